@@ -1,0 +1,5 @@
+"""`python -m klatsch` is the command `klatsch`."""
+
+from klatsch.cli import main
+
+main()

@@ -1,0 +1,203 @@
+"""The command line: thin commands over the library. A user's mistake is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+import klatsch
+from klatsch import topology as topologies
+from klatsch.topology.summary import GAMMA, Summary
+
+app = typer.Typer(
+    name="klatsch",
+    help="Train models over a network of machines that talk only to their neighbours.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> NoReturn:
+    """Run the command line; every error that a user can cause ends in one line and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except (ValueError, OSError) as error:
+        code = _complain(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:  # a usage error; typer brings its own copy of click, or click's, so ask what it can do
+        if not hasattr(error, "format_message"):
+            raise
+        code = _complain(f"{error.format_message()} (see {_command_of(error)} --help)")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    """Train models over a network of machines that talk only to their neighbours."""
+    if version:
+        print(f"klatsch {klatsch.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def topology(
+    name: Annotated[str | None, typer.Argument(help=f"One of {', '.join(topologies.TOPOLOGIES)}.")] = None,
+    nodes: Annotated[int | None, typer.Option("-n", "--nodes", help="Number of nodes.")] = None,
+    compare: Annotated[bool, typer.Option(help="All topologies side by side, sorted by rho.")] = False,
+    k: Annotated[int | None, typer.Option(help="Largest degree of base_graph.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of torus and grid.")] = None,
+    cols: Annotated[int | None, typer.Option(help="Columns of torus and grid.")] = None,
+    p: Annotated[float | None, typer.Option(help="Probability of a link in erdos_renyi.")] = None,
+    degree: Annotated[int | None, typer.Option(help="Degree of random_regular.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random graphs.")] = None,
+    lazy: Annotated[bool, typer.Option(help="Mix with (I + P) / 2.")] = False,
+    params: Annotated[int, typer.Option(help="Parameters of the model, in float32, for the message size.")] = 1_000_000,
+    draw: Annotated[Path | None, typer.Option(help="Draw every round to FILE.svg, .png or .pdf.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Show how fast a communication graph mixes and what a round of it costs."""
+    given = {"k": k, "rows": rows, "cols": cols, "p": p, "degree": degree, "seed": seed}
+    choices = {key: value for key, value in given.items() if value is not None}
+    if compare:
+        _refuse_with_compare(name=name, lazy=lazy, draw=draw, rows=rows, cols=cols)
+        if nodes is None:
+            raise ValueError("--compare needs the number of nodes, for example -n 16")
+        summaries, left_out = topologies.compare(nodes, params, **choices)
+        if as_json:
+            _print_json({"topologies": [asdict(s) for s in summaries], "left_out": left_out})
+        else:
+            _print_comparison(summaries, left_out)
+        return
+    if name is None:
+        raise ValueError("name a topology, for example klatsch topology ring -n 16, or give --compare")
+    if nodes is None and rows is not None and cols is not None:
+        nodes = rows * cols
+    if nodes is None:
+        raise ValueError(f"{name} needs the number of nodes, for example -n 16")
+    graph = topologies.make(name, nodes, **choices)
+    graph = topologies.lazy(graph) if lazy else graph
+    summary = topologies.summarize(graph, params)
+    if draw is not None:
+        topologies.draw(graph, draw)
+    if as_json:
+        _print_json(asdict(summary))
+    else:
+        _print_summary(summary)
+        if draw is not None:
+            print(f"drawn to {draw}")
+
+
+def _refuse_with_compare(**options: Any) -> None:
+    for option, value in options.items():
+        if value:
+            shown = f"the topology {value!r}" if option == "name" else f"--{option}"
+            raise ValueError(f"--compare looks at all topologies and does not go with {shown}; leave one of them out")
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
+
+
+def _print_summary(s: Summary) -> None:
+    table = Table(title=f"{s.name}, {s.nodes:,} nodes", show_header=False, title_justify="left", title_style="bold")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    never = "never"
+    for row in (
+        ("nodes", f"{s.nodes:,}", ""),
+        ("edges", f"{s.edges:,}", "distinct links over one period" + ("" if s.symmetric else ", one way each")),
+        ("degree", f"{s.degree:,}", "most neighbours in one round"),
+        ("period", f"{s.period:,}", "rounds until the graphs repeat"),
+        ("symmetric", _yes(s.symmetric), ""),
+        ("doubly stochastic", _yes(s.doubly_stochastic), "keeps the network mean"),
+        ("rho", f"{s.rho:.6g}", "spectral gap per round"),
+        ("rounds to halve", f"{s.rounds_to_halve:,}", "the disagreement, from the worst start"),
+        ("exact after", never if s.exact_after is None else f"{s.exact_after:,}", "rounds until all hold the mean"),
+        ("smallest eigenvalue", _optional(s.smallest_eigenvalue), "D2 needs more than -1/3"),
+        ("effective neighbours", _optional(s.effective_neighbors), f"for memory gamma = {GAMMA}"),
+        ("messages", f"{s.messages_per_round:.4g}", "sent per node and round, on average"),
+        ("bytes, D-SGD", _bytes(s.bytes_per_round_dsgd), f"per node and round, {s.params:,} parameters"),
+        ("bytes, DAT-SGD", _bytes(s.bytes_per_round_dat), "the same; DAT sends w and x"),
+    ):
+        table.add_row(*row)
+    _console().print(table)
+
+
+def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> None:
+    console = _console()
+    columns: dict[str, Callable[[Summary], str]] = {
+        "edges": lambda s: f"{s.edges:,}",
+        "degree": lambda s: f"{s.degree:,}",
+        "period": lambda s: f"{s.period:,}",
+        "sym-\nmetric": lambda s: _yes(s.symmetric),
+        "doubly\nstoch.": lambda s: _yes(s.doubly_stochastic),
+        "rho": lambda s: f"{s.rho:.4g}",
+        "rounds\nto halve": lambda s: f"{s.rounds_to_halve:,}",
+        "exact\nafter": lambda s: "–" if s.exact_after is None else f"{s.exact_after:,}",
+        "messages\n/round": lambda s: f"{s.messages_per_round:.3g}",
+        "bytes\n/round": lambda s: _bytes(s.bytes_per_round_dat),
+    }
+    if narrow := console.width < 110:
+        for heading in ("edges", "sym-\nmetric", "doubly\nstoch."):
+            del columns[heading]
+    title = f"{summaries[0].nodes:,} nodes, fastest mixing first"
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("topology", style="bold", no_wrap=True)
+    for heading in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for summary in summaries:
+        table.add_row(summary.name, *(cell(summary) for cell in columns.values()))
+    console.print(table)
+    notes = [f"per node; bytes for DAT-SGD with {summaries[0].params:,} float32 parameters, D-SGD sends half"]
+    notes += ["a terminal of 110 columns, or --json, shows more columns"] if narrow else []
+    for note in notes + [f"left out: {reason}" for reason in left_out.values()]:
+        console.print(note, style="dim", markup=False, highlight=False)
+
+
+def _console() -> Console:
+    # Into a pipe or a file rich would squeeze everything into 80 columns.
+    return Console(width=None if sys.stdout.isatty() else 140)
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    print(json.dumps(content, indent=2, allow_nan=False))
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _optional(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.4g} {unit}"
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+
+def _complain(message: str) -> int:
+    print(f"klatsch: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _command_of(error: Exception) -> str:
+    context = getattr(error, "ctx", None)
+    return context.command_path if context is not None else "klatsch"

@@ -1,0 +1,123 @@
+"""How many machines pay, and how many rounds it takes: Table 1, Table 2 and the transient, solved on actual gaps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from klatsch import topology as topologies
+from klatsch.theory.rates import RATES, UNIT, Constants, RateFunction, check, check_network
+
+
+def parallelism_bound(rule: str, N: float, rho: float, *, heterogeneous: bool = False) -> float:
+    """Up to which order of M a rule keeps the rate O(1 / sqrt(N)) for N = M T samples (Table 1, all constants 1).
+
+    minibatch sqrt(N); dat rho sqrt(N); dsgd and gt rho^(1/2) N^(1/4), and dsgd rho N^(1/4) on heterogeneous data.
+    """
+    on_gap, on_samples = _powers(rule, heterogeneous)
+    check("N", N, N >= 1, "a number of samples from 1 up")
+    check_network(1, 1, rho)
+    return float(rho ** float(on_gap) * N ** float(on_samples))
+
+
+def parallelism_exponent(rule: str, gap_exponent: int, *, heterogeneous: bool = False) -> Fraction:
+    """The power of N in Table 1 for a family with 1 / rho = O(M^gap_exponent): 2 for the ring, 1 for the torus.
+
+    M <= rho^a N^b and rho = M^-g give M <= N^(b / (1 + a g)).
+    """
+    on_gap, on_samples = _powers(rule, heterogeneous)
+    return on_samples / (1 + on_gap * gap_exponent)
+
+
+def largest_machines(
+    rule: str, N: float, topology: str | Callable[[int], float], constants: Constants = UNIT, **choices: Any
+) -> int:
+    """The largest M for which N = M T samples still bring the statistical rate, solved on the actual rho(M).
+
+    It holds as long as the network and optimization terms together do not exceed sigma D1 / sqrt(N). The search doubles
+    and bisects, so rho(M) is taken to fall with M, as it does for every family here up to small ripples. Torus and grid
+    grow as r x r and r x (r + 1), the hypercube by powers of two. Without noise one machine is enough, and M is 1.
+
+    Args:
+        rule: "dat", "dsgd", "gt" or "minibatch".
+        N: total number of samples.
+        topology: a topology's name, or your own function from M to rho.
+        constants: of the problem.
+        choices: options of the named topology, such as k of base_graph.
+    """
+    rate = _rate(rule)
+    check("N", N, 1 <= N < math.inf, "a number of samples from 1 up")
+
+    def machines(step: int) -> int:
+        return topologies.nth_size(topology, step) if isinstance(topology, str) else step
+
+    def pays(step: int) -> bool:
+        M = machines(step)
+        if M > N:
+            return False
+        rho = topologies.spectral_gap(topology, M, **choices) if isinstance(topology, str) else topology(M)
+        statistical, network, optimization = rate(M, N / M, rho, constants)
+        return bool(network + optimization <= statistical)
+
+    if isinstance(topology, str):
+        topologies.spectral_gap(topology, 1, **choices)  # refuses unknown names and options before the search
+    return machines(_last(pays))
+
+
+def transient_iterations(rule: str, M: int, rho: float, constants: Constants = UNIT) -> float:
+    """Rounds T after which the statistical term dominates, as for a central server (Section 4.2; Pu et al. 2021).
+
+    Of order M / rho^2 for dat and M^3 / rho^2 for dsgd (M^3 / rho^4 on heterogeneous data); inf without noise.
+    """
+    rate = _rate(rule)
+    check_network(M, 1, rho)
+    if constants.sigma * constants.D1 == 0:
+        return math.inf
+
+    def before(T: int) -> bool:
+        statistical, network, optimization = rate(M, T, rho, constants)
+        return bool(network + optimization > statistical)
+
+    return float(_last(before) + 1 if before(1) else 1)
+
+
+def rounds_to_error(rule: str, epsilon: float, M: int, rho: float, constants: Constants = UNIT) -> int:
+    """Rounds T until the rate reaches epsilon (Table 2, solved instead of estimated)."""
+    rate = _rate(rule)
+    check("epsilon", epsilon, 0 < epsilon < math.inf, "a positive error")
+    check_network(M, 1, rho)
+
+    def before(T: int) -> bool:
+        return bool(rate(M, T, rho, constants).total > epsilon)
+
+    return _last(before) + 1 if before(1) else 1
+
+
+def _last(holds: Callable[[int], bool]) -> int:
+    """The last step from 1 up at which `holds`, given that it holds up to some step and not after; at least 1."""
+    high = 2
+    while holds(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _powers(rule: str, heterogeneous: bool) -> tuple[Fraction, Fraction]:
+    """The powers a and b of M <= rho^a N^b."""
+    _rate(rule)
+    if rule == "minibatch":
+        return Fraction(0), Fraction(1, 2)
+    if rule == "dat":
+        return Fraction(1), Fraction(1, 2)
+    return Fraction(1) if rule == "dsgd" and heterogeneous else Fraction(1, 2), Fraction(1, 4)
+
+
+def _rate(rule: str) -> RateFunction:
+    if rule not in RATES:
+        raise ValueError(f"no rate is known for rule {rule!r}; choose from {', '.join(RATES)}")
+    return RATES[rule]

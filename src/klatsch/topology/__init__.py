@@ -1,0 +1,55 @@
+"""Who talks to whom, and with which weights.
+
+Every graph is one immutable `Topology`: a period of sparse gossip matrices. Make one by its function (`ring(16)`), by
+its name (`make("ring", 16)`), or from your own graph (`from_networkx`, `from_matrices`).
+"""
+
+from klatsch.topology.closed_form import nth_size
+from klatsch.topology.convert import from_networkx
+from klatsch.topology.core import Topology, from_matrices, lazy
+from klatsch.topology.drawing import draw
+from klatsch.topology.names import TOPOLOGIES, make, options, spectral_gap
+from klatsch.topology.static import (
+    complete,
+    directed_ring,
+    erdos_renyi,
+    exponential,
+    grid,
+    hypercube,
+    near_complete,
+    random_regular,
+    ring,
+    star,
+    torus,
+)
+from klatsch.topology.summary import Summary, compare, summarize
+from klatsch.topology.varying import base_graph, one_peer_exponential
+
+__all__ = [
+    "TOPOLOGIES",
+    "Summary",
+    "Topology",
+    "base_graph",
+    "compare",
+    "complete",
+    "directed_ring",
+    "draw",
+    "erdos_renyi",
+    "exponential",
+    "from_matrices",
+    "from_networkx",
+    "grid",
+    "hypercube",
+    "lazy",
+    "make",
+    "near_complete",
+    "nth_size",
+    "one_peer_exponential",
+    "options",
+    "random_regular",
+    "ring",
+    "spectral_gap",
+    "star",
+    "summarize",
+    "torus",
+]

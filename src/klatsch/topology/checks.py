@@ -1,0 +1,136 @@
+"""What a gossip matrix must satisfy, and errors that name the place, the value and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array, issparse
+from scipy.sparse.csgraph import breadth_first_order
+
+from klatsch.topology import spectrum
+
+Matrix = csr_array[np.float64]
+
+SUM_TOLERANCE = 1e-9
+GAP_TOLERANCE = 1e-12
+
+
+def node_count(n: object, name: str) -> int:
+    """Check a number of nodes, or of rows or columns."""
+    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
+        raise ValueError(f"{name}: {n!r} nodes; give a whole number from 1 up")
+    return int(n)
+
+
+def split_rounds(matrices: Any) -> Iterator[Any]:
+    """Tell one matrix from a list of matrices, and yield the matrices."""
+    if issparse(matrices) or (isinstance(matrices, np.ndarray) and matrices.ndim < 3):
+        yield matrices
+    elif isinstance(matrices, Sequence) and matrices and not issparse(matrices[0]) and _depth(matrices[0]) < 2:
+        yield matrices  # nested lists, one per row
+    else:
+        yield from matrices
+
+
+def canonical(P: Any, name: str) -> Matrix:
+    """A private float64 CSR copy with sorted indices and without stored zeros, checked entry by entry."""
+    if not issparse(P):
+        try:
+            P = np.asarray(P, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise ValueError(f"{name} is not a matrix of numbers; give every row the same number of weights") from None
+    if len(P.shape) != 2 or P.shape[0] != P.shape[1] or P.shape[0] == 0:
+        shape = " x ".join(map(str, P.shape)) or "a single number"
+        raise ValueError(f"{name} is {shape}; a gossip matrix is square, one row and one column per node")
+    result = csr_array(P, dtype=np.float64, copy=True)
+    result.sum_duplicates()
+    result.sort_indices()
+    for wrong, what, remedy in (
+        (~np.isfinite(result.data), "not finite", "replace it by a number from 0 to 1"),
+        (result.data < 0, "negative", "weights are 0 or positive"),
+    ):
+        if wrong.any():
+            k = int(np.flatnonzero(wrong)[0])
+            row = int(np.searchsorted(result.indptr, k, side="right")) - 1
+            raise ValueError(
+                f"{name}: entry ({row}, {int(result.indices[k])}) is {result.data[k]:g}, which is {what}; {remedy}"
+            )
+    result.eliminate_zeros()
+    return result
+
+
+def _depth(rows: Any) -> int:
+    depth = 0
+    while isinstance(rows, Sequence | np.ndarray) and len(rows):
+        rows, depth = rows[0], depth + 1
+    return depth
+
+
+def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str) -> None:
+    """Check sizes, sums, that all nodes are connected, and that mixing settles."""
+    if not matrices:
+        raise ValueError(f"{name}: no matrix given; a topology has at least one")
+    sizes = sorted({int(P.shape[0]) for P in matrices})
+    if len(sizes) > 1:
+        raise ValueError(f"{name}: matrices of {' and '.join(map(str, sizes))} nodes; all rounds have the same nodes")
+    for k, P in enumerate(matrices, 1):
+        where = f"{name}, matrix {k}" if len(matrices) > 1 else name
+        if stochastic in ("doubly", "rows"):
+            _check_sums(where, P, 1)
+        if stochastic in ("doubly", "columns"):
+            _check_sums(where, P, 0)
+    check_connected(name, matrices)
+    # With a self-weight everywhere a connected graph settles. Without, it may swap values for ever.
+    if not all((P.diagonal() > 0).all() for P in matrices) and spectrum.second_modulus(matrices) > 1 - GAP_TOLERANCE:
+        raise ValueError(
+            f"{name}: |lambda_2| = 1, so mixing moves values around for ever and never averages them;"
+            " give nodes a weight of their own, for example (I + P) / 2 in place of P"
+        )
+
+
+def sums_to_one(P: Matrix, axis: int) -> bool:
+    """Whether rows (axis 1) or columns (axis 0) sum to 1 within the tolerance."""
+    return bool(np.all(np.abs(P.sum(axis=axis) - 1) <= SUM_TOLERANCE))
+
+
+def _check_sums(name: str, P: Matrix, axis: int) -> None:
+    sums: NDArray[np.float64] = np.asarray(P.sum(axis=axis))
+    if not (wrong := np.abs(sums - 1) > SUM_TOLERANCE).any():
+        return
+    i = int(np.argmax(wrong))
+    kind = "row" if axis else "column"
+    remedy = f"divide the {kind} by its sum"
+    if axis == 0 and sums_to_one(P, axis=1):
+        remedy = (
+            "the rows do sum to 1, but mixing would not keep the mean: take symmetric weights,"
+            ' or say stochastic="rows" if that is meant'
+        )
+    elif axis == 1 and sums_to_one(P, axis=0):
+        remedy = 'the columns do sum to 1: say stochastic="columns" if it is meant for push-sum'
+    raise ValueError(f"{name}: {kind} {i} sums to {sums[i]:.12g} instead of 1; {remedy}")
+
+
+def union_pattern(matrices: Sequence[Matrix]) -> Matrix:
+    """A matrix that is non-zero where any round's is."""
+    union = matrices[0]
+    for P in matrices[1:]:
+        union = union + P
+    return union
+
+
+def check_connected(name: str, matrices: Sequence[Matrix], label: Callable[[int], str] = str) -> None:
+    """Refuse a graph in which some node never hears, directly or not, from some other."""
+    hears = union_pattern(matrices)
+    size = int(hears.shape[0])
+    for pattern, heard_first in ((hears.T, False), (hears, True)):
+        reached = breadth_first_order(csr_array(pattern), 0, return_predecessors=False)
+        if len(reached) < size:
+            lost = int(np.setdiff1d(np.arange(size), reached)[0])
+            start, end = (lost, 0) if heard_first else (0, lost)
+            raise ValueError(
+                f"{name} is disconnected: node {label(start)} cannot reach node {label(end)};"
+                " add links between their parts"
+            )

@@ -1,0 +1,93 @@
+"""Your own graph, from networkx."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import networkx as nx
+import numpy as np
+from scipy.sparse import csr_array
+
+from klatsch.topology import checks
+from klatsch.topology.core import Stochastic, Topology
+from klatsch.topology.weights import metropolis_hastings, with_self_weights
+
+Matrix = csr_array[np.float64]
+
+
+def from_networkx(
+    graph: nx.Graph[Any], *, weight: str | None = None, stochastic: Stochastic = "doubly", name: str = "from_networkx"
+) -> Topology:
+    """A topology from a networkx graph; its nodes are numbered in the order of `list(graph)`.
+
+    Args:
+        graph: an undirected graph, or a directed one in which u -> v means that u sends to v.
+        weight: the edge attribute that holds P_vu for the edge u -> v; what is left of 1 is the self-weight. Without
+            it, undirected graphs get Metropolis–Hastings weights, directed ones for push-sum 1 / (out-degree + 1).
+        stochastic: which sums must be 1: "doubly", "rows" or "columns" (push-sum).
+        name: what to call it.
+
+    Raises:
+        ValueError: the graph has self-loops, is disconnected, is directed where it may not be, or a weight is missing.
+    """
+    nodes = list(graph)
+    if not nodes:
+        raise ValueError(f"{name}: the graph has no nodes; give at least one")
+    if graph.is_multigraph():
+        raise ValueError(
+            f"{name}: the graph is a multigraph; merge parallel edges first, for example with nx.Graph(graph)"
+        )
+    loops = sorted(map(repr, nx.nodes_with_selfloops(graph)))
+    if loops:
+        raise ValueError(
+            f"{name}: node {loops[0]} has a self-loop; remove it, for example with"
+            " graph.remove_edges_from(nx.selfloop_edges(graph)): what a node keeps is what its links leave of 1"
+        )
+    if graph.is_directed() and weight is None and stochastic != "columns":
+        raise ValueError(
+            f"{name}: the graph is directed, and Metropolis–Hastings weights need an undirected one;"
+            ' take graph.to_undirected(), give weight="ATTRIBUTE", or stochastic="columns" for push-sum'
+        )
+    P = _matrix(graph, nodes, weight, stochastic, name)
+    checks.check_connected(name, (P,), label=lambda i: repr(nodes[i]))
+    return Topology(name, (P,), stochastic)
+
+
+def _matrix(graph: nx.Graph[Any], nodes: list[Any], weight: str | None, stochastic: Stochastic, name: str) -> Matrix:
+    size, number = len(nodes), {node: i for i, node in enumerate(nodes)}
+    ends = np.array([(number[u], number[v]) for u, v in graph.edges], dtype=np.int64).reshape(-1, 2)
+    sender, receiver = ends[:, 0], ends[:, 1]
+    if weight is not None:
+        values = np.array(
+            [_weight(u, v, data, weight, name) for u, v, data in graph.edges(data=True)], dtype=np.float64
+        )
+    elif graph.is_directed():
+        values = 1.0 / (1 + np.bincount(sender, minlength=size)[sender])
+    else:
+        return metropolis_hastings(size, sender, receiver)
+    if not graph.is_directed():
+        sender, receiver = np.concatenate([sender, receiver]), np.concatenate([receiver, sender])
+        values = np.concatenate([values, values])
+    if stochastic == "columns":
+        return csr_array(with_self_weights(size, sender, receiver, values).T)
+    _check_room(name, nodes, np.bincount(receiver, weights=values, minlength=size))
+    return with_self_weights(size, receiver, sender, values)
+
+
+def _weight(u: Any, v: Any, data: dict[str, Any], attribute: str, name: str) -> float:
+    value = data.get(attribute)
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise ValueError(
+            f"{name}: edge ({u!r}, {v!r}) has {attribute} = {value!r}; give every edge a number from 0 to 1"
+        )
+    return float(value)
+
+
+def _check_room(name: str, nodes: list[Any], received: Any) -> None:
+    """Refuse weights above 1 here, where the sum that the user gave is still known."""
+    if (over := received > 1 + checks.SUM_TOLERANCE).any():
+        i = int(np.argmax(over))
+        raise ValueError(
+            f"{name}: the weights of node {nodes[i]!r} (row {i}) sum to {received[i]:.12g} and leave no self-weight;"
+            " scale them so that they sum to 1 or less"
+        )

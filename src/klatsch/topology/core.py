@@ -1,0 +1,250 @@
+"""The one type for every communication graph: a period of sparse gossip matrices.
+
+Round t (from 1) mixes with `topology.matrix(t)`: v_i <- sum_j P_ij v_j. Entry P_ij is what node i gives to the value
+it hears from node j. A static graph has a period of one; a time-varying graph repeats its matrices. There is no clock
+inside: the same t always gives the same matrix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+
+from klatsch.topology import checks, spectrum
+
+Stochastic = Literal["doubly", "rows", "columns"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Topology:
+    """A communication graph with its weights, immutable, one sparse matrix per round of its period.
+
+    Args:
+        name: what to call it in tables and errors.
+        matrices: the gossip matrices P of one period, in the order of the rounds; dense or sparse.
+        stochastic: which sums are 1: "doubly" (rows and columns: mixing keeps the network mean, what every
+            averaging rule needs), "rows", or "columns" (directed graphs for push-sum).
+        lattice: rows and columns where the nodes form a lattice; only drawing looks at it.
+
+    Raises:
+        ValueError: a matrix is not square, has a negative or non-finite entry or a wrong sum, the graph does not
+            connect all nodes, or mixing would never settle.
+    """
+
+    name: str
+    matrices: tuple[csr_array[np.float64], ...]
+    stochastic: Stochastic = "doubly"
+    lattice: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.stochastic not in get_args(Stochastic):
+            raise ValueError(
+                f"{self.name}: stochastic = {self.stochastic!r}; choose from {', '.join(get_args(Stochastic))}"
+            )
+        matrices = tuple(checks.canonical(P, f"{self.name}, matrix {k}") for k, P in enumerate(self.matrices, 1))
+        checks.check_matrices(self.name, matrices, self.stochastic)
+        for P in matrices:
+            for part in (P.data, P.indices, P.indptr):
+                part.flags.writeable = False
+        object.__setattr__(self, "matrices", matrices)
+
+    # --- what a round looks like -------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Number of nodes M."""
+        return int(self.matrices[0].shape[0])
+
+    @property
+    def period(self) -> int:
+        """Number of rounds after which the matrices repeat; 1 for a static graph."""
+        return len(self.matrices)
+
+    def matrix(self, t: int) -> csr_array[np.float64]:
+        """The gossip matrix P of round t = 1, 2, 3, ..."""
+        return self.matrices[self._phase(t)]
+
+    def neighbors(self, i: int, t: int = 1) -> NDArray[np.int64]:
+        """The nodes that node i hears in round t, without itself, in ascending order."""
+        return _others(self.matrices[self._phase(t)], self._node(i))
+
+    def receivers(self, i: int, t: int = 1) -> NDArray[np.int64]:
+        """The nodes that hear node i in round t; equal to `neighbors` unless the graph is directed."""
+        return _others(self._transposed[self._phase(t)], self._node(i))
+
+    # --- what kind of graph it is ------------------------------------------------------------------------------
+
+    @cached_property
+    def symmetric(self) -> bool:
+        """Whether every P equals its transpose, as Definition 2.4 of the paper asks."""
+        return all(spectrum.is_symmetric(P) for P in self.matrices)
+
+    @cached_property
+    def directed(self) -> bool:
+        """Whether some link carries a message one way only within a round."""
+        return any(
+            not np.array_equal(P.indptr, Q.indptr) or not np.array_equal(P.indices, Q.indices)
+            for P, Q in zip(self.matrices, self._transposed, strict=True)
+        )
+
+    @cached_property
+    def row_stochastic(self) -> bool:
+        """Whether every row sums to 1, so that mixing is averaging."""
+        return all(checks.sums_to_one(P, axis=1) for P in self.matrices)
+
+    @cached_property
+    def column_stochastic(self) -> bool:
+        """Whether every column sums to 1, so that mixing keeps the sum over nodes."""
+        return all(checks.sums_to_one(P, axis=0) for P in self.matrices)
+
+    @property
+    def doubly_stochastic(self) -> bool:
+        """Whether rows and columns sum to 1, so that mixing keeps the network mean."""
+        return self.row_stochastic and self.column_stochastic
+
+    @cached_property
+    def edges(self) -> int:
+        """Distinct links used over one period: pairs of nodes, or arrows if the graph is directed."""
+        pattern = checks.union_pattern(self.matrices)
+        arrows = int(pattern.nnz - np.count_nonzero(pattern.diagonal()))
+        return arrows if self.directed else arrows // 2
+
+    @cached_property
+    def degree(self) -> int:
+        """The largest number of nodes that one node hears or is heard by in one round."""
+        return max(
+            int((np.diff(P.indptr) - (P.diagonal() > 0)).max())
+            for matrices in (self.matrices, self._transposed)
+            for P in matrices
+        )
+
+    @cached_property
+    def messages(self) -> float:
+        """Messages that a node sends per round, on average over nodes and rounds."""
+        sent = sum(P.nnz - np.count_nonzero(P.diagonal()) for P in self.matrices)
+        return float(sent / (self.size * self.period))
+
+    # --- how fast it mixes -------------------------------------------------------------------------------------
+
+    @cached_property
+    def spectral_gap(self) -> float:
+        """The spectral gap rho = 1 - |lambda_2| (Definition 2.5); for a period tau of rounds (1 - |lambda_2|) / tau.
+
+        Over a period, lambda_2 belongs to the product P_tau ... P_1. Dividing by tau makes rho the gap per round of
+        time-varying theory (p / tau in Koloskova et al. 2020, Assumption 4), so that one formula serves both kinds of
+        graph. A period that averages exactly has rho = 1 / tau: 1 / log2(M) for the 1-peer exponential graph.
+        """
+        return (1.0 - spectrum.second_modulus(self.matrices)) / self.period
+
+    @cached_property
+    def smallest_eigenvalue(self) -> float:
+        """The smallest eigenvalue of P; D2 needs it above -1/3 (Tang et al. 2018).
+
+        Raises:
+            ValueError: the graph is time-varying or not symmetric, where the question has no answer.
+        """
+        if self.period > 1 or not self.symmetric:
+            kind = "time-varying" if self.period > 1 else "not symmetric"
+            raise ValueError(f"{self.name} is {kind}: a smallest eigenvalue needs one symmetric matrix, such as ring's")
+        return spectrum.smallest_eigenvalue(self.matrices[0])
+
+    @cached_property
+    def exact_after(self) -> int | None:
+        """Rounds after which every node holds the exact mean, or None if mixing only tends to it."""
+        return spectrum.exact_after(self.matrices) if self.doubly_stochastic else None
+
+    @property
+    def averages_exactly(self) -> bool:
+        """Whether one period ends with the exact mean at every node."""
+        return self.exact_after is not None and self.exact_after <= self.period
+
+    @cached_property
+    def rounds_to_halve(self) -> int:
+        """Rounds after which the distance from the mean is halved, from the worst start."""
+        return spectrum.rounds_to_halve(self.matrices, self.doubly_stochastic)
+
+    def effective_neighbors(self, gamma: float) -> float:
+        """How many independent nodes one node seems to average over when memory decays by gamma per round.
+
+        With x <- P (sqrt(gamma) x + noise) at every node, it is 1 / (1 - gamma), the variance of a node alone, over
+        the mean variance of x (Vogels et al. 2022, "Beyond spectral gap", Section 3): near the degree + 1 for gamma = 0
+        and M for gamma -> 1. Beyond 500 nodes (2,000 if static and symmetric) it is estimated, within a few percent.
+        """
+        if not self.doubly_stochastic:
+            raise ValueError(
+                f"{self.name} is not doubly stochastic: effective neighbours need a graph that keeps the mean"
+            )
+        if not 0 <= gamma < 1:
+            raise ValueError(f"gamma = {gamma}: choose it from 0 up to but not including 1, such as 0.95")
+        return spectrum.effective_neighbors(self.matrices, gamma)
+
+    # --- identity ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the matrices: equal for equal graphs, on every machine."""
+        digest = hashlib.sha256(f"{self.size} {self.period}".encode())
+        for P in self.matrices:
+            digest.update(P.indptr.astype("<i8").tobytes())
+            digest.update(P.indices.astype("<i8").tobytes())
+            digest.update(P.data.astype("<f8").tobytes())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return self.fingerprint == other.fingerprint if isinstance(other, Topology) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        period = f", period {self.period}" if self.period > 1 else ""
+        return f"<Topology {self.name}: {self.size} nodes, {self.edges} edges{period}>"
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _transposed(self) -> tuple[csr_array[np.float64], ...]:
+        return tuple(checks.canonical(P.T, self.name) for P in self.matrices)
+
+    def _phase(self, t: int) -> int:
+        if t < 1:
+            raise ValueError(f"round t = {t}: rounds count from 1")
+        return (t - 1) % self.period
+
+    def _node(self, i: int) -> int:
+        if not 0 <= i < self.size:
+            raise ValueError(f"node {i} is not in {self.name}: nodes count from 0 to {self.size - 1}")
+        return i
+
+
+def from_matrices(
+    matrices: object | Iterable[object], *, stochastic: Stochastic = "doubly", name: str = "from_matrices"
+) -> Topology:
+    """A topology from your own matrices: one for a static graph, a list of them for a time-varying one.
+
+    Args:
+        matrices: a square array (NumPy, nested lists, or SciPy sparse), or a list of them, one per round.
+        stochastic: "doubly", "rows" or "columns": which sums must be 1.
+        name: what to call it.
+    """
+    return Topology(name, tuple(checks.split_rounds(matrices)), stochastic)
+
+
+def lazy(topology: Topology) -> Topology:
+    """The same graph with (I + P) / 2: half as fast, but no eigenvalue below 0 (what D2 wants on an even ring)."""
+    size = topology.size
+    identity = csr_array((np.ones(size), np.arange(size), np.arange(size + 1)), shape=(size, size))
+    halved = tuple(checks.canonical((identity + P) / 2.0, topology.name) for P in topology.matrices)
+    return Topology(f"lazy {topology.name}", halved, topology.stochastic, topology.lattice)
+
+
+def _others(P: csr_array[np.float64], i: int) -> NDArray[np.int64]:
+    row = np.asarray(P.indices[P.indptr[i] : P.indptr[i + 1]], dtype=np.int64)
+    return np.delete(row, np.flatnonzero(row == i))

@@ -1,0 +1,80 @@
+"""The name table: topologies by name, for study files, the command line and the shared tests."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from klatsch.topology.checks import node_count
+from klatsch.topology.closed_form import CLOSED_FORMS
+from klatsch.topology.core import Topology
+from klatsch.topology.static import (
+    complete,
+    directed_ring,
+    erdos_renyi,
+    exponential,
+    grid,
+    hypercube,
+    near_complete,
+    random_regular,
+    ring,
+    star,
+    torus,
+)
+from klatsch.topology.varying import base_graph, one_peer_exponential
+
+TOPOLOGIES: dict[str, Callable[..., Topology]] = {
+    build.__name__: build
+    for build in (
+        ring,
+        torus,
+        grid,
+        complete,
+        near_complete,
+        star,
+        hypercube,
+        exponential,
+        one_peer_exponential,
+        base_graph,
+        directed_ring,
+        erdos_renyi,
+        random_regular,
+    )
+}
+
+
+def make(name: str, n: int, **choices: Any) -> Topology:
+    """A topology by name: `make("ring", 16)`, `make("base_graph", 16, k=2)`, `make("torus", 12, rows=3)`.
+
+    Raises:
+        ValueError: the name is unknown, or the topology has no such option, or refuses n.
+    """
+    return _builder(name, choices)(n, **choices)
+
+
+def options(name: str) -> tuple[str, ...]:
+    """The options that `make(name, n, ...)` takes beside n."""
+    return tuple(inspect.signature(_builder(name, {})).parameters)[1:]
+
+
+def spectral_gap(name: str, n: int, **choices: Any) -> float:
+    """The spectral gap rho of `make(name, n, ...)`, by a closed form where one is known, so that n may be a million."""
+    build = _builder(name, choices)
+    node_count(n, name)
+    return CLOSED_FORMS[name](n, **choices) if name in CLOSED_FORMS else build(n, **choices).spectral_gap
+
+
+def _builder(name: str, choices: dict[str, Any]) -> Callable[..., Topology]:
+    if name not in TOPOLOGIES:
+        close = difflib.get_close_matches(name, TOPOLOGIES, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(f"unknown topology {name!r}; {hint}There are {', '.join(TOPOLOGIES)}")
+    build = TOPOLOGIES[name]
+    known = tuple(inspect.signature(build).parameters)[1:]
+    for choice in choices:
+        if choice not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes no option beside n"
+            raise ValueError(f"{name} has no option {choice!r}; {takes}")
+    return build

@@ -1,0 +1,89 @@
+"""The figures that tell topologies apart, for tables and programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from klatsch.topology.checks import node_count
+from klatsch.topology.core import Topology
+from klatsch.topology.names import TOPOLOGIES, make, options
+
+GAMMA = 0.95  # the memory that explains deep-learning runs best in Vogels et al. 2022
+
+LARGEST_DENSE = 3000  # nodes up to which a graph with links between all of them joins a comparison
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one round of gossip costs on a topology and what it brings.
+
+    Bytes are sent per node and round, on average, for a model of `params` parameters: D-SGD sends one vector
+    to each neighbour, DAT-SGD two (w and x).
+    """
+
+    name: str
+    nodes: int
+    edges: int
+    degree: int
+    period: int
+    symmetric: bool
+    doubly_stochastic: bool
+    rho: float
+    rounds_to_halve: int
+    exact_after: int | None
+    smallest_eigenvalue: float | None
+    effective_neighbors: float | None
+    messages_per_round: float
+    params: int
+    bytes_per_round_dsgd: int
+    bytes_per_round_dat: int
+
+
+def summarize(topology: Topology, params: int = 1_000_000, bytes_per_parameter: int = 4) -> Summary:
+    """Compute everything a table shows about one topology."""
+    if params < 1:
+        raise ValueError(f"params = {params}; give the number of parameters of the model, from 1 up")
+    static = topology.period == 1 and topology.symmetric
+    vector = topology.messages * params * bytes_per_parameter
+    return Summary(
+        name=topology.name,
+        nodes=topology.size,
+        edges=topology.edges,
+        degree=topology.degree,
+        period=topology.period,
+        symmetric=topology.symmetric,
+        doubly_stochastic=topology.doubly_stochastic,
+        rho=topology.spectral_gap,
+        rounds_to_halve=topology.rounds_to_halve,
+        exact_after=topology.exact_after,
+        smallest_eigenvalue=topology.smallest_eigenvalue if static else None,
+        effective_neighbors=topology.effective_neighbors(GAMMA) if topology.doubly_stochastic else None,
+        messages_per_round=topology.messages,
+        params=params,
+        bytes_per_round_dsgd=round(vector),
+        bytes_per_round_dat=round(2 * vector),
+    )
+
+
+def compare(n: int, params: int = 1_000_000, **choices: Any) -> tuple[list[Summary], dict[str, str]]:
+    """All topologies of n nodes, the fastest mixing first, and the reasons why others are left out.
+
+    Args:
+        n: number of nodes.
+        params: number of parameters of the model.
+        choices: options such as k or seed, for those topologies that have them.
+    """
+    node_count(n, "compare")
+    summaries, left_out = [], {}
+    for name in TOPOLOGIES:
+        if n > LARGEST_DENSE and name in ("complete", "near_complete"):
+            left_out[name] = f"{n * (n - 1) // 2:,} links are too many for a comparison"
+            continue
+        try:
+            topology = make(name, n, **{key: value for key, value in choices.items() if key in options(name)})
+        except ValueError as refusal:
+            left_out[name] = str(refusal)
+        else:
+            summaries.append(summarize(topology, params))
+    return sorted(summaries, key=lambda s: -s.rho), left_out
