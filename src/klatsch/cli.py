@@ -21,7 +21,6 @@ from klatsch.topology.summary import GAMMA, Summary
 app = typer.Typer(
     name="klatsch",
     help="Train models over a network of machines that talk only to their neighbours.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -43,26 +42,49 @@ def main() -> NoReturn:
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
     """Train models over a network of machines that talk only to their neighbours."""
     if version:
         print(f"klatsch {klatsch.__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def _whole(text: str | int) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a whole number") from None
+
+
+def _number(text: str | float) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+
+
+def _option(help_: str, *names: str, parser: Callable[[str], Any] = _whole) -> Any:
+    return typer.Option(*names, help=help_, parser=parser, metavar="X" if parser is _number else "N")
 
 
 @app.command()
 def topology(
     name: Annotated[str | None, typer.Argument(help=f"One of {', '.join(topologies.TOPOLOGIES)}.")] = None,
-    nodes: Annotated[int | None, typer.Option("-n", "--nodes", help="Number of nodes.")] = None,
-    compare: Annotated[bool, typer.Option(help="All topologies side by side, sorted by rho.")] = False,
-    k: Annotated[int | None, typer.Option(help="Largest degree of base_graph.")] = None,
-    rows: Annotated[int | None, typer.Option(help="Rows of torus and grid.")] = None,
-    cols: Annotated[int | None, typer.Option(help="Columns of torus and grid.")] = None,
-    p: Annotated[float | None, typer.Option(help="Probability of a link in erdos_renyi.")] = None,
-    degree: Annotated[int | None, typer.Option(help="Degree of random_regular.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the random graphs.")] = None,
-    lazy: Annotated[bool, typer.Option(help="Mix with (I + P) / 2.")] = False,
-    params: Annotated[int, typer.Option(help="Parameters of the model, in float32, for the message size.")] = 1_000_000,
+    nodes: Annotated[int | None, _option("Number of nodes.", "-n", "--nodes")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="All topologies side by side, sorted by rho.")] = False,
+    k: Annotated[int | None, _option("Largest degree of base_graph.")] = None,
+    rows: Annotated[int | None, _option("Rows of torus and grid.")] = None,
+    cols: Annotated[int | None, _option("Columns of torus and grid.")] = None,
+    p: Annotated[float | None, _option("Probability of a link in erdos_renyi.", parser=_number)] = None,
+    degree: Annotated[int | None, _option("Degree of random_regular.")] = None,
+    seed: Annotated[int | None, _option("Seed of the random graphs.")] = None,
+    lazy: Annotated[bool, typer.Option("--lazy", help="Mix with (I + P) / 2.")] = False,
+    params: Annotated[int, _option("Parameters of the model, in float32, for the message size.")] = 1_000_000,
     draw: Annotated[Path | None, typer.Option(help="Draw every round to FILE.svg, .png or .pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -152,7 +174,9 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
         for heading in ("edges", "sym-\nmetric", "doubly\nstoch."):
             del columns[heading]
     title = f"{summaries[0].nodes:,} nodes, fastest mixing first"
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 0 if narrow else 1, 0, 0)
+    )
     table.add_column("topology", style="bold", no_wrap=True)
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -187,7 +211,7 @@ def _bytes(count: float) -> str:
         if count < 1000 or unit == "TB":
             break
         count /= 1000
-    return f"{count:.4g} {unit}"
+    return f"{count:.3g} {unit}"
 
 
 # --- errors -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,14 +25,11 @@ def node_count(n: object, name: str) -> int:
     return int(n)
 
 
-def split_rounds(matrices: Any) -> Iterator[Any]:
-    """Tell one matrix from a list of matrices, and yield the matrices."""
-    if issparse(matrices) or (isinstance(matrices, np.ndarray) and matrices.ndim < 3):
-        yield matrices
-    elif isinstance(matrices, Sequence) and matrices and not issparse(matrices[0]) and _depth(matrices[0]) < 2:
-        yield matrices  # nested lists, one per row
-    else:
-        yield from matrices
+def split_rounds(matrices: Any) -> list[Any]:
+    """The matrices of all rounds, from one matrix or a list of them."""
+    if isinstance(matrices, list | tuple) and (not matrices or issparse(matrices[0])):
+        return list(matrices)
+    return list(matrices) if _depth(matrices) == 3 else [matrices]
 
 
 def canonical(P: Any, name: str) -> Matrix:
@@ -63,10 +60,9 @@ def canonical(P: Any, name: str) -> Matrix:
 
 
 def _depth(rows: Any) -> int:
-    depth = 0
-    while isinstance(rows, Sequence | np.ndarray) and len(rows):
-        rows, depth = rows[0], depth + 1
-    return depth
+    if isinstance(rows, np.ndarray):
+        return rows.ndim
+    return 1 + (_depth(rows[0]) if rows else 0) if isinstance(rows, list | tuple) else 0
 
 
 def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str) -> None:

@@ -8,7 +8,6 @@ inside: the same t always gives the same matrix.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -224,9 +223,7 @@ class Topology:
         return i
 
 
-def from_matrices(
-    matrices: object | Iterable[object], *, stochastic: Stochastic = "doubly", name: str = "from_matrices"
-) -> Topology:
+def from_matrices(matrices: object, *, stochastic: Stochastic = "doubly", name: str = "from_matrices") -> Topology:
     """A topology from your own matrices: one for a static graph, a list of them for a time-varying one.
 
     Args:

@@ -54,10 +54,12 @@ def figure(topology: Topology) -> Figure:
     """The same picture as a matplotlib figure."""
     from matplotlib.figure import Figure
 
-    columns = min(4, topology.period)
+    columns = min(5, topology.period)
     rows = math.ceil(topology.period / columns)
     side = 4.5 if topology.period == 1 else 3.0
-    result = Figure(figsize=(side * columns, side * rows), layout="constrained")
+    high, wide = topology.lattice or (1, 1)
+    height = side * min(2.0, max(0.3, high / wide))
+    result = Figure(figsize=(side * columns, height * rows + 0.5), layout="constrained")
     panels = result.subplots(rows, columns, squeeze=False).ravel()
     where = _positions(topology)
     for t, panel in enumerate(panels, 1):

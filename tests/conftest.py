@@ -1,0 +1,51 @@
+"""Shared by all tests: the sizes and topologies that every property is checked on."""
+
+import numpy as np
+import pytest
+
+from klatsch import topology as tp
+
+SIZES = range(1, 65)
+
+
+def build_or_skip(name, n, **options):
+    """A topology, or None where the family refuses this n (tests of refusals stand in test_bad_input)."""
+    try:
+        return tp.make(name, n, **options)
+    except ValueError:
+        return None
+
+
+def all_topologies(n):
+    """Every named topology that exists for n nodes, and a few options of those that have any."""
+    for name in tp.TOPOLOGIES:
+        if (graph := build_or_skip(name, n)) is not None:
+            yield graph
+    yield tp.base_graph(n, 3)
+    yield tp.erdos_renyi(n, p=0.7, seed=5)
+    if n > 3:
+        yield tp.random_regular(n, degree=2, seed=1)
+    yield tp.lazy(tp.ring(n))
+
+
+def product(graph):
+    """P_tau ... P_1 as a dense matrix, the simple reference."""
+    result = np.eye(graph.size)
+    for P in graph.matrices:
+        result = P.toarray() @ result
+    return result
+
+
+@pytest.fixture
+def run_cli(monkeypatch, capsys):
+    """Run the command line in this process; gives the exit code, stdout and stderr."""
+    from klatsch.cli import main
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["klatsch", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        captured = capsys.readouterr()
+        return exit_.value.code, captured.out, captured.err
+
+    return run

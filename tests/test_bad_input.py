@@ -1,0 +1,152 @@
+"""Every refusal names the value and the remedy; on the command line it is one line and exit code 2."""
+
+import networkx as nx
+import numpy as np
+import pytest
+from scipy.sparse import csr_array
+
+from klatsch import topology as tp
+
+HALF = [[0.5, 0.5], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize("name", tp.TOPOLOGIES)
+@pytest.mark.parametrize("n", [0, -3, 2.5, "four", True, None])
+def test_a_number_of_nodes_that_is_none(name, n):
+    with pytest.raises(ValueError, match=rf"{name}: .*(whole number from 1|give n)"):
+        tp.make(name, n)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: tp.torus(13), r"n = 13 is prime .* nearest that works is 12 = 3 x 4"),
+        (lambda: tp.torus(2), r"nearest that works is 4 = 2 x 2"),
+        (lambda: tp.grid(7), r"n = 7 is prime .* path; the nearest that works is 8"),
+        (lambda: tp.torus(12, rows=5), r"5 x 2 = 10 nodes, not n = 12"),
+        (lambda: tp.torus(rows=5), r"rows = 5 and cols = None; give both"),
+        (lambda: tp.torus(), r"give n, or rows and cols"),
+        (lambda: tp.torus(rows=0, cols=3), r"0 nodes"),
+        (lambda: tp.hypercube(12), r"n = 12 is not a power of two; the nearest that works is 8"),
+        (lambda: tp.hypercube(13), r"nearest that works is 16"),
+        (lambda: tp.near_complete(2), r"nearest sizes are 1 and 3"),
+        (lambda: tp.base_graph(4, 0), r"k = 0"),
+        (lambda: tp.erdos_renyi(4, p=1.5), r"p = 1.5 is not a probability"),
+        (lambda: tp.erdos_renyi(50, p=0.01), r"none of 100 draws .* node \d+ cannot reach node \d+.* raise p above"),
+        (lambda: tp.random_regular(5, degree=3), r"n = 5 and degree = 3 are both odd.* n = 6 or degree = 2"),
+        (lambda: tp.random_regular(5, degree=5), r"degree = 5 with n = 5"),
+        (lambda: tp.random_regular(6, degree=1), r"degree = 1 cannot connect 6 nodes"),
+        (lambda: tp.make("rign", 4), r"unknown topology 'rign'; did you mean ring\?"),
+        (lambda: tp.make("exponental", 4), r"did you mean exponential\?"),
+        (lambda: tp.make("ring", 4, k=2), r"ring has no option 'k'; it takes no option"),
+        (lambda: tp.make("base_graph", 4, seed=2), r"base_graph has no option 'seed'; it takes k"),
+        (lambda: tp.ring(4).matrix(0), r"t = 0: rounds count from 1"),
+        (lambda: tp.ring(4).neighbors(4), r"node 4 is not in ring: nodes count from 0 to 3"),
+        (lambda: tp.ring(4).neighbors(-1), r"node -1"),
+        (lambda: tp.summarize(tp.ring(4), params=0), r"params = 0"),
+        (lambda: tp.spectral_gap("torus", 13), r"n = 13 is prime"),
+        (lambda: tp.spectral_gap("ring", 0), r"ring: 0 nodes"),
+    ],
+)
+def test_refusals_of_constructors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    "matrices, message",
+    [
+        ([[0.5, 0.4], [0.5, 0.5]], r"row 0 sums to 0.9 instead of 1; divide the row by its sum"),
+        ([[1.5, -0.5], [-0.5, 1.5]], r"entry \(0, 1\) is -0.5, which is negative"),
+        ([[np.nan, 1], [1, 0]], r"entry \(0, 0\) is nan, which is not finite"),
+        ([[np.inf, 1], [1, 0]], r"entry \(0, 0\) is inf, which is not finite"),
+        ([[0.5, 0.5, 0], [0.5, 0.5, 0]], r"is 2 x 3; a gossip matrix is square"),
+        ([[0.5, 0.5], [1.0]], r"same number of weights"),
+        ([["a", "b"], ["c", "d"]], r"not a matrix of numbers"),
+        ([0.5, 0.5], r"is 2; a gossip matrix is square"),
+        (3.0, r"a single number"),
+        (np.zeros((0, 0)), r"0 x 0"),
+        ([], r"no matrix given"),
+        ([np.full((2, 2), 0.5), np.full((3, 3), 1 / 3)], r"matrices of 2 and 3 nodes"),
+        ([np.full((2, 2), 0.5), np.array([[0.5, 0.4], [0.5, 0.5]])], r"matrix 2: row 0 sums to 0.9"),
+        ([[0.6, 0.4], [0.5, 0.5]], r"column 0 sums to 1.1 .* would not keep the mean.*stochastic=\"rows\""),
+        ([[0.6, 0.5], [0.4, 0.5]], r"row 0 sums to 1.1 .* push-sum"),
+        (np.eye(3), r"disconnected: node 0 cannot reach node 1; add links"),
+        (csr_array(np.eye(2)), r"disconnected"),
+        ([[0, 1], [1, 0]], r"never averages them.*\(I \+ P\) / 2"),
+        (np.roll(np.eye(4), 1, axis=0), r"never averages them"),
+    ],
+)
+def test_refusals_of_matrices(matrices, message):
+    with pytest.raises(ValueError, match=message):
+        tp.from_matrices(matrices)
+
+
+def test_a_directed_graph_that_only_goes_one_way_names_the_nodes():
+    one_way = [[1.0, 0.0], [0.5, 0.5]]  # node 1 hears node 0, never the other way
+    with pytest.raises(ValueError, match="node 1 cannot reach node 0"):
+        tp.from_matrices(one_way, stochastic="rows")
+    with pytest.raises(ValueError, match="node 0 cannot reach node 1"):
+        tp.from_matrices(np.array(one_way)[::-1, ::-1], stochastic="rows")
+
+
+def test_an_unknown_kind_of_sums():
+    with pytest.raises(ValueError, match="stochastic = 'both'; choose from doubly, rows, columns"):
+        tp.from_matrices(HALF, stochastic="both")
+
+
+def _attributed(u_to_v, directed=False):
+    graph = nx.DiGraph() if directed else nx.Graph()
+    graph.add_weighted_edges_from(u_to_v)
+    return graph
+
+
+@pytest.mark.parametrize(
+    "graph, options, message",
+    [
+        (nx.Graph([(0, 1), (1, 1)]), {}, r"node 1 has a self-loop; remove it"),
+        (nx.Graph([("a", "b"), ("c", "d")]), {}, r"disconnected: node 'a' cannot reach node 'c'"),
+        (nx.DiGraph([(0, 1), (1, 0)]), {}, r"directed, and Metropolis–Hastings weights need an undirected"),
+        (nx.MultiGraph([(0, 1), (0, 1)]), {}, r"multigraph; merge"),
+        (nx.Graph(), {}, r"no nodes"),
+        (nx.path_graph(2), {"weight": "w"}, r"edge \(0, 1\) has w = None; give every edge a number"),
+        (_attributed([(0, 1, 0.7), (1, 2, 0.7)]), {"weight": "weight"}, r"node 1 \(row 1\) sum to 1.4"),
+        (_attributed([(0, 1, -0.2)]), {"weight": "weight"}, r"entry \(0, 1\) is -0.2, which is negative"),
+        (_attributed([(0, 1, 0.5), (1, 0, 0.2)], True), {"weight": "weight"}, r"column 0 sums to 1.3"),
+        (nx.DiGraph([(0, 1), (1, 2), (2, 1)]), {"stochastic": "columns"}, r"node 1 cannot reach node 0"),
+    ],
+)
+def test_refusals_of_networkx_graphs(graph, options, message):
+    with pytest.raises(ValueError, match=message):
+        tp.from_networkx(graph, **options)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["topology", "ring", "-n", "0"], "0 nodes"),
+        (["topology", "torus", "-n", "13"], "nearest that works is 12"),
+        (["topology", "rign", "-n", "4"], "did you mean ring?"),
+        (["topology", "ring"], "needs the number of nodes"),
+        (["topology"], "name a topology"),
+        (["topology", "ring", "-n", "four"], "four"),
+        (["topology", "ring", "-n", "4", "--k", "2"], "ring has no option 'k'"),
+        (["topology", "ring", "-n", "4", "--params", "0"], "params = 0"),
+        (["topology", "ring", "-n", "4", "--draw", "ring.jpg"], "must end in .svg, .png, .pdf"),
+        (["topology", "ring", "-n", "4", "--draw", "/nowhere/ring.svg"], "does not exist"),
+        (["topology", "ring", "-n", "3000", "--draw", "ring.svg"], "2000 or fewer"),
+        (["topology", "--compare"], "needs the number of nodes"),
+        (["topology", "--compare", "-n", "0"], "0 nodes"),
+        (["topology", "ring", "--compare", "-n", "4"], "does not go with the topology 'ring'"),
+        (["topology", "--compare", "-n", "4", "--draw", "a.svg"], "does not go with --draw"),
+        (["topology", "ring", "-n", "4", "--frobnicate"], "--frobnicate"),
+        (["topologie"], "topologie"),
+    ],
+)
+def test_the_command_line_complains_in_one_line(arguments, message, run_cli):
+    code, out, err = run_cli(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("klatsch: error: ")
+    assert message in err

@@ -1,0 +1,101 @@
+"""The topology command: one table, the comparison, JSON, drawings."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from klatsch import __version__
+from klatsch import topology as tp
+
+
+def test_one_table(run_cli):
+    code, out, err = run_cli("topology", "base_graph", "-n", 25, "--k", 1, "--params", 44_426)
+    assert (code, err) == (0, "")
+    cells = {row.split("│")[1].strip(): row.split("│")[2].strip() for row in out.splitlines() if row.startswith("│")}
+    graph = tp.base_graph(25)
+    assert cells["nodes"] == "25"
+    assert cells["edges"] == str(graph.edges)
+    assert cells["degree"] == "1"
+    assert cells["period"] == cells["exact after"] == "9"
+    assert cells["symmetric"] == cells["doubly stochastic"] == "yes"
+    assert float(cells["rho"]) == pytest.approx(1 / 9, rel=1e-5)
+    assert cells["rounds to halve"] == str(graph.rounds_to_halve)
+    assert float(cells["messages"]) == pytest.approx(graph.messages, rel=1e-3)
+    sent = graph.messages * 44_426 * 4 / 1000
+    assert cells["bytes, D-SGD"] == f"{sent:.3g} kB"
+    assert cells["bytes, DAT-SGD"] == f"{2 * sent:.3g} kB"
+
+
+def test_json_says_the_same(run_cli):
+    code, out, _ = run_cli("topology", "torus", "--rows", 3, "--cols", 4, "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["nodes"] == 12
+    assert facts["rho"] == tp.torus(12).spectral_gap
+    assert facts["messages_per_round"] == 4
+    assert facts["bytes_per_round_dsgd"] == 16_000_000
+    assert facts["exact_after"] is None
+
+
+def test_options_reach_the_graph(run_cli):
+    _, out, _ = run_cli("topology", "random_regular", "-n", 30, "--degree", 6, "--seed", 9, "--json")
+    assert json.loads(out)["rho"] == tp.random_regular(30, degree=6, seed=9).spectral_gap
+    _, out, _ = run_cli("topology", "erdos_renyi", "-n", 30, "--p", 0.5, "--json")
+    assert json.loads(out)["edges"] == tp.erdos_renyi(30, p=0.5).edges
+    _, out, _ = run_cli("topology", "ring", "-n", 6, "--lazy", "--json")
+    assert json.loads(out)["smallest_eigenvalue"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 13])
+def test_comparison_is_sorted_by_rho_and_tells_what_is_missing(n, run_cli):
+    code, out, _ = run_cli("topology", "--compare", "-n", n, "--json")
+    answer = json.loads(out)
+    assert code == 0
+    rhos = [row["rho"] for row in answer["topologies"]]
+    assert rhos == sorted(rhos, reverse=True)
+    names = [row["name"].split("(")[0] for row in answer["topologies"]]
+    assert sorted(names + list(answer["left_out"])) == sorted(tp.TOPOLOGIES)
+    code, table, _ = run_cli("topology", "--compare", "-n", n)
+    assert code == 0
+    listed = [
+        line.split()[0].split("(")[0] for line in table.splitlines() if line[1:].split("(")[0].split(" ")[0] in names
+    ]
+    assert listed == names
+    for reason in answer["left_out"].values():
+        assert f"left out: {reason}" in table
+
+
+def test_a_large_comparison_leaves_out_what_would_fill_the_memory(run_cli):
+    _, out, _ = run_cli("topology", "--compare", "-n", 3001, "--json")
+    assert "links are too many" in json.loads(out)["left_out"]["complete"]
+
+
+def test_the_command_is_installed_and_prints_its_version():
+    for command in ([sys.executable, "-m", "klatsch"], [sys.executable.removesuffix("python") + "klatsch"]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout == f"klatsch {__version__}\n"
+
+
+def test_a_mistake_ends_a_real_process_with_exit_code_2_and_no_traceback():
+    done = subprocess.run(
+        [sys.executable, "-m", "klatsch", "topology", "torus", "-n", "7"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_a_command_it_shows_the_help(run_cli):
+    code, out, err = run_cli()
+    assert (code, err) == (0, "")
+    assert "topology" in out
+
+
+def test_help_names_every_topology(run_cli):
+    code, out, _ = run_cli("topology", "--help")
+    assert code == 0
+    for name in tp.TOPOLOGIES:
+        assert name in out.replace("\n", "")
