@@ -43,7 +43,7 @@ def test_files(suffix, tmp_path, run_cli):
     content = path.read_bytes()
     if suffix == ".svg":
         text = content.decode()
-        assert all(f"round {t} of 3" in text for t in (1, 2, 3)) or text.count('<g id="axes_') == 3
+        assert all(f"<!-- round {t} of 3 -->" in text for t in (1, 2, 3))
         assert tp.draw(tp.one_peer_exponential(8), path).read_bytes() == content  # the same graph, the same file
     elif suffix.lower() == ".png":
         with Image.open(path) as image:

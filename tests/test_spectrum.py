@@ -101,6 +101,9 @@ SPARSE_CASES = {
     # Almost no self-weight: eigenvalues crowd at -1, and the gap is decided there.
     "swapping ring": lambda: tp.from_matrices(0.002 * np.eye(300) + 0.998 * _neighbour_average(300)),
     "alternating matchings": lambda: tp.from_matrices(_alternating_matchings(200)),
+    # Hundreds of eigenvalues of nearly the same modulus.
+    "one_peer_exponential 1000": lambda: tp.one_peer_exponential(1000),
+    "random matchings": lambda: tp.from_matrices(_random_matchings(300, 5)),
     "push-sum": lambda: tp.from_networkx(_random_digraph(150), stochastic="columns"),
 }
 
@@ -116,6 +119,17 @@ def _alternating_matchings(n):
         P = np.eye(n)
         for i in range(first, n - 1 + first, 2):
             j = (i + 1) % n
+            P[i, i] = P[j, j] = P[i, j] = P[j, i] = 0.5
+        phases.append(P)
+    return phases
+
+
+def _random_matchings(n, rounds):
+    rng = np.random.default_rng(7)
+    phases = []
+    for _ in range(rounds):
+        P = np.eye(n)
+        for i, j in rng.permutation(n).reshape(-1, 2):
             P[i, i] = P[j, j] = P[i, j] = P[j, i] = 0.5
         phases.append(P)
     return phases

@@ -11,8 +11,7 @@ from scipy.sparse import csr_array, issparse
 from scipy.sparse.csgraph import breadth_first_order
 
 from klatsch.topology import spectrum
-
-Matrix = csr_array[np.float64]
+from klatsch.topology.matrix import Matrix
 
 SUM_TOLERANCE = 1e-9
 GAP_TOLERANCE = 1e-12

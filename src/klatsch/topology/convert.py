@@ -10,9 +10,8 @@ from scipy.sparse import csr_array
 
 from klatsch.topology import checks
 from klatsch.topology.core import Stochastic, Topology
+from klatsch.topology.matrix import Matrix
 from klatsch.topology.weights import metropolis_hastings, with_self_weights
-
-Matrix = csr_array[np.float64]
 
 
 def from_networkx(

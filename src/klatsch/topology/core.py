@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from klatsch.topology import checks, spectrum
+from klatsch.topology.matrix import Matrix
 
 Stochastic = Literal["doubly", "rows", "columns"]
 
@@ -38,7 +39,7 @@ class Topology:
     """
 
     name: str
-    matrices: tuple[csr_array[np.float64], ...]
+    matrices: tuple[Matrix, ...]
     stochastic: Stochastic = "doubly"
     lattice: tuple[int, int] | None = None
 
@@ -66,7 +67,7 @@ class Topology:
         """Number of rounds after which the matrices repeat; 1 for a static graph."""
         return len(self.matrices)
 
-    def matrix(self, t: int) -> csr_array[np.float64]:
+    def matrix(self, t: int) -> Matrix:
         """The gossip matrix P of round t = 1, 2, 3, ..."""
         return self.matrices[self._phase(t)]
 
@@ -209,7 +210,7 @@ class Topology:
     # --- inside ------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _transposed(self) -> tuple[csr_array[np.float64], ...]:
+    def _transposed(self) -> tuple[Matrix, ...]:
         return tuple(checks.canonical(P.T, self.name) for P in self.matrices)
 
     def _phase(self, t: int) -> int:
@@ -242,6 +243,6 @@ def lazy(topology: Topology) -> Topology:
     return Topology(f"lazy {topology.name}", halved, topology.stochastic, topology.lattice)
 
 
-def _others(P: csr_array[np.float64], i: int) -> NDArray[np.int64]:
+def _others(P: Matrix, i: int) -> NDArray[np.int64]:
     row = np.asarray(P.indices[P.indptr[i] : P.indptr[i + 1]], dtype=np.int64)
     return np.delete(row, np.flatnonzero(row == i))

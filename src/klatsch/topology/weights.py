@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-Matrix = csr_array[np.float64]
+from klatsch.topology.matrix import Matrix
+
 Nodes = NDArray[np.int64]
 
 

@@ -1,0 +1,63 @@
+"""What the documents show is true: code runs, printed output is what comes out, commands work."""
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [(path, block) for path in DOCUMENTS for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.S)]
+COMMANDS = [
+    (path, command.strip())
+    for path in DOCUMENTS
+    for command in re.findall(r"^ {4}(?:\.venv/bin/)?klatsch (.+)$", path.read_text(), re.M)
+]
+
+
+def printed_by(code):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "document", "exec"), {})
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("path, code", BLOCKS, ids=[f"{path.name}-{k}" for k, (path, _) in enumerate(BLOCKS)])
+def test_code_runs(path, code):
+    printed_by(code)
+
+
+def test_the_readme_shows_what_its_ten_lines_print():
+    readme = (ROOT / "README.md").read_text()
+    code, shown = (re.search(rf"```{kind}\n(.*?)```", readme, re.S).group(1) for kind in ("python", "text"))
+    assert len(code.splitlines()) <= 10
+    assert printed_by(code) == shown
+
+
+@pytest.mark.parametrize("path, command", COMMANDS, ids=[f"{path.name}-{command}" for path, command in COMMANDS])
+def test_commands_work(path, command, run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_cli(*shlex.split(command))
+    assert (code, err) == (0, "")
+    assert out
+
+
+def test_there_is_something_to_test():
+    assert len(BLOCKS) >= 4
+    assert len(COMMANDS) >= 6
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *ROOT.glob("*.md")], ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+def test_make_targets_named_in_the_documents_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"^ {4}make (\w+)", path.read_text(), re.M):
+            assert f"\n{target}:" in makefile, target
