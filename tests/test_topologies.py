@@ -1,6 +1,8 @@
 """Properties of every topology over n = 1..64."""
 
+import copy
 import math
+import pickle
 
 import networkx as nx
 import numpy as np
@@ -197,6 +199,15 @@ def test_a_topology_cannot_be_changed():
         graph.matrix(1).data[0] = 7
     with pytest.raises(AttributeError):
         graph.name = "other"
+
+
+def test_copies_are_equal_and_cannot_be_changed_either():
+    graph = tp.base_graph(11, 2)
+    for twin in (pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph), copy.copy(graph)):
+        assert twin == graph
+        assert repr(twin) == repr(graph)
+        assert twin.lattice == graph.lattice
+        assert not twin.matrix(1).data.flags.writeable
 
 
 def test_equal_graphs_are_equal_wherever_they_come_from():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -202,6 +202,10 @@ class Topology:
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Through the constructor, so that a copy in another process is checked and read-only too.
+        return type(self), (self.name, self.matrices, self.stochastic, self.lattice)
 
     def __repr__(self) -> str:
         period = f", period {self.period}" if self.period > 1 else ""

@@ -101,7 +101,7 @@ def _draw_links(panel: Axes, topology: Topology, where: Positions, t: int) -> No
     from matplotlib.patches import FancyArrowPatch
 
     P = topology.matrix(t).tocoo()
-    hears, speaks = P.coords
+    hears, speaks = P.row, P.col
     apart = hears != speaks
     links = {(int(j), int(i)): float(w) for i, j, w in zip(hears[apart], speaks[apart], P.data[apart], strict=True)}
     arrows = {pair for pair in links if pair[::-1] not in links}
