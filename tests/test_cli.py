@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_a_large_comparison_leaves_out_what_would_fill_the_memory(run_cli):
 
 
 def test_the_command_is_installed_and_prints_its_version():
-    for command in ([sys.executable, "-m", "klatsch"], [sys.executable.removesuffix("python") + "klatsch"]):
+    for command in ([sys.executable, "-m", "klatsch"], [str(Path(sys.executable).with_name("klatsch"))]):
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
         assert done.stdout == f"klatsch {__version__}\n"
 
