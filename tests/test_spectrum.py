@@ -204,6 +204,15 @@ def test_exactness():
     for i in range(8):
         de_bruijn[i, (2 * i) % 8] = de_bruijn[i, (2 * i + 1) % 8] = 0.5
     assert tp.from_matrices(de_bruijn).exact_after == 3
+    assert tp.from_matrices(de_bruijn).spectral_gap == 1
+
+
+def test_what_only_tends_to_the_mean_is_not_exact():
+    """Sixty rounds of a fast graph end within rounding of the mean, but not by an exact step."""
+    graph = tp.from_matrices([tp.exponential(16).matrix(1)] * 60)
+    assert np.abs(product(graph) - 1 / 16).max() < 1e-12
+    assert graph.exact_after is None
+    assert not graph.averages_exactly
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 0.95])

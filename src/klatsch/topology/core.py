@@ -141,7 +141,9 @@ class Topology:
         time-varying theory (p / tau in Koloskova et al. 2020, Assumption 4), so that one formula serves both kinds of
         graph. A period that averages exactly has rho = 1 / tau: 1 / log2(M) for the 1-peer exponential graph.
         """
-        return (1.0 - spectrum.second_modulus(self.matrices)) / self.period
+        # Where the mean is reached exactly, lambda_2 = 0, which a solver may only know to the root of a rounding error.
+        exact = self.exact_after is not None
+        return (1.0 - (0.0 if exact else spectrum.second_modulus(self.matrices))) / self.period
 
     @cached_property
     def smallest_eigenvalue(self) -> float:
