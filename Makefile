@@ -26,12 +26,14 @@ format: $(STAMP)
 bench: $(STAMP)
 	@for f in benchmarks/[a-z]*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
 
-# The stamp is written last, so an interrupted install is stale and is built again.
+# The stamp is written last, so an interrupted install is stale and is built again. The constraints come from the
+# environment, since only so do they reach the build of the package itself (the second name is that of newer pips).
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "klatsch needs Python 3.11 or newer and found none: install it, or name it with make PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "building .venv with $(PYTHON) (a minute or two; torch is large)"
 	@$(PYTHON) -m venv --clear .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
 clean:

@@ -8,12 +8,24 @@ from klatsch import topology as tp
 SIZES = range(1, 65)
 
 
+PRIMES = {n for n in SIZES if n > 1 and all(n % d for d in range(2, n))}
+REFUSED = {name: set() for name in tp.TOPOLOGIES} | {
+    "torus": PRIMES,
+    "grid": PRIMES,
+    "near_complete": {2},
+    "hypercube": {n for n in SIZES if n & (n - 1)},
+}
+
+
 def build_or_skip(name, n, **options):
-    """A topology, or None where the family refuses this n (tests of refusals stand in test_bad_input)."""
+    """A topology, or None where the family refuses this n, and must (its errors are read in test_bad_input)."""
     try:
-        return tp.make(name, n, **options)
+        graph = tp.make(name, n, **options)
     except ValueError:
+        assert n in REFUSED[name]
         return None
+    assert n not in REFUSED[name]
+    return graph
 
 
 def all_topologies(n):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from klatsch import topology as tp
-from klatsch.topology.varying import _factors, base_graph_period
+from klatsch.topology.varying import _digits, _factors, base_graph_period
 from tests.conftest import SIZES, product
 
 
@@ -51,6 +51,15 @@ def test_known_schedules():
         [[1], [0], []],
     ]
     assert first.matrix(2)[0, 2] == pytest.approx(2 / 3)  # node 2 takes over the share of two nodes
+
+
+@pytest.mark.parametrize("n, k", [(25, 1), (23, 3), (11, 2), (29, 1)])
+def test_nobody_rests_who_could_average(n, k):
+    """A node without a neighbour in a round is the odd one out of its block, and there is one block per digit."""
+    graph = tp.base_graph(n, k)
+    for t in range(1, graph.period + 1):
+        resting = [i for i in range(n) if len(graph.neighbors(i, t)) == 0]
+        assert len(resting) <= len(_digits(n, k)), (t, resting)
 
 
 def test_fewest_factors():

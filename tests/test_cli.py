@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from klatsch import __version__
 from klatsch import topology as tp
@@ -69,8 +70,19 @@ def test_comparison_is_sorted_by_rho_and_tells_what_is_missing(n, run_cli):
         assert f"left out: {reason}" in table
 
 
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_tables_fit_the_terminal(width, run_cli, monkeypatch):
+    monkeypatch.setattr("klatsch.cli._console", lambda: Console(width=width))
+    for arguments in (["--compare", "-n", 17], ["one_peer_exponential", "-n", 17]):
+        _, out, _ = run_cli("topology", *arguments)
+        assert "…" not in out
+        assert "one_peer_exponential" in out
+        assert max(map(len, out.splitlines())) <= width
+        assert "0.1877" in out or "0.187712" in out  # rho in full
+
+
 def test_a_large_comparison_leaves_out_what_would_fill_the_memory(run_cli):
-    _, out, _ = run_cli("topology", "--compare", "-n", 3001, "--json")
+    _, out, _ = run_cli("topology", "--compare", "-n", 1001, "--json")
     assert "links are too many" in json.loads(out)["left_out"]["complete"]
 
 

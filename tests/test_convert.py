@@ -3,6 +3,7 @@
 import networkx as nx
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import coo_array, csr_array
@@ -21,11 +22,27 @@ def test_networkx_graphs_get_metropolis_hastings_weights():
     assert tp.from_networkx(nx.Graph({0: []})).size == 1
 
 
+def test_numbers_stay_with_their_nodes():
+    graph = nx.relabel_nodes(nx.path_graph(4), {0: 2, 1: 0, 2: 3, 3: 1})  # 2 - 0 - 3 - 1, and 2 is added first
+    ours = tp.from_networkx(graph)
+    assert [set(ours.neighbors(i)) for i in range(4)] == [{2, 3}, {3}, {0}, {0, 1}]
+
+
 def test_weights_from_an_attribute():
     graph = nx.Graph()
     graph.add_weighted_edges_from([(0, 1, 0.3), (1, 2, 0.1)])
     P = tp.from_networkx(graph, weight="weight").matrix(1).toarray()
     np.testing.assert_allclose(P, [[0.7, 0.3, 0], [0.3, 0.6, 0.1], [0, 0.1, 0.9]])
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_weights_that_sum_to_one_up_to_rounding_leave_nothing(seed):
+    graph = nx.star_graph(5)
+    for leaf, weight in enumerate(np.random.default_rng(seed).dirichlet(np.ones(5)), 1):
+        graph[0][leaf]["w"] = weight
+    P = tp.from_networkx(graph, weight="w").matrix(1)
+    assert P[0, 0] == 0
+    assert (P.data > 0).all()
 
 
 def test_directed_weights_say_who_sends():
@@ -64,7 +81,8 @@ def test_row_stochastic_graphs_are_possible_when_asked_for():
 
 def test_every_form_of_a_matrix():
     P = np.full((3, 3), 1 / 3)
-    forms = [P, P.tolist(), csr_array(P), coo_array(P), [P], (csr_array(P),), P[None]]
+    forms = [P, P.tolist(), csr_array(P), coo_array(P), [P], (csr_array(P),), P[None], iter([P])]
+    forms += [torch.from_numpy(P), [torch.from_numpy(P)]]
     for form in forms:
         ours = tp.from_matrices(form)
         assert ours == tp.from_matrices(P)

@@ -1,5 +1,6 @@
 """Drawings: every phase, every kind of graph, and files that are whole."""
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -29,8 +30,29 @@ def test_directed_links_are_arrows_from_speaker_to_hearer():
 
 
 def test_large_graphs_are_drawn_with_lines():
-    (panel,) = figure(tp.random_regular(300)).axes
-    assert sum(len(c.get_paths()) for c in panel.collections[:1]) == 600
+    (panel,) = figure(tp.random_regular(1000)).axes
+    assert sum(len(c.get_paths()) for c in panel.collections[:1]) == 2000
+
+
+@pytest.mark.parametrize("graph", [tp.ring(2), tp.grid(rows=1, cols=8), tp.grid(rows=2, cols=20)], ids=repr)
+def test_flat_graphs_are_not_cut_off(graph, tmp_path):
+    """Some white is left between the nodes and every border of the picture."""
+    with Image.open(tp.draw(graph, tmp_path / "flat.png")) as image:
+        coloured = np.asarray(image.convert("HSV"))[:, :, 1] > 128
+    rows, columns = np.flatnonzero(coloured.any(axis=1)), np.flatnonzero(coloured.any(axis=0))
+    assert len(rows) > 25  # whole discs, not slivers
+    assert rows[0] > 2
+    assert columns[0] > 2
+    assert rows[-1] < coloured.shape[0] - 3
+    assert columns[-1] < coloured.shape[1] - 3
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    (tmp_path / "folder.svg").mkdir()
+    (tmp_path / "file").write_text("")
+    for name in ("folder.svg", "file/a.svg", f"{'x' * 300}.svg"):
+        with pytest.raises(ValueError, match=r"cannot draw to .*(folder|name)"):
+            tp.draw(tp.ring(3), tmp_path / name)
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf", ".PNG"])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from klatsch import topology as tp
-from klatsch.topology import spectrum
-from tests.conftest import SIZES, all_topologies, build_or_skip, product
+from klatsch.topology import eigen, spectrum
+from tests.conftest import REFUSED, SIZES, all_topologies, build_or_skip, product
 
 
 def dense_gap(graph):
@@ -27,6 +27,7 @@ def test_gap_is_one_minus_lambda_two(n):
 def test_gap_by_name_equals_the_built_graph(name):
     for n in SIZES:
         if (graph := build_or_skip(name, n)) is None:
+            assert n in REFUSED[name]
             with pytest.raises(ValueError, match=name):
                 tp.spectral_gap(name, n)
         else:
@@ -104,6 +105,11 @@ SPARSE_CASES = {
     # Hundreds of eigenvalues of nearly the same modulus.
     "one_peer_exponential 1000": lambda: tp.one_peer_exponential(1000),
     "random matchings": lambda: tp.from_matrices(_random_matchings(300, 5)),
+    # Complex eigenvalues of modulus .998 decide, while the one next to 1 is .996.
+    "slow matchings": lambda: tp.from_matrices(_alternating_matchings(200, 0.999)),
+    # Three classes of nodes that hand their values on: eigenvalues next to all three cube roots of 1.
+    "almost periodic": lambda: tp.from_matrices(_three_classes(99, 1e-4)),
+    "odd ring that swaps": lambda: tp.from_matrices(_neighbour_average(301)),
     "push-sum": lambda: tp.from_networkx(_random_digraph(150), stochastic="columns"),
 }
 
@@ -113,13 +119,20 @@ def _neighbour_average(n):
     return (shift + shift.T) / 2
 
 
-def _alternating_matchings(n):
+def _three_classes(n, stay):
+    """Node i hears the next node and the fourth next, which both belong to the next of three classes."""
+    step = np.roll(np.eye(n), -1, axis=0)
+    return stay * np.eye(n) + (1 - stay) * (step + np.linalg.matrix_power(step, 4)) / 2
+
+
+def _alternating_matchings(n, weight=0.5):
     phases = []
     for first in (0, 1):
         P = np.eye(n)
         for i in range(first, n - 1 + first, 2):
             j = (i + 1) % n
-            P[i, i] = P[j, j] = P[i, j] = P[j, i] = 0.5
+            P[i, i] = P[j, j] = 1 - weight
+            P[i, j] = P[j, i] = weight
         phases.append(P)
     return phases
 
@@ -143,13 +156,14 @@ def _random_digraph(n):
 
 @pytest.mark.parametrize("case", SPARSE_CASES)
 def test_sparse_solvers_agree_with_dense_ones(case, monkeypatch):
-    monkeypatch.setattr(spectrum, "DENSE_LIMIT", 10)
+    monkeypatch.setattr(eigen, "DENSE_LIMIT", 10)
     graph = SPARSE_CASES[case]()
     exact = dense_gap(graph)
-    assert graph.spectral_gap == pytest.approx(exact, abs=1e-8, rel=1e-6)
+    assert graph.spectral_gap == pytest.approx(exact, abs=1e-8, rel=0)
+    assert graph.spectral_gap == pytest.approx(exact, abs=1e-12, rel=1e-6)  # also where the gap itself is small
     if graph.period == 1 and graph.symmetric:
         smallest = np.linalg.eigvalsh(graph.matrix(1).toarray())[0]
-        assert graph.smallest_eigenvalue == pytest.approx(smallest, abs=1e-8)
+        assert graph.smallest_eigenvalue == pytest.approx(smallest, abs=1e-8, rel=0)
 
 
 def test_large_graphs_have_their_closed_forms():
@@ -177,17 +191,35 @@ def test_rounds_to_halve(n):
         assert graph.rounds_to_halve == brute_rounds_to_halve(graph), graph
 
 
-@pytest.mark.parametrize("case", ["one_peer_exponential 200", "base_graph 200", "directed_ring 200", "ring 300"])
-def test_rounds_to_halve_on_large_graphs(case, monkeypatch):
-    monkeypatch.setattr(spectrum, "DENSE_LIMIT", 10)
-    graph = SPARSE_CASES[case]()
-    modulus = 1 - graph.spectral_gap
-    expected = brute_rounds_to_halve(graph) if graph.period > 1 else math.ceil(math.log(0.5) / math.log(modulus))
-    assert graph.rounds_to_halve == expected
+HALVING = {
+    "one_peer_exponential 200": SPARSE_CASES["one_peer_exponential 200"],
+    "base_graph 200": SPARSE_CASES["base_graph 200"],
+    "directed_ring 60": lambda: tp.directed_ring(60),
+    "ring 50": lambda: tp.ring(50),
+    "de Bruijn 64": lambda: tp.from_matrices(_de_bruijn(64)),  # all eigenvalues 0, and yet six rounds
+    "alternating matchings 40": lambda: tp.from_matrices(_alternating_matchings(40)),
+    "random matchings 60": lambda: tp.from_matrices(_random_matchings(60, 40)),
+}
 
 
-def test_rounds_to_halve_on_a_slow_changing_graph():
-    """Beyond four periods it is taken from |lambda_2|, which sets the pace but not the first rounds."""
+def _de_bruijn(n):
+    P = np.zeros((n, n))
+    for i in range(n):
+        P[i, (2 * i) % n] = P[i, (2 * i + 1) % n] = 0.5
+    return P
+
+
+@pytest.mark.parametrize("dense_limit", [500, 10])
+@pytest.mark.parametrize("case", HALVING)
+def test_rounds_to_halve_by_dense_and_sparse_solvers(case, dense_limit, monkeypatch):
+    monkeypatch.setattr(eigen, "DENSE_LIMIT", dense_limit)
+    graph = HALVING[case]()
+    assert graph.rounds_to_halve == brute_rounds_to_halve(graph)
+
+
+def test_rounds_to_halve_of_a_very_slow_large_graph_comes_from_its_gap(monkeypatch):
+    monkeypatch.setattr(eigen, "DENSE_LIMIT", 10)
+    monkeypatch.setattr(spectrum, "FARTHEST", 16)
     graph = tp.from_matrices(_alternating_matchings(40))
     assert graph.rounds_to_halve == pytest.approx(brute_rounds_to_halve(graph), rel=0.2)
 
@@ -200,11 +232,11 @@ def test_exactness():
     assert tp.near_complete(64).exact_after is None
     assert tp.hypercube(16).exact_after is None  # the static one only tends to the mean
     assert not tp.ring(5).averages_exactly
-    de_bruijn = np.zeros((8, 8))
-    for i in range(8):
-        de_bruijn[i, (2 * i) % 8] = de_bruijn[i, (2 * i + 1) % 8] = 0.5
-    assert tp.from_matrices(de_bruijn).exact_after == 3
-    assert tp.from_matrices(de_bruijn).spectral_gap == 1
+    assert tp.from_matrices(_de_bruijn(8)).exact_after == 3
+    assert tp.from_matrices(_de_bruijn(8)).spectral_gap == 1
+    twice = tp.from_matrices([_de_bruijn(8)] * 2)
+    assert twice.exact_after == 3
+    assert not twice.averages_exactly
 
 
 def test_what_only_tends_to_the_mean_is_not_exact():
@@ -233,8 +265,11 @@ def test_effective_neighbours_of_known_graphs(monkeypatch):
     assert tp.ring(9).effective_neighbors(0) == pytest.approx(3)
     assert tp.complete(9).effective_neighbors(0.3) == pytest.approx(9)
     assert tp.ring(9).effective_neighbors(1 - 1e-9) == pytest.approx(9, rel=1e-6)
+    gamma, squared = 1 - 1e-7, np.cos(np.pi * np.arange(300) / 300) ** 2  # |lambda|^2 of the directed ring
+    expected = 1 / (1 - gamma) / np.mean(squared / (1 - gamma * squared))
+    assert tp.directed_ring(300).effective_neighbors(gamma) == pytest.approx(expected, rel=1e-6)
     exact = [graph.effective_neighbors(0.95) for graph in (tp.ring(400), tp.one_peer_exponential(400))]
-    monkeypatch.setattr(spectrum, "DENSE_LIMIT", 10)
+    monkeypatch.setattr(eigen, "DENSE_LIMIT", 10)
     estimated = [graph.effective_neighbors(0.95) for graph in (tp.ring(400), tp.one_peer_exponential(400))]
     assert estimated == pytest.approx(exact, rel=0.05)
     for gamma in (-0.1, 1.0):

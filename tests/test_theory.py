@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from functools import cache
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_corollary_4_2_is_the_consensus_bound_times_LM():
 def test_consensus_bound_only_where_the_lemma_holds():
     limit = 0.25 / math.sqrt(5120)
     assert theory.consensus_bound(limit, 0.5) == pytest.approx(2560 * 2 * limit**2 / 0.5**4)
-    with pytest.raises(ValueError, match=r"eta = 0.1; give a positive number up to rho\^2 / K"):
+    with pytest.raises(ValueError, match=r"eta = 0.1; give a number from 0 up to rho\^2 / K"):
         theory.consensus_bound(0.1, 0.5)
 
 
@@ -79,7 +80,13 @@ def test_everything_falls_with_rounds_and_takes_arrays(rate):
     totals = rate(16, T, 0.1, PROBLEM).total
     assert totals.shape == T.shape
     assert (np.diff(totals) < 0).all()
+    assert rate(16, math.inf, 0.1, PROBLEM).total == 0
     assert totals[7] == pytest.approx(rate(16, float(T[7]), 0.1, PROBLEM).total)
+
+
+def test_small_integers_do_not_overflow():
+    M = T = np.int32(100_000)
+    assert theory.dat_rate(M, T, 0.5).statistical == pytest.approx(1e-5)
 
 
 @pytest.mark.parametrize("rate", [theory.dat_rate, theory.dsgd_rate, theory.gt_rate, theory.dat_bound])
@@ -147,21 +154,39 @@ def test_largest_machines_grows_as_table_1_says(rule, family, zeta):
     assert slope == pytest.approx(float(expected), abs=0.004)
 
 
+@cache
+def built_gap(family, M):
+    return tp.make(family, M).spectral_gap
+
+
 @pytest.mark.parametrize("rule", theory.RATES)
-@pytest.mark.parametrize("family", ["ring", "torus", "hypercube", "one_peer_exponential", "base_graph", "grid"])
-def test_largest_machines_is_the_last_one_that_pays(rule, family):
-    """Checked against a plain loop over all sizes."""
-    N, constants = 20_000, theory.Constants(sigma=3.0, zeta=0.5)
+@pytest.mark.parametrize("family", ["ring", "torus", "hypercube", "one_peer_exponential", "base_graph", "grid", "star"])
+@pytest.mark.parametrize("N", [300, 3_000, 10**6])
+def test_largest_machines_is_the_last_one_that_pays(rule, family, N):
+    """Against a plain loop over sizes, on the gaps of the built graphs."""
+    constants = theory.Constants(sigma=3.0, zeta=0.5)
 
     def pays(M):
-        statistical, network, optimization = theory.RATES[rule](M, N / M, tp.make(family, M).spectral_gap, constants)
-        return network + optimization <= statistical
+        statistical, network, optimization = theory.RATES[rule](M, N / M, built_gap(family, M), constants)
+        return M <= N and network + optimization <= statistical
 
     found = theory.largest_machines(rule, N, family, constants)
-    steps = [tp.nth_size(family, s) for s in range(1, 2000)]
-    at = steps.index(found)
-    assert at == 0 or pays(found)
-    assert not pays(steps[at + 1])
+    sizes = [M for s in range(1, 100) if (M := tp.nth_size(family, s)) <= 70]
+    if found <= 64:
+        assert found == max((M for M in sizes if pays(M)), default=1)
+    elif found < 300:
+        following = next(M for s in range(1, 400) if (M := tp.nth_size(family, s)) > found)
+        assert pays(found)
+        assert not pays(following)
+    else:
+        assert all(pays(M) for M in sizes)
+
+
+def test_largest_machines_passes_over_small_sizes_that_a_family_refuses():
+    """A path of three nodes, the smallest near-complete graph, mixes badly; four nodes do not."""
+    assert theory.largest_machines("dsgd", 1e5, "near_complete", theory.Constants(zeta=1)) == 4
+    assert theory.largest_machines("dat", 1e4, "random_regular", degree=6) > 6
+    assert theory.largest_machines("dat", 1e4, "erdos_renyi", p=0.5) > 1
 
 
 def test_largest_machines_by_a_function_and_with_options():
@@ -170,6 +195,8 @@ def test_largest_machines_by_a_function_and_with_options():
     assert wider > theory.largest_machines("dat", 1e8, "base_graph", k=1)
     assert theory.largest_machines("dat", 1e9, "ring", theory.Constants(sigma=0)) == 1
     assert theory.largest_machines("minibatch", 1, "ring") == 1
+    assert theory.largest_machines("dat", 1e9, "ring", theory.Constants(D1=0)) == 1
+    assert theory.largest_machines("dat", 1e16, "one_peer_exponential") > 1e6
 
 
 def test_dat_uses_more_machines_than_dsgd():
@@ -217,10 +244,18 @@ def test_rounds_to_error_is_the_first_round_that_reaches_it():
         (lambda: theory.dat_rate(1, 10, np.array([0.5, math.nan])), "rho = "),
         (lambda: theory.largest_machines("adam", 1e6, "ring"), "no rate is known for rule 'adam'; choose from dat"),
         (lambda: theory.largest_machines("dat", 0, "ring"), "N = 0"),
+        (lambda: theory.largest_machines("dat", 1e300, "ring"), "N = 1e\\+300"),
+        (lambda: theory.largest_machines("dat", "1e8", "ring"), "N = 1e8"),
+        (lambda: theory.largest_machines("dat", 1e8, tp.ring(4)), "topology is a Topology; give the name of a family"),
+        (lambda: theory.dat_rate(16, 100, tp.ring(4)), "rho = .*; give a number, not a Topology"),
+        (lambda: theory.dat_rate("16", 100, 0.1), "M = 16; give a number, not a str"),
+        (lambda: theory.Constants(L="1"), "L = 1; give a number"),
         (lambda: theory.largest_machines("dat", 1e6, "rign"), "did you mean ring"),
         (lambda: theory.largest_machines("dat", 1e6, "ring", k=2), "ring has no option 'k'"),
         (lambda: theory.rounds_to_error("dat", 0, 4, 0.5), "epsilon = 0"),
+        (lambda: theory.rounds_to_error("dat", 1e-200, 4, 0.5), "epsilon = 1e-200"),
         (lambda: theory.parallelism_bound("dat", 1e6, 2.0), "rho = 2.0"),
+        (lambda: theory.parallelism_exponent("dat", -1), "gap_exponent = -1"),
         (lambda: theory.transient_iterations("dat", 4, -1), "rho = -1"),
     ],
 )  # fmt: skip

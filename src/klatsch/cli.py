@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 import klatsch
@@ -32,6 +33,8 @@ def main() -> NoReturn:
         code = app(standalone_mode=False)
     except (ValueError, OSError) as error:
         code = _complain(str(error))
+    except MemoryError:
+        code = _complain("not enough memory for a graph of that size; choose fewer nodes")
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except Exception as error:  # a usage error; typer brings its own copy of click, or click's, so ask what it can do
@@ -77,12 +80,12 @@ def topology(
     name: Annotated[str | None, typer.Argument(help=f"One of {', '.join(topologies.TOPOLOGIES)}.")] = None,
     nodes: Annotated[int | None, _option("Number of nodes.", "-n", "--nodes")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="All topologies side by side, sorted by rho.")] = False,
-    k: Annotated[int | None, _option("Largest degree of base_graph.")] = None,
-    rows: Annotated[int | None, _option("Rows of torus and grid.")] = None,
+    k: Annotated[int | None, _option("Largest degree of base_graph (1).")] = None,
+    rows: Annotated[int | None, _option("Rows of torus and grid (the squarest).")] = None,
     cols: Annotated[int | None, _option("Columns of torus and grid.")] = None,
-    p: Annotated[float | None, _option("Probability of a link in erdos_renyi.", parser=_number)] = None,
-    degree: Annotated[int | None, _option("Degree of random_regular.")] = None,
-    seed: Annotated[int | None, _option("Seed of the random graphs.")] = None,
+    p: Annotated[float | None, _option("Probability of a link in erdos_renyi (2 ln n / n).", parser=_number)] = None,
+    degree: Annotated[int | None, _option("Degree of random_regular (4).")] = None,
+    seed: Annotated[int | None, _option("Seed of the random graphs (0).")] = None,
     lazy: Annotated[bool, typer.Option("--lazy", help="Mix with (I + P) / 2.")] = False,
     params: Annotated[int, _option("Parameters of the model, in float32, for the message size.")] = 1_000_000,
     draw: Annotated[Path | None, typer.Option(help="Draw every round to FILE.svg, .png or .pdf.")] = None,
@@ -103,9 +106,7 @@ def topology(
         return
     if name is None:
         raise ValueError("name a topology, for example klatsch topology ring -n 16, or give --compare")
-    if nodes is None and rows is not None and cols is not None:
-        nodes = rows * cols
-    if nodes is None:
+    if nodes is None and rows is None and cols is None:
         raise ValueError(f"{name} needs the number of nodes, for example -n 16")
     graph = topologies.make(name, nodes, **choices)
     graph = topologies.lazy(graph) if lazy else graph
@@ -166,25 +167,26 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
         "doubly\nstoch.": lambda s: _yes(s.doubly_stochastic),
         "rho": lambda s: f"{s.rho:.4g}",
         "rounds\nto halve": lambda s: f"{s.rounds_to_halve:,}",
-        "exact\nafter": lambda s: "–" if s.exact_after is None else f"{s.exact_after:,}",
-        "messages\n/round": lambda s: f"{s.messages_per_round:.3g}",
+        "exact\nafter": lambda s: "-" if s.exact_after is None else f"{s.exact_after:,}",
+        "messages\n/round": lambda s: f"{s.messages_per_round:,.4g}",
         "bytes\n/round": lambda s: _bytes(s.bytes_per_round_dat),
     }
-    if narrow := console.width < 110:
-        for heading in ("edges", "sym-\nmetric", "doubly\nstoch."):
-            del columns[heading]
-    title = f"{summaries[0].nodes:,} nodes, fastest mixing first"
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 0 if narrow else 1, 0, 0)
-    )
-    table.add_column("topology", style="bold", no_wrap=True)
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for summary in summaries:
-        table.add_row(summary.name, *(cell(summary) for cell in columns.values()))
+    expendable = ["doubly\nstoch.", "sym-\nmetric", "edges", "messages\n/round", "period", "exact\nafter", "degree"]
+    title = f"{summaries[0].nodes:,} nodes, largest spectral gap rho first"
+    while True:
+        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("topology", style="bold", no_wrap=True)
+        for heading in columns:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for summary in summaries:
+            table.add_row(summary.name, *(cell(summary) for cell in columns.values()))
+        unlimited = console.options.update(max_width=1000)
+        if Measurement.get(console, unlimited, table).maximum <= console.width or not expendable:
+            break
+        del columns[expendable.pop(0)]  # a narrow terminal loses columns, not digits
     console.print(table)
     notes = [f"per node; bytes for DAT-SGD with {summaries[0].params:,} float32 parameters, D-SGD sends half"]
-    notes += ["a terminal of 110 columns, or --json, shows more columns"] if narrow else []
+    notes += [] if len(columns) == 10 else ["a wider terminal, or --json, shows more columns"]
     for note in notes + [f"left out: {reason}" for reason in left_out.values()]:
         console.print(note, style="dim", markup=False, highlight=False)
 
@@ -203,7 +205,7 @@ def _yes(value: bool) -> str:
 
 
 def _optional(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4g}"
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _bytes(count: float) -> str:

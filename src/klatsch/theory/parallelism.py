@@ -7,8 +7,21 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from klatsch import topology as topologies
 from klatsch.theory.rates import RATES, UNIT, Constants, RateFunction, check, check_network
+
+SMALL = 64  # steps that are all tried, since the smallest graphs of a family need not follow its trend
+
+# a and b of Table 1's bounds M <= rho^a N^b.
+POWERS = {
+    "dat": (Fraction(1), Fraction(1, 2)),
+    "dsgd": (Fraction(1, 2), Fraction(1, 4)),
+    "dsgd, heterogeneous": (Fraction(1), Fraction(1, 4)),
+    "gt": (Fraction(1, 2), Fraction(1, 4)),
+    "minibatch": (Fraction(0), Fraction(1, 2)),
+}
 
 
 def parallelism_bound(rule: str, N: float, rho: float, *, heterogeneous: bool = False) -> float:
@@ -28,6 +41,7 @@ def parallelism_exponent(rule: str, gap_exponent: int, *, heterogeneous: bool = 
     M <= rho^a N^b and rho = M^-g give M <= N^(b / (1 + a g)).
     """
     on_gap, on_samples = _powers(rule, heterogeneous)
+    check("gap_exponent", gap_exponent, gap_exponent >= 0, "a power from 0 up, such as 2 for the ring")
     return on_samples / (1 + on_gap * gap_exponent)
 
 
@@ -36,9 +50,12 @@ def largest_machines(
 ) -> int:
     """The largest M for which N = M T samples still bring the statistical rate, solved on the actual rho(M).
 
-    It holds as long as the network and optimization terms together do not exceed sigma D1 / sqrt(N). The search doubles
-    and bisects, so rho(M) is taken to fall with M, as it does for every family here up to small ripples. Torus and grid
-    grow as r x r and r x (r + 1), the hypercube by powers of two. Without noise one machine is enough, and M is 1.
+    It pays as long as the network and optimization terms together do not exceed sigma D1 / sqrt(N). Torus and grid grow
+    as r x r and r x (r + 1), the hypercube by powers of two; small sizes that a family refuses are passed over. The
+    first 64 sizes are all tried, larger ones by doubling and bisection: the result pays and the next size does not.
+    Where rho(M) does not simply fall, single larger sizes may pay, and single smaller ones may not: odd sizes of
+    exponential mix faster, and base_graph is fastest at sizes with small prime factors. Without noise one machine is
+    enough, and M is 1.
 
     Args:
         rule: "dat", "dsgd", "gt" or "minibatch".
@@ -48,22 +65,33 @@ def largest_machines(
         choices: options of the named topology, such as k of base_graph.
     """
     rate = _rate(rule)
-    check("N", N, 1 <= N < math.inf, "a number of samples from 1 up")
+    check("N", N, isinstance(N, int | float | np.number) and 1 <= N <= 1e100, "a number of samples from 1 to 1e100")
+    if not isinstance(topology, str) and not callable(topology):
+        kind = type(topology).__name__
+        raise ValueError(
+            f"topology is a {kind}; give the name of a family, such as 'ring', or a function from M to rho"
+        )
+    if constants.sigma * constants.D1 == 0:
+        return 1
 
-    def machines(step: int) -> int:
-        return topologies.nth_size(topology, step) if isinstance(topology, str) else step
-
-    def pays(step: int) -> bool:
-        M = machines(step)
-        if M > N:
-            return False
-        rho = topologies.spectral_gap(topology, M, **choices) if isinstance(topology, str) else topology(M)
+    def pays(M: int, rho: float) -> bool:
         statistical, network, optimization = rate(M, N / M, rho, constants)
         return bool(network + optimization <= statistical)
 
-    if isinstance(topology, str):
-        topologies.spectral_gap(topology, 1, **choices)  # refuses unknown names and options before the search
-    return machines(_last(pays))
+    if not isinstance(topology, str):
+        return _last(lambda M: M <= N and pays(M, topology(M)))
+    topologies.builder(topology, choices)  # refuses unknown names and options
+
+    def step_pays(step: int) -> bool:
+        M = topologies.nth_size(topology, step)
+        try:
+            return M <= N and pays(M, topologies.spectral_gap(topology, M, **choices))
+        except ValueError:
+            if step > SMALL:  # small sizes may be refused, such as 3 nodes of degree 4; large ones have another reason
+                raise
+            return False
+
+    return topologies.nth_size(topology, _last(step_pays))
 
 
 def transient_iterations(rule: str, M: int, rho: float, constants: Constants = UNIT) -> float:
@@ -86,7 +114,7 @@ def transient_iterations(rule: str, M: int, rho: float, constants: Constants = U
 def rounds_to_error(rule: str, epsilon: float, M: int, rho: float, constants: Constants = UNIT) -> int:
     """Rounds T until the rate reaches epsilon (Table 2, solved instead of estimated)."""
     rate = _rate(rule)
-    check("epsilon", epsilon, 0 < epsilon < math.inf, "a positive error")
+    check("epsilon", epsilon, 1e-100 < epsilon < math.inf, "a positive error, above 1e-100")
     check_network(M, 1, rho)
 
     def before(T: int) -> bool:
@@ -96,11 +124,13 @@ def rounds_to_error(rule: str, epsilon: float, M: int, rho: float, constants: Co
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """The last step from 1 up at which `holds`, given that it holds up to some step and not after; at least 1."""
-    high = 2
+    """The last step from 1 up at which `holds`, at least 1: all small steps are tried, larger ones by bisection."""
+    low = max((step for step in range(1, SMALL + 1) if holds(step)), default=1)
+    if low < SMALL:
+        return low
+    high = 2 * low
     while holds(high):
-        high *= 2
-    low = high // 2
+        low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
@@ -110,14 +140,10 @@ def _last(holds: Callable[[int], bool]) -> int:
 def _powers(rule: str, heterogeneous: bool) -> tuple[Fraction, Fraction]:
     """The powers a and b of M <= rho^a N^b."""
     _rate(rule)
-    if rule == "minibatch":
-        return Fraction(0), Fraction(1, 2)
-    if rule == "dat":
-        return Fraction(1), Fraction(1, 2)
-    return Fraction(1) if rule == "dsgd" and heterogeneous else Fraction(1, 2), Fraction(1, 4)
+    return POWERS["dsgd, heterogeneous" if rule == "dsgd" and heterogeneous else rule]
 
 
 def _rate(rule: str) -> RateFunction:
-    if rule not in RATES:
+    if not isinstance(rule, str) or rule not in RATES:
         raise ValueError(f"no rate is known for rule {rule!r}; choose from {', '.join(RATES)}")
     return RATES[rule]

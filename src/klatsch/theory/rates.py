@@ -2,7 +2,7 @@
 
 A *bound* carries the explicit constants of the appendix and is a guarantee (`dat_bound`, `dat_local_bound`,
 `consensus_bound`). A *rate* is the same kind of expression with every numerical constant set to 1, as the literature
-states it, so that rules compare. M, T and rho may be arrays, to draw a curve in one call:
+states it, so that rules compare. There M, T and rho may be arrays, to draw a curve in one call:
 
     T = np.logspace(2, 6)
     plt.loglog(T, theory.dat_rate(M=16, T=T, rho=0.05).total)
@@ -31,6 +31,9 @@ def check(name: str, value: object, holds: bool | np.bool, wanted: str) -> None:
 
 def check_network(M: Number, T: Number, rho: Number) -> None:
     """Check machines, rounds and gap."""
+    for name, value in (("M", M), ("T", T), ("rho", rho)):
+        numeric = isinstance(value, int | float) or np.asarray(value).dtype.kind in "iuf"
+        check(name, value, numeric, f"a number, not a {type(value).__name__}")
     check("M", M, np.all(np.asarray(M) >= 1), "a number of machines from 1 up")
     check("T", T, np.all(np.asarray(T) >= 1), "a number of rounds from 1 up")
     check("rho", rho, np.all((np.asarray(rho) > 0) & (np.asarray(rho) <= 1)), "a spectral gap above 0 and up to 1")
@@ -53,6 +56,8 @@ class Constants:
     zeta: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("L", "D1", "sigma", "zeta"):
+            check(name, value := getattr(self, name), isinstance(value, int | float | np.number), "a number")
         check("L", self.L, 0 < self.L < math.inf, "a positive number")
         for name in ("D1", "sigma", "zeta"):
             check(name, value := getattr(self, name), 0 <= value < math.inf, "0 or a positive number")
@@ -116,7 +121,7 @@ def dat_bound(M: Number, T: Number, rho: Number, constants: Constants = UNIT) ->
     check_network(M, T, rho)
     c = constants
     return Rate(
-        8 * math.sqrt(3) * c.D1 * c.sigma / (M * T) ** 0.5,
+        8 * math.sqrt(3) * c.D1 * c.sigma / (M**0.5 * T**0.5),
         8 * math.sqrt(2) * c.D1**1.5 * math.sqrt(c.K * c.sigma_tilde) / (rho * T) + 4 * c.K * c.D1**2 / (rho * T) ** 2,
         96 * c.L * c.D1**2 / T,
     )
@@ -141,7 +146,7 @@ def consensus_bound(eta: float, rho: float, constants: Constants = UNIT) -> floa
     check_network(1, 1, rho)
     limit = rho**2 / constants.K
     # The learning rate of Theorem 4.1 may equal the limit, so rounding is forgiven.
-    check("eta", eta, 0 < eta <= limit * (1 + 1e-12), f"a positive number up to rho^2 / K = {limit:.6g}")
+    check("eta", eta, 0 <= eta <= limit * (1 + 1e-12), f"a number from 0 up to rho^2 / K = {limit:.6g}")
     return 2560 * constants.sigma_tilde**2 * eta**2 / rho**4
 
 
@@ -153,7 +158,7 @@ def dat_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNI
     check_network(M, T, rho)
     c = constants
     return Rate(
-        c.D1 * c.sigma / (M * T) ** 0.5,
+        c.D1 * c.sigma / (M**0.5 * T**0.5),
         c.D1**1.5 * math.sqrt(c.L * c.sigma_tilde) / (rho * T) + c.L * c.D1**2 / (rho * T) ** 2,
         c.L * c.D1**2 / T,
     )
@@ -175,7 +180,7 @@ def dsgd_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UN
     c = constants
     spread = c.sigma ** (2 / 3) * rho ** (1 / 3) + c.zeta ** (2 / 3)
     return Rate(
-        c.D1 * c.sigma / (M * T) ** 0.5,
+        c.D1 * c.sigma / (M**0.5 * T**0.5),
         c.L ** (1 / 3) * c.D1 ** (4 / 3) * spread / (rho * T) ** (2 / 3),
         c.L * c.D1**2 / (rho * T),
     )
@@ -198,7 +203,8 @@ def minibatch_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants
     """
     check_network(M, T, rho)
     c = constants
-    return Rate(c.D1 * c.sigma / (M * T) ** 0.5, 0.0 * (M * T), c.L * c.D1**2 / T)
+    statistical = c.D1 * c.sigma / (M**0.5 * T**0.5)
+    return Rate(statistical, 0.0 * statistical, c.L * c.D1**2 / T)
 
 
 RATES: dict[str, RateFunction] = {"dat": dat_rate, "dsgd": dsgd_rate, "gt": gt_rate, "minibatch": minibatch_rate}

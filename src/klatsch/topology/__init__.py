@@ -8,7 +8,7 @@ from klatsch.topology.closed_form import nth_size
 from klatsch.topology.convert import from_networkx
 from klatsch.topology.core import Topology, from_matrices, lazy
 from klatsch.topology.drawing import draw
-from klatsch.topology.names import TOPOLOGIES, make, options, spectral_gap
+from klatsch.topology.names import TOPOLOGIES, builder, make, options, spectral_gap
 from klatsch.topology.static import (
     complete,
     directed_ring,
@@ -30,6 +30,7 @@ __all__ = [
     "Summary",
     "Topology",
     "base_graph",
+    "builder",
     "compare",
     "complete",
     "directed_ring",

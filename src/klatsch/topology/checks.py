@@ -2,42 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, issparse
-from scipy.sparse.csgraph import breadth_first_order
+from scipy.sparse.csgraph import breadth_first_order, connected_components
 
-from klatsch.topology import spectrum
 from klatsch.topology.matrix import Matrix
+from klatsch.topology.weights import SUM_TOLERANCE
 
-SUM_TOLERANCE = 1e-9
-GAP_TOLERANCE = 1e-12
+LARGEST = 10**6  # nodes of a graph that is built: up to a gigabyte for ring and torus, several for the others
+UNLIMITED = 10**100  # for closed forms
+NO_WEIGHT = 1e-12  # a self-weight below this does not help mixing to settle
 
 
-def node_count(n: object, name: str) -> int:
-    """Check a number of nodes, or of rows or columns."""
+def node_count(n: object, name: str, most: int = LARGEST) -> int:
+    """Check a number of nodes, or of rows or columns, and make it a plain int."""
     if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
         raise ValueError(f"{name}: {n!r} nodes; give a whole number from 1 up")
+    if n > most:
+        raise ValueError(f"{name}: {n:,} nodes are too many to build; the most is {most:,}")
     return int(n)
+
+
+def whole(value: object, name: str, least: int) -> int:
+    """Check a whole-numbered option and make it a plain int."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name} = {value!r}; give a whole number from {least} up")
+    return int(value)
 
 
 def split_rounds(matrices: Any) -> list[Any]:
     """The matrices of all rounds, from one matrix or a list of them."""
-    if isinstance(matrices, list | tuple) and (not matrices or issparse(matrices[0])):
-        return list(matrices)
-    return list(matrices) if _depth(matrices) == 3 else [matrices]
+    if isinstance(matrices, Iterator):
+        matrices = list(matrices)
+    several = isinstance(matrices, list | tuple) and (not matrices or issparse(matrices[0]))
+    return list(matrices) if several or _depth(matrices) == 3 else [matrices]
 
 
 def canonical(P: Any, name: str) -> Matrix:
     """A private float64 CSR copy with sorted indices and without stored zeros, checked entry by entry."""
     if not issparse(P):
         try:
-            P = np.asarray(P, dtype=np.float64)
+            P = np.asarray(P)
         except (TypeError, ValueError):
-            raise ValueError(f"{name} is not a matrix of numbers; give every row the same number of weights") from None
+            raise ValueError(f"{name} is not a matrix; give every row the same number of weights") from None
+    if P.dtype.kind not in "biuf":
+        raise ValueError(f"{name} has entries of type {P.dtype}; give real weights from 0 to 1")
     if len(P.shape) != 2 or P.shape[0] != P.shape[1] or P.shape[0] == 0:
         shape = " x ".join(map(str, P.shape)) or "a single number"
         raise ValueError(f"{name} is {shape}; a gossip matrix is square, one row and one column per node")
@@ -59,8 +72,8 @@ def canonical(P: Any, name: str) -> Matrix:
 
 
 def _depth(rows: Any) -> int:
-    if isinstance(rows, np.ndarray):
-        return rows.ndim
+    if hasattr(rows, "ndim"):  # NumPy arrays, and tensors
+        return int(rows.ndim)
     return 1 + (_depth(rows[0]) if rows else 0) if isinstance(rows, list | tuple) else 0
 
 
@@ -79,11 +92,37 @@ def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str) -> No
             _check_sums(where, P, 0)
     check_connected(name, matrices)
     # With a self-weight everywhere a connected graph settles. Without, it may swap values for ever.
-    if not all((P.diagonal() > 0).all() for P in matrices) and spectrum.second_modulus(matrices) > 1 - GAP_TOLERANCE:
+    if not all((P.diagonal() > NO_WEIGHT).all() for P in matrices) and not _settles(matrices):
         raise ValueError(
             f"{name}: |lambda_2| = 1, so mixing moves values around for ever and never averages them;"
             " give nodes a weight of their own, for example (I + P) / 2 in place of P"
         )
+
+
+def _settles(matrices: Sequence[Matrix]) -> bool:
+    """Whether the product over a period is primitive: all its eigenvalues but the 1 lie inside the circle.
+
+    A value moves on the graph of (phase, node); it is primitive if that graph is connected and the lengths of its
+    cycles have no common divisor beyond the period. The divisor is that of all level differences of a search.
+    """
+    size, period = int(matrices[0].shape[0]), len(matrices)
+    sources, targets = [], []
+    for phase, P in enumerate(matrices):
+        entries = P.tocoo()
+        kept = entries.data > NO_WEIGHT
+        sources.append(entries.col[kept].astype(np.int64) + phase * size)
+        targets.append(entries.row[kept].astype(np.int64) + (phase + 1) % period * size)
+    source, target = np.concatenate(sources), np.concatenate(targets)
+    total = size * period
+    graph = csr_array((np.ones(len(source)), (source, target)), shape=(total, total))
+    components, _ = connected_components(graph, connection="strong")
+    if components > 1:
+        return False
+    order, parent = breadth_first_order(graph, 0)
+    level = np.zeros(total, dtype=np.int64)
+    for node in order[1:]:  # parents stand before their children
+        level[node] = level[parent[node]] + 1
+    return int(np.gcd.reduce(level[source] + 1 - level[target])) == period
 
 
 def sums_to_one(P: Matrix, axis: int) -> bool:
@@ -97,7 +136,8 @@ def _check_sums(name: str, P: Matrix, axis: int) -> None:
         return
     i = int(np.argmax(wrong))
     kind = "row" if axis else "column"
-    remedy = f"divide the {kind} by its sum"
+    rounded = np.abs(sums - 1).max() < 1e-5
+    remedy = f"divide the {kind} by its sum" + (", or give the matrix in float64" if rounded else "")
     if axis == 0 and sums_to_one(P, axis=1):
         remedy = (
             "the rows do sum to 1, but mixing would not keep the mean: take symmetric weights,"

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from klatsch.topology import static, varying
+from klatsch.topology.checks import UNLIMITED, node_count, whole
 
 
 def ring(n: int) -> float:
@@ -21,7 +22,7 @@ def ring(n: int) -> float:
 
 def torus(n: int | None = None, *, rows: int | None = None, cols: int | None = None) -> float:
     """Eigenvalues (1 + r + c) / (1 + degree), where r and c run over the eigenvalues of the two circles' links."""
-    rows, cols = static.lattice_shape("torus", n, rows, cols)
+    rows, cols = static.lattice_shape("torus", n, rows, cols, most=UNLIMITED)
     degree = sum(min(side - 1, 2) for side in (rows, cols))
     below_one = min((_below_top(side) for side in (rows, cols) if side > 1), default=1.0) / (1 + degree)
     smallest = (1 + sum(_lowest(side) for side in (rows, cols))) / (1 + degree)
@@ -55,6 +56,7 @@ def hypercube(n: int) -> float:
 
 def exponential(n: int) -> float:
     """A circulant matrix: its eigenvalues are sums of roots of unity."""
+    node_count(n, "exponential", most=10**8)  # its eigenvalues are listed one by one
     offsets = static.powers_of_two_below(n)
     j = np.arange(1, n)
     total = np.ones(n - 1, dtype=np.complex128)
@@ -69,18 +71,24 @@ def directed_ring(n: int) -> float:
 
 
 def one_peer_exponential(n: int) -> float:
-    """The period's product is circulant: its eigenvalues are products of (1 + exp(2 pi i j 2^k / n)) / 2."""
-    offsets = static.powers_of_two_below(n)
-    j = np.arange(1, n)
-    modulus = np.ones(n - 1)
-    for offset in offsets:
-        modulus *= np.abs(np.cos(np.pi * (j * offset % n) / n))
-    return float(1 - modulus.max(initial=0.0)) / max(1, len(offsets))
+    """The period's product is circulant: its eigenvalues have the moduli prod_k |cos(pi j 2^k / n)|.
+
+    That is |sin(pi j 2^tau / n)| / (2^tau sin(pi j / n)), at most 1 / (2^tau sin(pi j / n)), which falls up to n / 2.
+    So the search for the largest may stop early.
+    """
+    tau = len(static.powers_of_two_below(n))
+    largest, start, chunk = 0.0, 1, 2**16
+    while start <= n // 2 and largest * 2**tau * math.sin(math.pi * start / n) < 1:
+        j = np.arange(start, min(start + chunk, n // 2 + 1), dtype=np.float64)
+        turns = j * ((2**tau - n) / n)  # sin(pi j 2^tau / n) up to sign, with the whole turns taken out
+        modulus = np.abs(np.sin(np.pi * turns)) / (2**tau * np.sin(np.pi * j / n))
+        largest, start = max(largest, float(modulus.max())), start + chunk
+    return (1 - largest) / max(1, tau)
 
 
 def base_graph(n: int, k: int = 1) -> float:
     """One period is the mean."""
-    return 1 / varying.base_graph_period(n, varying.check_k(k))
+    return 1 / varying.base_graph_period(n, whole(k, "base_graph: k", 1))
 
 
 CLOSED_FORMS: dict[str, Callable[..., float]] = {

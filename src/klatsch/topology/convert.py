@@ -6,18 +6,19 @@ from typing import Any
 
 import networkx as nx
 import numpy as np
+from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from klatsch.topology import checks
 from klatsch.topology.core import Stochastic, Topology
 from klatsch.topology.matrix import Matrix
-from klatsch.topology.weights import metropolis_hastings, with_self_weights
+from klatsch.topology.weights import SUM_TOLERANCE, metropolis_hastings, with_self_weights
 
 
 def from_networkx(
     graph: nx.Graph[Any], *, weight: str | None = None, stochastic: Stochastic = "doubly", name: str = "from_networkx"
 ) -> Topology:
-    """A topology from a networkx graph; its nodes are numbered in the order of `list(graph)`.
+    """A topology from a networkx graph: nodes 0 to n - 1 keep their numbers, others are numbered as `list(graph)`.
 
     Args:
         graph: an undirected graph, or a directed one in which u -> v means that u sends to v.
@@ -29,12 +30,17 @@ def from_networkx(
     Raises:
         ValueError: the graph has self-loops, is disconnected, is directed where it may not be, or a weight is missing.
     """
+    if not isinstance(graph, nx.Graph):
+        raise ValueError(f"{name} takes a networkx graph, not a {type(graph).__name__}; matrices go to from_matrices")
     nodes = list(graph)
+    if set(nodes) == set(range(len(nodes))):  # nodes that are numbers keep them, in whatever order they were added
+        nodes = sorted(nodes)
     if not nodes:
         raise ValueError(f"{name}: the graph has no nodes; give at least one")
     if graph.is_multigraph():
         raise ValueError(
-            f"{name}: the graph is a multigraph; merge parallel edges first, for example with nx.Graph(graph)"
+            f"{name}: the graph is a multigraph; merge parallel edges first,"
+            f" for example with nx.{'DiGraph' if graph.is_directed() else 'Graph'}(graph)"
         )
     loops = sorted(map(repr, nx.nodes_with_selfloops(graph)))
     if loops:
@@ -68,25 +74,26 @@ def _matrix(graph: nx.Graph[Any], nodes: list[Any], weight: str | None, stochast
         sender, receiver = np.concatenate([sender, receiver]), np.concatenate([receiver, sender])
         values = np.concatenate([values, values])
     if stochastic == "columns":
+        _check_room(name, nodes, "column", np.bincount(sender, weights=values, minlength=size))
         return csr_array(with_self_weights(size, sender, receiver, values).T)
-    _check_room(name, nodes, np.bincount(receiver, weights=values, minlength=size))
+    _check_room(name, nodes, "row", np.bincount(receiver, weights=values, minlength=size))
     return with_self_weights(size, receiver, sender, values)
 
 
 def _weight(u: Any, v: Any, data: dict[str, Any], attribute: str, name: str) -> float:
     value = data.get(attribute)
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not np.isfinite(value):
         raise ValueError(
             f"{name}: edge ({u!r}, {v!r}) has {attribute} = {value!r}; give every edge a number from 0 to 1"
         )
     return float(value)
 
 
-def _check_room(name: str, nodes: list[Any], received: Any) -> None:
+def _check_room(name: str, nodes: list[Any], line: str, sums: NDArray[Any]) -> None:
     """Refuse weights above 1 here, where the sum that the user gave is still known."""
-    if (over := received > 1 + checks.SUM_TOLERANCE).any():
+    if (over := sums > 1 + SUM_TOLERANCE).any():
         i = int(np.argmax(over))
         raise ValueError(
-            f"{name}: the weights of node {nodes[i]!r} (row {i}) sum to {received[i]:.12g} and leave no self-weight;"
+            f"{name}: the weights of node {nodes[i]!r} ({line} {i}) sum to {sums[i]:.12g} and leave no self-weight;"
             " scale them so that they sum to 1 or less"
         )

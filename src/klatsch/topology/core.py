@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from klatsch.topology import checks, spectrum
+from klatsch.topology import checks, eigen, spectrum
 from klatsch.topology.matrix import Matrix
 
 Stochastic = Literal["doubly", "rows", "columns"]
@@ -84,7 +84,7 @@ class Topology:
     @cached_property
     def symmetric(self) -> bool:
         """Whether every P equals its transpose, as Definition 2.4 of the paper asks."""
-        return all(spectrum.is_symmetric(P) for P in self.matrices)
+        return all(eigen.is_symmetric(P) for P in self.matrices)
 
     @cached_property
     def directed(self) -> bool:
@@ -137,13 +137,15 @@ class Topology:
     def spectral_gap(self) -> float:
         """The spectral gap rho = 1 - |lambda_2| (Definition 2.5); for a period tau of rounds (1 - |lambda_2|) / tau.
 
-        Over a period, lambda_2 belongs to the product P_tau ... P_1. Dividing by tau makes rho the gap per round of
-        time-varying theory (p / tau in Koloskova et al. 2020, Assumption 4), so that one formula serves both kinds of
-        graph. A period that averages exactly has rho = 1 / tau: 1 / log2(M) for the 1-peer exponential graph.
+        Over a period, lambda_2 belongs to the product P_tau ... P_1. Dividing by tau makes it a gap per round, as in
+        the theory of changing graphs (Koloskova et al. 2020, Assumption 4: what a period gains over its length), so
+        that one formula serves both kinds. A period that averages exactly has rho = 1 / tau, which is 1 / log2(M) for
+        the 1-peer exponential graph. Property 2.6 holds with it for symmetric and circulant graphs and their products;
+        other directed graphs contract by |lambda_2| in the long run, and may start more slowly.
         """
         # Where the mean is reached exactly, lambda_2 = 0, which a solver may only know to the root of a rounding error.
         exact = self.exact_after is not None
-        return (1.0 - (0.0 if exact else spectrum.second_modulus(self.matrices))) / self.period
+        return (1.0 - (0.0 if exact else eigen.second_modulus(self.matrices))) / self.period
 
     @cached_property
     def smallest_eigenvalue(self) -> float:
@@ -155,7 +157,7 @@ class Topology:
         if self.period > 1 or not self.symmetric:
             kind = "time-varying" if self.period > 1 else "not symmetric"
             raise ValueError(f"{self.name} is {kind}: a smallest eigenvalue needs one symmetric matrix, such as ring's")
-        return spectrum.smallest_eigenvalue(self.matrices[0])
+        return eigen.smallest_eigenvalue(self.matrices[0])
 
     @cached_property
     def exact_after(self) -> int | None:
@@ -183,8 +185,8 @@ class Topology:
             raise ValueError(
                 f"{self.name} is not doubly stochastic: effective neighbours need a graph that keeps the mean"
             )
-        if not 0 <= gamma < 1:
-            raise ValueError(f"gamma = {gamma}: choose it from 0 up to but not including 1, such as 0.95")
+        if not isinstance(gamma, int | float | np.number) or not 0 <= gamma < 1:
+            raise ValueError(f"gamma = {gamma!r}: choose it from 0 up to but not including 1, such as 0.95")
         return spectrum.effective_neighbors(self.matrices, gamma)
 
     # --- identity ----------------------------------------------------------------------------------------------
@@ -220,13 +222,13 @@ class Topology:
         return tuple(checks.canonical(P.T, self.name) for P in self.matrices)
 
     def _phase(self, t: int) -> int:
-        if t < 1:
-            raise ValueError(f"round t = {t}: rounds count from 1")
+        if not isinstance(t, int | np.integer) or t < 1:
+            raise ValueError(f"round t = {t!r}: rounds count from 1")
         return (t - 1) % self.period
 
     def _node(self, i: int) -> int:
-        if not 0 <= i < self.size:
-            raise ValueError(f"node {i} is not in {self.name}: nodes count from 0 to {self.size - 1}")
+        if not isinstance(i, int | np.integer) or not 0 <= i < self.size:
+            raise ValueError(f"node {i!r} is not in {self.name}: nodes count from 0 to {self.size - 1}")
         return i
 
 
@@ -243,6 +245,8 @@ def from_matrices(matrices: object, *, stochastic: Stochastic = "doubly", name: 
 
 def lazy(topology: Topology) -> Topology:
     """The same graph with (I + P) / 2: half as fast, but no eigenvalue below 0 (what D2 wants on an even ring)."""
+    if not isinstance(topology, Topology):
+        raise ValueError(f"lazy takes a Topology, not a {type(topology).__name__}; make one with from_matrices")
     size = topology.size
     identity = csr_array((np.ones(size), np.arange(size), np.arange(size + 1)), shape=(size, size))
     halved = tuple(checks.canonical((identity + P) / 2.0, topology.name) for P in topology.matrices)

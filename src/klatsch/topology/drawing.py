@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # drawing libraries are only loaded by those who draw
 
 FORMATS = (".svg", ".png", ".pdf")
 LARGEST = 2000  # nodes that can still be told apart
+MOST_LINKS = 100_000  # per round, so that a picture stays within some megabytes
+MOST_PATCHES = 1000  # links per round that are drawn one by one, with arrows and bends; beyond, as plain lines
 NODE, LINK = "#c2410c", "#334155"
 
 Positions = NDArray[np.float64]
@@ -30,13 +32,18 @@ def draw(topology: Topology, path: str | Path) -> Path:
     Raises:
         ValueError: the file has another ending, its folder does not exist, or the graph is too large to be seen.
     """
+    if not isinstance(topology, Topology):
+        raise ValueError(f"draw takes a Topology, not a {type(topology).__name__}; make one with from_networkx")
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"cannot draw to {path}: the file name must end in {', '.join(FORMATS)}")
     if not path.parent.is_dir():
-        raise ValueError(f"cannot draw to {path}: the folder {path.parent} does not exist; make it first")
+        raise ValueError(f"cannot draw to {path}: there is no folder {path.parent}; make it first")
     if topology.size > LARGEST:
         raise ValueError(f"cannot draw {topology.size} nodes so that one sees anything; choose {LARGEST} or fewer")
+    links = max(P.nnz - topology.size for P in topology.matrices) // (1 if topology.directed else 2)
+    if links > MOST_LINKS:
+        raise ValueError(f"cannot draw {links:,} links so that one sees anything; take fewer nodes or a sparser graph")
     import matplotlib
 
     # A fixed salt and no date: the same graph gives the same file.
@@ -46,7 +53,10 @@ def draw(topology: Topology, path: str | Path) -> Path:
         figure(topology).savefig(
             buffer, format=path.suffix.lower()[1:], dpi=150, bbox_inches="tight", facecolor="white", metadata=metadata
         )
-    write_atomically(path, buffer.getvalue())
+    try:
+        write_atomically(path, buffer.getvalue())
+    except OSError as error:
+        raise ValueError(f"cannot draw to {path}: {error.strerror}; choose another folder or name") from None
     return path
 
 
@@ -67,9 +77,12 @@ def figure(topology: Topology) -> Figure:
         if t > topology.period:
             continue
         panel.set_aspect("equal")
-        panel.margins(0.12)
         _draw_links(panel, topology, where, t)
-        _draw_nodes(panel, topology.size, where)
+        _draw_nodes(panel, where, small=topology.period > 1)
+        # Room for whole nodes and bent links, also around graphs that are flat.
+        span = max(float(np.ptp(where, axis=0).max()), 1.0)
+        low, high = where.min(axis=0) - 0.14 * span, where.max(axis=0) + 0.14 * span
+        panel.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]))
         if topology.period > 1:
             panel.set_title(f"round {t} of {topology.period}", fontsize=10)
     rho = f"ρ = {topology.spectral_gap:.4g}"
@@ -89,11 +102,13 @@ def _positions(topology: Topology) -> Positions:
     return circle
 
 
-def _draw_nodes(panel: Axes, size: int, where: Positions) -> None:
-    labels = size <= 32
-    panel.scatter(where[:, 0], where[:, 1], s=max(6, min(220, 6000 / size)), color=NODE, zorder=3, linewidths=0)
-    for i in range(size if labels else 0):
-        panel.annotate(str(i), where[i], color="white", fontsize=8, ha="center", va="center", zorder=4)
+def _draw_nodes(panel: Axes, where: Positions, small: bool) -> None:
+    size = len(where)
+    area = max(6, min(220, 6000 / size)) * (0.6 if small else 1)
+    panel.scatter(where[:, 0], where[:, 1], s=area, color=NODE, zorder=3, linewidths=0, clip_on=False)
+    for i in range(size if size <= 32 else 0):
+        font = 6.5 if small else 8
+        panel.annotate(str(i), where[i], color="white", fontsize=font, ha="center", va="center_baseline", zorder=4)
 
 
 def _draw_links(panel: Axes, topology: Topology, where: Positions, t: int) -> None:
@@ -103,15 +118,15 @@ def _draw_links(panel: Axes, topology: Topology, where: Positions, t: int) -> No
     P = topology.matrix(t).tocoo()
     hears, speaks = P.row, P.col
     apart = hears != speaks
-    links = {(int(j), int(i)): float(w) for i, j, w in zip(hears[apart], speaks[apart], P.data[apart], strict=True)}
+    links = set(zip(speaks[apart].tolist(), hears[apart].tolist(), strict=True))
     arrows = {pair for pair in links if pair[::-1] not in links}
-    lines = [pair for pair in links if pair not in arrows and pair[0] < pair[1]]
-    thickness = 0.6 if topology.size > 64 else 1.2
-    if topology.size > 200:  # too many for single patches
-        panel.add_collection(LineCollection([where[list(p)] for p in [*lines, *arrows]], colors=LINK, linewidths=0.3))
-        panel.autoscale_view()
+    lines = sorted(pair for pair in links if pair not in arrows and pair[0] < pair[1])
+    thickness = 0.8 if topology.size > 64 else 1.4
+    if len(lines) + len(arrows) > MOST_PATCHES:
+        panel.add_collection(
+            LineCollection([where[list(p)] for p in [*lines, *sorted(arrows)]], colors=LINK, linewidths=0.3)
+        )
         return
-    heaviest = max(links.values(), default=1.0)
     for pair in [*lines, *sorted(arrows)]:
         a, b = where[list(pair)]
         # A link that wraps around a lattice would run through the nodes between its ends: bend it.
@@ -124,7 +139,7 @@ def _draw_links(panel: Axes, topology: Topology, where: Positions, t: int) -> No
             mutation_scale=9,
             shrinkA=0,
             shrinkB=8 if pair in arrows and topology.size <= 64 else 0,
-            linewidth=thickness * (0.4 + links[pair] / heaviest),
+            linewidth=thickness,
             color=LINK,
             alpha=0.8,
         )

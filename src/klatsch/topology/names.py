@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from klatsch.topology.checks import node_count
+from klatsch.topology.checks import UNLIMITED, node_count
 from klatsch.topology.closed_form import CLOSED_FORMS
 from klatsch.topology.core import Topology
 from klatsch.topology.static import (
@@ -45,32 +45,34 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {
 }
 
 
-def make(name: str, n: int, **choices: Any) -> Topology:
-    """A topology by name: `make("ring", 16)`, `make("base_graph", 16, k=2)`, `make("torus", 12, rows=3)`.
+def make(name: str, n: int | None = None, **choices: Any) -> Topology:
+    """A topology by name: `make("ring", 16)`, `make("base_graph", 16, k=2)`, `make("torus", rows=3, cols=4)`.
 
     Raises:
         ValueError: the name is unknown, or the topology has no such option, or refuses n.
     """
-    return _builder(name, choices)(n, **choices)
+    return builder(name, choices)(n, **choices)
 
 
 def options(name: str) -> tuple[str, ...]:
     """The options that `make(name, n, ...)` takes beside n."""
-    return tuple(inspect.signature(_builder(name, {})).parameters)[1:]
+    return tuple(inspect.signature(builder(name)).parameters)[1:]
 
 
 def spectral_gap(name: str, n: int, **choices: Any) -> float:
     """The spectral gap rho of `make(name, n, ...)`, by a closed form where one is known, so that n may be a million."""
-    build = _builder(name, choices)
-    node_count(n, name)
-    return CLOSED_FORMS[name](n, **choices) if name in CLOSED_FORMS else build(n, **choices).spectral_gap
+    build = builder(name, choices)
+    if name not in CLOSED_FORMS:
+        return build(n, **choices).spectral_gap
+    return CLOSED_FORMS[name](node_count(n, name, most=UNLIMITED), **choices)
 
 
-def _builder(name: str, choices: dict[str, Any]) -> Callable[..., Topology]:
-    if name not in TOPOLOGIES:
-        close = difflib.get_close_matches(name, TOPOLOGIES, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise ValueError(f"unknown topology {name!r}; {hint}There are {', '.join(TOPOLOGIES)}")
+def builder(name: str, choices: Collection[str] = ()) -> Callable[..., Topology]:
+    """The function that builds a topology, after a check of its name and of the names of its options."""
+    if not isinstance(name, str) or name not in TOPOLOGIES:
+        close = difflib.get_close_matches(str(name).lower(), TOPOLOGIES, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise ValueError(f"unknown topology {name!r}{hint} There are {', '.join(TOPOLOGIES)}")
     build = TOPOLOGIES[name]
     known = tuple(inspect.signature(build).parameters)[1:]
     for choice in choices:

@@ -12,12 +12,13 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from klatsch.topology.checks import node_count
+from klatsch.topology.checks import LARGEST, UNLIMITED, node_count, whole
 from klatsch.topology.core import Topology
 from klatsch.topology.weights import circulant, metropolis_hastings
 
 Links = tuple[NDArray[np.int64], NDArray[np.int64]]
 
+LARGEST_DENSE = 5_000  # nodes that may all be linked with each other: a gigabyte or two
 TRIES = 100  # how often a random graph is drawn again until it is connected
 
 
@@ -35,7 +36,7 @@ def torus(n: int | None = None, *, rows: int | None = None, cols: int | None = N
         ValueError: n is prime, so that the lattice would be a ring, or rows and cols do not give n.
     """
     rows, cols = lattice_shape("torus", n, rows, cols)
-    return _undirected("torus", rows * cols, _lattice(rows, cols, wrap=True), (rows, cols))
+    return _undirected(f"torus({rows}x{cols})", rows * cols, _lattice(rows, cols, wrap=True), (rows, cols))
 
 
 def grid(n: int | None = None, *, rows: int | None = None, cols: int | None = None) -> Topology:
@@ -45,19 +46,19 @@ def grid(n: int | None = None, *, rows: int | None = None, cols: int | None = No
         ValueError: n is prime, so that the lattice would be a path, or rows and cols do not give n.
     """
     rows, cols = lattice_shape("grid", n, rows, cols)
-    return _undirected("grid", rows * cols, _lattice(rows, cols, wrap=False), (rows, cols))
+    return _undirected(f"grid({rows}x{cols})", rows * cols, _lattice(rows, cols, wrap=False), (rows, cols))
 
 
 def complete(n: int) -> Topology:
     """Everyone talks to everyone: one round gives the exact mean, as a parameter server would."""
-    n = node_count(n, "complete")
+    n = node_count(n, "complete", most=LARGEST_DENSE)
     i, j = np.triu_indices(n, k=1)
     return _undirected("complete", n, (i, j))
 
 
 def near_complete(n: int) -> Topology:
     """The complete graph without the links (0, 1), (2, 3), ...: the near-complete row of the paper's Table 1."""
-    n = node_count(n, "near_complete")
+    n = node_count(n, "near_complete", most=LARGEST_DENSE)
     if n == 2:
         raise ValueError(
             "near_complete: 2 nodes without their only link are disconnected; the nearest sizes are 1 and 3"
@@ -76,7 +77,7 @@ def star(n: int) -> Topology:
 
 def hypercube(n: int) -> Topology:
     """Nodes whose numbers differ in one binary digit talk to each other; n is a power of two."""
-    n = check_power_of_two(n)
+    n = check_power_of_two(node_count(n, "hypercube"))
     nodes, bits = np.arange(n), n.bit_length() - 1
     i = np.concatenate([nodes[nodes & (1 << b) == 0] for b in range(bits)] or [nodes[:0]])
     flip = np.concatenate([np.full(n // 2, 1 << b) for b in range(bits)] or [nodes[:0]])
@@ -108,9 +109,9 @@ def erdos_renyi(n: int, *, p: float | None = None, seed: int = 0) -> Topology:
     """
     n = node_count(n, "erdos_renyi")
     p = min(1.0, 2 * math.log(n) / n) if p is None else p
-    if not 0 <= p <= 1:
-        raise ValueError(f"erdos_renyi: p = {p} is not a probability; choose it from 0 to 1")
-    generator = random.Random(seed)
+    if not isinstance(p, int | float | np.number) or not 0 <= p <= 1:
+        raise ValueError(f"erdos_renyi: p = {p!r} is not a probability; choose it from 0 to 1")
+    generator = random.Random(whole(seed, "erdos_renyi: seed", 0))
     for _ in range(TRIES):
         graph = nx.fast_gnp_random_graph(n, p, seed=generator)
         if nx.is_connected(graph):
@@ -134,9 +135,9 @@ def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topol
         ValueError: no such graph exists, or none of 100 draws is connected.
     """
     n = node_count(n, "random_regular")
-    degree = min(4, n - 1) if degree is None else degree
-    if not 0 <= degree < n:
-        raise ValueError(f"random_regular: degree = {degree} with n = {n}; choose a degree from 1 to {n - 1}")
+    degree = min(4, n - 1) if degree is None else whole(degree, "random_regular: degree", 0)
+    if degree >= n:
+        raise ValueError(f"random_regular: degree = {degree} with n = {n}; choose a degree below n")
     if n * degree % 2:
         raise ValueError(
             f"random_regular: n = {n} and degree = {degree} are both odd, which no graph allows;"
@@ -144,7 +145,7 @@ def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topol
         )
     if degree < min(2, n - 1):
         raise ValueError(f"random_regular: degree = {degree} cannot connect {n} nodes; choose 2 or more")
-    generator = random.Random(seed)
+    generator = random.Random(whole(seed, "random_regular: seed", 0))
     for _ in range(TRIES):
         graph = nx.random_regular_graph(degree, n, seed=generator)
         if nx.is_connected(graph):
@@ -159,7 +160,7 @@ def powers_of_two_below(n: int) -> list[int]:
 
 def check_power_of_two(n: int) -> int:
     """Check the size of a hypercube."""
-    n = node_count(n, "hypercube")
+    n = node_count(n, "hypercube", most=UNLIMITED)
     if n & (n - 1):
         lower, upper = 1 << (n.bit_length() - 1), 1 << n.bit_length()
         nearest = lower if n - lower <= upper - n else upper
@@ -173,11 +174,9 @@ def squarest(n: int) -> tuple[int, int]:
     return rows, n // rows
 
 
-def lattice_shape(name: str, n: int | None, rows: int | None, cols: int | None) -> tuple[int, int]:
+def lattice_shape(name: str, n: int | None, rows: int | None, cols: int | None, most: int = LARGEST) -> tuple[int, int]:
     """Rows and columns of a lattice, from whatever of n, rows and cols is given."""
-    for size in (n, rows, cols):
-        if size is not None:
-            node_count(size, name)
+    n, rows, cols = (size if size is None else node_count(size, name, most) for size in (n, rows, cols))
     if rows is None and cols is None:
         if n is None:
             raise ValueError(f"{name}: give n, or rows and cols")
@@ -187,7 +186,7 @@ def lattice_shape(name: str, n: int | None, rows: int | None, cols: int | None) 
             nearest = 4 if n <= 3 else max((n - 1, n + 1), key=squarest)
             line = "ring" if name == "torus" else "path"
             raise ValueError(
-                f"{name}: n = {n} is prime and leaves only a {line}; the nearest that works is {nearest}"
+                f"{name}: n = {n} is prime and leaves only a {line}; the nearest {name} is {nearest}"
                 f" = {' x '.join(map(str, squarest(nearest)))} (rows = 1 and cols = {n} if a {line} is meant)"
             )
         return rows, cols

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from klatsch.topology.checks import node_count
+from klatsch.topology.checks import node_count, whole
 from klatsch.topology.core import Topology
 from klatsch.topology.names import TOPOLOGIES, make, options
 
 GAMMA = 0.95  # the memory that explains deep-learning runs best in Vogels et al. 2022
 
-LARGEST_DENSE = 3000  # nodes up to which a graph with links between all of them joins a comparison
+LARGEST_DETAILED = 20_000  # nodes beyond which the slower figures, which only some need, are left to the library
+LARGEST_DENSE = 1000  # nodes up to which a graph with links between all of them joins a comparison
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,11 @@ class Summary:
 
 def summarize(topology: Topology, params: int = 1_000_000, bytes_per_parameter: int = 4) -> Summary:
     """Compute everything a table shows about one topology."""
-    if params < 1:
-        raise ValueError(f"params = {params}; give the number of parameters of the model, from 1 up")
+    if not isinstance(topology, Topology):
+        raise ValueError(f"summarize takes a Topology, not a {type(topology).__name__}")
+    whole(params, "params", 1)
+    whole(bytes_per_parameter, "bytes_per_parameter", 1)
+    small = topology.size <= LARGEST_DETAILED
     static = topology.period == 1 and topology.symmetric
     vector = topology.messages * params * bytes_per_parameter
     return Summary(
@@ -57,8 +61,8 @@ def summarize(topology: Topology, params: int = 1_000_000, bytes_per_parameter: 
         rho=topology.spectral_gap,
         rounds_to_halve=topology.rounds_to_halve,
         exact_after=topology.exact_after,
-        smallest_eigenvalue=topology.smallest_eigenvalue if static else None,
-        effective_neighbors=topology.effective_neighbors(GAMMA) if topology.doubly_stochastic else None,
+        smallest_eigenvalue=topology.smallest_eigenvalue if static and small else None,
+        effective_neighbors=topology.effective_neighbors(GAMMA) if topology.doubly_stochastic and small else None,
         messages_per_round=topology.messages,
         params=params,
         bytes_per_round_dsgd=round(vector),
@@ -78,12 +82,13 @@ def compare(n: int, params: int = 1_000_000, **choices: Any) -> tuple[list[Summa
     summaries, left_out = [], {}
     for name in TOPOLOGIES:
         if n > LARGEST_DENSE and name in ("complete", "near_complete"):
-            left_out[name] = f"{n * (n - 1) // 2:,} links are too many for a comparison"
+            left_out[name] = f"{name}: {n * (n - 1) // 2:,} links are too many for a comparison; ask for it alone"
             continue
+        own = {key: value for key, value in choices.items() if key in options(name)}
         try:
-            topology = make(name, n, **{key: value for key, value in choices.items() if key in options(name)})
+            make(name, n)  # a family may not have this size; an option that it refuses is the caller's mistake
         except ValueError as refusal:
             left_out[name] = str(refusal)
         else:
-            summaries.append(summarize(topology, params))
+            summaries.append(summarize(make(name, n, **own), params))
     return sorted(summaries, key=lambda s: -s.rho), left_out

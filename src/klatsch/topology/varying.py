@@ -8,14 +8,14 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from klatsch.topology.checks import node_count
+from klatsch.topology.checks import node_count, whole
 from klatsch.topology.core import Topology
 from klatsch.topology.static import powers_of_two_below
 from klatsch.topology.weights import circulant, symmetric
 
 Nodes = NDArray[np.int64]
-Links = tuple[Nodes, Nodes, NDArray[np.float64]]  # both ends and the weight of every undirected link
-Round = list[Links]  # links of one round that touch different nodes
+WeightedLinks = tuple[Nodes, Nodes, NDArray[np.float64]]  # both ends and the weight of every undirected link
+Round = list[WeightedLinks]  # links of one round that touch different nodes
 
 
 def one_peer_exponential(n: int) -> Topology:
@@ -36,7 +36,8 @@ def base_graph(n: int, k: int = 1) -> Topology:
 
     n = p q, where p holds all prime factors up to k + 1. Either p groups of q nodes average exactly inside by the
     simple Base-(k+1) Graph and then, factor by factor, across the groups; or all n nodes use the simple graph, if that
-    is shorter.
+    is shorter. A node with nothing to do in a round averages with nodes that hold the same value by then: that leaves
+    the mean of a period as it is, and makes every round count when gradients come in between.
 
     Args:
         n: number of nodes.
@@ -46,7 +47,7 @@ def base_graph(n: int, k: int = 1) -> Topology:
         Takezawa et al., "Beyond exponential graph: communication-efficient topologies for decentralized learning via
         finite-time convergence", 2023, Algorithms 1 (hyper-hypercube), 2 (simple) and 3.
     """
-    n, k = node_count(n, "base_graph"), check_k(k)
+    n, k = node_count(n, "base_graph"), whole(k, "base_graph: k", 1)
     rounds = _base(np.arange(n), k) or [[]]
     return Topology(f"base_graph(k={k})", tuple(symmetric(n, *_joined(links)) for links in rounds))
 
@@ -54,13 +55,6 @@ def base_graph(n: int, k: int = 1) -> Topology:
 def base_graph_period(n: int, k: int = 1) -> int:
     """The number of rounds of `base_graph(n, k)`, without building it."""
     return max(1, min(_simple_length(n, k), _composed_length(n, k)))
-
-
-def check_k(k: object) -> int:
-    """Check the degree of a base graph."""
-    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-        raise ValueError(f"base_graph: k = {k!r} neighbours; give a whole number from 1 up")
-    return int(k)
 
 
 # --- the three constructions, as lists of rounds on an array of nodes ------------------------------------------------
@@ -82,22 +76,28 @@ def _simple(nodes: Nodes, k: int) -> list[Round]:
     sizes = [a * (k + 1) ** p for a, p in digits]
     blocks = np.split(nodes, np.cumsum(sizes)[:-1])
 
-    # First every block finds its own mean, all at the same time.
-    rounds = _in_parallel([_hyper_hypercube(block, k) for block in blocks])
-    first = len(rounds)
+    # First every block finds its own mean, all at the same time; a block that is done goes over it again.
+    first = len(_hyper_hypercube(blocks[0], k))
+    rounds = _in_parallel([_repeated(_hyper_hypercube(block, k), first) for block in blocks])
     rounds += [[] for _ in range(_simple_length(len(nodes), k) - first)]
 
     # Then block l meets all later blocks at once: each later node meets one node of each of the a_l parts of block l,
     # and takes over the share of their mean. That leaves the parts of block l with the overall mean on average.
-    for step, (block, (a, p)) in enumerate(zip(blocks[:-1], digits[:-1], strict=True)):
-        later = np.concatenate(blocks[step + 1 :])
-        parts = block.reshape(a, (k + 1) ** p)
-        weight = len(block) / (a * (len(block) + len(later)))
-        met = parts[:, : len(later)].ravel()
-        rounds[first + step].append((met, np.tile(later, a), np.full(len(met), weight)))
-        # Last, each part spreads it inside, while the later blocks go on.
-        for offset, links in enumerate(_in_parallel([_hyper_hypercube(part, k) for part in parts]), first + step + 1):
-            rounds[offset] += links
+    for step, (block, (a, p)) in enumerate(zip(blocks, digits, strict=True)):
+        later = blocks[step + 1 :]
+        parts = block.reshape(a, (k + 1) ** p) if later else block.reshape(1, -1)
+        if later:
+            meeting, others = rounds[first + step], np.concatenate(later)
+            met, resting = parts[:, : len(others)].ravel(), parts[:, len(others) :].ravel()
+            weight = len(block) / (a * (len(block) + len(others)))
+            meeting.append((met, np.tile(others, a), np.full(len(met), weight)))
+            meeting += _groups(resting, k)
+        # Last, each part spreads the mean inside, while the later blocks go on.
+        start = first + step + (1 if later else 0)
+        for part in parts:
+            again = _repeated(_hyper_hypercube(part, k), len(rounds) - start)
+            for links, more in zip(rounds[start:], again, strict=True):
+                links += more
     return rounds
 
 
@@ -165,7 +165,7 @@ def _factors(n: int, k: int) -> tuple[int, ...] | None:
 # --- links -----------------------------------------------------------------------------------------------------------
 
 
-def _cliques(groups: Nodes) -> Links:
+def _cliques(groups: Nodes) -> WeightedLinks:
     """Every row of `groups` averages all its nodes."""
     side = groups.shape[1]
     i, j = np.triu_indices(side, k=1)
@@ -173,12 +173,24 @@ def _cliques(groups: Nodes) -> Links:
     return a, b, np.full(len(a), 1.0 / side)
 
 
+def _groups(nodes: Nodes, k: int) -> Round:
+    """Groups of k + 1 nodes that average, and a smaller one of what is left."""
+    full = len(nodes) // (k + 1) * (k + 1)
+    parts = (nodes[:full].reshape(-1, k + 1), nodes[full:].reshape(1, -1))
+    return [_cliques(groups) for groups in parts if groups.size]
+
+
+def _repeated(rounds: list[Round], length: int) -> list[Round]:
+    """The rounds over and over, up to a length; a single node has none and rests."""
+    return [list(rounds[t % len(rounds)]) if rounds else [] for t in range(length)]
+
+
 def _in_parallel(schedules: list[list[Round]]) -> list[Round]:
     """Schedules on different nodes, side by side; the shorter ones rest at the end."""
     return [[links for part in parts for links in part] for parts in zip_longest(*schedules, fillvalue=[])]
 
 
-def _joined(round_: Round) -> Links:
+def _joined(round_: Round) -> WeightedLinks:
     empty = np.array([], dtype=np.int64)
     if not round_:
         return empty, empty, np.array([])

@@ -8,6 +8,8 @@ from scipy.sparse import csr_array
 
 from klatsch.topology.matrix import Matrix
 
+SUM_TOLERANCE = 1e-9  # how far from 1 a row or column may sum
+
 Nodes = NDArray[np.int64]
 
 
@@ -35,6 +37,7 @@ def with_self_weights(size: int, i: Nodes, j: Nodes, weight: NDArray[np.float64]
     """The matrix with P_ij = weight off the diagonal and rows filled up to 1 on it."""
     nodes = np.arange(size)
     left = 1.0 - np.bincount(i, weights=weight, minlength=size)
+    left[np.abs(left) <= SUM_TOLERANCE] = 0.0  # what rounding leaves is no self-weight
     rows, columns = np.concatenate([i, nodes]), np.concatenate([j, nodes])
     return csr_array((np.concatenate([weight, left]), (rows, columns)), shape=(size, size))
 
