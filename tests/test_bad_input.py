@@ -27,6 +27,7 @@ def test_a_number_of_nodes_that_is_none(name, n):
         (lambda: tp.torus(rows=5), r"rows = 5 and cols = None; give both"),
         (lambda: tp.torus(), r"give n, or rows and cols"),
         (lambda: tp.torus(rows=0, cols=3), r"0 nodes"),
+        (lambda: tp.torus(rows=10_000, cols=10_000), r"100,000,000 nodes are too many"),
         (lambda: tp.hypercube(12), r"n = 12 is not a power of two; the nearest that works is 8"),
         (lambda: tp.hypercube(13), r"nearest that works is 16"),
         (lambda: tp.near_complete(2), r"nearest sizes are 1 and 3"),

@@ -83,7 +83,7 @@ def test_tables_fit_the_terminal(width, run_cli, monkeypatch):
 
 def test_a_large_comparison_leaves_out_what_would_fill_the_memory(run_cli):
     _, out, _ = run_cli("topology", "--compare", "-n", 1001, "--json")
-    assert "links are too many" in json.loads(out)["left_out"]["complete"]
+    assert "joins a comparison up to 1,000 nodes" in json.loads(out)["left_out"]["complete"]
 
 
 def test_the_command_is_installed_and_prints_its_version():

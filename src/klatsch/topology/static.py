@@ -199,6 +199,7 @@ def lattice_shape(name: str, n: int | None, rows: int | None, cols: int | None, 
             )
     if rows is None or cols is None:
         raise ValueError(f"{name}: rows = {rows} and cols = {cols}; give both, or one of them and n")
+    node_count(rows * cols, name, most)
     return rows, cols
 
 

@@ -82,7 +82,7 @@ def compare(n: int, params: int = 1_000_000, **choices: Any) -> tuple[list[Summa
     summaries, left_out = [], {}
     for name in TOPOLOGIES:
         if n > LARGEST_DENSE and name in ("complete", "near_complete"):
-            left_out[name] = f"{name}: {n * (n - 1) // 2:,} links are too many for a comparison; ask for it alone"
+            left_out[name] = f"{name}: {n * (n - 1) // 2:,} links; it joins a comparison up to {LARGEST_DENSE:,} nodes"
             continue
         own = {key: value for key, value in choices.items() if key in options(name)}
         try:
