@@ -75,9 +75,12 @@ def _option(help_: str, *names: str, parser: Callable[[str], Any] = _whole) -> A
     return typer.Option(*names, help=help_, parser=parser, metavar="X" if parser is _number else "N")
 
 
-@app.command()
+@app.command(
+    help="Show how fast a communication graph mixes and what a round of it costs."
+    f"\n\nNAME is one of {', '.join(topologies.TOPOLOGIES)}."
+)
 def topology(
-    name: Annotated[str | None, typer.Argument(help=f"One of {', '.join(topologies.TOPOLOGIES)}.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The graph to show.")] = None,
     nodes: Annotated[int | None, _option("Number of nodes.", "-n", "--nodes")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="All topologies side by side, sorted by rho.")] = False,
     k: Annotated[int | None, _option("Largest degree of base_graph (1).")] = None,
