@@ -189,6 +189,19 @@ def test_largest_machines_passes_over_small_sizes_that_a_family_refuses():
     assert theory.largest_machines("dat", 1e4, "erdos_renyi", p=0.5) > 1
 
 
+@pytest.mark.parametrize(
+    "family, options, divisor, N", [("random_regular", {"degree": 3}, 2, 1e7), ("torus", {"rows": 3}, 3, 1e9)]
+)
+def test_largest_machines_passes_over_large_sizes_that_a_family_refuses(family, options, divisor, N):
+    """Cubic graphs have an even number of nodes, a torus of three rows a multiple of three."""
+    found = theory.largest_machines("dat", N, family, **options)
+    assert found > 64
+    assert found % divisor == 0
+    for M, expected in ((found, True), (2 * found, False)):
+        rate = theory.dat_rate(M, N / M, tp.make(family, M, **options).spectral_gap)
+        assert (rate.network + rate.optimization <= rate.statistical) == expected
+
+
 def test_largest_machines_by_a_function_and_with_options():
     assert theory.largest_machines("dat", 1e9, lambda M: 1.0) == theory.largest_machines("dat", 1e9, "complete")
     wider = theory.largest_machines("dat", 1e8, "base_graph", k=4)

@@ -113,9 +113,9 @@ def topology(
         raise ValueError(f"{name} needs the number of nodes, for example -n 16")
     graph = topologies.make(name, nodes, **choices)
     graph = topologies.lazy(graph) if lazy else graph
-    summary = topologies.summarize(graph, params)
-    if draw is not None:
+    if draw is not None:  # first, since a wrong file name shows at once
         topologies.draw(graph, draw)
+    summary = topologies.summarize(graph, params)
     if as_json:
         _print_json(asdict(summary))
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -51,11 +52,10 @@ def largest_machines(
     """The largest M for which N = M T samples still bring the statistical rate, solved on the actual rho(M).
 
     It pays as long as the network and optimization terms together do not exceed sigma D1 / sqrt(N). Torus and grid grow
-    as r x r and r x (r + 1), the hypercube by powers of two; small sizes that a family refuses are passed over. The
-    first 64 sizes are all tried, larger ones by doubling and bisection: the result pays and the next size does not.
-    Where rho(M) does not simply fall, single larger sizes may pay, and single smaller ones may not: odd sizes of
-    exponential mix faster, and base_graph is fastest at sizes with small prime factors. Without noise one machine is
-    enough, and M is 1.
+    as r x r and r x (r + 1), the hypercube by powers of two; sizes that a family refuses are passed over. The first 64
+    steps are all tried, larger ones by doubling and bisection: the result pays and the next size does not. Where rho(M)
+    does not simply fall, single larger sizes may pay, and single smaller ones may not: odd sizes of exponential mix
+    faster, and base_graph is fastest at sizes with small prime factors. Without noise one machine is enough: M is 1.
 
     Args:
         rule: "dat", "dsgd", "gt" or "minibatch".
@@ -82,16 +82,30 @@ def largest_machines(
         return _last(lambda M: M <= N and pays(M, topology(M)))
     topologies.builder(topology, choices)  # refuses unknown names and options
 
-    def step_pays(step: int) -> bool:
-        M = topologies.nth_size(topology, step)
+    @cache
+    def gap(M: int) -> float | ValueError:
         try:
-            return M <= N and pays(M, topologies.spectral_gap(topology, M, **choices))
-        except ValueError:
-            if step > SMALL:  # small sizes may be refused, such as 3 nodes of degree 4; large ones have another reason
-                raise
-            return False
+            return topologies.spectral_gap(topology, M, **choices)
+        except ValueError as refusal:
+            return refusal
 
-    return topologies.nth_size(topology, _last(step_pays))
+    def machines(step: int) -> int:
+        """The size of this step, or the next one that the family allows: an even one for an odd degree, say."""
+        M = topologies.nth_size(topology, step)
+        return next((size for size in range(M, M + SMALL) if isinstance(gap(size), float)), M)
+
+    def step_pays(step: int) -> bool:
+        M = machines(step)
+        if M > N:
+            return False
+        rho = gap(M)
+        if isinstance(rho, float):
+            return pays(M, rho)
+        if step > SMALL:  # the smallest graphs may not exist, such as those of fewer nodes than the degree
+            raise rho
+        return False
+
+    return machines(_last(step_pays))
 
 
 def transient_iterations(rule: str, M: int, rho: float, constants: Constants = UNIT) -> float:

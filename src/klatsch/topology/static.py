@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 
 import networkx as nx
 import numpy as np
@@ -112,15 +113,9 @@ def erdos_renyi(n: int, *, p: float | None = None, seed: int = 0) -> Topology:
     if not isinstance(p, int | float | np.number) or not 0 <= p <= 1:
         raise ValueError(f"erdos_renyi: p = {p!r} is not a probability; choose it from 0 to 1")
     generator = random.Random(whole(seed, "erdos_renyi: seed", 0))
-    for _ in range(TRIES):
-        graph = nx.fast_gnp_random_graph(n, p, seed=generator)
-        if nx.is_connected(graph):
-            return _undirected("erdos_renyi", n, _links(graph))
-    a, b = (min(part) for part in list(nx.connected_components(graph))[:2])
-    raise ValueError(
-        f"erdos_renyi: none of {TRIES} draws with p = {p:g} is connected (in the last, node {a} cannot reach node {b});"
-        f" raise p above ln(n) / n = {math.log(n) / n:.3g}"
-    )
+    remedy = f"raise p above ln(n) / n = {math.log(n) / n:.3g}"
+    graph = _drawn(f"erdos_renyi with p = {p:g}", lambda: nx.fast_gnp_random_graph(n, p, seed=generator), remedy)
+    return _undirected("erdos_renyi", n, _links(graph))
 
 
 def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topology:
@@ -146,11 +141,9 @@ def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topol
     if degree < min(2, n - 1):
         raise ValueError(f"random_regular: degree = {degree} cannot connect {n} nodes; choose 2 or more")
     generator = random.Random(whole(seed, "random_regular: seed", 0))
-    for _ in range(TRIES):
-        graph = nx.random_regular_graph(degree, n, seed=generator)
-        if nx.is_connected(graph):
-            return _undirected("random_regular", n, _links(graph))
-    raise ValueError(f"random_regular: none of {TRIES} draws with degree = {degree} is connected; choose 3 or more")
+    name = f"random_regular with degree = {degree}"
+    graph = _drawn(name, lambda: nx.random_regular_graph(degree, n, seed=generator), "choose degree 3 or more")
+    return _undirected("random_regular", n, _links(graph))
 
 
 def powers_of_two_below(n: int) -> list[int]:
@@ -205,6 +198,18 @@ def lattice_shape(name: str, n: int | None, rows: int | None, cols: int | None, 
 
 def _undirected(name: str, n: int, links: Links, lattice: tuple[int, int] | None = None) -> Topology:
     return Topology(name, (metropolis_hastings(n, *links),), lattice=lattice)
+
+
+def _drawn(name: str, draw: Callable[[], nx.Graph[int]], remedy: str) -> nx.Graph[int]:
+    """The first connected one of up to 100 draws."""
+    for _ in range(TRIES):
+        graph = draw()
+        if nx.is_connected(graph):
+            return graph
+    a, b = (min(part) for part in list(nx.connected_components(graph))[:2])
+    raise ValueError(
+        f"{name}: none of {TRIES} draws is connected (in the last, node {a} cannot reach node {b}); {remedy}"
+    )
 
 
 def _links(graph: nx.Graph[int]) -> Links:

@@ -71,7 +71,7 @@ def summarize(topology: Topology, params: int = 1_000_000, bytes_per_parameter: 
 
 
 def compare(n: int, params: int = 1_000_000, **choices: Any) -> tuple[list[Summary], dict[str, str]]:
-    """All topologies of n nodes, the fastest mixing first, and the reasons why others are left out.
+    """All topologies of n nodes, the largest rho first, and the reasons why others are left out.
 
     Args:
         n: number of nodes.
@@ -79,6 +79,7 @@ def compare(n: int, params: int = 1_000_000, **choices: Any) -> tuple[list[Summa
         choices: options such as k or seed, for those topologies that have them.
     """
     node_count(n, "compare")
+    whole(params, "params", 1)
     summaries, left_out = [], {}
     for name in TOPOLOGIES:
         if n > LARGEST_DENSE and name in ("complete", "near_complete"):
@@ -86,9 +87,19 @@ def compare(n: int, params: int = 1_000_000, **choices: Any) -> tuple[list[Summa
             continue
         own = {key: value for key, value in choices.items() if key in options(name)}
         try:
-            make(name, n)  # a family may not have this size; an option that it refuses is the caller's mistake
+            topology = make(name, n, **own)
         except ValueError as refusal:
+            if own and _exists(name, n):  # not the size but the option is wrong, which the caller wants to know
+                raise
             left_out[name] = str(refusal)
         else:
-            summaries.append(summarize(make(name, n, **own), params))
+            summaries.append(summarize(topology, params))
     return sorted(summaries, key=lambda s: -s.rho), left_out
+
+
+def _exists(name: str, n: int) -> bool:
+    try:
+        make(name, n)
+    except ValueError:
+        return False
+    return True
