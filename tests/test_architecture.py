@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "klatsch"
 
 # A room may import from itself and from rooms on a lower floor; only the doors at the top may import the package.
 FLOORS = [
-    {"files"},
+    {"files", "columns"},
     {"topology", "averaging", "engine.flat"},
     {"algorithms", "problems", "theory"},
     {"engine"},
@@ -65,6 +65,8 @@ class Absent:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
 import klatsch
+rule, graph = klatsch.algorithms.make("dat", lr=0.01), klatsch.topology.ring(4)
+assert klatsch.simulate(klatsch.problems.LeastSquares(4), rule, graph, 9).rounds == 9
 assert klatsch.topology.make("base_graph", 6).averages_exactly
 assert klatsch.theory.largest_machines("dat", 1e6, "ring") > 1
 try:

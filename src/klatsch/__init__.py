@@ -1,8 +1,9 @@
 """klatsch: train models over a network of machines that talk only to their neighbours."""
 
-from klatsch import theory, topology
+from klatsch import algorithms, averaging, problems, theory, topology
+from klatsch.engine import Result, simulate
 from klatsch.topology import Topology
 
 __version__ = "0.1.0"
 
-__all__ = ["Topology", "__version__", "theory", "topology"]
+__all__ = ["Result", "Topology", "__version__", "algorithms", "averaging", "problems", "simulate", "theory", "topology"]

@@ -1,0 +1,69 @@
+"""Update rules, each written once as pure algebra, and the table of their names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from klatsch.algorithms.core import Algorithm, Mix
+from klatsch.algorithms.d2 import D2, DATD2
+from klatsch.algorithms.dat import DAT
+from klatsch.algorithms.decentlam import DecentLaM
+from klatsch.algorithms.dsgd import DSGD
+from klatsch.algorithms.push_sum import DATPush, PushSum
+from klatsch.algorithms.tracking import DATTracking, GradientTracking
+
+__all__ = [
+    "ALGORITHMS",
+    "D2",
+    "DAT",
+    "DATD2",
+    "DSGD",
+    "Algorithm",
+    "DATPush",
+    "DATTracking",
+    "DecentLaM",
+    "GradientTracking",
+    "Mix",
+    "PushSum",
+    "make",
+    "options",
+]
+
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
+    "dsgd": DSGD,
+    "dat": DAT,
+    "d2": D2,
+    "gt": GradientTracking,
+    "sgp": PushSum,
+    "decentlam": DecentLaM,
+    "dat-gt": DATTracking,
+    "dat-d2": DATD2,
+    "dat-sgp": DATPush,
+}
+
+
+def make(name: str, **choices: Any) -> Algorithm:
+    """A rule by name: `make("dat", lr=1e-3, averaging="linear", order="cta", momentum=0.9)`.
+
+    Raises:
+        ValueError: the name is unknown, the rule has no such option or needs one, or a value is not allowed.
+    """
+    known = options(name)
+    for choice in choices:
+        if choice not in known:
+            raise ValueError(f"{name} has no option {choice!r}; it takes {', '.join(known)}")
+    if "lr" not in choices:
+        raise ValueError(f"{name} needs a learning rate: make({name!r}, lr=0.01)")
+    return ALGORITHMS[name](**choices)
+
+
+def options(name: str) -> tuple[str, ...]:
+    """The options that `make(name, ...)` takes."""
+    if not isinstance(name, str) or name not in ALGORITHMS:
+        close = difflib.get_close_matches(str(name).lower(), ALGORITHMS, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]}?" if close else "."
+        raise ValueError(f"unknown rule {name!r}{hint} There are {', '.join(ALGORITHMS)}")
+    return tuple(field.name for field in fields(ALGORITHMS[name]))  # type: ignore[arg-type]

@@ -1,0 +1,117 @@
+"""What an update rule is: pure algebra on flat vectors that never knows where it runs.
+
+    state' = rule.update(state, grad, mix, t)         t = 1, 2, 3, ...
+
+Tensors end in the parameter axis, (..., d). Inside `update` there are only elementwise operations and calls of `mix`,
+which gossips each tensor once with this round's matrix, v_i <- sum_j P_ij v_j; all tensors of one call travel in one
+message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from klatsch import columns
+from klatsch.columns import Number
+
+Mix = Callable[..., tuple[Tensor, ...]]
+LearningRate = Number | Callable[[int], Any]
+State = TypeVar("State")
+
+
+class Algorithm(Protocol):
+    """An update rule: a frozen dataclass of hyper-parameters.
+
+    Rules may add `iterate(state)`, the sequence w that takes the steps, where it is not the query point, and
+    `check_graph(graph)`, which raises ValueError with the reason on a graph that the rule does not work on.
+    """
+
+    @property
+    def eager(self) -> tuple[str, ...]:
+        """State fields whose mixing does not need the next gradient; the first `mix` call is on exactly these."""
+        ...
+
+    def init(self, x: Tensor) -> Any:
+        """The state, a NamedTuple of tensors (None where a field is not needed), at a starting point."""
+        ...
+
+    def query(self, state: Any) -> Tensor:
+        """Where the gradient is taken."""
+        ...
+
+    def output(self, state: Any) -> Tensor:
+        """What to evaluate and keep."""
+        ...
+
+    def update(self, state: Any, grad: Tensor, mix: Mix, t: int) -> Any:
+        """One round: the gradient at `query(state)` in, the next state out."""
+        ...
+
+
+def learning_rate(value: object) -> LearningRate:
+    """Check a learning rate: a number, one per column, or a function of the round t."""
+    if callable(value):
+        hyper_rate("lr(1)", value(1))
+        return value
+    return columns.hyper("lr", value, lambda v: v > 0, "a number above 0, such as 0.01")
+
+
+def hyper_rate(name: str, value: object) -> Number:
+    """Check what a learning-rate function returned; it may reach 0."""
+    return columns.hyper(name, value, lambda v: v >= 0, "a function that returns finite numbers from 0 up")
+
+
+def rate(lr: LearningRate, t: int) -> Any:
+    """The learning rate of round t."""
+    return hyper_rate(f"lr({t})", lr(t)) if callable(lr) else lr
+
+
+def momentum(value: object) -> Number:
+    """Check a momentum beta."""
+    return columns.hyper(
+        "momentum", value, lambda v: (v >= 0) & (v < 1), "a number from 0 up to but not including 1, such as 0.9"
+    )
+
+
+def buffer_for(beta: Number, x: Tensor) -> Tensor | None:
+    """A momentum buffer, or None where the momentum is 0 and nothing needs to be remembered."""
+    return None if isinstance(beta, float) and beta == 0 else x * 0.0
+
+
+def accumulate(m: Tensor | None, grad: Tensor, beta: Number) -> Tensor:
+    """m <- beta m + g: local momentum; without a buffer the gradient itself."""
+    return grad if m is None else beta * m + grad
+
+
+def keep(m: Tensor | None, pushed: Tensor) -> Tensor | None:
+    """The buffer for the next round."""
+    return None if m is None else pushed
+
+
+def needs_doubly_stochastic(graph: Any, rule: str, instead: str) -> None:
+    """Refuse a graph that does not keep the network mean.
+
+    Args:
+        graph: a topology.
+        rule: the name of the rule, for the error.
+        instead: the rule that works there.
+    """
+    if not graph.doubly_stochastic:
+        raise ValueError(
+            f"{rule} on {graph.name}: the matrix is not doubly stochastic, so mixing does not keep the network mean; "
+            f"use {instead} with a column-stochastic graph, or allow it with any_graph=True"
+        )
+
+
+def needs_static_symmetric(graph: Any, rule: str) -> None:
+    """Refuse a graph that is directed or changes: rules that look back at the last round are not stable there."""
+    if graph.period > 1 or not graph.symmetric:
+        kinds = {"directed": graph.directed, "time-varying": graph.period > 1, "not symmetric": not graph.symmetric}
+        reason = " and ".join([kind for kind, true in kinds.items() if true][:2])
+        raise ValueError(
+            f"{rule} on {graph.name}: the graph is {reason}, and {rule} needs one symmetric matrix for all rounds; "
+            "use a static graph such as ring or torus, or another rule (dat, gt), or allow it with any_graph=True"
+        )

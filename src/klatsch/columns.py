@@ -1,0 +1,127 @@
+"""Hyper-parameters: a number, or one number per column of a stacked run.
+
+A column is one configuration of the same rule (a learning rate, a momentum, a noise level...). A list of numbers
+becomes a tensor of shape (C, 1), which broadcasts against state tensors (M, C, d).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Number = float | Tensor
+"""A hyper-parameter once it is checked: one number for all columns, or a tensor (C, 1)."""
+
+Object = TypeVar("Object")
+
+
+def hyper(name: str, value: object, holds: Callable[[Any], Any], wanted: str) -> Number:
+    """Check a hyper-parameter and bring it into form.
+
+    Args:
+        name: what to call it in the error.
+        value: a number, or a list, array or tensor with one number per column.
+        holds: whether a number is allowed; must also work elementwise.
+        wanted: the remedy, for the error.
+
+    Raises:
+        ValueError: with the first value that is not allowed.
+    """
+    refusal = f"{name} = {_shown(value)}; give {wanted}"
+    if isinstance(value, bool | str | bytes) or value is None:
+        raise ValueError(refusal)
+    if isinstance(value, int | float | np.number):
+        number = float(value)
+        if not math.isfinite(number) or not holds(number):
+            raise ValueError(refusal)
+        return number
+    try:
+        column = value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value, dtype=np.float64))
+    except (TypeError, ValueError):
+        raise ValueError(f"{refusal}, or a list with one number per column") from None
+    if column.ndim == 0:
+        return hyper(name, column.item(), holds, wanted)
+    if column.ndim == 2 and column.shape[1] == 1:
+        column = column[:, 0]
+    if column.ndim != 1 or column.numel() == 0:
+        raise ValueError(f"{name} has shape {tuple(column.shape)}; give {wanted}, or a list with one number per column")
+    if not column.is_floating_point():
+        column = column.double()
+    wrong = ~(torch.isfinite(column) & holds(column))
+    if wrong.any():
+        raise ValueError(f"{name} = {column[wrong][0].item():g} in column {int(wrong.nonzero()[0])}; give {wanted}")
+    return column[:, None]
+
+
+def count(*objects: object) -> int:
+    """The number of columns C that these objects (rules, problems...) speak of together.
+
+    Raises:
+        ValueError: two of them disagree.
+    """
+    found = 1
+    first = ""
+    for name, tensor in (pair for each in objects for pair in _tensors(each)):
+        if tensor.shape[0] != 1:
+            if found not in (1, tensor.shape[0]):
+                raise ValueError(
+                    f"{first} has {found} columns but {name} has {tensor.shape[0]}; "
+                    "give every list the same length, or a single number"
+                )
+            found, first = tensor.shape[0], name
+    return found
+
+
+def mapped(thing: Object, function: Callable[[Tensor], Tensor]) -> Object:
+    """A copy of a frozen rule with every per-column tensor replaced (moved to a device, cut to a block...)."""
+    if not is_dataclass(thing):
+        return thing
+    other = copy.copy(thing)
+    for field in fields(thing):
+        value = getattr(thing, field.name)
+        if isinstance(value, Tensor):
+            object.__setattr__(other, field.name, function(value))
+        elif is_dataclass(value):
+            object.__setattr__(other, field.name, mapped(value, function))
+    return other
+
+
+def replaced(thing: Object, **values: Any) -> Object:
+    """A copy with fields set as they are, past the checks of the constructor; for engines."""
+    other = copy.copy(thing)
+    for name, value in values.items():
+        object.__setattr__(other, name, value)
+    return other
+
+
+def described(thing: object) -> object:
+    """A rule as plain data that JSON can hold: what decides whether two runs are the same."""
+    if is_dataclass(thing) and not isinstance(thing, type):
+        return {"type": type(thing).__name__} | {f.name: described(getattr(thing, f.name)) for f in fields(thing)}
+    if isinstance(thing, Tensor):
+        return thing.flatten().tolist()
+    if callable(thing):
+        return f"function {getattr(thing, '__qualname__', type(thing).__name__)}"
+    return thing
+
+
+def _tensors(thing: object) -> Iterator[tuple[str, Tensor]]:
+    if is_dataclass(thing):
+        for field in fields(thing):
+            value = getattr(thing, field.name)
+            if isinstance(value, Tensor):
+                yield field.name, value
+            else:
+                yield from _tensors(value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,76 @@
+"""What a run tells: at which steps, and how far the nodes are apart there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from klatsch.algorithms import Algorithm
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out of a simulation.
+
+    `metrics[name]` is (len(steps), C), float64: the squared distance to the optimum as a mean over nodes ("distance"),
+    the loss gap at the network mean ("loss_gap") and at the worst node ("worst_loss_gap"), and the consensus distances
+    of the query points, iterates and gradients ("Gamma", "Xi", "Psi"). After s rounds Gamma and Xi are those of the
+    new points, Psi is that of the gradients taken in round s. A column that diverged is inf from there on, never NaN.
+    """
+
+    steps: list[int]  # rounds done when the metrics were taken
+    metrics: dict[str, Tensor]
+    output: Tensor  # (M, C, d): every node's final x
+    diverged: Tensor  # (C,), bool
+    seconds: float  # wall time of the rounds
+    engine: str  # "fused", "cuda graph" or "torch"
+    state: Any = field(repr=False)  # the rule's state after the last round, to go on from
+    rounds: int = 0  # rounds done
+
+    def best(self, metric: str = "distance") -> int:
+        """The column with the smallest final value of a metric; the first of equals."""
+        if metric not in self.metrics:
+            raise ValueError(f"no metric {metric!r}; there are {', '.join(self.metrics)}")
+        return int(self.metrics[metric][-1].argmin())
+
+
+def record_points(record: int | Sequence[int], steps: int) -> list[int]:
+    """The steps at which metrics are taken: log-spaced from 1 to `steps` for a number, else those given.
+
+    Raises:
+        ValueError: the number or a step is out of range.
+    """
+    if isinstance(record, int | np.integer) and not isinstance(record, bool):
+        if record < 1:
+            raise ValueError(f"record = {record}; give a number of points from 1 up, or a list of steps")
+        points = np.geomspace(1, steps, int(record)) if record > 1 else np.array([steps])
+        return sorted({int(p) for p in points.round()} | {steps})
+    try:
+        points = np.asarray(record)
+        whole = sorted({int(p) for p in points})
+    except (TypeError, ValueError):
+        raise ValueError(f"record = {record!r}; give a number of points, or a list of steps") from None
+    if not whole or points.dtype.kind not in "iu" or whole[0] < 1 or whole[-1] > steps:
+        raise ValueError(f"record = {record!r}; give whole steps from 1 to {steps}")
+    return whole
+
+
+def measure(problem: Any, algorithm: Algorithm, state: Any, grad: Tensor) -> dict[str, Tensor]:
+    """All metrics of one step, per column, in float64; inf where a number is not finite."""
+    query = algorithm.query(state)
+    iterate = getattr(algorithm, "iterate", algorithm.query)(state)
+    found = problem.metrics(algorithm.output(state))
+    found |= {"Gamma": spread(query), "Xi": spread(iterate), "Psi": spread(grad)}
+    return {
+        name: torch.nan_to_num(value.double().cpu(), nan=torch.inf, posinf=torch.inf) for name, value in found.items()
+    }
+
+
+def spread(v: Tensor) -> Tensor:
+    """1/M sum_i ||v_i - v_mean||², per column: the consensus distance (Section 4.3)."""
+    return (v - v.mean(0)).square().sum(-1).mean(0)

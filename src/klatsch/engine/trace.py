@@ -1,0 +1,177 @@
+"""An update rule as a short list of linear steps and mixes, found by running the rule once on symbols.
+
+Every rule here is linear in its vectors: the new state is a combination of old fields, the gradient, and mixed
+vectors, whose coefficients depend on the round and the column only. Running `update` on symbols writes the
+combinations down; they can then be computed row by row in one pass instead of one pass through memory for every
+operation. A rule that does anything else, such as the division of push-sum, raises NotLinearError and is run with
+plain operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Coefficient = float | Tensor
+
+
+class NotLinearError(TypeError):
+    """The rule does something other than adding, scaling and mixing."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One step of a program: `out` is the mix of one register, or a combination of some."""
+
+    mixes: bool
+    out: int
+    inputs: tuple[int, ...]
+    coefficients: tuple[int, ...]  # numbers in the list of coefficients; empty for a mix
+
+
+@dataclass
+class Program:
+    """A rule as operations on registers: first the fields of the state, then the gradient, then results."""
+
+    fields: int
+    query: int = 0
+    operations: list[Operation] = field(default_factory=list)
+    coefficients: list[Coefficient] = field(default_factory=list)
+    level: list[int] = field(default_factory=list)  # of each register: how many mixes lie before it
+    next_state: list[int] = field(default_factory=list)
+
+    @property
+    def gradient(self) -> int:
+        """The register of the gradient."""
+        return self.fields
+
+    def by_level(self) -> list[Operation]:
+        """The operations so that each level needs only its own row and what lower levels have finished."""
+        return sorted(self.operations, key=lambda operation: self.level[operation.out])
+
+    def needs_rows_only(self, register: int) -> bool:
+        """Whether a register is used within its own level and row only, so that one row of memory will do."""
+        if register < self.fields or register in self.next_state:
+            return False
+        users = [operation for operation in self.operations if register in operation.inputs]
+        return all(not user.mixes and self.level[user.out] == self.level[register] for user in users)
+
+    def new_register(self, level: int) -> int:
+        """A fresh register."""
+        self.level.append(level)
+        return len(self.level) - 1
+
+    def combine(self, terms: dict[int, Coefficient]) -> int:
+        """The register that holds a combination of registers."""
+        out = self.new_register(max((self.level[register] for register in terms), default=0))
+        numbers = tuple(range(len(self.coefficients), len(self.coefficients) + len(terms)))
+        self.coefficients += terms.values()
+        self.operations.append(Operation(False, out, tuple(terms), numbers))
+        return out
+
+    def mix(self, register: int) -> int:
+        """The register that holds the mix of a register."""
+        out = self.new_register(self.level[register] + 1)
+        self.operations.append(Operation(True, out, (register,), ()))
+        return out
+
+
+class Symbol:
+    """A vector that is known as a combination of registers only."""
+
+    def __init__(self, program: Program, terms: dict[int, Coefficient]) -> None:
+        self.program, self.terms = program, terms
+
+    def register(self) -> int:
+        """The register that holds it, computed now if it is none yet."""
+        if len(self.terms) == 1:
+            ((register, coefficient),) = self.terms.items()
+            if isinstance(coefficient, float) and coefficient == 1.0:
+                return register
+        self.terms = {self.program.combine(self.terms): 1.0}  # known by that from now on
+        return next(iter(self.terms))
+
+    def __add__(self, other: object) -> Symbol:
+        if not isinstance(other, Symbol):
+            raise NotLinearError(f"a vector plus a {type(other).__name__}")
+        terms = dict(self.terms)
+        for register, coefficient in other.terms.items():
+            terms[register] = terms[register] + coefficient if register in terms else coefficient
+        return Symbol(self.program, terms)
+
+    def __mul__(self, factor: object) -> Symbol:
+        if not isinstance(factor, int | float | Tensor):
+            raise NotLinearError(f"a vector times a {type(factor).__name__}")
+        scaled = {register: coefficient * factor for register, coefficient in self.terms.items()}
+        return Symbol(self.program, {k: float(v) if isinstance(v, int) else v for k, v in scaled.items()})
+
+    def __neg__(self) -> Symbol:
+        return self * -1.0
+
+    def __sub__(self, other: Symbol) -> Symbol:
+        return self + -other
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Symbol:
+        """Tensor * symbol comes here; so would any other torch function of a symbol."""
+        name = function.__name__.strip("_").removeprefix("r")
+        if name == "mul" and len(args) == 2 and not kwargs:
+            tensor, symbol = args if isinstance(args[1], Symbol) else args[::-1]
+            return symbol * tensor  # type: ignore[no-any-return]
+        raise NotLinearError(f"torch.{function.__name__} of a vector")
+
+
+def trace(rule: Any, state: Any, t: Tensor) -> Program:
+    """Run a rule once on symbols.
+
+    Args:
+        rule: the rule, with hyper-parameters as numbers or tensors that broadcast against (len(t), C, 1).
+        state: a state, for the names of its fields.
+        t: rounds, (len(t), 1, 1): the coefficients are found for all of them at once.
+
+    Raises:
+        NotLinearError: the rule cannot be written that way.
+    """
+    used = [name for name in state._fields if getattr(state, name) is not None]
+    program = Program(fields=len(used))
+    symbols = {name: Symbol(program, {program.new_register(0): 1.0}) for name in used}
+    gradient = Symbol(program, {program.new_register(0): 1.0})
+    symbolic = type(state)(**{name: symbols.get(name) for name in state._fields})
+
+    def mix(*vectors: Any) -> tuple[Any, ...]:
+        return tuple(Symbol(program, {program.mix(vector.register()): 1.0}) for vector in vectors)
+
+    try:
+        program.query = rule.query(symbolic).register()
+        following = rule.update(symbolic, gradient, mix, t)
+        for name in used:
+            register = getattr(following, name).register()
+            if register in program.next_state:  # two fields with one value need two places
+                register = program.combine({register: 1.0})
+            program.next_state.append(register)
+    except (TypeError, AttributeError) as error:
+        raise NotLinearError(str(error)) from error
+    if program.query >= program.fields:
+        raise NotLinearError("the query point is not a field of the state")
+    return program
+
+
+def coefficient_table(program: Program, rounds: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """All coefficients of a program, (rounds, coefficients, columns)."""
+    table = torch.empty(rounds, len(program.coefficients), columns, dtype=dtype)
+    for k, coefficient in enumerate(program.coefficients):
+        table[:, k] = coefficient if isinstance(coefficient, float) else _flat(coefficient)
+    return table
+
+
+def _flat(coefficient: Tensor) -> Tensor:
+    # (rounds, C, 1), (C, 1) or (1, C, 1) without the last axis, where the parameters were
+    return coefficient[..., 0] if coefficient.ndim else coefficient

@@ -1,0 +1,63 @@
+"""Random numbers as a function of (seed, purpose, round, node): the same in every engine and after every resume.
+
+There is no stream to advance: each number is a hash of its own address. The hash is SplitMix64, whose counter form
+passes the usual statistical batteries; a key is made by hashing one part of the address after the other.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# What numbers are drawn for; part of the address, so that no two uses share their numbers.
+NOISE, MATRICES, CENTRE, SHIFTS, BATCHES, FEATURES, LABELS = range(7)
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number
+_FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
+_SECOND = 0x94D049BB133111EB - (1 << 64)
+_LOW = 0xFFFFFFFF
+_AT_ONCE = 40_000  # hashes that are worked on together, so that they stay in the cache
+
+
+def normals(seed: int, purpose: int, t: Tensor, nodes: Tensor, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Standard normals of shape (len(t), len(nodes), size), on the device of `t` (Box–Muller).
+
+    In float32 they are those of float64, rounded.
+    """
+    pairs = (size + 1) // 2
+    result = torch.empty(len(t), len(nodes), 2 * pairs, dtype=dtype, device=t.device)
+    rounds = max(1, _AT_ONCE // max(1, len(nodes) * pairs)) if t.device.type == "cpu" else len(t)
+    for k in range(0, len(t), rounds):
+        bits = _bits(seed, purpose, t[k : k + rounds], nodes, pairs)
+        radius = _unsigned(bits, 32).to(dtype).add_(0.5).mul_(2.0**-32).log_().mul_(-2.0).sqrt_()
+        angle = bits.bitwise_and_(_LOW).to(dtype).mul_(2 * math.pi * 2.0**-32)
+        result[k : k + rounds, :, :pairs] = angle.cos().mul_(radius)
+        result[k : k + rounds, :, pairs:] = angle.sin_().mul_(radius)
+    return result[..., :size]
+
+
+def whole_numbers(seed: int, purpose: int, t: Tensor, nodes: Tensor, size: int, below: int) -> Tensor:
+    """Whole numbers from 0 to `below` - 1 of shape (len(t), len(nodes), size), all equally likely within 2^-32."""
+    return _unsigned(_bits(seed, purpose, t, nodes, size), 32).mul_(below).bitwise_right_shift_(32)
+
+
+def _bits(seed: int, purpose: int, t: Tensor, nodes: Tensor, size: int) -> Tensor:
+    key = _hashed(torch.tensor([seed], device=t.device) * _GOLDEN + purpose + 1)
+    key = _hashed(key + t.long() * _GOLDEN)
+    key = _hashed(key[:, None] + nodes.long() * _GOLDEN)
+    return _hashed(key[:, :, None] + torch.arange(1, size + 1, device=t.device) * _GOLDEN)
+
+
+def _hashed(z: Tensor) -> Tensor:
+    # In place throughout: numbers are drawn in every round, and fresh memory would cost more than the arithmetic.
+    shifted = torch.empty_like(z)
+    z.bitwise_xor_(_unsigned(z, 30, shifted)).mul_(_FIRST)
+    z.bitwise_xor_(_unsigned(z, 27, shifted)).mul_(_SECOND)
+    return z.bitwise_xor_(_unsigned(z, 31, shifted))
+
+
+def _unsigned(z: Tensor, places: int, out: Tensor | None = None) -> Tensor:
+    """z >> places as if z were unsigned: torch fills with the sign, which is masked away."""
+    return torch.bitwise_right_shift(z, places, out=out).bitwise_and_((1 << (64 - places)) - 1)

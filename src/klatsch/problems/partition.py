@@ -1,0 +1,77 @@
+"""Who gets which samples: label-skewed shards of equal size, as federated and decentralized studies use them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from klatsch.problems.core import whole
+
+
+def dirichlet(labels: Any, nodes: int, alpha: float, seed: int = 0) -> NDArray[np.int64]:
+    """Split samples over nodes so that every node has its own mixture of classes, drawn from Dirichlet(alpha).
+
+    A small alpha gives each node few classes, a large one gives all nodes the same mixture. Every sample goes to one
+    node at most, and all shards have the same size, len(labels) // nodes; what is left over is not used. Since the
+    classes are only so large, the mixtures are fitted to them by alternating scaling before they are rounded.
+
+    Args:
+        labels: the class of each sample.
+        nodes: number of nodes M.
+        alpha: concentration, above 0.
+        seed: of the mixtures and of the choice of samples.
+
+    Returns:
+        The numbers of the samples, (M, len(labels) // M), each node's in random order.
+
+    Raises:
+        ValueError: alpha is not above 0, or there are fewer samples than nodes.
+    """
+    labels = np.asarray(labels)
+    whole("nodes", nodes, 1)
+    whole("seed", seed, 0)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < np.inf:
+        raise ValueError(
+            f"alpha = {alpha!r}; give a number above 0, such as 0.1 (few classes per node) or 10 (all alike)"
+        )
+    if labels.ndim != 1 or len(labels) < nodes:
+        raise ValueError(f"labels of shape {labels.shape} for {nodes} nodes; give at least one sample per node")
+    generator = np.random.default_rng([seed, nodes])
+    _, classes = np.unique(labels, return_inverse=True)
+    available = np.bincount(classes)
+    counts = _rounded(
+        _fitted(generator.dirichlet(np.full(len(available), alpha), nodes), available, len(labels) // nodes),
+        available,
+        len(labels) // nodes,
+    )
+    shards: list[list[NDArray[np.int64]]] = [[] for _ in range(nodes)]
+    for k in range(len(available)):
+        pool = generator.permutation(np.flatnonzero(classes == k))
+        for i, part in enumerate(np.split(pool, np.cumsum(counts[:, k]))[:-1]):
+            shards[i].append(part)
+    return np.stack([generator.permutation(np.concatenate(parts)) for parts in shards])
+
+
+def _fitted(mixtures: NDArray[np.float64], available: NDArray[np.int64], size: int) -> NDArray[np.float64]:
+    """Scale rows to the shard size and columns to what the classes hold, in turn."""
+    target = available * (size * len(mixtures) / available.sum())
+    table = np.maximum(mixtures, 1e-12)
+    for _ in range(1000):
+        table *= (target / table.sum(axis=0))[None, :]
+        table *= (size / table.sum(axis=1))[:, None]
+    return table
+
+
+def _rounded(table: NDArray[np.float64], available: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Whole numbers near the table, with exact row sums and no class used up."""
+    counts = np.floor(np.minimum(table, available)).astype(np.int64)
+    while (over := counts.sum(axis=0) - available).max() > 0:  # the last scaling was of the rows
+        k = int(over.argmax())
+        counts[counts[:, k].argmax(), k] -= 1
+    for i in np.argsort(counts.sum(axis=1), kind="stable"):
+        while counts[i].sum() < size:
+            wish = np.where(counts.sum(axis=0) < available, table[i] - counts[i], -np.inf)
+            counts[i, wish.argmax()] += 1
+    return counts
