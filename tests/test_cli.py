@@ -72,7 +72,7 @@ def test_comparison_is_sorted_by_rho_and_tells_what_is_missing(n, run_cli):
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_tables_fit_the_terminal(width, run_cli, monkeypatch):
-    monkeypatch.setattr("klatsch.cli._console", lambda: Console(width=width))
+    monkeypatch.setattr("klatsch.cli.terminal.console", lambda: Console(width=width))
     for arguments in (["--compare", "-n", 17], ["one_peer_exponential", "-n", 17]):
         _, out, _ = run_cli("topology", *arguments)
         assert "…" not in out

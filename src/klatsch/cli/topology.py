@@ -1,78 +1,22 @@
-"""The command line: thin commands over the library. A user's mistake is one line on stderr and exit code 2."""
+"""`klatsch topology`: how fast a graph mixes and what a round of it costs."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-import klatsch
 from klatsch import topology as topologies
+from klatsch.cli import terminal
+from klatsch.cli.app import app
+from klatsch.cli.terminal import number, option, print_json
 from klatsch.topology.summary import GAMMA, Summary
-
-app = typer.Typer(
-    name="klatsch",
-    help="Train models over a network of machines that talk only to their neighbours.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-def main() -> NoReturn:
-    """Run the command line; every error that a user can cause ends in one line and exit code 2."""
-    try:
-        code = app(standalone_mode=False)
-    except (ValueError, OSError) as error:
-        code = _complain(str(error))
-    except MemoryError:
-        code = _complain("not enough memory for a graph of that size; choose fewer nodes")
-    except (KeyboardInterrupt, typer.Abort):
-        code = 130
-    except Exception as error:  # a usage error; typer brings its own copy of click, or click's, so ask what it can do
-        if not hasattr(error, "format_message"):
-            raise
-        code = _complain(f"{error.format_message()} (see {_command_of(error)} --help)")
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-@app.callback(invoke_without_command=True)
-def root(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-) -> None:
-    """Train models over a network of machines that talk only to their neighbours."""
-    if version:
-        print(f"klatsch {klatsch.__version__}")
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-
-
-def _whole(text: str | int) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a whole number") from None
-
-
-def _number(text: str | float) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number") from None
-
-
-def _option(help_: str, *names: str, parser: Callable[[str], Any] = _whole) -> Any:
-    return typer.Option(*names, help=help_, parser=parser, metavar="X" if parser is _number else "N")
 
 
 @app.command(
@@ -81,16 +25,16 @@ def _option(help_: str, *names: str, parser: Callable[[str], Any] = _whole) -> A
 )
 def topology(
     name: Annotated[str | None, typer.Argument(help="The graph to show.")] = None,
-    nodes: Annotated[int | None, _option("Number of nodes.", "-n", "--nodes")] = None,
+    nodes: Annotated[int | None, option("Number of nodes.", "-n", "--nodes")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="All topologies side by side, sorted by rho.")] = False,
-    k: Annotated[int | None, _option("Largest degree of base_graph (1).")] = None,
-    rows: Annotated[int | None, _option("Rows of torus and grid (the squarest).")] = None,
-    cols: Annotated[int | None, _option("Columns of torus and grid.")] = None,
-    p: Annotated[float | None, _option("Probability of a link in erdos_renyi (2 ln n / n).", parser=_number)] = None,
-    degree: Annotated[int | None, _option("Degree of random_regular (4).")] = None,
-    seed: Annotated[int | None, _option("Seed of the random graphs (0).")] = None,
+    k: Annotated[int | None, option("Largest degree of base_graph (1).")] = None,
+    rows: Annotated[int | None, option("Rows of torus and grid (the squarest).")] = None,
+    cols: Annotated[int | None, option("Columns of torus and grid.")] = None,
+    p: Annotated[float | None, option("Probability of a link in erdos_renyi (2 ln n / n).", parser=number)] = None,
+    degree: Annotated[int | None, option("Degree of random_regular (4).")] = None,
+    seed: Annotated[int | None, option("Seed of the random graphs (0).")] = None,
     lazy: Annotated[bool, typer.Option("--lazy", help="Mix with (I + P) / 2.")] = False,
-    params: Annotated[int, _option("Parameters of the model, in float32, for the message size.")] = 1_000_000,
+    params: Annotated[int, option("Parameters of the model, in float32, for the message size.")] = 1_000_000,
     draw: Annotated[Path | None, typer.Option(help="Draw every round to FILE.svg, .png or .pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -103,7 +47,7 @@ def topology(
             raise ValueError("--compare needs the number of nodes, for example -n 16")
         summaries, left_out = topologies.compare(nodes, params, **choices)
         if as_json:
-            _print_json({"topologies": [asdict(s) for s in summaries], "left_out": left_out})
+            print_json({"topologies": [asdict(s) for s in summaries], "left_out": left_out})
         else:
             _print_comparison(summaries, left_out)
         return
@@ -117,7 +61,7 @@ def topology(
         topologies.draw(graph, draw)
     summary = topologies.summarize(graph, params)
     if as_json:
-        _print_json(asdict(summary))
+        print_json(asdict(summary))
     else:
         _print_summary(summary)
         if draw is not None:
@@ -125,9 +69,9 @@ def topology(
 
 
 def _refuse_with_compare(**options: Any) -> None:
-    for option, value in options.items():
+    for name, value in options.items():
         if value:
-            shown = f"the topology {value!r}" if option == "name" else f"--{option}"
+            shown = f"the topology {value!r}" if name == "name" else f"--{name}"
             raise ValueError(f"--compare looks at all topologies and does not go with {shown}; leave one of them out")
 
 
@@ -157,11 +101,11 @@ def _print_summary(s: Summary) -> None:
         ("bytes, DAT-SGD", _bytes(s.bytes_per_round_dat), "the same; DAT sends w and x"),
     ):
         table.add_row(*row)
-    _console().print(table)
+    terminal.console().print(table)
 
 
 def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> None:
-    console = _console()
+    console = terminal.console()
     columns: dict[str, Callable[[Summary], str]] = {
         "edges": lambda s: f"{s.edges:,}",
         "degree": lambda s: f"{s.degree:,}",
@@ -194,15 +138,6 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
         console.print(note, style="dim", markup=False, highlight=False)
 
 
-def _console() -> Console:
-    # Into a pipe or a file rich would squeeze everything into 80 columns.
-    return Console(width=None if sys.stdout.isatty() else 140)
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(content, indent=2, allow_nan=False))
-
-
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
@@ -217,16 +152,3 @@ def _bytes(count: float) -> str:
             break
         count /= 1000
     return f"{count:.3g} {unit}"
-
-
-# --- errors -------------------------------------------------------------------------------------------------------
-
-
-def _complain(message: str) -> int:
-    print(f"klatsch: error: {message}", file=sys.stderr)
-    return 2
-
-
-def _command_of(error: Exception) -> str:
-    context = getattr(error, "ctx", None)
-    return context.command_path if context is not None else "klatsch"
