@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from klatsch.algorithms import Algorithm
+from klatsch.engine.fused import FusedRounds
 from klatsch.engine.rounds import Rounds, TorchRounds
+from klatsch.engine.trace import NotLinearError
 from klatsch.topology import Topology
 
 ENGINES = ("auto", "torch", "fused", "cuda graph")
@@ -19,4 +21,24 @@ def fastest(engine: str, plain: TorchRounds, algorithm: Algorithm, topology: Top
     """
     if engine not in ENGINES:
         raise ValueError(f"engine = {engine!r}; choose from {', '.join(ENGINES)}")
+    if engine == "torch":
+        return plain
+    where = state[0].device.type
+    if engine == "fused" or (engine == "auto" and where == "cpu"):
+        try:
+            return _fused(plain, algorithm, topology, state)
+        except (ValueError, OSError, NotLinearError) as reason:
+            if engine == "fused":
+                raise ValueError(f"engine = 'fused' cannot run this: {reason}; use engine='auto'") from None
     return plain
+
+
+def _fused(plain: TorchRounds, algorithm: Algorithm, topology: Topology, state: Any) -> FusedRounds:
+    problem = plain.gradients.problem
+    if state[0].device.type != "cpu":
+        raise ValueError("it runs on the CPU only")
+    if not hasattr(problem, "quadratic") or not plain.gradients.draws_ahead:
+        raise ValueError(f"{type(problem).__name__} is no quadratic problem")
+    if not topology.row_stochastic:
+        raise ValueError(f"the rows of {topology.name} do not sum to 1")
+    return FusedRounds(problem, algorithm, topology, state)

@@ -1,0 +1,206 @@
+"""`klatsch list`, `klatsch run` and `klatsch demo`: rules side by side."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from klatsch import algorithms, problems
+from klatsch import topology as topologies
+from klatsch.cli import terminal
+from klatsch.cli.app import app
+from klatsch.cli.terminal import number, option, print_json
+from klatsch.engine.progress import bars
+from klatsch.study import demo as demos
+from klatsch.study import figures
+from klatsch.study.compare import PAPER_GRID, Plan, Row, Told, compare, total_rounds
+
+GRID = ",".join(f"{lr:g}" for lr in PAPER_GRID)
+
+
+@app.command(name="list", help="List the rules, topologies and problems, with a line on each.")
+def list_() -> None:
+    """List everything that has a name."""
+    console = terminal.console()
+    tables: dict[str, dict[str, Callable[..., Any]]] = {
+        "rules": dict(algorithms.ALGORITHMS),
+        "topologies": dict(topologies.TOPOLOGIES),
+        "problems": dict(problems.PROBLEMS),
+    }
+    for title, entries in tables.items():
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        for name, thing in entries.items():
+            table.add_row(name, (thing.__doc__ or "").strip().splitlines()[0])
+        console.print(table, "")
+
+
+@app.command(
+    help="Compare rules on topologies; each gets the best learning rate of a grid.\n\n"
+    f"Rules: {', '.join(algorithms.ALGORITHMS)}. Problems: {', '.join(problems.PROBLEMS)}. "
+    "Names of rules, topologies and numbers in lists are separated by commas."
+)
+def run(
+    rules: Annotated[str, typer.Option(help="Rules to compare.", metavar="NAMES")] = "dat,dsgd",
+    topology: Annotated[str, typer.Option("-t", "--topology", help="Topologies.", metavar="NAMES")] = "ring",
+    nodes: Annotated[str, typer.Option("-n", "--nodes", help="Numbers of nodes.", metavar="N,...")] = "16",
+    steps: Annotated[int, option("Rounds.", "--steps")] = 10_000,
+    lr: Annotated[str, typer.Option(help="Learning rates to choose from.", metavar="X,...")] = GRID,
+    seeds: Annotated[int, option("Number of seeds: 0, 1, 2...", "--seeds")] = 3,
+    problem: Annotated[str, typer.Option(help="Problem to solve.", metavar="NAME")] = "least-squares",
+    dim: Annotated[int | None, option("Parameters of the problem.")] = None,
+    noise: Annotated[float | None, option("Gradient noise sigma (least-squares).", parser=number)] = None,
+    heterogeneity: Annotated[float | None, option("Heterogeneity zeta (least-squares).", parser=number)] = None,
+    batch: Annotated[int | None, option("Size of a mini-batch (logistic).")] = None,
+    alpha: Annotated[float | None, option("Dirichlet label skew (logistic).", parser=number)] = None,
+    averaging: Annotated[
+        str | None, typer.Option(help="Anytime weights: constant, linear, polynomial(2), fixed(0.9).", metavar="NAME")
+    ] = None,
+    order: Annotated[str | None, typer.Option(help="Order of dat: atc or cta.", metavar="NAME")] = None,
+    momentum: Annotated[float | None, option("Local momentum, for rules that have it.", parser=number)] = None,
+    k: Annotated[int | None, option("Largest degree of base_graph.")] = None,
+    lazy: Annotated[bool, typer.Option("--lazy", help="Mix with (I + P) / 2.")] = False,
+    float32: Annotated[bool, typer.Option("--float32", help="Compute in float32: faster.")] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.", metavar="NAME")] = "cpu",
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves to FILE.png, .svg or .pdf.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Compare rules on topologies."""
+    plan = Plan(
+        rules=_words(rules),
+        topologies=_words(topology),
+        nodes=[terminal.whole(word) for word in _words(nodes)],
+        steps=steps,
+        lrs=[terminal.number(word) for word in _words(lr)],
+        seeds=seeds,
+        problem=problem,
+        problem_options=_given(dim=dim, noise=noise, heterogeneity=heterogeneity, batch=batch, alpha=alpha),
+        rule_options=_given(averaging=averaging, order=order, momentum=momentum),
+        topology_options=_given(k=k),
+        lazy=lazy,
+        dtype=torch.float32 if float32 else torch.float64,
+        device=device,
+    )
+    if plot is not None:
+        figures.check_path(plot)
+    with _told(plan) as told:
+        rows, left_out = compare(plan, told)
+    if as_json:
+        print_json({"rows": [_plain(row) for row in rows], "left_out": left_out})
+    else:
+        _print_rows(rows, left_out, plan)
+    if plot is not None:
+        several = len(plan.nodes) > 1
+        draw = figures.error_against_nodes if several else figures.error_against_rounds
+        figures.save(draw(rows, f"{plan.problem}, {plan.steps:,} rounds, {plan.seeds} seeds"), plot)
+        if not as_json:
+            print(f"drawn to {plot}")
+
+
+@app.command(help="DAT-SGD against D-SGD on three graphs: how many machines help? About a minute.")
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the figure.", metavar="FOLDER")] = Path(),
+    steps: Annotated[int, option("Rounds.", "--steps")] = 20_000,
+    seeds: Annotated[int, option("Number of seeds.", "--seeds")] = 2,
+) -> None:
+    """Run the demo."""
+    plan = demos.plan(steps, seeds)
+    with _told(plan) as told:
+        found = demos.demo(plan, out, told)
+    _print_rows(found.rows, found.left_out, plan)
+    print(found.sentence)
+    print(f"drawn to {' and '.join(str(file) for file in found.files)}")
+
+
+# --- output -------------------------------------------------------------------------------------------------------
+
+
+def _print_rows(rows: list[Row], left_out: dict[str, str], plan: Plan) -> None:
+    console = terminal.console()
+    what = {"distance": "squared distance to the optimum, mean over nodes"}[plan.metric]
+    table = Table(
+        title=f"{plan.problem}: {what}, after {plan.steps:,} rounds; best of {len(plan.lrs)} learning rates",
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("topology", no_wrap=True)
+    table.add_column("nodes", justify="right", no_wrap=True)
+    table.add_column("rule", style="bold", no_wrap=True)
+    for heading in ("error", "lr", f"{plan.seeds} seeds: from", "to", "Gamma"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    before = None
+    for row in rows:
+        if before is not None and before != (row.topology, row.nodes):
+            table.add_section() if before[0] != row.topology else None
+        before = (row.topology, row.nodes)
+        gamma = row.consensus[:, -1, row.best].mean()
+        lr = f"{row.lr:g}" + ("*" if row.at_edge else "")
+        table.add_row(
+            row.topology,
+            str(row.nodes),
+            row.rule,
+            *map(_short, (row.error,)),
+            lr,
+            *map(_short, (row.low, row.high, gamma)),
+        )
+    console.print(table)
+    if any(row.at_edge for row in rows):
+        console.print("* the smallest or largest learning rate tried: a better one may lie beyond", style="dim")
+    for reason in dict.fromkeys(left_out.values()):
+        console.print(f"left out: {reason}", style="dim", markup=False, highlight=False)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else "diverged"
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    return {
+        "rule": row.rule,
+        "topology": row.topology,
+        "nodes": row.nodes,
+        "lr": row.lr,
+        "lr_at_edge": row.at_edge,
+        "error": _finite(row.error),
+        "low": _finite(row.low),
+        "high": _finite(row.high),
+        "seconds": row.seconds,
+        "steps": list(row.steps),
+        "curve": [_finite(value) for value in row.curves[:, :, row.best].mean(axis=0)],
+        "final_by_lr": {f"{lr:g}": _finite(value) for lr, value in zip(row.lrs, row.final.mean(axis=0), strict=True)},
+    }
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None  # JSON has no infinity
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@contextmanager
+def _told(plan: Plan) -> Iterator[Told | None]:
+    """A bar for every topology if a terminal is attached, else nothing."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with bars() as progress:
+        tasks = {name: progress.add_task(name, total=total_rounds(plan)) for name in plan.topologies}
+        yield lambda name, rounds: progress.advance(tasks[name], rounds)

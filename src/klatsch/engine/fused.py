@@ -1,0 +1,240 @@
+"""Rounds in native code: a traced rule on a quadratic problem, many rounds per call, a block of columns per thread.
+
+The kernel keeps a block of columns in the cache for all rounds of a call, and there is no Python between rounds.
+Columns never touch each other, so the result does not depend on how they are cut into blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import klatsch.columns as cols
+from klatsch.algorithms import Algorithm
+from klatsch.engine import native
+from klatsch.engine.mixing import exact_weights
+from klatsch.engine.trace import Program, coefficient_table, trace
+from klatsch.topology import Topology
+
+MOST_DRAWN = 1 << 19  # random numbers held at once
+WIDEST = 64  # bytes of the widest vector, which the kernel may read past the end of H
+MOST_INPUTS = 6
+
+
+class FusedRounds:
+    """Rounds in native code.
+
+    Args:
+        problem: a problem with `quadratic()` and `draw(t)`, in the dtype of the run.
+        algorithm: a rule that can be traced.
+        topology: a row-stochastic graph.
+        state: a state of the run.
+
+    Raises:
+        OSError: there is no kernel on this machine.
+        NotLinearError: the rule cannot be traced.
+    """
+
+    name = "fused"
+
+    def __init__(self, problem: Any, algorithm: Algorithm, topology: Topology, state: Any) -> None:
+        self.problem, self.algorithm, self.fields = problem, algorithm, type(state)
+        first = next(v for v in state if v is not None)
+        self.nodes, self.columns, self.dim = first.shape
+        self.dtype = first.dtype
+        library = native.library()
+        self._run = library.klatsch_rounds_f32 if self.dtype == torch.float32 else library.klatsch_rounds_f64
+        self._period = topology.period
+        self._links = _links(topology, self.dtype)
+        self._quadratic = problem.quadratic()
+        self._H = _padded(self._quadratic.H.numpy())
+        self._state = state
+        self._blocks = column_blocks(self.columns, self.nodes, self.dim, first.element_size(), torch.get_num_threads())
+        self._trace(1, 1)  # shows now whether the rule can be traced
+
+    def advance(self, state: Any, done: int, until: int) -> Any:
+        """Rounds done + 1 to until."""
+        used = [v for v in state if v is not None]
+        at_once = max(1, min(1000, MOST_DRAWN // (self.nodes * self.dim)))
+        program, _ = self._trace(done + 1, 1)
+        blocks = [self._block(program, used, columns) for columns in self._blocks]
+        with ThreadPoolExecutor(max(1, min(len(blocks), torch.get_num_threads()))) as pool:
+            for begin in range(done, until, at_once):
+                rounds = min(at_once, until - begin)
+                _, coefficients = self._trace(begin + 1, rounds)
+                drawn = self.problem.draw(torch.arange(begin + 1, begin + rounds + 1)).contiguous().numpy()
+                phase = begin % self._period
+                list(pool.map(lambda b: b.run(self._run, coefficients, drawn, phase), blocks))  # noqa: B023
+        fields = iter([torch.empty_like(v) for v in used])
+        result = self.fields(*(None if v is None else next(fields) for v in state))
+        for block in blocks:
+            for whole, part in zip((v for v in result if v is not None), block.states(), strict=True):
+                whole[:, block.columns] = torch.from_numpy(part)
+        return result
+
+    def _trace(self, t: int, rounds: int) -> tuple[Program, NDArray[Any]]:
+        """The rule as a program, and its coefficients for these rounds, (rounds, coefficients, C)."""
+        times = torch.arange(t, t + rounds, dtype=torch.float64)[:, None, None]
+        rule = cols.mapped(self.algorithm, lambda v: v.double().cpu())
+        if callable(schedule := getattr(rule, "lr", None)):
+            rates = [torch.as_tensor(schedule(k), dtype=torch.float64).reshape(-1, 1) for k in range(t, t + rounds)]
+            rule = cols.replaced(rule, lr=torch.stack(rates))
+        program = trace(rule, self._state, times)
+        return program, coefficient_table(program, rounds, self.columns, self.dtype).numpy()
+
+    def _block(self, program: Program, used: list[Tensor], columns: slice) -> _Block:
+        quadratic = self._quadratic
+        arrays = {
+            "H": self._H,
+            "rows": quadratic.rows.numpy(),
+            "mult": quadratic.scale.expand(self.columns, -1)[columns].contiguous().numpy(),
+            "sigma": quadratic.noise.expand(self.columns)[columns].contiguous().numpy(),
+            **self._links,
+        }
+        return _Block(program, [v[:, columns].contiguous().numpy() for v in used], arrays, columns, self._period)
+
+
+class _Block:
+    """A block of columns: its buffers, and everything that the kernel is told."""
+
+    def __init__(
+        self,
+        program: Program,
+        states: list[NDArray[Any]],
+        arrays: dict[str, NDArray[Any]],
+        columns: slice,
+        period: int,
+    ) -> None:
+        self.columns = columns
+        self.fields = program.fields
+        buffer_of, turn, buffers, scratch_rows = assigned(program)
+        self._buffers = [v.copy() for v in states]  # the caller keeps its state
+        self._buffers += [np.empty_like(states[0]) for _ in range(buffers - len(states))]
+        self._table = np.array([v.ctypes.data for v in self._buffers], dtype=np.uintp)
+        operations = encoded(program)
+        self._arrays = {  # kept alive as long as the job points to them
+            **arrays,
+            "op": operations,
+            "buffer_of": np.array(buffer_of, dtype=np.int32),
+            "turn": np.array(turn, dtype=np.int32),
+            "buffer": self._table,
+        }
+        nodes, width, dim = states[0].shape
+        self._job = native.Job(
+            nodes=nodes,
+            columns=width,
+            dim=dim,
+            rank=arrays["rows"].shape[1],
+            registers=len(program.level),
+            buffers=buffers,
+            scratch_rows=scratch_rows,
+            operations=len(operations),
+            coefs=len(program.coefficients),
+            query=program.query,
+            gradient=program.gradient,
+            period=period,
+            **{name: array.ctypes.data for name, array in self._arrays.items()},
+        )
+
+    def run(self, kernel: Any, coefficients: NDArray[Any], drawn: NDArray[Any], phase: int) -> None:
+        """Some rounds: coefficients (rounds, coefficients, all columns), drawn (rounds, M, d)."""
+        own = np.ascontiguousarray(coefficients[:, :, self.columns])
+        job = self._job
+        job.rounds, job.first_phase = len(own), phase
+        job.coef, job.noise = own.ctypes.data, drawn.ctypes.data
+        if kernel(ctypes.byref(job)):
+            raise MemoryError("not enough memory for a simulation of that size; choose fewer nodes or columns")
+
+    def states(self) -> list[NDArray[Any]]:
+        """The fields of the state, (M, columns of the block, d) each."""
+        where = {v.ctypes.data: v for v in self._buffers}
+        return [where[int(address)] for address in self._table[: self.fields]]
+
+
+def column_blocks(columns: int, nodes: int, dim: int, bytes_each: int, threads: int) -> list[slice]:
+    """Columns in blocks that fit the cache, at least one per thread."""
+    width = 14
+    count = -(-columns // width)
+    count = min(columns, -(-count // threads) * threads)
+    edges = [k * columns // count for k in range(count + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def assigned(program: Program) -> tuple[list[int], list[int], int, int]:
+    """Memory for registers: the buffer of each (-1 - k: scratch row k), how buffers turn after a round, how many of both.
+
+    A result may take the buffer of a register that does not outlive the round, that no later operation reads, and that
+    is mixed in earlier levels only: neighbours read whole columns of nodes at any time of their level, a combination
+    reads its own row.
+    """
+    operations = program.by_level()
+    last_use, last_mix = {}, dict.fromkeys(range(len(program.level)), -1)
+    for k, operation in enumerate(operations):
+        for register in operation.inputs:
+            last_use[register] = k
+            if operation.mixes:
+                last_mix[register] = program.level[operation.out]
+    for register in program.next_state:
+        last_use[register] = len(operations)
+    buffer_of = dict(zip(range(program.fields), range(program.fields), strict=True))
+    owners: list[int] = list(range(program.fields))
+    scratch: list[int] = []
+    results = [program.gradient, *(operation.out for operation in operations)]
+    for k, register in enumerate(results, -1):
+        pool = scratch if program.needs_rows_only(register) else owners
+        free = [
+            b
+            for b, owner in enumerate(pool)
+            if k >= 0 and last_use.get(owner, -1) <= k and last_mix[owner] < program.level[register]
+        ]
+        if free:
+            pool[free[0]] = register
+        else:
+            free = [len(pool)]
+            pool.append(register)
+        buffer_of[register] = -1 - free[0] if pool is scratch else free[0]
+    turn = [buffer_of[register] for register in program.next_state]
+    turn += sorted(set(range(len(owners))) - set(turn))
+    return [buffer_of[register] for register in range(len(program.level))], turn, len(owners), len(scratch)
+
+
+def encoded(program: Program) -> NDArray[np.int32]:
+    """Operations as the kernel reads them: kind, level, out, number of inputs, six inputs, six coefficients."""
+    operations = program.by_level()
+    table = np.zeros((len(operations), 4 + 2 * MOST_INPUTS), dtype=np.int32)
+    for line, operation in zip(table, operations, strict=True):
+        inputs = len(operation.inputs)
+        line[:4] = operation.mixes, program.level[operation.out], operation.out, inputs
+        line[4 : 4 + inputs] = operation.inputs
+        line[4 + MOST_INPUTS : 4 + MOST_INPUTS + len(operation.coefficients)] = operation.coefficients
+    return table
+
+
+def _links(topology: Topology, dtype: torch.dtype) -> dict[str, NDArray[Any]]:
+    """All matrices of a period as one list of links, without the diagonal."""
+    first, neighbour, weight, count = [], [], [], 0
+    for P in topology.matrices:
+        links, _ = exact_weights(P, dtype)
+        first.append(links.indptr + count)
+        neighbour.append(links.indices)
+        weight.append(links.data)
+        count += links.nnz
+    return {
+        "first": np.concatenate(first).astype(np.int32),
+        "neighbour": np.concatenate([*neighbour, [0]]).astype(np.int32),  # never empty
+        "weight": np.concatenate([*weight, [0.0]]).astype(np.float32 if dtype == torch.float32 else np.float64),
+    }
+
+
+def _padded(H: NDArray[Any]) -> NDArray[Any]:
+    """A copy with room behind it."""
+    room = np.zeros(H.size + WIDEST // H.itemsize, dtype=H.dtype)
+    room[: H.size] = H.ravel()
+    return room

@@ -1,0 +1,237 @@
+/* Rounds of decentralised learning on M nodes, for a block of C independent columns
+ * (experiments) of d parameters each.  Every vector is an (M, C, d) array.
+ *
+ * Where the time goes: one round reads all of H (M*d*d numbers) and a few (M, C, d) arrays,
+ * and does little arithmetic on each.  Hence everything here is about locality: the caller
+ * picks C so that H and the arrays stay in L2 over all rounds, and inside a round all work
+ * that one node can do without its neighbours is done at once, while its row is in L1.
+ *
+ * The file includes itself, once for float and once for double. */
+#ifndef T
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* The widest vectors the machine has.  A tile of COLS x VECS accumulators, VECS vectors of H
+ * and a broadcast have to fit its registers (32 on AVX-512 and ARM, else 16). */
+#if defined(__AVX512F__)
+enum { BYTES = 64, COLS = 6, VECS = 4 };
+#elif defined(__AVX__)
+enum { BYTES = 32, COLS = 6, VECS = 2 };
+#elif defined(__ARM_NEON)
+enum { BYTES = 16, COLS = 6, VECS = 4 };
+#else
+enum { BYTES = 16, COLS = 6, VECS = 2 };
+#endif
+enum { AHEAD = 16 }; /* rows of H to prefetch: the hardware's own guess is too late */
+enum { MAX_INPUTS = 6, MAX_REGISTERS = 64, LIN = 0, MIX = 1 };
+#define INLINE static inline __attribute__((always_inline))
+
+/* LIN: out = sum_k coef[k] * in[k], elementwise.  MIX: out_i = v_i + sum_j P_ij (v_j - v_i). */
+typedef struct { int32_t kind, level, out, inputs, in[MAX_INPUTS], coef[MAX_INPUTS]; } operation;
+
+#define job NAME(job)
+#define vec NAME(vec)     /* a vector in a register */
+#define loose NAME(loose) /* a vector in memory, at any address */
+#define V ((int64_t)(BYTES / sizeof(T)))
+#define GET(p) (*(const loose *)(p))
+#define PUT(p) (*(loose *)(p))
+#define TILES(n) TILE(n, 1) TILE(n, 2) TILE(n, 3) TILE(n, 4)
+#define TILE(n, m) case 8 * n + m: NAME(tile)(n, m, d, x + c * d, H + j, extras, \
+                                   mult + c * extras, extra + j, pad, out + c * d + j); break;
+#define LIN_CASE(k) case k: NAME(lin_of)(k, n, in, coef, out); break;
+
+#define T float
+#define NAME(x) x##_f32
+#include __FILE__
+#undef T
+#undef NAME
+#define T double
+#define NAME(x) x##_f64
+#include __FILE__
+
+#else /* ------------------------------------------------- once per number type T */
+
+typedef T vec __attribute__((vector_size(BYTES)));
+typedef T loose __attribute__((vector_size(BYTES), aligned(sizeof(T)), may_alias));
+
+typedef struct {
+    int64_t rounds, nodes, columns, dim, rank;  /* rank: R, how many rows (may be 0) */
+    int64_t registers, buffers, scratch_rows, operations, coefs;
+    int64_t query, gradient;        /* registers: where the gradient is taken, where it goes */
+    int64_t period, first_phase;
+    const T *H;                     /* (M, d, d) symmetric, and BYTES readable bytes behind it */
+    const T *rows, *mult;           /* (M, R, d), (C, R) */
+    const T *noise, *sigma;         /* (rounds, M, d) or NULL, (C) */
+    const T *coef;                  /* (rounds, coefs, C) */
+    const operation *op;            /* sorted by level */
+    const int32_t *first, *neighbour; /* CSR, per phase: (period, M + 1), counting through */
+    const T *weight;
+    const int32_t *buffer_of;       /* per register: its buffer, or -1 - scratch row */
+    const int32_t *turn;            /* after a round, buffer[b] becomes buffer[turn[b]] */
+    T **buffer;                     /* (buffers) arrays (M, C, d); permuted on return */
+} job;
+
+/* acc[c] += sum_k a[c, k] * b[k], for nc columns and nv vectors; all loops but k unroll. */
+INLINE void NAME(multiply)(vec acc[COLS][4], const int nc, const int nv, int64_t depth,
+                           const T *a, int64_t lda, const T *b, int64_t ldb) {
+    for (int64_t k = 0; k < depth; k++, b += ldb) {
+        vec h[4];
+        for (int v = 0; v < nv; v++) __builtin_prefetch(b + AHEAD * ldb + v * V);
+        for (int v = 0; v < nv; v++) h[v] = GET(b + v * V);
+        __asm__ volatile("" ::: "memory"); /* gcc would load h anew for every column */
+        for (int c = 0; c < nc; c++)
+            for (int v = 0; v < nv; v++) acc[c][v] += a[c * lda + k] * h[v];
+    }
+}
+
+INLINE void NAME(tile)(const int nc, const int nv, int64_t d, const T *x, const T *H,
+                       int64_t extras, const T *mult, const T *extra, int64_t pad, T *out) {
+    vec acc[COLS][4] = {0};
+    NAME(multiply)(acc, nc, nv, d, x, d, H, d);
+    NAME(multiply)(acc, nc, nv, extras, mult, extras, extra, pad);
+    for (int c = 0; c < nc; c++)
+        for (int v = 0; v < nv; v++) PUT(out + c * d + v * V) = acc[c][v];
+}
+
+/* out(C, d) = x(C, d) @ H + mult(C, extras) @ extra(extras, pad).  The last vector of a row
+ * reaches over its end: it reads lanes of whatever follows and writes them into the start of
+ * the next column.  Going through the columns upwards and through the vectors of a column
+ * downwards, these lanes are overwritten by the right ones later (out has BYTES to spare). */
+static void NAME(gradient)(int64_t C, int64_t d, const T *x, const T *H, int64_t extras,
+                           const T *mult, const T *extra, int64_t pad, T *out) {
+    const int64_t vectors = (d + V - 1) / V, panels = (vectors + VECS - 1) / VECS;
+    const int64_t groups = (C + COLS - 1) / COLS;
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t c = g * C / groups, nc = (g + 1) * C / groups - c;
+        for (int64_t p = panels - 1; p >= 0; p--) {
+            const int64_t j = p * VECS * V, nv = p < panels - 1 ? VECS : vectors - p * VECS;
+            switch (8 * nc + nv) { TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) }
+        }
+    }
+}
+
+/* Both kinds of operation work on a row of n = C*d numbers, each number on its own (so that a
+ * LIN may write over its input, and a column never feels another one).  Coefficients come
+ * spread out, one per number, which saves dealing with the ends of columns. */
+INLINE vec NAME(sum)(const int inputs, int64_t e, const T *const *in, const T *const *coef) {
+    vec sum = GET(coef[0] + e) * GET(in[0] + e);
+    for (int k = 1; k < inputs; k++) sum += GET(coef[k] + e) * GET(in[k] + e);
+    return sum;
+}
+
+/* A row may end inside a vector.  Its last vector is then moved back to overlap the one before;
+ * it is computed first, since out may be one of the inputs. */
+INLINE void NAME(lin_of)(const int inputs, int64_t n, const T *const *in, const T *const *coef,
+                         T *out) {
+    if (n >= V) {
+        const vec last = NAME(sum)(inputs, n - V, in, coef);
+        for (int64_t e = 0; e < n - V; e += V) PUT(out + e) = NAME(sum)(inputs, e, in, coef);
+        PUT(out + n - V) = last;
+    } else for (int64_t e = 0; e < n; e++) {
+        T sum = coef[0][e] * in[0][e];
+        for (int k = 1; k < inputs; k++) sum += coef[k][e] * in[k][e];
+        out[e] = sum;
+    }
+}
+
+static void NAME(lin)(int inputs, int64_t n, const T *const *in, const T *const *coef, T *out) {
+    switch (inputs) { LIN_CASE(1) LIN_CASE(2) LIN_CASE(3) LIN_CASE(4) LIN_CASE(5) LIN_CASE(6) }
+}
+
+/* nv vectors from number e on, of node i */
+INLINE void NAME(mix_of)(const int nv, int64_t e, int64_t n, int64_t i, const T *v, int degree,
+                         const int32_t *neighbour, const T *weight, T *out) {
+    vec own[4], sum[4];
+    for (int k = 0; k < nv; k++) sum[k] = own[k] = GET(v + i * n + e + k * V);
+    for (int j = 0; j < degree; j++) {
+        const T *other = v + neighbour[j] * n + e;
+        for (int k = 0; k < nv; k++) sum[k] += weight[j] * (GET(other + k * V) - own[k]);
+    }
+    for (int k = 0; k < nv; k++) PUT(out + e + k * V) = sum[k];
+}
+
+static void NAME(mix)(int64_t n, int64_t i, const T *v, int degree, const int32_t *neighbour,
+                      const T *weight, T *out) {
+    int64_t e = 0;
+    for (; e + 4 * V <= n; e += 4 * V) NAME(mix_of)(4, e, n, i, v, degree, neighbour, weight, out);
+    for (; e + V <= n; e += V) NAME(mix_of)(1, e, n, i, v, degree, neighbour, weight, out);
+    if (e < n && n >= V) NAME(mix_of)(1, n - V, n, i, v, degree, neighbour, weight, out);
+    else for (; e < n; e++) {
+        T own = v[i * n + e], sum = own;
+        for (int j = 0; j < degree; j++) sum += weight[j] * (v[neighbour[j] * n + e] - own);
+        out[e] = sum;
+    }
+}
+
+/* Returns 0, or -1 when out of memory or of registers. */
+int NAME(klatsch_rounds)(const job *q) {
+    const int64_t M = q->nodes, C = q->columns, d = q->dim, n = C * d, R = q->rank;
+    const int64_t extras = R + (q->noise != NULL);
+    if (q->registers > MAX_REGISTERS || q->buffers > MAX_REGISTERS) return -1;
+
+    /* One piece of memory: scratch rows (one more than asked for, and V numbers to spare after
+     * each, see gradient), spread coefficients, rows and noise of a node, their multipliers. */
+    const int64_t pad = (d + V - 1) / V * V, wide = (n + V - 1) / V * V + V;
+    const int64_t total = (q->scratch_rows + 1) * wide + q->coefs * n + extras * (pad + C);
+    T *const scratch = aligned_alloc(BYTES, (total + V) / V * BYTES);
+    if (!scratch) return -1;
+    T *const spread = scratch + (q->scratch_rows + 1) * wide;
+    T *const extra = spread + q->coefs * n, *const mult = extra + extras * pad;
+    memset(scratch, 0, total * sizeof(T));
+    for (int64_t c = 0; c < C; c++) {
+        for (int64_t r = 0; r < R; r++) mult[c * extras + r] = q->mult[c * R + r];
+        if (q->noise) mult[c * extras + R] = q->sigma[c];
+    }
+
+    for (int64_t t = 0; t < q->rounds; t++) {
+        T *base[MAX_REGISTERS]; /* row i of register r is at base[r] + i * step[r] */
+        int64_t step[MAX_REGISTERS];
+        for (int r = 0; r < q->registers; r++) {
+            const int b = q->buffer_of[r];
+            base[r] = b >= 0 ? q->buffer[b] : scratch + (-1 - b) * wide;
+            step[r] = b >= 0 ? n : 0;
+        }
+        for (int64_t k = 0; k < q->coefs * C; k++)
+            for (int64_t e = 0; e < d; e++) spread[k * d + e] = q->coef[t * q->coefs * C + k];
+        const int32_t *first = q->first + (q->first_phase + t) % q->period * (M + 1);
+        const operation *o = q->op, *const end = o + q->operations, *next;
+
+        for (int level = 0; level == 0 || o < end; level++, o = next) {
+            for (next = o; next < end && next->level == level; next++) {}
+            for (int64_t i = 0; i < M; i++) {
+                if (level == 0) { /* rows and noise act like further rows of H */
+                    T *const out = base[q->gradient] + i * step[q->gradient];
+                    T *const into = step[q->gradient] ? scratch + q->scratch_rows * wide : out;
+                    for (int64_t r = 0; r < R; r++)
+                        memcpy(extra + r * pad, q->rows + (i * R + r) * d, d * sizeof(T));
+                    if (q->noise)
+                        memcpy(extra + R * pad, q->noise + (t * M + i) * d, d * sizeof(T));
+                    NAME(gradient)(C, d, base[q->query] + i * n, q->H + i * d * d,
+                                   extras, mult, extra, pad, into);
+                    if (into != out) memcpy(out, into, n * sizeof(T));
+                }
+                for (const operation *p = o; p < next; p++) {
+                    T *const out = base[p->out] + i * step[p->out];
+                    if (p->kind == MIX)
+                        NAME(mix)(n, i, base[p->in[0]], first[i + 1] - first[i],
+                                  q->neighbour + first[i], q->weight + first[i], out);
+                    else {
+                        const T *in[MAX_INPUTS], *coef[MAX_INPUTS];
+                        for (int k = 0; k < p->inputs; k++) {
+                            in[k] = base[p->in[k]] + i * step[p->in[k]];
+                            coef[k] = spread + p->coef[k] * n;
+                        }
+                        NAME(lin)(p->inputs, n, in, coef, out);
+                    }
+                }
+            }
+        }
+        T *turned[MAX_REGISTERS];
+        for (int b = 0; b < q->buffers; b++) turned[b] = q->buffer[q->turn[b]];
+        for (int b = 0; b < q->buffers; b++) q->buffer[b] = turned[b];
+    }
+    free(scratch);
+    return 0;
+}
+#endif

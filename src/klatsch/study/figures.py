@@ -1,0 +1,108 @@
+"""Figures of comparisons, in the style of a paper: log axes, seeds as a band, units on the axes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from klatsch.files import write_atomically
+from klatsch.study.compare import Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which most colour-blind people can tell apart; one marker per rule for print.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442", "#999999")
+MARKERS = "osD^vPX*h"
+FORMATS = (".png", ".svg", ".pdf")
+
+ERROR = r"$\frac{1}{M}\sum_i \|x_T^i - x^*\|^2$"
+
+
+def error_against_nodes(rows: Sequence[Row], title: str) -> Figure:
+    """The best final error against the number of machines, one panel per topology, one line per rule."""
+    panels = list(dict.fromkeys(row.topology for row in rows))
+    figure, axes = _panels(len(panels), title)
+    for axis, topology in zip(axes, panels, strict=True):
+        for k, rule in enumerate(dict.fromkeys(row.rule for row in rows)):
+            line = [row for row in rows if row.rule == rule and row.topology == topology]
+            mean, low, high = ([getattr(row, name) for row in line] for name in ("error", "low", "high"))
+            _line(axis, k, rule, [row.nodes for row in line], mean, low, high)
+        nodes = sorted({row.nodes for row in rows})
+        axis.set_xscale("log")
+        axis.set_xticks(nodes, [str(n) for n in nodes])
+        axis.minorticks_off()
+        axis.set_xlabel("machines M")
+        axis.set_title(topology)
+    axes[0].set_ylabel("final error  " + ERROR)
+    axes[0].legend(frameon=False)
+    return figure
+
+
+def error_against_rounds(rows: Sequence[Row], title: str) -> Figure:
+    """The error round by round at the best learning rate, one panel per topology, one line per rule."""
+    panels = list(dict.fromkeys((row.topology, row.nodes) for row in rows))
+    figure, axes = _panels(len(panels), title)
+    rules = list(dict.fromkeys(row.rule for row in rows))
+    for axis, (topology, nodes) in zip(axes, panels, strict=True):
+        for row in rows:
+            if (row.topology, row.nodes) == (topology, nodes):
+                curve = row.curves[:, :, row.best]
+                label = f"{row.rule}, lr {row.lr:g}"
+                _line(
+                    axis, rules.index(row.rule), label, row.steps, curve.mean(0), curve.min(0), curve.max(0), marker=""
+                )
+        axis.set_xscale("log")
+        axis.set_xlabel("rounds t")
+        axis.set_title(f"{topology}, {nodes} machines")
+        axis.legend(frameon=False)
+    axes[0].set_ylabel("error  " + ERROR.replace("_T", "_t"))
+    return figure
+
+
+def check_path(path: Path) -> None:
+    """Refuse a name that no figure can be written to, before the work is done.
+
+    Raises:
+        ValueError: the ending is unknown, or there is no such folder.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"{path}: a figure is written as {', '.join(FORMATS)}; end the name with one of these")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG, SVG or PDF, by the ending of the name."""
+    check_path(path)
+    data = io.BytesIO()
+    # Without a date the same numbers give the same file.
+    stamp = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
+    figure.savefig(data, format=path.suffix[1:].lower(), dpi=160, metadata=stamp)
+    write_atomically(path, data.getvalue())
+
+
+def _panels(count: int, title: str) -> tuple[Figure, Any]:
+    # The object, not pyplot: no window system is asked for, and nothing is kept alive.
+    from matplotlib import figure as figures
+
+    figure = figures.Figure(figsize=(1.2 + 3.2 * count, 3.6), layout="constrained")
+    axes = figure.subplots(1, count, sharey=True, squeeze=False)[0]
+    for axis in axes:
+        axis.set_yscale("log")
+        axis.grid(alpha=0.25, linewidth=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    return figure, axes
+
+
+def _line(axis: Any, k: int, label: str, x: Any, mean: Any, low: Any, high: Any, marker: str | None = None) -> None:
+    colour, shape = COLOURS[k % len(COLOURS)], MARKERS[k % len(MARKERS)] if marker is None else marker
+    shown = np.isfinite(np.asarray(mean, dtype=float))  # what diverged has no place on the axis
+    x, mean, low, high = (np.asarray(v, dtype=float)[shown] for v in (x, mean, low, high))
+    axis.plot(x, mean, color=colour, marker=shape, markersize=4, linewidth=1.4, label=label)
+    axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
