@@ -113,12 +113,14 @@ def described(thing: object) -> object:
 
 
 def _tensors(thing: object) -> Iterator[tuple[str, Tensor]]:
-    if is_dataclass(thing):
+    if isinstance(thing, Tensor):
+        yield "lr(1)", thing
+    elif is_dataclass(thing):
         for field in fields(thing):
             value = getattr(thing, field.name)
             if isinstance(value, Tensor):
                 yield field.name, value
-            else:
+            elif not isinstance(value, type):
                 yield from _tensors(value)
 
 

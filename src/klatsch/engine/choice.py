@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from klatsch.algorithms import Algorithm
+from klatsch.engine.captured import GraphRounds
 from klatsch.engine.fused import FusedRounds
 from klatsch.engine.rounds import Rounds, TorchRounds
 from klatsch.engine.trace import NotLinearError
@@ -30,6 +31,14 @@ def fastest(engine: str, plain: TorchRounds, algorithm: Algorithm, topology: Top
         except (ValueError, OSError, NotLinearError) as reason:
             if engine == "fused":
                 raise ValueError(f"engine = 'fused' cannot run this: {reason}; use engine='auto'") from None
+    if engine == "cuda graph" or (engine == "auto" and where == "cuda"):
+        try:
+            if where != "cuda":
+                raise ValueError("it runs on a GPU only, with device='cuda'")
+            return GraphRounds(plain, state)
+        except ValueError as reason:
+            if engine == "cuda graph":
+                raise ValueError(f"engine = 'cuda graph' cannot run this: {reason}; use engine='auto'") from None
     return plain
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 import klatsch.columns as cols
 from klatsch.algorithms import Algorithm
@@ -26,6 +27,7 @@ from klatsch.topology import Topology
 MOST_DRAWN = 1 << 19  # random numbers held at once
 WIDEST = 64  # bytes of the widest vector, which the kernel may read past the end of H
 MOST_INPUTS = 6
+CACHE = 2 << 20  # bytes of the second-level cache of a core, on machines of these years
 
 
 class FusedRounds:
@@ -45,7 +47,7 @@ class FusedRounds:
     name = "fused"
 
     def __init__(self, problem: Any, algorithm: Algorithm, topology: Topology, state: Any) -> None:
-        self.problem, self.algorithm, self.fields = problem, algorithm, type(state)
+        self.problem, self.algorithm = problem, algorithm
         first = next(v for v in state if v is not None)
         self.nodes, self.columns, self.dim = first.shape
         self.dtype = first.dtype
@@ -54,30 +56,40 @@ class FusedRounds:
         self._period = topology.period
         self._links = _links(topology, self.dtype)
         self._quadratic = problem.quadratic()
-        self._H = _padded(self._quadratic.H.numpy())
+        self._H = _aligned(self._quadratic.H.shape, self._quadratic.H.numpy().dtype, behind=WIDEST)
+        self._H[...] = self._quadratic.H.numpy()
         self._state = state
         self._blocks = column_blocks(self.columns, self.nodes, self.dim, first.element_size(), torch.get_num_threads())
         self._trace(1, 1)  # shows now whether the rule can be traced
 
     def advance(self, state: Any, done: int, until: int) -> Any:
         """Rounds done + 1 to until."""
-        used = [v for v in state if v is not None]
+        used = [v.contiguous().numpy() for v in state if v is not None]
         at_once = max(1, min(1000, MOST_DRAWN // (self.nodes * self.dim)))
         program, _ = self._trace(done + 1, 1)
         blocks = [self._block(program, used, columns) for columns in self._blocks]
-        with ThreadPoolExecutor(max(1, min(len(blocks), torch.get_num_threads()))) as pool:
+        with ThreadPoolExecutor(max(1, min(len(blocks), torch.get_num_threads()))) as pool, _quiet_thread() as drawer:
+            following = drawer.submit(self._prepared, done, min(done + at_once, until))
             for begin in range(done, until, at_once):
-                rounds = min(at_once, until - begin)
-                _, coefficients = self._trace(begin + 1, rounds)
-                drawn = self.problem.draw(torch.arange(begin + 1, begin + rounds + 1)).contiguous().numpy()
-                phase = begin % self._period
-                list(pool.map(lambda b: b.run(self._run, coefficients, drawn, phase), blocks))  # noqa: B023
-        fields = iter([torch.empty_like(v) for v in used])
-        result = self.fields(*(None if v is None else next(fields) for v in state))
+                coefficients, drawn = following.result()
+                phase, end = begin % self._period, min(begin + at_once, until)
+                running = [pool.submit(block.run, self._run, coefficients, drawn, phase) for block in blocks]
+                if end < until:  # drawn while the blocks are running
+                    following = drawer.submit(self._prepared, end, min(end + at_once, until))
+                for run in running:
+                    run.result()
+        # Copies by NumPy, here and in the blocks: torch would start threads for them, which spin in the kernel's way.
+        results = [np.empty_like(v) for v in used]
         for block in blocks:
-            for whole, part in zip((v for v in result if v is not None), block.states(), strict=True):
-                whole[:, block.columns] = torch.from_numpy(part)
-        return result
+            for whole, part in zip(results, block.states(), strict=True):
+                whole[:, block.columns] = part
+        fields = iter(results)
+        return type(state)(*(None if v is None else torch.from_numpy(next(fields)) for v in state))
+
+    def _prepared(self, done: int, until: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Coefficients and random numbers of rounds done + 1 to until."""
+        _, coefficients = self._trace(done + 1, until - done)
+        return coefficients, self.problem.draw(torch.arange(done + 1, until + 1)).contiguous().numpy()
 
     def _trace(self, t: int, rounds: int) -> tuple[Program, NDArray[Any]]:
         """The rule as a program, and its coefficients for these rounds, (rounds, coefficients, C)."""
@@ -89,7 +101,7 @@ class FusedRounds:
         program = trace(rule, self._state, times)
         return program, coefficient_table(program, rounds, self.columns, self.dtype).numpy()
 
-    def _block(self, program: Program, used: list[Tensor], columns: slice) -> _Block:
+    def _block(self, program: Program, used: list[NDArray[Any]], columns: slice) -> _Block:
         quadratic = self._quadratic
         arrays = {
             "H": self._H,
@@ -98,7 +110,7 @@ class FusedRounds:
             "sigma": quadratic.noise.expand(self.columns)[columns].contiguous().numpy(),
             **self._links,
         }
-        return _Block(program, [v[:, columns].contiguous().numpy() for v in used], arrays, columns, self._period)
+        return _Block(program, [v[:, columns] for v in used], arrays, columns, self._period)
 
 
 class _Block:
@@ -115,8 +127,9 @@ class _Block:
         self.columns = columns
         self.fields = program.fields
         buffer_of, turn, buffers, scratch_rows = assigned(program)
-        self._buffers = [v.copy() for v in states]  # the caller keeps its state
-        self._buffers += [np.empty_like(states[0]) for _ in range(buffers - len(states))]
+        self._buffers = [_aligned(states[0].shape, states[0].dtype) for _ in range(buffers)]
+        for mine, theirs in zip(self._buffers, states, strict=False):
+            mine[...] = theirs
         self._table = np.array([v.ctypes.data for v in self._buffers], dtype=np.uintp)
         operations = encoded(program)
         self._arrays = {  # kept alive as long as the job points to them
@@ -159,8 +172,13 @@ class _Block:
 
 
 def column_blocks(columns: int, nodes: int, dim: int, bytes_each: int, threads: int) -> list[slice]:
-    """Columns in blocks that fit the cache, at least one per thread."""
-    width = 14
+    """Columns in blocks that stay in the cache for all rounds, at least one per thread.
+
+    H is read in every round. Where it fits the cache of a core, a block may take what is left of it; where it does
+    not, wide blocks spread the cost of reading it. Multiples of 8 columns fill the vectors best; the optimum is flat.
+    """
+    left = CACHE - nodes * dim * dim * bytes_each
+    width = min(16, max(8, left // (4 * nodes * dim * bytes_each) // 4 * 4)) if left > 0 else 40
     count = -(-columns // width)
     count = min(columns, -(-count // threads) * threads)
     edges = [k * columns // count for k in range(count + 1)]
@@ -168,7 +186,7 @@ def column_blocks(columns: int, nodes: int, dim: int, bytes_each: int, threads: 
 
 
 def assigned(program: Program) -> tuple[list[int], list[int], int, int]:
-    """Memory for registers: the buffer of each (-1 - k: scratch row k), how buffers turn after a round, how many of both.
+    """Memory for registers: the buffer of each (-1 - k: scratch row k), how buffers turn after a round, how many.
 
     A result may take the buffer of a register that does not outlive the round, that no later operation reads, and that
     is mixed in earlier levels only: neighbours read whole columns of nodes at any time of their level, a combination
@@ -233,8 +251,19 @@ def _links(topology: Topology, dtype: torch.dtype) -> dict[str, NDArray[Any]]:
     }
 
 
-def _padded(H: NDArray[Any]) -> NDArray[Any]:
-    """A copy with room behind it."""
-    room = np.zeros(H.size + WIDEST // H.itemsize, dtype=H.dtype)
-    room[: H.size] = H.ravel()
-    return room
+@contextmanager
+def _quiet_thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread in which torch uses no further threads, which would spin for a while after each operation."""
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor:
+        executor.submit(int).result()
+        torch.set_num_threads(threads)  # the setting is one thread's own, except that new threads take the latest
+        yield executor
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any, behind: int = 0) -> NDArray[Any]:
+    """Memory that starts where a vector may start, with so many bytes behind it that may be read."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + behind + WIDEST, dtype=np.uint8)
+    begin = -raw.ctypes.data % WIDEST
+    return np.asarray(raw[begin : begin + size].view(dtype).reshape(shape))

@@ -53,7 +53,11 @@ def placed(algorithm: Algorithm, dtype: torch.dtype, device: torch.device) -> Al
 
         def lr(t: int) -> Any:
             value = schedule(t)
-            return value if isinstance(value, int | float) else torch.as_tensor(value).to(device, dtype)
+            return (
+                value
+                if isinstance(value, int | float)
+                else torch.as_tensor(value, dtype=torch.float64).to(device, dtype)
+            )
 
         rule = cols.replaced(rule, lr=lr)
     return rule

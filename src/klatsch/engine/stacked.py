@@ -11,6 +11,7 @@ import torch
 
 import klatsch.columns as cols
 from klatsch.algorithms import Algorithm
+from klatsch.algorithms.core import hyper_rate
 from klatsch.engine import checkpoint as checkpoints
 from klatsch.engine.checkpoint import Saver, Snapshot
 from klatsch.engine.choice import fastest
@@ -120,6 +121,8 @@ def _advance(run: Snapshot, rounds: Rounds, until: int, saver: Saver, tell: Adva
         goal = min(until, run.rounds + piece)
         began = time.perf_counter()
         run.state = rounds.advance(run.state, run.rounds, goal)
+        if run.state[0].is_cuda:
+            torch.cuda.synchronize()  # the clock must not run ahead of the GPU
         took = time.perf_counter() - began
         tell(goal - run.rounds)
         run.rounds, run.seconds = goal, run.seconds + took
@@ -149,7 +152,8 @@ def _check(
         raise ValueError(f"dtype = {dtype}; choose torch.float32 or torch.float64")
     if not any_graph and hasattr(algorithm, "check_graph"):
         algorithm.check_graph(topology)
-    C, own = cols.count(algorithm), getattr(problem, "columns", 1)
+    lr = getattr(algorithm, "lr", None)
+    C, own = cols.count(algorithm, hyper_rate("lr(1)", lr(1)) if callable(lr) else None), getattr(problem, "columns", 1)
     if own != C and 1 not in (C, own):
         raise ValueError(f"the rule has {C} columns but the problem has {own}; give both the same number, or one")
     return max(C, own)

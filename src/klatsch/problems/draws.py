@@ -18,7 +18,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed num
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 _LOW = 0xFFFFFFFF
-_AT_ONCE = 40_000  # hashes that are worked on together, so that they stay in the cache
+_AT_ONCE = 30_000  # hashes worked on together: they stay in the cache, and torch starts no threads for so few
 
 
 def normals(seed: int, purpose: int, t: Tensor, nodes: Tensor, size: int, dtype: torch.dtype = torch.float64) -> Tensor:

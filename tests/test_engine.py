@@ -1,0 +1,329 @@
+"""The simulator: columns, engines, dtypes, recording, divergence, going on."""
+
+import contextlib
+import io
+import sys
+
+import pytest
+import torch
+
+import klatsch
+from klatsch import algorithms, problems
+from klatsch import topology as tp
+from klatsch.engine import native
+from klatsch.engine.fused import column_blocks
+from klatsch.engine.mixing import StackedMix
+from klatsch.engine.progress import progress_bar
+from klatsch.engine.record import record_points
+from tests.test_algorithms import GRAPHS, RULES, TABLE, ZeroGradients
+
+LINEAR = [(rule, graph) for rule, graph in TABLE if "sgp" not in rule]
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule, graph", LINEAR)
+def test_the_fused_engine_equals_plain_operations(rule, graph, dtype):
+    small = 0.01 if "polynomial" in rule else 1.0  # its weights grow with the square of t
+    rule, graph = RULES[rule]([0.0005 * small, 0.002 * small, 0.004 * small]), GRAPHS[graph]
+    problem = problems.LeastSquares(graph.size, dim=19, noise=[1.0, 0.0, 3.0], heterogeneity=2.0)
+    plain, fused = (
+        klatsch.simulate(problem, rule, graph, 41, record=[2, 40], dtype=dtype, engine=engine)
+        for engine in ("torch", "fused")
+    )
+    assert (plain.engine, fused.engine) == ("torch", "fused")
+    tolerance = {torch.float32: 2e-4, torch.float64: 1e-11}[dtype]
+    scale = plain.output.abs().amax()
+    torch.testing.assert_close(fused.output / scale, plain.output / scale, rtol=0, atol=tolerance)
+    for name in plain.metrics:
+        torch.testing.assert_close(fused.metrics[name], plain.metrics[name], rtol=100 * tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_columns_equal_the_same_runs_done_one_by_one(rule):
+    graph, rates = GRAPHS["lazy ring"], [0.001, 0.004, 0.0005, 0.002]
+    sigmas, zetas = [1.0, 0.0, 10.0, 2.0], [0.0, 5.0, 1.0, 3.0]
+    problem = problems.LeastSquares(6, dim=8, noise=sigmas, heterogeneity=zetas)
+    together = klatsch.simulate(problem, RULES[rule](rates), graph, 60, record=4)
+    for c, (rate, sigma, zeta) in enumerate(zip(rates, sigmas, zetas, strict=True)):
+        one = problems.LeastSquares(6, dim=8, noise=sigma, heterogeneity=zeta)
+        alone = klatsch.simulate(one, RULES[rule](rate), graph, 60, record=4)
+        torch.testing.assert_close(together.output[:, c], alone.output[:, 0], rtol=1e-10, atol=1e-12)
+        for name, values in alone.metrics.items():
+            torch.testing.assert_close(together.metrics[name][:, c], values[:, 0], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule, option, values", [("dsgd", "momentum", [0.0, 0.5, 0.9]), ("dat", "averaging", None)])
+def test_any_hyper_parameter_makes_columns(rule, option, values):
+    graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4)
+    gammas = [0.5, 0.9, 0.95]
+    choices = {option: values or klatsch.averaging.fixed(gammas)}
+    together = klatsch.simulate(problem, algorithms.make(rule, lr=0.001, **choices), graph, 40)
+    for c in range(3):
+        choices = {option: values[c] if values else klatsch.averaging.fixed(gammas[c])}
+        alone = klatsch.simulate(problem, algorithms.make(rule, lr=0.001, **choices), graph, 40)
+        torch.testing.assert_close(together.output[:, c], alone.output[:, 0], rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("engine", ["torch", "fused"])
+@pytest.mark.parametrize("rule", ["dsgd", "dat", "dat, cta", "gt", "dat-gt", "dat-d2", "decentlam"])
+def test_float32_stays_near_float64(rule, engine):
+    graph = tp.ring(9)
+    problem = problems.LeastSquares(9, heterogeneity=2.0)
+    exact, rough = (
+        klatsch.simulate(problem, RULES[rule](0.1 / problem.L), graph, 3000, dtype=dtype, engine=engine)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert rough.output.dtype == torch.float32
+    near = exact.metrics["distance"] > 1e-9
+    torch.testing.assert_close(rough.metrics["distance"][near], exact.metrics["distance"][near], rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("name", ["ring", "star", "grid", "base_graph", "complete"])
+def test_mixing_does_not_drift_in_float32(name):
+    """100,000 rounds; a plain sum with weights like 1/3 drifts by 1e-3 here."""
+    graph = tp.make(name, 9)
+    mix = StackedMix(graph, torch.float32, torch.device("cpu"))
+    v = torch.randn(9, 1, 8, generator=torch.Generator().manual_seed(0)) + 3
+    mean = v.double().mean(0)
+    for t in range(1, 100_001):
+        (v,) = mix(t, v)
+    assert ((v.double().mean(0) - mean) / mean).abs().max() < 1e-5
+    assert (v - v.mean(0)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("engine", ["torch", "fused"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_continued_equals_a_run_in_one_go(rule, engine):
+    if engine == "fused" and "sgp" in rule:
+        engine = "auto"
+    graph, problem = GRAPHS["lazy ring"], problems.LeastSquares(6, dim=7)
+    choices = {"record": [10, 30, 47, 60], "engine": engine}
+    whole = klatsch.simulate(problem, RULES[rule]([0.001, 0.002]), graph, 60, **choices)
+    half = klatsch.simulate(problem, RULES[rule]([0.001, 0.002]), graph, 30, record=[10, 30], engine=engine)
+    rest = klatsch.simulate(problem, RULES[rule]([0.001, 0.002]), graph, 60, after=half, **choices)
+    assert rest.steps == whole.steps == [10, 30, 47, 60]
+    assert torch.equal(rest.output, whole.output)
+    for name, values in whole.metrics.items():
+        assert torch.equal(rest.metrics[name], values)
+
+
+def test_the_same_call_gives_the_same_bits_whatever_the_blocks(monkeypatch):
+    graph, problem = tp.one_peer_exponential(7), problems.LeastSquares(7, dim=13, noise=2.0)
+    rule = algorithms.DAT([0.001 * (k + 1) for k in range(20)])
+    first = klatsch.simulate(problem, rule, graph, 200, engine="fused")
+    monkeypatch.setattr("klatsch.engine.fused.column_blocks", lambda *_: [slice(0, 3), slice(3, 4), slice(4, 20)])
+    second = klatsch.simulate(problem, rule, graph, 200, engine="fused")
+    assert torch.equal(first.output, second.output)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 7, 28, 168])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_blocks_cover_every_column_once(columns, threads):
+    blocks = column_blocks(columns, 100, 50, 4, threads)
+    covered = [c for block in blocks for c in range(columns)[block]]
+    assert covered == list(range(columns))
+    assert len(blocks) >= min(threads, columns)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("engine", ["torch", "fused"])
+def test_a_column_that_diverges_becomes_inf_and_leaves_the_others_alone(engine, dtype):
+    graph, problem = tp.ring(6), problems.LeastSquares(6, dim=5)
+    rule = algorithms.DSGD([0.001, 1.0, 0.002])
+    mixed = klatsch.simulate(problem, rule, graph, 2000, dtype=dtype, engine=engine)
+    calm = klatsch.simulate(problem, algorithms.DSGD([0.001, 0.002]), graph, 2000, dtype=dtype, engine=engine)
+    assert mixed.diverged.tolist() == [False, True, False]
+    assert torch.equal(mixed.output[:, [0, 2]], calm.output)
+    assert mixed.output[:, 1].isposinf().all()
+    for name, values in mixed.metrics.items():
+        assert not values.isnan().any()
+        assert values[-1, 1].isposinf(), name
+        assert values[:, [0, 2]].isfinite().all()
+        assert torch.equal(values[:, [0, 2]], calm.metrics[name])
+    assert mixed.best() in (0, 2)
+
+
+def test_a_diverged_column_stays_inf_when_the_run_goes_on():
+    graph, problem = tp.ring(6), problems.LeastSquares(6, dim=5)
+    first = klatsch.simulate(problem, algorithms.DSGD([0.001, 1.0]), graph, 600)
+    more = klatsch.simulate(problem, algorithms.DSGD([0.001, 1.0]), graph, 900, after=first)
+    assert first.diverged[1]
+    assert more.metrics["distance"][-1].isposinf().tolist() == [False, True]
+
+
+def test_a_users_own_problem_needs_the_protocol_only():
+    result = klatsch.simulate(ZeroGradients(4), algorithms.DAT([0.1, 0.2]), tp.ring(4), 20)
+    assert result.engine == "torch"
+    assert result.output.shape == (4, 2, 3)
+    torch.testing.assert_close(result.metrics["size"], torch.full((len(result.steps), 2), 5.25, dtype=torch.float64))
+
+
+def test_a_users_own_rule_that_is_not_linear_runs_with_plain_operations():
+    class Sign(algorithms.DSGD):
+        def update(self, state, grad, mix, t):
+            (w,) = mix(state.w - self.lr * grad.sign())
+            return state._replace(w=w)
+
+    problem = problems.LeastSquares(4, dim=3)
+    result = klatsch.simulate(problem, Sign(0.001), tp.ring(4), 500)
+    assert result.engine == "torch"
+    assert result.metrics["distance"][-1] < 0.7 * result.metrics["distance"][0]
+    with pytest.raises(ValueError, match=r"fused.*sign"):
+        klatsch.simulate(problem, Sign(0.001), tp.ring(4), 5, engine="fused")
+
+
+@pytest.mark.parametrize("engine", ["torch", "fused"])
+def test_the_learning_rate_may_be_a_function_of_the_round(engine):
+    graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4)
+    result = klatsch.simulate(problem, algorithms.DSGD(lambda t: [0.01 / t, 0.001]), graph, 50, engine=engine)
+    fixed = klatsch.simulate(problem, algorithms.DSGD(0.001), graph, 50, engine=engine)
+    torch.testing.assert_close(result.output[:, 1], fixed.output[:, 0], rtol=1e-12, atol=1e-14)
+    w = problem.start().expand(5, 1, 4)
+    mix = StackedMix(graph, torch.float64, torch.device("cpu"))
+    for t in range(1, 51):
+        (w,) = mix(t, w - 0.01 / t * problem.grad(w, t))
+    torch.testing.assert_close(result.output[:, :1], w, rtol=1e-12, atol=1e-14)
+
+
+def test_metrics_are_what_they_say():
+    graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4, heterogeneity=2.0)
+    rule = algorithms.DAT(0.002)
+    result = klatsch.simulate(problem, rule, graph, 9, record=[8, 9])
+    before = klatsch.simulate(problem, rule, graph, 8, record=[8])
+    w, x = result.state.w[:, 0], result.state.x[:, 0]
+    last = {name: values[-1, 0] for name, values in result.metrics.items()}
+
+    def loss(point):
+        return (
+            sum(
+                0.5 * point @ H @ point + (scale @ rows) @ point
+                for H, rows, scale in zip(
+                    problem.quadratic().H,
+                    problem.quadratic().rows,
+                    problem.quadratic().scale.expand(5, -1),
+                    strict=True,
+                )
+            )
+            / 5
+        )
+
+    best = loss(problem.optimum[0])
+    torch.testing.assert_close(last["distance"], sum((x[i] - problem.optimum[0]).norm() ** 2 for i in range(5)) / 5)
+    torch.testing.assert_close(last["loss_gap"], loss(x.mean(0)) - best, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(last["worst_loss_gap"], max(loss(x[i]) for i in range(5)) - best, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(last["Gamma"], sum((x[i] - x.mean(0)).norm() ** 2 for i in range(5)) / 5)
+    torch.testing.assert_close(last["Xi"], sum((w[i] - w.mean(0)).norm() ** 2 for i in range(5)) / 5)
+    g = problem.grad(before.state.x, 9)[:, 0]
+    torch.testing.assert_close(last["Psi"], sum((g[i] - g.mean(0)).norm() ** 2 for i in range(5)) / 5)
+
+
+def test_record():
+    assert record_points(1, 70) == [70]
+    assert record_points(5, 10_000) == [1, 10, 100, 1000, 10_000]
+    assert record_points(50, 10)[-1] == 10
+    assert record_points([7, 3], 10) == [3, 7]
+    result = klatsch.simulate(problems.LeastSquares(3, dim=2), algorithms.DSGD(0.001), tp.ring(3), 10, record=[3, 7])
+    assert result.steps == [3, 7]
+    assert result.rounds == 10
+    assert result.metrics["distance"].shape == (2, 1)
+
+
+@pytest.mark.parametrize("reason", ["switched off", "no compiler", "broken compiler"])
+def test_without_the_kernel_plain_operations_run(reason, monkeypatch, tmp_path):
+    native.library.cache_clear()
+    monkeypatch.setenv("KLATSCH_CACHE", str(tmp_path / "cache"))
+    if reason == "switched off":
+        monkeypatch.setenv("KLATSCH_NATIVE", "0")
+    else:
+        compiler = tmp_path / "cc"
+        if reason == "broken compiler":
+            compiler.write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
+            compiler.chmod(0o755)
+        monkeypatch.setenv("CC", str(compiler))
+    try:
+        result = klatsch.simulate(problems.LeastSquares(3), algorithms.DSGD(0.001), tp.ring(3), 10)
+        assert result.engine == "torch"
+        with pytest.raises(ValueError, match="cannot run this"):
+            klatsch.simulate(problems.LeastSquares(3), algorithms.DSGD(0.001), tp.ring(3), 10, engine="fused")
+        assert native.why_not()
+        assert not list((tmp_path / "cache").glob("*.so")) if (tmp_path / "cache").exists() else True
+    finally:
+        native.library.cache_clear()
+
+
+def test_the_kernel_is_built_once_and_never_in_a_folder_that_others_may_write_to(monkeypatch, tmp_path):
+    native.library.cache_clear()
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("KLATSCH_CACHE", str(folder))
+    try:
+        native.library()
+        (built,) = folder.iterdir()
+        stamp = built.stat().st_mtime_ns
+        native.library.cache_clear()
+        native.library()
+        assert [built] == list(folder.iterdir())
+        assert built.stat().st_mtime_ns == stamp
+        native.library.cache_clear()
+        built.unlink()
+        folder.chmod(0o777)
+        native.library()
+        assert not list(folder.iterdir())
+    finally:
+        native.library.cache_clear()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_on_a_terminal_and_silence_elsewhere(monkeypatch, capsys):
+    problem, rule, graph = problems.LeastSquares(3, dim=2), algorithms.DSGD(0.001), tp.ring(3)
+    klatsch.simulate(problem, rule, graph, 10)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    klatsch.simulate(problem, rule, graph, 10)
+    assert "DSGD on ring, 3 nodes" in screen.getvalue()
+    silent = Terminal()
+    monkeypatch.setattr(sys, "stderr", silent)
+    klatsch.simulate(problem, rule, graph, 10, progress=False)
+    assert silent.getvalue() == ""
+
+
+def test_a_bar_shows_pace_and_time_left(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    import time
+
+    with progress_bar(True, 100, 0, "title") as tell:
+        for _ in range(4):
+            time.sleep(0.15)
+            tell(20)
+    assert "rounds/s" in screen.getvalue()
+    assert "80/100" in screen.getvalue()
+
+
+def test_progress_may_be_a_function():
+    told = []
+    problem = problems.LeastSquares(3, dim=2)
+    klatsch.simulate(problem, algorithms.DSGD(0.001), tp.ring(3), 77, progress=told.append)
+    assert sum(told) == 77
+
+
+@pytest.mark.parametrize("engine", ["auto", "torch"])
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("rule", RULES)
+def test_on_a_gpu_the_numbers_are_the_same(rule, device, engine):
+    for graph in (tp.lazy(tp.ring(6)), tp.one_peer_exponential(6)):
+        with contextlib.suppress(ValueError):
+            problem = problems.LeastSquares(6, dim=9)
+            here = klatsch.simulate(problem, RULES[rule]([0.001, 0.002]), graph, 150)
+            there = klatsch.simulate(problem, RULES[rule]([0.001, 0.002]), graph, 150, device=device, engine=engine)
+            assert there.engine == ("cuda graph" if engine == "auto" else "torch")
+            torch.testing.assert_close(there.output.cpu(), here.output, rtol=1e-9, atol=1e-11)
