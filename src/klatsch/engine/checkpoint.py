@@ -25,6 +25,7 @@ class Snapshot:
     diverged: Tensor  # (C,), bool
     rounds: int = 0
     seconds: float = 0.0
+    piece: int = 64  # rounds to run at a time, until the bar moves or the clock is looked at; found as the run goes
     metrics: dict[str, list[Tensor]] = field(default_factory=dict)  # one (C,) per point so far
 
 
@@ -96,7 +97,7 @@ def load(path: Path, run: dict[str, Any], fresh: Any) -> Snapshot | None:
         fields[name] = None if saved is None else saved.to(value)
     metrics = {key.removeprefix("metric."): list(v) for key, v in tensors.items() if key.startswith("metric.")}
     return Snapshot(
-        type(fresh)(**fields), tensors["diverged"].to(torch.bool), header["rounds"], header["seconds"], metrics
+        type(fresh)(**fields), tensors["diverged"].to(torch.bool), header["rounds"], header["seconds"], metrics=metrics
     )
 
 

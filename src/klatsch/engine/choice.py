@@ -50,4 +50,4 @@ def _fused(plain: TorchRounds, algorithm: Algorithm, topology: Topology, state: 
         raise ValueError(f"{type(problem).__name__} is no quadratic problem")
     if not topology.row_stochastic:
         raise ValueError(f"the rows of {topology.name} do not sum to 1")
-    return FusedRounds(problem, algorithm, topology, state)
+    return FusedRounds(plain.gradients, algorithm, topology, state)

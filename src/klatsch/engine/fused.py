@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,11 +17,12 @@ from numpy.typing import NDArray
 import klatsch.columns as cols
 from klatsch.algorithms import Algorithm
 from klatsch.engine import native
+from klatsch.engine.gradients import Gradients
 from klatsch.engine.mixing import exact_weights
+from klatsch.engine.threads import quiet_threads
 from klatsch.engine.trace import Program, coefficient_table, trace
 from klatsch.topology import Topology
 
-MOST_DRAWN = 1 << 19  # random numbers held at once
 WIDEST = 64  # bytes of the widest vector, which the kernel may read past the end of H
 MOST_INPUTS = 6
 CACHE = 2 << 20  # bytes of the second-level cache of a core, on machines of these years
@@ -34,7 +32,7 @@ class FusedRounds:
     """Rounds in native code.
 
     Args:
-        problem: a problem with `quadratic()` and `draw(t)`, in the dtype of the run.
+        gradients: those of a problem with `quadratic()` and `draw(t)`, in the dtype of the run.
         algorithm: a rule that can be traced.
         topology: a row-stochastic graph.
         state: a state of the run.
@@ -46,71 +44,58 @@ class FusedRounds:
 
     name = "fused"
 
-    def __init__(self, problem: Any, algorithm: Algorithm, topology: Topology, state: Any) -> None:
-        self.problem, self.algorithm = problem, algorithm
-        first = next(v for v in state if v is not None)
-        self.nodes, self.columns, self.dim = first.shape
-        self.dtype = first.dtype
-        library = native.library()
-        self._run = library.klatsch_rounds_f32 if self.dtype == torch.float32 else library.klatsch_rounds_f64
-        self._period = topology.period
-        self._links = _links(topology, self.dtype)
-        self._quadratic = problem.quadratic()
-        self._H = _aligned(self._quadratic.H.shape, self._quadratic.H.numpy().dtype, behind=WIDEST)
-        self._H[...] = self._quadratic.H.numpy()
+    def __init__(self, gradients: Gradients, algorithm: Algorithm, topology: Topology, state: Any) -> None:
+        self.gradients, self.algorithm = gradients, algorithm
         self._state = state
-        self._blocks = column_blocks(self.columns, self.nodes, self.dim, first.element_size(), torch.get_num_threads())
-        self._trace(1, 1)  # shows now whether the rule can be traced
+        used = [v for v in state if v is not None]
+        nodes, self.columns, dim = used[0].shape
+        self.dtype = used[0].dtype
+        library = native.library()
+        kernel = library.klatsch_rounds_f32 if self.dtype == torch.float32 else library.klatsch_rounds_f64
+        program = self._trace(1, 2)
+        quadratic = gradients.problem.quadratic()
+        H = _aligned(quadratic.H.shape, quadratic.H.numpy().dtype, behind=WIDEST)
+        H[...] = quadratic.H.numpy()
+        shared = {"H": H, "rows": quadratic.rows.numpy(), **_links(topology, self.dtype)}
+        scale, noise = quadratic.scale.expand(self.columns, -1), quadratic.noise.expand(self.columns)
+        threads = torch.get_num_threads()
+        self._blocks = []
+        for part in column_blocks(self.columns, nodes, dim, used[0].element_size(), threads):
+            own = {"mult": scale[part].contiguous().numpy(), "sigma": noise[part].contiguous().numpy()}
+            width = part.stop - part.start
+            self._blocks.append(_Block(kernel, program, (nodes, width, dim), shared | own, part, topology.period))
+        self._pool = quiet_threads(max(1, min(len(self._blocks), threads)))
+        self._drawer = quiet_threads(1)
 
     def advance(self, state: Any, done: int, until: int) -> Any:
         """Rounds done + 1 to until."""
         used = [v.contiguous().numpy() for v in state if v is not None]
-        at_once = max(1, min(1000, MOST_DRAWN // (self.nodes * self.dim)))
-        program, _ = self._trace(done + 1, 1)
-        blocks = [self._block(program, used, columns) for columns in self._blocks]
-        with ThreadPoolExecutor(max(1, min(len(blocks), torch.get_num_threads()))) as pool, _quiet_thread() as drawer:
-            following = drawer.submit(self._prepared, done, min(done + at_once, until))
-            for begin in range(done, until, at_once):
-                coefficients, drawn = following.result()
-                phase, end = begin % self._period, min(begin + at_once, until)
-                running = [pool.submit(block.run, self._run, coefficients, drawn, phase) for block in blocks]
-                if end < until:  # drawn while the blocks are running
-                    following = drawer.submit(self._prepared, end, min(end + at_once, until))
-                for run in running:
-                    run.result()
+        for block in self._blocks:
+            block.load(used)
+        while done < until:
+            end = min(until, (done // self.gradients.chunk + 1) * self.gradients.chunk)
+            table = coefficient_table(self._trace(done + 1, end + 1), end - done, self.columns, self.dtype).numpy()
+            drawn = np.ascontiguousarray(self.gradients.drawn(done, end).numpy())
+            running = [self._pool.submit(block.run, table, drawn, done) for block in self._blocks]
+            self.gradients.draw_next(done, self._drawer)  # while the blocks are running
+            for run in running:
+                run.result()
+            done = end
         # Copies by NumPy, here and in the blocks: torch would start threads for them, which spin in the kernel's way.
         results = [np.empty_like(v) for v in used]
-        for block in blocks:
-            for whole, part in zip(results, block.states(), strict=True):
-                whole[:, block.columns] = part
+        for block in self._blocks:
+            block.store(results)
         fields = iter(results)
         return type(state)(*(None if v is None else torch.from_numpy(next(fields)) for v in state))
 
-    def _prepared(self, done: int, until: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Coefficients and random numbers of rounds done + 1 to until."""
-        _, coefficients = self._trace(done + 1, until - done)
-        return coefficients, self.problem.draw(torch.arange(done + 1, until + 1)).contiguous().numpy()
-
-    def _trace(self, t: int, rounds: int) -> tuple[Program, NDArray[Any]]:
-        """The rule as a program, and its coefficients for these rounds, (rounds, coefficients, C)."""
-        times = torch.arange(t, t + rounds, dtype=torch.float64)[:, None, None]
+    def _trace(self, first: int, beyond: int) -> Program:
+        """The rule as a program, with coefficients for the rounds from `first` up to but not including `beyond`."""
+        times = torch.arange(first, beyond, dtype=torch.float64)[:, None, None]
         rule = cols.mapped(self.algorithm, lambda v: v.double().cpu())
         if callable(schedule := getattr(rule, "lr", None)):
-            rates = [torch.as_tensor(schedule(k), dtype=torch.float64).reshape(-1, 1) for k in range(t, t + rounds)]
+            rates = [torch.as_tensor(schedule(t), dtype=torch.float64).reshape(-1, 1) for t in range(first, beyond)]
             rule = cols.replaced(rule, lr=torch.stack(rates))
-        program = trace(rule, self._state, times)
-        return program, coefficient_table(program, rounds, self.columns, self.dtype).numpy()
-
-    def _block(self, program: Program, used: list[NDArray[Any]], columns: slice) -> _Block:
-        quadratic = self._quadratic
-        arrays = {
-            "H": self._H,
-            "rows": quadratic.rows.numpy(),
-            "mult": quadratic.scale.expand(self.columns, -1)[columns].contiguous().numpy(),
-            "sigma": quadratic.noise.expand(self.columns)[columns].contiguous().numpy(),
-            **self._links,
-        }
-        return _Block(program, [v[:, columns] for v in used], arrays, columns, self._period)
+        return trace(rule, self._state, times)
 
 
 class _Block:
@@ -118,18 +103,16 @@ class _Block:
 
     def __init__(
         self,
+        kernel: Any,
         program: Program,
-        states: list[NDArray[Any]],
+        shape: tuple[int, int, int],
         arrays: dict[str, NDArray[Any]],
-        columns: slice,
+        part: slice,
         period: int,
     ) -> None:
-        self.columns = columns
-        self.fields = program.fields
+        self.kernel, self.part, self.fields, self.period = kernel, part, program.fields, period
         buffer_of, turn, buffers, scratch_rows = assigned(program)
-        self._buffers = [_aligned(states[0].shape, states[0].dtype) for _ in range(buffers)]
-        for mine, theirs in zip(self._buffers, states, strict=False):
-            mine[...] = theirs
+        self._buffers = [_aligned(shape, arrays["H"].dtype) for _ in range(buffers)]
         self._table = np.array([v.ctypes.data for v in self._buffers], dtype=np.uintp)
         operations = encoded(program)
         self._arrays = {  # kept alive as long as the job points to them
@@ -139,11 +122,10 @@ class _Block:
             "turn": np.array(turn, dtype=np.int32),
             "buffer": self._table,
         }
-        nodes, width, dim = states[0].shape
         self._job = native.Job(
-            nodes=nodes,
-            columns=width,
-            dim=dim,
+            nodes=shape[0],
+            columns=shape[1],
+            dim=shape[2],
             rank=arrays["rows"].shape[1],
             registers=len(program.level),
             buffers=buffers,
@@ -156,18 +138,27 @@ class _Block:
             **{name: array.ctypes.data for name, array in self._arrays.items()},
         )
 
-    def run(self, kernel: Any, coefficients: NDArray[Any], drawn: NDArray[Any], phase: int) -> None:
-        """Some rounds: coefficients (rounds, coefficients, all columns), drawn (rounds, M, d)."""
-        own = np.ascontiguousarray(coefficients[:, :, self.columns])
+    def run(self, table: NDArray[Any], drawn: NDArray[Any], done: int) -> None:
+        """The rounds after `done`: coefficients (rounds, coefficients, all columns), drawn (rounds, M, d)."""
+        own = np.ascontiguousarray(table[:, :, self.part])
         job = self._job
-        job.rounds, job.first_phase = len(own), phase
+        job.rounds, job.first_phase = len(own), done % self.period
         job.coef, job.noise = own.ctypes.data, drawn.ctypes.data
-        if kernel(ctypes.byref(job)):
+        if self.kernel(ctypes.byref(job)):
             raise MemoryError("not enough memory for a simulation of that size; choose fewer nodes or columns")
 
-    def states(self) -> list[NDArray[Any]]:
-        """The fields of the state, (M, columns of the block, d) each."""
-        where = {v.ctypes.data: v for v in self._buffers}
+    def load(self, states: list[NDArray[Any]]) -> None:
+        """Take this block's columns of all fields, (M, C, d) each."""
+        for buffer, whole in zip(self._current(), states, strict=True):
+            buffer[...] = whole[:, self.part]
+
+    def store(self, states: list[NDArray[Any]]) -> None:
+        """Put this block's columns back."""
+        for buffer, whole in zip(self._current(), states, strict=True):
+            whole[:, self.part] = buffer
+
+    def _current(self) -> list[NDArray[Any]]:
+        where = {v.ctypes.data: v for v in self._buffers}  # the kernel turns the table, not the memory
         return [where[int(address)] for address in self._table[: self.fields]]
 
 
@@ -249,16 +240,6 @@ def _links(topology: Topology, dtype: torch.dtype) -> dict[str, NDArray[Any]]:
         "neighbour": np.concatenate([*neighbour, [0]]).astype(np.int32),  # never empty
         "weight": np.concatenate([*weight, [0.0]]).astype(np.float32 if dtype == torch.float32 else np.float64),
     }
-
-
-@contextmanager
-def _quiet_thread() -> Iterator[ThreadPoolExecutor]:
-    """A thread in which torch uses no further threads, which would spin for a while after each operation."""
-    threads = torch.get_num_threads()
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor:
-        executor.submit(int).result()
-        torch.set_num_threads(threads)  # the setting is one thread's own, except that new threads take the latest
-        yield executor
 
 
 def _aligned(shape: tuple[int, ...], dtype: Any, behind: int = 0) -> NDArray[Any]:

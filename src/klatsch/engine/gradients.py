@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
-MOST_NUMBERS = 1 << 20  # drawn ahead
+MOST_NUMBERS = 1 << 19  # drawn at once
 
 
 class Gradients:
@@ -16,18 +17,30 @@ class Gradients:
     def __init__(self, problem: Any) -> None:
         self.problem = problem
         self.draws_ahead = hasattr(problem, "draw") and hasattr(problem, "gradient")
-        self._drawn: Tensor | None = None
-        self._first = 0
-        self._ahead = max(1, min(1000, MOST_NUMBERS // (problem.nodes * problem.dim)))
+        self.chunk = max(1, min(1000, MOST_NUMBERS // (problem.nodes * problem.dim)))  # rounds drawn at once
+        self._chunks: dict[int, Future[Tensor]] = {}
 
     def __call__(self, x: Tensor, t: int) -> Tensor:
         if not self.draws_ahead:
-            gradient: Tensor = self.problem.grad(x, t)
-            return gradient
-        return self.problem.gradient(x, self._draw(t))  # type: ignore[no-any-return]
+            return self.problem.grad(x, t)  # type: ignore[no-any-return]
+        return self.problem.gradient(x, self.drawn(t - 1, t)[0])  # type: ignore[no-any-return]
 
-    def _draw(self, t: int) -> Tensor:
-        if self._drawn is None or not 0 <= t - self._first < len(self._drawn):
-            self._first = t
-            self._drawn = self.problem.draw(torch.arange(t, t + self._ahead))
-        return self._drawn[t - self._first]
+    def drawn(self, done: int, until: int) -> Tensor:
+        """What was drawn for rounds done + 1 to until, which lie in one chunk."""
+        number = done // self.chunk
+        if number not in self._chunks:
+            self._chunks = {k: v for k, v in self._chunks.items() if k == number - 1}
+            self._chunks[number] = Future()
+            self._chunks[number].set_result(self._draw(number))
+        return self._chunks[number].result()[done - number * self.chunk : until - number * self.chunk]
+
+    def draw_next(self, done: int, executor: Executor) -> None:
+        """Let someone else draw the chunk after the one that round done + 1 lies in."""
+        number = done // self.chunk + 1
+        if number not in self._chunks:
+            self._chunks[number] = executor.submit(self._draw, number)
+
+    def _draw(self, number: int) -> Tensor:
+        first = number * self.chunk + 1
+        drawn: Tensor = self.problem.draw(torch.arange(first, first + self.chunk))
+        return drawn

@@ -116,9 +116,8 @@ def simulate(
 
 def _advance(run: Snapshot, rounds: Rounds, until: int, saver: Saver, tell: Advance) -> None:
     """Bring a run to `until` rounds, in pieces that take a fraction of a second each."""
-    piece = 32
     while run.rounds < until:
-        goal = min(until, run.rounds + piece)
+        goal = min(until, run.rounds + run.piece)
         began = time.perf_counter()
         run.state = rounds.advance(run.state, run.rounds, goal)
         if run.state[0].is_cuda:
@@ -128,7 +127,7 @@ def _advance(run: Snapshot, rounds: Rounds, until: int, saver: Saver, tell: Adva
         run.rounds, run.seconds = goal, run.seconds + took
         saver.perhaps(run)
         if took < PIECE_SECONDS:
-            piece *= 2
+            run.piece *= 2
 
 
 def _check(
@@ -181,7 +180,7 @@ def _continued(after: Result, state: Any, steps: int) -> Snapshot:
         raise ValueError(f"steps = {steps}, but {after.rounds} rounds are done; steps counts all rounds, give more")
     fields = [None if old is None else old.to(new) for old, new in zip(after.state, state, strict=True)]
     metrics = {name: list(values) for name, values in after.metrics.items()}
-    return Snapshot(type(state)(*fields), after.diverged.clone(), after.rounds, after.seconds, metrics)
+    return Snapshot(type(state)(*fields), after.diverged.clone(), after.rounds, after.seconds, metrics=metrics)
 
 
 def _described(

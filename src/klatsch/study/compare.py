@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +13,7 @@ from numpy.typing import NDArray
 from klatsch import algorithms, problems
 from klatsch import topology as topologies
 from klatsch.engine import simulate
+from klatsch.engine.threads import cores, quiet_threads
 from klatsch.problems import core as problems_core
 from klatsch.topology import Topology
 
@@ -185,9 +184,8 @@ def compare(plan: Plan, told: Told | None = None) -> tuple[list[Row], dict[str, 
         )
 
     # Threads, since the time is spent in native code; the largest jobs first, so that none is left for the end.
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     largest_first = sorted(range(len(jobs)), key=lambda k: -jobs[k][2].size)
-    with ThreadPoolExecutor(workers if plan.device == "cpu" else 1) as pool:
+    with quiet_threads(cores() if plan.device == "cpu" else 1) as pool:
         done = dict(zip(largest_first, pool.map(lambda k: run(jobs[k]), largest_first), strict=True))
     return [done[k] for k in range(len(jobs))], left_out
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from klatsch.study import figures
-from klatsch.study.compare import Plan, Row, Told, compare
+from klatsch.study.compare import PAPER_GRID, Plan, Row, Told, compare
 
 NODES = (4, 9, 25, 49)
+SMALLER = (5e-6, 1e-5, 5e-5)  # beyond the paper's grid, whose smallest learning rate is still too large for D-SGD here
 TITLE = "Least squares, heterogeneous data: error after {steps:,} rounds, learning rate chosen for each point"
 
 
@@ -32,6 +33,7 @@ def plan(steps: int = 20_000, seeds: int = 2) -> Plan:
         nodes=NODES,
         steps=steps,
         seeds=seeds,
+        lrs=(*SMALLER, *PAPER_GRID),
         problem_options={"noise": 1.0, "heterogeneity": 10.0},
         dtype=torch.float32,
     )
@@ -73,9 +75,13 @@ def _moved(first: float, last: float) -> str:
     ratio = last / first
     if 0.8 < ratio < 1.25:
         return "stays"
-    return f"grows {ratio:.3g}-fold" if ratio > 1 else f"falls to 1/{1 / ratio:.3g}"
+    return f"grows {_times(ratio)}-fold" if ratio > 1 else f"falls to 1/{_times(1 / ratio)}"
+
+
+def _times(ratio: float) -> str:
+    return f"{float(f'{ratio:.2g}'):,.0f}" if ratio >= 10 else f"{ratio:.1f}"
 
 
 def _lead(error: dict[tuple[str, str, int], float], topology: str, nodes: int) -> str:
     pair = [error.get((rule, topology, nodes)) for rule in ("dsgd", "dat")]
-    return "" if None in pair or not pair[1] else f"{pair[0] / pair[1]:,.3g}"  # type: ignore[operator]
+    return "" if None in pair or not pair[1] else _times(pair[0] / pair[1])  # type: ignore[operator]
