@@ -111,7 +111,7 @@ def run(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the figure.", metavar="FOLDER")] = Path(),
     steps: Annotated[int, option("Rounds.", "--steps")] = 20_000,
-    seeds: Annotated[int, option("Number of seeds.", "--seeds")] = 2,
+    seeds: Annotated[int, option("Number of seeds.", "--seeds")] = 3,
 ) -> None:
     """Run the demo."""
     plan = demos.plan(steps, seeds)

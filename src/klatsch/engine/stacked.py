@@ -199,8 +199,10 @@ def _described(
             f"a checkpoint needs to tell problems apart: give {type(problem).__name__} a method fingerprint() that "
             "returns a text which differs where the gradients differ"
         )
+    lr = getattr(algorithm, "lr", None)
     return {
         "problem": problem.fingerprint(),
+        "lr": [cols.described(torch.as_tensor(lr(t))) for t in sorted({1, *points, steps})] if callable(lr) else None,
         "algorithm": cols.described(algorithm),
         "topology": topology.fingerprint,
         "steps": steps,

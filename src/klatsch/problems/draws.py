@@ -24,7 +24,7 @@ _AT_ONCE = 30_000  # hashes worked on together: they stay in the cache, and torc
 def normals(seed: int, purpose: int, t: Tensor, nodes: Tensor, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Standard normals of shape (len(t), len(nodes), size), on the device of `t` (Box–Muller).
 
-    In float32 they are those of float64, rounded.
+    In float32 they are those of float64 within rounding errors.
     """
     pairs = (size + 1) // 2
     result = torch.empty(len(t), len(nodes), 2 * pairs, dtype=dtype, device=t.device)

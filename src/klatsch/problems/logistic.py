@@ -177,21 +177,21 @@ class LogisticRegression:
         }
 
     def _newton(self) -> Tensor:
-        """The optimum (1, d), by Newton's method with halved steps, to a gradient of 1e-12 and so to 1e-10 in x."""
+        """The optimum (1, d), by Newton's method with halved steps, until a step is below 1e-12."""
         samples = self._signed.reshape(-1, self.dim)
         x = torch.zeros(1, self.dim, dtype=samples.dtype)
         for _ in range(100):
             chance = torch.sigmoid(-(x @ samples.mT))[0]
             slope = self.l2 * x - chance[None] @ samples / len(samples)
-            if torch.linalg.vector_norm(slope) < 1e-12 * max(1.0, self.l2):
-                break
             curvature = (samples.mT * (chance * (1 - chance))) @ samples / len(samples)
             curvature += self.l2 * torch.eye(self.dim, dtype=samples.dtype)
             step = torch.linalg.solve(curvature, slope[0])
-            here, size = self.loss(x), 1.0
-            while self.loss(x - size * step) > here + 1e-15 and size > 1e-4:
+            here, size = self.loss(x) * (1 + 1e-14), 1.0
+            while self.loss(x - size * step) > here and size > 1e-4:
                 size /= 2
             x = x - size * step
+            if torch.linalg.vector_norm(step) < 1e-12 * (1 + torch.linalg.vector_norm(x)):
+                break
         return x
 
     def to(self, dtype: torch.dtype, device: torch.device) -> LogisticRegression:

@@ -25,7 +25,7 @@ class Demo:
     files: tuple[Path, ...]
 
 
-def plan(steps: int = 20_000, seeds: int = 2) -> Plan:
+def plan(steps: int = 20_000, seeds: int = 3) -> Plan:
     """The runs of the demo: the paper's problem (Section 5.1) with sigma = 1 and zeta = 10."""
     return Plan(
         rules=("dsgd", "dat", "dat-d2"),
