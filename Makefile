@@ -12,7 +12,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 demo: $(STAMP)
-	$(BIN)/python -m klatsch topology --compare -n 16
+	$(BIN)/python -m klatsch demo
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
@@ -37,4 +37,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist klatsch-demo.*

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.measure import Measurement
 from rich.table import Table
 
 from klatsch import algorithms, problems
@@ -127,35 +128,34 @@ def demo(
 
 def _print_rows(rows: list[Row], left_out: dict[str, str], plan: Plan) -> None:
     console = terminal.console()
-    what = {"distance": "squared distance to the optimum, mean over nodes"}[plan.metric]
-    table = Table(
-        title=f"{plan.problem}: {what}, after {plan.steps:,} rounds; best of {len(plan.lrs)} learning rates",
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("topology", no_wrap=True)
-    table.add_column("nodes", justify="right", no_wrap=True)
-    table.add_column("rule", style="bold", no_wrap=True)
-    for heading in ("error", "lr", f"{plan.seeds} seeds: from", "to", "Gamma"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    before = None
-    for row in rows:
-        if before is not None and before != (row.topology, row.nodes):
-            table.add_section() if before[0] != row.topology else None
-        before = (row.topology, row.nodes)
-        gamma = row.consensus[:, -1, row.best].mean()
-        lr = f"{row.lr:g}" + ("*" if row.at_edge else "")
-        table.add_row(
-            row.topology,
-            str(row.nodes),
-            row.rule,
-            *map(_short, (row.error,)),
-            lr,
-            *map(_short, (row.low, row.high, gamma)),
-        )
-    console.print(table)
+    columns: dict[str, Callable[[Row], str]] = {
+        "topology": lambda row: row.topology,
+        "nodes": lambda row: str(row.nodes),
+        "rule": lambda row: row.rule,
+        "error": lambda row: _short(row.error),
+        "lr": lambda row: f"{row.lr:g}" + ("*" if row.at_edge else ""),
+        "from": lambda row: _short(row.low),
+        "to": lambda row: _short(row.high),
+        "Gamma": lambda row: _short(float(row.consensus[:, -1, row.best].mean())),
+    }
+
+    def table() -> Table:
+        shown = Table(title=plan.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for heading in columns:
+            justify, style = (
+                ("left", "bold") if heading == "rule" else ("left" if heading == "topology" else "right", "")
+            )
+            shown.add_column(heading, justify=justify, style=style, no_wrap=True)  # type: ignore[arg-type]
+        for row, following in zip(rows, [*rows[1:], None], strict=True):
+            last = following is not None and following.topology != row.topology
+            shown.add_row(*(cell(row) for cell in columns.values()), end_section=last)
+        return shown
+
+    if Measurement.get(console, console.options.update(max_width=1000), table()).maximum > console.width:
+        del columns["Gamma"]  # a narrow terminal loses a column, not digits
+    console.print(table())
+    spread = f"from, to: smallest and largest of {plan.seeds} seeds; " if plan.seeds > 1 else ""
+    console.print(f"{spread}Gamma: consensus distance of the points evaluated", style="dim")
     if any(row.at_edge for row in rows):
         console.print("* the smallest or largest learning rate tried: a better one may lie beyond", style="dim")
     for reason in dict.fromkeys(left_out.values()):

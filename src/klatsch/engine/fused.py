@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import klatsch.columns as cols
 from klatsch.algorithms import Algorithm
+from klatsch.algorithms.core import rate
 from klatsch.engine import native
 from klatsch.engine.gradients import Gradients
 from klatsch.engine.mixing import exact_weights
@@ -93,8 +94,8 @@ class FusedRounds:
         times = torch.arange(first, beyond, dtype=torch.float64)[:, None, None]
         rule = cols.mapped(self.algorithm, lambda v: v.double().cpu())
         if callable(schedule := getattr(rule, "lr", None)):
-            rates = [torch.as_tensor(schedule(t), dtype=torch.float64).reshape(-1, 1) for t in range(first, beyond)]
-            rule = cols.replaced(rule, lr=torch.stack(rates))
+            rates = [rate(schedule, t) for t in range(first, beyond)]
+            rule = cols.replaced(rule, lr=torch.stack([torch.as_tensor(v).double().reshape(-1, 1) for v in rates]))
         return trace(rule, self._state, times)
 
 

@@ -37,10 +37,15 @@ class Plan:
     rule_options: Mapping[str, Any] = field(default_factory=dict)
     topology_options: Mapping[str, Any] = field(default_factory=dict)
     lazy: bool = False
-    metric: str = "distance"
     record: int = 50
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
+
+    @property
+    def title(self) -> str:
+        """What the errors are."""
+        grid = f"best of {len(self.lrs)} learning rates" if len(self.lrs) > 1 else f"learning rate {self.lrs[0]:g}"
+        return f"{self.problem}: squared distance to the optimum, mean over nodes, {self.steps:,} rounds, {grid}"
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -178,7 +183,7 @@ def compare(plan: Plan, told: Told | None = None) -> tuple[list[Row], dict[str, 
             nodes=graph.size,
             lrs=tuple(plan.lrs),
             steps=tuple(results[0].steps),
-            curves=np.stack([result.metrics[plan.metric].numpy() for result in results]),
+            curves=np.stack([result.metrics["distance"].numpy() for result in results]),
             consensus=np.stack([result.metrics["Gamma"].numpy() for result in results]),
             seconds=sum(result.seconds for result in results),
         )

@@ -1,0 +1,214 @@
+"""klatsch list, run and demo, and the comparison behind them."""
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+import klatsch
+from klatsch import algorithms, problems
+from klatsch import topology as tp
+from klatsch.study import Plan, compare, demo
+
+QUICK = ("--steps", 200, "--seeds", 2, "--lr", "0.0001,0.001,0.01")
+
+
+def test_list_names_everything_with_a_line_each(run_cli):
+    code, out, err = run_cli("list")
+    assert (code, err) == (0, "")
+    for name in (*algorithms.ALGORITHMS, *tp.TOPOLOGIES, *problems.PROBLEMS):
+        assert re.search(rf"^ {re.escape(name)} +\w.{{10}}", out, re.M), name
+
+
+def test_run_prints_the_error_the_learning_rate_and_the_spread(run_cli):
+    code, out, err = run_cli("run", "--rules", "dat,dsgd", "-t", "ring,torus", "-n", "4,9", *QUICK)
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines() if line.startswith((" ring", " torus"))]
+    assert [row[:3] for row in rows] == [
+        [topology, nodes, rule] for topology in ("ring", "torus") for nodes in ("4", "9") for rule in ("dat", "dsgd")
+    ]
+    for row in rows:
+        error, low, high = float(row[3]), float(row[5]), float(row[6])
+        assert low <= error <= high
+        assert row[4].rstrip("*") in ("0.0001", "0.001", "0.01")
+
+
+def test_run_gives_json_that_agrees_with_the_library(run_cli):
+    code, out, _ = run_cli(
+        "run", "--rules", "dat", "-n", 4, *QUICK, "--averaging", "linear", "--order", "cta", "--json"
+    )
+    (row,) = json.loads(out)["rows"]
+    rule = algorithms.DAT([0.0001, 0.001, 0.01], averaging="linear", order="cta")
+    finals = [
+        klatsch.simulate(problems.LeastSquares(4, seed=seed), rule, tp.ring(4), 200).metrics["distance"][-1]
+        for seed in (0, 1)
+    ]
+    mean = np.mean([values.numpy() for values in finals], axis=0)
+    assert code == 0
+    assert row["lr"] == (0.0001, 0.001, 0.01)[mean.argmin()]
+    assert row["error"] == pytest.approx(mean.min(), rel=1e-9)
+    assert row["curve"][-1] == pytest.approx(row["error"])
+    assert row["steps"][-1] == 200
+    assert list(row["final_by_lr"]) == ["0.0001", "0.001", "0.01"]
+
+
+def test_options_reach_problem_rule_and_graph(run_cli):
+    arguments = ("run", "--rules", "dsgd", "-n", 6, "--steps", 50, "--seeds", 1, "--lr", 0.001, "--json")
+    plain = json.loads(run_cli(*arguments)[1])["rows"][0]["error"]
+    for option in (
+        ("--noise", 5),
+        ("--heterogeneity", 9),
+        ("--dim", 5),
+        ("--momentum", 0.5),
+        ("--lazy",),
+        ("-t", "base_graph", "--k", 2),
+        ("--problem", "logistic", "--batch", 4, "--alpha", 1),
+    ):
+        assert json.loads(run_cli(*arguments, *option)[1])["rows"][0]["error"] != plain, option
+    rough = json.loads(run_cli(*arguments, "--float32")[1])["rows"][0]["error"]
+    assert rough == pytest.approx(plain, rel=1e-3)
+    assert rough != plain
+
+
+def test_what_is_refused_is_left_out_with_the_reason_and_the_rest_runs(run_cli):
+    code, out, _ = run_cli("run", "--rules", "d2,dat", "-t", "ring,torus", "-n", 7, *QUICK)
+    assert code == 0
+    assert "left out: torus needs" in out or "left out: torus" in out
+    code, out, _ = run_cli("run", "--rules", "d2,dat", "-n", 6, *QUICK)
+    assert "left out: d2 on ring: the smallest eigenvalue of P is -0.3333" in out
+    code, out, err = run_cli("run", "--rules", "d2", "-n", 6, *QUICK)
+    assert (code, out) == (2, "")
+    assert "lazy" in err
+
+
+def test_a_rule_that_diverges_everywhere_says_so(run_cli):
+    arguments = ("run", "--rules", "dsgd", "-n", 4, "--steps", 1000, "--seeds", 1, "--lr", "1,2")
+    assert "diverged" in run_cli(*arguments)[1]
+    row = json.loads(run_cli(*arguments, "--json")[1])["rows"][0]
+    assert row["error"] is None
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+@pytest.mark.parametrize("nodes", ["4", "4,9"])
+def test_run_draws(suffix, nodes, run_cli, tmp_path):
+    path = tmp_path / f"figure{suffix}"
+    code, out, _ = run_cli("run", "--rules", "dat,dsgd", "-n", nodes, *QUICK, "--plot", path)
+    assert code == 0
+    assert f"drawn to {path}" in out
+    check_picture(path)
+
+
+def check_picture(path):
+    content = path.read_bytes()
+    if path.suffix == ".svg":
+        assert ElementTree.fromstring(content).tag.endswith("svg")
+    elif path.suffix == ".png":
+        pixels = np.asarray(Image.open(path).convert("L"))
+        assert min(pixels.shape) > 300
+        assert 0.02 < (pixels < 250).mean() < 0.5  # neither empty nor full
+    else:
+        assert content.startswith(b"%PDF")
+
+
+BAD = {
+    "unknown rule": (("--rules", "adam"), "unknown rule 'adam'"),
+    "misspelt rule": (("--rules", "dta"), "did you mean dat"),
+    "no rule": (("--rules", ","), "at least one"),
+    "unknown topology": (("-t", "rnig"), "did you mean ring"),
+    "unknown problem": (("--problem", "lasso"), "unknown problem 'lasso'"),
+    "zero lr": (("--lr", "0"), "lr = 0"),
+    "negative lr": (("--lr", "0.1,-1"), "lr = -1 in column 1"),
+    "nan lr": (("--lr", "nan"), "lr = nan"),
+    "no number": (("--lr", "fast"), "'fast' is not a number"),
+    "no steps": (("--steps", 0), "steps = 0"),
+    "no seeds": (("--seeds", 0), "seeds = 0"),
+    "no nodes": (("-n", 0), "0"),
+    "half a node": (("-n", "2.5"), "'2.5' is not a whole number"),
+    "wrong averaging": (("--averaging", "cubic"), "averaging = 'cubic'"),
+    "wrong gamma": (("--averaging", "fixed(1)"), "gamma = 1.0"),
+    "wrong order": (("--order", "random"), "order = 'random'"),
+    "wrong momentum": (("--momentum", 1), "momentum = 1"),
+    "option of nobody": (("--rules", "d2", "--momentum", 0.5), "none of d2 has an option 'momentum'"),
+    "option of another problem": (("--batch", 3), "least-squares has no option 'batch'"),
+    "negative noise": (("--noise", -1), "noise = -1"),
+    "wrong ending": (("--plot", "figure.gif"), ".gif"),
+    "no such folder": (("--plot", "nowhere/figure.png"), "no folder"),
+    "no such device": (("--device", "quantum"), "device = 'quantum'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_mistake_is_one_line_and_exit_code_2(case, run_cli):
+    options, words = BAD[case]
+    code, out, err = run_cli("run", "-n", 4, "--steps", 50, "--seeds", 1, *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("klatsch: error: ")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+@pytest.fixture(scope="module")
+def small_demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    return demo.demo(demo.plan(steps=400, seeds=1), folder), folder
+
+
+def test_the_demo_runs_the_promised_grid_and_draws(small_demo):
+    found, folder = small_demo
+    assert {(row.rule, row.topology, row.nodes) for row in found.rows} == {
+        (rule, topology, nodes)
+        for rule in ("dsgd", "dat", "dat-d2")
+        for topology in ("ring", "torus", "one_peer_exponential")
+        for nodes in (4, 9, 25, 49)
+        if (rule, topology) != ("dat-d2", "one_peer_exponential")
+    }
+    assert all("symmetric" in reason for reason in found.left_out.values())
+    assert {path.name for path in folder.iterdir()} == {"klatsch-demo.png", "klatsch-demo.svg"}
+    for path in found.files:
+        check_picture(path)
+
+
+def test_the_demos_sentence_tells_the_numbers(small_demo):
+    found, _ = small_demo
+    error = {(row.rule, row.topology, row.nodes): row.error for row in found.rows}
+    ratio = error["dsgd", "ring", 49] / error["dsgd", "ring", 4]
+    told = re.search(r"on ring dsgd (stays|grows ([\d.,]+)-fold|falls to 1/([\d.,]+))", found.sentence)
+    assert told is not None
+    if ratio > 1.25:
+        assert float(told[2].replace(",", "")) == pytest.approx(ratio, rel=0.06)
+    elif ratio < 0.8:
+        assert float(told[3].replace(",", "")) == pytest.approx(1 / ratio, rel=0.06)
+
+
+def test_the_demo_on_the_command_line(run_cli, tmp_path):
+    code, out, err = run_cli("demo", "--steps", 60, "--seeds", 1, "--out", tmp_path)
+    assert (code, err) == (0, "")
+    assert "klatsch-demo.png" in out
+    code, _, err = run_cli("demo", "--out", tmp_path / "nowhere")
+    assert code == 2
+    assert "no folder" in err
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_tables_fit_the_terminal(width, run_cli, monkeypatch):
+    monkeypatch.setattr("klatsch.cli.terminal.console", lambda: Console(width=width))
+    _, out, _ = run_cli("run", "--rules", "dat,decentlam", "-t", "one_peer_exponential,ring", "-n", 8, *QUICK)
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= width
+
+
+def test_a_comparison_treats_all_rules_alike():
+    plan = Plan(("dat", "gt"), ("ring",), (5,), steps=100, seeds=2, lrs=(0.001, 0.01), record=3)
+    told = []
+    rows, left_out = compare(plan, lambda name, rounds: told.append((name, rounds)))
+    assert not left_out
+    assert sum(rounds for _, rounds in told) == 100 * 2 * 2
+    assert {name for name, _ in told} == {"ring"}
+    for row in rows:
+        assert row.curves.shape == (2, len(row.steps), 2)
+        assert row.error == pytest.approx(row.final.mean(axis=0).min())
+        assert row.at_edge
