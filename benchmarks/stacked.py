@@ -75,11 +75,13 @@ def agents_loop(problem: problems.LeastSquares, graph: klatsch.Topology, rounds:
     return (time.perf_counter() - began) / rounds
 
 
-def simulated(problem: problems.LeastSquares, graph: klatsch.Topology, columns: int, rounds: int, engine: str) -> float:
+def simulated(
+    problem: problems.LeastSquares, graph: klatsch.Topology, columns: int, rounds: int, engine: str, device: str = "cpu"
+) -> float:
     """Seconds per round of the simulator."""
     rule = algorithms.DAT(np.geomspace(1e-6, 1e-4, columns).tolist())
     result = klatsch.simulate(
-        problem, rule, graph, rounds, record=1, dtype=torch.float32, engine=engine, progress=False
+        problem, rule, graph, rounds, record=1, dtype=torch.float32, engine=engine, device=device, progress=False
     )
     return result.seconds / rounds
 
@@ -126,9 +128,26 @@ def growth() -> None:
     print(f"grows like M^{slope:.2f}")
 
 
+def gpu() -> None:
+    print(f"\n{torch.cuda.get_device_name()}: microseconds per round, DAT on the ring, float32")
+    print(f"{'M':>7}{'C':>5}{'torch':>10}{'cuda graph':>12}{'ratio':>8}{'node-steps/s':>16}")
+    for M, C in [(M, C) for M in (4, 25, 100) for C in (1, 28, 168)] + [(10_000, 7)]:
+        problem, graph = problems.LeastSquares(M), topology.ring(M)
+        found = []
+        for engine, rounds in (("torch", 2000), ("cuda graph", 8000)):
+            simulated(problem, graph, C, 200, engine, "cuda")
+            rounds = rounds if M < 1000 else rounds // 10
+            found.append(statistics.median(simulated(problem, graph, C, rounds, engine, "cuda") for _ in range(3)))
+        plain, captured = found
+        ratio = f"{plain / captured:>8.1f}{M * C / captured:>16,.0f}"
+        print(f"{M:>7}{C:>5}{plain * 1e6:>10,.0f}{captured * 1e6:>12,.1f}{ratio}", flush=True)
+
+
 if __name__ == "__main__":
     reason = native.why_not()
     if reason:
         print(f"without the fused engine: {reason}")
     table()
     growth()
+    if torch.cuda.is_available():
+        gpu()

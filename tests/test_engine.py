@@ -3,6 +3,7 @@
 import contextlib
 import io
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,15 +13,19 @@ from klatsch import algorithms, problems
 from klatsch import topology as tp
 from klatsch.engine import native
 from klatsch.engine.fused import column_blocks
+from klatsch.engine.gradients import Gradients
 from klatsch.engine.mixing import StackedMix
 from klatsch.engine.progress import progress_bar
 from klatsch.engine.record import record_points
 from tests.test_algorithms import GRAPHS, RULES, TABLE, ZeroGradients
 
 LINEAR = [(rule, graph) for rule, graph in TABLE if "sgp" not in rule]
+KERNEL = pytest.mark.skipif(native.why_not() is not None, reason=f"no fused engine: {native.why_not()}")
+ENGINES = pytest.mark.parametrize("engine", ["torch", pytest.param("fused", marks=KERNEL)])
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
 
+@KERNEL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule, graph", LINEAR)
 def test_the_fused_engine_equals_plain_operations(rule, graph, dtype):
@@ -65,7 +70,7 @@ def test_any_hyper_parameter_makes_columns(rule, option, values):
         torch.testing.assert_close(together.output[:, c], alone.output[:, 0], rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("engine", ["torch", "fused"])
+@ENGINES
 @pytest.mark.parametrize("rule", ["dsgd", "dat", "dat, cta", "gt", "dat-gt", "dat-d2", "decentlam"])
 def test_float32_stays_near_float64(rule, engine):
     graph = tp.ring(9)
@@ -92,7 +97,7 @@ def test_mixing_does_not_drift_in_float32(name):
     assert (v - v.mean(0)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("engine", ["torch", "fused"])
+@ENGINES
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_continued_equals_a_run_in_one_go(rule, engine):
     if engine == "fused" and "sgp" in rule:
@@ -108,6 +113,7 @@ def test_a_run_continued_equals_a_run_in_one_go(rule, engine):
         assert torch.equal(rest.metrics[name], values)
 
 
+@KERNEL
 def test_the_same_call_gives_the_same_bits_whatever_the_blocks(monkeypatch):
     graph, problem = tp.one_peer_exponential(7), problems.LeastSquares(7, dim=13, noise=2.0)
     rule = algorithms.DAT([0.001 * (k + 1) for k in range(20)])
@@ -127,7 +133,7 @@ def test_blocks_cover_every_column_once(columns, threads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("engine", ["torch", "fused"])
+@ENGINES
 def test_a_column_that_diverges_becomes_inf_and_leaves_the_others_alone(engine, dtype):
     graph, problem = tp.ring(6), problems.LeastSquares(6, dim=5)
     rule = algorithms.DSGD([0.001, 1.0, 0.002])
@@ -173,7 +179,7 @@ def test_a_users_own_rule_that_is_not_linear_runs_with_plain_operations():
         klatsch.simulate(problem, Sign(0.001), tp.ring(4), 5, engine="fused")
 
 
-@pytest.mark.parametrize("engine", ["torch", "fused"])
+@ENGINES
 def test_the_learning_rate_may_be_a_function_of_the_round(engine):
     graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4)
     result = klatsch.simulate(problem, algorithms.DSGD(lambda t: [0.01 / t, 0.001]), graph, 50, engine=engine)
@@ -252,6 +258,7 @@ def test_without_the_kernel_plain_operations_run(reason, monkeypatch, tmp_path):
         native.library.cache_clear()
 
 
+@KERNEL
 def test_the_kernel_is_built_once_and_never_in_a_folder_that_others_may_write_to(monkeypatch, tmp_path):
     native.library.cache_clear()
     folder = tmp_path / "cache"
@@ -327,3 +334,14 @@ def test_on_a_gpu_the_numbers_are_the_same(rule, device, engine):
             there = klatsch.simulate(problem, RULES[rule]([0.001, 0.002]), graph, 150, device=device, engine=engine)
             assert there.engine == ("cuda graph" if engine == "auto" else "torch")
             torch.testing.assert_close(there.output.cpu(), here.output, rtol=1e-9, atol=1e-11)
+
+
+def test_draws_of_the_past_are_forgotten():
+    gradients = Gradients(problems.LeastSquares(3, dim=2))
+    gradients.chunk = 10
+    with ThreadPoolExecutor(1) as pool:
+        for done in range(0, 200, 10):
+            expected = gradients.problem.draw(torch.arange(done + 1, done + 11))
+            assert torch.equal(gradients.drawn(done, done + 10), expected)
+            gradients.draw_next(done, pool)
+            assert len(gradients._chunks) <= 2

@@ -46,7 +46,7 @@ class Polynomial:
 
     def alpha(self, t: Any) -> Any:
         """The product t (t + 1) ... (t + p - 1); 1 for p = 0."""
-        product = t * 0.0 + 1.0
+        product: Any = 1.0
         for k in range(self.p):
             product = product * (t + k)
         return product
@@ -71,11 +71,11 @@ class Fixed:
 
     def alpha(self, t: Any) -> Any:
         """1, at every round."""
-        return t * 0.0 + 1.0
+        return 1.0
 
     def delta(self, t: Any) -> Any:
         """1 - gamma, at every round."""
-        return t * 0.0 + (1.0 - self.gamma)
+        return 1.0 - self.gamma
 
     def __str__(self) -> str:
         return f"fixed({self.gamma:g})" if isinstance(self.gamma, float) else "fixed(per column)"

@@ -37,15 +37,18 @@ class GraphRounds:
         period = plain.mix.period
         self.rounds = period * -(-ROUNDS // period)
         device = state[0].device
-        self._t = torch.zeros(self.rounds, dtype=torch.float64, device=device)
-        self._drawn: Tensor = self.problem.draw(torch.arange(1, self.rounds + 1))
+        # A chunk of draws holds whole graphs, so that filling one is a copy and no computation.
+        plain.gradients.chunk = self.rounds * -(-plain.gradients.chunk // self.rounds)
+        self._numbers = torch.arange(1, self.rounds + 1, dtype=torch.float64, device=device)
+        self._t = self._numbers.clone()
+        self._drawn = plain.gradients.drawn(0, self.rounds).clone()
         self._rates = self._schedule(0).to(device)
         self._state = type(state)(*(None if v is None else v.clone() for v in state))
         self._graph = self._capture()
 
     def advance(self, state: Any, done: int, until: int) -> Any:
         """Rounds done + 1 to until."""
-        aligned = min(until, -(-done // self.plain.mix.period) * self.plain.mix.period)
+        aligned = min(until, -(-done // self.rounds) * self.rounds)
         state = self.plain.advance(state, done, aligned)
         replays = (until - aligned) // self.rounds
         if replays:
@@ -79,10 +82,10 @@ class GraphRounds:
         self._copy(state)
 
     def _fill(self, done: int) -> None:
-        numbers = torch.arange(done + 1, done + self.rounds + 1)
-        self._t.copy_(numbers)
-        self._drawn.copy_(self.problem.draw(numbers))
-        self._rates.copy_(self._schedule(done))
+        torch.add(self._numbers, done, out=self._t)
+        self._drawn.copy_(self.plain.gradients.drawn(done, done + self.rounds))
+        if self._rates.numel():
+            self._rates.copy_(self._schedule(done))
 
     def _schedule(self, done: int) -> Tensor:
         """The learning rates of the next rounds, (rounds, columns, 1); nothing if the learning rate does not change."""

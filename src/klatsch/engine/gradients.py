@@ -29,7 +29,7 @@ class Gradients:
         """What was drawn for rounds done + 1 to until, which lie in one chunk."""
         number = done // self.chunk
         if number not in self._chunks:
-            self._chunks = {k: v for k, v in self._chunks.items() if k == number - 1}
+            self._keep(number)
             self._chunks[number] = Future()
             self._chunks[number].set_result(self._draw(number))
         return self._chunks[number].result()[done - number * self.chunk : until - number * self.chunk]
@@ -38,7 +38,12 @@ class Gradients:
         """Let someone else draw the chunk after the one that round done + 1 lies in."""
         number = done // self.chunk + 1
         if number not in self._chunks:
+            self._keep(number)
             self._chunks[number] = executor.submit(self._draw, number)
+
+    def _keep(self, number: int) -> None:
+        """Forget all chunks but this one and the one before."""
+        self._chunks = {k: v for k, v in self._chunks.items() if k in (number - 1, number)}
 
     def _draw(self, number: int) -> Tensor:
         first = number * self.chunk + 1

@@ -63,7 +63,7 @@ def _tensor(Q: csr_array, dtype: torch.dtype, device: torch.device, dense: bool)
     if dense:
         return torch.tensor(Q.toarray(), dtype=dtype, device=device)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta|invariant checks are)")
         return torch.sparse_csr_tensor(
             torch.tensor(Q.indptr.astype(np.int32)),
             torch.tensor(Q.indices.astype(np.int32)),

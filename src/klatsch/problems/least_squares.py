@@ -85,9 +85,9 @@ class LeastSquares:
         self.columns = C
         self.sigma = sigma.expand(C).contiguous()
         self._quadratic = Quadratic(H, rows, scale.expand(C, -1).contiguous(), self.sigma / H.shape[-1] ** 0.5)
+        self._offset: Tensor = self._quadratic.scale @ rows  # (M, C, d): the gradients at 0
         self._mean_H: Tensor = H.mean(0)
-        offset = self._quadratic.scale @ rows.mean(0)  # (C, d): the mean gradient at 0
-        self.optimum: Tensor = -torch.linalg.lstsq(self._mean_H, offset.mT, driver="gelsd").solution.mT
+        self.optimum: Tensor = -torch.linalg.lstsq(self._mean_H, self._offset.mean(0).mT, driver="gelsd").solution.mT
         self._fingerprint = core.digest(*self._quadratic, seed)
 
     # --- what the theory asks of a problem ---------------------------------------------------------------------
@@ -132,9 +132,8 @@ class LeastSquares:
 
     def gradient(self, x: Tensor, drawn: Tensor | None) -> Tensor:
         """The gradients at x, (M, C, d), exact where nothing is drawn."""
-        q = self._quadratic
-        g = x @ q.H + q.scale @ q.rows
-        return g if drawn is None else g + q.noise[:, None] * drawn[:, None, :]
+        g = torch.baddbmm(self._offset, x, self._quadratic.H)  # few operations: on a GPU each one is a launch
+        return g if drawn is None else g.addcmul_(self._quadratic.noise[:, None], drawn[:, None, :])
 
     def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
         """Stochastic gradients of round t at x, (m, C, d) or (m, d), for these m nodes (all by default)."""
@@ -170,7 +169,8 @@ class LeastSquares:
         """The same problem with its tensors in another dtype or on another device."""
         other = copy.copy(self)
         other._quadratic = Quadratic(*(tensor.to(device, dtype) for tensor in self._quadratic))
-        other._mean_H, other.optimum = (v.to(device, dtype) for v in (self._mean_H, self.optimum))
+        own = (self._offset, self._mean_H, self.optimum)
+        other._offset, other._mean_H, other.optimum = (v.to(device, dtype) for v in own)
         return other
 
     def fingerprint(self) -> str:
