@@ -2,6 +2,10 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -199,6 +203,18 @@ def test_tables_fit_the_terminal(width, run_cli, monkeypatch):
     _, out, _ = run_cli("run", "--rules", "dat,decentlam", "-t", "one_peer_exponential,ring", "-n", 8, *QUICK)
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= width
+
+
+def test_an_interrupt_ends_a_comparison_at_once():
+    """A real process and a real Ctrl-C, with minutes of work ahead."""
+    command = [sys.executable, "-m", "klatsch", "run", "--steps", "5000000", "-n", "16,25,36", "--seeds", "5"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(8)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (out, err) == ("", "")
 
 
 def test_a_comparison_treats_all_rules_alike():

@@ -23,7 +23,7 @@ from klatsch.cli.terminal import number, option, print_json
 from klatsch.engine.progress import bars
 from klatsch.study import demo as demos
 from klatsch.study import figures
-from klatsch.study.compare import PAPER_GRID, Plan, Row, Told, compare, total_rounds
+from klatsch.study.compare import PAPER_GRID, Plan, Row, Told, compare, rounds_by_topology
 
 GRID = ",".join(f"{lr:g}" for lr in PAPER_GRID)
 
@@ -201,6 +201,7 @@ def _told(plan: Plan) -> Iterator[Told | None]:
     if not sys.stderr.isatty():
         yield None
         return
+    totals = rounds_by_topology(plan)
     with bars() as progress:
-        tasks = {name: progress.add_task(name, total=total_rounds(plan)) for name in plan.topologies}
+        tasks = {name: progress.add_task(name, total=total) for name, total in totals.items()}
         yield lambda name, rounds: progress.advance(tasks[name], rounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from klatsch.topology import Topology
 PAPER_GRID = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1)  # Section 5.1
 
 Told = Callable[[str, int], None]
+Job = tuple[str, str, Topology]  # the rule, the name of the topology, the graph
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,66 @@ def compare(plan: Plan, told: Told | None = None) -> tuple[list[Row], dict[str, 
     Raises:
         ValueError: nothing at all can be run; with the first reason.
     """
-    jobs: list[tuple[str, str, Topology]] = []
+    jobs, left_out = runnable(plan)
+    instances = {
+        (nodes, seed): problems.make(plan.problem, nodes, seed=seed, **plan.problem_options)
+        for nodes in {graph.size for _, _, graph in jobs}
+        for seed in range(plan.seeds)
+    }
+
+    stopped = threading.Event()
+
+    def tell(name: str, rounds: int) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        if told is not None:
+            told(name, rounds)
+
+    def run(job: Job) -> Row:
+        rule, name, graph = job
+        results = [
+            simulate(
+                instances[graph.size, seed],
+                _rule(plan, rule),
+                graph,
+                plan.steps,
+                record=plan.record,
+                dtype=plan.dtype,
+                device=plan.device,
+                progress=lambda rounds: tell(name, rounds),
+            )
+            for seed in range(plan.seeds)
+        ]
+        return Row(
+            rule=rule,
+            topology=name,
+            nodes=graph.size,
+            lrs=tuple(plan.lrs),
+            steps=tuple(results[0].steps),
+            curves=np.stack([result.metrics["distance"].numpy() for result in results]),
+            consensus=np.stack([result.metrics["Gamma"].numpy() for result in results]),
+            seconds=sum(result.seconds for result in results),
+        )
+
+    # Threads, since the time is spent in native code; the largest jobs first, so that none is left for the end.
+    largest_first = sorted(range(len(jobs)), key=lambda k: -jobs[k][2].size)
+    with quiet_threads(cores() if plan.device == "cpu" else 1) as pool:
+        try:
+            done = dict(zip(largest_first, pool.map(lambda k: run(jobs[k]), largest_first), strict=True))
+        except BaseException:  # Ctrl-C, or a run that failed: the others must not be waited for
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [done[k] for k in range(len(jobs))], left_out
+
+
+def runnable(plan: Plan) -> tuple[list[Job], dict[str, str]]:
+    """What a plan can run, and what is left out with the reason.
+
+    Raises:
+        ValueError: nothing at all can be run; with the first reason.
+    """
+    jobs: list[Job] = []
     left_out: dict[str, str] = {}
     for name in plan.topologies:
         for nodes in plan.nodes:
@@ -156,48 +217,13 @@ def compare(plan: Plan, told: Told | None = None) -> tuple[list[Row], dict[str, 
                     jobs.append((rule, name, graph))
     if not jobs:
         raise ValueError(next(iter(left_out.values())))
-    instances = {
-        (nodes, seed): problems.make(plan.problem, nodes, seed=seed, **plan.problem_options)
-        for nodes in {graph.size for _, _, graph in jobs}
-        for seed in range(plan.seeds)
-    }
-
-    def run(job: tuple[str, str, Topology]) -> Row:
-        rule, name, graph = job
-        results = [
-            simulate(
-                instances[graph.size, seed],
-                _rule(plan, rule),
-                graph,
-                plan.steps,
-                record=plan.record,
-                dtype=plan.dtype,
-                device=plan.device,
-                progress=(lambda rounds: told(name, rounds)) if told else False,
-            )
-            for seed in range(plan.seeds)
-        ]
-        return Row(
-            rule=rule,
-            topology=name,
-            nodes=graph.size,
-            lrs=tuple(plan.lrs),
-            steps=tuple(results[0].steps),
-            curves=np.stack([result.metrics["distance"].numpy() for result in results]),
-            consensus=np.stack([result.metrics["Gamma"].numpy() for result in results]),
-            seconds=sum(result.seconds for result in results),
-        )
-
-    # Threads, since the time is spent in native code; the largest jobs first, so that none is left for the end.
-    largest_first = sorted(range(len(jobs)), key=lambda k: -jobs[k][2].size)
-    with quiet_threads(cores() if plan.device == "cpu" else 1) as pool:
-        done = dict(zip(largest_first, pool.map(lambda k: run(jobs[k]), largest_first), strict=True))
-    return [done[k] for k in range(len(jobs))], left_out
+    return jobs, left_out
 
 
-def total_rounds(plan: Plan) -> int:
-    """The rounds of a plan on one topology, if nothing is left out."""
-    return plan.steps * plan.seeds * len(plan.nodes) * len(plan.rules)
+def rounds_by_topology(plan: Plan) -> dict[str, int]:
+    """How many rounds a plan will run on each topology."""
+    jobs, _ = runnable(plan)
+    return {name: plan.steps * plan.seeds * sum(job[1] == name for job in jobs) for name in plan.topologies}
 
 
 def _rule(plan: Plan, name: str) -> Any:
