@@ -25,12 +25,14 @@ def printed_by(code):
     return out.getvalue()
 
 
-@pytest.mark.parametrize("path, code", BLOCKS, ids=[f"{path.name}-{k}" for k, (path, _) in enumerate(BLOCKS)])
+@pytest.mark.parametrize(
+    "path, code", BLOCKS[1:], ids=[f"{path.name}-{k}" for k, (path, _) in enumerate(BLOCKS[1:], 1)]
+)
 def test_code_runs(path, code):
     printed_by(code)
 
 
-def test_the_readme_shows_what_its_ten_lines_print():
+def test_the_readme_shows_what_its_ten_lines_print():  # the first block
     readme = (ROOT / "README.md").read_text()
     code, shown = (re.search(rf"```{kind}\n(.*?)```", readme, re.S).group(1) for kind in ("python", "text"))
     assert len(code.splitlines()) <= 10

@@ -1,0 +1,127 @@
+"""Tracing: any rule that adds, scales and mixes becomes a program, and the kernel runs that program right."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+import klatsch
+from klatsch import algorithms, problems
+from klatsch import topology as tp
+from klatsch.engine.fused import assigned
+from klatsch.engine.trace import NotLinearError, coefficient_table, trace
+from tests.test_algorithms import RULES
+from tests.test_engine import KERNEL
+
+
+class RandomRule:
+    """A rule nobody would invent: random combinations, mixes and hand-overs between fields."""
+
+    def __init__(self, seed):
+        self.seed = seed
+        self.fields = int(np.random.default_rng(seed).integers(1, 5))
+        self.state = namedtuple("State", [f"f{k}" for k in range(self.fields)])
+
+    eager = ()
+
+    def init(self, x):
+        return self.state(*(x + k for k in range(self.fields)))
+
+    def query(self, state):
+        return state[self.seed % self.fields]
+
+    output = query
+
+    def update(self, state, grad, mix, t):
+        random = np.random.default_rng(self.seed)
+        known = [*state, 0.01 * grad] if random.random() < 0.5 else [*state, grad * 0.01]
+
+        def combination():
+            chosen = random.choice(len(known), size=int(random.integers(1, min(4, len(known)) + 1)), replace=False)
+            shares = random.dirichlet(np.ones(len(chosen)))
+            result = float(shares[0]) * known[chosen[0]] + 0 * known[chosen[0]]
+            for share, k in zip(shares[1:], chosen[1:], strict=True):
+                result = (
+                    result + known[k] * float(share) if random.random() < 0.5 else result - (-float(share)) * known[k]
+                )
+            return result
+
+        for _ in range(int(random.integers(1, 6))):
+            kind = random.random()
+            if kind < 0.4:
+                known += mix(*(known[int(k)] for k in random.choice(len(known), size=int(random.integers(1, 3)))))
+            elif kind < 0.6:
+                known += mix(combination())
+            else:
+                known.append(combination() * (1 - 1 / (t + 5)))
+        return self.state(*(known[int(k)] for k in random.choice(len(known), size=self.fields)))
+
+
+@KERNEL
+@pytest.mark.parametrize("seed", range(60))
+def test_random_rules_run_the_same_in_both_engines(seed):
+    rule = RandomRule(seed)
+    random = np.random.default_rng(1000 + seed)
+    graph = (tp.ring, tp.base_graph, tp.complete, tp.one_peer_exponential)[seed % 4](int(random.integers(1, 8)))
+    problem = problems.LeastSquares(
+        graph.size, dim=int(random.integers(1, 40)), noise=[1.0] * int(random.integers(1, 9))
+    )
+    plain, fused = (klatsch.simulate(problem, rule, graph, 25, record=[24], engine=e) for e in ("torch", "fused"))
+    for a, b in zip(plain.state, fused.state, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_buffers_are_never_overwritten_while_they_are_needed(seed):
+    """Run a program on the buffers assigned, with whole levels at once in the worst order for the rows."""
+    rule = RandomRule(seed)
+    program = trace(rule, rule.init(torch.zeros(1, 1, 2)), torch.ones(1, 1, 1))
+    buffer_of, turn, buffers, scratch = assigned(program)
+    assert sorted(turn) == list(range(buffers))
+    assert [turn[s] for s in range(program.fields)] == [buffer_of[r] for r in program.next_state]
+    assert all(-scratch <= b < buffers for b in buffer_of)
+    coefficients = coefficient_table(program, 1, 1, torch.float64)[0, :, 0]
+    nodes, random = 4, np.random.default_rng(seed)
+    P = random.dirichlet(np.ones(nodes), size=nodes)
+    start = random.normal(size=(program.fields + 1, nodes))
+    values = {k: start[k] for k in range(program.fields + 1)}  # the plain way: a place for every register
+    for operation in program.by_level():
+        values[operation.out] = _result(operation, coefficients, P, values)
+    memory = {b: np.full(nodes, np.nan) for b in range(-scratch, buffers)}
+    for k in range(program.fields):
+        memory[buffer_of[k]] = start[k].copy()
+    levels = sorted({0, *(program.level[operation.out] for operation in program.operations)})
+    for level in levels:  # as the kernel does: level by level, row by row
+        for i in range(nodes):
+            if level == 0:
+                memory[buffer_of[program.gradient]][i] = start[program.fields][i]
+            for operation in program.by_level():
+                if program.level[operation.out] == level:
+                    seen = {r: memory[buffer_of[r]] for r in operation.inputs}
+                    memory[buffer_of[operation.out]][i] = _result(operation, coefficients, P, seen)[i]
+    for register in program.next_state:
+        np.testing.assert_allclose(memory[buffer_of[register]], values[register], rtol=1e-12)
+
+
+def _result(operation, coefficients, P, values):
+    if operation.mixes:
+        return P @ values[operation.inputs[0]]
+    return sum(
+        float(coefficients[c]) * values[r] for c, r in zip(operation.coefficients, operation.inputs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if "sgp" not in name])
+def test_our_rules_are_linear_and_short(rule):
+    rule = RULES[rule]([0.1, 0.2])
+    program = trace(rule, rule.init(torch.zeros(3, 2, 4)), torch.ones(1, 1, 1))
+    assert len(program.operations) <= 7
+    assert max(len(operation.inputs) for operation in program.operations) <= 6
+
+
+@pytest.mark.parametrize("rule", ["sgp", "dat-sgp"])
+def test_push_sum_is_not(rule):
+    rule = algorithms.make(rule, lr=0.1)
+    with pytest.raises(NotLinearError):
+        trace(rule, rule.init(torch.zeros(3, 2, 4)), torch.ones(1, 1, 1))
