@@ -17,6 +17,11 @@ holed = np.where(np.arange(24).reshape(3, 4, 2) == 13, nan, 1.0)
 X, y = np.random.default_rng(0).normal(size=(20, 3)), np.arange(20) % 2
 
 
+class WrongShape(LeastSquares):
+    def gradient(self, x, drawn):
+        return super().gradient(x, drawn)[:, 0]
+
+
 def run(**changes):
     call = {
         "problem": LeastSquares(4, dim=3),
@@ -98,7 +103,11 @@ CASES = [
         "lr has 3 columns but momentum has 2",
         "same length",
     ),
-    (lambda: run(after=run(algorithm=algorithms.DSGD(0.1)), steps=9), "another rule", "same run"),
+    (lambda: run(after=run(algorithm=algorithms.DSGD(0.1)), steps=9), "another algorithm type", "same run"),
+    (lambda: run(after="foo"), "after is a str", "result"),
+    (lambda: run(device="meta"), "device = 'meta'", "cpu"),
+    (lambda: run(algorithm=algorithms.DSGD(lambda t: [0.1] * (2 + t % 2)), steps=9), "lr(2)", "at every round"),
+    (lambda: run(problem=WrongShape(4, dim=3)), "gradients of shape (4, 3)", "(nodes, columns, parameters)"),
     (lambda: run(after=run(), steps=5), "5 rounds are done", "give more"),
     (lambda: run().best("speed"), "no metric 'speed'", "distance"),
     # problems
@@ -108,6 +117,7 @@ CASES = [
     (lambda: LeastSquares(4, noise=[1, nan]), "noise = nan in column 1", "0 or a positive"),
     (lambda: LeastSquares(4, heterogeneity=inf), "heterogeneity = inf", "0 or a positive"),
     (lambda: LeastSquares(4, seed=-1), "seed = -1", "from 0 up"),
+    (lambda: LeastSquares(4, seed=2**63), "seed = 9223372036854775808", "from 0 up"),
     (lambda: LeastSquares(4, noise=[1, 2], heterogeneity=[1, 2, 3]), "2 columns and heterogeneity 3", "same number"),
     (lambda: LeastSquares(4).grad(torch.zeros(3, 1, 50), 1), "shape (3, 1, 50)", "(4, columns, 50)"),
     (lambda: LeastSquares.from_arrays(A, b[:2]), "b has (2, 4)", "(3, 4)"),

@@ -123,8 +123,10 @@ def test_a_finished_run_is_read_and_not_run_again(tmp_path):
 
 CHANGES = {
     "problem": {"problem": problems.LeastSquares(5, dim=4, seed=1)},
-    "algorithm": {"algorithm": algorithms.DAT([0.001, 0.003])},
-    "lr": {"algorithm": algorithms.DAT(lambda t: 0.001 * (1 + (t > 20)))},
+    "algorithm lr": {"algorithm": algorithms.DAT([0.001, 0.003])},
+    "algorithm averaging p": {"algorithm": algorithms.DAT([0.001, 0.002], averaging="linear")},
+    "algorithm type": {"algorithm": algorithms.DATD2([0.001, 0.002])},
+    "learning rates": {"algorithm": algorithms.DAT(lambda t: 0.001 * (1 + (t > 20)))},
     "topology": {"topology": tp.complete(5)},
     "steps": {"steps": 70},
     "record": {"record": [20, 60]},
@@ -136,7 +138,7 @@ if native.why_not() is None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_foreign_checkpoint_is_refused_by_name_and_left_alone(name, tmp_path):
-    simulate(tmp_path, **({"algorithm": algorithms.DAT(lambda t: 0.001)} if name == "lr" else {}))
+    simulate(tmp_path, **({"algorithm": algorithms.DAT(lambda t: 0.001)} if name == "learning rates" else {}))
     path = tmp_path / "run.safetensors"
     before = path.read_bytes()
     with pytest.raises(
@@ -147,7 +149,7 @@ def test_a_foreign_checkpoint_is_refused_by_name_and_left_alone(name, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["run.safetensors"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "text", "other"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "text", "other", "one bit", "header"])
 def test_a_damaged_checkpoint_is_refused_by_name_and_left_alone(damage, tmp_path):
     simulate(tmp_path)
     path = tmp_path / "run.safetensors"
@@ -157,11 +159,78 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_left_alone(damage, tmp_path
 
         content = save({"weights": torch.zeros(3)})
     else:
-        content = {"cut": whole[:-9], "empty": b"", "noise": os.urandom(500), "text": b"hello"}[damage]
+        content = {
+            "cut": whole[:-9],
+            "empty": b"",
+            "noise": os.urandom(500),
+            "text": b"hello",
+            "one bit": whole[:-20] + bytes([whole[-20] ^ 1]) + whole[-19:],
+            "header": whole.replace(b'\\"rounds\\": 60', b'\\"rounds\\": 50'),
+        }[damage]
+        assert content != whole
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"run\.safetensors is (damaged|no checkpoint).*move the file away"):
         simulate(tmp_path)
     assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("moment", [3, 11, 12, 60])
+def test_an_interrupt_at_any_moment_finds_a_consistent_run(moment, tmp_path):
+    """Also where the bar is told, after the state has moved on."""
+    told = []
+
+    def tell(rounds):
+        told.append(rounds)
+        if sum(told) >= moment and len(told) > 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(tmp_path, progress=tell, record=[3, 10, 11, 60])
+    whole = simulate(tmp_path, record=[3, 10, 11, 60], checkpoint=None)
+    resumed = simulate(tmp_path, record=[3, 10, 11, 60])
+    assert torch.equal(resumed.output, whole.output)
+    assert all(torch.equal(resumed.metrics[name], whole.metrics[name]) for name in whole.metrics)
+
+
+def test_a_checkpoint_that_cannot_be_written_shows_before_the_first_round(tmp_path):
+    for path in (tmp_path / "nowhere" / "run", tmp_path):
+        with pytest.raises(ValueError, match="folder that exists"):
+            simulate(tmp_path, checkpoint=path)
+    for every in (-1, float("nan"), "5"):
+        with pytest.raises(ValueError, match="checkpoint_every"):
+            simulate(tmp_path, checkpoint_every=every)
+
+
+def test_saves_come_on_time_also_late_in_a_run(tmp_path, monkeypatch):
+    """Log-spaced points leave long stretches at the end, which must not become one piece."""
+    pieces = []
+    monkeypatch.setattr("klatsch.engine.run.PIECE_SECONDS", 0.002)
+    simulate(tmp_path, steps=20_000, record=30, progress=pieces.append, checkpoint=None)
+    assert max(pieces) <= 128
+
+
+def test_another_start_is_another_run(tmp_path):
+    first = simulate(tmp_path, steps=30, record=[30], checkpoint=None)
+    simulate(tmp_path, after=first, record=[60])
+    other = type(first)(
+        **{**vars(first), "state": type(first.state)(*(v if v is None else v + 1 for v in first.state))}
+    )
+    with pytest.raises(ValueError, match="begun"):
+        simulate(tmp_path, after=other, record=[60])
+
+
+@pytest.mark.parametrize("name", ["problem", "algorithm lr", "topology", "dtype", "algorithm type"])
+def test_going_on_after_a_result_of_another_run_is_refused(name, tmp_path):
+    changes = {**CHANGES[name], "steps": 30, "record": [30], "checkpoint": None}
+    with pytest.raises(ValueError, match=f"another {name}"):
+        simulate(tmp_path, after=simulate(tmp_path, **changes))
+
+
+def test_a_finished_run_is_not_written_again(tmp_path):
+    simulate(tmp_path)
+    stamp = (tmp_path / "run.safetensors").stat().st_mtime_ns
+    simulate(tmp_path)
+    assert (tmp_path / "run.safetensors").stat().st_mtime_ns == stamp
 
 
 def test_a_state_that_does_not_fit_is_refused(tmp_path):

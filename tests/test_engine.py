@@ -1,10 +1,12 @@
 """The simulator: columns, engines, dtypes, recording, divergence, going on."""
 
-import contextlib
 import io
+import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import networkx as nx
+import numpy as np
 import pytest
 import torch
 
@@ -237,7 +239,7 @@ def test_record():
 
 @pytest.mark.parametrize("reason", ["switched off", "no compiler", "broken compiler"])
 def test_without_the_kernel_plain_operations_run(reason, monkeypatch, tmp_path):
-    native.library.cache_clear()
+    native._library.cache_clear()
     monkeypatch.setenv("KLATSCH_CACHE", str(tmp_path / "cache"))
     if reason == "switched off":
         monkeypatch.setenv("KLATSCH_NATIVE", "0")
@@ -255,29 +257,29 @@ def test_without_the_kernel_plain_operations_run(reason, monkeypatch, tmp_path):
         assert native.why_not()
         assert not list((tmp_path / "cache").glob("*.so")) if (tmp_path / "cache").exists() else True
     finally:
-        native.library.cache_clear()
+        native._library.cache_clear()
 
 
 @KERNEL
 def test_the_kernel_is_built_once_and_never_in_a_folder_that_others_may_write_to(monkeypatch, tmp_path):
-    native.library.cache_clear()
+    native._library.cache_clear()
     folder = tmp_path / "cache"
     monkeypatch.setenv("KLATSCH_CACHE", str(folder))
     try:
         native.library()
         (built,) = folder.iterdir()
         stamp = built.stat().st_mtime_ns
-        native.library.cache_clear()
+        native._library.cache_clear()
         native.library()
         assert [built] == list(folder.iterdir())
         assert built.stat().st_mtime_ns == stamp
-        native.library.cache_clear()
+        native._library.cache_clear()
         built.unlink()
         folder.chmod(0o777)
         native.library()
         assert not list(folder.iterdir())
     finally:
-        native.library.cache_clear()
+        native._library.cache_clear()
 
 
 class Terminal(io.StringIO):
@@ -325,15 +327,134 @@ def test_progress_may_be_a_function():
 
 @pytest.mark.parametrize("engine", ["auto", "torch"])
 @pytest.mark.parametrize("device", [CUDA])
-@pytest.mark.parametrize("rule", RULES)
-def test_on_a_gpu_the_numbers_are_the_same(rule, device, engine):
-    for graph in (tp.lazy(tp.ring(6)), tp.one_peer_exponential(6)):
-        with contextlib.suppress(ValueError):
-            problem = problems.LeastSquares(6, dim=9)
-            here = klatsch.simulate(problem, RULES[rule]([0.001, 0.002]), graph, 150)
-            there = klatsch.simulate(problem, RULES[rule]([0.001, 0.002]), graph, 150, device=device, engine=engine)
-            assert there.engine == ("cuda graph" if engine == "auto" else "torch")
-            torch.testing.assert_close(there.output.cpu(), here.output, rtol=1e-9, atol=1e-11)
+@pytest.mark.parametrize("rule, graph", TABLE)
+def test_on_a_gpu_the_numbers_are_the_same(rule, graph, device, engine):
+    graph = GRAPHS[graph]
+    problem = problems.LeastSquares(graph.size, dim=9)
+    small = 0.01 if "polynomial" in rule else 1.0
+    make = RULES[rule]
+    rules = [make([0.001 * small, 0.002 * small]), make(lambda t: [0.001 * small, 0.002 * small / t])]
+    for rule in rules:
+        here = klatsch.simulate(problem, rule, graph, 150)
+        there = klatsch.simulate(problem, rule, graph, 150, device=device, engine=engine)
+        assert there.engine == ("cuda graph" if engine == "auto" else "torch")
+        torch.testing.assert_close(there.output.cpu(), here.output, rtol=1e-9, atol=1e-11)
+
+
+LARGE = {
+    "ring": tp.ring(40),
+    "directed ring": tp.directed_ring(30),
+    "one peer": tp.one_peer_exponential(33),
+    "base graph": tp.base_graph(26),
+    "random": tp.erdos_renyi(50, p=0.1),
+    "pushing": tp.from_networkx(nx.gn_graph(30, seed=1).reverse().to_undirected().to_directed(), stochastic="columns"),
+    "arrows": tp.from_networkx(
+        nx.DiGraph([(k, (k + s) % 30) for k in range(30) for s in (1, 1 + k % 3)]), stochastic="columns"
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("graph", LARGE)
+def test_mixing_is_a_product_with_the_matrix_of_the_round(graph, dtype, dense, device, monkeypatch):
+    graph = LARGE[graph]
+    monkeypatch.setattr("klatsch.engine.mixing.DENSE_NODES", dict.fromkeys(("cpu", "cuda"), 1000 if dense else 0))
+    mix = StackedMix(graph, dtype, torch.device(device))
+    v = torch.randn(graph.size, 2, 3, dtype=dtype)
+    for t in (1, 2, 3, 9):
+        (mixed,) = mix(t, v.to(device))
+        expected = torch.tensordot(torch.tensor(graph.matrix(t).toarray()), v.double(), 1)
+        torch.testing.assert_close(
+            mixed.cpu().double(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-14
+        )
+
+
+class EveryThird(algorithms.DSGD):
+    """Local SGD: gossip in every third round only."""
+
+    def update(self, state, grad, mix, t):
+        w = state.w - self.lr * grad
+        return state._replace(w=mix(w)[0] if t % 3 == 0 else w)
+
+
+class WarmUp(algorithms.DSGD):
+    def update(self, state, grad, mix, t):
+        (w,) = mix(state.w - self.lr * min(1.0, math.sqrt(t) / 10) * grad)
+        return state._replace(w=w)
+
+
+class First(algorithms.DSGD):
+    def update(self, state, grad, mix, t):
+        (w,) = mix(state.w - (10 if t == 1 else 1) * self.lr * grad)
+        return state._replace(w=w)
+
+
+@pytest.mark.parametrize("rule", [EveryThird, WarmUp, First])
+@pytest.mark.parametrize("record", [[2, 4, 6, 8], [40], range(1, 41)])
+def test_rules_that_ask_about_the_round_run_with_plain_operations(rule, record):
+    problem, graph = problems.LeastSquares(5, dim=4), tp.ring(5)
+    result = klatsch.simulate(problem, rule([0.001, 0.002]), graph, 40, record=record)
+    plain = klatsch.simulate(problem, rule([0.001, 0.002]), graph, 40, record=record, engine="torch")
+    assert result.engine == "torch"
+    assert torch.equal(result.output, plain.output)
+
+
+@KERNEL
+def test_a_rule_with_a_memory_of_its_own_is_found_out():
+    class Counting(algorithms.DSGD):
+        calls = 0
+
+        def update(self, state, grad, mix, t):
+            Counting.calls += 1
+            w = state.w - self.lr * grad
+            return state._replace(w=mix(w)[0] if Counting.calls % 2 else mix(mix(w)[0])[0])
+
+    with pytest.raises(ValueError, match=r"Counting took other steps.*engine='torch'"):
+        klatsch.simulate(problems.LeastSquares(4, dim=3), Counting(0.001), tp.ring(4), 50)
+
+
+@KERNEL
+def test_a_rule_of_too_many_steps_runs_with_plain_operations():
+    class Often(algorithms.DSGD):
+        def update(self, state, grad, mix, t):
+            w = state.w - self.lr * grad
+            for _ in range(70):
+                (w,) = mix(w)
+            return state._replace(w=w)
+
+    assert klatsch.simulate(problems.LeastSquares(4, dim=3), Often(0.001), tp.ring(4), 9).engine == "torch"
+
+
+def test_a_subclass_with_a_gradient_of_its_own_means_it():
+    class Clipped(problems.LeastSquares):
+        def gradient(self, x, drawn):
+            return super().gradient(x, drawn).clamp(-1, 1)
+
+    results = [
+        klatsch.simulate(Clipped(4, dim=3), algorithms.DSGD(0.01), tp.ring(4), 50, record=[50], engine=engine)
+        for engine in ("auto", "torch")
+    ]
+    assert torch.equal(results[0].output, results[1].output)
+
+
+def test_runs_in_several_threads_do_not_disturb_each_other():
+    problem, graph = problems.LeastSquares(6, dim=8), tp.ring(6)
+    alone = [klatsch.simulate(problem, RULES[rule](0.001), graph, 300).output for rule in ("dat", "gt", "dsgd")]
+    with ThreadPoolExecutor(3) as pool:
+        together = list(
+            pool.map(
+                lambda rule: klatsch.simulate(problem, RULES[rule](0.001), graph, 300).output, ("dat", "gt", "dsgd")
+            )
+        )
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_numpy_numbers_are_numbers():
+    problem = problems.LeastSquares(np.int64(4), dim=np.int64(3), seed=np.int32(2))
+    result = klatsch.simulate(problem, algorithms.DSGD(np.float32(0.01)), tp.ring(4), np.int64(20))
+    assert result.rounds == 20
 
 
 def test_draws_of_the_past_are_forgotten():

@@ -40,7 +40,7 @@ def test_a_node_asked_alone_sees_its_row(kind):
 @every_problem
 def test_rounds_nodes_and_seeds_draw_differently_and_repeat(kind):
     problem, other = MAKE[kind](5), MAKE[kind](5, seed=1)
-    x = torch.ones(5, 1, 6, dtype=torch.float64)
+    x = torch.ones(5, problem.columns, 6, dtype=torch.float64)
     assert torch.equal(problem.grad(x, 3), problem.grad(x, 3))
     assert not torch.equal(problem.grad(x, 3), problem.grad(x, 4))
     assert not torch.equal(problem.draw(torch.tensor([3])), other.draw(torch.tensor([3])))
@@ -171,6 +171,22 @@ def test_partition(nodes, alpha):
         assert not np.array_equal(shards, dirichlet(labels, nodes, alpha, seed=4))
         largest = np.mean([np.bincount(labels[shard]).max() / len(shard) for shard in shards])
         assert largest > 0.6 if alpha <= 0.1 else largest < 0.35 if alpha == 100 else True
+
+
+@every_problem
+def test_a_rank_may_ask_with_a_plain_vector_of_any_dtype(kind):
+    problem = MAKE[kind](4)
+    x = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    if problem.columns > 1:
+        with pytest.raises(ValueError, match=r"shape \(6,\); give \(1, 2, 6\)"):
+            problem.grad(x, 5, nodes=[2])
+        return
+    whole = problem.grad(x.expand(4, 1, 6), 5)
+    assert torch.equal(problem.grad(x, 5, nodes=[2]), whole[2, 0])
+    assert torch.equal(problem.grad(x.expand(4, 6), 5), whole[:, 0])
+    rough = problem.grad(x.float(), 5, nodes=[2])
+    assert rough.dtype == torch.float32
+    torch.testing.assert_close(rough, whole[2, 0].float(), rtol=1e-4, atol=1e-4)
 
 
 def test_draws_are_normal_and_independent():

@@ -57,7 +57,7 @@ def hyper(name: str, value: object, holds: Callable[[Any], Any], wanted: str) ->
     wrong = ~(torch.isfinite(column) & holds(column))
     if wrong.any():
         raise ValueError(f"{name} = {column[wrong][0].item():g} in column {int(wrong.nonzero()[0])}; give {wanted}")
-    return column[:, None]
+    return column[:, None] if len(column) > 1 else float(column)  # one column is no columns: ranks hold plain vectors
 
 
 def count(*objects: object) -> int:
@@ -108,8 +108,8 @@ def described(thing: object) -> object:
     if isinstance(thing, Tensor):
         return thing.flatten().tolist()
     if callable(thing):
-        return f"function {getattr(thing, '__qualname__', type(thing).__name__)}"
-    return thing
+        return "a function"  # told apart by what it returns, not by its name
+    return thing if isinstance(thing, str | int | float | bool | None) else repr(thing)
 
 
 def _tensors(thing: object) -> Iterator[tuple[str, Tensor]]:

@@ -42,9 +42,10 @@ class GraphRounds:
         self._numbers = torch.arange(1, self.rounds + 1, dtype=torch.float64, device=device)
         self._t = self._numbers.clone()
         self._drawn = plain.gradients.drawn(0, self.rounds).clone()
-        self._rates = self._schedule(0).to(device)
         self._state = type(state)(*(None if v is None else v.clone() for v in state))
-        self._graph = self._capture()
+        self._rates = self._schedule(0)
+        with torch.cuda.device(device):
+            self._graph = self._capture()
 
     def advance(self, state: Any, done: int, until: int) -> Any:
         """Rounds done + 1 to until."""
@@ -53,9 +54,10 @@ class GraphRounds:
         replays = (until - aligned) // self.rounds
         if replays:
             self._copy(state)
-            for k in range(replays):
-                self._fill(aligned + k * self.rounds)
-                self._graph.replay()
+            with torch.cuda.device(self._t.device):
+                for k in range(replays):
+                    self._fill(aligned + k * self.rounds)
+                    self._graph.replay()
             state = type(state)(*(None if v is None else v.clone() for v in self._state))
         return self.plain.advance(state, aligned + replays * self.rounds, until)
 
@@ -92,14 +94,9 @@ class GraphRounds:
         lr = getattr(self.plain.rule, "lr", None)
         if not callable(lr):
             return torch.zeros(0)
-        rates = [
-            torch.as_tensor(lr(t), dtype=torch.float64).reshape(-1, 1) for t in range(done + 1, done + self.rounds + 1)
-        ]
-        return torch.stack(rates).to(self._t.device, self._state_dtype())
-
-    def _state_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.problem.start().dtype
-        return dtype
+        first = next(v for v in self._state if v is not None)
+        rates = [torch.as_tensor(lr(t)).to(first).reshape(-1, 1) for t in range(done + 1, done + self.rounds + 1)]
+        return torch.stack([v.expand(first.shape[1], 1) for v in rates])
 
     def _copy(self, source: Any) -> None:
         for mine, other in zip(self._state, source, strict=True):

@@ -1,32 +1,22 @@
-"""The state of a run in one file: safetensors with a JSON header, written atomically, refused if damaged or foreign."""
+"""A run in one file: safetensors with a header and a checksum, written atomically, refused if damaged or foreign."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from klatsch.engine.run import Run, Snapshot
 from klatsch.files import write_atomically
 
 FORMAT = "klatsch simulation 1"
 REMEDY = "move the file away or choose another checkpoint path"
-
-
-@dataclass
-class Snapshot:
-    """A run after `rounds` rounds."""
-
-    state: Any  # the rule's NamedTuple
-    diverged: Tensor  # (C,), bool
-    rounds: int = 0
-    seconds: float = 0.0
-    piece: int = 64  # rounds to run at a time, until the bar moves or the clock is looked at; found as the run goes
-    metrics: dict[str, list[Tensor]] = field(default_factory=dict)  # one (C,) per point so far
 
 
 class Saver:
@@ -34,55 +24,65 @@ class Saver:
 
     Args:
         path: the file, or None.
-        run: what determines the result, as plain data; a run with any other value does not go on from this file.
         every: seconds between two saves.
+        identity: what determines the result, as plain data; a run with any other does not go on from this file.
+
+    Raises:
+        ValueError: nothing can be written there, which shows before the first round.
     """
 
-    def __init__(self, path: Path | None, run: dict[str, Any], every: float) -> None:
-        self.path, self.run, self.every = path, run, every
-        self._last = time.monotonic()
+    def __init__(self, path: str | Path | None, every: float, identity: dict[str, Any]) -> None:
+        self.path = None if path is None else Path(path)
+        self.every, self.identity = every, identity
+        if isinstance(every, bool) or not isinstance(every, int | float) or not 0 <= every < math.inf:
+            raise ValueError(f"checkpoint_every = {every!r}; give a number of seconds from 0 up")
+        if self.path is not None and (self.path.is_dir() or not self.path.parent.is_dir()):
+            raise ValueError(f"checkpoint = {path}: give the name of a file in a folder that exists")
+        self._last, self._rounds = time.monotonic(), -1
 
-    def perhaps(self, snapshot: Snapshot) -> None:
+    def perhaps(self, run: Run) -> None:
         """Save if it is time."""
-        if self.path is not None and time.monotonic() - self._last >= self.every:
-            self.now(snapshot)
+        if time.monotonic() - self._last >= self.every:
+            self.now(run)
 
-    def now(self, snapshot: Snapshot) -> None:
-        """Save."""
-        if self.path is not None:
-            save(self.path, self.run, snapshot)
-            self._last = time.monotonic()
+    def now(self, run: Run) -> None:
+        """Save, unless the file holds just this."""
+        if self.path is not None and run.now.rounds != self._rounds:
+            save(self.path, self.identity, run)
+            self._last, self._rounds = time.monotonic(), run.now.rounds
+
+    def restored(self, fresh: Any) -> Run | None:
+        """The run in the file, or None if there is no file; `fresh` is a state of the run, for names and shapes."""
+        if self.path is None or not self.path.exists():
+            return None
+        run = load(self.path, self.identity, fresh)
+        self._rounds = run.now.rounds
+        return run
 
 
-def save(path: Path, run: dict[str, Any], snapshot: Snapshot) -> None:
-    """Write a snapshot to a file that is whole or absent."""
+def save(path: Path, identity: dict[str, Any], run: Run) -> None:
+    """Write a run to a file that is whole or absent."""
     from safetensors.torch import save as pack
 
-    tensors = {f"state.{name}": value for name, value in snapshot.state._asdict().items() if value is not None}
-    tensors |= {f"metric.{name}": torch.stack(values) for name, values in snapshot.metrics.items()}
-    tensors["diverged"] = snapshot.diverged
-    header = {"format": FORMAT, "rounds": snapshot.rounds, "seconds": snapshot.seconds, "run": run}
+    now = run.now
+    tensors = {f"state.{name}": value for name, value in now.state._asdict().items() if value is not None}
+    tensors |= {f"metric.{name}": values for name, values in run.metrics.items()}
+    tensors["diverged"] = now.diverged
     # clone: safetensors refuses tensors that share memory, as w and x do at the start
-    packed = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    write_atomically(path, pack(packed, metadata={"klatsch": json.dumps(header)}))
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    header = {"format": FORMAT, "rounds": now.rounds, "seconds": now.seconds, "points": now.points, "run": identity}
+    header["sha256"] = digest(tensors, header)
+    write_atomically(path, pack(tensors, metadata={"klatsch": json.dumps(header)}))
 
 
-def load(path: Path, run: dict[str, Any], fresh: Any) -> Snapshot | None:
-    """Read a snapshot of this very run, or None if there is no file.
-
-    Args:
-        path: the file.
-        run: what determines the result, as plain data.
-        fresh: a state of the run, which says what fields there are, of which shape, dtype and device.
+def load(path: Path, identity: dict[str, Any], fresh: Any) -> Run:
+    """Read a run.
 
     Raises:
         ValueError: the file is damaged, or of another run; it says which setting differs, and leaves the file alone.
     """
-    if not path.exists():
-        return None
     header, tensors = _read(path)
-    here = json.loads(json.dumps(run))
-    there = header["run"]
+    here, there = json.loads(json.dumps(identity)), header["run"]
     for name in {**here, **there}:
         if here.get(name) != there.get(name):
             raise ValueError(
@@ -95,10 +95,19 @@ def load(path: Path, run: dict[str, Any], fresh: Any) -> Snapshot | None:
         if getattr(value, "shape", None) != getattr(saved, "shape", None):
             raise ValueError(f"{path} is damaged: the field {name} of the state does not fit; {REMEDY}")
         fields[name] = None if saved is None else saved.to(value)
-    metrics = {key.removeprefix("metric."): list(v) for key, v in tensors.items() if key.startswith("metric.")}
-    return Snapshot(
-        type(fresh)(**fields), tensors["diverged"].to(torch.bool), header["rounds"], header["seconds"], metrics=metrics
-    )
+    state, diverged = type(fresh)(**fields), tensors["diverged"].to(torch.bool)
+    names = [name for name in tensors if name.startswith("metric.")]
+    rows = [{name.removeprefix("metric."): tensors[name][k] for name in names} for k in range(header["points"])]
+    return Run(Snapshot(state, diverged, header["rounds"], header["seconds"], header["points"]), rows)
+
+
+def digest(tensors: dict[str, Tensor], facts: dict[str, Any]) -> str:
+    """SHA-256 of tensors on the CPU, by name, and of plain facts."""
+    hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name in sorted(tensors):
+        hashed.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+        hashed.update(tensors[name].contiguous().numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -112,6 +121,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(f"{path} is damaged or no checkpoint ({error}); {REMEDY}") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(f"{path} is no checkpoint of this version of klatsch; {REMEDY}")
+    if header.pop("sha256", None) != digest(tensors, header):
+        raise ValueError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
     return header, tensors
 
 

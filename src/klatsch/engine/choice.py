@@ -11,6 +11,7 @@ from klatsch.engine.rounds import Rounds, TorchRounds
 from klatsch.engine.trace import NotLinearError
 from klatsch.topology import Topology
 
+QUADRATIC = ("quadratic", "gradient", "draw")
 ENGINES = ("auto", "torch", "fused", "cuda graph")
 
 
@@ -36,7 +37,7 @@ def fastest(engine: str, plain: TorchRounds, algorithm: Algorithm, topology: Top
             if where != "cuda":
                 raise ValueError("it runs on a GPU only, with device='cuda'")
             return GraphRounds(plain, state)
-        except ValueError as reason:
+        except (ValueError, RuntimeError) as reason:  # RuntimeError: something that cannot be captured
             if engine == "cuda graph":
                 raise ValueError(f"engine = 'cuda graph' cannot run this: {reason}; use engine='auto'") from None
     return plain
@@ -46,7 +47,8 @@ def _fused(plain: TorchRounds, algorithm: Algorithm, topology: Topology, state: 
     problem = plain.gradients.problem
     if state[0].device.type != "cpu":
         raise ValueError("it runs on the CPU only")
-    if not hasattr(problem, "quadratic") or not plain.gradients.draws_ahead:
+    parts = [next((kind for kind in type(problem).__mro__ if name in vars(kind)), None) for name in QUADRATIC]
+    if None in parts or len(set(parts)) > 1:  # a subclass with a gradient of its own means that gradient
         raise ValueError(f"{type(problem).__name__} is no quadratic problem")
     if not topology.row_stochastic:
         raise ValueError(f"the rows of {topology.name} do not sum to 1")

@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 
 import klatsch.columns as cols
 from klatsch.algorithms import Algorithm
-from klatsch.algorithms.core import rate
 from klatsch.engine import native
 from klatsch.engine.gradients import Gradients
 from klatsch.engine.mixing import exact_weights
+from klatsch.engine.rounds import scheduled
 from klatsch.engine.threads import quiet_threads
-from klatsch.engine.trace import Program, coefficient_table, trace
+from klatsch.engine.trace import NotLinearError, Program, coefficient_table, trace
 from klatsch.topology import Topology
 
 WIDEST = 64  # bytes of the widest vector, which the kernel may read past the end of H
-MOST_INPUTS = 6
+MOST_INPUTS, MOST_REGISTERS = 6, 64  # what the kernel has room for
 CACHE = 2 << 20  # bytes of the second-level cache of a core, on machines of these years
 
 
@@ -53,7 +53,11 @@ class FusedRounds:
         self.dtype = used[0].dtype
         library = native.library()
         kernel = library.klatsch_rounds_f32 if self.dtype == torch.float32 else library.klatsch_rounds_f64
-        program = self._trace(1, 2)
+        if any(v.shape != used[0].shape for v in used):
+            raise NotLinearError("the fields of the state differ in shape")
+        program = self._program = self._trace(1, 3)
+        if len(program.level) > MOST_REGISTERS or max(len(o.inputs) for o in program.operations) > MOST_INPUTS:
+            raise NotLinearError(f"the rule takes more than {MOST_REGISTERS} steps, or {MOST_INPUTS} vectors in one")
         quadratic = gradients.problem.quadratic()
         H = _aligned(quadratic.H.shape, quadratic.H.numpy().dtype, behind=WIDEST)
         H[...] = quadratic.H.numpy()
@@ -75,7 +79,7 @@ class FusedRounds:
             block.load(used)
         while done < until:
             end = min(until, (done // self.gradients.chunk + 1) * self.gradients.chunk)
-            table = coefficient_table(self._trace(done + 1, end + 1), end - done, self.columns, self.dtype).numpy()
+            table = self._table(done, end)
             drawn = np.ascontiguousarray(self.gradients.drawn(done, end).numpy())
             running = [self._pool.submit(block.run, table, drawn, done) for block in self._blocks]
             self.gradients.draw_next(done, self._drawer)  # while the blocks are running
@@ -89,13 +93,24 @@ class FusedRounds:
         fields = iter(results)
         return type(state)(*(None if v is None else torch.from_numpy(next(fields)) for v in state))
 
+    def _table(self, done: int, until: int) -> NDArray[Any]:
+        """The coefficients of rounds done + 1 to until, (rounds, coefficients, C)."""
+        rounds = max(2, until - done)
+        program = self._trace(done + 1, done + rounds + 1)
+        if (program.operations, program.next_state) != (self._program.operations, self._program.next_state):
+            raise ValueError(
+                f"{type(self.algorithm).__name__} took other steps in round {done + 1} than before; a rule must depend "
+                "on nothing but its arguments, or be run with engine='torch'"
+            )
+        return coefficient_table(program, rounds, self.columns, self.dtype)[: until - done].numpy()
+
     def _trace(self, first: int, beyond: int) -> Program:
         """The rule as a program, with coefficients for the rounds from `first` up to but not including `beyond`."""
         times = torch.arange(first, beyond, dtype=torch.float64)[:, None, None]
         rule = cols.mapped(self.algorithm, lambda v: v.double().cpu())
         if callable(schedule := getattr(rule, "lr", None)):
-            rates = [rate(schedule, t) for t in range(first, beyond)]
-            rule = cols.replaced(rule, lr=torch.stack([torch.as_tensor(v).double().reshape(-1, 1) for v in rates]))
+            rates = [torch.as_tensor(scheduled(schedule, t, self.columns)).double() for t in range(first, beyond)]
+            rule = cols.replaced(rule, lr=torch.stack([v.reshape(-1, 1).expand(self.columns, 1) for v in rates]))
         return trace(rule, self._state, times)
 
 

@@ -36,34 +36,42 @@ class Job(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in NUMBERS] + [(name, ctypes.c_void_p) for name in POINTERS]
 
 
-@functools.cache
 def library() -> ctypes.CDLL:
     """The kernel.
 
     Raises:
         OSError: it cannot be built or loaded here; with the reason.
     """
-    if os.environ.get("KLATSCH_NATIVE") == "0":
-        raise OSError("it is turned off by KLATSCH_NATIVE=0")
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        raise OSError("there is no C compiler; install gcc or clang")
-    built = _folder() / f"rounds-{_key(compiler)}.so"
-    if not built.exists():
-        _build(compiler, built)
-    kernel = ctypes.CDLL(str(built))
-    for function in (kernel.klatsch_rounds_f32, kernel.klatsch_rounds_f64):
-        function.argtypes, function.restype = [ctypes.POINTER(Job)], ctypes.c_int
-    return kernel
+    found = _library()
+    if isinstance(found, str):
+        raise OSError(found)
+    return found
 
 
 def why_not() -> str | None:
     """The reason why there is no kernel, or None if there is one."""
+    found = _library()
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """The kernel, or the reason why there is none; asked once, since a compiler that fails would fail again."""
+    if os.environ.get("KLATSCH_NATIVE") == "0":
+        return "it is turned off by KLATSCH_NATIVE=0"
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        return "there is no C compiler; install gcc or clang"
     try:
-        library()
-    except OSError as error:
+        built = _folder() / f"rounds-{_key(compiler)}.so"
+        if not built.exists():
+            _build(compiler, built)
+        kernel = ctypes.CDLL(str(built))
+        for function in (kernel.klatsch_rounds_f32, kernel.klatsch_rounds_f64):
+            function.argtypes, function.restype = [ctypes.POINTER(Job)], ctypes.c_int
+    except (OSError, AttributeError) as error:
         return str(error)
-    return None
+    return kernel
 
 
 def _build(compiler: str, target: Path) -> None:

@@ -31,6 +31,7 @@ class Result:
     engine: str  # "fused", "cuda graph" or "torch"
     state: Any = field(repr=False)  # the rule's state after the last round, to go on from
     rounds: int = 0  # rounds done
+    origin: dict[str, Any] = field(default_factory=dict, repr=False)  # what tells this run from others
 
     def best(self, metric: str = "distance") -> int:
         """The column with the smallest final value of a metric; the first of equals."""
@@ -67,7 +68,8 @@ def measure(problem: Any, algorithm: Algorithm, state: Any, grad: Tensor) -> dic
     found = problem.metrics(algorithm.output(state))
     found |= {"Gamma": spread(query), "Xi": spread(iterate), "Psi": spread(grad)}
     return {
-        name: torch.nan_to_num(value.double().cpu(), nan=torch.inf, posinf=torch.inf) for name, value in found.items()
+        name: torch.nan_to_num(value.double().cpu(), nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
+        for name, value in found.items()
     }
 
 

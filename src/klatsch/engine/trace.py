@@ -135,11 +135,14 @@ def trace(rule: Any, state: Any, t: Tensor) -> Program:
     Args:
         rule: the rule, with hyper-parameters as numbers or tensors that broadcast against (len(t), C, 1).
         state: a state, for the names of its fields.
-        t: rounds, (len(t), 1, 1): the coefficients are found for all of them at once.
+        t: rounds, (len(t), 1, 1): the coefficients are found for all of them at once. Two or more, so that a rule which
+            asks about a single round (`if t == 1`) shows that it cannot be traced.
 
     Raises:
         NotLinearError: the rule cannot be written that way.
     """
+    if not hasattr(state, "_fields"):
+        raise NotLinearError("the state is no NamedTuple")
     used = [name for name in state._fields if getattr(state, name) is not None]
     program = Program(fields=len(used))
     symbols = {name: Symbol(program, {program.new_register(0): 1.0}) for name in used}
@@ -157,8 +160,10 @@ def trace(rule: Any, state: Any, t: Tensor) -> Program:
             if register in program.next_state:  # two fields with one value need two places
                 register = program.combine({register: 1.0})
             program.next_state.append(register)
-    except (TypeError, AttributeError) as error:
-        raise NotLinearError(str(error)) from error
+    except NotLinearError:
+        raise
+    except Exception as error:  # whatever a rule does to symbols or to a tensor of rounds that it cannot do
+        raise NotLinearError(f"the rule cannot be written as linear steps ({error})") from error
     if program.query >= program.fields:
         raise NotLinearError("the query point is not a field of the state")
     return program

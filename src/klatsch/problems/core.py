@@ -86,15 +86,28 @@ def chosen(nodes: Sequence[int] | None, count: int) -> Tensor:
     return numbers
 
 
+def points(x: Tensor, nodes: int, dim: int, columns: int) -> Tensor:
+    """Points as (nodes, C, d), where (nodes, d) and, for a single node, (d,) are allowed too.
+
+    Raises:
+        ValueError: x has another shape, or leaves open which column is meant.
+    """
+    wanted = f"({nodes}, {columns}, {dim})" if columns > 1 else f"({nodes}, columns, {dim}) or ({nodes}, {dim})"
+    fits = x.ndim in (1, 2, 3) and x.shape[-1] == dim and (x.shape[0] == nodes if x.ndim > 1 else nodes == 1)
+    if not fits or (columns > 1 and (x.ndim < 3 or x.shape[1] != columns)):
+        raise ValueError(f"x has shape {tuple(x.shape)}; give {wanted}")
+    return x.reshape(nodes, -1, dim)
+
+
 def whole(name: str, value: object, least: int) -> int:
     """A whole number from `least` up.
 
     Raises:
         ValueError: it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value < 1 << 63:
         raise ValueError(f"{name} = {value!r}; give a whole number from {least} up")
-    return value
+    return int(value)
 
 
 def digest(*parts: Tensor | int) -> str:

@@ -35,7 +35,7 @@ class LeastSquares:
 
     def __init__(self, nodes: int, dim: int = 50, noise: Any = 1.0, heterogeneity: Any = 1.0, seed: int = 0) -> None:
         M, d = core.whole("nodes", nodes, 1), core.whole("dim", dim, 1)
-        core.whole("seed", seed, 0)
+        seed = core.whole("seed", seed, 0)
         zeta = _column(cols.hyper("heterogeneity", heterogeneity, lambda v: v >= 0, NOT_NEGATIVE))
         every, once = torch.arange(M), torch.zeros(1, dtype=torch.long)
         A = draws.normals(seed, draws.MATRICES, once, every, d * d)[0].reshape(M, d, d)
@@ -68,7 +68,7 @@ class LeastSquares:
             )
         if 0 in A.shape:
             raise ValueError(f"A has shape {tuple(A.shape)}; give at least one node, one sample and one parameter")
-        core.whole("seed", seed, 0)
+        seed = core.whole("seed", seed, 0)
         self = cls.__new__(cls)
         rows = -(A.mT @ b[:, :, None]).mT
         self._fill(A.mT @ A, rows, torch.ones(1, 1, dtype=torch.float64), noise, seed)
@@ -136,15 +136,16 @@ class LeastSquares:
         return g if drawn is None else g.addcmul_(self._quadratic.noise[:, None], drawn[:, None, :])
 
     def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
-        """Stochastic gradients of round t at x, (m, C, d) or (m, d), for these m nodes (all by default)."""
-        q, asked = self._quadratic, core.chosen(nodes, self.nodes)
-        if x.ndim not in (2, 3) or x.shape[0] != len(asked) or x.shape[-1] != self.dim:
-            raise ValueError(f"x has shape {tuple(x.shape)}; give ({len(asked)}, columns, {self.dim})")
-        drawn = draws.normals(self.seed, draws.NOISE, torch.tensor([t]), asked, self.dim)[0].to(q.H)
-        asked = asked.to(q.H.device)
-        stacked = x if x.ndim == 3 else x[:, None, :]
-        g = stacked @ q.H[asked] + q.scale @ q.rows[asked] + q.noise[:, None] * drawn[:, None, :]
-        return g if x.ndim == 3 else g[:, 0]
+        """Stochastic gradients of round t at x, (m, C, d), for these m nodes (all by default).
+
+        Where the problem has one column, x may also be (m, d), or (d,) for a single node.
+        """
+        asked = core.chosen(nodes, self.nodes)
+        points = core.points(x, len(asked), self.dim, self.columns)
+        drawn = draws.normals(self.seed, draws.NOISE, torch.tensor([t]), asked, self.dim)[0].to(x)
+        asked = asked.to(self._quadratic.H.device)
+        H, offset = (v[asked].to(x) for v in (self._quadratic.H, self._offset))
+        return (points @ H + offset + self._quadratic.noise.to(x)[:, None] * drawn[:, None, :]).reshape(x.shape)
 
     def quadratic(self) -> Quadratic:
         """The parts of the gradient, for the fused engine."""

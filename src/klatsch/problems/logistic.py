@@ -43,7 +43,7 @@ class LogisticRegression:
         seed: int = 0,
     ) -> None:
         M, d, n = core.whole("nodes", nodes, 1), core.whole("dim", dim, 1), core.whole("samples", samples, 1)
-        core.whole("seed", seed, 0)
+        seed = core.whole("seed", seed, 0)
         once, every = torch.zeros(1, dtype=torch.long), torch.arange(M * n)
         features = draws.normals(seed, draws.FEATURES, once, every, d)[0]
         hidden = 2 * draws.normals(seed, draws.CENTRE, once, once, d)[0, 0] / d**0.5
@@ -80,7 +80,7 @@ class LogisticRegression:
         classes = torch.unique(y)
         if len(classes) != 2:
             raise ValueError(f"labels have {len(classes)} different values; give two classes, such as 0 and 1")
-        core.whole("seed", seed, 0)
+        seed = core.whole("seed", seed, 0)
         self = cls.__new__(cls)
         positive = (y == classes[1]).long()
         self._fill(A, positive, dirichlet(positive.numpy(), nodes, alpha, seed), batch, l2, seed)
@@ -142,13 +142,12 @@ class LogisticRegression:
         return self._slope(x, self._signed if drawn is None else _picked(self._signed, drawn))
 
     def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
-        """Stochastic gradients of round t at x, (m, C, d) or (m, d), for these m nodes (all by default)."""
+        """Stochastic gradients of round t at x, (m, C, d), (m, d) or, for a single node, (d,)."""
         asked = core.chosen(nodes, self.nodes)
-        if x.ndim not in (2, 3) or x.shape[0] != len(asked) or x.shape[-1] != self.dim:
-            raise ValueError(f"x has shape {tuple(x.shape)}; give ({len(asked)}, columns, {self.dim})")
+        points = core.points(x, len(asked), self.dim, self.columns)
         drawn = self._batches(torch.tensor([t]), asked)[0].to(x.device)
-        g = self._slope(x if x.ndim == 3 else x[:, None, :], _picked(self._signed[asked.to(x.device)], drawn))
-        return g if x.ndim == 3 else g[:, 0]
+        samples = self._signed[asked.to(self._signed.device)].to(x)
+        return self._slope(points, _picked(samples, drawn)).reshape(x.shape)
 
     def _batches(self, t: Tensor, nodes: Tensor) -> Tensor:
         return draws.whole_numbers(self.seed, draws.BATCHES, t, nodes, self.batch, self._signed.shape[1])

@@ -1,0 +1,72 @@
+"""A run in progress: where it stands, what it has measured, and how it moves on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from klatsch.engine.progress import Advance
+from klatsch.engine.record import measure
+from klatsch.engine.rounds import Rounds, TorchRounds
+
+PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is looked at
+
+
+class Snapshot(NamedTuple):
+    """Where a run stands. It is replaced as a whole, so that an interrupt at any moment finds it consistent."""
+
+    state: Any  # the rule's NamedTuple
+    diverged: Tensor  # (C,), bool
+    rounds: int = 0
+    seconds: float = 0.0
+    points: int = 0  # how many rows of metrics belong to it
+
+
+class Run:
+    """A run in progress.
+
+    Args:
+        now: where it stands.
+        rows: the metrics so far, one row of (C,) tensors per point; `now` says how many count.
+    """
+
+    def __init__(self, now: Snapshot, rows: list[dict[str, Tensor]]) -> None:
+        self.now, self.rows = now, rows
+        self._piece = 64  # rounds at a time; found as the run goes
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """The metrics so far, (points, C) each."""
+        rows = self.rows[: self.now.points]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
+
+    def piece(self, rounds: Rounds, until: int, tell: Advance) -> None:
+        """Advance towards `until` rounds, by what takes a fraction of a second."""
+        now = self.now
+        goal = min(until, now.rounds + self._piece)
+        began = time.perf_counter()
+        state = rounds.advance(now.state, now.rounds, goal)
+        if state[0].is_cuda:
+            torch.cuda.synchronize(state[0].device)  # the clock must not run ahead of the GPU
+        took = time.perf_counter() - began
+        self.now = now._replace(state=state, rounds=goal, seconds=now.seconds + took)
+        if took < PIECE_SECONDS and goal - now.rounds == self._piece:
+            self._piece *= 2
+        tell(goal - now.rounds)
+
+    def one(self, plain: TorchRounds, measured: bool, tell: Advance) -> None:
+        """One round with plain operations, which show the gradient; measured if wanted."""
+        now, rule = self.now, plain.rule
+        began = time.perf_counter()
+        state, grad = plain.one(now.state, now.rounds + 1)
+        took = time.perf_counter() - began
+        diverged = now.diverged | ~torch.isfinite(rule.output(state)).all(-1).all(0).cpu()
+        if measured:
+            found = measure(plain.gradients.problem, rule, state, grad)
+            row = {name: v.expand(len(diverged)).masked_fill(diverged, torch.inf) for name, v in found.items()}
+            self.rows[now.points :] = [row]
+        self.now = Snapshot(state, diverged, now.rounds + 1, now.seconds + took, now.points + measured)
+        tell(1)
