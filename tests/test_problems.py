@@ -159,6 +159,17 @@ def test_logistic_regression_from_arrays_finds_what_scipy_finds():
     torch.testing.assert_close(gradients, exact)
 
 
+def test_data_that_are_split_already_stay_where_they_are():
+    generator = np.random.default_rng(2)
+    features, labels = generator.normal(size=(4, 10, 3)), generator.random((4, 10)) < 0.5
+    problem = LogisticRegression.from_arrays(features, labels)
+    assert problem.nodes == 4
+    np.testing.assert_array_equal(problem.labels, labels)
+    x = torch.zeros(4, 1, 3, dtype=torch.float64)
+    expected = -np.einsum("in,ina->ia", (2 * labels - 1) / 2, features) / 10
+    np.testing.assert_allclose(problem.gradient(x, None)[:, 0], expected, atol=1e-14)
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 7, 16, 50])
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0, 100.0])
 def test_partition(nodes, alpha):

@@ -81,9 +81,9 @@ def test_options_reach_problem_rule_and_graph(run_cli):
 def test_what_is_refused_is_left_out_with_the_reason_and_the_rest_runs(run_cli):
     code, out, _ = run_cli("run", "--rules", "d2,dat", "-t", "ring,torus", "-n", 7, *QUICK)
     assert code == 0
-    assert "left out: torus needs" in out or "left out: torus" in out
+    assert "left out at 7 nodes: torus" in out
     code, out, _ = run_cli("run", "--rules", "d2,dat", "-n", 6, *QUICK)
-    assert "left out: d2 on ring: the smallest eigenvalue of P is -0.3333" in out
+    assert "left out at 6 nodes: d2 on ring: the smallest eigenvalue of P is -0.3333" in out
     code, out, err = run_cli("run", "--rules", "d2", "-n", 6, *QUICK)
     assert (code, out) == (2, "")
     assert "lazy" in err
@@ -165,12 +165,12 @@ def test_the_demo_runs_the_promised_grid_and_draws(small_demo):
     found, folder = small_demo
     assert {(row.rule, row.topology, row.nodes) for row in found.rows} == {
         (rule, topology, nodes)
-        for rule in ("dsgd", "dat", "dat-d2")
+        for rule in ("dsgd", "dat", "dat-d2", "gt")
         for topology in ("ring", "torus", "one_peer_exponential")
         for nodes in (4, 9, 25, 49)
         if (rule, topology) != ("dat-d2", "one_peer_exponential")
     }
-    assert all("symmetric" in reason for reason in found.left_out.values())
+    assert all("symmetric" in reason for _, reason in found.left_out)
     assert {path.name for path in folder.iterdir()} == {"klatsch-demo.png", "klatsch-demo.svg"}
     for path in found.files:
         check_picture(path)
@@ -180,7 +180,7 @@ def test_the_demos_sentence_tells_the_numbers(small_demo):
     found, _ = small_demo
     error = {(row.rule, row.topology, row.nodes): row.error for row in found.rows}
     ratio = error["dsgd", "ring", 49] / error["dsgd", "ring", 4]
-    told = re.search(r"on ring dsgd (stays|grows ([\d.,]+)-fold|falls to 1/([\d.,]+))", found.sentence)
+    told = re.search(r"on ring: of dsgd (stays|grows ([\d.,]+)-fold|falls to 1/([\d.,]+))", found.sentence)
     assert told is not None
     if ratio > 1.25:
         assert float(told[2].replace(",", "")) == pytest.approx(ratio, rel=0.06)
@@ -197,12 +197,24 @@ def test_the_demo_on_the_command_line(run_cli, tmp_path):
     assert "no folder" in err
 
 
-@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_tables_fit_the_terminal(width, run_cli, monkeypatch):
     monkeypatch.setattr("klatsch.cli.terminal.console", lambda: Console(width=width))
     _, out, _ = run_cli("run", "--rules", "dat,decentlam", "-t", "one_peer_exponential,ring", "-n", 8, *QUICK)
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= width
+    assert ("Gamma:" in out) == (" Gamma" in out.splitlines()[3])
+
+
+def test_a_graph_that_a_rule_refuses_can_be_asked_for(run_cli):
+    code, out, _ = run_cli("run", "--rules", "d2,d2", "-t", "base_graph", "-n", "6,6", *QUICK, "--any-graph", "--json")
+    assert code == 0
+    assert len(json.loads(out)["rows"]) == 1
+
+
+def test_without_a_kernel_it_says_so(run_cli, monkeypatch):
+    monkeypatch.setattr("klatsch.engine.native.why_not", lambda: "there is no C compiler; install gcc or clang")
+    assert "slower than it could be: there is no C compiler" in run_cli("run", "-n", 4, *QUICK)[1]
 
 
 def test_an_interrupt_ends_a_comparison_at_once():

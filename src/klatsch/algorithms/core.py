@@ -25,8 +25,9 @@ State = TypeVar("State")
 class Algorithm(Protocol):
     """An update rule: a frozen dataclass of hyper-parameters.
 
-    Rules may add `iterate(state)`, the sequence w that takes the steps, where it is not the query point, and
-    `check_graph(graph)`, which raises ValueError with the reason on a graph that the rule does not work on.
+    Tensor fields, (C, 1), are hyper-parameters per column. Rules may add `iterate(state)`, the sequence w that takes
+    the steps, where it is not the query point, and `check_graph(graph)`, which raises ValueError with the reason on a
+    graph that the rule does not work on.
     """
 
     @property
@@ -35,7 +36,10 @@ class Algorithm(Protocol):
         ...
 
     def init(self, x: Tensor) -> Any:
-        """The state, a NamedTuple of tensors (None where a field is not needed), at a starting point."""
+        """The state, a NamedTuple of tensors (None where a field is not needed), at a starting point.
+
+        Fields may share memory with x and with each other: states are never changed in place.
+        """
         ...
 
     def query(self, state: Any) -> Tensor:
@@ -102,7 +106,7 @@ def needs_doubly_stochastic(graph: Any, rule: str, instead: str) -> None:
     if not graph.doubly_stochastic:
         raise ValueError(
             f"{rule} on {graph.name}: the matrix is not doubly stochastic, so mixing does not keep the network mean; "
-            f"use {instead} with a column-stochastic graph, or allow it with any_graph=True"
+            f"use {instead} with a column-stochastic graph, or allow it with any_graph=True (--any-graph)"
         )
 
 
@@ -113,5 +117,6 @@ def needs_static_symmetric(graph: Any, rule: str) -> None:
         reason = " and ".join([kind for kind, true in kinds.items() if true][:2])
         raise ValueError(
             f"{rule} on {graph.name}: the graph is {reason}, and {rule} needs one symmetric matrix for all rounds; "
-            "use a static graph such as ring or torus, or another rule (dat, gt), or allow it with any_graph=True"
+            "use a static graph such as ring or torus, or another rule such as dat or gt, "
+            "or allow it with any_graph=True (--any-graph)"
         )

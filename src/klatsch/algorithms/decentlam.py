@@ -24,7 +24,8 @@ class DecentLaM:
         v <- beta v + (w - mix(w - lr g(w)));   w <- w - v
 
     w - mix(w - lr g) is lr times the gradient that plain D-SGD effectively follows. Local momentum amplifies its bias
-    under heterogeneous data by 1 / (1 - beta)^2; this form does not. With beta = 0 it is D-SGD.
+    under heterogeneous data by 1 / (1 - beta)^2; this form does not. With beta = 0 it is
+    D-SGD. The paper accumulates v / lr, which is the same for a constant learning rate.
 
     Args:
         lr: learning rate: a number, a list with one per column, or a function of t.

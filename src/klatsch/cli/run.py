@@ -20,10 +20,11 @@ from klatsch import topology as topologies
 from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.terminal import number, option, print_json
+from klatsch.engine import native
 from klatsch.engine.progress import bars
 from klatsch.study import demo as demos
 from klatsch.study import figures
-from klatsch.study.compare import PAPER_GRID, Plan, Row, Told, compare, rounds_by_topology
+from klatsch.study.compare import PAPER_GRID, LeftOut, Plan, Row, Told, compare, rounds_by_topology
 
 GRID = ",".join(f"{lr:g}" for lr in PAPER_GRID)
 
@@ -61,7 +62,9 @@ def run(
     problem: Annotated[str, typer.Option(help="Problem to solve.", metavar="NAME")] = "least-squares",
     dim: Annotated[int | None, option("Parameters of the problem.")] = None,
     noise: Annotated[float | None, option("Gradient noise sigma (least-squares).", parser=number)] = None,
-    heterogeneity: Annotated[float | None, option("Heterogeneity zeta (least-squares).", parser=number)] = None,
+    heterogeneity: Annotated[
+        float | None, option("How far the nodes' own optima scatter (least-squares).", parser=number)
+    ] = None,
     batch: Annotated[int | None, option("Size of a mini-batch (logistic).")] = None,
     alpha: Annotated[float | None, option("Dirichlet label skew (logistic).", parser=number)] = None,
     averaging: Annotated[
@@ -71,6 +74,7 @@ def run(
     momentum: Annotated[float | None, option("Local momentum, for rules that have it.", parser=number)] = None,
     k: Annotated[int | None, option("Largest degree of base_graph.")] = None,
     lazy: Annotated[bool, typer.Option("--lazy", help="Mix with (I + P) / 2.")] = False,
+    any_graph: Annotated[bool, typer.Option("--any-graph", help="Run also where a rule refuses the graph.")] = False,
     float32: Annotated[bool, typer.Option("--float32", help="Compute in float32: faster.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.", metavar="NAME")] = "cpu",
     plot: Annotated[Path | None, typer.Option(help="Draw the curves to FILE.png, .svg or .pdf.")] = None,
@@ -91,13 +95,14 @@ def run(
         lazy=lazy,
         dtype=torch.float32 if float32 else torch.float64,
         device=device,
+        any_graph=any_graph,
     )
     if plot is not None:
         figures.check_path(plot)
     with _told(plan) as told:
         rows, left_out = compare(plan, told)
     if as_json:
-        print_json({"rows": [_plain(row) for row in rows], "left_out": left_out})
+        print_json({"rows": [_plain(row) for row in rows], "left_out": [item._asdict() for item in left_out]})
     else:
         _print_rows(rows, left_out, plan)
     if plot is not None:
@@ -112,7 +117,7 @@ def run(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the figure.", metavar="FOLDER")] = Path(),
     steps: Annotated[int, option("Rounds.", "--steps")] = 20_000,
-    seeds: Annotated[int, option("Number of seeds.", "--seeds")] = 3,
+    seeds: Annotated[int, option("Number of seeds.", "--seeds")] = 2,
 ) -> None:
     """Run the demo."""
     plan = demos.plan(steps, seeds)
@@ -126,7 +131,7 @@ def demo(
 # --- output -------------------------------------------------------------------------------------------------------
 
 
-def _print_rows(rows: list[Row], left_out: dict[str, str], plan: Plan) -> None:
+def _print_rows(rows: list[Row], left_out: list[LeftOut], plan: Plan) -> None:
     console = terminal.console()
     columns: dict[str, Callable[[Row], str]] = {
         "topology": lambda row: row.topology,
@@ -151,15 +156,27 @@ def _print_rows(rows: list[Row], left_out: dict[str, str], plan: Plan) -> None:
             shown.add_row(*(cell(row) for cell in columns.values()), end_section=last)
         return shown
 
-    if Measurement.get(console, console.options.update(max_width=1000), table()).maximum > console.width:
-        del columns["Gamma"]  # a narrow terminal loses a column, not digits
+    expendable = ["Gamma", "to", "from", "nodes"]
+    while (
+        Measurement.get(console, console.options.update(max_width=1000), table()).maximum > console.width and expendable
+    ):
+        del columns[expendable.pop(0)]  # a narrow terminal loses columns, not digits
     console.print(table())
-    spread = f"from, to: smallest and largest of {plan.seeds} seeds; " if plan.seeds > 1 else ""
-    console.print(f"{spread}Gamma: consensus distance of the points evaluated", style="dim")
+    notes = {
+        "from": f"from, to: smallest and largest of {plan.seeds} seeds",
+        "Gamma": "Gamma: consensus distance of the points evaluated",
+    }
+    shown = [note for name, note in notes.items() if name in columns]
+    if expendable != ["Gamma", "to", "from", "nodes"]:
+        shown.append("a wider terminal, or --json, shows more columns")
+    console.print("; ".join(shown), style="dim")
     if any(row.at_edge for row in rows):
         console.print("* the smallest or largest learning rate tried: a better one may lie beyond", style="dim")
-    for reason in dict.fromkeys(left_out.values()):
-        console.print(f"left out: {reason}", style="dim", markup=False, highlight=False)
+    for reason in dict.fromkeys(item.reason for item in left_out):
+        sizes = ", ".join(str(item.nodes) for item in left_out if item.reason == reason)
+        console.print(f"left out at {sizes} nodes: {reason}", style="dim", markup=False, highlight=False)
+    if native.why_not() is not None and plan.device == "cpu":
+        console.print(f"slower than it could be: {native.why_not()}", style="dim", markup=False, highlight=False)
 
 
 def _short(value: float) -> str:
@@ -176,6 +193,7 @@ def _plain(row: Row) -> dict[str, Any]:
         "error": _finite(row.error),
         "low": _finite(row.low),
         "high": _finite(row.high),
+        "Gamma": _finite(row.consensus[:, -1, row.best].mean()),
         "seconds": row.seconds,
         "steps": list(row.steps),
         "curve": [_finite(value) for value in row.curves[:, :, row.best].mean(axis=0)],

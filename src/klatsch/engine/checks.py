@@ -29,8 +29,12 @@ def check_parts(problem: Problem, algorithm: Algorithm, topology: Topology, any_
     if not hasattr(algorithm, "update"):
         kind = type(algorithm).__name__
         raise ValueError(f"algorithm is a {kind}; give a rule, such as algorithms.make('dat', lr=0.01)")
-    if not hasattr(problem, "grad"):
-        raise ValueError(f"problem is a {type(problem).__name__}; give a problem, such as problems.LeastSquares(16)")
+    missing = [name for name in ("nodes", "dim", "start", "grad", "metrics") if not hasattr(problem, name)]
+    if missing:
+        raise ValueError(
+            f"problem is a {type(problem).__name__} without {', '.join(missing)}; give a problem, such as "
+            "problems.LeastSquares(16), or see problems.Problem for what one of your own needs"
+        )
     if topology.size != problem.nodes:
         raise ValueError(
             f"{topology.name} has {topology.size} nodes but the problem has {problem.nodes}; give both the same number"

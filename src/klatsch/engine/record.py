@@ -13,7 +13,7 @@ from torch import Tensor
 from klatsch.algorithms import Algorithm
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """What came out of a simulation.
 
@@ -32,6 +32,13 @@ class Result:
     state: Any = field(repr=False)  # the rule's state after the last round, to go on from
     rounds: int = 0  # rounds done
     origin: dict[str, Any] = field(default_factory=dict, repr=False)  # what tells this run from others
+
+    def __repr__(self) -> str:
+        last = ", ".join(
+            f"{name} {float(values[-1].min()):.3g}" for name, values in self.metrics.items() if len(values)
+        )
+        C = self.output.shape[1]
+        return f"<Result: {self.rounds:,} rounds, columns: {C} ({int(self.diverged.sum())} diverged), smallest {last}>"
 
     def best(self, metric: str = "distance") -> int:
         """The column with the smallest final value of a metric; the first of equals."""
@@ -68,7 +75,7 @@ def measure(problem: Any, algorithm: Algorithm, state: Any, grad: Tensor) -> dic
     found = problem.metrics(algorithm.output(state))
     found |= {"Gamma": spread(query), "Xi": spread(iterate), "Psi": spread(grad)}
     return {
-        name: torch.nan_to_num(value.double().cpu(), nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
+        name: torch.nan_to_num(torch.as_tensor(value).double().cpu(), nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
         for name, value in found.items()
     }
 

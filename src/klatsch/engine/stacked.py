@@ -64,7 +64,7 @@ def simulate(
     points, where = record_points(record, steps), check_place(dtype, device)
     here = problem.to(dtype, where) if hasattr(problem, "to") else problem
     rule = placed(algorithm, dtype, where, C)
-    state = rule.init(here.start().to(where, dtype).expand(topology.size, C, problem.dim).contiguous())
+    state = rule.init(torch.as_tensor(here.start()).to(where, dtype).expand(topology.size, C, problem.dim).contiguous())
     plain = TorchRounds(Gradients(here), rule, StackedMix(topology, dtype, where))
     rounds = fastest(engine, plain, algorithm, topology, state)
 

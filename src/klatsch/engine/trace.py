@@ -109,6 +109,11 @@ class Symbol:
         scaled = {register: coefficient * factor for register, coefficient in self.terms.items()}
         return Symbol(self.program, {k: float(v) if isinstance(v, int) else v for k, v in scaled.items()})
 
+    def __truediv__(self, divisor: object) -> Symbol:
+        if not isinstance(divisor, int | float | Tensor):
+            raise NotLinearError("a vector divided by a vector")
+        return self * (1.0 / divisor)
+
     def __neg__(self) -> Symbol:
         return self * -1.0
 

@@ -53,14 +53,21 @@ class LogisticRegression:
 
     @classmethod
     def from_arrays(
-        cls, features: Any, labels: Any, nodes: int, batch: int = 1, l2: float = 1e-2, alpha: float = 0.1, seed: int = 0
+        cls,
+        features: Any,
+        labels: Any,
+        nodes: int | None = None,
+        batch: int = 1,
+        l2: float = 1e-2,
+        alpha: float = 0.1,
+        seed: int = 0,
     ) -> LogisticRegression:
-        """The same problem from your own data, split over the nodes.
+        """The same problem from your own data: one heap that is split over the nodes, or data of each node.
 
         Args:
-            features: (samples, d).
-            labels: (samples,), two different values; the larger one is y = 1.
-            nodes: number of nodes M.
+            features: (samples, d), which are split over `nodes`; or (nodes, samples, d), which stay where they are.
+            labels: (samples,) or (nodes, samples), two different values; the larger one is y = 1.
+            nodes: number of nodes M to split over; not needed where the data are split already.
             batch: size of a mini-batch.
             l2: strength of the regularisation, above 0.
             alpha: how label-skewed the nodes are: Dirichlet(alpha) over the two classes; small is skewed.
@@ -69,11 +76,10 @@ class LogisticRegression:
         Raises:
             ValueError: the shapes do not fit each other, a number is not finite, or there are not two classes.
         """
-        A, y = (
-            core.array("features", features, 2, "(samples, parameters)"),
-            core.array("labels", labels, 1, "(samples,)"),
-        )
-        if len(A) != len(y) or A.shape[1] == 0:
+        split = np.ndim(features) == 3
+        A = core.array("features", features, 3 if split else 2, "(samples, parameters) or (nodes, samples, parameters)")
+        y = core.array("labels", labels, 2 if split else 1, "(nodes, samples)" if split else "(samples,)")
+        if A.shape[:-1] != y.shape or 0 in A.shape:
             raise ValueError(
                 f"features have shape {tuple(A.shape)} but labels {tuple(y.shape)}; give one label for every row"
             )
@@ -82,8 +88,16 @@ class LogisticRegression:
             raise ValueError(f"labels have {len(classes)} different values; give two classes, such as 0 and 1")
         seed = core.whole("seed", seed, 0)
         self = cls.__new__(cls)
-        positive = (y == classes[1]).long()
-        self._fill(A, positive, dirichlet(positive.numpy(), nodes, alpha, seed), batch, l2, seed)
+        positive = (y == classes[1]).long().flatten()
+        if split:
+            if nodes not in (None, len(A)):
+                raise ValueError(f"nodes = {nodes}, but the features are those of {len(A)} nodes; leave nodes out")
+            shards = torch.arange(y.numel()).reshape(y.shape)
+        elif nodes is None:
+            raise ValueError("nodes = None; give the number of nodes to split the samples over")
+        else:
+            shards = torch.as_tensor(dirichlet(positive.numpy(), nodes, alpha, seed))
+        self._fill(A.reshape(-1, A.shape[-1]), positive, shards, batch, l2, seed)
         return self
 
     def _fill(self, features: Tensor, labels: Tensor, shards: Any, batch: int, l2: float, seed: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ class Plan:
     record: int = 50
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
+    any_graph: bool = False
 
     @property
     def title(self) -> str:
@@ -58,6 +59,8 @@ class Plan:
         ):
             if not value or isinstance(value, str):
                 raise ValueError(f"{name} = {value!r}; give a list with at least one entry")
+        for name in ("rules", "topologies", "nodes", "lrs"):  # named twice, run once
+            object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
         problems_core.whole("seeds", self.seeds, 1)
         problems_core.whole("steps", self.steps, 1)
         for name in self.rules:  # a wrong name or value shows before the first run
@@ -74,6 +77,13 @@ class Plan:
             if option not in problems.options(self.problem):
                 known = ", ".join(problems.options(self.problem))
                 raise ValueError(f"{self.problem} has no option {option!r}; it takes {known}")
+
+
+class LeftOut(NamedTuple):
+    """What could not be run."""
+
+    nodes: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,7 @@ class Row:
         return len(self.lrs) > 1 and self.lr in (min(self.lrs), max(self.lrs))
 
 
-def compare(plan: Plan, told: Told | None = None) -> tuple[list[Row], dict[str, str]]:
+def compare(plan: Plan, told: Told | None = None) -> tuple[list[Row], list[LeftOut]]:
     """Run everything in a plan, on all cores.
 
     Args:
@@ -164,6 +174,7 @@ def compare(plan: Plan, told: Told | None = None) -> tuple[list[Row], dict[str, 
                 record=plan.record,
                 dtype=plan.dtype,
                 device=plan.device,
+                any_graph=plan.any_graph,
                 progress=lambda rounds: tell(name, rounds),
             )
             for seed in range(plan.seeds)
@@ -191,32 +202,32 @@ def compare(plan: Plan, told: Told | None = None) -> tuple[list[Row], dict[str, 
     return [done[k] for k in range(len(jobs))], left_out
 
 
-def runnable(plan: Plan) -> tuple[list[Job], dict[str, str]]:
+def runnable(plan: Plan) -> tuple[list[Job], list[LeftOut]]:
     """What a plan can run, and what is left out with the reason.
 
     Raises:
         ValueError: nothing at all can be run; with the first reason.
     """
     jobs: list[Job] = []
-    left_out: dict[str, str] = {}
+    left_out: list[LeftOut] = []
     for name in plan.topologies:
         for nodes in plan.nodes:
             try:
                 graph = _graph(plan, name, nodes)
             except ValueError as refusal:
-                left_out[f"{name}, {nodes} nodes"] = str(refusal)
+                left_out.append(LeftOut(nodes, str(refusal)))
                 continue
             for rule in plan.rules:
                 try:
                     check = getattr(_rule(plan, rule), "check_graph", None)
-                    if check is not None:
+                    if check is not None and not plan.any_graph:
                         check(graph)
                 except ValueError as refusal:
-                    left_out[f"{rule} on {graph.name}, {nodes} nodes"] = str(refusal)
+                    left_out.append(LeftOut(nodes, str(refusal)))
                 else:
                     jobs.append((rule, name, graph))
     if not jobs:
-        raise ValueError(next(iter(left_out.values())))
+        raise ValueError(left_out[0].reason)
     return jobs, left_out
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from klatsch import algorithms
 from klatsch.files import write_atomically
 from klatsch.study.compare import Row
 
@@ -28,10 +29,10 @@ def error_against_nodes(rows: Sequence[Row], title: str) -> Figure:
     panels = list(dict.fromkeys(row.topology for row in rows))
     figure, axes = _panels(len(panels), title)
     for axis, topology in zip(axes, panels, strict=True):
-        for k, rule in enumerate(dict.fromkeys(row.rule for row in rows)):
+        for rule in dict.fromkeys(row.rule for row in rows):
             line = [row for row in rows if row.rule == rule and row.topology == topology]
             mean, low, high = ([getattr(row, name) for row in line] for name in ("error", "low", "high"))
-            _line(axis, k, rule, [row.nodes for row in line], mean, low, high)
+            _line(axis, rule, rule, [row.nodes for row in line], mean, low, high)
         nodes = sorted({row.nodes for row in rows})
         axis.set_xscale("log")
         axis.set_xticks(nodes, [str(n) for n in nodes])
@@ -39,7 +40,8 @@ def error_against_nodes(rows: Sequence[Row], title: str) -> Figure:
         axis.set_xlabel("machines M")
         axis.set_title(topology)
     axes[0].set_ylabel("final error  " + ERROR)
-    axes[0].legend(frameon=False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(9, len(labels)), frameon=False)
     return figure
 
 
@@ -47,19 +49,16 @@ def error_against_rounds(rows: Sequence[Row], title: str) -> Figure:
     """The error round by round at the best learning rate, one panel per topology, one line per rule."""
     panels = list(dict.fromkeys((row.topology, row.nodes) for row in rows))
     figure, axes = _panels(len(panels), title)
-    rules = list(dict.fromkeys(row.rule for row in rows))
     for axis, (topology, nodes) in zip(axes, panels, strict=True):
         for row in rows:
             if (row.topology, row.nodes) == (topology, nodes):
                 curve = row.curves[:, :, row.best]
                 label = f"{row.rule}, lr {row.lr:g}"
-                _line(
-                    axis, rules.index(row.rule), label, row.steps, curve.mean(0), curve.min(0), curve.max(0), marker=""
-                )
+                _line(axis, row.rule, label, row.steps, curve.mean(0), curve.min(0), curve.max(0), marker="")
         axis.set_xscale("log")
         axis.set_xlabel("rounds t")
         axis.set_title(f"{topology}, {nodes} machines")
-        axis.legend(frameon=False)
+        axis.legend(frameon=False, fontsize="small")
     axes[0].set_ylabel("error  " + ERROR.replace("_T", "_t"))
     return figure
 
@@ -90,7 +89,7 @@ def _panels(count: int, title: str) -> tuple[Figure, Any]:
     # The object, not pyplot: no window system is asked for, and nothing is kept alive.
     from matplotlib import figure as figures
 
-    figure = figures.Figure(figsize=(1.2 + 3.2 * count, 3.6), layout="constrained")
+    figure = figures.Figure(figsize=(1.2 + 3.2 * count, 3.9), layout="constrained")
     axes = figure.subplots(1, count, sharey=True, squeeze=False)[0]
     for axis in axes:
         axis.set_yscale("log")
@@ -100,7 +99,8 @@ def _panels(count: int, title: str) -> tuple[Figure, Any]:
     return figure, axes
 
 
-def _line(axis: Any, k: int, label: str, x: Any, mean: Any, low: Any, high: Any, marker: str | None = None) -> None:
+def _line(axis: Any, rule: str, label: str, x: Any, mean: Any, low: Any, high: Any, marker: str | None = None) -> None:
+    k = list(algorithms.ALGORITHMS).index(rule)  # a rule looks the same in every figure
     colour, shape = COLOURS[k % len(COLOURS)], MARKERS[k % len(MARKERS)] if marker is None else marker
     shown = np.isfinite(np.asarray(mean, dtype=float))  # what diverged has no place on the axis
     x, mean, low, high = (np.asarray(v, dtype=float)[shown] for v in (x, mean, low, high))
