@@ -62,16 +62,23 @@ def sentence(rows: list[Row]) -> str:
     few, many = min(row.nodes for row in rows), max(row.nodes for row in rows)
     error = {(row.rule, row.topology, row.nodes): row.error for row in rows}
     rules, topologies = ([*dict.fromkeys(getattr(row, name) for row in rows)] for name in ("rule", "topology"))
-    lines = [f"From {few} to {many} machines the error"]
+    both = {(rule, t) for rule in rules for t in topologies if {(rule, t, few), (rule, t, many)} <= error.keys()}
+    helped = {(rule, t) for rule, t in both if error[rule, t, many] < 0.8 * error[rule, t, few]}
+    where = {rule: " and ".join(t for t in topologies if (rule, t) in helped) or "nowhere" for rule in rules}
+    lines = [
+        f"Going from {few} to {many} machines lowers the error of "
+        + "; of ".join(f"{rule} {'on ' * (place != 'nowhere')}{place}" for rule, place in where.items())
+        + ". In numbers:"
+    ]
     for topology in topologies:
         moves = [
-            f"of {rule} {_moved(error[rule, topology, few], error[rule, topology, many])}"
+            f"{rule} {_moved(error[rule, topology, few], error[rule, topology, many])}"
             for rule in rules
-            if {(rule, topology, few), (rule, topology, many)} <= error.keys()
+            if (rule, topology) in both
         ]
-        lines.append(f"  on {topology}: {', '.join(moves)};")
+        lines.append(f"  {topology}: {', '.join(moves)}")
     leads = [f"{_times(error['dsgd', t, many] / error['dat', t, many])} on {t}" for t in topologies]
-    lines.append(f"at {many} machines the error of dsgd is that of dat times {', '.join(leads)}.")
+    lines.append(f"At {many} machines dsgd's error is that of dat times {', '.join(leads)}.")
     return "\n".join(lines)
 
 
