@@ -72,17 +72,18 @@ def test_any_hyper_parameter_makes_columns(rule, option, values):
         torch.testing.assert_close(together.output[:, c], alone.output[:, 0], rtol=1e-10, atol=1e-13)
 
 
-@ENGINES
-@pytest.mark.parametrize("rule", ["dsgd", "dat", "dat, cta", "gt", "dat-gt", "dat-d2", "decentlam"])
-def test_float32_stays_near_float64(rule, engine):
-    graph = tp.ring(9)
-    problem = problems.LeastSquares(9, heterogeneity=2.0)
+@pytest.mark.parametrize("rule", RULES)
+def test_float32_stays_near_float64(rule):
+    graph = tp.lazy(tp.ring(9))
+    problem = problems.LeastSquares(9, heterogeneity=0.1)
+    rate = {"dat, momentum": 0.005, "dat, linear": 0.01, "dat, polynomial, cta": 1e-5}.get(rule, 0.1) / problem.L
     exact, rough = (
-        klatsch.simulate(problem, RULES[rule](0.1 / problem.L), graph, 3000, dtype=dtype, engine=engine)
+        klatsch.simulate(problem, RULES[rule](rate), graph, 2000, dtype=dtype)
         for dtype in (torch.float64, torch.float32)
     )
     assert rough.output.dtype == torch.float32
-    near = exact.metrics["distance"] > 1e-9
+    assert exact.metrics["distance"][-1] < 0.5 * exact.metrics["distance"][0]
+    near = exact.metrics["distance"] > 1e-8
     torch.testing.assert_close(rough.metrics["distance"][near], exact.metrics["distance"][near], rtol=1e-2, atol=0)
 
 

@@ -103,15 +103,15 @@ def _key(compiler: str) -> str:
 
 def _folder() -> Path:
     """The cache, if nobody else can put code there; else a folder of this process only."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get("KLATSCH_CACHE") or cache / "klatsch")
     try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = Path(os.environ.get("KLATSCH_CACHE") or cache / "klatsch")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
         private = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if private and os.access(folder, os.W_OK):
             return folder
-    except (OSError, AttributeError):  # no such right, or no user numbers on this system
+    except (OSError, RuntimeError, AttributeError):  # no such right, no home, or no user numbers on this system
         pass
     return _private_folder()
 
