@@ -53,7 +53,7 @@ CASES = [
         "from 0 up",
     ),
     (
-        lambda: run(algorithm=algorithms.DSGD(lambda t: nan if t > 3 else 0.1), engine="fused"),
+        lambda: run(algorithm=algorithms.DSGD(lambda t: nan if t > 3 else 0.1), engine="auto"),
         "lr(4) = nan",
         "from 0 up",
     ),
