@@ -195,6 +195,16 @@ def test_the_learning_rate_may_be_a_function_of_the_round(engine):
     torch.testing.assert_close(result.output[:, :1], w, rtol=1e-12, atol=1e-14)
 
 
+@ENGINES
+@pytest.mark.parametrize("steps", [1, 2, 50])
+def test_a_schedule_is_never_asked_beyond_the_last_round(engine, steps, tmp_path):
+    table = [0.001] * steps
+    rule = algorithms.DSGD(lambda t: table[t - 1])
+    klatsch.simulate(
+        problems.LeastSquares(5, dim=4), rule, tp.ring(5), steps, engine=engine, checkpoint=tmp_path / "run"
+    )
+
+
 def test_metrics_are_what_they_say():
     graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4, heterogeneity=2.0)
     rule = algorithms.DAT(0.002)

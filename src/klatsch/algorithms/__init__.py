@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -14,6 +13,7 @@ from klatsch.algorithms.decentlam import DecentLaM
 from klatsch.algorithms.dsgd import DSGD
 from klatsch.algorithms.push_sum import DATPush, PushSum
 from klatsch.algorithms.tracking import DATTracking, GradientTracking
+from klatsch.arguments import check_options, named
 
 __all__ = [
     "ALGORITHMS",
@@ -51,10 +51,7 @@ def make(name: str, **choices: Any) -> Algorithm:
     Raises:
         ValueError: the name is unknown, the rule has no such option or needs one, or a value is not allowed.
     """
-    known = options(name)
-    for choice in choices:
-        if choice not in known:
-            raise ValueError(f"{name} has no option {choice!r}; it takes {', '.join(known)}")
+    check_options(name, choices, options(name))
     if "lr" not in choices:
         raise ValueError(f"{name} needs a learning rate: make({name!r}, lr=0.01)")
     return ALGORITHMS[name](**choices)
@@ -62,8 +59,4 @@ def make(name: str, **choices: Any) -> Algorithm:
 
 def options(name: str) -> tuple[str, ...]:
     """The options that `make(name, ...)` takes."""
-    if not isinstance(name, str) or name not in ALGORITHMS:
-        close = difflib.get_close_matches(str(name).lower(), ALGORITHMS, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]}?" if close else "."
-        raise ValueError(f"unknown rule {name!r}{hint} There are {', '.join(ALGORITHMS)}")
-    return tuple(field.name for field in fields(ALGORITHMS[name]))  # type: ignore[arg-type]
+    return tuple(field.name for field in fields(named("rule", name, ALGORITHMS)))  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.measure import Measurement
 from rich.table import Table
 
-from klatsch import algorithms, problems
+from klatsch import algorithms, pictures, problems
 from klatsch import topology as topologies
 from klatsch.cli import terminal
 from klatsch.cli.app import app
@@ -98,7 +98,7 @@ def run(
         any_graph=any_graph,
     )
     if plot is not None:
-        figures.check_path(plot)
+        pictures.check_path(plot)
     with _told(plan) as told:
         rows, left_out = compare(plan, told)
     if as_json:
@@ -108,7 +108,8 @@ def run(
     if plot is not None:
         several = len(plan.nodes) > 1
         draw = figures.error_against_nodes if several else figures.error_against_rounds
-        figures.save(draw(rows, f"{plan.problem}, {plan.steps:,} rounds, {plan.seeds} seeds"), plot)
+        title = f"{plan.problem}, {plan.steps:,} rounds, {plan.seeds} seeds"
+        pictures.save(draw(rows, title), plot, dpi=160)
         if not as_json:
             print(f"drawn to {plot}")
 

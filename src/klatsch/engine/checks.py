@@ -79,16 +79,18 @@ def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:
     return where
 
 
+def within(algorithm: Algorithm, steps: int) -> Algorithm:
+    """The rule with a schedule that is never asked beyond the last round, though engines look ahead."""
+    if not callable(lr := getattr(algorithm, "lr", None)):
+        return algorithm
+    return cols.replaced(algorithm, lr=lambda t: lr(min(t, steps)))
+
+
 def identity(problem: Any, algorithm: Algorithm, topology: Topology, C: int, dtype: torch.dtype) -> dict[str, Any]:
     """What tells one run from another, whatever its length, as plain data."""
-    lr = getattr(algorithm, "lr", None)
-    rates = (
-        [cols.described(torch.as_tensor(lr(t))) for t in (1, 2, 10, 30, 100, 1000, 10_000)] if callable(lr) else None
-    )
     return {
         "problem": f"{problem!r} {problem.fingerprint()}" if hasattr(problem, "fingerprint") else None,
         **_flat("algorithm", cols.described(algorithm)),
-        "learning rates": rates,
         "topology": f"{topology!r} {topology.fingerprint}",
         "columns": C,
         "dtype": str(dtype),
@@ -103,12 +105,15 @@ def _flat(name: str, value: object) -> dict[str, Any]:
     return {key: inner for part in parts for key, inner in part.items()}
 
 
-def length(steps: int, points: list[int], start: Run, device: str, engine: str) -> dict[str, Any]:
-    """What else determines a result to the last bit: its length, its points, where it begins, what runs it."""
+def length(algorithm: Algorithm, steps: int, points: list[int], start: Run, device: str, engine: str) -> dict[str, Any]:
+    """What else determines a result to the last bit: its length, schedule and points, where it begins, what runs it."""
+    lr = getattr(algorithm, "lr", None)
+    rounds = sorted({1, *points, steps})
     state = {name: v.cpu() for name, v in start.now.state._asdict().items() if v is not None}
     return {
         "steps": steps,
         "record": points,
+        "learning rates": [cols.described(torch.as_tensor(lr(t))) for t in rounds] if callable(lr) else None,
         "begun": digest(state, {"rounds": start.now.rounds}),
         "device": device,
         "engine": engine,

@@ -9,7 +9,7 @@ import torch
 
 from klatsch.algorithms import Algorithm
 from klatsch.engine.checkpoint import Saver
-from klatsch.engine.checks import check_parts, check_place, check_steps, continued, identity, length
+from klatsch.engine.checks import check_parts, check_place, check_steps, continued, identity, length, within
 from klatsch.engine.choice import fastest
 from klatsch.engine.gradients import Gradients
 from klatsch.engine.mixing import StackedMix
@@ -61,6 +61,7 @@ def simulate(
         ValueError: something does not fit; the message says what, and how to put it right.
     """
     C, steps = check_parts(problem, algorithm, topology, any_graph), check_steps(steps)
+    algorithm = within(algorithm, steps)
     points, where = record_points(record, steps), check_place(dtype, device)
     here = problem.to(dtype, where) if hasattr(problem, "to") else problem
     rule = placed(algorithm, dtype, where, C)
@@ -78,7 +79,7 @@ def simulate(
             f"a checkpoint needs to tell problems apart: give {type(problem).__name__} a method fingerprint() that "
             "returns a text which differs where the gradients differ"
         )
-    saver = Saver(checkpoint, checkpoint_every, origin | length(steps, points, run, where.type, rounds.name))
+    saver = Saver(checkpoint, checkpoint_every, origin | length(algorithm, steps, points, run, where.type, rounds.name))
     run = saver.restored(state) or run
 
     title = f"{type(algorithm).__name__} on {topology.name}, {topology.size} nodes"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+from klatsch.arguments import check_options, named
 from klatsch.problems.core import Problem, Quadratic
 from klatsch.problems.least_squares import LeastSquares
 from klatsch.problems.logistic import LogisticRegression
@@ -23,17 +23,10 @@ def make(name: str, nodes: int, **choices: Any) -> Problem:
     Raises:
         ValueError: the name is unknown, the problem has no such option, or a value is not allowed.
     """
-    known = options(name)
-    for choice in choices:
-        if choice not in known:
-            raise ValueError(f"{name} has no option {choice!r}; it takes {', '.join(known)}")
+    check_options(name, choices, options(name))
     return PROBLEMS[name](nodes, **choices)
 
 
 def options(name: str) -> tuple[str, ...]:
     """The options that `make(name, nodes, ...)` takes beside the number of nodes."""
-    if not isinstance(name, str) or name not in PROBLEMS:
-        close = difflib.get_close_matches(str(name).lower(), PROBLEMS, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]}?" if close else "."
-        raise ValueError(f"unknown problem {name!r}{hint} There are {', '.join(PROBLEMS)}")
-    return tuple(inspect.signature(PROBLEMS[name]).parameters)[1:]
+    return tuple(inspect.signature(named("problem", name, PROBLEMS)).parameters)[1:]

@@ -99,17 +99,6 @@ def points(x: Tensor, nodes: int, dim: int, columns: int) -> Tensor:
     return x.reshape(nodes, -1, dim)
 
 
-def whole(name: str, value: object, least: int) -> int:
-    """A whole number from `least` up.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value < 1 << 63:
-        raise ValueError(f"{name} = {value!r}; give a whole number from {least} up")
-    return int(value)
-
-
 def digest(*parts: Tensor | int) -> str:
     """SHA-256 of tensors and numbers, equal for equal content on every machine."""
     hashed = hashlib.sha256()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from klatsch import columns as cols
+from klatsch.arguments import whole
 from klatsch.problems import core, draws
 from klatsch.problems.core import Quadratic
 
@@ -34,8 +35,8 @@ class LeastSquares:
     """
 
     def __init__(self, nodes: int, dim: int = 50, noise: Any = 1.0, heterogeneity: Any = 1.0, seed: int = 0) -> None:
-        M, d = core.whole("nodes", nodes, 1), core.whole("dim", dim, 1)
-        seed = core.whole("seed", seed, 0)
+        M, d = whole(nodes, "nodes", 1), whole(dim, "dim", 1)
+        seed = whole(seed, "seed", 0)
         zeta = _column(cols.hyper("heterogeneity", heterogeneity, lambda v: v >= 0, NOT_NEGATIVE))
         every, once = torch.arange(M), torch.zeros(1, dtype=torch.long)
         A = draws.normals(seed, draws.MATRICES, once, every, d * d)[0].reshape(M, d, d)
@@ -68,7 +69,7 @@ class LeastSquares:
             )
         if 0 in A.shape:
             raise ValueError(f"A has shape {tuple(A.shape)}; give at least one node, one sample and one parameter")
-        seed = core.whole("seed", seed, 0)
+        seed = whole(seed, "seed", 0)
         self = cls.__new__(cls)
         rows = -(A.mT @ b[:, :, None]).mT
         self._fill(A.mT @ A, rows, torch.ones(1, 1, dtype=torch.float64), noise, seed)

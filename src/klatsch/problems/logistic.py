@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from klatsch.arguments import whole
 from klatsch.problems import core, draws
 from klatsch.problems.partition import dirichlet
 
@@ -42,8 +43,8 @@ class LogisticRegression:
         alpha: float = 0.1,
         seed: int = 0,
     ) -> None:
-        M, d, n = core.whole("nodes", nodes, 1), core.whole("dim", dim, 1), core.whole("samples", samples, 1)
-        seed = core.whole("seed", seed, 0)
+        M, d, n = whole(nodes, "nodes", 1), whole(dim, "dim", 1), whole(samples, "samples", 1)
+        seed = whole(seed, "seed", 0)
         once, every = torch.zeros(1, dtype=torch.long), torch.arange(M * n)
         features = draws.normals(seed, draws.FEATURES, once, every, d)[0]
         hidden = 2 * draws.normals(seed, draws.CENTRE, once, once, d)[0, 0] / d**0.5
@@ -86,7 +87,7 @@ class LogisticRegression:
         classes = torch.unique(y)
         if len(classes) != 2:
             raise ValueError(f"labels have {len(classes)} different values; give two classes, such as 0 and 1")
-        seed = core.whole("seed", seed, 0)
+        seed = whole(seed, "seed", 0)
         self = cls.__new__(cls)
         positive = (y == classes[1]).long().flatten()
         if split:
@@ -103,7 +104,7 @@ class LogisticRegression:
     def _fill(self, features: Tensor, labels: Tensor, shards: Any, batch: int, l2: float, seed: int) -> None:
         if isinstance(l2, bool) or not isinstance(l2, int | float | np.number) or not 0 < l2 < np.inf:
             raise ValueError(f"l2 = {l2!r}; give a number above 0, such as 0.01, so that there is one optimum")
-        self.seed, self.batch, self.l2 = seed, core.whole("batch", batch, 1), float(l2)
+        self.seed, self.batch, self.l2 = seed, whole(batch, "batch", 1), float(l2)
         shards = torch.as_tensor(shards)
         # y a instead of a and y: the loss of a sample depends on their product only.
         self._signed = features[shards] * (2.0 * labels[shards] - 1.0)[:, :, None]  # (M, n, d)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from klatsch.problems.core import whole
+from klatsch.arguments import whole
 
 
 def dirichlet(labels: Any, nodes: int, alpha: float, seed: int = 0) -> NDArray[np.int64]:
@@ -30,8 +30,8 @@ def dirichlet(labels: Any, nodes: int, alpha: float, seed: int = 0) -> NDArray[n
         ValueError: alpha is not above 0, or there are fewer samples than nodes.
     """
     labels = np.asarray(labels)
-    whole("nodes", nodes, 1)
-    whole("seed", seed, 0)
+    whole(nodes, "nodes", 1)
+    whole(seed, "seed", 0)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < np.inf:
         raise ValueError(
             f"alpha = {alpha!r}; give a number above 0, such as 0.1 (few classes per node) or 10 (all alike)"

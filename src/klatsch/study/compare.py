@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from klatsch import algorithms, problems
 from klatsch import topology as topologies
+from klatsch.arguments import whole
 from klatsch.engine import simulate
 from klatsch.engine.threads import cores, quiet_threads
-from klatsch.problems import core as problems_core
 from klatsch.topology import Topology
 
 PAPER_GRID = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1)  # Section 5.1
@@ -61,8 +61,8 @@ class Plan:
                 raise ValueError(f"{name} = {value!r}; give a list with at least one entry")
         for name in ("rules", "topologies", "nodes", "lrs"):  # named twice, run once
             object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
-        problems_core.whole("seeds", self.seeds, 1)
-        problems_core.whole("steps", self.steps, 1)
+        whole(self.seeds, "seeds", 1)
+        whole(self.steps, "steps", 1)
         for name in self.rules:  # a wrong name or value shows before the first run
             _rule(self, name)
         for name in self.topologies:

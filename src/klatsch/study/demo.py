@@ -8,16 +8,13 @@ from pathlib import Path
 
 import torch
 
+from klatsch import pictures
 from klatsch.study import figures
 from klatsch.study.compare import PAPER_GRID, LeftOut, Plan, Row, Told, compare
 
 NODES = (4, 9, 25, 49)
-SMALLER = (
-    2e-6,
-    5e-6,
-    1e-5,
-    5e-5,
-)  # beyond the paper's grid, whose smallest learning rate is still too large for D-SGD here
+# Below the paper's grid, whose smallest learning rate is still too large for D-SGD here.
+SMALLER = (2e-6, 5e-6, 1e-5, 5e-5)
 TITLE = "Least squares, heterogeneous data: error after {steps:,} rounds, learning rate chosen for each point"
 
 
@@ -53,7 +50,7 @@ def demo(runs: Plan, folder: Path, told: Told | None = None) -> Demo:
     figure = figures.error_against_nodes(rows, TITLE.format(steps=runs.steps))
     files = tuple(folder / f"klatsch-demo{suffix}" for suffix in (".png", ".svg"))
     for file in files:
-        figures.save(figure, file)
+        pictures.save(figure, file, dpi=160)
     return Demo(rows, left_out, sentence(rows), files)
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from klatsch import algorithms
-from klatsch.files import write_atomically
 from klatsch.study.compare import Row
 
 if TYPE_CHECKING:
@@ -19,7 +16,6 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which most colour-blind people can tell apart; one marker per rule for print.
 COLOURS = ("#0072B2", "#D55E00", "#999999", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#009E73", "#F0E442")
 MARKERS = "osD^vPX*h"
-FORMATS = (".png", ".svg", ".pdf")
 
 ERROR = r"$\frac{1}{M}\sum_i \|x_T^i - x^*\|^2$"
 
@@ -61,28 +57,6 @@ def error_against_rounds(rows: Sequence[Row], title: str) -> Figure:
         axis.legend(frameon=False, fontsize="small")
     axes[0].set_ylabel("error  " + ERROR.replace("_T", "_t"))
     return figure
-
-
-def check_path(path: Path) -> None:
-    """Refuse a name that no figure can be written to, before the work is done.
-
-    Raises:
-        ValueError: the ending is unknown, or there is no such folder.
-    """
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"{path}: a figure is written as {', '.join(FORMATS)}; end the name with one of these")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}; make it first")
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, SVG or PDF, by the ending of the name."""
-    check_path(path)
-    data = io.BytesIO()
-    # Without a date the same numbers give the same file.
-    stamp = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
-    figure.savefig(data, format=path.suffix[1:].lower(), dpi=160, metadata=stamp)
-    write_atomically(path, data.getvalue())
 
 
 def _panels(count: int, title: str) -> tuple[Figure, Any]:

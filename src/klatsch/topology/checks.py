@@ -27,13 +27,6 @@ def node_count(n: object, name: str, most: int = LARGEST) -> int:
     return int(n)
 
 
-def whole(value: object, name: str, least: int) -> int:
-    """Check a whole-numbered option and make it a plain int."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{name} = {value!r}; give a whole number from {least} up")
-    return int(value)
-
-
 def split_rounds(matrices: Any) -> list[Any]:
     """The matrices of all rounds, from one matrix or a list of them."""
     if isinstance(matrices, Iterator):

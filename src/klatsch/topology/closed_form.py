@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from klatsch.arguments import whole
 from klatsch.topology import static, varying
-from klatsch.topology.checks import UNLIMITED, node_count, whole
+from klatsch.topology.checks import UNLIMITED, node_count
 
 
 def ring(n: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,14 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from klatsch.files import write_atomically
+from klatsch import pictures
 from klatsch.topology.core import Topology
 
 if TYPE_CHECKING:  # drawing libraries are only loaded by those who draw
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORMATS = (".svg", ".png", ".pdf")
 LARGEST = 2000  # nodes that can still be told apart
 MOST_LINKS = 100_000  # per round, so that a picture stays within some megabytes
 MOST_PATCHES = 1000  # links per round that are drawn one by one, with arrows and bends; beyond, as plain lines
@@ -35,28 +33,13 @@ def draw(topology: Topology, path: str | Path) -> Path:
     if not isinstance(topology, Topology):
         raise ValueError(f"draw takes a Topology, not a {type(topology).__name__}; make one with from_networkx")
     path = Path(path)
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"cannot draw to {path}: the file name must end in {', '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise ValueError(f"cannot draw to {path}: there is no folder {path.parent}; make it first")
+    pictures.check_path(path)
     if topology.size > LARGEST:
         raise ValueError(f"cannot draw {topology.size} nodes so that one sees anything; choose {LARGEST} or fewer")
     links = max(P.nnz - topology.size for P in topology.matrices) // (1 if topology.directed else 2)
     if links > MOST_LINKS:
         raise ValueError(f"cannot draw {links:,} links so that one sees anything; take fewer nodes or a sparser graph")
-    import matplotlib
-
-    # A fixed salt and no date: the same graph gives the same file.
-    with matplotlib.rc_context({"svg.hashsalt": "klatsch"}):
-        buffer = io.BytesIO()
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure(topology).savefig(
-            buffer, format=path.suffix.lower()[1:], dpi=150, bbox_inches="tight", facecolor="white", metadata=metadata
-        )
-    try:
-        write_atomically(path, buffer.getvalue())
-    except OSError as error:
-        raise ValueError(f"cannot draw to {path}: {error.strerror}; choose another folder or name") from None
+    pictures.save(figure(topology), path, dpi=150, bbox_inches="tight")
     return path
 
 

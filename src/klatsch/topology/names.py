@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
+from klatsch.arguments import check_options, named
 from klatsch.topology.checks import UNLIMITED, node_count
 from klatsch.topology.closed_form import CLOSED_FORMS
 from klatsch.topology.core import Topology
@@ -69,14 +69,6 @@ def spectral_gap(name: str, n: int, **choices: Any) -> float:
 
 def builder(name: str, choices: Collection[str] = ()) -> Callable[..., Topology]:
     """The function that builds a topology, after a check of its name and of the names of its options."""
-    if not isinstance(name, str) or name not in TOPOLOGIES:
-        close = difflib.get_close_matches(str(name).lower(), TOPOLOGIES, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]}?" if close else "."
-        raise ValueError(f"unknown topology {name!r}{hint} There are {', '.join(TOPOLOGIES)}")
-    build = TOPOLOGIES[name]
-    known = tuple(inspect.signature(build).parameters)[1:]
-    for choice in choices:
-        if choice not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no option beside n"
-            raise ValueError(f"{name} has no option {choice!r}; {takes}")
+    build = named("topology", name, TOPOLOGIES)
+    check_options(name, choices, tuple(inspect.signature(build).parameters)[1:])
     return build

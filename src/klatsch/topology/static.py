@@ -13,7 +13,8 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from klatsch.topology.checks import LARGEST, UNLIMITED, node_count, whole
+from klatsch.arguments import whole
+from klatsch.topology.checks import LARGEST, UNLIMITED, node_count
 from klatsch.topology.core import Topology
 from klatsch.topology.weights import circulant, metropolis_hastings
 

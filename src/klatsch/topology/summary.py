@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from klatsch.topology.checks import node_count, whole
+from klatsch.arguments import whole
+from klatsch.topology.checks import node_count
 from klatsch.topology.core import Topology
 from klatsch.topology.names import TOPOLOGIES, make, options
 

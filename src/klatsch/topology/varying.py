@@ -8,7 +8,8 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from klatsch.topology.checks import node_count, whole
+from klatsch.arguments import whole
+from klatsch.topology.checks import node_count
 from klatsch.topology.core import Topology
 from klatsch.topology.static import powers_of_two_below
 from klatsch.topology.weights import circulant, symmetric

@@ -1,0 +1,51 @@
+"""Figures as files: SVG, PNG or PDF by the ending of the name, the same bytes for the same figure."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from klatsch.files import write_atomically
+
+if TYPE_CHECKING:  # drawing libraries are only loaded by those who draw
+    from matplotlib.figure import Figure
+
+FORMATS = (".svg", ".png", ".pdf")
+
+
+def check_path(path: Path) -> None:
+    """Refuse a name that no figure can be written to, before the work is done.
+
+    Raises:
+        ValueError: the ending is unknown, or there is no such folder.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"cannot draw to {path}: the file name must end in {', '.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot draw to {path}: there is no folder {path.parent}; make it first")
+
+
+def save(figure: Figure, path: Path, **style: Any) -> None:
+    """Write a figure to a file that is whole or absent.
+
+    Args:
+        figure: the figure.
+        path: the file.
+        style: options of matplotlib's savefig, such as dpi.
+
+    Raises:
+        ValueError: it cannot be written there.
+    """
+    check_path(path)
+    import matplotlib
+
+    kind = path.suffix.lower()
+    dates: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    data = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "klatsch"}):  # a fixed salt and no date: the same file every time
+        figure.savefig(data, format=kind[1:], facecolor="white", metadata=dates.get(kind), **style)
+    try:
+        write_atomically(path, data.getvalue())
+    except OSError as error:
+        raise ValueError(f"cannot draw to {path}: {error.strerror}; choose another folder or name") from None
