@@ -14,6 +14,8 @@ from klatsch import topology as tp
 RULES = {
     **{name: lambda lr, name=name: algorithms.make(name, lr=lr) for name in algorithms.ALGORITHMS},
     "dsgd, momentum": lambda lr: algorithms.DSGD(lr, momentum=0.9),
+    "dsgd, averaged": lambda lr: algorithms.DSGD(lr, average="constant"),
+    "gt, averaged": lambda lr: algorithms.GradientTracking(lr, average="linear"),
     "dat, linear": lambda lr: algorithms.DAT(lr, averaging="linear"),
     "dat, cta": lambda lr: algorithms.DAT(lr, order="cta"),
     "dat, momentum": lambda lr: algorithms.DAT(lr, averaging="fixed(0.9)", momentum=0.9),
@@ -324,3 +326,16 @@ def test_vectors_of_a_single_rank_are_enough(rule):
         flat = rule.update(flat, rule.query(flat) - 3, lambda *v: v, t)
         stacked = rule.update(stacked, rule.query(stacked) - 3, lambda *v: v, t)
     assert torch.equal(rule.output(flat), rule.output(stacked)[0, 0])
+
+
+@pytest.mark.parametrize("kind", ["dsgd", "gt"])
+@pytest.mark.parametrize("weights, power", [("constant", 0), ("linear", 1)])
+def test_an_averaged_output_is_the_weighted_mean_of_the_iterates_and_changes_nothing_else(kind, weights, power):
+    problem, graph = problems.LeastSquares(6, dim=7, heterogeneity=3.0), tp.ring(6)
+    plain = trajectory(algorithms.make(kind, lr=0.002), graph, problem, 20)
+    rule = algorithms.make(kind, lr=0.002, average=weights)
+    states = trajectory(rule, graph, problem, 20)
+    alpha = torch.arange(1, 21, dtype=torch.float64) ** power
+    mean = sum(a * state.w for a, state in zip(alpha, plain[1:], strict=True)) / alpha.sum()
+    torch.testing.assert_close(rule.output(states[-1]), mean, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(rule.query(states[-1]), plain[-1].w, rtol=0, atol=0)

@@ -91,7 +91,7 @@ def test_float32_stays_near_float64(rule):
 def test_mixing_does_not_drift_in_float32(name):
     """100,000 rounds; a plain sum with weights like 1/3 drifts by 1e-3 here."""
     graph = tp.make(name, 9)
-    mix = StackedMix(graph, torch.float32, torch.device("cpu"))
+    mix = StackedMix(graph, dtype=torch.float32, device=torch.device("cpu"))
     v = torch.randn(9, 1, 8, generator=torch.Generator().manual_seed(0)) + 3
     mean = v.double().mean(0)
     for t in range(1, 100_001):
@@ -189,7 +189,7 @@ def test_the_learning_rate_may_be_a_function_of_the_round(engine):
     fixed = klatsch.simulate(problem, algorithms.DSGD(0.001), graph, 50, engine=engine)
     torch.testing.assert_close(result.output[:, 1], fixed.output[:, 0], rtol=1e-12, atol=1e-14)
     w = problem.start().expand(5, 1, 4)
-    mix = StackedMix(graph, torch.float64, torch.device("cpu"))
+    mix = StackedMix(graph, dtype=torch.float64, device=torch.device("cpu"))
     for t in range(1, 51):
         (w,) = mix(t, w - 0.01 / t * problem.grad(w, t))
     torch.testing.assert_close(result.output[:, :1], w, rtol=1e-12, atol=1e-14)
@@ -372,7 +372,7 @@ LARGE = {
 def test_mixing_is_a_product_with_the_matrix_of_the_round(graph, dtype, dense, device, monkeypatch):
     graph = LARGE[graph]
     monkeypatch.setattr("klatsch.engine.mixing.DENSE_NODES", dict.fromkeys(("cpu", "cuda"), 1000 if dense else 0))
-    mix = StackedMix(graph, dtype, torch.device(device))
+    mix = StackedMix(graph, dtype=dtype, device=torch.device(device))
     v = torch.randn(graph.size, 2, 3, dtype=dtype)
     for t in (1, 2, 3, 9):
         (mixed,) = mix(t, v.to(device))

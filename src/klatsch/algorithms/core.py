@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from klatsch import columns
+from klatsch import averaging, columns
 from klatsch.columns import Number
 
 Mix = Callable[..., tuple[Tensor, ...]]
@@ -93,6 +93,19 @@ def accumulate(m: Tensor | None, grad: Tensor, beta: Number) -> Tensor:
 def keep(m: Tensor | None, pushed: Tensor) -> Tensor | None:
     """The buffer for the next round."""
     return None if m is None else pushed
+
+
+def average_weights(value: object) -> Any:
+    """The weights of the average of its iterates that a rule gives out, or None where it gives out the last one."""
+    return None if value is None else averaging.parse(value)
+
+
+def averaged(a: Tensor | None, w: Tensor, weights: Any, t: int) -> Tensor | None:
+    """a <- (1 - delta_t) a + delta_t w: the average of the iterates so far; nothing where none is kept."""
+    if a is None:
+        return None
+    delta = weights.delta(t)
+    return (1 - delta) * a + delta * w  # type: ignore[no-any-return]
 
 
 def needs_doubly_stochastic(graph: Any, rule: str, instead: str) -> None:

@@ -12,11 +12,12 @@ from klatsch.algorithms import core
 
 
 class TrackingState(NamedTuple):
-    """The iterate, the tracked gradient, and the last gradient."""
+    """The iterate, the tracked gradient, the last gradient, and the average of the iterates."""
 
     w: Tensor
     y: Tensor
     g: Tensor
+    a: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,7 @@ class GradientTracking:
 
     Args:
         lr: learning rate: a number, a list with one per column, or a function of t.
+        average: give out the average of the iterates with these weights (constant: all alike) instead of the last one.
 
     References:
         Koloskova, Lin and Stich, "An improved analysis of gradient tracking for decentralized machine learning", 2021,
@@ -35,28 +37,31 @@ class GradientTracking:
     """
 
     lr: Any
+    average: Any = None
     eager: ClassVar[tuple[str, ...]] = ("y",)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lr", core.learning_rate(self.lr))
+        object.__setattr__(self, "average", core.average_weights(self.average))
 
     def check_graph(self, graph: Any) -> None:
         """Needs a doubly stochastic graph."""
         core.needs_doubly_stochastic(graph, "gt", "sgp")
 
     def init(self, x: Tensor) -> TrackingState:
-        return TrackingState(x, x * 0.0, x * 0.0)
+        return TrackingState(x, x * 0.0, x * 0.0, None if self.average is None else x)
 
     def query(self, state: TrackingState) -> Tensor:
         return state.w
 
-    output = query
+    def output(self, state: TrackingState) -> Tensor:
+        return state.w if state.a is None else state.a
 
     def update(self, state: TrackingState, grad: Tensor, mix: core.Mix, t: int) -> TrackingState:
         (y,) = mix(state.y)
         y = y + grad - state.g
         (w,) = mix(state.w - core.rate(self.lr, t) * y)
-        return TrackingState(w, y, grad)
+        return TrackingState(w, y, grad, core.averaged(state.a, w, self.average, t))
 
 
 class DATTrackingState(NamedTuple):

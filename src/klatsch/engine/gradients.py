@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_NUMBERS = 1 << 19  # drawn at once
+MOST_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 24}  # drawn at once: a cache's worth, or enough to hide the launches
 
 
 class Gradients:
     """`gradients(x, t)`: the stochastic gradients of round t at x, (M, C, d)."""
 
-    def __init__(self, problem: Any) -> None:
+    def __init__(self, problem: Any, device: str = "cpu") -> None:
         self.problem = problem
         self.draws_ahead = hasattr(problem, "draw") and hasattr(problem, "gradient")
-        self.chunk = max(1, min(1000, MOST_NUMBERS // (problem.nodes * problem.dim)))  # rounds drawn at once
+        self.chunk = max(1, min(1000, MOST_NUMBERS[device] // (problem.nodes * problem.dim)))  # rounds drawn at once
         self._chunks: dict[int, Future[Tensor]] = {}
 
     def __call__(self, x: Tensor, t: int) -> Tensor:

@@ -6,28 +6,33 @@ float32, since weights like 1/3 do not add up to 1 there and 100,000 rounds comp
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from scipy.sparse import csr_array, diags_array
+from scipy.sparse import block_diag, csr_array, diags_array
 from torch import Tensor
 
 from klatsch.topology import Topology
 
-DENSE_NODES = {"cpu": 24, "cuda": 1024}  # below this a dense product is faster than a sparse one
+DENSE_NODES = {"cpu": 24, "cuda": 256}  # below this a dense product is faster than a sparse one
 
 
 class StackedMix:
-    """The gossip of one topology on tensors (M, ...), for every phase of its period."""
+    """The gossip of a topology on tensors (M, ...), for every phase of its period; or of several, side by side."""
 
-    def __init__(self, topology: Topology, dtype: torch.dtype, device: torch.device) -> None:
-        entries = max(P.nnz for P in topology.matrices)
-        dense = topology.size <= DENSE_NODES[device.type] or 4 * entries > topology.size**2
-        self.period = topology.period
+    def __init__(self, *topologies: Topology, dtype: torch.dtype, device: torch.device) -> None:
+        matrices = side_by_side(topologies)
+        self.period, size = len(matrices), matrices[0].shape[0]
+        dense = size <= DENSE_NODES[device.type] or 4 * max(P.nnz for P in matrices) > size**2
+        if len(topologies) > 1:
+            dense = False  # 0 times the inf of a network that diverges would reach the others
+        by_rows = all(topology.row_stochastic for topology in topologies)
         self._Q = []
-        for P in topology.matrices:
-            links, own = exact_weights(P, dtype, by_rows=topology.row_stochastic)
+        for P in matrices:
+            links, own = exact_weights(P, dtype, by_rows=by_rows)
             Q = csr_array(links - diags_array(own))
             self._Q.append(_tensor(Q, dtype, device, dense))
 
@@ -39,6 +44,19 @@ class StackedMix:
             flat = v.reshape(v.shape[0], -1)
             mixed.append(torch.addmm(flat, Q, flat).reshape(v.shape))
         return tuple(mixed)
+
+
+def common_period(topologies: Sequence[Topology]) -> int:
+    """Rounds after which all of them repeat."""
+    return math.lcm(*(topology.period for topology in topologies))
+
+
+def side_by_side(topologies: Sequence[Topology]) -> list[csr_array]:
+    """The gossip matrices of several networks that do not hear each other, over their common period."""
+    if len(topologies) == 1:
+        return list(topologies[0].matrices)
+    rounds = range(1, common_period(topologies) + 1)
+    return [csr_array(block_diag([topology.matrix(t) for topology in topologies])) for t in rounds]
 
 
 def exact_weights(P: csr_array, dtype: torch.dtype, by_rows: bool = True) -> tuple[csr_array, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,18 @@ from klatsch.engine.rounds import Rounds, TorchRounds
 PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is looked at
 
 
+class Network(NamedTuple):
+    """One of the networks that a run advances: its problem, and which rows of the state are its nodes."""
+
+    problem: Any
+    nodes: slice
+
+
 class Snapshot(NamedTuple):
     """Where a run stands. It is replaced as a whole, so that an interrupt at any moment finds it consistent."""
 
     state: Any  # the rule's NamedTuple
-    diverged: Tensor  # (C,), bool
+    diverged: Tensor  # bool, the columns of every network, one network after the other
     rounds: int = 0
     seconds: float = 0.0
     points: int = 0  # how many rows of metrics belong to it
@@ -30,7 +38,7 @@ class Run:
 
     Args:
         now: where it stands.
-        rows: the metrics so far, one row of (C,) tensors per point; `now` says how many count.
+        rows: the metrics so far, one row of tensors like `now.diverged` per point; `now` says how many count.
     """
 
     def __init__(self, now: Snapshot, rows: list[dict[str, Tensor]]) -> None:
@@ -39,7 +47,7 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """The metrics so far, (points, C) each."""
+        """The metrics so far, (points, columns) each."""
         rows = self.rows[: self.now.points]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
 
@@ -57,16 +65,25 @@ class Run:
             self._piece *= 2
         tell(goal - now.rounds)
 
-    def one(self, plain: TorchRounds, measured: bool, tell: Advance) -> None:
+    def one(self, plain: TorchRounds, networks: Sequence[Network], measured: bool, tell: Advance) -> None:
         """One round with plain operations, which show the gradient; measured if wanted."""
         now, rule = self.now, plain.rule
         began = time.perf_counter()
         state, grad = plain.one(now.state, now.rounds + 1)
         took = time.perf_counter() - began
-        diverged = now.diverged | ~torch.isfinite(rule.output(state)).all(-1).all(0).cpu()
+        parts = [type(state)(*(None if v is None else v[network.nodes] for v in state)) for network in networks]
+        diverged = now.diverged | torch.cat([_diverged(rule.output(part)) for part in parts])
         if measured:
-            found = measure(plain.gradients.problem, rule, state, grad)
-            row = {name: v.expand(len(diverged)).masked_fill(diverged, torch.inf) for name, v in found.items()}
-            self.rows[now.points :] = [row]
+            found = [
+                measure(network.problem, rule, part, grad[network.nodes])
+                for network, part in zip(networks, parts, strict=True)
+            ]
+            C = len(diverged) // len(networks)
+            row = {name: torch.cat([each[name].expand(C) for each in found]) for name in found[0]}
+            self.rows[now.points :] = [{name: v.masked_fill(diverged, torch.inf) for name, v in row.items()}]
         self.now = Snapshot(state, diverged, now.rounds + 1, now.seconds + took, now.points + measured)
         tell(1)
+
+
+def _diverged(output: Tensor) -> Tensor:
+    return ~torch.isfinite(output).all(-1).all(0).cpu()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,8 +16,8 @@ from klatsch.engine.gradients import Gradients
 from klatsch.engine.mixing import StackedMix
 from klatsch.engine.progress import Advance, progress_bar
 from klatsch.engine.record import Result, record_points
-from klatsch.engine.rounds import TorchRounds, placed
-from klatsch.engine.run import Run, Snapshot
+from klatsch.engine.rounds import Rounds, TorchRounds, placed
+from klatsch.engine.run import Network, Run, Snapshot
 from klatsch.problems import Problem
 from klatsch.topology import Topology
 
@@ -66,7 +67,7 @@ def simulate(
     here = problem.to(dtype, where) if hasattr(problem, "to") else problem
     rule = placed(algorithm, dtype, where, C)
     state = rule.init(torch.as_tensor(here.start()).to(where, dtype).expand(topology.size, C, problem.dim).contiguous())
-    plain = TorchRounds(Gradients(here), rule, StackedMix(topology, dtype, where))
+    plain = TorchRounds(Gradients(here, where.type), rule, StackedMix(topology, dtype=dtype, device=where))
     rounds = fastest(engine, plain, algorithm, topology, state)
 
     origin = identity(problem, algorithm, topology, C, dtype)
@@ -82,28 +83,52 @@ def simulate(
     saver = Saver(checkpoint, checkpoint_every, origin | length(algorithm, steps, points, run, where.type, rounds.name))
     run = saver.restored(state) or run
 
+    network = Network(here, slice(0, topology.size))
     title = f"{type(algorithm).__name__} on {topology.name}, {topology.size} nodes"
-    with torch.no_grad(), progress_bar(progress, steps, run.now.rounds, title) as tell:
+    with progress_bar(progress, steps, run.now.rounds, title) as tell:
+        drive(run, plain, rounds, [network], points, steps, saver, tell)
+    return result(run.now, run.metrics, rule, network, points, rounds.name, origin)
+
+
+def drive(
+    run: Run,
+    plain: TorchRounds,
+    rounds: Rounds,
+    networks: Sequence[Network],
+    points: list[int],
+    steps: int,
+    saver: Saver,
+    tell: Advance,
+) -> None:
+    """Bring a run to its end: fast from point to point, and with plain operations where it is measured."""
+    with torch.no_grad():
         try:
             for point in [p for p in dict.fromkeys([*points, steps]) if p > run.now.rounds]:
                 while run.now.rounds < point - 1:
                     run.piece(rounds, point - 1, tell)
                     saver.perhaps(run)
-                run.one(plain, point in points, tell)
+                run.one(plain, networks, point in points, tell)
                 saver.perhaps(run)
         except KeyboardInterrupt:
             saver.now(run)
             raise
     saver.now(run)
-    now = run.now
+
+
+def result(
+    now: Snapshot, metrics: Any, rule: Algorithm, network: Network, points: list[int], engine: str, origin: Any
+) -> Result:
+    """What one network came to; `now` and `metrics` hold its columns only."""
+    state = type(now.state)(*(None if v is None else v[network.nodes] for v in now.state))
+    output = rule.output(state)
     return Result(
         steps=points,
-        metrics=run.metrics,
-        output=rule.output(now.state).masked_fill(now.diverged.to(where)[:, None], torch.inf),
+        metrics=metrics,
+        output=output.masked_fill(now.diverged.to(output.device)[:, None], torch.inf),
         diverged=now.diverged,
         seconds=now.seconds,
-        engine=rounds.name,
-        state=now.state,
+        engine=engine,
+        state=state,
         rounds=now.rounds,
         origin=origin,
     )

@@ -21,10 +21,12 @@ _LOW = 0xFFFFFFFF
 _AT_ONCE = 30_000  # hashes worked on together: they stay in the cache, and torch starts no threads for so few
 
 
-def normals(seed: int, purpose: int, t: Tensor, nodes: Tensor, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def normals(
+    seed: int | Tensor, purpose: int, t: Tensor, nodes: Tensor, size: int, dtype: torch.dtype = torch.float64
+) -> Tensor:
     """Standard normals of shape (len(t), len(nodes), size), on the device of `t` (Box–Muller).
 
-    In float32 they are those of float64 within rounding errors.
+    The seed is one for all nodes, or one per node. In float32 the numbers are those of float64 within rounding errors.
     """
     pairs = (size + 1) // 2
     result = torch.empty(len(t), len(nodes), 2 * pairs, dtype=dtype, device=t.device)
@@ -43,10 +45,10 @@ def whole_numbers(seed: int, purpose: int, t: Tensor, nodes: Tensor, size: int, 
     return _unsigned(_bits(seed, purpose, t, nodes, size), 32).mul_(below).bitwise_right_shift_(32)
 
 
-def _bits(seed: int, purpose: int, t: Tensor, nodes: Tensor, size: int) -> Tensor:
-    key = _hashed(torch.tensor([seed], device=t.device) * _GOLDEN + purpose + 1)
-    key = _hashed(key + t.long() * _GOLDEN)
-    key = _hashed(key[:, None] + nodes.long() * _GOLDEN)
+def _bits(seed: int | Tensor, purpose: int, t: Tensor, nodes: Tensor, size: int) -> Tensor:
+    key = _hashed(torch.as_tensor(seed, device=t.device).reshape(-1) * _GOLDEN + purpose + 1)
+    key = _hashed(key + t.long()[:, None] * _GOLDEN)
+    key = _hashed(key + nodes.long() * _GOLDEN)
     return _hashed(key[:, :, None] + torch.arange(1, size + 1, device=t.device) * _GOLDEN)
 
 

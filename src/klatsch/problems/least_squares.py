@@ -13,6 +13,7 @@ from klatsch import columns as cols
 from klatsch.arguments import whole
 from klatsch.problems import core, draws
 from klatsch.problems.core import Quadratic
+from klatsch.problems.joined import JoinedLeastSquares
 
 NOT_NEGATIVE = "0 or a positive number, or a list with one per column"
 
@@ -151,6 +152,11 @@ class LeastSquares:
     def quadratic(self) -> Quadratic:
         """The parts of the gradient, for the fused engine."""
         return self._quadratic
+
+    @staticmethod
+    def joined(problems: Sequence[LeastSquares]) -> JoinedLeastSquares:
+        """Several such problems as one stack, for `simulate_together`."""
+        return JoinedLeastSquares(problems)
 
     # --- how good a point is -----------------------------------------------------------------------------------
 

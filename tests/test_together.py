@@ -1,0 +1,92 @@
+"""Several networks in one stack are the same runs as one after the other."""
+
+import pytest
+import torch
+
+import klatsch
+from klatsch import algorithms, problems
+from klatsch import topology as tp
+from klatsch.engine import simulate_together
+
+CONFIGS = {"noise": [1.0, 10.0, 1.0], "heterogeneity": [1.0, 1.0, 10.0]}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+FAMILIES = {
+    "ring": tp.ring,
+    "torus": tp.torus,
+    "one peer": tp.one_peer_exponential,  # periods 2, 4 and 3
+}
+
+
+def networks(family):
+    sizes = [(4, 0), (9, 0), (6, 1), (4, 1)]
+    return [problems.LeastSquares(n, dim=6, seed=seed, **CONFIGS) for n, seed in sizes], [
+        FAMILIES[family](n) for n, _ in sizes
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rule", ["dat", "dsgd", "gt"])
+def test_each_network_is_what_it_is_alone(rule, family, device):
+    several, graphs = networks(family)
+    rule = algorithms.make(rule, lr=[0.01, 0.002, 0.001])
+    results = simulate_together(several, rule, graphs, 200, record=[1, 13, 100, 200], device=device)
+    for problem, graph, result in zip(several, graphs, results, strict=True):
+        alone = klatsch.simulate(problem, rule, graph, 200, record=[1, 13, 100, 200], engine="torch")
+        assert result.steps == alone.steps
+        assert result.rounds == 200
+        assert result.origin == alone.origin
+        torch.testing.assert_close(result.output.cpu(), alone.output, rtol=1e-10, atol=1e-12)
+        for name, values in alone.metrics.items():
+            torch.testing.assert_close(result.metrics[name], values, rtol=1e-8, atol=1e-13)
+
+
+def test_a_network_that_diverges_does_not_take_the_others_along():
+    calm = problems.LeastSquares.from_arrays(torch.ones(4, 1, 1) * 0.1, torch.ones(4, 1))
+    wild = problems.LeastSquares.from_arrays(torch.ones(4, 1, 1) * 1e3, torch.ones(4, 1))
+    first, second = simulate_together([calm, wild], algorithms.DSGD([0.1, 0.2]), [tp.ring(4)] * 2, 200)
+    assert not first.diverged.any()
+    assert second.diverged.all()
+    assert torch.isfinite(first.output).all()
+    assert torch.isinf(second.output).all()
+    assert torch.isfinite(first.metrics["distance"]).all()
+    assert torch.isinf(second.metrics["distance"][-1]).all()
+
+
+def test_a_stopped_stack_goes_on_with_the_same_bits(tmp_path):
+    several, graphs = networks("one peer")
+    rule = algorithms.DAT(0.01)
+    whole = simulate_together(several, rule, graphs, 300)
+
+    def stop(rounds, done=[0]):  # noqa: B006
+        done[0] += rounds
+        if done[0] > 150:
+            raise KeyboardInterrupt
+
+    file = tmp_path / "stack"
+    with pytest.raises(KeyboardInterrupt):
+        simulate_together(several, rule, graphs, 300, checkpoint=file, progress=stop)
+    resumed = []
+    results = simulate_together(several, rule, graphs, 300, checkpoint=file, progress=resumed.append)
+    assert resumed[0] > 150  # what was done before
+    for one, other in zip(whole, results, strict=True):
+        assert torch.equal(one.output, other.output)
+        assert all(torch.equal(one.metrics[name], other.metrics[name]) for name in one.metrics)
+    with pytest.raises(ValueError, match="belongs to another run: networks"):
+        simulate_together(several[:3], rule, graphs[:3], 300, checkpoint=file)
+
+
+@pytest.mark.parametrize(
+    "several, graphs, words",
+    [
+        ([], [], "0 problems"),
+        ([problems.LeastSquares(4)], [], "one topology per problem"),
+        ([problems.LeastSquares(4), problems.LeastSquares(4, dim=3)], [tp.ring(4)] * 2, "same parameters"),
+        ([problems.LeastSquares(4), problems.LeastSquares(4, noise=2.0)], [tp.ring(4)] * 2, "noise levels"),
+        ([problems.LogisticRegression(4)], [tp.ring(4)], "LogisticRegression cannot be run in one stack"),
+        ([problems.LeastSquares(4)], [tp.ring(5)], "the same number"),
+    ],
+)
+def test_what_does_not_fit_is_refused(several, graphs, words):
+    with pytest.raises(ValueError, match=words):
+        simulate_together(several, algorithms.DAT(0.01), graphs, 10)
