@@ -16,7 +16,7 @@ from rich.console import Console
 import klatsch
 from klatsch import algorithms, pictures, problems
 from klatsch import topology as tp
-from klatsch.study import Plan, Row, compare, demo, figures
+from klatsch.study import Row, demo, figures, parse, run_study, workers
 
 QUICK = ("--steps", 200, "--seeds", 2, "--lr", "0.0001,0.001,0.01")
 
@@ -125,7 +125,7 @@ BAD = {
     "unknown topology": (("-t", "rnig"), "did you mean ring"),
     "unknown problem": (("--problem", "lasso"), "unknown problem 'lasso'"),
     "zero lr": (("--lr", "0"), "lr = 0"),
-    "negative lr": (("--lr", "0.1,-1"), "lr = -1 in column 1"),
+    "negative lr": (("--lr", "0.1,-1"), "lr = -1.0; give a number above 0"),
     "nan lr": (("--lr", "nan"), "lr = nan"),
     "no number": (("--lr", "fast"), "'fast' is not a number"),
     "no steps": (("--steps", 0), "steps = 0"),
@@ -247,13 +247,23 @@ def test_an_interrupt_ends_a_comparison_at_once():
 
 
 def test_a_comparison_treats_all_rules_alike():
-    plan = Plan(("dat", "gt"), ("ring",), (5,), steps=100, seeds=2, lrs=(0.001, 0.01), record=3)
+    study = parse(
+        {
+            "rules": ["dat", "gt"],
+            "topologies": "ring",
+            "nodes": 5,
+            "steps": 100,
+            "seeds": 2,
+            "lr": [0.001, 0.01],
+            "record": 3,
+        }
+    )
     told = []
-    rows, left_out = compare(plan, lambda name, rounds: told.append((name, rounds)))
-    assert not left_out
-    assert sum(rounds for _, rounds in told) == 100 * 2 * 2
-    assert {name for name, _ in told} == {"ring"}
-    for row in rows:
+    found = run_study(study, executor=workers.threads, told=lambda progress: told.append(progress.runs_done))
+    assert not found.left_out
+    assert told == [0, 2, 4, 6, 8]  # two rules, two seeds, two learning rates each
+    assert [row.rule for row in found.rows] == ["dat", "gt"]
+    for row in found.rows:
         assert row.curves.shape == (2, len(row.steps), 2)
         assert row.error == pytest.approx(row.final.mean(axis=0).min())
         assert row.at_edge

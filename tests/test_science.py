@@ -7,8 +7,8 @@ import torch
 import klatsch
 from klatsch import algorithms, problems, theory
 from klatsch import topology as tp
-from klatsch.study import Plan, compare
-from klatsch.study.compare import PAPER_GRID
+from klatsch.study import parse, run_study, workers
+from klatsch.study.spec import PAPER_GRID
 
 GRAPHS = {"ring": tp.ring(9), "torus": tp.torus(9), "complete": tp.complete(9)}
 SEEDS = 3
@@ -65,17 +65,19 @@ def test_every_round_obeys_the_recursions_of_the_proof(graph, weights):
 
 def test_on_the_ring_of_25_dat_beats_dsgd_a_hundredfold_and_what_lies_beyond_is_no_worse():
     """20,000 rounds, sigma = 1, zeta = 10, the paper's grid of learning rates, two seeds."""
-    plan = Plan(
-        rules=("dsgd", "dat", "dat-gt", "dat-d2"),
-        topologies=("ring",),
-        nodes=(25,),
-        steps=20_000,
-        lrs=PAPER_GRID,
-        seeds=2,
-        problem_options={"noise": 1.0, "heterogeneity": 10.0},
-        record=2,
+    study = parse(
+        {
+            "rules": ["dsgd", "dat", "dat-gt", "dat-d2"],
+            "topologies": "ring",
+            "nodes": 25,
+            "steps": 20_000,
+            "lr": PAPER_GRID,
+            "seeds": 2,
+            "problem": {"noise": 1.0, "heterogeneity": 10.0},
+            "record": 2,
+        }
     )
-    error = {row.rule: row.error for row in compare(plan)[0]}
+    error = {row.rule: row.error for row in run_study(study, executor=workers.threads).rows}
     assert error["dsgd"] >= 100 * error["dat"]
     assert error["dat-gt"] <= error["dat"]
     assert error["dat-d2"] <= error["dat"]

@@ -21,6 +21,7 @@ __all__ = [
     "DAT",
     "DATD2",
     "DSGD",
+    "PER_COLUMN",
     "Algorithm",
     "DATPush",
     "DATTracking",
@@ -43,6 +44,8 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "dat-d2": DATD2,
     "dat-sgp": DATPush,
 }
+
+PER_COLUMN = ("lr", "momentum")  # options that may differ between the columns of one run
 
 
 def make(name: str, **choices: Any) -> Algorithm:

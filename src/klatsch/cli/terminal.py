@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+Thing = TypeVar("Thing")
+
+LEFT = ("topology", "rule", "study", "engine")  # headings of words; all others are of numbers
+STRONG = {"rule": "bold"}
 
 
 def whole(text: str | int) -> int:
@@ -38,6 +47,49 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 140)
 
 
+def command_line() -> str:
+    """What was typed, to be kept with the results."""
+    return shlex.join(["klatsch", *sys.argv[1:]])
+
+
 def print_json(content: dict[str, Any]) -> None:
     """Print for programs."""
     print(json.dumps(content, indent=2, allow_nan=False))
+
+
+def print_table(
+    console: Console,
+    title: str,
+    columns: Mapping[str, Callable[[Thing], str]],
+    things: Sequence[Thing],
+    expendable: Sequence[str],
+    section: Callable[[Thing], object] | None = None,
+) -> list[str]:
+    """Print a line per thing; gives the columns shown, since a narrow terminal loses columns, not digits.
+
+    Args:
+        console: where to.
+        title: above the table.
+        columns: how to print a thing, by heading.
+        things: what to print.
+        expendable: headings that may go, the first one first.
+        section: where this changes, a line is drawn.
+    """
+    kept, gone = list(columns), list(expendable)
+
+    def table() -> Table:
+        shown = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for heading in kept:
+            left = heading in LEFT
+            shown.add_column(heading, justify="left" if left else "right", style=STRONG.get(heading, ""), no_wrap=True)
+        for thing, following in zip(things, [*things[1:], None], strict=True):
+            last = section is not None and following is not None and section(following) != section(thing)
+            shown.add_row(*(columns[heading](thing) for heading in kept), end_section=last)
+        return shown
+
+    unlimited = console.options.update(max_width=10_000)
+    while gone and Measurement.get(console, unlimited, table()).maximum > console.width:
+        if (heading := gone.pop(0)) in kept:
+            kept.remove(heading)
+    console.print(table())
+    return kept

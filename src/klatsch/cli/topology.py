@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.measure import Measurement
 from rich.table import Table
 
 from klatsch import topology as topologies
@@ -107,6 +105,7 @@ def _print_summary(s: Summary) -> None:
 def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> None:
     console = terminal.console()
     columns: dict[str, Callable[[Summary], str]] = {
+        "topology": lambda s: s.name,
         "edges": lambda s: f"{s.edges:,}",
         "degree": lambda s: f"{s.degree:,}",
         "period": lambda s: f"{s.period:,}",
@@ -120,20 +119,9 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
     }
     expendable = ["doubly\nstoch.", "sym-\nmetric", "edges", "messages\n/round", "period", "exact\nafter", "degree"]
     title = f"{summaries[0].nodes:,} nodes, largest spectral gap rho first"
-    while True:
-        table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("topology", style="bold", no_wrap=True)
-        for heading in columns:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for summary in summaries:
-            table.add_row(summary.name, *(cell(summary) for cell in columns.values()))
-        unlimited = console.options.update(max_width=1000)
-        if Measurement.get(console, unlimited, table).maximum <= console.width or not expendable:
-            break
-        del columns[expendable.pop(0)]  # a narrow terminal loses columns, not digits
-    console.print(table)
+    shown = terminal.print_table(console, title, columns, summaries, expendable)
     notes = [f"per node; bytes for DAT-SGD with {summaries[0].params:,} float32 parameters, D-SGD sends half"]
-    notes += [] if len(columns) == 10 else ["a wider terminal, or --json, shows more columns"]
+    notes += [] if len(shown) == len(columns) else ["a wider terminal, or --json, shows more columns"]
     for note in notes + [f"left out: {reason}" for reason in left_out.values()]:
         console.print(note, style="dim", markup=False, highlight=False)
 

@@ -19,6 +19,10 @@ FORMAT = "klatsch simulation 1"
 REMEDY = "move the file away or choose another checkpoint path"
 
 
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, or belongs to another run."""
+
+
 class Saver:
     """Writes a run to a file every so many seconds, or does nothing where no file is wanted.
 
@@ -79,13 +83,13 @@ def load(path: Path, identity: dict[str, Any], fresh: Any) -> Run:
     """Read a run.
 
     Raises:
-        ValueError: the file is damaged, or of another run; it says which setting differs, and leaves the file alone.
+        CheckpointError: the file is damaged, or of another run; it says which setting differs. The file stays.
     """
     header, tensors = _read(path)
     here, there = json.loads(json.dumps(identity)), header["run"]
     for name in {**here, **there}:
         if here.get(name) != there.get(name):
-            raise ValueError(
+            raise CheckpointError(
                 f"{path} belongs to another run: {name} is {_short(there.get(name))} there "
                 f"and {_short(here.get(name))} here; {REMEDY}"
             )
@@ -93,7 +97,7 @@ def load(path: Path, identity: dict[str, Any], fresh: Any) -> Run:
     for name, value in fresh._asdict().items():
         saved = tensors.get(f"state.{name}")
         if getattr(value, "shape", None) != getattr(saved, "shape", None):
-            raise ValueError(f"{path} is damaged: the field {name} of the state does not fit; {REMEDY}")
+            raise CheckpointError(f"{path} is damaged: the field {name} of the state does not fit; {REMEDY}")
         fields[name] = None if saved is None else saved.to(value)
     state, diverged = type(fresh)(**fields), tensors["diverged"].to(torch.bool)
     names = [name for name in tensors if name.startswith("metric.")]
@@ -118,11 +122,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             header = json.loads((file.metadata() or {}).get("klatsch", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{path} is damaged or no checkpoint ({error}); {REMEDY}") from None
+        raise CheckpointError(f"{path} is damaged or no checkpoint ({error}); {REMEDY}") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"{path} is no checkpoint of this version of klatsch; {REMEDY}")
+        raise CheckpointError(f"{path} is no checkpoint of this version of klatsch; {REMEDY}")
     if header.pop("sha256", None) != digest(tensors, header):
-        raise ValueError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
+        raise CheckpointError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
     return header, tensors
 
 

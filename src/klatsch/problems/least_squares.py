@@ -35,6 +35,8 @@ class LeastSquares:
         seed: of data and noise.
     """
 
+    per_column = ("noise", "heterogeneity")  # options that may differ between the columns of one run
+
     def __init__(self, nodes: int, dim: int = 50, noise: Any = 1.0, heterogeneity: Any = 1.0, seed: int = 0) -> None:
         M, d = whole(nodes, "nodes", 1), whole(dim, "dim", 1)
         seed = whole(seed, "seed", 0)

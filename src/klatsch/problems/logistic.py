@@ -32,6 +32,7 @@ class LogisticRegression:
     """
 
     columns = 1
+    per_column = ()
 
     def __init__(
         self,

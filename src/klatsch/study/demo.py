@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from klatsch import pictures
-from klatsch.study import figures
-from klatsch.study.compare import PAPER_GRID, LeftOut, Plan, Row, Told, compare
+from klatsch.study import figures, workers
+from klatsch.study.cases import LeftOut
+from klatsch.study.execute import Told, run_study
+from klatsch.study.spec import PAPER_GRID, Study, parse
+from klatsch.study.summary import Row
 
 NODES = (4, 9, 25, 49)
 # Below the paper's grid, whose smallest learning rate is still too large for D-SGD here.
@@ -28,30 +29,34 @@ class Demo:
     files: tuple[Path, ...]
 
 
-def plan(steps: int = 20_000, seeds: int = 2) -> Plan:
+def plan(steps: int = 20_000, seeds: int = 2) -> Study:
     """The runs of the demo: the paper's problem (Section 5.1) with sigma = 1 and zeta = 10."""
-    return Plan(
-        rules=("dsgd", "dat", "dat-d2", "gt"),
-        topologies=("ring", "torus", "one_peer_exponential"),
-        nodes=NODES,
-        steps=steps,
-        seeds=seeds,
-        lrs=(*SMALLER, *PAPER_GRID),
-        problem_options={"noise": 1.0, "heterogeneity": 10.0},
-        dtype=torch.float32,
+    return parse(
+        {
+            "name": "demo",
+            "rules": ["dsgd", "dat", "dat-d2", "gt"],
+            "topologies": ["ring", "torus", "one_peer_exponential"],
+            "nodes": NODES,
+            "steps": steps,
+            "seeds": seeds,
+            "lr": (*SMALLER, *PAPER_GRID),
+            "problem": {"name": "least-squares", "noise": 1.0, "heterogeneity": 10.0},
+            "dtype": "float32",
+            "leave_out": True,
+        }
     )
 
 
-def demo(runs: Plan, folder: Path, told: Told | None = None) -> Demo:
+def demo(runs: Study, folder: Path, told: Told | None = None) -> Demo:
     """Run the demo and save its figure as PNG and SVG."""
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}; make it first, or give another with --out")
-    rows, left_out = compare(runs, told)
-    figure = figures.error_against_nodes(rows, TITLE.format(steps=runs.steps))
+    found = run_study(runs, executor=workers.threads, told=told)
+    figure = figures.error_against_nodes(found.rows, TITLE.format(steps=runs.steps))
     files = tuple(folder / f"klatsch-demo{suffix}" for suffix in (".png", ".svg"))
     for file in files:
         pictures.save(figure, file, dpi=160)
-    return Demo(rows, left_out, sentence(rows), files)
+    return Demo(found.rows, found.left_out, sentence(found.rows), files)
 
 
 def sentence(rows: list[Row]) -> str:

@@ -1,14 +1,14 @@
-"""Figures of comparisons, in the style of a paper: log axes, seeds as a band, units on the axes."""
+"""Figures of studies, in the style of a paper: log axes, seeds as a band, units on the axes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from klatsch import algorithms
-from klatsch.study.compare import Row
+from klatsch.study.summary import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,67 +16,166 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which most colour-blind people can tell apart; one marker per rule for print.
 COLOURS = ("#0072B2", "#D55E00", "#999999", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#009E73", "#F0E442")
 MARKERS = "osD^vPX*h"
+DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+VALUE = "value: "  # an element of this id carries a text, which a report shows where one points
 
 ERROR = r"$\frac{1}{M}\sum_i \|x_T^i - x^*\|^2$"
+SYMBOLS = {"noise": r"$\sigma$", "heterogeneity": r"$\zeta$"}
+
+Style = dict[str, Any]
+Look = Callable[[Row], Style]
 
 
-def error_against_nodes(rows: Sequence[Row], title: str) -> Figure:
-    """The best final error against the number of machines, one panel per topology, one line per rule."""
-    panels = list(dict.fromkeys(row.topology for row in rows))
-    figure, axes = _panels(len(panels), title)
-    for axis, topology in zip(axes, panels, strict=True):
-        for rule in dict.fromkeys(row.rule for row in rows):
-            line = [row for row in rows if row.rule == rule and row.topology == topology]
-            mean, low, high = ([getattr(row, name) for row in line] for name in ("error", "low", "high"))
-            _line(axis, rule, rule, [row.nodes for row in line], mean, low, high)
-        nodes = sorted({row.nodes for row in rows})
+def error_against_nodes(rows: Sequence[Row], title: str, look: Look | None = None) -> Figure:
+    """The best final error against the number of machines: a panel per setting and topology, a line per rule.
+
+    With `look`, which says how a row is drawn, all topologies share the panels of their settings.
+    """
+    shared = look is not None
+    settings = _distinct(rows, lambda row: describe(row.setting))
+    topologies = _distinct(rows, lambda row: row.topology)
+    places = [(setting, topology) for setting in settings for topology in (["" if shared else t for t in topologies])]
+    places = list(dict.fromkeys(places))
+    look = look or _by_rule(rows)
+    figure, axes = _panels(len(places), 2 if shared else len(topologies), title)
+    nodes = sorted({row.nodes for row in rows})
+    for axis, (setting, topology) in zip(axes, places, strict=True):
+        mine = [row for row in rows if describe(row.setting) == setting and topology in ("", row.topology)]
+        for rule, graph in _distinct(mine, lambda row: (row.rule, row.topology)):
+            line = [row for row in mine if (row.rule, row.topology) == (rule, graph)]
+            label = f"{rule}, {graph}" if shared else rule
+            _line(axis, line[0], label, [row.nodes for row in line], _spread(line), look(line[0]))
+            for row in line:
+                _value(axis, row)
         axis.set_xscale("log")
         axis.set_xticks(nodes, [str(n) for n in nodes])
         axis.minorticks_off()
         axis.set_xlabel("machines M")
-        axis.set_title(topology)
-    axes[0].set_ylabel("final error  " + ERROR)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(9, len(labels)), frameon=False)
+        axis.set_title(", ".join(part for part in (topology, setting if len(settings) > 1 else "") if part))
+    for axis in axes[:: 2 if shared else len(topologies)]:
+        axis.set_ylabel("final error  " + ERROR)
+    _legend(figure, axes)
     return figure
 
 
-def error_against_rounds(rows: Sequence[Row], title: str) -> Figure:
-    """The error round by round at the best learning rate, one panel per topology, one line per rule."""
-    panels = list(dict.fromkeys((row.topology, row.nodes) for row in rows))
-    figure, axes = _panels(len(panels), title)
-    for axis, (topology, nodes) in zip(axes, panels, strict=True):
-        for row in rows:
-            if (row.topology, row.nodes) == (topology, nodes):
-                curve = row.curves[:, :, row.best]
-                label = f"{row.rule}, lr {row.lr:g}"
-                _line(axis, row.rule, label, row.steps, curve.mean(0), curve.min(0), curve.max(0), marker="")
+def error_against_rounds(rows: Sequence[Row], title: str, look: Look | None = None) -> Figure:
+    """The error round by round at the best learning rate: a panel per setting, topology and size, a line per rule.
+
+    With `look`, which says how a row is drawn, all sizes share the panels of their settings.
+    """
+    shared = look is not None
+
+    def place(row: Row) -> tuple[str, str, int]:
+        return describe(row.setting), "" if shared else row.topology, 0 if shared else row.nodes
+
+    panels = _distinct(rows, place)
+    look = look or _by_rule(rows)
+    wide = 2 if shared else min(3, len(panels))
+    figure, axes = _panels(len(panels), wide, title)
+    several = len({setting for setting, _, _ in panels}) > 1
+    for axis, panel in zip(axes, panels, strict=True):
+        for row in (row for row in rows if place(row) == panel):
+            curve = row.curve
+            label = f"{row.rule}, M = {row.nodes}" if shared else f"{row.rule}, lr {row.lr:g}"
+            spread = (curve.mean(0), curve.min(0), curve.max(0))
+            _line(axis, row, label, row.steps, spread, look(row) | {"marker": ""})
         axis.set_xscale("log")
         axis.set_xlabel("rounds t")
-        axis.set_title(f"{topology}, {nodes} machines")
-        axis.legend(frameon=False, fontsize="small")
-    axes[0].set_ylabel("error  " + ERROR.replace("_T", "_t"))
+        where = "" if shared else f"{panel[1]}, {panel[2]} machines"
+        axis.set_title(", ".join(part for part in (where, panel[0] if several else "") if part))
+        if not shared:
+            axis.legend(frameon=False, fontsize="small")
+    for axis in axes[::wide]:
+        axis.set_ylabel("error  " + ERROR.replace("_T", "_t"))
+    if shared:
+        _legend(figure, axes)
     return figure
 
 
-def _panels(count: int, title: str) -> tuple[Figure, Any]:
+def describe(setting: Any) -> str:
+    """A problem's options in the paper's letters."""
+    return ", ".join(f"{SYMBOLS.get(name, name)} = {value:g}" for name, value in setting.items())
+
+
+def colour_of_topology(rows: Sequence[Row]) -> Look:
+    """One colour per topology, one line style and marker per rule."""
+    topologies, rules = _distinct(rows, lambda row: row.topology), _distinct(rows, lambda row: row.rule)
+    return lambda row: {
+        "color": COLOURS[topologies.index(row.topology) % len(COLOURS)],
+        "linestyle": DASHES[rules.index(row.rule) % len(DASHES)],
+        "marker": MARKERS[rules.index(row.rule) % len(MARKERS)],
+    }
+
+
+def colour_of_size(rows: Sequence[Row]) -> Look:
+    """One shade per number of machines, dark for many; one line style per rule."""
+    from matplotlib import colormaps
+
+    nodes, rules = sorted({row.nodes for row in rows}), _distinct(rows, lambda row: row.rule)
+    return lambda row: {
+        "color": colormaps["viridis_r"](0.15 + 0.85 * nodes.index(row.nodes) / max(1, len(nodes) - 1)),
+        "linestyle": DASHES[rules.index(row.rule) % len(DASHES)],
+    }
+
+
+def _by_rule(rows: Sequence[Row]) -> Look:
+    """A rule looks the same in every figure; its variants differ in the line."""
+    labels = _distinct(rows, lambda row: row.rule)
+    names = [label.split(" ")[0] for label in labels]
+
+    def look(row: Row) -> Style:
+        k, name = labels.index(row.rule), row.rule.split(" ")[0]
+        place = list(algorithms.ALGORITHMS).index(name)
+        variant = names[:k].count(name)
+        return {
+            "color": COLOURS[place % len(COLOURS)],
+            "marker": MARKERS[place % len(MARKERS)],
+            "linestyle": DASHES[variant % len(DASHES)],
+        }
+
+    return look
+
+
+def _panels(count: int, wide: int, title: str) -> tuple[Figure, Any]:
     # The object, not pyplot: no window system is asked for, and nothing is kept alive.
     from matplotlib import figure as figures
 
-    figure = figures.Figure(figsize=(1.2 + 3.2 * count, 3.9), layout="constrained")
-    axes = figure.subplots(1, count, sharey=True, squeeze=False)[0]
-    for axis in axes:
+    high = -(-count // wide)
+    figure = figures.Figure(figsize=(1.2 + 3.2 * min(wide, count), 0.9 + 3.0 * high), layout="constrained")
+    axes = figure.subplots(high, wide, sharey=True, squeeze=False).flatten()
+    for axis in axes[count:]:
+        axis.remove()
+    for axis in axes[:count]:
         axis.set_yscale("log")
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
-    return figure, axes
+    return figure, axes[:count]
 
 
-def _line(axis: Any, rule: str, label: str, x: Any, mean: Any, low: Any, high: Any, marker: str | None = None) -> None:
-    k = list(algorithms.ALGORITHMS).index(rule)  # a rule looks the same in every figure
-    colour, shape = COLOURS[k % len(COLOURS)], MARKERS[k % len(MARKERS)] if marker is None else marker
-    shown = np.isfinite(np.asarray(mean, dtype=float))  # what diverged has no place on the axis
-    x, mean, low, high = (np.asarray(v, dtype=float)[shown] for v in (x, mean, low, high))
-    axis.plot(x, mean, color=colour, marker=shape, markersize=4, linewidth=1.4, label=label)
-    axis.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+def _spread(line: Sequence[Row]) -> Any:
+    return tuple([getattr(row, name) for row in line] for name in ("error", "low", "high"))
+
+
+def _line(axis: Any, row: Row, label: str, x: Any, spread: Any, style: Style) -> None:
+    shown = np.isfinite(np.asarray(spread[0], dtype=float))  # what diverged has no place on the axis
+    x, mean, low, high = (np.asarray(v, dtype=float)[shown] for v in (x, *spread))
+    axis.plot(x, mean, markersize=4, linewidth=1.4, label=label, **style)
+    axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
+
+
+def _value(axis: Any, row: Row) -> None:
+    """What a page shows where one points at a marker."""
+    if np.isfinite(row.error):
+        text = f"{row.rule}, {row.topology}, M = {row.nodes}: {row.error:.3g} ({row.low:.3g} to {row.high:.3g})"
+        axis.plot([row.nodes], [row.error], "o", markersize=9, alpha=0, gid=f"{VALUE}{text}, lr {row.lr:g}")
+
+
+def _legend(figure: Figure, axes: Any) -> None:
+    handles, labels = axes[0].get_legend_handles_labels()
+    columns = max(1, min(len(labels), int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, labels))))))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+
+
+def _distinct(rows: Sequence[Row], of: Callable[[Row], Any]) -> list[Any]:
+    return list(dict.fromkeys(of(row) for row in rows))

@@ -1,0 +1,68 @@
+"""How far a study is: a bar for people at a terminal, a few lines for logs of long ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from klatsch.study.execute import Progress, Told
+
+LONG = 60.0  # seconds from which a study is worth a line in a log
+TENTHS = 10  # lines in the log of a long study
+
+
+@contextmanager
+def shown() -> Iterator[Told]:
+    """Give a function that is told how far a study is."""
+    if sys.stderr.isatty():
+        with _bar() as bar:
+            task = bar.add_task("", total=1, facts="")
+            yield lambda progress: bar.update(
+                task, total=max(progress.work, 1), completed=progress.work_done, facts=facts(progress)
+            )
+        return
+    printed: list[int] = []
+
+    def log(progress: Progress) -> None:
+        left = progress.seconds_left
+        if left is None or progress.seconds + left < LONG:
+            return
+        tenth = TENTHS * progress.work_done // max(progress.work, 1)
+        if not printed:
+            total = words(progress.seconds + left)
+            print(f"projected: {total} for {progress.runs:,} runs in {progress.batches:,} batches", file=sys.stderr)
+        if tenth not in printed:
+            print(facts(progress), file=sys.stderr, flush=True)
+            printed.append(tenth)
+
+    yield log
+
+
+def facts(progress: Progress) -> str:
+    """Batches done, runs per second, time left, best so far."""
+    parts = [f"{progress.batches_done}/{progress.batches} batches"]
+    if progress.runs_done:
+        parts.append(f"{progress.runs_per_second:.3g} runs/s")
+    if (left := progress.seconds_left) is not None and left > 0:
+        parts.append(f"{words(left)} left")
+    if progress.best is not None:
+        error, case = progress.best
+        parts.append(f"best {error:.2g} ({case.label}, {case.graph_label}, M={case.nodes}, lr {case.lr:g})")
+    return ", ".join(parts)
+
+
+def words(seconds: float) -> str:
+    """A time as people say it."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _bar() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(BarColumn(), TextColumn("{task.fields[facts]}"), console=Console(stderr=True), transient=True)

@@ -1,0 +1,82 @@
+"""Rows of a study on the terminal and as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from klatsch.cli import terminal
+from klatsch.engine import native
+from klatsch.study.cases import LeftOut
+from klatsch.study.summary import Row
+
+EXPENDABLE = ("Gamma", "to", "from", "nodes")  # what a narrow terminal loses first
+
+
+def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu") -> None:
+    """Print one line per row, and what it does not say by itself."""
+    console = terminal.console()
+    columns: dict[str, Callable[[Row], str]] = {
+        "topology": lambda row: row.topology,
+        **{name: lambda row, name=name: f"{row.setting[name]:g}" for name in _varying(rows)},  # type: ignore[misc]
+        "nodes": lambda row: str(row.nodes),
+        "rule": lambda row: row.rule,
+        "error": lambda row: short(row.error),
+        "lr": lambda row: f"{row.lr:g}" + ("*" if row.at_edge else ""),
+        "from": lambda row: short(row.low),
+        "to": lambda row: short(row.high),
+        "Gamma": lambda row: short(float(row.consensus[:, -1, row.best].mean())),
+    }
+    shown = terminal.print_table(console, title, columns, rows, EXPENDABLE, lambda row: row.topology)
+    notes = {
+        "from": f"from, to: smallest and largest of {len(rows[0].curves)} seeds",
+        "Gamma": "Gamma: consensus distance of the points evaluated",
+    }
+    said = [note for name, note in notes.items() if name in shown]
+    if len(shown) < len(columns):
+        said.append("a wider terminal, or --json, shows more columns")
+    console.print("; ".join(said), style="dim")
+    if any(row.at_edge for row in rows):
+        console.print("* the smallest or largest learning rate tried: a better one may lie beyond", style="dim")
+    for reason in dict.fromkeys(item.reason for item in left_out):
+        sizes = ", ".join(str(item.nodes) for item in left_out if item.reason == reason)
+        console.print(f"left out at {sizes} nodes: {reason}", style="dim", markup=False, highlight=False)
+    if native.why_not() is not None and device == "cpu":
+        console.print(f"slower than it could be: {native.why_not()}", style="dim", markup=False, highlight=False)
+
+
+def plain(row: Row) -> dict[str, Any]:
+    """A row as JSON can hold it."""
+    return {
+        "rule": row.rule,
+        "topology": row.topology,
+        "nodes": row.nodes,
+        "setting": dict(row.setting),
+        "lr": row.lr,
+        "lr_at_edge": row.at_edge,
+        "error": finite(row.error),
+        "low": finite(row.low),
+        "high": finite(row.high),
+        "Gamma": finite(row.consensus[:, -1, row.best].mean()),
+        "seconds": row.seconds,
+        "steps": list(row.steps),
+        "curve": [finite(value) for value in row.curve.mean(axis=0)],
+        "final_by_lr": {f"{lr:g}": finite(value) for lr, value in zip(row.lrs, row.final.mean(axis=0), strict=True)},
+    }
+
+
+def short(value: float) -> str:
+    """A number for a table."""
+    return f"{value:.3g}" if math.isfinite(value) else "diverged"
+
+
+def finite(value: float) -> float | None:
+    """A number for JSON, which has no infinity."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _varying(rows: Sequence[Row]) -> list[str]:
+    """The problem's options that differ between rows."""
+    names = dict.fromkeys(name for row in rows for name in row.setting)
+    return [name for name in names if len({row.setting.get(name) for row in rows}) > 1]

@@ -1,0 +1,227 @@
+"""Runs that advance together: those that share a problem instance are columns of one stacked simulation.
+
+On a GPU the same rule on networks of several sizes and seeds goes into one stack, too, since small networks are bound
+by kernel launches there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from klatsch import algorithms, problems
+from klatsch.engine import Result, simulate, simulate_together
+from klatsch.engine.checkpoint import CheckpointError
+from klatsch.engine.mixing import common_period
+from klatsch.study.cases import Case
+from klatsch.study.spec import Options
+from klatsch.topology import Topology
+from klatsch.version import VERSION
+
+MOST_COLUMNS = 256  # of one batch: more would only make it longer to lose
+MOST_ROUNDS = 512  # of the common period of networks in one stack, all of which are captured
+MOST_NUMBERS = 1 << 25  # of one vector of a stack: 256 MiB in float64, of which a run holds some ten
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Runs that are done in one go: one network, or several in one stack, with the same columns each."""
+
+    networks: tuple[tuple[Case, ...], ...]  # of each network its runs, column by column
+    device: str
+
+    @property
+    def cases(self) -> list[Case]:
+        """All runs."""
+        return [case for network in self.networks for case in network]
+
+    @property
+    def key(self) -> str:
+        """What tells this batch from others: the name of its checkpoint."""
+        return hashlib.sha256(" ".join(case.key for case in self.cases).encode()).hexdigest()[:32]
+
+    @property
+    def work(self) -> int:
+        """Gradients to take, one per node, run and round."""
+        return sum(case.nodes * case.steps for case in self.cases)
+
+    def without(self, done: set[str]) -> list[Batch]:
+        """What is left of it."""
+        if not done & {case.key for case in self.cases}:
+            return [self]
+        return pack([case for case in self.cases if case.key not in done], self.device)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What came out of a batch, in the order of its runs."""
+
+    keys: list[str]
+    steps: list[int]
+    metrics: dict[str, NDArray[np.float64]]  # (steps, runs)
+    diverged: list[bool]
+    engine: str
+    seconds: float  # of all runs together
+    environment: dict[str, str]
+
+
+def pack(cases: Iterable[Case], device: str) -> list[Batch]:
+    """Runs as batches, always the same ones for the same runs."""
+    networks: dict[str, list[Case]] = {}
+    for case in cases:
+        networks.setdefault(_text(_shared(case), case.nodes, case.seed), []).append(case)
+    blocks = [
+        tuple(columns[k : k + MOST_COLUMNS])
+        for columns in networks.values()
+        for k in range(0, len(columns), MOST_COLUMNS)
+    ]
+    if device == "cpu":
+        return [Batch((block,), device) for block in blocks]
+    stacks: dict[str, list[tuple[Case, ...]]] = {}
+    for block in blocks:
+        stacks.setdefault(_text(_shared(block[0]), [_columns(case) for case in block]), []).append(block)
+    return [Batch(tuple(stack), device) for blocks in stacks.values() for stack in _cut(blocks)]
+
+
+def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Advance | None = None) -> Finished:
+    """Run a batch, from its checkpoint if there is one."""
+    first = batch.networks[0]
+    rule = algorithms.make(first[0].rule, **_joined([case.rule_options for case in first]))
+    instances = [_problem(network) for network in batch.networks]
+    graphs = [network[0].make_graph() for network in batch.networks]
+    choices: Any = {
+        "record": first[0].record,
+        "dtype": getattr(torch, first[0].dtype),
+        "device": batch.device,
+        "any_graph": first[0].any_graph,
+        "checkpoint": checkpoint,
+        "progress": progress if progress is not None else False,
+    }
+
+    def run() -> list[Result]:
+        if len(instances) > 1:
+            return simulate_together(instances, rule, graphs, first[0].steps, **choices)
+        return [simulate(instances[0], rule, graphs[0], first[0].steps, **choices)]
+
+    try:
+        results = run()
+    except CheckpointError:  # of another version, or damaged: it is ours, and the rounds can be done again
+        assert checkpoint is not None
+        checkpoint.unlink()
+        results = run()
+    return Finished(
+        keys=[case.key for case in batch.cases],
+        steps=results[0].steps,
+        metrics={
+            name: np.concatenate(
+                [
+                    result.metrics[name].expand(-1, len(network)).numpy()
+                    for result, network in zip(results, batch.networks, strict=True)
+                ],
+                axis=1,
+            )
+            for name in results[0].metrics
+        },
+        diverged=[
+            bool(v)
+            for result, network in zip(results, batch.networks, strict=True)
+            for v in result.diverged.expand(len(network))
+        ],
+        engine=results[0].engine,
+        seconds=results[0].seconds,
+        environment=environment(batch.device),
+    )
+
+
+def environment(device: str) -> dict[str, str]:
+    """Versions and machine, for the record."""
+    gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
+    return {
+        "klatsch": VERSION,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": gpu or processor(),
+    }
+
+
+def processor() -> str:
+    """The name of the CPU, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _problem(network: tuple[Case, ...]) -> Any:
+    first = network[0]
+    options = _joined([case.problem_options for case in network])
+    return problems.make(first.problem, first.nodes, seed=first.seed, **options)
+
+
+def _joined(options: list[Options]) -> Options:
+    """Options of several columns: one value where all agree, a list where they differ."""
+    together = {name: [each[name] for each in options] for name in options[0]}
+    return {name: values[0] if all(v == values[0] for v in values) else values for name, values in together.items()}
+
+
+def _columns(case: Case) -> list[Any]:
+    """What may differ between the columns of a batch."""
+    varying = getattr(problems.PROBLEMS[case.problem], "per_column", ())
+    rule = {name: case.rule_options.get(name) for name in algorithms.PER_COLUMN}
+    return [rule, {name: case.problem_options.get(name) for name in varying}]
+
+
+def _shared(case: Case) -> list[Any]:
+    """What all runs of a batch have in common, beside the network's size and seed."""
+    varying = getattr(problems.PROBLEMS[case.problem], "per_column", ())
+    return [
+        case.problem,
+        {k: v for k, v in case.problem_options.items() if k not in varying},
+        sorted(case.problem_options),
+        case.rule,
+        {k: v for k, v in case.rule_options.items() if k not in algorithms.PER_COLUMN},
+        sorted(case.rule_options),
+        [case.topology, case.topology_options, case.lazy],
+        [case.steps, case.record, case.dtype, case.any_graph],
+    ]
+
+
+def _cut(blocks: list[tuple[Case, ...]]) -> list[list[tuple[Case, ...]]]:
+    """Networks as stacks that fit: into memory, and into the rounds that are captured at once."""
+    if not hasattr(problems.PROBLEMS[blocks[0][0].problem], "joined"):
+        return [[block] for block in blocks]
+    stacks: list[list[tuple[Case, ...]]] = []
+    graphs: list[Topology] = []
+    size = 0
+    for block in sorted(blocks, key=lambda b: (b[0].make_graph().period, b[0].nodes, b[0].seed)):
+        graph, numbers = block[0].make_graph(), block[0].nodes * len(block) * _dim(block[0])
+        if not stacks or size + numbers > MOST_NUMBERS or common_period([*graphs, graph]) > MOST_ROUNDS:
+            stacks.append([])
+            graphs, size = [], 0
+        stacks[-1].append(block)
+        graphs.append(graph)
+        size += numbers
+    return stacks
+
+
+def _dim(case: Case) -> int:
+    return int(problems.make(case.problem, 1, **case.problem_options).dim)
+
+
+def _text(*parts: Any) -> str:
+    return json.dumps(parts, sort_keys=True)

@@ -1,0 +1,201 @@
+"""Running a study: what the store lacks is packed into batches, handed to workers, and stored as it comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from klatsch.study import workers
+from klatsch.study.batches import Batch, Finished, pack
+from klatsch.study.cases import Case, LeftOut, expand
+from klatsch.study.spec import Study
+from klatsch.study.store import Store
+from klatsch.study.summary import Row, summarize
+from klatsch.study.workers import Open, Workers
+
+MOST_LOSSES = 5  # times in a row that workers may die without a batch done in between
+
+
+@dataclass
+class Progress:
+    """How far a study is."""
+
+    batches: int
+    runs: int
+    work: int
+    began: float
+    workers: int = 0
+    batches_done: int = 0
+    runs_done: int = 0
+    work_done: int = 0
+    best: tuple[float, Case] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Time so far."""
+        return time.monotonic() - self.began
+
+    @property
+    def runs_per_second(self) -> float:
+        """Runs finished per second."""
+        return self.runs_done / max(self.seconds, 1e-9)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time left at the pace so far, once every worker has done a batch."""
+        if self.batches_done < min(max(self.workers, 1), self.batches):
+            return None
+        return self.seconds * (self.work - self.work_done) / max(self.work_done, 1)
+
+
+Told = Callable[[Progress], None]
+
+
+def execute(
+    cases: list[Case],
+    store: Store,
+    *,
+    device: str = "cpu",
+    executor: Executor | Open | None = None,
+    told: Told | None = None,
+) -> Progress:
+    """Do every run that the store does not hold yet.
+
+    Args:
+        cases: the runs, of `expand(study)`.
+        store: where results go; only this process writes to it.
+        device: "cpu", "cuda", ...
+        executor: what runs the batches: any `concurrent.futures.Executor`, or a function such as `workers.processes`
+            that opens one, and again if its workers die. By default one process per core, or a thread for a GPU.
+        told: is told how far it is, at the beginning and after every batch.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValueError: a batch failed, workers keep dying, or the store cannot be written; what was stored stays.
+        KeyboardInterrupt: running batches have saved themselves and go on from there next time.
+    """
+    done = store.done()
+    todo = [left for batch in pack(cases, device) for left in batch.without(done) if left.networks]
+    todo.sort(key=lambda batch: -batch.work)  # the largest first, so that none is left for the end
+    progress = Progress(len(todo), sum(len(b.cases) for b in todo), sum(b.work for b in todo), began=time.monotonic())
+    tell = told or (lambda progress: None)
+    tell(progress)
+    losses = 0
+    while todo:
+        before = progress.batches_done
+        with _opened(executor, device) as crew:
+            progress.workers = crew.count
+            try:
+                todo = _run(todo, crew, store, progress, tell)
+            except BaseException:  # Ctrl-C, or a batch that failed: the others save themselves, and are not waited for
+                if crew.stop is not None:
+                    crew.stop.set()
+                if not isinstance(executor, Executor):
+                    crew.executor.shutdown(wait=crew.stop is not None, cancel_futures=True)
+                raise
+        if todo:
+            losses = losses + 1 if progress.batches_done == before else 1
+            if losses > MOST_LOSSES or isinstance(executor, Executor):
+                raise ValueError(
+                    f"worker processes died {losses} times in a row, perhaps for lack of memory; "
+                    "run again with fewer workers (--workers): what was stored is safe"
+                )
+    return progress
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a study found, and what was left out with the reason."""
+
+    rows: list[Row]
+    left_out: list[LeftOut]
+    progress: Progress
+
+
+def run_study(
+    study: Study,
+    store: Store | str | Path = ":memory:",
+    *,
+    executor: Executor | Open | None = None,
+    told: Told | None = None,
+) -> Found:
+    """Run what is missing of a study, and choose the learning rates.
+
+    Args:
+        study: of `load(file)`, or made in Python.
+        store: a store, or the name of its file; by default results are kept in memory only.
+        executor: see `execute`.
+        told: see `execute`.
+    """
+    if not isinstance(store, Store):
+        with Store(store) as opened:
+            return run_study(study, opened, executor=executor, told=told)
+    cases, left_out = expand(study)
+    progress = execute(cases, store, device=study.device, executor=executor, told=told)
+    return Found(summarize(cases, store), left_out, progress)
+
+
+def _run(todo: list[Batch], crew: Workers, store: Store, progress: Progress, tell: Told) -> list[Batch]:
+    """Run batches; gives back those whose worker died."""
+    folder = checkpoints(store) if crew.shares_files else None
+    if folder is not None:
+        folder.mkdir(exist_ok=True)
+    running: dict[Future[Finished], Batch] = {}
+    lost: list[Batch] = []
+    for batch in todo:
+        try:
+            running[crew.executor.submit(crew.task, batch, _file(folder, batch))] = batch
+        except BrokenExecutor:
+            lost.append(batch)
+    while running:
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            batch = running.pop(future)
+            try:
+                outcome = future.result()
+            except BrokenExecutor:
+                lost.append(batch)
+                continue
+            store.save(batch, outcome)
+            if (file := _file(folder, batch)) is not None:
+                file.unlink(missing_ok=True)
+            _count(progress, batch, outcome)
+            tell(progress)
+    if folder is not None and not lost and not any(folder.iterdir()):
+        folder.rmdir()
+    return lost
+
+
+def checkpoints(store: Store) -> Path | None:
+    """The folder for batches in progress, beside the store; None for a store in memory."""
+    return None if store.path == ":memory:" else Path(f"{store.path}.checkpoints")
+
+
+def _file(folder: Path | None, batch: Batch) -> Path | None:
+    return None if folder is None else folder / f"{batch.key}.safetensors"
+
+
+def _count(progress: Progress, batch: Batch, outcome: Finished) -> None:
+    progress.batches_done += 1
+    progress.runs_done += len(batch.cases)
+    progress.work_done += batch.work
+    finals = outcome.metrics.get("distance")
+    if finals is not None:
+        k = int(np.argmin(finals[-1]))
+        if progress.best is None or finals[-1, k] < progress.best[0]:
+            progress.best = float(finals[-1, k]), batch.cases[k]
+
+
+def _opened(executor: Executor | Open | None, device: str) -> Any:
+    if isinstance(executor, Executor):
+        return workers.given(executor)
+    if executor is not None:
+        return executor()
+    return workers.processes() if device == "cpu" else workers.threads(1)

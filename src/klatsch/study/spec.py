@@ -1,0 +1,209 @@
+"""What a study is: a TOML file, or the same in Python, checked before anything runs.
+
+name = "ring"                       # of the study, in tables and reports
+steps = 10000                       # rounds
+nodes = [4, 9, 16]
+seeds = 3                           # 0, 1, 2; or a list
+lr = [1e-3, 1e-2]                   # chosen by mean final error, for each rule, graph and size by itself
+topologies = ["ring", { name = "base_graph", k = 2 }]
+
+[problem]
+name = "least-squares"
+noise = [1.0, 10.0]                 # a list is a grid
+
+[[rules]]
+name = "dat"
+order = ["atc", "cta"]
+
+[[rules]]
+name = "d2"
+lazy = true                         # on (I + P) / 2
+lr = [1e-4, 1e-3]                   # a grid of its own
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
+
+from klatsch import algorithms, problems
+from klatsch import topology as topologies
+from klatsch.arguments import check_options, whole
+
+PAPER_GRID = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1)  # Section 5.1
+
+Options = dict[str, Any]
+
+
+def several(value: Any) -> Any:
+    """A list as it is, anything else as a list of one; named twice is run once."""
+    entries = list(value) if isinstance(value, list | tuple) else [value]
+    if not entries:
+        raise ValueError("the list is empty; give at least one entry")
+    return [entry for k, entry in enumerate(entries) if entry not in entries[:k]]
+
+
+def _by_name(value: Any) -> Any:
+    return [{"name": entry} if isinstance(entry, str) else entry for entry in several(value)]
+
+
+def _seeds(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [whole(seed, "seed", 0) for seed in several(value)]
+    return list(range(whole(value, "seeds", 1)))
+
+
+def _nodes(value: Any) -> Any:
+    return [whole(nodes, "nodes", 1) for nodes in several(value)]
+
+
+def _number_of(name: str) -> BeforeValidator:
+    return BeforeValidator(lambda value: whole(value, name, 1))
+
+
+class Entry(BaseModel):
+    """Something with a name and options; an option that is a list is a grid."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+    lazy: StrictBool = False  # mix with (I + P) / 2
+
+    def combinations(self) -> list[Options]:
+        """All combinations of the options."""
+        return combinations(self.model_extra or {})
+
+
+class ProblemEntry(Entry):
+    """The problem: `nodes` and `seed` come from the study."""
+
+    name: str = "least-squares"
+
+    @model_validator(mode="after")
+    def _known(self) -> ProblemEntry:
+        known = [option for option in problems.options(self.name) if option != "seed"]
+        check_options(self.name, self.model_extra or {}, known)
+        for chosen in self.combinations():
+            problems.make(self.name, 2, **chosen)
+        return self
+
+
+class RuleEntry(Entry):
+    """An update rule; without `lr` it takes the study's."""
+
+    @model_validator(mode="after")
+    def _known(self) -> RuleEntry:
+        check_options(self.name, self.model_extra or {}, algorithms.options(self.name))
+        for chosen in self.combinations():
+            algorithms.make(self.name, **{"lr": PAPER_GRID[0], **chosen})
+        return self
+
+
+class TopologyEntry(Entry):
+    """A family of graphs; the number of nodes comes from the study."""
+
+    @model_validator(mode="after")
+    def _known(self) -> TopologyEntry:
+        check_options(self.name, self.model_extra or {}, topologies.options(self.name))
+        self.combinations()
+        return self
+
+
+class Study(BaseModel):
+    """A grid of runs: every rule on every topology at every size, with all combinations of their options.
+
+    Args:
+        steps: rounds of every run.
+        nodes: numbers of machines M.
+        rules: names, or tables with a name and options.
+        topologies: the same.
+        name: what to call it in tables and reports.
+        problem: a table with a name and options; the paper's least squares by default.
+        lr: learning rates of the rules that give none of their own.
+        seeds: how many (0, 1, 2...), or a list.
+        record: at how many log-spaced rounds metrics are kept.
+        dtype: "float64" or "float32".
+        device: "cpu", "cuda", "cuda:1"...
+        any_graph: run also where a rule refuses a graph.
+        leave_out: name what does not fit (a size that a graph cannot have, a graph that a rule refuses) and leave it
+            out, instead of refusing the study.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    steps: Annotated[int, _number_of("steps")]
+    nodes: Annotated[tuple[int, ...], BeforeValidator(_nodes)]
+    rules: Annotated[tuple[RuleEntry, ...], BeforeValidator(_by_name)]
+    topologies: Annotated[tuple[TopologyEntry, ...], BeforeValidator(_by_name)]
+    name: Annotated[str, Field(min_length=1, max_length=100)] = "study"
+    problem: ProblemEntry = Field(default_factory=ProblemEntry)
+    lr: Annotated[tuple[float, ...], BeforeValidator(several)] = PAPER_GRID
+    seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = (0, 1, 2)
+    record: Annotated[int, _number_of("record")] = 50
+    dtype: Literal["float64", "float32"] = "float64"
+    device: str = "cpu"
+    any_graph: StrictBool = False
+    leave_out: StrictBool = False
+
+    @model_validator(mode="after")
+    def _learning_rates(self) -> Study:
+        for lr in self.lr:
+            algorithms.make("dsgd", lr=lr)
+        return self
+
+
+def combinations(options: Mapping[str, Any]) -> list[Options]:
+    """All combinations of options, of which some are lists."""
+    axes = [(name, several(value)) for name, value in options.items()]
+    return [dict(zip((name for name, _ in axes), chosen, strict=True)) for chosen in product(*(v for _, v in axes))]
+
+
+def load(path: str | Path) -> Study:
+    """A study from a TOML file.
+
+    Raises:
+        ValueError: it cannot be read, or something is not allowed; with the file, the key, the value and the remedy.
+    """
+    path = Path(path)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {path}; give the name of a study, a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as TOML: {error}") from None
+    content.setdefault("name", path.stem)
+    return parse(content, f"{path}: ")
+
+
+def parse(content: Mapping[str, Any], source: str = "") -> Study:
+    """A study from plain data.
+
+    Raises:
+        ValueError: something is not allowed; one line with the source, the key, the value and the remedy.
+    """
+    try:
+        return Study.model_validate(dict(content))
+    except ValidationError as refusal:
+        errors = refusal.errors(include_url=False)
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise ValueError(f"{source}{_explained(errors[0])}{more}") from None
+
+
+def _explained(error: Any) -> str:
+    """One line from what pydantic found."""
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
+    if error["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(key, Study.model_fields, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ";"
+        return f"unknown key {key!r}{hint} There are {', '.join(Study.model_fields)}".replace("; There", "; there")
+    if error["type"] == "missing":
+        return f"{key} is missing; give it, as in the example of docs/studies.md"
+    message = error["msg"].removeprefix("Value error, ")
+    if isinstance(error["input"], dict | Study | Entry):  # the message names the option and its value itself
+        return f"{key}: {message}" if key else message
+    shown = repr(error["input"])
+    return f"{key} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {message[:1].lower() + message[1:]}"

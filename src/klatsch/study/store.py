@@ -1,0 +1,265 @@
+"""All results in one SQLite file: a run is there whole or not at all, and is never done twice.
+
+A transaction per finished batch, write-ahead log, runs keyed by a hash of what determines them. Several processes may
+use one store: a run that is there already stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from klatsch.study.batches import Batch, Finished
+from klatsch.study.cases import Case
+from klatsch.study.spec import Study
+
+FORMAT = 1
+APPLICATION = 0x6B6C6174  # "klat": tells a store from other SQLite files
+WAIT = 60.0  # seconds that a process waits for another one's transaction
+
+TABLES = """
+CREATE TABLE studies (
+    name TEXT PRIMARY KEY, kind TEXT NOT NULL, scale TEXT NOT NULL, spec TEXT NOT NULL, command TEXT NOT NULL,
+    begun TEXT NOT NULL
+);
+CREATE TABLE environments (id INTEGER PRIMARY KEY, facts TEXT NOT NULL UNIQUE);
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, problem TEXT NOT NULL, rule TEXT NOT NULL, topology TEXT NOT NULL,
+    nodes INTEGER NOT NULL, seed INTEGER NOT NULL, lr REAL NOT NULL, steps INTEGER NOT NULL, dtype TEXT NOT NULL,
+    settings TEXT NOT NULL, diverged INTEGER NOT NULL, device TEXT NOT NULL, engine TEXT NOT NULL, batch TEXT NOT NULL,
+    seconds REAL NOT NULL, environment INTEGER NOT NULL REFERENCES environments, finished TEXT NOT NULL
+);
+CREATE TABLE metrics (
+    run INTEGER NOT NULL REFERENCES runs, name TEXT NOT NULL, step INTEGER NOT NULL, value REAL NOT NULL,
+    PRIMARY KEY (run, name, step)
+) WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is stored of a run's metrics."""
+
+    steps: NDArray[np.int64]
+    metrics: dict[str, NDArray[np.float64]]
+    seconds: float  # its share of the batch
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A study that was run into a store."""
+
+    study: Study
+    kind: str  # "study", or what of the paper it reproduces
+    scale: str
+    command: str
+    begun: str
+
+
+class Store:
+    """A store of results.
+
+    Args:
+        path: the file, made if it does not exist; ":memory:" for one that is gone afterwards.
+        read_only: only look: the file must exist, and is not written to.
+
+    Raises:
+        ValueError: the file is damaged, no store, or written by a newer version; it is left as it is.
+    """
+
+    def __init__(self, path: str | Path, read_only: bool = False) -> None:
+        self.path = str(path)
+        with self._explained():
+            if self.path != ":memory:":
+                self._check(read_only)
+            if read_only:
+                self._base = self._open_read_only()
+                return
+            self._base = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
+            self._base.execute("PRAGMA foreign_keys = ON")
+            self._base.execute("PRAGMA synchronous = FULL")
+            self._base.execute("PRAGMA journal_mode = WAL")
+            with self._transaction():
+                if self._number("user_version") == 0:
+                    for statement in TABLES.split(";"):
+                        self._base.execute(statement)
+                    self._base.execute(f"PRAGMA application_id = {APPLICATION}")
+                    self._base.execute(f"PRAGMA user_version = {FORMAT}")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._base.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- writing -----------------------------------------------------------------------------------------------
+
+    def save(self, batch: Batch, finished: Finished) -> None:
+        """Keep what came out of a batch, in one transaction; a run that is there already stays as it is."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        steps = [int(step) for step in finished.steps]
+        with self._explained(), self._transaction():
+            self._base.execute(
+                "INSERT OR IGNORE INTO environments (facts) VALUES (?)", [json.dumps(finished.environment)]
+            )
+            (environment,) = self._base.execute(
+                "SELECT id FROM environments WHERE facts = ?", [json.dumps(finished.environment)]
+            ).fetchone()
+            for k, case in enumerate(batch.cases):
+                run = (
+                    *(finished.keys[k], case.problem, case.rule, case.topology, case.nodes, case.seed, case.lr),
+                    *(case.steps, case.dtype, json.dumps(asdict(case)), finished.diverged[k], batch.device),
+                    *(finished.engine, batch.key, finished.seconds / len(batch.cases), environment, now),
+                )
+                names = (
+                    "key, problem, rule, topology, nodes, seed, lr, steps, dtype, settings, diverged, device, engine, "
+                    "batch, seconds, environment, finished"
+                )
+                marks = ", ".join("?" * len(run))
+                cursor = self._base.execute(f"INSERT OR IGNORE INTO runs ({names}) VALUES ({marks})", run)
+                if cursor.rowcount == 0:
+                    continue
+                self._base.executemany(
+                    "INSERT INTO metrics VALUES (?, ?, ?, ?)",
+                    [
+                        (cursor.lastrowid, name, step, float(value))
+                        for name, values in finished.metrics.items()
+                        for step, value in zip(steps, values[:, k], strict=True)
+                    ],
+                )
+
+    def remember(self, study: Study, command: str, kind: str = "study", scale: str = "") -> None:
+        """Keep what was asked for; a study of the same name and scale takes the place of the old one."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        with self._explained(), self._transaction():
+            self._base.execute(
+                "INSERT OR REPLACE INTO studies VALUES (?, ?, ?, ?, ?, ?)",
+                [study.name, kind, scale, study.model_dump_json(), command, now],
+            )
+
+    # --- reading -----------------------------------------------------------------------------------------------
+
+    def done(self) -> set[str]:
+        """The keys of all runs in the store."""
+        with self._explained():
+            return {key for (key,) in self._base.execute("SELECT key FROM runs")}
+
+    def studies(self) -> list[Remembered]:
+        """The studies that were run, in the order of their beginning."""
+        with self._explained():
+            rows = self._base.execute(
+                "SELECT spec, kind, scale, command, begun FROM studies ORDER BY begun, rowid"
+            ).fetchall()
+        return [Remembered(Study.model_validate_json(spec), *rest) for spec, *rest in rows]
+
+    def outcomes(self, keys: Iterable[str], names: Sequence[str] | None = None) -> dict[str, Outcome]:
+        """The metrics of runs by key, all or those named; a run that is not there is left out."""
+        wanted = set(keys)
+        chosen = "" if names is None else f" AND name IN ({', '.join('?' * len(names))})"
+        found: dict[str, Outcome] = {}
+        with self._explained():
+            for key, number, seconds in self._base.execute("SELECT key, id, seconds FROM runs").fetchall():
+                if key not in wanted:
+                    continue
+                rows = self._base.execute(
+                    f"SELECT name, step, value FROM metrics WHERE run = ?{chosen} ORDER BY name, step",
+                    [number, *(names or ())],
+                ).fetchall()
+                metrics: dict[str, list[float]] = {}
+                for name, _, value in rows:
+                    metrics.setdefault(name, []).append(value)
+                steps = np.array([step for name, step, _ in rows if name == rows[0][0]], dtype=np.int64)
+                found[key] = Outcome(steps, {name: np.array(values) for name, values in metrics.items()}, seconds)
+        return found
+
+    def runs(self) -> list[tuple[Case, dict[str, Any]]]:
+        """All runs with what is known of them beside their metrics."""
+        with self._explained():
+            rows = self._base.execute(
+                "SELECT settings, key, diverged, device, engine, seconds, finished FROM runs ORDER BY id"
+            ).fetchall()
+        names = ("key", "diverged", "device", "engine", "seconds", "finished")
+        return [(Case(**json.loads(settings)), dict(zip(names, rest, strict=True))) for settings, *rest in rows]
+
+    def environments(self) -> list[dict[str, str]]:
+        """The versions and machines that the runs were done with."""
+        with self._explained():
+            return [json.loads(facts) for (facts,) in self._base.execute("SELECT facts FROM environments ORDER BY id")]
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _check(self, must_exist: bool) -> None:
+        """Refuse what is no store of ours, without touching it."""
+        path = Path(self.path)
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; give the name of a file")
+        if not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent}; make it first, or give another name for the store")
+        if not path.exists() or path.stat().st_size == 0:  # empty: one that was killed as it began
+            if must_exist:
+                raise ValueError(f"there is no store {path}; klatsch run and klatsch reproduce make one")
+            return
+        base = self._open_read_only()
+        try:
+            ours, version = (
+                base.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+            )
+            if version == 0 and ours == 0 and base.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,):
+                return  # one that was killed as it began
+            if ours != APPLICATION:
+                raise ValueError(f"{path} is a database, but no store of klatsch; give another name")
+            if version > FORMAT:
+                raise ValueError(
+                    f"{path} was written by a newer klatsch (format {version}, this one knows {FORMAT}); update klatsch"
+                )
+            if (problem := base.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+                raise sqlite3.DatabaseError(problem)
+        finally:
+            base.close()
+
+    def _open_read_only(self) -> sqlite3.Connection:
+        return sqlite3.connect(f"file:{quote(str(Path(self.path).absolute()))}?mode=ro", uri=True, timeout=WAIT)
+
+    def _number(self, pragma: str) -> int:
+        return int(self._base.execute(f"PRAGMA {pragma}").fetchone()[0])
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._base.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._base.execute("COMMIT")
+        except BaseException:
+            if self._base.in_transaction:
+                self._base.execute("ROLLBACK")
+            raise
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn what SQLite says into one line with the file and a remedy."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            text = str(error)
+            remedy = "see that the folder can be written to"
+            if "full" in text or "disk I/O" in text:
+                remedy = "free some space and run again: what was stored before is safe"
+            elif "malformed" in text or "not a database" in text or "***" in text or "Page" in text:
+                remedy = "it is damaged: move it away and run again, or bring back a copy"
+            elif "locked" in text:
+                remedy = f"another process held it for more than {WAIT:.0f} seconds; run again when that is done"
+            raise ValueError(f"{self.path}: {text}; {remedy}") from None

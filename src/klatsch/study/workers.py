@@ -1,0 +1,144 @@
+"""Where batches run: a process per core, a thread beside the GPU, or a Dask cluster.
+
+Each is a function that gives a `concurrent.futures.Executor`; any other executor does as well.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from klatsch.engine.threads import cores, quiet_threads
+from klatsch.study.batches import Batch, Finished, run_batch
+
+
+class Stop(Protocol):
+    """A wish to stop, seen by all workers: an Event of threads or of processes."""
+
+    def is_set(self) -> bool:
+        """Whether to stop."""
+        ...
+
+    def set(self) -> None:
+        """Ask all to stop."""
+        ...
+
+
+@dataclass(frozen=True)
+class Workers:
+    """An executor in use.
+
+    Args:
+        executor: takes the batches.
+        task: what it is given with a batch and the name of its checkpoint.
+        count: how many run at a time, for the projection of the time left.
+        stop: how to ask running batches to save themselves and end; None where they cannot be asked.
+        shares_files: whether workers see the files of this machine, so that checkpoints are of use.
+    """
+
+    executor: Executor
+    task: Callable[[Batch, Path | None], Finished]
+    count: int
+    stop: Stop | None = None
+    shares_files: bool = True
+
+
+Open = Callable[[], Any]  # gives a context manager of Workers
+
+_inherited: Stop | None = None  # in a worker process: the wish of the driver
+
+
+def work(batch: Batch, checkpoint: Path | None, stop: Stop | None = None) -> Finished:
+    """Run a batch in a worker; a wish to stop is an interrupt, before which the run saves itself."""
+    wish = stop if stop is not None else _inherited
+
+    def progress(_: int) -> None:
+        if wish is not None and wish.is_set():
+            raise KeyboardInterrupt
+
+    return run_batch(batch, checkpoint, progress)
+
+
+@contextmanager
+def processes(count: int | None = None) -> Iterator[Workers]:
+    """One process per core, one thread each."""
+    number = cores() if count is None else count
+    # Fresh processes: a fork would copy the locks of torch's threads in whatever state they are.
+    context = mp.get_context("spawn")
+    stop = context.Event()
+    with ProcessPoolExecutor(number, context, initializer=_begin, initargs=(stop,)) as executor:
+        yield Workers(executor, work, number, stop)
+
+
+@contextmanager
+def threads(count: int | None = None) -> Iterator[Workers]:
+    """Threads of this process: no start-up time, and enough where native code does the work."""
+    number = cores() if count is None else count
+    stop = threading.Event()
+    with quiet_threads(number) as executor:
+        yield Workers(executor, partial(work, stop=stop), number, stop)
+
+
+@contextmanager
+def dask(address: str) -> Iterator[Workers]:
+    """The workers of a Dask cluster; the scheduler gives a lost worker's batch to another one.
+
+    Raises:
+        ValueError: Dask is not installed, or no scheduler answers.
+    """
+    try:
+        from distributed import Client
+    except ModuleNotFoundError:
+        raise ValueError("--dask needs Dask: pip install 'klatsch[dask]'") from None
+    try:
+        client: Any = Client(address, timeout=10, set_as_default=False)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, TimeoutError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"no Dask scheduler answers at {address} ({reason}); start one with dask scheduler, or see its address"
+        ) from None
+    with client:
+        count = sum(client.nthreads().values())
+        with client.get_executor(pure=False) as executor:
+            yield Workers(executor, single_threaded, count, shares_files=False)
+
+
+@contextmanager
+def given(executor: Executor) -> Iterator[Workers]:
+    """An executor of somebody else's, which stays open; nothing is known of its workers."""
+    yield Workers(executor, single_threaded, 1, shares_files=False)
+
+
+def single_threaded(batch: Batch, checkpoint: Path | None) -> Finished:
+    """Run a batch where nobody has set the number of threads: somebody else's worker."""
+    torch.set_num_threads(1)
+    return run_batch(batch, checkpoint)
+
+
+def _begin(stop: Stop) -> None:
+    """Set up a worker process."""
+    global _inherited
+    _inherited = stop
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the driver decides, and says so through `stop`
+    threading.Thread(target=_end_with_the_driver, daemon=True).start()
+
+
+def _end_with_the_driver() -> None:
+    """A driver that was killed must not leave workers behind: they would wait for ever, or work on the same files."""
+    parent = mp.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
