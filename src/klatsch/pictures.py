@@ -38,14 +38,19 @@ def save(figure: Figure, path: Path, **style: Any) -> None:
         ValueError: it cannot be written there.
     """
     check_path(path)
+    data = render(figure, path.suffix.lower(), **style)
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise ValueError(f"cannot draw to {path}: {error.strerror}; choose another folder or name") from None
+
+
+def render(figure: Figure, kind: str, **style: Any) -> bytes:
+    """A figure as the content of a file of this kind (".svg", ".png" or ".pdf")."""
     import matplotlib
 
-    kind = path.suffix.lower()
     dates: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     data = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "klatsch"}):  # a fixed salt and no date: the same file every time
         figure.savefig(data, format=kind[1:], facecolor="white", metadata=dates.get(kind), **style)
-    try:
-        write_atomically(path, data.getvalue())
-    except OSError as error:
-        raise ValueError(f"cannot draw to {path}: {error.strerror}; choose another folder or name") from None
+    return data.getvalue()

@@ -14,6 +14,7 @@ from klatsch.cli.rows import plain, print_rows
 from klatsch.cli.terminal import number, option, print_json
 from klatsch.study import demo as demos
 from klatsch.study import figures, spec, workers
+from klatsch.study.cases import expand
 from klatsch.study.execute import Found, run_study
 from klatsch.study.spec import PAPER_GRID, Study
 from klatsch.study.store import Store
@@ -70,19 +71,23 @@ def run(
     if file is not None:
         _refuse_with_file(context)
         study = spec.load(file)
+        try:
+            expand(study)
+        except ValueError as refusal:
+            raise ValueError(f"{file}: {refusal}") from None
     else:
         study = _from_options(
-            rules=_words(rules),
+            rules=terminal.words(rules),
             rule_options=_given(averaging=averaging, order=order, momentum=momentum, average=average),
-            topologies=_words(topology),
+            topologies=terminal.words(topology),
             topology_options=_given(k=k),
             lazy=lazy,
             problem={
                 "name": problem,
                 **_given(dim=dim, noise=noise, heterogeneity=heterogeneity, batch=batch, alpha=alpha),
             },
-            nodes=[terminal.whole(word) for word in _words(nodes)],
-            lr=[terminal.number(word) for word in _words(lr)],
+            nodes=[terminal.whole(word) for word in terminal.words(nodes)],
+            lr=[terminal.number(word) for word in terminal.words(lr)],
             steps=steps,
             seeds=seeds,
             dtype="float32" if float32 else "float64",
@@ -180,10 +185,6 @@ def _refuse_with_file(context: typer.Context) -> None:
         source = context.get_parameter_source(name)
         if name not in allowed and source is not None and source.name == "COMMANDLINE":
             raise ValueError(f"{parameter.opts[-1]} does not go with a study file; write it into the file")
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _given(**options: Any) -> dict[str, Any]:

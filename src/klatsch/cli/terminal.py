@@ -36,6 +36,11 @@ def number(text: str | float) -> float:
         raise typer.BadParameter(f"{text!r} is not a number") from None
 
 
+def words(text: str) -> list[str]:
+    """The parts of a list from the command line."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def option(help_: str, *names: str, parser: Callable[[str], Any] = whole) -> Any:
     """An option that takes a number."""
     return typer.Option(*names, help=help_, parser=parser, metavar="X" if parser is number else "N")

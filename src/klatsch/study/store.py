@@ -81,16 +81,18 @@ class Store:
         self.path = str(path)
         with self._explained():
             if self.path != ":memory:":
-                self._check(read_only)
+                self._check_file(must_exist=read_only)
+            self._base = self._open(read_only)
+            if self.path != ":memory:" and (problem := self._pragma("quick_check(1)")) != "ok":
+                raise sqlite3.DatabaseError(problem)
             if read_only:
-                self._base = self._open_read_only()
                 return
-            self._base = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
-            self._base.execute("PRAGMA foreign_keys = ON")
-            self._base.execute("PRAGMA synchronous = FULL")
-            self._base.execute("PRAGMA journal_mode = WAL")
+            for setting in ("foreign_keys = ON", "synchronous = FULL", "journal_mode = WAL"):
+                self._base.execute(f"PRAGMA {setting}")
             with self._transaction():
-                if self._number("user_version") == 0:
+                if self._pragma("user_version") == 0:
+                    if self._base.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
+                        raise ValueError(f"{self.path} is a database, but no store of klatsch; give another name")
                     for statement in TABLES.split(";"):
                         self._base.execute(statement)
                     self._base.execute(f"PRAGMA application_id = {APPLICATION}")
@@ -202,8 +204,8 @@ class Store:
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _check(self, must_exist: bool) -> None:
-        """Refuse what is no store of ours, without touching it."""
+    def _check_file(self, must_exist: bool) -> None:
+        """Refuse what is no store of ours by its first bytes, since opening may already change a file."""
         path = Path(self.path)
         if path.is_dir():
             raise ValueError(f"{path} is a folder; give the name of a file")
@@ -213,29 +215,35 @@ class Store:
             if must_exist:
                 raise ValueError(f"there is no store {path}; klatsch run and klatsch reproduce make one")
             return
-        base = self._open_read_only()
-        try:
-            ours, version = (
-                base.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+        with path.open("rb") as file:
+            head = file.read(100)
+        if len(head) < 100 or not head.startswith(b"SQLite format 3\0"):
+            raise sqlite3.DatabaseError("file is not a database")
+        version, ours = (int.from_bytes(head[k : k + 4], "big") for k in (60, 68))
+        if (version, ours) == (0, 0):
+            return  # killed as it began, or somebody else's, which its tables will tell
+        if ours != APPLICATION:
+            raise ValueError(f"{path} is a database, but no store of klatsch; give another name")
+        if version > FORMAT:
+            raise ValueError(
+                f"{path} was written by a newer klatsch (format {version}, this one knows {FORMAT}); update klatsch"
             )
-            if version == 0 and ours == 0 and base.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,):
-                return  # one that was killed as it began
-            if ours != APPLICATION:
-                raise ValueError(f"{path} is a database, but no store of klatsch; give another name")
-            if version > FORMAT:
-                raise ValueError(
-                    f"{path} was written by a newer klatsch (format {version}, this one knows {FORMAT}); update klatsch"
-                )
-            if (problem := base.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-                raise sqlite3.DatabaseError(problem)
-        finally:
+
+    def _open(self, read_only: bool) -> sqlite3.Connection:
+        if not read_only:
+            return sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
+        address = f"file:{quote(str(Path(self.path).absolute()))}"
+        base = sqlite3.connect(f"{address}?mode=rw", uri=True, timeout=WAIT)
+        try:
+            base.execute("PRAGMA query_only = ON")
+            base.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        except sqlite3.OperationalError:  # a folder that cannot be written to: nobody else writes there either
             base.close()
+            return sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True)
+        return base
 
-    def _open_read_only(self) -> sqlite3.Connection:
-        return sqlite3.connect(f"file:{quote(str(Path(self.path).absolute()))}?mode=ro", uri=True, timeout=WAIT)
-
-    def _number(self, pragma: str) -> int:
-        return int(self._base.execute(f"PRAGMA {pragma}").fetchone()[0])
+    def _pragma(self, name: str) -> Any:
+        return self._base.execute(f"PRAGMA {name}").fetchone()[0]
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -1,0 +1,148 @@
+"""`klatsch results` and `klatsch report`: what a store holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from klatsch.cli import terminal
+from klatsch.cli.app import app
+from klatsch.cli.rows import plain, print_rows, short
+from klatsch.cli.terminal import print_json
+from klatsch.study import export
+from klatsch.study.cases import Case
+from klatsch.study.report import report as write_report
+from klatsch.study.store import Store
+from klatsch.study.summary import summarize
+
+Runs = list[tuple[Case, dict[str, Any]]]
+
+
+@app.command(help="Print, filter and export the results in STORE: the best learning rates, or every run.")
+def results(
+    store: Annotated[Path, typer.Argument(help="A store of klatsch run or klatsch reproduce.")],
+    rule: Annotated[str | None, typer.Option(help="Only these rules.", metavar="NAMES")] = None,
+    topology: Annotated[
+        str | None, typer.Option("-t", "--topology", help="Only these graphs.", metavar="NAMES")
+    ] = None,
+    nodes: Annotated[str | None, typer.Option("-n", "--nodes", help="Only these sizes.", metavar="N,...")] = None,
+    seed: Annotated[str | None, typer.Option(help="Only these seeds.", metavar="N,...")] = None,
+    lr: Annotated[str | None, typer.Option(help="Only these learning rates.", metavar="X,...")] = None,
+    where: Annotated[
+        list[str] | None, typer.Option(help="Only this value of a setting, such as noise=10.", metavar="NAME=VALUE")
+    ] = None,
+    metric: Annotated[str, typer.Option(help="What learning rates are chosen by.", metavar="NAME")] = "distance",
+    every: Annotated[bool, typer.Option("--all", help="Every run instead of the best learning rates.")] = False,
+    curves: Annotated[bool, typer.Option("--curves", help="Export every recorded round, not only the last.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="Write the runs to FILE.csv.", metavar="FILE")] = None,
+    parquet: Annotated[Path | None, typer.Option(help="Write the runs to FILE.parquet.", metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Print, filter and export what a store holds."""
+    with Store(store, read_only=True) as opened:
+        runs = sorted(opened.runs(), key=lambda run: _order(run[0]))
+        if not runs:
+            raise ValueError(f"{store} holds no finished run yet")
+        runs = _filtered(runs, rule, topology, nodes, seed, lr, where or [])
+        if csv is not None or parquet is not None:
+            found = export.records(opened, runs, curves)
+            for path, write in ((csv, export.to_csv), (parquet, export.to_parquet)):
+                if path is not None:
+                    write(found, path)
+                    print(f"{len(found):,} lines written to {path}")
+        elif every and as_json:
+            print_json({"runs": export.plain(export.records(opened, runs, curves))})
+        elif every:
+            _print_runs(opened, runs, metric)
+        else:
+            lengths = sorted({(case.problem, case.steps, case.dtype) for case, _ in runs})
+            tables = [
+                (length, summarize([c for c, _ in runs if (c.problem, c.steps, c.dtype) == length], opened, metric))
+                for length in lengths
+            ]
+            if as_json:
+                print_json({"rows": [plain(row) | {"dtype": key[2]} for key, rows in tables for row in rows]})
+                return
+            for (problem, steps, dtype), rows in tables:
+                print_rows(rows, [], f"{problem}: {metric}, {steps:,} rounds, {dtype}", "cpu")
+
+
+@app.command(help="Write everything that STORE holds as one self-contained HTML page.")
+def report(
+    store: Annotated[Path, typer.Argument(help="A store of klatsch run or klatsch reproduce.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The page.", metavar="FILE")] = Path("report.html"),
+    title: Annotated[str | None, typer.Option(help="Its title.", metavar="TEXT")] = None,
+) -> None:
+    """Write a report."""
+    if out.is_dir() or not out.parent.is_dir():
+        raise ValueError(f"cannot write {out}: give the name of a file in a folder that exists")
+    with Store(store, read_only=True) as opened:
+        pages = write_report(opened, out, title)
+    print(f"{len(pages)} {'page' if len(pages) == 1 else 'pages'} of results written to {out}")
+
+
+def _filtered(
+    runs: Runs,
+    rule: str | None,
+    topology: str | None,
+    nodes: str | None,
+    seed: str | None,
+    lr: str | None,
+    where: list[str],
+) -> Runs:
+    tests: list[tuple[str, Callable[[Case], Any], list[Any]]] = []
+    for name, text, of, read in (
+        ("rule", rule, lambda case: (case.rule, case.label), str),
+        ("topology", topology, lambda case: (case.topology, case.graph_label), str),
+        ("nodes", nodes, lambda case: (case.nodes,), terminal.whole),
+        ("seed", seed, lambda case: (case.seed,), terminal.whole),
+        ("lr", lr, lambda case: (case.lr,), terminal.number),
+    ):
+        if text is not None:
+            tests.append((name, of, [read(word) for word in terminal.words(text)]))
+    for text in where:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--where {text}: give a name and a value, such as noise=10")
+        tests.append((name, lambda case, name=name: (_setting(case, name),), [value]))  # type: ignore[misc]
+    for name, of, wanted in tests:
+        there = list(dict.fromkeys(str(of(case)[-1]) for case, _ in runs))
+        runs = [run for run in runs if any(value in wanted for value in of(run[0]))]
+        if not runs:
+            raise ValueError(f"no run has {name} {', '.join(map(str, wanted))}; there are {', '.join(there[:12])}")
+    return runs
+
+
+def _setting(case: Case, name: str) -> str:
+    """An option of the problem, the rule or the graph, or a number of the run, as text."""
+    given = {**case.topology_options, **case.rule_options, **case.problem_options}
+    value = given.get(name, getattr(case, name, None))
+    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _order(case: Case) -> tuple[Any, ...]:
+    return case.problem, case.steps, case.graph_label, case.setting, case.nodes, case.label, case.lr, case.seed
+
+
+def _print_runs(store: Store, runs: Runs, metric: str) -> None:
+    outcomes = store.outcomes([facts["key"] for _, facts in runs])
+    first = next(iter(outcomes.values()))
+    if metric not in first.metrics:
+        raise ValueError(f"no metric {metric!r}; there are {', '.join(first.metrics)}")
+    settings = list(dict.fromkeys(name for case, _ in runs for name in case.problem_options))
+    columns: dict[str, Callable[[tuple[Case, dict[str, Any]]], str]] = {
+        "topology": lambda run: run[0].graph_label,
+        **{name: lambda run, name=name: _setting(run[0], name) for name in settings},  # type: ignore[misc]
+        "nodes": lambda run: str(run[0].nodes),
+        "rule": lambda run: run[0].label,
+        "lr": lambda run: f"{run[0].lr:g}",
+        "seed": lambda run: str(run[0].seed),
+        "rounds": lambda run: f"{run[0].steps:,}",
+        metric: lambda run: short(float(outcomes[run[1]["key"]].metrics[metric][-1])),
+        "seconds": lambda run: f"{run[1]['seconds']:.2g}",
+        "engine": lambda run: run[1]["engine"],
+    }
+    terminal.print_table(terminal.console(), f"{len(runs):,} runs", columns, runs, ("engine", "seconds", "rounds"))

@@ -1,0 +1,80 @@
+"""Runs of a store as a flat table: CSV for everything, Parquet for large ones."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from klatsch.files import write_atomically
+from klatsch.study.cases import Case
+from klatsch.study.store import Store
+
+Record = dict[str, Any]
+
+
+def records(store: Store, runs: Sequence[tuple[Case, dict[str, Any]]], curves: bool = False) -> list[Record]:
+    """One record per run with its final metrics, or with `curves` one per run and recorded round."""
+    outcomes = store.outcomes([facts["key"] for _, facts in runs])
+    found: list[Record] = []
+    for case, facts in runs:
+        outcome = outcomes[facts["key"]]
+        head: Record = {
+            "problem": case.problem,
+            **case.problem_options,
+            "topology": case.graph_label,
+            "nodes": case.nodes,
+            "rule": case.label,
+            "lr": case.lr,
+            "seed": case.seed,
+            "steps": case.steps,
+            "dtype": case.dtype,
+            **{name: facts[name] for name in ("device", "engine", "seconds", "finished", "key")},
+        }
+        for k in range(len(outcome.steps)) if curves else [-1]:
+            values = {name: float(series[k]) for name, series in outcome.metrics.items()}
+            found.append({**head, "step": int(outcome.steps[k]), **values})
+    names = list(dict.fromkeys(name for record in found for name in record))
+    return [{name: record.get(name) for name in names} for record in found]
+
+
+def to_csv(found: Sequence[Record], path: Path) -> None:
+    """Write records as CSV; what diverged is inf."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(found[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    _write(path, text.getvalue().encode())
+
+
+def to_parquet(found: Sequence[Record], path: Path) -> None:
+    """Write records as Parquet, with types.
+
+    Raises:
+        ValueError: pyarrow is not installed, or the file cannot be written.
+    """
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError:
+        raise ValueError("--parquet needs pyarrow: pip install 'klatsch[parquet]'") from None
+    data = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(list(found)), data)
+    _write(path, data.getvalue().to_pybytes())
+
+
+def plain(found: Sequence[Record]) -> list[Record]:
+    """Records as JSON can hold them: None for inf."""
+    return [
+        {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()} for record in found
+    ]
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; choose another folder or name") from None

@@ -1,0 +1,153 @@
+"""What the paper says of its figures, sentence by sentence, checked against the numbers that came out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from klatsch.study.claims import (
+    SLACK,
+    Found,
+    Verdict,
+    best_size,
+    errors_of,
+    falls,
+    flat,
+    grows_from,
+    never_helps,
+    no_ceiling,
+    per_panel,
+    step_down,
+    step_up,
+    turns,
+)
+from klatsch.study.summary import Row
+
+PAPER_ROUNDS = 100_000  # sentences on the network's error term are about so many rounds: it shrinks like 1 / T
+
+
+def figure_1(rows: Sequence[Row]) -> list[Verdict]:
+    """Section 5.1, on the final error against the number of machines."""
+    here = "Section 5.1, figure 1"
+    ring, torus, peer = "ring", "torus", "one_peer_exponential"
+    return [
+        per_panel("D-SGD gets worse with M on the ring from M = 4", here, rows, errors_of("dsgd", ring, grows_from(4))),
+        per_panel(
+            "D-SGD gets worse with M on the torus from M = 9", here, rows, errors_of("dsgd", torus, grows_from(9))
+        ),
+        per_panel("D-SGD stays about the same on the exponential graph", here, rows, errors_of("dsgd", peer, flat)),
+        per_panel(
+            "DAT improves steadily with M on the torus", here, rows, errors_of("dat", torus, falls()), PAPER_ROUNDS
+        ),
+        per_panel("DAT improves steadily with M on the exponential graph", here, rows, errors_of("dat", peer, falls())),
+        per_panel("DAT improves on the ring up to M = 25", here, rows, errors_of("dat", ring, falls(25)), PAPER_ROUNDS),
+        per_panel(
+            "DAT deteriorates on the ring beyond a threshold between M = 25 and M = 49",
+            here,
+            rows,
+            errors_of("dat", ring, turns(25, 49)),
+            PAPER_ROUNDS,
+        ),
+        per_panel("DAT profits from more machines than D-SGD on every graph", here, rows, _larger_best),
+    ]
+
+
+def figures_4_to_6(rows: Sequence[Row], topology: str) -> list[Verdict]:
+    """Appendix, on the course of the error over the rounds."""
+    here = "Appendix, additional experimental results"
+    claims = [
+        ("D-SGD does not end better with more machines", errors_of("dsgd", topology, never_helps), 1),
+        ("D-SGD is better with larger M in the first rounds", _first_rounds, 1),
+    ]
+    if topology == "one_peer_exponential":
+        claims.append(("D-SGD ends at about the same error for all M", errors_of("dsgd", topology, flat), 1))
+    if topology == "ring":
+        claims.append(("DAT improves from M = 9 to 25", errors_of("dat", topology, step_down(9, 25)), PAPER_ROUNDS))
+        claims.append(
+            ("DAT is worse at M = 100 than at 25", errors_of("dat", topology, step_up(25, 100)), PAPER_ROUNDS)
+        )
+    else:
+        needed = PAPER_ROUNDS if topology == "torus" else 1
+        claims.append(("DAT improves steadily with M", errors_of("dat", topology, falls()), needed))
+    return [per_panel(f"{claim}, on the {topology}", here, rows, find, needed) for claim, find, needed in claims]
+
+
+def beyond(rows: Sequence[Row]) -> list[Verdict]:
+    """Beyond the paper: whether any variant lifts the ring's ceiling, and whether cta costs accuracy."""
+    here = "beyond the paper"
+    variants = list(dict.fromkeys(row.rule for row in rows))
+    verdicts = [
+        per_panel(
+            f"{rule} has no ceiling on the ring: its error does not grow up to M = {max(row.nodes for row in rows)}",
+            here,
+            rows,
+            errors_of(rule, "ring", no_ceiling),
+        )
+        for rule in variants
+    ]
+    if {"dat", "dat (cta)"} <= set(variants):
+        verdicts.append(per_panel("cta costs accuracy: dat (cta) is worse than dat", here, rows, _cta))
+    for rule in ("dsgd", "gt"):
+        if f"{rule} (average constant)" in variants:
+            claim = f"the average of {rule}'s iterates is better than the last one"
+            verdicts.append(per_panel(claim, here, rows, _averages(rule)))
+    return verdicts
+
+
+def _larger_best(rows: Sequence[Row]) -> Found:
+    texts, holds = [], True
+    for topology in dict.fromkeys(row.topology for row in rows):
+        best = {}
+        for rule in ("dsgd", "dat"):
+            best[rule] = best_size({r.nodes: r.error for r in rows if (r.rule, r.topology) == (rule, topology)})
+        holds = holds and best["dat"] > best["dsgd"]
+        texts.append(f"{topology}: dat is best at M = {best['dat']}, dsgd at {best['dsgd']}")
+    return holds, "; ".join(texts)
+
+
+def _first_rounds(rows: Sequence[Row]) -> Found:
+    """Whether more machines are better at some early round, at each size's own learning rate."""
+    mine = {row.nodes: row for row in rows if row.rule == "dsgd"}
+    if len(mine) < 2:
+        return None, "dsgd was not run"
+    few, many = mine[min(mine)], mine[max(mine)]
+    first, last = few.curve.mean(axis=0), many.curve.mean(axis=0)
+    better = [t for t, a, b in zip(few.steps, first, last, strict=True) if b < a / SLACK]
+    text = f"M = {many.nodes} against {few.nodes}: "
+    if not better:
+        return False, text + "never better"
+    return better[0] <= few.steps[-1] // 10, text + f"better from round {better[0]:,} to {better[-1]:,}"
+
+
+def _cta(rows: Sequence[Row]) -> Found:
+    ratios = _ratios(rows, "dat (cta)", "dat")
+    if not ratios:
+        return None, "was not run"
+    high = max(ratios, key=lambda pair: pair[0])
+    middle = median(ratio for ratio, _ in ratios)
+    return middle > SLACK, f"{middle:.3g} times dat's error in the middle, at most {high[0]:.3g} ({high[1]})"
+
+
+def _averages(rule: str) -> Callable[[Sequence[Row]], Found]:
+    def found(rows: Sequence[Row]) -> Found:
+        ratios = _ratios(rows, f"{rule} (average constant)", rule)
+        if not ratios:
+            return None, "was not run"
+        middle, low, high = median(r for r, _ in ratios), min(ratios), max(ratios)
+        return (
+            middle < 1,
+            f"{middle:.3g} times in the middle, from {low[0]:.3g} ({low[1]}) to {high[0]:.3g} ({high[1]})",
+        )
+
+    return found
+
+
+def _ratios(rows: Sequence[Row], above: str, below: str) -> list[tuple[float, str]]:
+    error = {(row.rule, row.topology, row.nodes): row.error for row in rows}
+    pairs = [
+        (error[above, t, M] / error[below, t, M], f"{t}, M = {M}")
+        for rule, t, M in error
+        if rule == below and (above, t, M) in error
+    ]
+    return [pair for pair in pairs if math.isfinite(pair[0])]
