@@ -57,9 +57,7 @@ class Run:
         goal = min(until, now.rounds + self._piece)
         began = time.perf_counter()
         state = rounds.advance(now.state, now.rounds, goal)
-        if state[0].is_cuda:
-            torch.cuda.synchronize(state[0].device)  # the clock must not run ahead of the GPU
-        took = time.perf_counter() - began
+        took = _since(began, state)
         self.now = now._replace(state=state, rounds=goal, seconds=now.seconds + took)
         if took < PIECE_SECONDS and goal - now.rounds == self._piece:
             self._piece *= 2
@@ -70,7 +68,7 @@ class Run:
         now, rule = self.now, plain.rule
         began = time.perf_counter()
         state, grad = plain.one(now.state, now.rounds + 1)
-        took = time.perf_counter() - began
+        took = _since(began, state)
         parts = [type(state)(*(None if v is None else v[network.nodes] for v in state)) for network in networks]
         diverged = now.diverged | torch.cat([_diverged(rule.output(part)) for part in parts])
         if measured:
@@ -83,6 +81,12 @@ class Run:
             self.rows[now.points :] = [{name: v.masked_fill(diverged, torch.inf) for name, v in row.items()}]
         self.now = Snapshot(state, diverged, now.rounds + 1, now.seconds + took, now.points + measured)
         tell(1)
+
+
+def _since(began: float, state: Any) -> float:
+    if state[0].is_cuda:
+        torch.cuda.synchronize(state[0].device)  # the clock must not run ahead of the GPU
+    return time.perf_counter() - began
 
 
 def _diverged(output: Tensor) -> Tensor:

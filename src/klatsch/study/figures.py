@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart; one marker per rule for print.
 COLOURS = ("#0072B2", "#D55E00", "#999999", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#009E73", "#F0E442")
+GRAPH_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*h"
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 VALUE = "value: "  # an element of this id carries a text, which a report shows where one points
@@ -51,7 +52,9 @@ def error_against_nodes(rows: Sequence[Row], title: str, look: Look | None = Non
         axis.set_xticks(nodes, [str(n) for n in nodes])
         axis.minorticks_off()
         axis.set_xlabel("machines M")
-        axis.set_title(", ".join(part for part in (topology, setting if len(settings) > 1 else "") if part))
+        axis.set_title(
+            ", ".join(part for part in (topology, setting if len(settings) > 1 else "") if part), fontsize=10
+        )
     for axis in axes[:: 2 if shared else len(topologies)]:
         axis.set_ylabel("final error  " + ERROR)
     _legend(figure, axes)
@@ -82,7 +85,7 @@ def error_against_rounds(rows: Sequence[Row], title: str, look: Look | None = No
         axis.set_xscale("log")
         axis.set_xlabel("rounds t")
         where = "" if shared else f"{panel[1]}, {panel[2]} machines"
-        axis.set_title(", ".join(part for part in (where, panel[0] if several else "") if part))
+        axis.set_title(", ".join(part for part in (where, panel[0] if several else "") if part), fontsize=10)
         if not shared:
             axis.legend(frameon=False, fontsize="small")
     for axis in axes[::wide]:
@@ -101,7 +104,7 @@ def colour_of_topology(rows: Sequence[Row]) -> Look:
     """One colour per topology, one line style and marker per rule."""
     topologies, rules = _distinct(rows, lambda row: row.topology), _distinct(rows, lambda row: row.rule)
     return lambda row: {
-        "color": COLOURS[topologies.index(row.topology) % len(COLOURS)],
+        "color": GRAPH_COLOURS[topologies.index(row.topology) % len(GRAPH_COLOURS)],
         "linestyle": DASHES[rules.index(row.rule) % len(DASHES)],
         "marker": MARKERS[rules.index(row.rule) % len(MARKERS)],
     }

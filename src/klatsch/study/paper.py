@@ -17,8 +17,8 @@ SCALES: dict[str, dict[str, Any]] = {
 # Beyond the paper: below its grid, whose smallest learning rate is too large for D-SGD here, and sizes up to 256.
 SMALLER = (1e-6, 5e-6, 1e-5, 5e-5)
 BEYOND_SCALES: dict[str, dict[str, Any]] = {
-    "quick": {"nodes": (4, 16, 64, 256), "steps": 4_000, "seeds": 1},
-    "paper": {"nodes": (4, 16, 36, 64, 100, 144, 256), "steps": 100_000, "seeds": 3},
+    "quick": {"nodes": (4, 25, 100, 256), "steps": 4_000, "seeds": 1},
+    "paper": {"nodes": (4, 9, 25, 49, 100, 256), "steps": 100_000, "seeds": 3},
 }
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"name": "dsgd"},
