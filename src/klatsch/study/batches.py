@@ -27,6 +27,7 @@ from klatsch.study.spec import Options
 from klatsch.topology import Topology
 from klatsch.version import VERSION
 
+CHECKPOINT_EVERY = 5.0  # seconds: what a kill may cost
 MOST_COLUMNS = 256  # of one batch: more would only make it longer to lose
 MOST_ROUNDS = 512  # of the common period of networks in one stack, all of which are captured
 MOST_NUMBERS = 1 << 25  # of one vector of a stack: 256 MiB in float64, of which a run holds some ten
@@ -106,6 +107,7 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Advance | 
         "device": batch.device,
         "any_graph": first[0].any_graph,
         "checkpoint": checkpoint,
+        "checkpoint_every": CHECKPOINT_EVERY,
         "progress": progress if progress is not None else False,
     }
 

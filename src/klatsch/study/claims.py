@@ -1,8 +1,9 @@
 """Sentences about errors, checked: whether they grow, fall, turn or stay, panel by panel.
 
 A verdict looks at every panel (sigma, zeta) by itself and holds if it holds in all of them. Errors are means over the
-seeds at the chosen learning rate. "Grows" and "falls" allow a step in the other direction of up to SLACK, since
-neighbouring sizes differ by less than seeds do; a change counts from CHANGE on; "about the same" is within FLAT.
+seeds at the chosen learning rate. "Grows" and "falls" forgive a step in the other direction that is within SLACK, or
+within the scatter of the seeds (their ranges overlap); in all, the change must be CHANGE or more. "About the same" is
+within FLAT.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from klatsch.study.summary import Row
 
 SLACK, CHANGE, FLAT = 1.05, 1.25, 2.0
 
-Errors = dict[int, float]  # by number of machines
+Points = dict[int, Row]  # of one rule on one graph, by number of machines
 Found = tuple[bool | None, str]  # whether it holds in a panel (None: cannot be told), and the figures that decide
 
 
@@ -38,65 +39,70 @@ class Verdict:
 # --- what can be said of errors by number of machines ---------------------------------------------------------------
 
 
-def grows_from(first: int) -> Callable[[Errors], Found]:
+def grows_from(first: int) -> Callable[[Points], Found]:
     """Whether the error grows from a number of machines on."""
 
-    def found(errors: Errors) -> Found:
-        values = [errors[M] for M in sorted(errors) if first <= M]
-        steady = all(later >= earlier / SLACK for earlier, later in pairwise(values))
-        return steady and values[-1] >= CHANGE * values[0], _course(errors)
+    def found(points: Points) -> Found:
+        line = [points[M] for M in sorted(points) if first <= M]
+        steady = not any(clearly_above(earlier, later) for earlier, later in pairwise(line))
+        return steady and line[-1].error >= CHANGE * line[0].error, _course(points)
 
     return found
 
 
-def falls(last: int | None = None) -> Callable[[Errors], Found]:
+def falls(last: int | None = None) -> Callable[[Points], Found]:
     """Whether the error falls up to a number of machines."""
 
-    def found(errors: Errors) -> Found:
-        values = [errors[M] for M in sorted(errors) if last is None or last >= M]
-        steady = all(later <= earlier * SLACK for earlier, later in pairwise(values))
-        return steady and values[-1] <= values[0] / CHANGE, _course(errors)
+    def found(points: Points) -> Found:
+        line = [points[M] for M in sorted(points) if last is None or last >= M]
+        steady = not any(clearly_above(later, earlier) for earlier, later in pairwise(line))
+        return steady and line[-1].error <= line[0].error / CHANGE, _course(points)
 
     return found
 
 
-def flat(errors: Errors) -> Found:
+def flat(points: Points) -> Found:
     """Whether the error is about the same for all sizes."""
-    ratio = max(errors.values()) / min(errors.values())
-    return ratio <= FLAT, f"largest over smallest {ratio:.3g}; {_course(errors)}"
+    errors = [row.error for row in points.values()]
+    ratio = max(errors) / min(errors)
+    return ratio <= FLAT, f"largest over smallest {ratio:.3g}; {_course(points)}"
 
 
-def turns(low: int, high: int) -> Callable[[Errors], Found]:
+def turns(low: int, high: int) -> Callable[[Points], Found]:
     """Whether the error is smallest somewhere between two sizes, and grows beyond."""
 
-    def found(errors: Errors) -> Found:
-        best, last = best_size(errors), max(errors)
-        text = f"smallest at M = {best}, {errors[last] / errors[best]:.3g} times that at {last}; {_course(errors)}"
-        return low <= best < high and errors[last] >= CHANGE * errors[best], text
+    def found(points: Points) -> Found:
+        return low <= best_size(points) < high and not no_ceiling(points)[0], no_ceiling(points)[1]
 
     return found
 
 
-def never_helps(errors: Errors) -> Found:
+def never_helps(points: Points) -> Found:
     """Whether the most machines are no better than the fewest."""
-    return errors[max(errors)] >= errors[min(errors)] / SLACK, _course(errors)
+    return not clearly_above(points[min(points)], points[max(points)]), _course(points)
 
 
-def step_down(low: int, high: int) -> Callable[[Errors], Found]:
-    """Whether the error falls from one size to another."""
-    return lambda errors: (errors[high] < errors[low], f"{errors[low]:.3g} at {low}, {errors[high]:.3g} at {high}")
+def step(low: int, high: int, up: bool) -> Callable[[Points], Found]:
+    """Whether the error grows, or falls, from one size to another."""
+
+    def found(points: Points) -> Found:
+        first, last = points[low], points[high]
+        text = f"{first.error:.3g} at {low}, {last.error:.3g} at {high}"
+        return clearly_above(last, first) if up else clearly_above(first, last), text
+
+    return found
 
 
-def step_up(low: int, high: int) -> Callable[[Errors], Found]:
-    """Whether the error grows from one size to another."""
-    return lambda errors: (errors[high] > errors[low], f"{errors[low]:.3g} at {low}, {errors[high]:.3g} at {high}")
-
-
-def no_ceiling(errors: Errors) -> Found:
+def no_ceiling(points: Points) -> Found:
     """Whether the error at the most machines is about the smallest of all."""
-    best, last = best_size(errors), max(errors)
-    text = f"smallest at M = {best}, {errors[last] / errors[best]:.3g} times that at {last}; {_course(errors)}"
-    return errors[last] <= CHANGE * errors[best], text
+    best, last = best_size(points), max(points)
+    ratio = points[last].error / points[best].error
+    return ratio <= CHANGE, f"smallest at M = {best}, {ratio:.3g} times that at {last}; {_course(points)}"
+
+
+def clearly_above(one: Row, other: Row) -> bool:
+    """Whether an error is above another by more than the seeds scatter."""
+    return one.error > SLACK * other.error and one.low > other.high
 
 
 # --- panels ---------------------------------------------------------------------------------------------------------
@@ -125,25 +131,25 @@ def per_panel(
     return Verdict(claim, source, all(known), tuple(figures))
 
 
-def errors_of(rule: str, topology: str, find: Callable[[Errors], Found]) -> Callable[[Sequence[Row]], Found]:
-    """Look at the errors of one rule on one topology."""
+def points_of(rule: str, topology: str, find: Callable[[Points], Found]) -> Callable[[Sequence[Row]], Found]:
+    """Look at one rule on one topology."""
 
     def found(rows: Sequence[Row]) -> Found:
-        errors = {row.nodes: row.error for row in rows if (row.rule, row.topology) == (rule, topology)}
-        if not all(math.isfinite(error) for error in errors.values()) or len(errors) < 2:
-            return None, f"{rule} has no finite error at every size" if errors else f"{rule} was not run"
+        points = {row.nodes: row for row in rows if (row.rule, row.topology) == (rule, topology)}
+        if len(points) < 2 or not all(math.isfinite(row.error) for row in points.values()):
+            return None, f"{rule} has no finite error at every size" if points else f"{rule} was not run"
         try:
-            return find(errors)
+            return find(points)
         except (KeyError, IndexError):
-            return None, f"sizes {', '.join(map(str, sorted(errors)))} are not those that the sentence is about"
+            return None, f"sizes {', '.join(map(str, sorted(points)))} are not those that the sentence is about"
 
     return found
 
 
-def best_size(errors: Errors) -> int:
+def best_size(points: Points) -> int:
     """The number of machines with the smallest error."""
-    return min(errors, key=lambda M: errors[M])
+    return min(points, key=lambda M: points[M].error)
 
 
-def _course(errors: Errors) -> str:
-    return "  ".join(f"{M}: {errors[M]:.3g}" for M in sorted(errors))
+def _course(points: Points) -> str:
+    return "  ".join(f"{M}: {points[M].error:.3g}" for M in sorted(points))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 
 from klatsch.study import figures, tables, verdicts
-from klatsch.study.cases import LeftOut, expand
+from klatsch.study.cases import Case, LeftOut, expand
 from klatsch.study.pages import Page, edge_note, table_of
 from klatsch.study.paper import FIGURE_OF
 from klatsch.study.spec import Study
@@ -26,8 +27,7 @@ def page_of(remembered: Remembered, store: Store) -> Page:
     rows = summarize(cases, store)
     if not rows:
         raise ValueError(f"{store.path} holds no finished row of {study.name}; run it first: {remembered.command}")
-    held = len(store.done() & {case.key for case in cases})
-    facts = (*_facts(study), *([f"{held:,} of {len(cases):,} runs are done."] if held < len(cases) else []))
+    facts = (*_facts(study), _when_and_where(cases, store))
     return _page(remembered, rows, left_out, facts)
 
 
@@ -41,7 +41,7 @@ def _page(remembered: Remembered, rows: Sequence[Row], left_out: Sequence[LeftOu
         said = verdicts.figure_1(rows)
     elif kind in FIGURE_OF:
         shown = [row for row in rows if row.nodes in CURVES]
-        title = f"Figure {kind[-1]}: convergence on the {FIGURE_OF[kind]} ({remembered.scale} scale)"
+        title = f"Figure {kind[-1]}: convergence on {FIGURE_OF[kind]} ({remembered.scale} scale)"
         drawn = [(study.name, figures.error_against_rounds(shown, _subtitle(study), figures.colour_of_size(shown)))]
         said = verdicts.figures_4_to_6(rows, FIGURE_OF[kind])
     elif kind == "beyond":
@@ -74,6 +74,17 @@ def _facts(study: Study) -> tuple[str, ...]:
         f"{rates}: the one with the smallest mean final error over the seeds is chosen for each rule, graph, size and "
         "setting.",
         f"Error: squared distance to the optimum, mean over the nodes; {NOISE}",
+    )
+
+
+def _when_and_where(cases: Sequence[Case], store: Store) -> str:
+    keys = {case.key for case in cases}
+    runs = [facts for _, facts in store.runs() if facts["key"] in keys]
+    places = {(json.loads(run["environment"])["processor"], json.loads(run["environment"])["torch"]) for run in runs}
+    done = f"{len(runs):,} runs" if len(runs) == len(cases) else f"{len(runs):,} of {len(cases):,} runs"
+    return (
+        f"{done} on {' and '.join(f'{processor}, torch {torch}' for processor, torch in sorted(places))}: "
+        f"{sum(run['seconds'] for run in runs):,.0f} s of simulation, finished {max(run['finished'] for run in runs)}."
     )
 
 

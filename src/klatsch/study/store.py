@@ -192,9 +192,10 @@ class Store:
         """All runs with what is known of them beside their metrics."""
         with self._explained():
             rows = self._base.execute(
-                "SELECT settings, key, diverged, device, engine, seconds, finished FROM runs ORDER BY id"
+                "SELECT settings, key, diverged, device, engine, seconds, finished, facts "
+                "FROM runs JOIN environments ON environments.id = environment ORDER BY runs.id"
             ).fetchall()
-        names = ("key", "diverged", "device", "engine", "seconds", "finished")
+        names = ("key", "diverged", "device", "engine", "seconds", "finished", "environment")
         return [(Case(**json.loads(settings)), dict(zip(names, rest, strict=True))) for settings, *rest in rows]
 
     def environments(self) -> list[dict[str, str]]:

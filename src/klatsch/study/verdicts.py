@@ -11,15 +11,14 @@ from klatsch.study.claims import (
     Found,
     Verdict,
     best_size,
-    errors_of,
     falls,
     flat,
     grows_from,
     never_helps,
     no_ceiling,
     per_panel,
-    step_down,
-    step_up,
+    points_of,
+    step,
     turns,
 )
 from klatsch.study.summary import Row
@@ -32,21 +31,21 @@ def figure_1(rows: Sequence[Row]) -> list[Verdict]:
     here = "Section 5.1, figure 1"
     ring, torus, peer = "ring", "torus", "one_peer_exponential"
     return [
-        per_panel("D-SGD gets worse with M on the ring from M = 4", here, rows, errors_of("dsgd", ring, grows_from(4))),
+        per_panel("D-SGD gets worse with M on the ring from M = 4", here, rows, points_of("dsgd", ring, grows_from(4))),
         per_panel(
-            "D-SGD gets worse with M on the torus from M = 9", here, rows, errors_of("dsgd", torus, grows_from(9))
+            "D-SGD gets worse with M on the torus from M = 9", here, rows, points_of("dsgd", torus, grows_from(9))
         ),
-        per_panel("D-SGD stays about the same on the exponential graph", here, rows, errors_of("dsgd", peer, flat)),
+        per_panel("D-SGD stays about the same on the exponential graph", here, rows, points_of("dsgd", peer, flat)),
         per_panel(
-            "DAT improves steadily with M on the torus", here, rows, errors_of("dat", torus, falls()), PAPER_ROUNDS
+            "DAT improves steadily with M on the torus", here, rows, points_of("dat", torus, falls()), PAPER_ROUNDS
         ),
-        per_panel("DAT improves steadily with M on the exponential graph", here, rows, errors_of("dat", peer, falls())),
-        per_panel("DAT improves on the ring up to M = 25", here, rows, errors_of("dat", ring, falls(25)), PAPER_ROUNDS),
+        per_panel("DAT improves steadily with M on the exponential graph", here, rows, points_of("dat", peer, falls())),
+        per_panel("DAT improves on the ring up to M = 25", here, rows, points_of("dat", ring, falls(25)), PAPER_ROUNDS),
         per_panel(
             "DAT deteriorates on the ring beyond a threshold between M = 25 and M = 49",
             here,
             rows,
-            errors_of("dat", ring, turns(25, 49)),
+            points_of("dat", ring, turns(25, 49)),
             PAPER_ROUNDS,
         ),
         per_panel("DAT profits from more machines than D-SGD on every graph", here, rows, _larger_best),
@@ -57,20 +56,23 @@ def figures_4_to_6(rows: Sequence[Row], topology: str) -> list[Verdict]:
     """Appendix, on the course of the error over the rounds."""
     here = "Appendix, additional experimental results"
     claims = [
-        ("D-SGD does not end better with more machines", errors_of("dsgd", topology, never_helps), 1),
+        ("D-SGD does not end better with more machines", points_of("dsgd", topology, never_helps), 1),
         ("D-SGD is better with larger M in the first rounds", _first_rounds, 1),
     ]
     if topology == "one_peer_exponential":
-        claims.append(("D-SGD ends at about the same error for all M", errors_of("dsgd", topology, flat), 1))
+        claims.append(("D-SGD ends at about the same error for all M", points_of("dsgd", topology, flat), 1))
     if topology == "ring":
-        claims.append(("DAT improves from M = 9 to 25", errors_of("dat", topology, step_down(9, 25)), PAPER_ROUNDS))
         claims.append(
-            ("DAT is worse at M = 100 than at 25", errors_of("dat", topology, step_up(25, 100)), PAPER_ROUNDS)
+            ("DAT improves from M = 9 to 25", points_of("dat", topology, step(9, 25, up=False)), PAPER_ROUNDS)
+        )
+        claims.append(
+            ("DAT is worse at M = 100 than at 25", points_of("dat", topology, step(25, 100, up=True)), PAPER_ROUNDS)
         )
     else:
         needed = PAPER_ROUNDS if topology == "torus" else 1
-        claims.append(("DAT improves steadily with M", errors_of("dat", topology, falls()), needed))
-    return [per_panel(f"{claim}, on the {topology}", here, rows, find, needed) for claim, find, needed in claims]
+        claims.append(("DAT improves steadily with M", points_of("dat", topology, falls()), needed))
+    where = {"one_peer_exponential": "exponential graph"}.get(topology, topology)
+    return [per_panel(f"{claim}, on the {where}", here, rows, find, needed) for claim, find, needed in claims]
 
 
 def beyond(rows: Sequence[Row]) -> list[Verdict]:
@@ -82,7 +84,7 @@ def beyond(rows: Sequence[Row]) -> list[Verdict]:
             f"{rule} has no ceiling on the ring: its error does not grow up to M = {max(row.nodes for row in rows)}",
             here,
             rows,
-            errors_of(rule, "ring", no_ceiling),
+            points_of(rule, "ring", no_ceiling),
         )
         for rule in variants
     ]
@@ -100,7 +102,7 @@ def _larger_best(rows: Sequence[Row]) -> Found:
     for topology in dict.fromkeys(row.topology for row in rows):
         best = {}
         for rule in ("dsgd", "dat"):
-            best[rule] = best_size({r.nodes: r.error for r in rows if (r.rule, r.topology) == (rule, topology)})
+            best[rule] = best_size({r.nodes: r for r in rows if (r.rule, r.topology) == (rule, topology)})
         holds = holds and best["dat"] > best["dsgd"]
         texts.append(f"{topology}: dat is best at M = {best['dat']}, dsgd at {best['dsgd']}")
     return holds, "; ".join(texts)
