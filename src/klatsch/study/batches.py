@@ -27,7 +27,7 @@ from klatsch.study.spec import Options
 from klatsch.topology import Topology
 from klatsch.version import VERSION
 
-CHECKPOINT_EVERY = 5.0  # seconds: what a kill may cost
+CHECKPOINT_EVERY = 3.0  # seconds: what a kill may cost
 MOST_COLUMNS = 256  # of one batch: more would only make it longer to lose
 MOST_ROUNDS = 512  # of the common period of networks in one stack, all of which are captured
 MOST_NUMBERS = 1 << 25  # of one vector of a stack: 256 MiB in float64, of which a run holds some ten

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from klatsch import algorithms, problems
@@ -161,6 +161,7 @@ def _graph(name: str, options: tuple[tuple[str, Any], ...], lazy: bool, nodes: i
     return topologies.lazy(graph) if lazy else graph
 
 
+@cache
 def _defaults(function: Any) -> Options:
     return {
         name: parameter.default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
@@ -19,6 +20,7 @@ from klatsch.study.store import Store
 from klatsch.study.summary import Row, summarize
 from klatsch.study.workers import Open, Workers
 
+STALE = 3600.0  # seconds after which a checkpoint that nobody writes is nobody's
 MOST_LOSSES = 5  # times in a row that workers may die without a batch done in between
 
 
@@ -35,6 +37,7 @@ class Progress:
     runs_done: int = 0
     work_done: int = 0
     best: tuple[float, Case] | None = None
+    first: tuple[float, int] | None = None  # when the first batch came back, and its work
 
     @property
     def seconds(self) -> float:
@@ -48,10 +51,11 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Time left at the pace so far, once every worker has done a batch."""
-        if self.batches_done < min(max(self.workers, 1), self.batches):
+        """Time left at the pace since the first batch came back, once every worker has done one."""
+        if self.first is None or self.batches_done <= min(max(self.workers, 1), self.batches - 1):
             return None
-        return self.seconds * (self.work - self.work_done) / max(self.work_done, 1)
+        since, work = self.first  # before that, workers were starting
+        return (time.monotonic() - since) * (self.work - self.work_done) / max(self.work_done - work, 1)
 
 
 Told = Callable[[Progress], None]
@@ -108,6 +112,7 @@ def execute(
                     f"worker processes died {losses} times in a row, perhaps for lack of memory; "
                     "run again with fewer workers (--workers): what was stored is safe"
                 )
+    sweep(store)
     return progress
 
 
@@ -145,14 +150,13 @@ def run_study(
 
 def _run(todo: list[Batch], crew: Workers, store: Store, progress: Progress, tell: Told) -> list[Batch]:
     """Run batches; gives back those whose worker died."""
-    folder = checkpoints(store) if crew.shares_files else None
-    if folder is not None:
-        folder.mkdir(exist_ok=True)
     running: dict[Future[Finished], Batch] = {}
     lost: list[Batch] = []
     for batch in todo:
         try:
-            running[crew.executor.submit(crew.task, batch, _file(folder, batch))] = batch
+            running[crew.executor.submit(crew.task, batch, checkpoint(store, batch) if crew.shares_files else None)] = (
+                batch
+            )
         except BrokenExecutor:
             lost.append(batch)
     while running:
@@ -164,28 +168,33 @@ def _run(todo: list[Batch], crew: Workers, store: Store, progress: Progress, tel
                 lost.append(batch)
                 continue
             store.save(batch, outcome)
-            if (file := _file(folder, batch)) is not None:
+            if (file := checkpoint(store, batch)) is not None:
                 file.unlink(missing_ok=True)
             _count(progress, batch, outcome)
             tell(progress)
-    if folder is not None and not lost and not any(folder.iterdir()):
-        folder.rmdir()
     return lost
 
 
-def checkpoints(store: Store) -> Path | None:
-    """The folder for batches in progress, beside the store; None for a store in memory."""
-    return None if store.path == ":memory:" else Path(f"{store.path}.checkpoints")
+def checkpoint(store: Store, batch: Batch) -> Path | None:
+    """The file of a batch in progress, beside the store; None for a store in memory."""
+    return None if store.path == ":memory:" else Path(f"{store.path}-{batch.key}.safetensors")
 
 
-def _file(folder: Path | None, batch: Batch) -> Path | None:
-    return None if folder is None else folder / f"{batch.key}.safetensors"
+def sweep(store: Store) -> None:
+    """Remove what batches left behind that were begun, killed, and packed differently since."""
+    if store.path == ":memory:":
+        return
+    place = Path(store.path)
+    for file in place.parent.glob(f"{glob.escape(place.name)}-*.safetensors"):
+        if time.time() - file.stat().st_mtime > STALE:  # those in progress are written again and again
+            file.unlink(missing_ok=True)
 
 
 def _count(progress: Progress, batch: Batch, outcome: Finished) -> None:
     progress.batches_done += 1
     progress.runs_done += len(batch.cases)
     progress.work_done += batch.work
+    progress.first = progress.first or (time.monotonic(), batch.work)
     finals = outcome.metrics.get("distance")
     if finals is not None:
         k = int(np.argmin(finals[-1]))

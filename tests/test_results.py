@@ -1,0 +1,131 @@
+"""klatsch results: print, filter and export what a store holds."""
+
+import csv
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from klatsch.study import Store, parse, run_study, workers
+
+STUDY = {
+    "steps": 60,
+    "nodes": [4, 6],
+    "seeds": 2,
+    "lr": [0.001, 0.01, 5e9],
+    "record": 4,
+    "rules": ["dat", {"name": "dsgd", "momentum": 0.5}],
+    "topologies": ["ring", "complete"],
+    "problem": {"dim": 5, "noise": [1.0, 10.0]},
+}
+RUNS = 2 * 2 * 2 * 2 * 2 * 3
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    path = tmp_path_factory.mktemp("results") / "s.sqlite"
+    run_study(parse(STUDY), path, executor=workers.threads)
+    return path
+
+
+def test_the_best_learning_rates_are_those_of_the_study(store, run_cli):
+    code, out, err = run_cli("results", store, "--json")
+    assert (code, err) == (0, "")
+    rows = json.loads(out)["rows"]
+    expected = run_study(parse(STUDY), executor=workers.threads).rows
+    assert len(rows) == len(expected) == 16
+
+    def key(topology, noise, nodes, rule):
+        return topology, noise, nodes, rule
+
+    mine = {key(r["topology"], r["setting"]["noise"], r["nodes"], r["rule"]): (r["lr"], r["error"]) for r in rows}
+    theirs = {key(r.topology, r.setting["noise"], r.nodes, r.rule): (r.lr, r.error) for r in expected}
+    assert mine == theirs
+
+
+def test_filters(store, run_cli):
+    def count(*options):
+        code, out, err = run_cli("results", store, "--all", "--json", *options)
+        assert (code, err) == (0, "")
+        return len(json.loads(out)["runs"])
+
+    assert count() == RUNS
+    assert count("--rule", "dat") == RUNS // 2
+    assert count("--rule", "dsgd") == count("--rule", "dsgd (momentum 0.5)") == RUNS // 2
+    assert count("-t", "ring", "-n", "6", "--seed", "1") == RUNS // 8
+    assert count("-n", "4,6") == RUNS
+    assert count("--lr", "0.01") == RUNS // 3
+    assert count("--where", "noise=10") == RUNS // 2
+    assert count("--where", "noise=10", "--where", "momentum=0.5") == RUNS // 4
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (("--rule", "gt"), "no run has rule gt; there are dat"),
+        (("-n", "5"), "no run has nodes 5; there are 4, 6"),
+        (("--where", "noise"), "--where noise: give a name and a value"),
+        (("--where", "noise=3"), "no run has noise 3; there are 1, 10"),
+        (("-n", "many"), "'many' is not a whole number"),
+        (("--metric", "speed"), "no metric 'speed'; there are Gamma"),
+        (("--metric", "speed", "--all"), "no metric 'speed'"),
+        (("--csv", "/nowhere/a.csv"), "cannot write /nowhere/a.csv"),
+        (("--parquet", "/nowhere/a.parquet"), "cannot write /nowhere/a.parquet"),
+    ],
+)
+def test_mistakes_are_one_line(options, words, store, run_cli):
+    code, out, err = run_cli("results", store, *options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
+def test_a_store_that_is_not_there(run_cli, tmp_path):
+    code, _, err = run_cli("results", tmp_path / "s.sqlite")
+    assert code == 2
+    assert "there is no store" in err
+    with Store(tmp_path / "e.sqlite"):
+        pass
+    assert "holds no finished run yet" in run_cli("results", tmp_path / "e.sqlite")[2]
+
+
+def test_tables(store, run_cli):
+    code, out, _ = run_cli("results", store, "--rule", "dat", "-t", "ring")
+    assert code == 0
+    assert [line.split()[:4] for line in out.splitlines() if line.startswith(" ring")] == [
+        ["ring", noise, nodes, "dat"] for noise in ("1", "10") for nodes in ("4", "6")
+    ]
+    code, out, _ = run_cli("results", store, "--all", "--lr", "5e9", "--rule", "dsgd", "-n", 4)
+    assert code == 0
+    assert out.count("diverged") == 8
+
+
+@pytest.mark.parametrize("curves", [False, True])
+def test_csv_and_parquet_hold_what_the_store_holds(curves, store, run_cli, tmp_path):
+    import pyarrow.parquet as pq
+
+    options = ["--curves"] if curves else []
+    code, out, _ = run_cli("results", store, "--csv", tmp_path / "a.csv", "--parquet", tmp_path / "a.parquet", *options)
+    lines = RUNS * (4 if curves else 1)
+    assert code == 0
+    assert out.count(f"{lines} lines written") == 2
+    with (tmp_path / "a.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    table = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    assert len(rows) == len(table) == lines
+    with Store(store, read_only=True) as opened:
+        outcomes = opened.outcomes(row["key"] for row in table)
+    for text, typed in zip(rows, table, strict=True):
+        outcome = outcomes[typed["key"]]
+        k = list(outcome.steps).index(typed["step"])
+        assert float(text["distance"]) == typed["distance"] == outcome.metrics["distance"][k]
+        assert int(text["nodes"]) == typed["nodes"]
+        assert typed["step"] == 60 or curves
+    assert any(np.isinf(typed["distance"]) for typed in table)
+
+
+def test_without_pyarrow_it_says_what_to_install(store, run_cli, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    code, _, err = run_cli("results", store, "--parquet", tmp_path / "a.parquet")
+    assert code == 2
+    assert "pip install 'klatsch[parquet]'" in err
