@@ -8,14 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from klatsch.study import expand, load
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [(path, block) for path in DOCUMENTS for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.S)]
-COMMANDS = [
-    (path, command.strip())
-    for path in DOCUMENTS
-    for command in re.findall(r"^ {4}(?:\.venv/bin/)?klatsch (.+)$", path.read_text(), re.M)
-]
+STUDIES = ROOT / "docs" / "studies.md"
+
+
+def commands_of(path):
+    return [command.strip() for command in re.findall(r"^ {4}(?:\.venv/bin/)?klatsch (.+)$", path.read_text(), re.M)]
+
+
+COMMANDS = [(path, command) for path in DOCUMENTS if path != STUDIES for command in commands_of(path)]
 
 
 def printed_by(code):
@@ -47,12 +52,35 @@ def test_commands_work(path, command, run_cli, tmp_path, monkeypatch):
     assert out
 
 
+def test_the_study_and_its_commands_work_in_this_order(run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (study,) = re.findall(r"```toml\n(.*?)```", STUDIES.read_text(), re.S)
+    Path("study.toml").write_text(study)
+    commands = commands_of(STUDIES)
+    assert len(commands) >= 6
+    for command in commands:
+        code, out, err = run_cli(*shlex.split(command))
+        assert (code, err) == (0, ""), command
+        assert out
+    assert "0 runs new" in run_cli("run", "study.toml")[1]
+    assert {"errors.svg", "runs.csv", "runs.parquet", "report.html"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_example_studies_can_be_run(path):
+    cases, left_out = expand(load(path))
+    assert cases
+    assert not left_out
+
+
 def test_there_is_something_to_test():
     assert len(BLOCKS) >= 4
     assert len(COMMANDS) >= 6
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, *ROOT.glob("*.md")], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*DOCUMENTS, *ROOT.glob("*.md"), *(ROOT / "docs" / "results").glob("*.md")], ids=lambda path: path.name
+)
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         assert target.startswith("http") or (path.parent / target).exists(), target

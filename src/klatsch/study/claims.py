@@ -152,4 +152,4 @@ def best_size(points: Points) -> int:
 
 
 def _course(points: Points) -> str:
-    return "  ".join(f"{M}: {points[M].error:.3g}" for M in sorted(points))
+    return ", ".join(f"{M}: {points[M].error:.3g}" for M in sorted(points))

@@ -49,7 +49,7 @@ def error_against_nodes(rows: Sequence[Row], title: str, look: Look | None = Non
             for row in line:
                 _value(axis, row)
         axis.set_xscale("log")
-        axis.set_xticks(nodes, [str(n) for n in nodes])
+        axis.set_xticks(nodes, [str(n) for n in nodes], fontsize=10 if len(nodes) < 8 else 7.5)
         axis.minorticks_off()
         axis.set_xlabel("machines M")
         axis.set_title(

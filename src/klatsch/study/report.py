@@ -11,7 +11,7 @@ from klatsch import pictures
 from klatsch.files import write_atomically
 from klatsch.study.figures import VALUE
 from klatsch.study.pages import Page
-from klatsch.study.reproduce import page_of
+from klatsch.study.reproduce import clock, page_of
 from klatsch.study.store import Store
 from klatsch.version import VERSION
 
@@ -32,8 +32,8 @@ def report(store: Store, path: Path, title: str | None = None) -> list[Page]:
         "runs": len(runs),
         "diverged": sum(facts["diverged"] for _, facts in runs),
         "seconds": sum(facts["seconds"] for _, facts in runs),
-        "first": times[0] if times else "",
-        "last": times[-1] if times else "",
+        "first": clock(times[0]),
+        "last": clock(times[-1]),
         "engines": sorted({f"{facts['engine']} on {facts['device']}" for _, facts in runs}),
     }
     html = render(pages, store.environments(), summary, title or f"klatsch: {Path(store.path).name}")

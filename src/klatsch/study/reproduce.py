@@ -84,8 +84,13 @@ def _when_and_where(cases: Sequence[Case], store: Store) -> str:
     done = f"{len(runs):,} runs" if len(runs) == len(cases) else f"{len(runs):,} of {len(cases):,} runs"
     return (
         f"{done} on {' and '.join(f'{processor}, torch {torch}' for processor, torch in sorted(places))}: "
-        f"{sum(run['seconds'] for run in runs):,.0f} s of simulation, finished {max(run['finished'] for run in runs)}."
+        f"{sum(run['seconds'] for run in runs):,.0f} s of simulation, finished {clock(max(run['finished'] for run in runs))}."
     )
+
+
+def clock(moment: str) -> str:
+    """A moment of the store for people."""
+    return f"{moment[:16].replace('T', ' ')} UTC"
 
 
 def _subtitle(study: Study) -> str:
