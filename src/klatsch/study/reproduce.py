@@ -82,10 +82,9 @@ def _when_and_where(cases: Sequence[Case], store: Store) -> str:
     runs = [facts for _, facts in store.runs() if facts["key"] in keys]
     places = {(json.loads(run["environment"])["processor"], json.loads(run["environment"])["torch"]) for run in runs}
     done = f"{len(runs):,} runs" if len(runs) == len(cases) else f"{len(runs):,} of {len(cases):,} runs"
-    return (
-        f"{done} on {' and '.join(f'{processor}, torch {torch}' for processor, torch in sorted(places))}: "
-        f"{sum(run['seconds'] for run in runs):,.0f} s of simulation, finished {clock(max(run['finished'] for run in runs))}."
-    )
+    where = " and ".join(f"{processor}, torch {torch}" for processor, torch in sorted(places))
+    seconds, last = sum(run["seconds"] for run in runs), max(run["finished"] for run in runs)
+    return f"{done} on {where}: {seconds:,.0f} s of simulation, finished {clock(last)}."
 
 
 def clock(moment: str) -> str:
