@@ -98,6 +98,22 @@ def test_a_study_on_a_cluster_of_which_a_worker_is_killed(cluster, tmp_path):
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+def test_a_scheduler_that_is_gone_ends_the_study_with_one_line(cluster, tmp_path):
+    file = tmp_path / "s.toml"
+    file.write_text(STUDY)
+    process = start(file, cluster.address)
+    store = tmp_path / "s.sqlite"
+    while not (store.exists() and _done(store)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    cluster.scheduler.kill()
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, "")
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].startswith("klatsch: error: ")
+    assert _done(store)
+
+
 def _done(store):
     with Store(store, read_only=True) as opened:
         return opened.done()

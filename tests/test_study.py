@@ -325,6 +325,25 @@ def test_a_batch_that_fails_stops_the_study_and_keeps_what_is_done(tmp_path, mon
     assert run_study(study(), tmp_path / "s.sqlite", executor=workers.threads).progress.runs_done == 96 - kept
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 9 GiB")])
+def test_what_does_not_fit_into_memory_is_one_line(error, monkeypatch):
+    def failing(*_):
+        raise error
+
+    monkeypatch.setattr(workers, "run_batch", failing)
+    with pytest.raises(ValueError, match=r"with up to 6 nodes and 4 columns does not fit into memory; use fewer"):
+        run_study(study(rules=["dat"]), executor=workers.threads)
+
+
+def test_a_bug_is_shown_as_one(monkeypatch):
+    def failing(*_):
+        raise RuntimeError("index 3 is out of bounds")
+
+    monkeypatch.setattr(workers, "run_batch", failing)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        run_study(study(), executor=workers.threads)
+
+
 def test_two_threads_of_one_process_may_share_a_store(tmp_path):
     """And two processes: see test_study_faults."""
     path, errors = tmp_path / "s.sqlite", []

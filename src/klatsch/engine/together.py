@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from klatsch.algorithms import Algorithm
-from klatsch.engine.captured import GraphRounds
 from klatsch.engine.checkpoint import Saver, digest
 from klatsch.engine.checks import check_parts, check_place, check_steps, identity, length, within
+from klatsch.engine.choice import fastest_together
 from klatsch.engine.gradients import Gradients
 from klatsch.engine.mixing import StackedMix
 from klatsch.engine.progress import Advance, progress_bar
 from klatsch.engine.record import Result, record_points
-from klatsch.engine.rounds import Rounds, TorchRounds, placed
+from klatsch.engine.rounds import TorchRounds, placed
 from klatsch.engine.run import Network, Run, Snapshot
 from klatsch.engine.stacked import drive, result
 from klatsch.problems import Problem
@@ -72,7 +72,7 @@ def simulate_together(
     starts = [network.problem.start().expand(network.problem.nodes, C, joined.dim) for network in networks]
     state = rule.init(torch.cat(starts).contiguous())
     plain = TorchRounds(Gradients(joined, where.type), rule, StackedMix(*topologies, dtype=dtype, device=where))
-    rounds: Rounds = GraphRounds(plain, state) if where.type == "cuda" else plain
+    rounds = fastest_together(plain, state)
 
     origins = [identity(p, algorithm, g, C, dtype) for p, g in zip(problems, topologies, strict=True)]
     run = Run(Snapshot(state, torch.zeros(len(networks) * C, dtype=torch.bool)), [])

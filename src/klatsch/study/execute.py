@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,16 +157,24 @@ def _run(todo: list[Batch], crew: Workers, store: Store, progress: Progress, tel
             running[crew.executor.submit(crew.task, batch, checkpoint(store, batch) if crew.shares_files else None)] = (
                 batch
             )
-        except BrokenExecutor:
+        except crew.losses:
             lost.append(batch)
     while running:
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             batch = running.pop(future)
             try:
                 outcome = future.result()
-            except BrokenExecutor:
+            except crew.losses:
                 lost.append(batch)
                 continue
+            except (MemoryError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and "memory" not in str(error):
+                    raise
+                first = batch.cases[0]
+                raise ValueError(
+                    f"{first.label} on {first.graph_label} with up to {max(c.nodes for c in batch.cases)} nodes and "
+                    f"{len(batch.networks[0])} columns does not fit into memory; use fewer workers, or smaller grids"
+                ) from None
             store.save(batch, outcome)
             if (file := checkpoint(store, batch)) is not None:
                 file.unlink(missing_ok=True)

@@ -5,12 +5,13 @@ Each is a function that gives a `concurrent.futures.Executor`; any other executo
 
 from __future__ import annotations
 
+import logging
 import multiprocessing as mp
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,7 @@ class Workers:
         count: how many run at a time, for the projection of the time left.
         stop: how to ask running batches to save themselves and end; None where they cannot be asked.
         shares_files: whether workers see the files of this machine, so that checkpoints are of use.
+        losses: what a batch raises whose worker is gone.
     """
 
     executor: Executor
@@ -53,6 +55,7 @@ class Workers:
     count: int
     stop: Stop | None = None
     shares_files: bool = True
+    losses: tuple[type[BaseException], ...] = (BrokenExecutor,)
 
 
 Open = Callable[[], Any]  # gives a context manager of Workers
@@ -100,19 +103,36 @@ def dask(address: str) -> Iterator[Workers]:
     """
     try:
         from distributed import Client
+        from distributed.scheduler import KilledWorker
     except ModuleNotFoundError:
         raise ValueError("--dask needs Dask: pip install 'klatsch[dask]'") from None
+    with _quiet_logs("distributed"):
+        try:
+            client: Any = Client(address, timeout=10, set_as_default=False)  # type: ignore[no-untyped-call]
+        except (OSError, ValueError, TimeoutError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(
+                f"no Dask scheduler answers at {address} ({reason}); start one with dask scheduler, or see its address"
+            ) from None
+        with client, client.get_executor(pure=False) as executor:
+            count = sum(client.nthreads().values())
+            # The scheduler gives a batch up that several workers died of, and cancels all when it is gone itself.
+            losses = (BrokenExecutor, CancelledError, KilledWorker)
+            yield Workers(executor, single_threaded, count, shares_files=False, losses=losses)
+
+
+@contextmanager
+def _quiet_logs(name: str) -> Iterator[None]:
+    """Say nothing of connections that broke: that is said in one line, by whom it stops."""
+    known = [other for other in logging.root.manager.loggerDict if other == name or other.startswith(f"{name}.")]
+    usual = {other: logging.getLogger(other).level for other in known}
+    for other in known:
+        logging.getLogger(other).setLevel(logging.CRITICAL)
     try:
-        client: Any = Client(address, timeout=10, set_as_default=False)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, TimeoutError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"no Dask scheduler answers at {address} ({reason}); start one with dask scheduler, or see its address"
-        ) from None
-    with client:
-        count = sum(client.nthreads().values())
-        with client.get_executor(pure=False) as executor:
-            yield Workers(executor, single_threaded, count, shares_files=False)
+        yield
+    finally:
+        for other, level in usual.items():
+            logging.getLogger(other).setLevel(level)
 
 
 @contextmanager
