@@ -114,6 +114,21 @@ def test_a_scheduler_that_is_gone_ends_the_study_with_one_line(cluster, tmp_path
     assert _done(store)
 
 
+def test_ctrl_c_ends_it_at_once(cluster, tmp_path):
+    file = tmp_path / "s.toml"
+    file.write_text(STUDY.replace("20000", "400000"))
+    process = start(file, cluster.address)
+    time.sleep(8)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert err.startswith("stopped; ")
+    assert err.count("\n") == 1
+    assert time.monotonic() - began < 20
+
+
 def _done(store):
     try:
         with Store(store, read_only=True) as opened:

@@ -9,8 +9,24 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from klatsch.study import Row, Store, claims, pages, paper, tables, verdicts, workers
+from klatsch.study import (
+    Row,
+    Store,
+    claims,
+    execute,
+    expand,
+    figures,
+    pages,
+    paper,
+    parse,
+    run_study,
+    tables,
+    verdicts,
+    workers,
+)
 from klatsch.study.report import inline_svg
+from klatsch.study.reproduce import page_of
+from klatsch.study.store import Origin
 from tests.test_run import check_picture
 
 SETTINGS = [{"noise": n, "heterogeneity": h} for n in (1.0, 10.0) for h in (1.0, 10.0)]
@@ -20,8 +36,8 @@ SIZES = (4, 9, 16, 25, 36, 49, 64, 81, 100)
 def row(rule, topology, nodes, error, setting=SETTINGS[0], spread=0.01, steps=100_000, early=None):
     """A row whose seeds scatter around an error by a share."""
     final = error * np.array([1 - spread, 1.0, 1 + spread])
-    curves = np.stack([np.full(3, early if early is not None else 1.0), final], axis=1)[:, :, None]
-    return Row(rule, topology, nodes, (0.1,), (10, steps), curves, curves, 1.0, setting)
+    curves = np.stack([np.full(3, 2.0), np.full(3, early if early is not None else 1.0), final], axis=1)[:, :, None]
+    return Row(rule, topology, nodes, (0.1,), (1, 100, steps), curves, curves, 1.0, setting)
 
 
 def points(errors, **options):
@@ -43,8 +59,12 @@ def points(errors, **options):
         (claims.turns(25, 49), {4: 3.0, 25: 1.0, 49: 1.1, 100: 2.0}, True),
         (claims.turns(25, 49), {4: 3.0, 25: 2.0, 49: 1.0, 100: 2.0}, False),
         (claims.turns(25, 49), {4: 3.0, 25: 1.0, 49: 1.05, 100: 1.1}, False),
-        (claims.never_helps, {4: 1.0, 100: 2.0}, True),
-        (claims.never_helps, {4: 2.0, 100: 1.0}, False),
+        (claims.never_helps(4), {4: 1.0, 100: 2.0}, True),
+        (claims.never_helps(4), {4: 2.0, 100: 1.0}, False),
+        (claims.never_helps(4), {4: 2.0, 9: 1.0, 100: 3.0}, False),
+        (claims.never_helps(9), {4: 2.0, 9: 1.0, 100: 3.0}, True),
+        (claims.last_is_worse, {4: 1.0, 9: 9.0, 100: 2.0}, True),
+        (claims.last_is_worse, {4: 2.0, 9: 9.0, 100: 1.0}, False),
         (claims.step(9, 25, up=False), {9: 2.0, 25: 1.0}, True),
         (claims.step(9, 25, up=False), {9: 1.0, 25: 2.0}, False),
         (claims.step(9, 25, up=True), {9: 1.0, 25: 2.0}, True),
@@ -54,6 +74,13 @@ def points(errors, **options):
 )
 def test_what_is_said_of_errors(claim, errors, holds):
     assert claim(points(errors))[0] is holds
+
+
+def test_small_steps_add_up():
+    """Each is within the scatter of the seeds, all of them together are not."""
+    errors = {4: 4.0, 9: 1.0, 16: 1.2, 25: 1.45, 36: 1.75}
+    assert claims.falls()(points(errors, spread=0.1))[0] is False
+    assert claims.falls(16)(points(errors, spread=0.1))[0] is True
 
 
 def test_a_step_within_the_scatter_of_the_seeds_is_forgiven():
@@ -94,7 +121,7 @@ def test_every_sentence_can_fail():
     """With the sizes in reverse nothing of what the paper says is true, but that a flat line is flat."""
     mirrored = dict(zip(SIZES, reversed(SIZES), strict=True))
     rows = [
-        row(r.rule, r.topology, mirrored[r.nodes], r.error, r.setting, early=float(r.curves[0, 0, 0]))
+        row(r.rule, r.topology, mirrored[r.nodes], r.error, r.setting, early=float(r.curves[0, 1, 0]))
         for r in as_the_paper_says()
         if (r.rule, r.topology) != ("dat", "ring")  # which has a minimum in reverse as well
     ]
@@ -106,6 +133,7 @@ def test_every_sentence_can_fail():
     steep += [row("dat", "one_peer_exponential", M, 1e-6 * M, s) for s in SETTINGS for M in SIZES]
     found = {v.claim.split(",")[0]: v.holds for v in verdicts.figures_4_to_6(steep, "one_peer_exponential")}
     assert found["D-SGD is better with larger M in the first rounds"] is False
+    assert found["D-SGD is so also in relation to where it starts (the start is nearer for larger M)"] is False
     assert found["D-SGD ends at about the same error for all M"] is False
     assert found["DAT improves steadily with M"] is False
 
@@ -129,6 +157,8 @@ def test_too_few_rounds_or_other_sizes_decide_nothing():
     found = {v.claim: v.holds for v in verdicts.figure_1(short)}
     assert [holds for claim, holds in found.items() if "ring up to" in claim or "threshold" in claim] == [None, None]
     assert found["D-SGD gets worse with M on the ring from M = 4"] is True
+    gone = [r if r.setting == SETTINGS[0] else row(r.rule, r.topology, r.nodes, np.inf, r.setting) for r in short]
+    assert {v.claim: v.holds for v in verdicts.figure_1(gone)}["D-SGD gets worse with M on the ring from M = 4"] is None
     few = [r for r in as_the_paper_says() if r.nodes == 4]
     assert {v.holds for v in verdicts.figures_4_to_6([r for r in few if r.topology == "ring"], "ring")} == {None}
 
@@ -206,7 +236,7 @@ def test_reproduce_writes_figures_numbers_and_verdicts(results):
 
 def test_figures_4_to_6_use_the_runs_of_figure_1(results):
     with Store(results / "results.sqlite") as store:
-        studies = {s.kind: s for s in store.studies()}
+        studies = {s.origin.kind: s for s in store.studies()}
         runs = store.runs()
     assert set(studies) == {"fig1", "fig4", "fig5", "fig6", "beyond"}
     one = [case for case, _ in runs if case.nodes == 25]
@@ -349,6 +379,55 @@ def test_a_page_without_runs_says_what_to_do(tmp_path, run_cli):
     code, _, err = run_cli("report", tmp_path / "s.sqlite", "-o", tmp_path / "nowhere" / "r.html")
     assert code == 2
     assert "folder that exists" in err
+
+
+def test_a_report_shows_what_is_there_of_a_study_that_is_not_finished(tmp_path, run_cli):
+    path = tmp_path / "s.sqlite"
+    content = {"steps": 50, "nodes": [6, 8], "rules": ["dat"], "topologies": ["ring"], "lr": [0.01], "record": 3}
+    done, begun = parse({**content, "name": "done"}), parse({**content, "name": "begun", "steps": 60})
+    half = paper.study_of("fig1", "quick").model_copy(update={"steps": 50, "nodes": (4, 9)})
+    curves = paper.study_of("fig4", "quick").model_copy(update={"steps": 50, "nodes": (6, 8), "name": "odd"})
+    with Store(path) as store:
+        run_study(done, store, executor=workers.threads)
+        store.remember(begun, Origin("klatsch run begun.toml"))
+        store.remember(half, Origin("klatsch reproduce fig1", "fig1", "quick"))
+        execute([case for case in expand(half)[0] if case.rule == "dat"], store, executor=workers.threads)
+        origin = Origin("klatsch reproduce fig4", "fig4", "quick")
+        run_study(curves, store, executor=workers.threads, origin=origin)
+    code, out, err = run_cli("report", path, "-o", tmp_path / "r.html")
+    assert (code, err) == (0, "")
+    assert "4 pages" in out
+    html = (tmp_path / "r.html").read_text()
+    assert "None of its 6 runs is finished." in html
+    assert f"{len(expand(half)[0]) // 2:,} of {len(expand(half)[0]):,} runs" in html
+    assert "not decided" in html
+
+
+def test_a_wrong_device_does_not_take_the_place_of_what_is_done(results, run_cli):
+    with Store(results / "results.sqlite", read_only=True) as store:
+        before = store.studies()
+    code, _, err = run_cli("reproduce", "fig1", "--out", results, "--device", "tpu", "--dtype", "float64")
+    assert code == 2
+    assert "device = 'tpu'" in err
+    with Store(results / "results.sqlite", read_only=True) as store:
+        assert store.studies() == before
+
+
+def test_a_page_tells_the_learning_rates_that_were_tried(tmp_path):
+    content = {"steps": 50, "nodes": 4, "topologies": ["ring"], "record": 3}
+    study = parse({**content, "rules": [{"name": "dat", "lr": [0.01, 0.02]}, {"name": "dsgd", "lr": 1e-5}]})
+    with Store(tmp_path / "s.sqlite") as store:
+        run_study(study, store, executor=workers.threads)
+        page = page_of(store.studies()[0], store)
+    assert "Learning rates dat: 0.01, 0.02; dsgd: 1e-05. " in page.facts[0]
+    assert study.choice == "best learning rate of each rule's grid"
+
+
+def test_every_line_is_in_the_legend():
+    rows = [row("dat", "one_peer_exponential", M, 1 / M) for M in (4, 9)]
+    rows += [row(rule, "ring", M, 1 / M) for rule in ("dat", "d2") for M in (4, 9)]
+    (legend,) = figures.error_against_nodes(rows, "title").legends
+    assert [text.get_text() for text in legend.get_texts()] == ["dat", "d2"]
 
 
 def test_pages_say_when_a_learning_rate_lies_at_the_edge():

@@ -56,7 +56,8 @@ def test_filters(store, run_cli):
     assert count("-t", "ring", "-n", "6", "--seed", "1") == RUNS // 8
     assert count("-n", "4,6") == RUNS
     assert count("--lr", "0.01") == RUNS // 3
-    assert count("--where", "noise=10") == RUNS // 2
+    assert count("--where", "noise=10") == count("--where", "noise=1e1") == RUNS // 2
+    assert count("--where", "lr=1e-2", "--where", "seed=1") == RUNS // 6
     assert count("--where", "noise=10", "--where", "momentum=0.5") == RUNS // 4
 
 
@@ -67,6 +68,8 @@ def test_filters(store, run_cli):
         (("-n", "5"), "no run has nodes 5; there are 4, 6"),
         (("--where", "noise"), "--where noise: give a name and a value"),
         (("--where", "noise=3"), "no run has noise 3; there are 1, 10"),
+        (("--where", "nosie=3"), "unknown setting 'nosie'; did you mean noise?"),
+        (("--curves",), "--curves is for exports"),
         (("-n", "many"), "'many' is not a whole number"),
         (("--metric", "speed"), "no metric 'speed'; there are Gamma"),
         (("--metric", "speed", "--all"), "no metric 'speed'"),
@@ -78,6 +81,39 @@ def test_mistakes_are_one_line(options, words, store, run_cli):
     code, out, err = run_cli("results", store, *options)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert words in err
+
+
+def test_studies_that_share_a_store_but_little_else(run_cli, tmp_path):
+    path = tmp_path / "s.sqlite"
+    common = {"steps": 50, "nodes": 4, "rules": ["dat"], "topologies": ["ring"]}
+    for change in (
+        {"lr": 0.01, "seeds": [0]},
+        {"lr": 0.02, "seeds": [1]},
+        {"lr": 0.01, "seeds": [0], "record": 7},
+        {"lr": 0.01, "problem": {"noise": 10.0}},
+        {"lr": 0.01, "problem": {"name": "logistic"}},
+    ):
+        run_study(parse({**common, **change}), path, executor=workers.threads)
+    code, out, err = run_cli("results", path)
+    assert (code, err) == (0, "")
+    assert len([line for line in out.splitlines() if line.startswith(" ring")]) == 4
+    assert "smallest and largest of 1 or 3 seeds" in out
+
+
+def test_results_of_another_revision_are_still_shown(store, run_cli, monkeypatch):
+    monkeypatch.setattr("klatsch.study.cases.REVISION", 2)
+    code, out, err = run_cli("results", store)
+    assert (code, err) == (0, "")
+    assert "dat" in out
+
+
+def test_two_comparisons_in_one_store_are_two_studies(run_cli, tmp_path):
+    for rule in ("dat", "gt"):
+        options = ("--rules", rule, "-n", 4, "--steps", 50, "--seeds", 1, "--lr", 0.01, "--workers", 1)
+        assert run_cli("run", *options, "--store", tmp_path / "s.sqlite")[0] == 0
+    code, out, _ = run_cli("report", tmp_path / "s.sqlite", "-o", tmp_path / "r.html")
+    assert code == 0
+    assert "2 pages" in out
 
 
 def test_a_store_that_is_not_there(run_cli, tmp_path):

@@ -91,11 +91,22 @@ WRONG = {
     "problem's seed": ("[problem]\nseed = 1\n", "least-squares has no option 'seed'"),
     "empty grid": ("lr = []\n", "lr = []: the list is empty; give at least one entry"),
     "empty rules": ("rules = []\n", "rules = []: the list is empty"),
-    "empty option": ('rules = [{ name = "dat", order = [] }]\n', "the list is empty"),
+    "empty option": ('rules = [{ name = "dat", order = [] }]\n', "rules[0]: order = []; the list is empty"),
+    "number for a rule": ("rules = [3]\n", "rules[0] = 3; give a name, or a table with a name and options"),
+    "misspelt and so missing": ("setps = 5\nsteps_ = 3\n", "unknown key 'setps'; did you mean steps?"),
     "wrong rate": ("lr = [0.1, -1.0]\n", "lr = -1.0; give a number above 0"),
-    "text for a number": ('lr = "fast"\n', "lr[0] = 'fast': input should be a valid number"),
-    "half a node": ("nodes = [4, 2.5]\n", "nodes = [4, 2.5]: nodes = 2.5; give a whole number from 1 up"),
-    "no steps": ("steps = 0\n", "steps = 0: steps = 0; give a whole number from 1 up"),
+    "text for a number": ('lr = "fast"\n', "lr = 'fast'; give numbers above 0"),
+    "yes for a rate": ("lr = true\n", "lr = True; give numbers above 0"),
+    "list in a list": (
+        "[problem]\nnoise = [[1.0, 2.0]]\n",
+        "noise = [1.0, 2.0]; give a value, or a flat list of values",
+    ),
+    "table for a value": ("topologies = [{ name = 'base_graph', k = { a = 1 } }]\n", "k = {'a': 1}; give a value"),
+    "lazy problem": ("[problem]\nlazy = true\n", "least-squares has no option 'lazy'"),
+    "endless record": ("record = 1000000000000\n", "record = 1000000000000; give a whole number up to 10,000"),
+    "endless problem": ("[problem]\ndim = 10000000\n", "least-squares with {'dim': 10000000} cannot be built"),
+    "half a node": ("nodes = [4, 2.5]\n", "s.toml: nodes = 2.5; give a whole number from 1 up"),
+    "no steps": ("steps = 0\n", "s.toml: steps = 0; give a whole number from 1 up"),
     "yes for a number": ("steps = true\n", "steps = True"),
     "no seeds": ("seeds = 0\n", "seeds = 0; give a whole number from 1 up"),
     "wrong seeds": ("seeds = [1, -2]\n", "seed = -2"),
@@ -135,6 +146,14 @@ def test_what_is_missing_is_said(tmp_path, run_cli):
     assert "cannot be read as TOML" in run_cli("run", tmp_path / "picture.toml")[2]
 
 
+def test_plain_mistakes_in_python_are_told():
+    with pytest.raises(ValueError, match=r"study is a dict; make one with study.parse"):
+        run_study(SMALL)
+    with pytest.raises(ValueError, match=r"'x.toml' is no study; give a dictionary, or load\(file\)"):
+        parse("x.toml")
+    assert study(problem="logistic").problem.name == "logistic"
+
+
 def test_options_do_not_go_with_a_file(tmp_path, run_cli):
     (tmp_path / "s.toml").write_text("")
     code, _, err = run_cli("run", tmp_path / "s.toml", "--steps", 5)
@@ -158,7 +177,28 @@ def test_a_key_knows_everything_that_determines_a_result():
     ):
         assert not keys & {case.key for case in expand(study(**change))[0]}, change
     assert {case.key for case in expand(study(device="cuda"))[0]} == keys  # the device changes rounding only
-    assert {case.key for case in expand(study(name="other"))[0]} == keys
+    assert {case.key for case in expand(study(name="other", any_graph=True))[0]} == keys
+    plain = {"rules": ["dat"], "topologies": ["ring"], "problem": {}}
+    keys = {case.key for case in expand(study(**plain))[0]}
+    for change in (
+        {"rules": [{"name": "dat", "order": "cta"}]},
+        {"rules": [{"name": "dat", "averaging": "linear"}]},
+        {"rules": [{"name": "dat", "lazy": True}]},
+        {"rules": ["dat-gt"]},
+        {"topologies": [{"name": "ring", "lazy": True}]},
+        {"topologies": ["complete"]},
+        {"problem": {"heterogeneity": 2.0}},
+        {"problem": {"dim": 7}},
+        {"problem": {"name": "logistic"}},
+    ):
+        assert not keys & {case.key for case in expand(study(**{**plain, **change}))[0]}, change
+
+
+def test_seeds_are_told_apart_however_large():
+    large = 1 << 60
+    cases, _ = expand(study(seeds=[large, large + 1, large + 2]))
+    assert len(cases) == 144
+    assert {case.seed for case in cases} == {large, large + 1, large + 2}
 
 
 def test_a_default_written_out_is_the_same_run():
@@ -264,7 +304,7 @@ def test_a_batch_that_lacks_a_few_runs_does_only_those(tmp_path):
         assert execute(some, store, executor=workers.threads).runs_done == len(some)
         assert execute(cases, store, executor=workers.threads).runs_done == len(cases) - len(some)
         whole = run_study(study(), executor=workers.threads).rows
-        for row, other in zip(summarize(cases, store), whole, strict=True):
+        for row, other in zip(summarize([(case.key, case) for case in cases], store), whole, strict=True):
             np.testing.assert_allclose(row.curves, other.curves, rtol=1e-9)
 
 
@@ -304,6 +344,19 @@ def test_progress_tells_batches_pace_time_left_and_the_best():
     error, case = last.best
     assert error == min(float(row.final.min()) for row in run_study(study(), executor=workers.threads).rows)
     assert case.rule in ("dat", "dsgd")
+
+
+def test_after_an_error_nothing_more_is_begun_in_somebody_elses_executor(monkeypatch):
+    begun = []
+
+    def failing(batch, *_):
+        begun.append(batch)
+        raise ValueError("no luck")
+
+    monkeypatch.setattr(workers, "run_batch", failing)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="no luck"):
+        run_study(study(), executor=pool)
+    assert len(begun) <= 3  # of 16: one failed, one may have been on its way
 
 
 def test_a_batch_that_fails_stops_the_study_and_keeps_what_is_done(tmp_path, monkeypatch):

@@ -1,8 +1,10 @@
 """Real kills, real disks: a study that is stopped at any moment loses at most the batches in progress."""
 
 import csv
+import json
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -12,6 +14,7 @@ import time
 
 import psutil
 import pytest
+from safetensors import safe_open
 
 from klatsch.study import Store, execute, expand, load, parse, run_study, workers
 from klatsch.study.batches import pack
@@ -125,16 +128,19 @@ def test_workers_that_always_die_end_the_study_with_a_reason(tmp_path, monkeypat
 
 def test_ctrl_c_saves_what_is_in_progress(tmp_path):
     file = tmp_path / "s.toml"
-    file.write_text(PAPER.replace("100000", "3000000"))
+    file.write_text(PAPER)
     process = start("run", file, start_new_session=True)
     while not worker_processes(process):
         time.sleep(0.05)
-    time.sleep(6)
+    time.sleep(5)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all processes of the group
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
-    assert "Traceback" not in err
-    assert list(tmp_path.glob("s.sqlite-*.safetensors"))
+    assert re.fullmatch(r"stopped; .*s.sqlite holds [\d,]+ runs, and the same command goes on from here\n", err)
+    saved = list(tmp_path.glob("s.sqlite-*.safetensors"))
+    assert saved
+    with safe_open(saved[0], framework="pt") as checkpoint:
+        assert 0 < json.loads(checkpoint.metadata()["klatsch"])["rounds"] < 100_000
 
 
 def test_two_processes_share_a_store(tmp_path):
@@ -159,16 +165,16 @@ def test_a_checkpoint_that_cannot_be_used_is_thrown_away(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["s.sqlite"]
 
 
-def test_what_nobody_writes_any_more_is_swept_away(tmp_path):
-    old, young, other = (
-        tmp_path / name for name in ("s.sqlite-a.safetensors", "s.sqlite-b.safetensors", "x.safetensors")
-    )
-    for path in (old, young, other):
+def test_what_nobody_went_on_from_is_swept_away(tmp_path):
+    names = ("s.sqlite-a.safetensors", ".s.sqlite-a.safetensors.12ab", "s.sqlite-b.safetensors", "x.safetensors")
+    old, torn, young, other = (tmp_path / name for name in names)
+    for path in (old, torn, young, other):
         path.write_bytes(b"")
-    os.utime(old, (1, 1))
-    os.utime(other, (1, 1))
+    for path in (old, torn, other):
+        os.utime(path, (1, 1))
     run_study(parse(SMALL), tmp_path / "s.sqlite", executor=workers.threads)
     assert not old.exists()
+    assert not torn.exists()
     assert young.exists()
     assert other.exists()
 
@@ -185,7 +191,6 @@ def study_file(tmp_path):
     )
     study = load(file)
     with Store(tmp_path / "s.sqlite") as store:
-        store.remember(study, "klatsch run s.toml")
         run_study(study, store, executor=workers.threads)
     return file
 
@@ -223,6 +228,18 @@ def test_a_full_disk_is_one_line_and_what_was_stored_is_safe(study_file, tmp_pat
         assert run_study(load(study_file), store, executor=workers.threads).progress.runs_done == 160 - len(kept)
 
 
+def test_a_disk_that_is_too_full_for_a_checkpoint_is_one_line(study_file, tmp_path, run_cli):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("needs to mount a small disk: run as root")
+    try:
+        study_file.write_text(study_file.read_text().replace("nodes = [4, 6]", "nodes = [400]"))
+        refused(run_cli("run", study_file, "--store", disk / "s.sqlite"), "checkpoint", "free some space", "safe")
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
 def test_a_place_that_cannot_be_written_is_one_line(study_file, tmp_path, run_cli):
     (tmp_path / "file").write_text("")
     refused(run_cli("run", study_file, "--store", tmp_path / "nowhere" / "s.sqlite"), "there is no folder")
@@ -254,6 +271,27 @@ def test_a_store_of_a_newer_version_is_refused_and_not_changed(study_file, tmp_p
         assert sorted(path.name for path in tmp_path.iterdir()) == ["s.sqlite", "s.toml"]
 
 
+def test_a_newer_version_is_refused_though_its_number_is_still_in_the_log(study_file, tmp_path, run_cli):
+    store = tmp_path / "s.sqlite"
+    writer = sqlite3.connect(store)  # left open, so that the log is not folded into the file
+    writer.execute(f"PRAGMA user_version = {FORMAT + 1}")
+    writer.commit()
+    for command in (("run", study_file), ("results", store)):
+        refused(run_cli(*command), "newer klatsch")
+    writer.close()
+
+
+def test_settings_that_cannot_be_read_are_one_line(study_file, tmp_path, run_cli):
+    store = tmp_path / "s.sqlite"
+    for column in ("UPDATE studies SET spec = '{\"steps\": -1}'", "UPDATE runs SET settings = '{}'"):
+        base = sqlite3.connect(store)
+        base.execute(column)
+        base.commit()
+        base.close()
+        refused(run_cli("report", store, "-o", tmp_path / "r.html"), "cannot read")
+    refused(run_cli("results", store), "cannot read")
+
+
 def test_somebody_elses_database_is_refused(study_file, tmp_path, run_cli):
     store = tmp_path / "s.sqlite"
     store.unlink()
@@ -261,8 +299,9 @@ def test_somebody_elses_database_is_refused(study_file, tmp_path, run_cli):
         base.execute("CREATE TABLE addresses (name TEXT)")
     base.close()
     before = store.read_bytes()
-    refused(run_cli("run", study_file), "no store of klatsch")
-    assert store.read_bytes()[100:] == before[100:]  # the head counts openings
+    for command in (("run", study_file), ("results", store)):
+        refused(run_cli(*command), "no store of klatsch")
+        assert store.read_bytes() == before
     (tmp_path / "letter.sqlite").write_text("Dear reader, " * 100)
     refused(run_cli("run", study_file, "--store", tmp_path / "letter.sqlite"), "not a database", "damaged")
 
@@ -280,7 +319,10 @@ def test_a_store_can_be_read_where_nothing_can_be_written(study_file, tmp_path, 
         pytest.skip("needs to mount a disk: run as root")
     try:
         shutil.copy(tmp_path / "s.sqlite", disk / "s.sqlite")
+        shutil.copy(tmp_path / "s.sqlite", disk / "torn.sqlite")
+        (disk / "torn.sqlite-wal").write_bytes(b"what was not folded in yet")
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        refused(run_cli("results", disk / "torn.sqlite"), "torn.sqlite-wal", "copy both")
         code, out, err = run_cli("results", disk / "s.sqlite")
         assert (code, err) == (0, "")
         assert "dat" in out

@@ -7,6 +7,18 @@ import secrets
 from pathlib import Path
 
 
+def save(path: Path, data: bytes) -> None:
+    """Write a file atomically for a user, who is told in one line where that fails.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; choose another folder or name") from None
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that a crash at any moment leaves either the old content or the new."""
     path = Path(path)

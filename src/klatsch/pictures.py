@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from klatsch.files import write_atomically
+from klatsch import files
 
 if TYPE_CHECKING:  # drawing libraries are only loaded by those who draw
     from matplotlib.figure import Figure
@@ -38,11 +38,7 @@ def save(figure: Figure, path: Path, **style: Any) -> None:
         ValueError: it cannot be written there.
     """
     check_path(path)
-    data = render(figure, path.suffix.lower(), **style)
-    try:
-        write_atomically(path, data)
-    except OSError as error:
-        raise ValueError(f"cannot draw to {path}: {error.strerror}; choose another folder or name") from None
+    files.save(path, render(figure, path.suffix.lower(), **style))
 
 
 def render(figure: Figure, kind: str, **style: Any) -> bytes:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from klatsch.study.execute import Progress, Told
+from klatsch.study.store import Store
 
 LONG = 60.0  # seconds from which a study is worth a line in a log
 TENTHS = 10  # lines in the log of a long study
@@ -38,6 +39,18 @@ def shown() -> Iterator[Told]:
             printed.append(tenth)
 
     yield log
+
+
+@contextmanager
+def interruptible(store: Store) -> Iterator[None]:
+    """Say at Ctrl-C what is safe, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if store.path != ":memory:":
+            done = len(store.done())
+            print(f"stopped; {store.path} holds {done:,} runs, and the same command goes on from here", file=sys.stderr)
+        raise
 
 
 def facts(progress: Progress) -> str:

@@ -16,7 +16,7 @@ from klatsch.study import pages, paper
 from klatsch.study.execute import run_study
 from klatsch.study.pages import Page
 from klatsch.study.reproduce import TABLES, TARGETS, page_of
-from klatsch.study.store import Store
+from klatsch.study.store import Origin, Store
 
 COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
 
@@ -55,9 +55,9 @@ def reproduce(
         study = paper.study_of(target, scale, device, dtype)
         executor = crew(device, processes, dask)
         with Store(out / "results.sqlite" if store is None else store) as opened:
-            opened.remember(study, terminal.command_line(), kind=target, scale=scale)
-            with progress.shown() as told:
-                found = run_study(study, opened, executor=executor, told=told)
+            origin = Origin(terminal.command_line(), target, scale)
+            with progress.shown() as told, progress.interruptible(opened):
+                found = run_study(study, opened, executor=executor, told=told, origin=origin)
             seconds = found.progress.seconds
             page = page_of(next(s for s in opened.studies() if s.study.name == study.name), opened)
     files = pages.write(page, out)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from klatsch.arguments import named
 from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.rows import plain, print_rows, short
@@ -42,6 +44,8 @@ def results(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Print, filter and export what a store holds."""
+    if curves and csv is None and parquet is None and not (every and as_json):
+        raise ValueError("--curves is for exports: give --csv FILE, --parquet FILE, or --all --json as well")
     with Store(store, read_only=True) as opened:
         runs = sorted(opened.runs(), key=lambda run: _order(run[0]))
         if not runs:
@@ -58,15 +62,15 @@ def results(
         elif every:
             _print_runs(opened, runs, metric)
         else:
-            lengths = sorted({(case.problem, case.steps, case.dtype) for case, _ in runs})
-            tables = [
-                (length, summarize([c for c, _ in runs if (c.problem, c.steps, c.dtype) == length], opened, metric))
-                for length in lengths
-            ]
+            kinds: dict[tuple[Any, ...], list[tuple[str, Case]]] = {}
+            for case, facts in runs:
+                kind = case.problem, case.steps, case.dtype, case.record
+                kinds.setdefault(kind, []).append((facts["key"], case))
+            tables = [(kind, summarize(mine, opened, metric)) for kind, mine in kinds.items()]
             if as_json:
                 print_json({"rows": [plain(row) | {"dtype": key[2]} for key, rows in tables for row in rows]})
                 return
-            for (problem, steps, dtype), rows in tables:
+            for (problem, steps, dtype, _), rows in tables:
                 print_rows(rows, [], f"{problem}: {metric}, {steps:,} rounds, {dtype}", "cpu")
 
 
@@ -107,7 +111,9 @@ def _filtered(
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--where {text}: give a name and a value, such as noise=10")
-        tests.append((name, lambda case, name=name: (_setting(case, name),), [value]))  # type: ignore[misc]
+        known = dict.fromkeys(option for case, _ in runs for option in _settings(case))
+        named("setting", name, known)
+        tests.append((name, lambda case, name=name: (_setting(case, name),), [_as_number(value)]))  # type: ignore[misc]
     for name, of, wanted in tests:
         there = list(dict.fromkeys(str(of(case)[-1]) for case, _ in runs))
         runs = [run for run in runs if any(value in wanted for value in of(run[0]))]
@@ -116,11 +122,22 @@ def _filtered(
     return runs
 
 
+def _settings(case: Case) -> dict[str, Any]:
+    """Everything about a run that has a name."""
+    own = {name: value for name, value in asdict(case).items() if not isinstance(value, dict)}
+    return {**own, **case.topology_options, **case.rule_options, **case.problem_options}
+
+
 def _setting(case: Case, name: str) -> str:
-    """An option of the problem, the rule or the graph, or a number of the run, as text."""
-    given = {**case.topology_options, **case.rule_options, **case.problem_options}
-    value = given.get(name, getattr(case, name, None))
-    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+    """A setting as text, numbers in one way of writing them."""
+    return _as_number(str(_settings(case).get(name, "-")))
+
+
+def _as_number(text: str) -> str:
+    try:
+        return f"{float(text):g}"
+    except ValueError:
+        return text
 
 
 def _order(case: Case) -> tuple[Any, ...]:
@@ -128,7 +145,7 @@ def _order(case: Case) -> tuple[Any, ...]:
 
 
 def _print_runs(store: Store, runs: Runs, metric: str) -> None:
-    outcomes = store.outcomes([facts["key"] for _, facts in runs])
+    outcomes = store.outcomes([facts["key"] for _, facts in runs], last=True)
     first = next(iter(outcomes.values()))
     if metric not in first.metrics:
         raise ValueError(f"no metric {metric!r}; there are {', '.join(first.metrics)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from klatsch.cli import terminal
@@ -15,11 +16,17 @@ EXPENDABLE = ("Gamma", "to", "from", "nodes")  # what a narrow terminal loses fi
 
 
 def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu") -> None:
-    """Print one line per row, and what it does not say by itself."""
+    """Print one line per row, and what it does not say by itself.
+
+    Raises:
+        ValueError: there is no row.
+    """
+    if not rows:
+        raise ValueError("no run is finished yet")
     console = terminal.console()
     columns: dict[str, Callable[[Row], str]] = {
         "topology": lambda row: row.topology,
-        **{name: lambda row, name=name: f"{row.setting[name]:g}" for name in _varying(rows)},  # type: ignore[misc]
+        **{name: partial(_value, name) for name in _varying(rows)},
         "nodes": lambda row: str(row.nodes),
         "rule": lambda row: row.rule,
         "error": lambda row: short(row.error),
@@ -29,8 +36,9 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
         "Gamma": lambda row: short(float(row.consensus[:, -1, row.best].mean())),
     }
     shown = terminal.print_table(console, title, columns, rows, EXPENDABLE, lambda row: row.topology)
+    seeds = sorted({len(row.curves) for row in rows})
     notes = {
-        "from": f"from, to: smallest and largest of {len(rows[0].curves)} seeds",
+        "from": f"from, to: smallest and largest of {' or '.join(map(str, seeds))} seeds",
         "Gamma": "Gamma: consensus distance of the points evaluated",
     }
     said = [note for name, note in notes.items() if name in shown]
@@ -74,6 +82,10 @@ def short(value: float) -> str:
 def finite(value: float) -> float | None:
     """A number for JSON, which has no infinity."""
     return float(value) if math.isfinite(value) else None
+
+
+def _value(name: str, row: Row) -> str:
+    return f"{row.setting[name]:g}" if name in row.setting else "-"
 
 
 def _varying(rows: Sequence[Row]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +17,9 @@ from klatsch.cli.terminal import number, option, print_json
 from klatsch.study import demo as demos
 from klatsch.study import figures, spec, workers
 from klatsch.study.cases import expand
-from klatsch.study.execute import Found, run_study
+from klatsch.study.execute import run_study
 from klatsch.study.spec import PAPER_GRID, Study
-from klatsch.study.store import Store
+from klatsch.study.store import Origin, Store
 from klatsch.topology import options as topologies_options
 
 GRID = ",".join(f"{lr:g}" for lr in PAPER_GRID)
@@ -71,10 +73,6 @@ def run(
     if file is not None:
         _refuse_with_file(context)
         study = spec.load(file)
-        try:
-            expand(study)
-        except ValueError as refusal:
-            raise ValueError(f"{file}: {refusal}") from None
     else:
         study = _from_options(
             rules=terminal.words(rules),
@@ -94,10 +92,18 @@ def run(
             any_graph=any_graph,
         )
     study = study if device is None else study.model_copy(update={"device": device})
+    try:
+        expanded = expand(study)
+    except ValueError as refusal:
+        raise ValueError(f"{file}: {refusal}" if file is not None else str(refusal)) from None
     if plot is not None:
         pictures.check_path(plot)
     place = store if store is not None or file is None else file.with_suffix(".sqlite")
-    found = _run(study, place, crew(study.device, processes, dask, file is None and store is None))
+    executor = crew(study.device, processes, dask, file is None and store is None)
+    with Store(":memory:" if place is None else place) as opened, progress.shown() as told:
+        origin = Origin(terminal.command_line())
+        with progress.interruptible(opened):
+            found = run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
     if as_json:
         print_json({"rows": [plain(row) for row in found.rows], "left_out": [i._asdict() for i in found.left_out]})
     else:
@@ -141,17 +147,8 @@ def crew(device: str, count: int | None, dask: str | None, in_memory: bool = Fal
 
 def title_of(study: Study) -> str:
     """What the errors of a study are."""
-    count = len(study.lr)
-    grid = f"best of {count} learning rates" if count > 1 else f"learning rate {study.lr[0]:g}"
     what = "squared distance to the optimum, mean over nodes"
-    return f"{study.problem.name}: {what}, {study.steps:,} rounds, {grid}"
-
-
-def _run(study: Study, place: Path | None, executor: workers.Open | None) -> Found:
-    with Store(":memory:" if place is None else place) as opened, progress.shown() as told:
-        if place is not None:
-            opened.remember(study, terminal.command_line())
-        return run_study(study, opened, executor=executor, told=told)
+    return f"{study.problem.name}: {what}, {study.steps:,} rounds, {study.choice}"
 
 
 def _from_options(
@@ -175,7 +172,10 @@ def _from_options(
                 raise ValueError(f"none of {', '.join(names)} has an option {option_!r}; leave it out")
     for entry in entries["topologies"]:
         entry["lazy"] = lazy
-    return spec.parse({**rest, **entries, "leave_out": True})
+    content = {**rest, **entries, "leave_out": True}
+    # Two comparisons in one store are two studies, whatever they have in common.
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:6]
+    return spec.parse({**content, "name": f"{' '.join(rules)} on {' '.join(topologies)}"[:90] + f" ({digest})"})
 
 
 def _refuse_with_file(context: typer.Context) -> None:

@@ -76,7 +76,13 @@ def save(path: Path, identity: dict[str, Any], run: Run) -> None:
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     header = {"format": FORMAT, "rounds": now.rounds, "seconds": now.seconds, "points": now.points, "run": identity}
     header["sha256"] = digest(tensors, header)
-    write_atomically(path, pack(tensors, metadata={"klatsch": json.dumps(header)}))
+    try:
+        write_atomically(path, pack(tensors, metadata={"klatsch": json.dumps(header)}))
+    except OSError as error:
+        raise OSError(
+            f"cannot write the checkpoint {path}: {error.strerror}; free some space, or choose another place, and run "
+            "again: what was finished or saved before is safe"
+        ) from None
 
 
 def load(path: Path, identity: dict[str, Any], fresh: Any) -> Run:

@@ -30,7 +30,8 @@ from klatsch.version import VERSION
 CHECKPOINT_EVERY = 3.0  # seconds: what a kill may cost
 MOST_COLUMNS = 256  # of one batch: more would only make it longer to lose
 MOST_ROUNDS = 512  # of the common period of networks in one stack, all of which are captured
-MOST_NUMBERS = 1 << 25  # of one vector of a stack: 256 MiB in float64, of which a run holds some ten
+MOST_NUMBERS = 1 << 29  # of a stack on a GPU, all in all: 4 GiB in float64
+VECTORS = 12  # that a run holds of the size of its state, about
 
 Advance = Callable[[int], None]
 
@@ -120,7 +121,7 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Advance | 
         results = run()
     except CheckpointError:  # of another version, or damaged: it is ours, and the rounds can be done again
         assert checkpoint is not None
-        checkpoint.unlink()
+        checkpoint.unlink(missing_ok=True)
         results = run()
     return Finished(
         keys=[case.key for case in batch.cases],
@@ -210,8 +211,11 @@ def _cut(blocks: list[tuple[Case, ...]]) -> list[list[tuple[Case, ...]]]:
     stacks: list[list[tuple[Case, ...]]] = []
     graphs: list[Topology] = []
     size = 0
+    dim = _dim(blocks[0][0])
     for block in sorted(blocks, key=lambda b: (b[0].make_graph().period, b[0].nodes, b[0].seed)):
-        graph, numbers = block[0].make_graph(), block[0].nodes * len(block) * _dim(block[0])
+        graph = block[0].make_graph()
+        # The state, the matrices (joined, and each network's own), and the draws of the rounds that are captured.
+        numbers = block[0].nodes * dim * (VECTORS * len(block) + 2 * dim + 3 * MOST_ROUNDS)
         if not stacks or size + numbers > MOST_NUMBERS or common_period([*graphs, graph]) > MOST_ROUNDS:
             stacks.append([])
             graphs, size = [], 0

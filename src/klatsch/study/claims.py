@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations
 
 from klatsch.study.summary import Row
 
 SLACK, CHANGE, FLAT = 1.05, 1.25, 2.0
 
 Points = dict[int, Row]  # of one rule on one graph, by number of machines
-Found = tuple[bool | None, str]  # whether it holds in a panel (None: cannot be told), and the figures that decide
+Answer = tuple[bool | None, str]  # whether it holds in a panel (None: cannot be told), and the figures that decide
 
 
 @dataclass(frozen=True)
@@ -39,53 +39,62 @@ class Verdict:
 # --- what can be said of errors by number of machines ---------------------------------------------------------------
 
 
-def grows_from(first: int) -> Callable[[Points], Found]:
+def grows_from(first: int) -> Callable[[Points], Answer]:
     """Whether the error grows from a number of machines on."""
 
-    def found(points: Points) -> Found:
-        line = [points[M] for M in sorted(points) if first <= M]
-        steady = not any(clearly_above(earlier, later) for earlier, later in pairwise(line))
+    def found(points: Points) -> Answer:
+        line = _at_least_two([points[M] for M in sorted(points) if first <= M])
+        steady = not any(clearly_above(earlier, later) for earlier, later in combinations(line, 2))
         return steady and line[-1].error >= CHANGE * line[0].error, _course(points)
 
     return found
 
 
-def falls(last: int | None = None) -> Callable[[Points], Found]:
+def falls(last: int | None = None) -> Callable[[Points], Answer]:
     """Whether the error falls up to a number of machines."""
 
-    def found(points: Points) -> Found:
-        line = [points[M] for M in sorted(points) if last is None or last >= M]
-        steady = not any(clearly_above(later, earlier) for earlier, later in pairwise(line))
+    def found(points: Points) -> Answer:
+        line = _at_least_two([points[M] for M in sorted(points) if last is None or last >= M])
+        steady = not any(clearly_above(later, earlier) for earlier, later in combinations(line, 2))
         return steady and line[-1].error <= line[0].error / CHANGE, _course(points)
 
     return found
 
 
-def flat(points: Points) -> Found:
+def flat(points: Points) -> Answer:
     """Whether the error is about the same for all sizes."""
     errors = [row.error for row in points.values()]
     ratio = max(errors) / min(errors)
     return ratio <= FLAT, f"largest over smallest {ratio:.3g}; {_course(points)}"
 
 
-def turns(low: int, high: int) -> Callable[[Points], Found]:
+def turns(low: int, high: int) -> Callable[[Points], Answer]:
     """Whether the error is smallest somewhere between two sizes, and grows beyond."""
 
-    def found(points: Points) -> Found:
+    def found(points: Points) -> Answer:
         return low <= best_size(points) < high and not no_ceiling(points)[0], no_ceiling(points)[1]
 
     return found
 
 
-def never_helps(points: Points) -> Found:
-    """Whether the most machines are no better than the fewest."""
-    return not clearly_above(points[min(points)], points[max(points)]), _course(points)
+def never_helps(first: int) -> Callable[[Points], Answer]:
+    """Whether no number of machines above the first is better than that."""
+
+    def found(points: Points) -> Answer:
+        return not any(clearly_above(points[first], row) for M, row in points.items() if first < M), _course(points)
+
+    return found
 
 
-def step(low: int, high: int, up: bool) -> Callable[[Points], Found]:
+def last_is_worse(points: Points) -> Answer:
+    """Whether the most machines end worse than the fewest."""
+    return step(min(points), max(points), up=True)(points)
+
+
+def step(low: int, high: int, up: bool) -> Callable[[Points], Answer]:
     """Whether the error grows, or falls, from one size to another."""
 
-    def found(points: Points) -> Found:
+    def found(points: Points) -> Answer:
         first, last = points[low], points[high]
         text = f"{first.error:.3g} at {low}, {last.error:.3g} at {high}"
         return clearly_above(last, first) if up else clearly_above(first, last), text
@@ -93,11 +102,17 @@ def step(low: int, high: int, up: bool) -> Callable[[Points], Found]:
     return found
 
 
-def no_ceiling(points: Points) -> Found:
+def no_ceiling(points: Points) -> Answer:
     """Whether the error at the most machines is about the smallest of all."""
     best, last = best_size(points), max(points)
     ratio = points[last].error / points[best].error
     return ratio <= CHANGE, f"smallest at M = {best}, {ratio:.3g} times that at {last}; {_course(points)}"
+
+
+def _at_least_two(line: list[Row]) -> list[Row]:
+    if len(line) < 2:
+        raise IndexError("one size is no course")
+    return line
 
 
 def clearly_above(one: Row, other: Row) -> bool:
@@ -109,13 +124,13 @@ def clearly_above(one: Row, other: Row) -> bool:
 
 
 def per_panel(
-    claim: str, source: str, rows: Sequence[Row], find: Callable[[Sequence[Row]], Found], rounds: int = 1
+    claim: str, source: str, rows: Sequence[Row], find: Callable[[Sequence[Row]], Answer], rounds: int = 1
 ) -> Verdict:
     """A sentence, checked in every panel; not decided where the runs have fewer rounds than it is about."""
     steps = min(row.steps[-1] for row in rows)
     panels: dict[str, list[Row]] = {}
     for row in rows:
-        panels.setdefault(", ".join(f"{name} {value:g}" for name, value in row.setting.items()), []).append(row)
+        panels.setdefault(row.setting_text, []).append(row)
     found = {panel: find(mine) for panel, mine in panels.items()}
     known = [holds for holds, _ in found.values() if holds is not None]
     figures = [
@@ -124,17 +139,17 @@ def per_panel(
     ]
     if steps < rounds:
         figures.insert(0, f"needs {rounds:,} rounds, these are {steps:,}")
-    if not known or steps < rounds:
+    if steps < rounds or (all(known) and len(known) < len(found)):  # nothing speaks against it, but not all is known
         return Verdict(claim, source, None, tuple(figures))
-    if 0 < sum(known) < len(known):
-        figures.insert(0, f"yes in {sum(known)} of {len(known)} panels")
+    if 0 < sum(known) < len(found):
+        figures.insert(0, f"yes in {sum(known)} of {len(found)} panels")
     return Verdict(claim, source, all(known), tuple(figures))
 
 
-def points_of(rule: str, topology: str, find: Callable[[Points], Found]) -> Callable[[Sequence[Row]], Found]:
+def points_of(rule: str, topology: str, find: Callable[[Points], Answer]) -> Callable[[Sequence[Row]], Answer]:
     """Look at one rule on one topology."""
 
-    def found(rows: Sequence[Row]) -> Found:
+    def found(rows: Sequence[Row]) -> Answer:
         points = {row.nodes: row for row in rows if (row.rule, row.topology) == (rule, topology)}
         if len(points) < 2 or not all(math.isfinite(row.error) for row in points.values()):
             return None, f"{rule} has no finite error at every size" if points else f"{rule} was not run"

@@ -6,21 +6,24 @@ import glob
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from klatsch.engine.checks import check_place
 from klatsch.study import workers
 from klatsch.study.batches import Batch, Finished, pack
 from klatsch.study.cases import Case, LeftOut, expand
 from klatsch.study.spec import Study
-from klatsch.study.store import Store
+from klatsch.study.store import Origin, Store
 from klatsch.study.summary import Row, summarize
 from klatsch.study.workers import Open, Workers
 
-STALE = 3600.0  # seconds after which a checkpoint that nobody writes is nobody's
+STALE = 7 * 86400.0  # seconds after which a checkpoint that nobody went on from is nobody's
 MOST_LOSSES = 5  # times in a row that workers may die without a batch done in between
 
 
@@ -99,11 +102,9 @@ def execute(
             progress.workers = crew.count
             try:
                 todo = _run(todo, crew, store, progress, tell)
-            except BaseException:  # Ctrl-C, or a batch that failed: the others save themselves, and are not waited for
+            except BaseException:  # Ctrl-C, or a batch that failed: the others save themselves and end
                 if crew.stop is not None:
                     crew.stop.set()
-                if not isinstance(executor, Executor):
-                    crew.executor.shutdown(wait=crew.stop is not None, cancel_futures=True)
                 raise
         if todo:
             losses = losses + 1 if progress.batches_done == before else 1
@@ -117,7 +118,7 @@ def execute(
 
 
 @dataclass(frozen=True)
-class Found:
+class StudyResult:
     """What a study found, and what was left out with the reason."""
 
     rows: list[Row]
@@ -131,7 +132,9 @@ def run_study(
     *,
     executor: Executor | Open | None = None,
     told: Told | None = None,
-) -> Found:
+    expanded: tuple[list[Case], list[LeftOut]] | None = None,
+    origin: Origin | None = None,
+) -> StudyResult:
     """Run what is missing of a study, and choose the learning rates.
 
     Args:
@@ -139,18 +142,40 @@ def run_study(
         store: a store, or the name of its file; by default results are kept in memory only.
         executor: see `execute`.
         told: see `execute`.
+        expanded: what `expand(study)` gave, where that was done already.
+        origin: how it was asked for, to be kept in the store for reports.
     """
+    if not isinstance(study, Study):
+        raise ValueError(f"study is a {type(study).__name__}; make one with study.parse({{...}}) or study.load(file)")
     if not isinstance(store, Store):
         with Store(store) as opened:
-            return run_study(study, opened, executor=executor, told=told)
-    cases, left_out = expand(study)
+            return run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
+    cases, left_out = expanded or expand(study)
+    if not {case.key for case in cases} <= store.done():  # what is done can be looked at without the device
+        check_place(getattr(torch, study.dtype), study.device)
+    store.remember(study, origin or Origin())
     progress = execute(cases, store, device=study.device, executor=executor, told=told)
-    return Found(summarize(cases, store), left_out, progress)
+    return StudyResult(summarize([(case.key, case) for case in cases], store), left_out, progress)
 
 
 def _run(todo: list[Batch], crew: Workers, store: Store, progress: Progress, tell: Told) -> list[Batch]:
     """Run batches; gives back those whose worker died."""
     running: dict[Future[Finished], Batch] = {}
+    try:
+        return _collect(todo, running, crew, store, progress, tell)
+    finally:
+        for future in running:  # what was not begun need not be
+            future.cancel()
+
+
+def _collect(
+    todo: list[Batch],
+    running: dict[Future[Finished], Batch],
+    crew: Workers,
+    store: Store,
+    progress: Progress,
+    tell: Told,
+) -> list[Batch]:
     lost: list[Batch] = []
     for batch in todo:
         try:
@@ -193,9 +218,12 @@ def sweep(store: Store) -> None:
     if store.path == ":memory:":
         return
     place = Path(store.path)
-    for file in place.parent.glob(f"{glob.escape(place.name)}-*.safetensors"):
-        if time.time() - file.stat().st_mtime > STALE:  # those in progress are written again and again
-            file.unlink(missing_ok=True)
+    name = glob.escape(place.name)
+    for pattern in (f"{name}-*.safetensors", f".{name}-*.safetensors.*"):  # the second: killed while it was written
+        for file in place.parent.glob(pattern):
+            with suppress(FileNotFoundError):  # another process was faster
+                if time.time() - file.stat().st_mtime > STALE:
+                    file.unlink()
 
 
 def _count(progress: Progress, batch: Batch, outcome: Finished) -> None:

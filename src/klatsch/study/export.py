@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from klatsch.files import write_atomically
+from klatsch import files
 from klatsch.study.cases import Case
 from klatsch.study.store import Store
 
@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 def records(store: Store, runs: Sequence[tuple[Case, dict[str, Any]]], curves: bool = False) -> list[Record]:
     """One record per run with its final metrics, or with `curves` one per run and recorded round."""
-    outcomes = store.outcomes([facts["key"] for _, facts in runs])
+    outcomes = store.outcomes([facts["key"] for _, facts in runs], last=not curves)
     found: list[Record] = []
     for case, facts in runs:
         outcome = outcomes[facts["key"]]
@@ -47,7 +47,7 @@ def to_csv(found: Sequence[Record], path: Path) -> None:
     writer = csv.DictWriter(text, fieldnames=list(found[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(found)
-    _write(path, text.getvalue().encode())
+    files.save(path, text.getvalue().encode())
 
 
 def to_parquet(found: Sequence[Record], path: Path) -> None:
@@ -63,7 +63,7 @@ def to_parquet(found: Sequence[Record], path: Path) -> None:
         raise ValueError("--parquet needs pyarrow: pip install 'klatsch[parquet]'") from None
     data = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(list(found)), data)
-    _write(path, data.getvalue().to_pybytes())
+    files.save(path, data.getvalue().to_pybytes())
 
 
 def plain(found: Sequence[Record]) -> list[Record]:
@@ -71,10 +71,3 @@ def plain(found: Sequence[Record]) -> list[Record]:
     return [
         {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()} for record in found
     ]
-
-
-def _write(path: Path, data: bytes) -> None:
-    try:
-        write_atomically(path, data)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; choose another folder or name") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,21 +33,23 @@ def error_against_nodes(rows: Sequence[Row], title: str, look: Look | None = Non
     With `look`, which says how a row is drawn, all topologies share the panels of their settings.
     """
     shared = look is not None
+    describe = _describer(rows)
     settings = _distinct(rows, lambda row: describe(row.setting))
     topologies = _distinct(rows, lambda row: row.topology)
     places = [(setting, topology) for setting in settings for topology in (["" if shared else t for t in topologies])]
     places = list(dict.fromkeys(places))
     look = look or _by_rule(rows)
-    figure, axes = _panels(len(places), 2 if shared else len(topologies), title)
+    wide = 2 if shared else min(4, len(topologies))
+    figure, axes = _panels(len(places), wide, title)
     nodes = sorted({row.nodes for row in rows})
     for axis, (setting, topology) in zip(axes, places, strict=True):
         mine = [row for row in rows if describe(row.setting) == setting and topology in ("", row.topology)]
         for rule, graph in _distinct(mine, lambda row: (row.rule, row.topology)):
             line = [row for row in mine if (row.rule, row.topology) == (rule, graph)]
             label = f"{rule}, {graph}" if shared else rule
-            _line(axis, line[0], label, [row.nodes for row in line], _spread(line), look(line[0]))
+            _line(axis, label, [row.nodes for row in line], _spread(line), look(line[0]))
             for row in line:
-                _value(axis, row)
+                _value(axis, row, row.nodes, row.final[:, row.best])
         axis.set_xscale("log")
         axis.set_xticks(nodes, [str(n) for n in nodes], fontsize=10 if len(nodes) < 8 else 7.5)
         axis.minorticks_off()
@@ -55,7 +57,7 @@ def error_against_nodes(rows: Sequence[Row], title: str, look: Look | None = Non
         axis.set_title(
             ", ".join(part for part in (topology, setting if len(settings) > 1 else "") if part), fontsize=10
         )
-    for axis in axes[:: 2 if shared else len(topologies)]:
+    for axis in axes[::wide]:
         axis.set_ylabel("final error  " + ERROR)
     _legend(figure, axes)
     return figure
@@ -67,6 +69,7 @@ def error_against_rounds(rows: Sequence[Row], title: str, look: Look | None = No
     With `look`, which says how a row is drawn, all sizes share the panels of their settings.
     """
     shared = look is not None
+    describe = _describer(rows)
 
     def place(row: Row) -> tuple[str, str, int]:
         return describe(row.setting), "" if shared else row.topology, 0 if shared else row.nodes
@@ -81,7 +84,9 @@ def error_against_rounds(rows: Sequence[Row], title: str, look: Look | None = No
             curve = row.curve
             label = f"{row.rule}, M = {row.nodes}" if shared else f"{row.rule}, lr {row.lr:g}"
             spread = (curve.mean(0), curve.min(0), curve.max(0))
-            _line(axis, row, label, row.steps, spread, look(row) | {"marker": ""})
+            _line(axis, label, row.steps, spread, look(row) | {"marker": ""})
+            for k in range(len(row.steps) - 1, -1, -6):
+                _value(axis, row, row.steps[k], curve[:, k], f" after {row.steps[k]:,} rounds")
         axis.set_xscale("log")
         axis.set_xlabel("rounds t")
         where = "" if shared else f"{panel[1]}, {panel[2]} machines"
@@ -95,9 +100,13 @@ def error_against_rounds(rows: Sequence[Row], title: str, look: Look | None = No
     return figure
 
 
-def describe(setting: Any) -> str:
-    """A problem's options in the paper's letters."""
-    return ", ".join(f"{SYMBOLS.get(name, name)} = {value:g}" for name, value in setting.items())
+def _describer(rows: Sequence[Row]) -> Callable[[Mapping[str, Any]], str]:
+    """How to call settings: by the options that differ between rows, in the paper's letters."""
+    names = dict.fromkeys(name for row in rows for name in row.setting)
+    varying = [name for name in names if len({row.setting.get(name) for row in rows}) > 1]
+    return lambda setting: ", ".join(
+        f"{SYMBOLS.get(name, name)} = {setting[name]:g}" for name in varying if name in setting
+    )
 
 
 def colour_of_topology(rows: Sequence[Row]) -> Look:
@@ -160,24 +169,26 @@ def _spread(line: Sequence[Row]) -> Any:
     return tuple([getattr(row, name) for row in line] for name in ("error", "low", "high"))
 
 
-def _line(axis: Any, row: Row, label: str, x: Any, spread: Any, style: Style) -> None:
+def _line(axis: Any, label: str, x: Any, spread: Any, style: Style) -> None:
     shown = np.isfinite(np.asarray(spread[0], dtype=float))  # what diverged has no place on the axis
     x, mean, low, high = (np.asarray(v, dtype=float)[shown] for v in (x, *spread))
     axis.plot(x, mean, markersize=4, linewidth=1.4, label=label, **style)
     axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
-def _value(axis: Any, row: Row) -> None:
-    """What a page shows where one points at a marker."""
-    if np.isfinite(row.error):
-        text = f"{row.rule}, {row.topology}, M = {row.nodes}: {row.error:.3g} ({row.low:.3g} to {row.high:.3g})"
-        axis.plot([row.nodes], [row.error], "o", markersize=9, alpha=0, gid=f"{VALUE}{text}, lr {row.lr:g}")
+def _value(axis: Any, row: Row, x: float, errors: Any, when: str = "") -> None:
+    """What a page shows where one points at a marker: the mean of the seeds, and their range."""
+    if np.isfinite(mean := errors.mean()):
+        text = (
+            f"{row.rule}, {row.topology}, M = {row.nodes}{when}: {mean:.3g} ({errors.min():.3g} to {errors.max():.3g})"
+        )
+        axis.plot([x], [mean], "o", markersize=9, alpha=0, gid=f"{VALUE}{text}, lr {row.lr:g}")
 
 
 def _legend(figure: Figure, axes: Any) -> None:
-    handles, labels = axes[0].get_legend_handles_labels()
-    columns = max(1, min(len(labels), int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, labels))))))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    lines = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    columns = max(1, min(len(lines), int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, lines))))))
+    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns, frameon=False)
 
 
 def _distinct(rows: Sequence[Row], of: Callable[[Row], Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from klatsch import pictures
-from klatsch.files import write_atomically
+from klatsch.files import save
 from klatsch.study.claims import Verdict
 from klatsch.study.summary import Row
 
@@ -44,7 +44,7 @@ def write(page: Page, folder: Path) -> list[Path]:
             pictures.save(figure, files[-1], dpi=160)
     for suffix, text in ((".csv", as_csv(page)), (".md", as_markdown(page))):
         files.append(folder / f"{page.name}{suffix}")
-        write_atomically(files[-1], text.encode())
+        save(files[-1], text.encode())
     return files
 
 
@@ -83,7 +83,7 @@ def table_of(rows: Sequence[Row]) -> tuple[tuple[str, ...], tuple[tuple[str, ...
     lines = [
         (
             row.topology,
-            *(f"{row.setting[name]:g}" for name in settings),
+            *(f"{row.setting[name]:g}" if name in row.setting else "-" for name in settings),
             str(row.nodes),
             row.rule,
             *(f"{value:.4g}" for value in (row.error, row.low, row.high)),

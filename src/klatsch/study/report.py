@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from klatsch import pictures
-from klatsch.files import write_atomically
+from klatsch import files, pictures
+from klatsch.study.cases import expand
 from klatsch.study.figures import VALUE
 from klatsch.study.pages import Page
 from klatsch.study.reproduce import clock, page_of
@@ -27,20 +27,19 @@ def report(store: Store, path: Path, title: str | None = None) -> list[Page]:
         raise ValueError(f"{store.path} holds no study; klatsch run and klatsch reproduce put them there")
     pages = [page_of(study, store) for study in studies]
     runs = store.runs()
+    shown = {case.key for study in studies for case in expand(study.study)[0]}
     times = sorted(facts["finished"] for _, facts in runs)
     summary = {
         "runs": len(runs),
+        "replaced": sum(facts["key"] not in shown for _, facts in runs),
         "diverged": sum(facts["diverged"] for _, facts in runs),
         "seconds": sum(facts["seconds"] for _, facts in runs),
-        "first": clock(times[0]),
-        "last": clock(times[-1]),
+        "first": clock(times[0]) if times else "",
+        "last": clock(times[-1]) if times else "",
         "engines": sorted({f"{facts['engine']} on {facts['device']}" for _, facts in runs}),
     }
     html = render(pages, store.environments(), summary, title or f"klatsch: {Path(store.path).name}")
-    try:
-        write_atomically(path, html.encode())
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; choose another folder or name") from None
+    files.save(path, html.encode())
     return pages
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from klatsch.study import figures, tables, verdicts
-from klatsch.study.cases import Case, LeftOut, expand
+from klatsch.study.cases import Case, expand
+from klatsch.study.claims import Verdict
 from klatsch.study.pages import Page, edge_note, table_of
 from klatsch.study.paper import FIGURE_OF
 from klatsch.study.spec import Study
 from klatsch.study.store import Remembered, Store
 from klatsch.study.summary import Row, summarize
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TABLES: dict[str, Callable[[], Page]] = {"table1": tables.table_1, "table2": tables.table_2}
 TARGETS = ("fig1", *FIGURE_OF, "beyond", *TABLES)
@@ -21,57 +26,72 @@ NOISE = "sigma is noise, zeta is heterogeneity; bands reach from the smallest to
 
 
 def page_of(remembered: Remembered, store: Store) -> Page:
-    """The page of a study, from the runs that the store holds."""
+    """The page of a study, from the runs that the store holds so far."""
     study = remembered.study
     cases, left_out = expand(study)
-    rows = summarize(cases, store)
-    if not rows:
-        raise ValueError(f"{store.path} holds no finished row of {study.name}; run it first: {remembered.command}")
+    rows = summarize([(case.key, case) for case in cases], store)
     facts = (*_facts(study), _when_and_where(cases, store))
-    return _page(remembered, rows, left_out, facts)
-
-
-def _page(remembered: Remembered, rows: Sequence[Row], left_out: Sequence[LeftOut], facts: tuple[str, ...]) -> Page:
-    study, kind = remembered.study, remembered.kind
+    if not rows:
+        return Page(study.name, _title(remembered), facts, (), (), (), command=remembered.origin.command)
+    drawn, said = _drawn(remembered, rows)
     header, table = table_of(rows)
-    drawn, said, title = [], [], study.name
-    if kind == "fig1":
-        title = f"Figure 1: final error against the number of machines ({remembered.scale} scale)"
-        drawn = [(study.name, figures.error_against_nodes(rows, _subtitle(study), figures.colour_of_topology(rows)))]
-        said = verdicts.figure_1(rows)
-    elif kind in FIGURE_OF:
-        shown = [row for row in rows if row.nodes in CURVES]
-        title = f"Figure {kind[-1]}: convergence on {FIGURE_OF[kind]} ({remembered.scale} scale)"
-        drawn = [(study.name, figures.error_against_rounds(shown, _subtitle(study), figures.colour_of_size(shown)))]
-        said = verdicts.figures_4_to_6(rows, FIGURE_OF[kind])
-    elif kind == "beyond":
-        title = f"Beyond the paper: other rules on the same axes ({remembered.scale} scale)"
-        drawn = [(study.name, figures.error_against_nodes(rows, _subtitle(study)))]
-        said = verdicts.beyond(rows)
-    else:
-        title = f"Study {study.name}"
-        if len(study.nodes) > 1:
-            drawn.append((f"{study.name}-nodes", figures.error_against_nodes(rows, _subtitle(study))))
-        drawn.append((f"{study.name}-rounds", figures.error_against_rounds(rows, _subtitle(study))))
     reasons = dict.fromkeys(item.reason for item in left_out)
     return Page(
         name=study.name,
-        title=title,
+        title=_title(remembered),
         facts=facts,
         figures=tuple(drawn),
         header=header,
         table=table,
         verdicts=tuple(said),
         notes=(*edge_note(rows), *(f"Left out: {reason}" for reason in reasons)),
-        command=remembered.command,
+        command=remembered.origin.command,
     )
 
 
+def _title(remembered: Remembered) -> str:
+    kind, scale = remembered.origin.kind, remembered.origin.scale
+    if kind == "fig1":
+        return f"Figure 1: final error against the number of machines ({scale} scale)"
+    if kind in FIGURE_OF:
+        return f"Figure {kind[-1]}: convergence on {FIGURE_OF[kind]} ({scale} scale)"
+    return (
+        f"Beyond the paper: other rules on the same axes ({scale} scale)" if kind == "beyond" else remembered.study.name
+    )
+
+
+def _drawn(remembered: Remembered, rows: Sequence[Row]) -> tuple[list[tuple[str, Figure]], list[Verdict]]:
+    """The figures of a study, with the names of their files, and what is said of them."""
+    study, kind, title = remembered.study, remembered.origin.kind, _subtitle(remembered.study)
+    if kind == "fig1":
+        look = figures.colour_of_topology(rows)
+        return [(study.name, figures.error_against_nodes(rows, title, look))], verdicts.figure_1(rows)
+    if kind in FIGURE_OF:
+        shown = [row for row in rows if row.nodes in CURVES] or rows
+        drawn = figures.error_against_rounds(shown, title, figures.colour_of_size(shown))
+        return [(study.name, drawn)], verdicts.figures_4_to_6(rows, FIGURE_OF[kind])
+    if kind == "beyond":
+        return [(study.name, figures.error_against_nodes(rows, title))], verdicts.beyond(rows)
+    found = []
+    if len({row.nodes for row in rows}) > 1:
+        found.append((f"{study.name}-nodes", figures.error_against_nodes(rows, title)))
+    most = max(row.nodes for row in rows)
+    curves = [row for row in rows if row.nodes == most]  # of the largest size: all of them would be too many panels
+    found.append((f"{study.name}-rounds", figures.error_against_rounds(curves, title)))
+    return found, []
+
+
 def _facts(study: Study) -> tuple[str, ...]:
-    rates = ", ".join(f"{lr:g}" for lr in study.lr)
+    grids: dict[tuple[float, ...], list[str]] = {}
+    for rule, grid in study.grids:
+        grids.setdefault(grid, []).append(rule)
+    rates = "; ".join(
+        (f"{', '.join(names)}: " if len(grids) > 1 else "") + ", ".join(f"{lr:g}" for lr in grid)
+        for grid, names in grids.items()
+    )
     return (
         f"{study.problem.name}, {study.steps:,} rounds, {len(study.seeds)} seeds, {study.dtype}. Learning rates "
-        f"{rates}: the one with the smallest mean final error over the seeds is chosen for each rule, graph, size and "
+        f"{rates}. The one with the smallest mean final error over the seeds is chosen for each rule, graph, size and "
         "setting.",
         f"Error: squared distance to the optimum, mean over the nodes; {NOISE}",
     )
@@ -80,6 +100,8 @@ def _facts(study: Study) -> tuple[str, ...]:
 def _when_and_where(cases: Sequence[Case], store: Store) -> str:
     keys = {case.key for case in cases}
     runs = [facts for _, facts in store.runs() if facts["key"] in keys]
+    if not runs:
+        return f"None of its {len(cases):,} runs is finished."
     places = {(json.loads(run["environment"])["processor"], json.loads(run["environment"])["torch"]) for run in runs}
     done = f"{len(runs):,} runs" if len(runs) == len(cases) else f"{len(runs):,} of {len(cases):,} runs"
     where = " and ".join(f"{processor}, torch {torch}" for processor, torch in sorted(places))
@@ -93,5 +115,4 @@ def clock(moment: str) -> str:
 
 
 def _subtitle(study: Study) -> str:
-    count = len(study.lr)
-    return f"{study.problem.name}, {study.steps:,} rounds, {len(study.seeds)} seeds, best of {count} learning rates"
+    return f"{study.problem.name}, {study.steps:,} rounds, {len(study.seeds)} seeds, {study.choice}"

@@ -49,8 +49,12 @@ def several(value: Any) -> Any:
     return [entry for k, entry in enumerate(entries) if entry not in entries[:k]]
 
 
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
 def _by_name(value: Any) -> Any:
-    return [{"name": entry} if isinstance(entry, str) else entry for entry in several(value)]
+    return [_named(entry) for entry in several(value)]
 
 
 def _seeds(value: Any) -> Any:
@@ -63,8 +67,21 @@ def _nodes(value: Any) -> Any:
     return [whole(nodes, "nodes", 1) for nodes in several(value)]
 
 
-def _number_of(name: str) -> BeforeValidator:
-    return BeforeValidator(lambda value: whole(value, name, 1))
+def _rates(value: Any) -> Any:
+    for lr in several(value):
+        if isinstance(lr, bool) or not isinstance(lr, int | float):
+            raise ValueError(f"lr = {lr!r}; give numbers above 0")
+        algorithms.make("dsgd", lr=lr)
+    return several(value)
+
+
+def _number_of(name: str, most: int = 1 << 62) -> BeforeValidator:
+    def check(value: Any) -> int:
+        if (number := whole(value, name, 1)) > most:
+            raise ValueError(f"{name} = {number}; give a whole number up to {most:,}")
+        return number
+
+    return BeforeValidator(check)
 
 
 class Entry(BaseModel):
@@ -72,7 +89,6 @@ class Entry(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
-    lazy: StrictBool = False  # mix with (I + P) / 2
 
     def combinations(self) -> list[Options]:
         """All combinations of the options."""
@@ -89,12 +105,17 @@ class ProblemEntry(Entry):
         known = [option for option in problems.options(self.name) if option != "seed"]
         check_options(self.name, self.model_extra or {}, known)
         for chosen in self.combinations():
-            problems.make(self.name, 2, **chosen)
+            try:
+                problems.make(self.name, 2, **chosen)
+            except (MemoryError, RuntimeError) as error:
+                raise ValueError(f"{self.name} with {chosen} cannot be built ({str(error).splitlines()[0]})") from None
         return self
 
 
 class RuleEntry(Entry):
     """An update rule; without `lr` it takes the study's."""
+
+    lazy: StrictBool = False  # this rule alone mixes with (I + P) / 2
 
     @model_validator(mode="after")
     def _known(self) -> RuleEntry:
@@ -106,6 +127,8 @@ class RuleEntry(Entry):
 
 class TopologyEntry(Entry):
     """A family of graphs; the number of nodes comes from the study."""
+
+    lazy: StrictBool = False  # mix with (I + P) / 2
 
     @model_validator(mode="after")
     def _known(self) -> TopologyEntry:
@@ -140,25 +163,40 @@ class Study(BaseModel):
     rules: Annotated[tuple[RuleEntry, ...], BeforeValidator(_by_name)]
     topologies: Annotated[tuple[TopologyEntry, ...], BeforeValidator(_by_name)]
     name: Annotated[str, Field(min_length=1, max_length=100)] = "study"
-    problem: ProblemEntry = Field(default_factory=ProblemEntry)
-    lr: Annotated[tuple[float, ...], BeforeValidator(several)] = PAPER_GRID
+    problem: Annotated[ProblemEntry, BeforeValidator(_named)] = Field(default_factory=ProblemEntry)
+    lr: Annotated[tuple[float, ...], BeforeValidator(_rates)] = PAPER_GRID
     seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = (0, 1, 2)
-    record: Annotated[int, _number_of("record")] = 50
+    record: Annotated[int, _number_of("record", 10_000)] = 50
     dtype: Literal["float64", "float32"] = "float64"
     device: str = "cpu"
     any_graph: StrictBool = False
     leave_out: StrictBool = False
 
-    @model_validator(mode="after")
-    def _learning_rates(self) -> Study:
-        for lr in self.lr:
-            algorithms.make("dsgd", lr=lr)
-        return self
+    @property
+    def grids(self) -> list[tuple[str, tuple[float, ...]]]:
+        """The rules by name, each with the learning rates that it chooses from."""
+        return [(rule.name, tuple(several((rule.model_extra or {}).get("lr", self.lr)))) for rule in self.rules]
+
+    @property
+    def choice(self) -> str:
+        """How learning rates are chosen, in words."""
+        grids = {grid for _, grid in self.grids}
+        if len(grids) > 1:
+            return "best learning rate of each rule's grid"
+        (grid,) = grids
+        return f"best of {len(grid)} learning rates" if len(grid) > 1 else f"learning rate {grid[0]:g}"
 
 
 def combinations(options: Mapping[str, Any]) -> list[Options]:
     """All combinations of options, of which some are lists."""
+    for name, value in options.items():
+        if isinstance(value, list | tuple) and not value:
+            raise ValueError(f"{name} = []; the list is empty, give at least one entry")
     axes = [(name, several(value)) for name, value in options.items()]
+    for name, values in axes:
+        for value in values:
+            if isinstance(value, list | tuple | dict):
+                raise ValueError(f"{name} = {value!r}; give a value, or a flat list of values")
     return [dict(zip((name for name, _ in axes), chosen, strict=True)) for chosen in product(*(v for _, v in axes))]
 
 
@@ -173,6 +211,8 @@ def load(path: str | Path) -> Study:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}; give the name of a study, a TOML file") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder; give the name of a study, a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path} cannot be read as TOML: {error}") from None
     content.setdefault("name", path.stem)
@@ -185,10 +225,13 @@ def parse(content: Mapping[str, Any], source: str = "") -> Study:
     Raises:
         ValueError: something is not allowed; one line with the source, the key, the value and the remedy.
     """
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{source}{content!r} is no study; give a dictionary, or load(file)")
     try:
         return Study.model_validate(dict(content))
     except ValidationError as refusal:
         errors = refusal.errors(include_url=False)
+        errors.sort(key=lambda error: error["type"] != "extra_forbidden")  # a misspelt key explains a missing one
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise ValueError(f"{source}{_explained(errors[0])}{more}") from None
 
@@ -202,7 +245,11 @@ def _explained(error: Any) -> str:
         return f"unknown key {key!r}{hint} There are {', '.join(Study.model_fields)}".replace("; There", "; there")
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
-    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return f"{key} = {error['input']!r}; give a name, or a table with a name and options"
+    message: str = error["msg"].removeprefix("Value error, ")
+    if key in ("steps", "nodes", "seeds", "record", "lr") and " = " in message.split(";")[0]:
+        return message  # which names the value itself
     if isinstance(error["input"], dict | Study | Entry):  # the message names the option and its value itself
         return f"{key}: {message}" if key else message
     shown = repr(error["input"])

@@ -56,14 +56,20 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """How a study was asked for."""
+
+    command: str = ""
+    kind: str = "study"  # or what of the paper it reproduces
+    scale: str = ""
+
+
+@dataclass(frozen=True)
 class Remembered:
     """A study that was run into a store."""
 
     study: Study
-    kind: str  # "study", or what of the paper it reproduces
-    scale: str
-    command: str
-    begun: str
+    origin: Origin
 
 
 class Store:
@@ -83,16 +89,14 @@ class Store:
             if self.path != ":memory:":
                 self._check_file(must_exist=read_only)
             self._base = self._open(read_only)
-            if self.path != ":memory:" and (problem := self._pragma("quick_check(1)")) != "ok":
-                raise sqlite3.DatabaseError(problem)
+            if self.path != ":memory:":
+                self._check_content(must_exist=read_only)
             if read_only:
                 return
             for setting in ("foreign_keys = ON", "synchronous = FULL", "journal_mode = WAL"):
                 self._base.execute(f"PRAGMA {setting}")
             with self._transaction():
                 if self._pragma("user_version") == 0:
-                    if self._base.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
-                        raise ValueError(f"{self.path} is a database, but no store of klatsch; give another name")
                     for statement in TABLES.split(";"):
                         self._base.execute(statement)
                     self._base.execute(f"PRAGMA application_id = {APPLICATION}")
@@ -144,13 +148,14 @@ class Store:
                     ],
                 )
 
-    def remember(self, study: Study, command: str, kind: str = "study", scale: str = "") -> None:
-        """Keep what was asked for; a study of the same name and scale takes the place of the old one."""
+    def remember(self, study: Study, origin: Origin) -> None:
+        """Keep what was asked for; a study of the same name takes the place of the old one, whose runs stay."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         with self._explained(), self._transaction():
             self._base.execute(
-                "INSERT OR REPLACE INTO studies VALUES (?, ?, ?, ?, ?, ?)",
-                [study.name, kind, scale, study.model_dump_json(), command, now],
+                "INSERT INTO studies VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
+                "kind = excluded.kind, scale = excluded.scale, spec = excluded.spec, command = excluded.command",
+                [study.name, origin.kind, origin.scale, study.model_dump_json(), origin.command, now],
             )
 
     # --- reading -----------------------------------------------------------------------------------------------
@@ -163,15 +168,17 @@ class Store:
     def studies(self) -> list[Remembered]:
         """The studies that were run, in the order of their beginning."""
         with self._explained():
-            rows = self._base.execute(
-                "SELECT spec, kind, scale, command, begun FROM studies ORDER BY begun, rowid"
-            ).fetchall()
-        return [Remembered(Study.model_validate_json(spec), *rest) for spec, *rest in rows]
+            rows = self._base.execute("SELECT spec, command, kind, scale FROM studies ORDER BY begun, rowid").fetchall()
+        with self._readable():
+            return [Remembered(Study.model_validate_json(spec), Origin(*rest)) for spec, *rest in rows]
 
-    def outcomes(self, keys: Iterable[str], names: Sequence[str] | None = None) -> dict[str, Outcome]:
-        """The metrics of runs by key, all or those named; a run that is not there is left out."""
+    def outcomes(
+        self, keys: Iterable[str], names: Sequence[str] | None = None, last: bool = False
+    ) -> dict[str, Outcome]:
+        """The metrics of runs by key, all or those named, of all rounds or the last; what is not there is left out."""
         wanted = set(keys)
         chosen = "" if names is None else f" AND name IN ({', '.join('?' * len(names))})"
+        chosen += " AND step = (SELECT steps FROM runs WHERE id = run)" if last else ""
         found: dict[str, Outcome] = {}
         with self._explained():
             for key, number, seconds in self._base.execute("SELECT key, id, seconds FROM runs").fetchall():
@@ -196,7 +203,8 @@ class Store:
                 "FROM runs JOIN environments ON environments.id = environment ORDER BY runs.id"
             ).fetchall()
         names = ("key", "diverged", "device", "engine", "seconds", "finished", "environment")
-        return [(Case(**json.loads(settings)), dict(zip(names, rest, strict=True))) for settings, *rest in rows]
+        with self._readable():
+            return [(Case(**json.loads(settings)), dict(zip(names, rest, strict=True))) for settings, *rest in rows]
 
     def environments(self) -> list[dict[str, str]]:
         """The versions and machines that the runs were done with."""
@@ -221,13 +229,31 @@ class Store:
         if len(head) < 100 or not head.startswith(b"SQLite format 3\0"):
             raise sqlite3.DatabaseError("file is not a database")
         version, ours = (int.from_bytes(head[k : k + 4], "big") for k in (60, 68))
-        if (version, ours) == (0, 0):
-            return  # killed as it began, or somebody else's, which its tables will tell
+        if (version, ours) != (0, 0):  # else it was killed as it began, or its content will tell
+            self._check_numbers(version, ours)
+
+    def _check_content(self, must_exist: bool) -> None:
+        """Refuse what only shows when the file is open: numbers that are still in its log, tables, damage."""
+        try:
+            version, ours = self._pragma("user_version"), self._pragma("application_id")
+            tables = self._base.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if version or ours or tables:
+                self._check_numbers(version, ours)
+            elif must_exist:
+                raise ValueError(f"{self.path} holds no finished run yet")
+            if (problem := self._pragma("quick_check(1)")) != "ok":
+                raise sqlite3.DatabaseError(problem)
+        except BaseException:
+            self._base.close()
+            raise
+
+    def _check_numbers(self, version: int, ours: int) -> None:
         if ours != APPLICATION:
-            raise ValueError(f"{path} is a database, but no store of klatsch; give another name")
+            raise ValueError(f"{self.path} is a database, but no store of klatsch; give another name")
         if version > FORMAT:
             raise ValueError(
-                f"{path} was written by a newer klatsch (format {version}, this one knows {FORMAT}); update klatsch"
+                f"{self.path} was written by a newer klatsch (format {version}, this one knows {FORMAT}); "
+                "update klatsch"
             )
 
     def _open(self, read_only: bool) -> sqlite3.Connection:
@@ -238,8 +264,17 @@ class Store:
         try:
             base.execute("PRAGMA query_only = ON")
             base.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        except sqlite3.OperationalError:  # a folder that cannot be written to: nobody else writes there either
+        except sqlite3.OperationalError as error:
             base.close()
+            if "readonly" not in str(error) and "unable to open" not in str(error):
+                raise
+            log = Path(f"{self.path}-wal")
+            if log.exists() and log.stat().st_size:
+                raise ValueError(
+                    f"{self.path} has a log beside it ({log.name}) that can only be read where one may write; "
+                    "copy both into another folder"
+                ) from None
+            # A folder that cannot be written to: nobody else writes there either.
             return sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True)
         return base
 
@@ -258,6 +293,15 @@ class Store:
             raise
 
     @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """What another version, or another hand, wrote into the tables."""
+        try:
+            yield
+        except (TypeError, ValueError, KeyError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{self.path} holds settings that this klatsch cannot read ({reason})") from None
+
+    @contextmanager
     def _explained(self) -> Iterator[None]:
         """Turn what SQLite says into one line with the file and a remedy."""
         try:
@@ -268,7 +312,7 @@ class Store:
             if "full" in text or "disk I/O" in text:
                 remedy = "free some space and run again: what was stored before is safe"
             elif "malformed" in text or "not a database" in text or "***" in text or "Page" in text:
-                remedy = "it is damaged: move it away and run again, or bring back a copy"
+                remedy = "if it is a store, it is damaged: move it away and run again, or bring back a copy"
             elif "locked" in text:
                 remedy = f"another process held it for more than {WAIT:.0f} seconds; run again when that is done"
             raise ValueError(f"{self.path}: {text}; {remedy}") from None

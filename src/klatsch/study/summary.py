@@ -58,6 +58,11 @@ class Row:
         return float(self.final[:, self.best].max())
 
     @property
+    def setting_text(self) -> str:
+        """The problem's options in words."""
+        return ", ".join(f"{name} {value:g}" for name, value in self.setting.items())
+
+    @property
     def curve(self) -> NDArray[np.float64]:
         """The error at the learning rate chosen, (seeds, steps)."""
         return np.asarray(self.curves[:, :, self.best])
@@ -68,35 +73,38 @@ class Row:
         return len(self.lrs) > 1 and self.lr in (min(self.lrs), max(self.lrs))
 
 
-def summarize(cases: Iterable[Case], store: Store, metric: str = "distance") -> list[Row]:
-    """The rows of a study, in its order; learning rates that lack a seed, or everything, are passed over.
+def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str = "distance") -> list[Row]:
+    """The rows of runs, given with their keys and in their order, as far as the store holds them.
+
+    A learning rate counts where it has all the seeds that the most complete one has.
 
     Raises:
         ValueError: no run has that metric; with those there are.
     """
-    cases = list(cases)
-    outcomes = store.outcomes((case.key for case in cases), (metric, "Gamma"))
+    runs = list(runs)
+    outcomes = store.outcomes((key for key, _ in runs), (metric, "Gamma"))
     if outcomes and not any(metric in outcome.metrics for outcome in outcomes.values()):
         some = next(iter(store.outcomes([next(iter(outcomes))]).values()))
         raise ValueError(f"no metric {metric!r}; there are {', '.join(some.metrics)}")
-    groups: dict[tuple[str, str, int, str], list[Case]] = {}
-    for case in cases:
-        groups.setdefault((case.graph_label, case.setting, case.nodes, case.label), []).append(case)
-    rows = [_row(group, outcomes, metric) for group in groups.values()]
-    return [row for row in rows if row is not None]
+    groups: dict[tuple[str, str, int, str], list[tuple[str, Case]]] = {}
+    for key, case in runs:
+        if key in outcomes:
+            groups.setdefault((case.graph_label, case.setting, case.nodes, case.label), []).append((key, case))
+    return [_row(group, outcomes, metric) for group in groups.values()]
 
 
-def _row(group: list[Case], outcomes: Mapping[str, Outcome], metric: str) -> Row | None:
-    seeds = list(dict.fromkeys(case.seed for case in group))
-    found = {(case.lr, case.seed): outcomes[case.key] for case in group if case.key in outcomes}
-    lrs = [lr for lr in dict.fromkeys(case.lr for case in group) if all((lr, seed) in found for seed in seeds)]
-    if not lrs:
-        return None
+def _row(group: list[tuple[str, Case]], outcomes: Mapping[str, Outcome], metric: str) -> Row:
+    found = {(case.lr, case.seed): outcomes[key] for key, case in group}
+    seeds_of: dict[float, list[int]] = {}
+    for lr, seed in found:
+        seeds_of.setdefault(lr, []).append(seed)
+    seeds = max(seeds_of.values(), key=len)
+    lrs = [lr for lr, mine in seeds_of.items() if set(seeds) <= set(mine)]
 
     def stacked(name: str) -> NDArray[np.float64]:
         return np.stack([np.stack([found[lr, seed].metrics[name] for lr in lrs], axis=-1) for seed in seeds])
 
-    first = group[0]
+    first = group[0][1]
     return Row(
         rule=first.label,
         topology=first.graph_label,

@@ -8,12 +8,13 @@ from statistics import median
 
 from klatsch.study.claims import (
     SLACK,
-    Found,
+    Answer,
     Verdict,
     best_size,
     falls,
     flat,
     grows_from,
+    last_is_worse,
     never_helps,
     no_ceiling,
     per_panel,
@@ -48,7 +49,9 @@ def figure_1(rows: Sequence[Row]) -> list[Verdict]:
             points_of("dat", ring, turns(25, 49)),
             PAPER_ROUNDS,
         ),
-        per_panel("DAT profits from more machines than D-SGD on every graph", here, rows, _larger_best),
+        per_panel(
+            "DAT enables improvement for larger M: its best M is above D-SGD's on every graph", here, rows, _larger_best
+        ),
     ]
 
 
@@ -56,9 +59,12 @@ def figures_4_to_6(rows: Sequence[Row], topology: str) -> list[Verdict]:
     """Appendix, on the course of the error over the rounds."""
     here = "Appendix, additional experimental results"
     claims = [
-        ("D-SGD does not end better with more machines", points_of("dsgd", topology, never_helps), 1),
-        ("D-SGD is better with larger M in the first rounds", _first_rounds, 1),
+        ("D-SGD does not end better with more machines than 9", points_of("dsgd", topology, never_helps(9)), 1),
+        ("D-SGD is better with larger M in the first rounds", _first_rounds(relative=False), 1),
+        ("D-SGD is so also in relation to where it starts (the start is nearer for larger M)", _first_rounds(True), 1),
     ]
+    if topology != "one_peer_exponential":
+        claims.append(("D-SGD with larger M falls behind later", points_of("dsgd", topology, last_is_worse), 1))
     if topology == "one_peer_exponential":
         claims.append(("D-SGD ends at about the same error for all M", points_of("dsgd", topology, flat), 1))
     if topology == "ring":
@@ -85,6 +91,7 @@ def beyond(rows: Sequence[Row]) -> list[Verdict]:
             here,
             rows,
             points_of(rule, "ring", no_ceiling),
+            PAPER_ROUNDS,
         )
         for rule in variants
     ]
@@ -97,32 +104,39 @@ def beyond(rows: Sequence[Row]) -> list[Verdict]:
     return verdicts
 
 
-def _larger_best(rows: Sequence[Row]) -> Found:
+def _larger_best(rows: Sequence[Row]) -> Answer:
     texts, holds = [], True
     for topology in dict.fromkeys(row.topology for row in rows):
-        best = {}
-        for rule in ("dsgd", "dat"):
-            best[rule] = best_size({r.nodes: r for r in rows if (r.rule, r.topology) == (rule, topology)})
+        of = {rule: {r.nodes: r for r in rows if (r.rule, r.topology) == (rule, topology)} for rule in ("dsgd", "dat")}
+        if not all(of.values()):
+            return None, f"dat or dsgd was not run on {topology}"
+        best = {rule: best_size(points) for rule, points in of.items()}
         holds = holds and best["dat"] > best["dsgd"]
         texts.append(f"{topology}: dat is best at M = {best['dat']}, dsgd at {best['dsgd']}")
     return holds, "; ".join(texts)
 
 
-def _first_rounds(rows: Sequence[Row]) -> Found:
-    """Whether more machines are better at some early round, at each size's own learning rate."""
-    mine = {row.nodes: row for row in rows if row.rule == "dsgd"}
-    if len(mine) < 2:
-        return None, "dsgd was not run"
-    few, many = mine[min(mine)], mine[max(mine)]
-    first, last = few.curve.mean(axis=0), many.curve.mean(axis=0)
-    better = [t for t, a, b in zip(few.steps, first, last, strict=True) if b < a / SLACK]
-    text = f"M = {many.nodes} against {few.nodes}: "
-    if not better:
-        return False, text + "never better"
-    return better[0] <= few.steps[-1] // 10, text + f"better from round {better[0]:,} to {better[-1]:,}"
+def _first_rounds(relative: bool) -> Callable[[Sequence[Row]], Answer]:
+    """Whether the most machines are ahead of the fewest at some early round, each at its own learning rate."""
+
+    def found(rows: Sequence[Row]) -> Answer:
+        mine = {row.nodes: row for row in rows if row.rule == "dsgd"}
+        if len(mine) < 2:
+            return None, "dsgd was not run at two sizes"
+        few, many = mine[min(mine)], mine[max(mine)]
+        first, last = few.curve.mean(axis=0), many.curve.mean(axis=0)
+        if relative:
+            first, last = first / first[0], last / last[0]
+        better = [t for t, a, b in zip(few.steps, first, last, strict=True) if b < a / SLACK]
+        text = f"M = {many.nodes} against {few.nodes}: "
+        if not better:
+            return False, text + "never better"
+        return better[0] <= few.steps[-1] // 10, text + f"better from round {better[0]:,} to {better[-1]:,}"
+
+    return found
 
 
-def _cta(rows: Sequence[Row]) -> Found:
+def _cta(rows: Sequence[Row]) -> Answer:
     ratios = _ratios(rows, "dat (cta)", "dat")
     if not ratios:
         return None, "was not run"
@@ -131,8 +145,8 @@ def _cta(rows: Sequence[Row]) -> Found:
     return middle > SLACK, f"{middle:.3g} times dat's error in the middle, at most {high[0]:.3g} ({high[1]})"
 
 
-def _averages(rule: str) -> Callable[[Sequence[Row]], Found]:
-    def found(rows: Sequence[Row]) -> Found:
+def _averages(rule: str) -> Callable[[Sequence[Row]], Answer]:
+    def found(rows: Sequence[Row]) -> Answer:
         ratios = _ratios(rows, f"{rule} (average constant)", rule)
         if not ratios:
             return None, "was not run"

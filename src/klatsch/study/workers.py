@@ -114,7 +114,8 @@ def dask(address: str) -> Iterator[Workers]:
             raise ValueError(
                 f"no Dask scheduler answers at {address} ({reason}); start one with dask scheduler, or see its address"
             ) from None
-        with client, client.get_executor(pure=False) as executor:
+        with client:
+            executor = client.get_executor(pure=False)  # not as a context: leaving it would wait for what is cancelled
             count = sum(client.nthreads().values())
             # The scheduler gives a batch up that several workers died of, and cancels all when it is gone itself.
             losses = (BrokenExecutor, CancelledError, KilledWorker)
