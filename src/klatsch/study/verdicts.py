@@ -78,7 +78,11 @@ def figures_4_to_6(rows: Sequence[Row], topology: str) -> list[Verdict]:
         needed = PAPER_ROUNDS if topology == "torus" else 1
         claims.append(("DAT improves steadily with M", points_of("dat", topology, falls()), needed))
     where = {"one_peer_exponential": "exponential graph"}.get(topology, topology)
-    return [per_panel(f"{claim}, on the {where}", here, rows, find, needed) for claim, find, needed in claims]
+    ours = "a check of ours on the sentence before"
+    return [
+        per_panel(f"{claim}, on the {where}", ours if "in relation to" in claim else here, rows, find, needed)
+        for claim, find, needed in claims
+    ]
 
 
 def beyond(rows: Sequence[Row]) -> list[Verdict]:
