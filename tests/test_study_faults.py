@@ -18,8 +18,8 @@ from safetensors import safe_open
 
 from klatsch.study import Store, execute, expand, load, parse, run_study, workers
 from klatsch.study.batches import pack
+from klatsch.study.database import FORMAT
 from klatsch.study.execute import checkpoint
-from klatsch.study.store import FORMAT
 
 # A slice of the paper's figure 1: its grid and settings, 100,000 rounds.
 PAPER = """
@@ -141,6 +141,18 @@ def test_ctrl_c_saves_what_is_in_progress(tmp_path):
     assert saved
     with safe_open(saved[0], framework="pt") as checkpoint:
         assert 0 < json.loads(checkpoint.metadata()["klatsch"])["rounds"] < 100_000
+
+
+def test_ctrl_c_while_workers_are_starting_is_quiet(tmp_path):
+    file = tmp_path / "s.toml"
+    file.write_text(PAPER)
+    process = start("run", file, start_new_session=True)
+    while not worker_processes(process):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert re.fullmatch(r"stopped; .*\n", err)
 
 
 def test_two_processes_share_a_store(tmp_path):

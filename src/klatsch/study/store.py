@@ -7,25 +7,20 @@ use one store: a run that is there already stays as it is.
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 
 from klatsch.study.batches import Batch, Finished
 from klatsch.study.cases import Case
+from klatsch.study.database import Database
 from klatsch.study.spec import Study
-
-FORMAT = 1
-APPLICATION = 0x6B6C6174  # "klat": tells a store from other SQLite files
-WAIT = 60.0  # seconds that a process waits for another one's transaction
 
 TABLES = """
 CREATE TABLE studies (
@@ -85,22 +80,7 @@ class Store:
 
     def __init__(self, path: str | Path, read_only: bool = False) -> None:
         self.path = str(path)
-        with self._explained():
-            if self.path != ":memory:":
-                self._check_file(must_exist=read_only)
-            self._base = self._open(read_only)
-            if self.path != ":memory:":
-                self._check_content(must_exist=read_only)
-            if read_only:
-                return
-            for setting in ("foreign_keys = ON", "synchronous = FULL", "journal_mode = WAL"):
-                self._base.execute(f"PRAGMA {setting}")
-            with self._transaction():
-                if self._pragma("user_version") == 0:
-                    for statement in TABLES.split(";"):
-                        self._base.execute(statement)
-                    self._base.execute(f"PRAGMA application_id = {APPLICATION}")
-                    self._base.execute(f"PRAGMA user_version = {FORMAT}")
+        self._base = Database(self.path, TABLES, read_only)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -118,7 +98,7 @@ class Store:
         """Keep what came out of a batch, in one transaction; a run that is there already stays as it is."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         steps = [int(step) for step in finished.steps]
-        with self._explained(), self._transaction():
+        with self._base.explained(), self._base.transaction():
             self._base.execute(
                 "INSERT OR IGNORE INTO environments (facts) VALUES (?)", [json.dumps(finished.environment)]
             )
@@ -139,7 +119,7 @@ class Store:
                 cursor = self._base.execute(f"INSERT OR IGNORE INTO runs ({names}) VALUES ({marks})", run)
                 if cursor.rowcount == 0:
                     continue
-                self._base.executemany(
+                self._base.execute_many(
                     "INSERT INTO metrics VALUES (?, ?, ?, ?)",
                     [
                         (cursor.lastrowid, name, step, float(value))
@@ -151,7 +131,7 @@ class Store:
     def remember(self, study: Study, origin: Origin) -> None:
         """Keep what was asked for; a study of the same name takes the place of the old one, whose runs stay."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        with self._explained(), self._transaction():
+        with self._base.explained(), self._base.transaction():
             self._base.execute(
                 "INSERT INTO studies VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
                 "kind = excluded.kind, scale = excluded.scale, spec = excluded.spec, command = excluded.command",
@@ -162,12 +142,12 @@ class Store:
 
     def done(self) -> set[str]:
         """The keys of all runs in the store."""
-        with self._explained():
+        with self._base.explained():
             return {key for (key,) in self._base.execute("SELECT key FROM runs")}
 
     def studies(self) -> list[Remembered]:
         """The studies that were run, in the order of their beginning."""
-        with self._explained():
+        with self._base.explained():
             rows = self._base.execute("SELECT spec, command, kind, scale FROM studies ORDER BY begun, rowid").fetchall()
         with self._readable():
             return [Remembered(Study.model_validate_json(spec), Origin(*rest)) for spec, *rest in rows]
@@ -180,7 +160,7 @@ class Store:
         chosen = "" if names is None else f" AND name IN ({', '.join('?' * len(names))})"
         chosen += " AND step = (SELECT steps FROM runs WHERE id = run)" if last else ""
         found: dict[str, Outcome] = {}
-        with self._explained():
+        with self._base.explained():
             for key, number, seconds in self._base.execute("SELECT key, id, seconds FROM runs").fetchall():
                 if key not in wanted:
                     continue
@@ -197,7 +177,7 @@ class Store:
 
     def runs(self) -> list[tuple[Case, dict[str, Any]]]:
         """All runs with what is known of them beside their metrics."""
-        with self._explained():
+        with self._base.explained():
             rows = self._base.execute(
                 "SELECT settings, key, diverged, device, engine, seconds, finished, facts "
                 "FROM runs JOIN environments ON environments.id = environment ORDER BY runs.id"
@@ -208,89 +188,8 @@ class Store:
 
     def environments(self) -> list[dict[str, str]]:
         """The versions and machines that the runs were done with."""
-        with self._explained():
+        with self._base.explained():
             return [json.loads(facts) for (facts,) in self._base.execute("SELECT facts FROM environments ORDER BY id")]
-
-    # --- inside ------------------------------------------------------------------------------------------------
-
-    def _check_file(self, must_exist: bool) -> None:
-        """Refuse what is no store of ours by its first bytes, since opening may already change a file."""
-        path = Path(self.path)
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder; give the name of a file")
-        if not path.parent.is_dir():
-            raise ValueError(f"there is no folder {path.parent}; make it first, or give another name for the store")
-        if not path.exists() or path.stat().st_size == 0:  # empty: one that was killed as it began
-            if must_exist:
-                raise ValueError(f"there is no store {path}; klatsch run and klatsch reproduce make one")
-            return
-        with path.open("rb") as file:
-            head = file.read(100)
-        if len(head) < 100 or not head.startswith(b"SQLite format 3\0"):
-            raise sqlite3.DatabaseError("file is not a database")
-        version, ours = (int.from_bytes(head[k : k + 4], "big") for k in (60, 68))
-        if (version, ours) != (0, 0):  # else it was killed as it began, or its content will tell
-            self._check_numbers(version, ours)
-
-    def _check_content(self, must_exist: bool) -> None:
-        """Refuse what only shows when the file is open: numbers that are still in its log, tables, damage."""
-        try:
-            version, ours = self._pragma("user_version"), self._pragma("application_id")
-            tables = self._base.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if version or ours or tables:
-                self._check_numbers(version, ours)
-            elif must_exist:
-                raise ValueError(f"{self.path} holds no finished run yet")
-            if (problem := self._pragma("quick_check(1)")) != "ok":
-                raise sqlite3.DatabaseError(problem)
-        except BaseException:
-            self._base.close()
-            raise
-
-    def _check_numbers(self, version: int, ours: int) -> None:
-        if ours != APPLICATION:
-            raise ValueError(f"{self.path} is a database, but no store of klatsch; give another name")
-        if version > FORMAT:
-            raise ValueError(
-                f"{self.path} was written by a newer klatsch (format {version}, this one knows {FORMAT}); "
-                "update klatsch"
-            )
-
-    def _open(self, read_only: bool) -> sqlite3.Connection:
-        if not read_only:
-            return sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
-        address = f"file:{quote(str(Path(self.path).absolute()))}"
-        base = sqlite3.connect(f"{address}?mode=rw", uri=True, timeout=WAIT)
-        try:
-            base.execute("PRAGMA query_only = ON")
-            base.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        except sqlite3.OperationalError as error:
-            base.close()
-            if "readonly" not in str(error) and "unable to open" not in str(error):
-                raise
-            log = Path(f"{self.path}-wal")
-            if log.exists() and log.stat().st_size:
-                raise ValueError(
-                    f"{self.path} has a log beside it ({log.name}) that can only be read where one may write; "
-                    "copy both into another folder"
-                ) from None
-            # A folder that cannot be written to: nobody else writes there either.
-            return sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True)
-        return base
-
-    def _pragma(self, name: str) -> Any:
-        return self._base.execute(f"PRAGMA {name}").fetchone()[0]
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._base.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._base.execute("COMMIT")
-        except BaseException:
-            if self._base.in_transaction:
-                self._base.execute("ROLLBACK")
-            raise
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -300,19 +199,3 @@ class Store:
         except (TypeError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{self.path} holds settings that this klatsch cannot read ({reason})") from None
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn what SQLite says into one line with the file and a remedy."""
-        try:
-            yield
-        except sqlite3.Error as error:
-            text = str(error)
-            remedy = "see that the folder can be written to"
-            if "full" in text or "disk I/O" in text:
-                remedy = "free some space and run again: what was stored before is safe"
-            elif "malformed" in text or "not a database" in text or "***" in text or "Page" in text:
-                remedy = "if it is a store, it is damaged: move it away and run again, or bring back a copy"
-            elif "locked" in text:
-                remedy = f"another process held it for more than {WAIT:.0f} seconds; run again when that is done"
-            raise ValueError(f"{self.path}: {text}; {remedy}") from None

@@ -82,6 +82,9 @@ def processes(count: int | None = None) -> Iterator[Workers]:
     context = mp.get_context("spawn")
     stop = context.Event()
     with ProcessPoolExecutor(number, context, initializer=_begin, initargs=(stop,)) as executor:
+        with _ctrl_c_ignored():  # which workers inherit
+            for _ in range(number):
+                executor.submit(int)  # starts a worker as long as none is idle
         yield Workers(executor, work, number, stop)
 
 
@@ -148,12 +151,25 @@ def single_threaded(batch: Batch, checkpoint: Path | None) -> Finished:
     return run_batch(batch, checkpoint)
 
 
+@contextmanager
+def _ctrl_c_ignored() -> Iterator[None]:
+    """A terminal's Ctrl-C reaches all processes of a study; the driver alone decides, and says so through `stop`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may say so, and only it is interrupted
+        return
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
 def _begin(stop: Stop) -> None:
     """Set up a worker process."""
     global _inherited
     _inherited = stop
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the driver decides, and says so through `stop`
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # also in a worker that was started later
     threading.Thread(target=_end_with_the_driver, daemon=True).start()
 
 
