@@ -151,7 +151,8 @@ def run_study(
         with Store(store) as opened:
             return run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
     cases, left_out = expanded or expand(study)
-    if not {case.key for case in cases} <= store.done():  # what is done can be looked at without the device
+    # Before it takes an old study's place. What is done can be looked at without the device; others have their own.
+    if executor is None and not {case.key for case in cases} <= store.done():
         check_place(getattr(torch, study.dtype), study.device)
     store.remember(study, origin or Origin())
     progress = execute(cases, store, device=study.device, executor=executor, told=told)
