@@ -82,7 +82,7 @@ def processes(count: int | None = None) -> Iterator[Workers]:
     context = mp.get_context("spawn")
     stop = context.Event()
     with ProcessPoolExecutor(number, context, initializer=_begin, initargs=(stop,)) as executor:
-        with _ctrl_c_ignored():  # which workers inherit
+        with _ctrl_c_held_back():
             for _ in range(number):
                 executor.submit(int)  # starts a worker as long as none is idle
         yield Workers(executor, work, number, stop)
@@ -152,16 +152,19 @@ def single_threaded(batch: Batch, checkpoint: Path | None) -> Finished:
 
 
 @contextmanager
-def _ctrl_c_ignored() -> Iterator[None]:
-    """A terminal's Ctrl-C reaches all processes of a study; the driver alone decides, and says so through `stop`."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may say so, and only it is interrupted
+def _ctrl_c_held_back() -> Iterator[None]:
+    """Processes that are started here do not hear Ctrl-C, which a terminal sends to all; this one hears it afterwards.
+
+    The driver alone decides what it means, and says so through `stop`.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
         return
-    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
 
 
 def _begin(stop: Stop) -> None:
