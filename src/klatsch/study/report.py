@@ -25,9 +25,10 @@ def report(store: Store, path: Path, title: str | None = None) -> list[Page]:
     studies = store.studies()
     if not studies:
         raise ValueError(f"{store.path} holds no study; klatsch run and klatsch reproduce put them there")
-    pages = [page_of(study, store) for study in studies]
+    expanded = [expand(study.study) for study in studies]
+    pages = [page_of(study, store, known) for study, known in zip(studies, expanded, strict=True)]
     runs = store.runs()
-    shown = {case.key for study in studies for case in expand(study.study)[0]}
+    shown = {case.key for cases, _ in expanded for case in cases}
     times = sorted(facts["finished"] for _, facts in runs)
     summary = {
         "runs": len(runs),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from klatsch.study import figures, tables, verdicts
-from klatsch.study.cases import Case, expand
+from klatsch.study.cases import Case, LeftOut, expand
 from klatsch.study.claims import Verdict
 from klatsch.study.pages import Page, edge_note, table_of
 from klatsch.study.paper import FIGURE_OF
@@ -25,10 +25,10 @@ CURVES = (4, 9, 25, 49, 100)  # sizes whose course is drawn: all nine would hide
 NOISE = "sigma is noise, zeta is heterogeneity; bands reach from the smallest to the largest seed."
 
 
-def page_of(remembered: Remembered, store: Store) -> Page:
-    """The page of a study, from the runs that the store holds so far."""
+def page_of(remembered: Remembered, store: Store, expanded: tuple[list[Case], list[LeftOut]] | None = None) -> Page:
+    """The page of a study, from the runs that the store holds so far; `expanded` where that was done already."""
     study = remembered.study
-    cases, left_out = expand(study)
+    cases, left_out = expanded or expand(study)
     rows = summarize([(case.key, case) for case in cases], store)
     facts = (*_facts(study), _when_and_where(cases, store))
     if not rows:
