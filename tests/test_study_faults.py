@@ -79,8 +79,14 @@ def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path):
             time.sleep(0.05)
         time.sleep(moments.uniform(4.0, 10.0))
         saved += any(tmp_path.glob("wild.sqlite-*.safetensors"))
-        if kills == 10 or process.poll() is not None:
+        if kills == 10:
             break
+        if process.poll() is not None:  # a fast machine was done before the tenth kill: once more, from the start
+            assert process.returncode == 0
+            process.communicate()
+            for file_ in tmp_path.glob("wild.sqlite*"):
+                file_.unlink()
+            continue
         if attempt % 2 == 0 and crew:  # a worker: the driver starts others and goes on
             os.kill(crew[0].pid, signal.SIGKILL)
             kills += 1
@@ -88,7 +94,7 @@ def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path):
         if process.poll() is None and kills < 10:
             process.send_signal(signal.SIGKILL)
             kills += 1
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
         gone = psutil.wait_procs(crew, timeout=10)[1]
         assert not gone, "workers outlive their driver"
     process.communicate(timeout=300)
