@@ -157,14 +157,21 @@ def _ctrl_c_held_back() -> Iterator[None]:
 
     The driver alone decides what it means, and says so through `stop`.
     """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
+    if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
         yield
         return
-    usual = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # The mask is what children inherit. It keeps the signal from this thread alone: any other one may still take it,
+    # and Python then runs the handler here, in the middle of a start.
+    heard: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what was held back arrives now, with those that were heard
+        signal.signal(signal.SIGINT, handler)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _begin(stop: Stop) -> None:
