@@ -16,7 +16,7 @@ FLOORS = [
     {"topology", "averaging", "engine.flat"},
     {"algorithms", "problems", "theory"},
     {"engine"},
-    {"planning", "study"},
+    {"planning", "study", "optim"},
     {"klatsch"},
     {"cli"},
     {"__main__"},

@@ -1,10 +1,26 @@
 """klatsch: train models over a network of machines that talk only to their neighbours."""
 
-from klatsch import algorithms, averaging, problems, theory, topology
+from klatsch import algorithms, averaging, optim, problems, theory, topology
 from klatsch.engine import Result, simulate
+from klatsch.optim import Checkpointer, Gossip, LinkError, average_
 from klatsch.topology import Topology
 from klatsch.version import VERSION
 
 __version__ = VERSION
 
-__all__ = ["Result", "Topology", "__version__", "algorithms", "averaging", "problems", "simulate", "theory", "topology"]
+__all__ = [
+    "Checkpointer",
+    "Gossip",
+    "LinkError",
+    "Result",
+    "Topology",
+    "__version__",
+    "algorithms",
+    "average_",
+    "averaging",
+    "optim",
+    "problems",
+    "simulate",
+    "theory",
+    "topology",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
@@ -10,17 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from klatsch.engine import sealed
 from klatsch.engine.run import Run, Snapshot
-from klatsch.files import write_atomically
+from klatsch.engine.sealed import REMEDY, CheckpointError
 
 FORMAT = "klatsch simulation 1"
-REMEDY = "move the file away or choose another checkpoint path"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is damaged, or belongs to another run."""
 
 
 class Saver:
@@ -66,23 +60,12 @@ class Saver:
 
 def save(path: Path, identity: dict[str, Any], run: Run) -> None:
     """Write a run to a file that is whole or absent."""
-    from safetensors.torch import save as pack
-
     now = run.now
     tensors = {f"state.{name}": value for name, value in now.state._asdict().items() if value is not None}
     tensors |= {f"metric.{name}": values for name, values in run.metrics.items()}
     tensors["diverged"] = now.diverged
-    # clone: safetensors refuses tensors that share memory, as w and x do at the start
-    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     header = {"format": FORMAT, "rounds": now.rounds, "seconds": now.seconds, "points": now.points, "run": identity}
-    header["sha256"] = digest(tensors, header)
-    try:
-        write_atomically(path, pack(tensors, metadata={"klatsch": json.dumps(header)}))
-    except OSError as error:
-        raise OSError(
-            f"cannot write the checkpoint {path}: {error.strerror}; free some space, or choose another place, and run "
-            "again: what was finished or saved before is safe"
-        ) from None
+    sealed.write(path, header, tensors)
 
 
 def load(path: Path, identity: dict[str, Any], fresh: Any) -> Run:
@@ -91,7 +74,7 @@ def load(path: Path, identity: dict[str, Any], fresh: Any) -> Run:
     Raises:
         CheckpointError: the file is damaged, or of another run; it says which setting differs. The file stays.
     """
-    header, tensors = _read(path)
+    header, tensors = sealed.read(path, FORMAT)
     here, there = json.loads(json.dumps(identity)), header["run"]
     for name in {**here, **there}:
         if here.get(name) != there.get(name):
@@ -109,31 +92,6 @@ def load(path: Path, identity: dict[str, Any], fresh: Any) -> Run:
     names = [name for name in tensors if name.startswith("metric.")]
     rows = [{name.removeprefix("metric."): tensors[name][k] for name in names} for k in range(header["points"])]
     return Run(Snapshot(state, diverged, header["rounds"], header["seconds"], header["points"]), rows)
-
-
-def digest(tensors: dict[str, Tensor], facts: dict[str, Any]) -> str:
-    """SHA-256 of tensors on the CPU, by name, and of plain facts."""
-    hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for name in sorted(tensors):
-        hashed.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-        hashed.update(tensors[name].contiguous().numpy().tobytes())
-    return hashed.hexdigest()
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("klatsch", "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged or no checkpoint ({error}); {REMEDY}") from None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is no checkpoint of this version of klatsch; {REMEDY}")
-    if header.pop("sha256", None) != digest(tensors, header):
-        raise CheckpointError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
-    return header, tensors
 
 
 def _short(value: object) -> str:

@@ -11,9 +11,9 @@ from torch import Tensor
 import klatsch.columns as cols
 from klatsch.algorithms import Algorithm
 from klatsch.algorithms.core import hyper_rate
-from klatsch.engine.checkpoint import digest
 from klatsch.engine.record import Result
 from klatsch.engine.run import Run, Snapshot
+from klatsch.engine.sealed import digest
 from klatsch.problems import Problem
 from klatsch.topology import Topology
 

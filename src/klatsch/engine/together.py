@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from klatsch.algorithms import Algorithm
-from klatsch.engine.checkpoint import Saver, digest
+from klatsch.engine.checkpoint import Saver
 from klatsch.engine.checks import check_parts, check_place, check_steps, identity, length, within
 from klatsch.engine.choice import fastest_together
 from klatsch.engine.gradients import Gradients
@@ -22,6 +22,7 @@ from klatsch.engine.progress import Advance, progress_bar
 from klatsch.engine.record import Result, record_points
 from klatsch.engine.rounds import TorchRounds, placed
 from klatsch.engine.run import Network, Run, Snapshot
+from klatsch.engine.sealed import digest
 from klatsch.engine.stacked import drive, result
 from klatsch.problems import Problem
 from klatsch.topology import Topology

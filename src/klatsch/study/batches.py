@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from klatsch import algorithms, problems
 from klatsch.engine import Result, simulate, simulate_together
-from klatsch.engine.checkpoint import CheckpointError
 from klatsch.engine.mixing import common_period
+from klatsch.engine.sealed import CheckpointError
 from klatsch.study.cases import Case
 from klatsch.study.spec import Options
 from klatsch.topology import Topology

@@ -1,0 +1,117 @@
+"""Parameters as one vector: the tensors of a model become views of a flat buffer, their gradients views of another.
+
+A rule then works on whole vectors, a message is one piece of memory, and nothing is gathered or scattered per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Flat:
+    """Parameters of one dtype on one device, side by side in one buffer.
+
+    Args:
+        parameters: leaf tensors that require gradients; their memory moves into the buffer.
+
+    After `bind_gradients`, gradients live in a buffer of the same layout. Until then they are whatever autograd made
+    of them, so that a sparse one shows itself.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.places: list[slice] = []
+        end = 0
+        for parameter in self.parameters:
+            self.places.append(slice(end, end + parameter.numel()))
+            end += parameter.numel()
+        first = self.parameters[0]
+        self.values = torch.empty(end, dtype=first.dtype, device=first.device)
+        self.gradients: Tensor | None = None
+        with torch.no_grad():
+            for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+        self._seen = self._versions()
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """A vector of this layout as tensors shaped like the parameters."""
+        return [
+            _shaped(vector[place], parameter) for place, parameter in zip(self.places, self.parameters, strict=True)
+        ]
+
+    def bind_gradients(self) -> Tensor:
+        """The gradients as one vector; those that autograd or a user put elsewhere are moved in, absent ones are zero.
+
+        Raises:
+            ValueError: a gradient is sparse.
+        """
+        if self.gradients is None:
+            self.gradients = torch.zeros_like(self.values)
+            self._bound = self.views(self.gradients)
+        for parameter, bound in zip(self.parameters, self._bound, strict=True):
+            grad = parameter.grad
+            if grad is bound:
+                continue
+            if grad is None:
+                bound.zero_()
+            elif grad.is_sparse:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which cannot be gossiped as "
+                    "one vector; use dense gradients (for embeddings: sparse=False)"
+                )
+            elif grad.data_ptr() != bound.data_ptr() or grad.stride() != bound.stride():
+                bound.copy_(grad)
+            parameter.grad = bound
+        return self.gradients
+
+    def zero_gradients(self) -> None:
+        """All gradients to zero, in one go."""
+        if self.gradients is None:
+            for parameter in self.parameters:
+                parameter.grad = None
+            return
+        self.gradients.zero_()
+        for parameter, bound in zip(self.parameters, self._bound, strict=True):
+            parameter.grad = bound
+
+    def written(self) -> bool:
+        """Whether somebody wrote to the parameters since the last call: not through this buffer, but to themselves."""
+        versions = self._versions()
+        changed, self._seen = versions != self._seen, versions
+        return changed
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the buffer."""
+        start = self.values.data_ptr()
+        return start <= tensor.data_ptr() < start + self.values.numel() * self.values.element_size()
+
+    def moved(self) -> bool:
+        """Whether a parameter no longer lies in the buffer, as after model.to(...)."""
+        size, start = self.values.element_size(), self.values.data_ptr()
+        return any(
+            parameter.data_ptr() != start + place.start * size
+            for parameter, place in zip(self.parameters, self.places, strict=True)
+            if parameter.numel()
+        )
+
+    def _versions(self) -> int:
+        return sum(parameter._version for parameter in self.parameters)
+
+
+def by_dtype(parameters: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """Parameters in groups that can share a buffer, in the order in which they come."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.dtype, []).append(parameter)
+    return groups
+
+
+def _shaped(piece: Tensor, parameter: Tensor) -> Tensor:
+    """A piece of a vector in the shape of a parameter, and in its memory format where that is dense (channels last)."""
+    if torch.empty_like(parameter).stride() == parameter.stride():
+        return piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
+    return piece.view(parameter.shape)

@@ -1,0 +1,209 @@
+"""Messages between ranks over gloo: posted early, waited for late, and never waited for longer than agreed.
+
+Receives of a round are posted before anything of it is sent, and nothing blocks but `received` and `sent`, so no order
+of ranks can lock up. Every message of a round has a tag of its own; messages of one tag between two ranks arrive in
+the order in which they were sent.
+
+gloo can wait for a message, but it can neither be asked whether one has arrived nor given a time limit: a limit that
+passes closes the connections to all ranks. So a thread per neighbour waits, and the rank waits for the thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from klatsch.topology import Topology
+
+FOREVER = timedelta(days=3650)
+OnFailure = Literal["raise", "continue"]
+
+
+class LinkError(RuntimeError):
+    """A neighbour that is gone, or late past the timeout.
+
+    Attributes:
+        rank: who noticed.
+        neighbor: who is gone or late.
+        round: the round t in which it was noticed.
+        seconds: how long it was waited for.
+        gone: whether its connection broke; else it is open, and the neighbour late.
+    """
+
+    def __init__(self, rank: int, neighbor: int, edge: str, t: int, seconds: float, reason: str | None) -> None:
+        self.rank, self.neighbor, self.round, self.seconds, self.gone = rank, neighbor, t, seconds, reason is not None
+        what = f"is gone ({reason})" if reason is not None else "is late: its connection is open, but nothing moves"
+        super().__init__(f"rank {rank}, round {t}: neighbour {neighbor} {what}; waited {seconds:.1f} s on edge {edge}")
+
+
+class Transfer:
+    """A message on its way."""
+
+    def __init__(self, post: Callable[[], Any], memory: Tensor) -> None:
+        self.memory = memory  # held until the message has arrived or left
+        self.error: RuntimeError | None = None
+        self._done: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        try:
+            self._work = post()
+        except RuntimeError as error:  # the connection is closed already; it shows when this is waited for
+            self._work, self.error = None, error
+
+    def finish(self) -> None:
+        """Wait for its end, however long that takes; in a thread of its own."""
+        try:
+            if self._work is not None:
+                self._work.wait(FOREVER)
+            self._done.put(self.error)
+        except RuntimeError as error:
+            self._done.put(error)
+
+    def ended(self, seconds: float) -> bool:
+        """Whether it has ended within so many seconds; `error` then says how."""
+        try:
+            self.error = self._done.get(timeout=max(seconds, 0.0))
+        except queue.Empty:
+            return False
+        self._work = None
+        return True
+
+
+class GlooLinks:
+    """The links of one rank to its neighbours.
+
+    Args:
+        group: a gloo process group of as many ranks as the topology has nodes, for these links alone.
+        topology: who talks to whom.
+        device: where the vectors live; those on a GPU go through pinned memory.
+        timeout: seconds that a neighbour may keep this rank waiting.
+        on_failure: "raise", or "continue" without the neighbour.
+    """
+
+    def __init__(
+        self, group: Any, topology: Topology, device: torch.device, timeout: float, on_failure: OnFailure
+    ) -> None:
+        self.group, self.topology, self.device = group, topology, device
+        self.timeout, self.on_failure = timeout, on_failure
+        self.rank = dist.get_rank(group)
+        self.lost: dict[int, LinkError] = {}
+        self.bytes_sent, self.seconds_waited = 0, 0.0
+        self._global = dist.get_process_group_ranks(group)
+        self._staged = device.type != "cpu"
+        self._arriving: dict[int, list[tuple[int, Transfer]]] = {}
+        self._leaving: dict[tuple[int, int], list[tuple[int, Transfer]]] = {}
+        self._abandoned: list[tuple[int, Transfer]] = []  # gloo may still work on them
+        self._memory: dict[tuple[int, int], Tensor] = {}
+        self._waiters: dict[tuple[int, str], queue.SimpleQueue[Transfer]] = {}
+
+    def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None:
+        """Make ready for what the neighbours will send in round t under a tag."""
+        arriving = []
+        for k, source in enumerate(self._present(self.topology.neighbors(self.rank, t))):
+            if (tag, k) not in self._memory:
+                self._memory[tag, k] = torch.empty(length, dtype=dtype, pin_memory=self._staged)
+            memory = self._memory[tag, k]
+            arriving.append((source, Transfer(partial(self._receive, memory, source, tag), memory)))
+        self._arriving[tag] = arriving
+
+    def send(self, tag: int, t: int, message: Tensor) -> None:
+        """Send a vector to all that hear this rank in round t; it must not change until `sent(tag, t)`."""
+        targets = self._present(self.topology.receivers(self.rank, t))
+        if self._staged and targets:
+            pinned = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
+            message = pinned.copy_(message)  # waits for the GPU to have computed it
+        leaving = [(p, Transfer(partial(self._send, message, p, tag), message)) for p in targets]
+        self._leaving[tag, t] = leaving
+        self.bytes_sent += len(targets) * message.numel() * message.element_size()
+
+    def received(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
+        """What has come under a tag, by neighbour, once all of it is there; valid until the next `expect` of the tag.
+
+        Raises:
+            LinkError: a neighbour is gone or late, and failures are to be raised.
+        """
+        arriving = self._arriving.pop(tag)
+        self._wait(arriving, t, "source")
+        there = [(source, transfer.memory) for source, transfer in arriving if source not in self.lost]
+        if self._staged:
+            return [(source, memory.to(self.device)) for source, memory in there]
+        return there
+
+    def sent(self, tag: int, t: int) -> None:
+        """Wait until what was sent under a tag for round t has left, so that its memory can be used again."""
+        self._wait(self._leaving.pop((tag, t), []), t, "target")
+
+    def drain(self) -> None:
+        """Wait until all that was sent has left, or its receiver is gone; at most for the timeout. Raises nothing."""
+        deadline = time.monotonic() + self.timeout
+        for leaving in self._leaving.values():
+            for peer, transfer in leaving:
+                self._hand_over(peer, "target", transfer)
+        for leaving in self._leaving.values():
+            for _, transfer in leaving:
+                transfer.ended(deadline - time.monotonic())
+        self._leaving.clear()
+
+    def reopened(self, group: Any) -> GlooLinks:
+        """Links over a fresh group, where no message is on its way."""
+        links = GlooLinks(group, self.topology, self.device, self.timeout, self.on_failure)
+        links.lost, links.bytes_sent, links.seconds_waited = self.lost, self.bytes_sent, self.seconds_waited
+        return links
+
+    def _wait(self, transfers: list[tuple[int, Transfer]], t: int, side: str) -> None:
+        began = time.monotonic()
+        for peer, transfer in transfers:
+            self._hand_over(peer, side, transfer)
+        for peer, transfer in transfers:
+            ended = transfer.ended(began + self.timeout - time.monotonic())
+            if not ended or transfer.error is not None:
+                self._lose(peer, side, t, time.monotonic() - began, transfer.error if ended else None)
+        self.seconds_waited += time.monotonic() - began
+
+    def _lose(self, peer: int, side: str, t: int, seconds: float, error: RuntimeError | None) -> None:
+        if peer in self.lost:
+            return
+        edge = f"{peer} -> {self.rank}" if side == "source" else f"{self.rank} -> {peer}"
+        reason = None if error is None else str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
+        failure = LinkError(self.rank, peer, edge, t, seconds, reason)
+        if self.on_failure == "raise":
+            raise failure
+        self.lost[peer] = failure
+        # Its messages may still come, into memory that is theirs from now on.
+        self._memory.clear()
+        for transfers in (*self._arriving.values(), *self._leaving.values()):
+            self._abandoned += [pair for pair in transfers if pair[0] == peer]
+            transfers[:] = [pair for pair in transfers if pair[0] != peer]
+        warnings.warn(
+            f"{failure}; going on without it, its weight is this rank's own now", RuntimeWarning, stacklevel=2
+        )
+
+    def _hand_over(self, peer: int, side: str, transfer: Transfer) -> None:
+        if (peer, side) not in self._waiters:
+            waiting: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
+            self._waiters[peer, side] = waiting
+            name = f"klatsch {side} {peer}"
+            threading.Thread(target=_finish_all, args=(waiting,), name=name, daemon=True).start()
+        self._waiters[peer, side].put(transfer)
+
+    def _present(self, peers: Any) -> list[int]:
+        return [int(peer) for peer in peers if int(peer) not in self.lost]
+
+    def _receive(self, memory: Tensor, source: int, tag: int) -> Any:
+        return dist.irecv(memory, self._global[source], group=self.group, tag=tag)
+
+    def _send(self, message: Tensor, target: int, tag: int) -> Any:
+        return dist.isend(message, self._global[target], group=self.group, tag=tag)
+
+
+def _finish_all(waiting: queue.SimpleQueue[Transfer]) -> None:
+    while True:
+        waiting.get().finish()

@@ -1,0 +1,65 @@
+"""Messages between ranks over NCCL, one process per GPU: each exchange is one batch, in the same order on all ranks.
+
+Waiting is done by the GPU's streams and not by the process. So a neighbour that is gone or late is noticed by the
+watchdog of the process group, after the group's own timeout, and not here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from klatsch.topology import Topology
+
+
+class NcclLinks:
+    """The links of one rank to its neighbours; the same calls as `GlooLinks`."""
+
+    def __init__(self, group: Any, topology: Topology, device: torch.device, timeout: float) -> None:
+        self.group, self.topology, self.device, self.timeout = group, topology, device, timeout
+        self.rank = dist.get_rank(group)
+        self.lost: dict[int, Any] = {}
+        self.bytes_sent, self.seconds_waited = 0, 0.0
+        self._global = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self._wanted: dict[int, tuple[int, torch.dtype]] = {}
+        self._memory: dict[tuple[int, int], Tensor] = {}
+        self._running: dict[int, tuple[list[Any], list[tuple[int, Tensor]]]] = {}
+
+    def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None:
+        """Remember what will come: NCCL wants receives in one batch with the sends."""
+        self._wanted[tag] = length, dtype
+
+    def send(self, tag: int, t: int, message: Tensor) -> None:
+        """Exchange vectors with all neighbours of round t, in one batch."""
+        length, dtype = self._wanted[tag]
+        operations, incoming = [], []
+        for k, source in enumerate(self.topology.neighbors(self.rank, t).tolist()):
+            if (tag, k) not in self._memory:
+                self._memory[tag, k] = torch.empty(length, dtype=dtype, device=self.device)
+            incoming.append((source, self._memory[tag, k]))
+            operations.append(dist.P2POp(dist.irecv, self._memory[tag, k], self._global[source], self.group))
+        for target in self.topology.receivers(self.rank, t).tolist():
+            operations.append(dist.P2POp(dist.isend, message, self._global[target], self.group))
+            self.bytes_sent += message.numel() * message.element_size()
+        self._running[tag] = dist.batch_isend_irecv(operations) if operations else [], incoming
+
+    def received(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
+        """What came under a tag; later work on the current stream waits for it, and for what was sent."""
+        works, incoming = self._running.pop(tag)
+        for work in works:
+            work.wait()
+        return incoming
+
+    def sent(self, tag: int, t: int) -> None:
+        """Nothing to do: `received` has waited for the whole batch."""
+
+    def drain(self) -> None:
+        """Wait until the GPU has done all exchanges."""
+        torch.cuda.synchronize(self.device)
+
+    def reopened(self, group: Any) -> NcclLinks:
+        """The same links: a batch that has begun ends by itself on all ranks."""
+        return self

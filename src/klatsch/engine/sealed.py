@@ -1,0 +1,74 @@
+"""Tensors with a header in one safetensors file: no pickle, a checksum over everything, whole or absent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klatsch.files import write_atomically
+
+REMEDY = "move the file away or choose another checkpoint path"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged, or belongs to another run."""
+
+
+def write(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write a file that is whole or absent.
+
+    Args:
+        path: the file.
+        header: plain data, with the "format" of the file.
+        tensors: by name.
+
+    Raises:
+        OSError: it cannot be written; what was there before is still there.
+    """
+    from safetensors.torch import save as pack
+
+    # clone: safetensors refuses tensors that share memory, as w and x do at the start
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    header = header | {"sha256": digest(tensors, header)}
+    try:
+        write_atomically(path, pack(tensors, metadata={"klatsch": json.dumps(header)}))
+    except OSError as error:
+        raise OSError(
+            f"cannot write the checkpoint {path}: {error.strerror}; free some space, or choose another place, and run "
+            "again: what was finished or saved before is safe"
+        ) from None
+
+
+def read(path: Path, format_: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and the tensors of a file.
+
+    Raises:
+        CheckpointError: it is damaged, or has another format.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get("klatsch", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged or no checkpoint ({error}); {REMEDY}") from None
+    if not isinstance(header, dict) or header.get("format") != format_:
+        raise CheckpointError(f"{path} is no checkpoint of this version of klatsch; {REMEDY}")
+    if header.pop("sha256", None) != digest(tensors, header):
+        raise CheckpointError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
+    return header, tensors
+
+
+def digest(tensors: dict[str, Tensor], facts: dict[str, Any]) -> str:
+    """SHA-256 of tensors on the CPU, by name, and of plain facts."""
+    hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name in sorted(tensors):
+        hashed.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+        hashed.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()

@@ -1,0 +1,222 @@
+"""Checkpoints of a network: every rank writes its own files, and all go on from the newest round that all of them have.
+
+A file holds the state after a whole round, from which the messages of the next one are sent again, so nothing that was
+on its way is missed. Ranks are never far apart: one that has done t rounds has heard, through its neighbours and
+theirs, that every other has done t - lag of them. So two files are enough for a common round, or as many as the lag
+asks for where checkpoints lie closer together.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from klatsch.arguments import whole
+from klatsch.engine import sealed
+from klatsch.engine.agreement import gathered
+from klatsch.engine.sealed import CheckpointError
+from klatsch.optim.gossip import Gossip
+from klatsch.optim.plain import generators, packed, set_generators, unpacked
+from klatsch.topology import Topology
+
+FORMAT = "klatsch ranks 1"
+MOST = 64  # rounds that ranks tell each other to have
+
+
+class Checkpointer:
+    """Saves a training on all ranks every so many rounds, and resumes it.
+
+        checkpointer = klatsch.Checkpointer("checkpoints", every=100)
+        done = checkpointer.resume(optimizer, model=model, scheduler=scheduler)    # 0 the first time
+        for t in range(done, steps):
+            ...
+            optimizer.step()
+            scheduler.step()
+            checkpointer.step()
+
+    With `torchrun --max-restarts` a killed rank brings all of them back to the last checkpoint, and on the CPU the
+    result equals that of a run without interruption bit for bit, if the data are a function of the round or drawn from
+    the generators of torch, numpy or Python, whose states are saved.
+
+    Args:
+        folder: where the files go; one that all ranks share, or one on each machine. It is made if need be.
+        every: rounds between two checkpoints.
+
+    Raises:
+        ValueError: the folder cannot be made, or `every` is no number of rounds.
+    """
+
+    def __init__(self, folder: str | Path, every: int = 100) -> None:
+        self.folder, self.every = Path(folder), whole(every, "every", 1)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"cannot use {folder} for checkpoints: {error.strerror}; choose another folder") from None
+        self._optimizer: Gossip | None = None
+        self._others: dict[str, Any] = {}
+        self._lag = 0
+
+    def resume(self, optimizer: Gossip, **others: Any) -> int:
+        """Go on from the newest round that all ranks have; all ranks must call it together.
+
+        Args:
+            optimizer: what is trained.
+            others: what else belongs to the training and has a state_dict(): the model (for buffers), a scheduler, a
+                GradScaler.
+
+        Returns:
+            The rounds done; 0 where there is no checkpoint yet.
+
+        Raises:
+            ValueError: some ranks have checkpoints and some do not, or they are of another training.
+        """
+        self._optimizer, self._others, self._lag = optimizer, others, lag(optimizer.topology)
+        mine = self._readable()
+        common = self._common(sorted(mine, reverse=True)[:MOST])
+        if common is None:
+            self.save()
+            gathered(optimizer.group, torch.zeros(1))  # so that a rank without files is one that lost them
+            return 0
+        for rounds, path in self._files().items():
+            if rounds > common:  # of a future that is about to be trained again
+                path.unlink()
+        self._load(*mine[common])
+        return common
+
+    def step(self) -> None:
+        """Save if it is time; call it after every step of the optimizer and the scheduler."""
+        if self._given().rounds % self.every == 0:
+            self.save()
+
+    def save(self) -> Path:
+        """Save now; all ranks must do so after the same round."""
+        optimizer = self._given()
+        optimizer.drain()
+        tensors: dict[str, Tensor] = {}
+        for k, fields in enumerate(optimizer.vectors()):
+            tensors |= {f"state.{k}.{name}": v for name, v in fields.items()}
+        groups = [{name: v for name, v in g.items() if name != "params"} for g in optimizer.param_groups]
+        header = {
+            "format": FORMAT,
+            "run": self._identity(),
+            "rounds": optimizer.rounds,
+            "groups": packed(groups, tensors, "groups"),
+            "others": packed(
+                {name: _state(name, other, optimizer) for name, other in self._others.items()}, tensors, "others"
+            ),
+            "generators": packed(generators(optimizer.device), tensors, "generators"),
+        }
+        path = self.folder / f"rank{optimizer.rank:05d}-round{optimizer.rounds:010d}.safetensors"
+        sealed.write(path, header, tensors)
+        self._forget()
+        return path
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _given(self) -> Gossip:
+        if self._optimizer is None:
+            raise ValueError("nothing to save yet; call resume(optimizer, model=..., scheduler=...) before training")
+        return self._optimizer
+
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must have in common with a training that goes on from it."""
+        optimizer = self._given()
+        shapes = [[list(p.shape), str(p.dtype)] for g in optimizer.param_groups for p in g["params"]]
+        return {
+            "rank": optimizer.rank,
+            "ranks": optimizer.topology.size,
+            "rule": type(optimizer.algorithm).__name__,
+            "parameters": shapes,
+            "others": sorted(self._others),
+        }
+
+    def _files(self) -> dict[int, Path]:
+        """The files of this rank by round."""
+        pattern = re.compile(rf"rank{self._given().rank:05d}-round(\d+)\.safetensors")
+        found = {path: pattern.fullmatch(path.name) for path in self.folder.iterdir()}
+        return {int(match[1]): path for path, match in sorted(found.items()) if match}
+
+    def _readable(self) -> dict[int, tuple[dict[str, Any], dict[str, Tensor]]]:
+        found = {}
+        for rounds, path in self._files().items():
+            try:
+                found[rounds] = sealed.read(path, FORMAT)
+            except CheckpointError as error:
+                warnings.warn(f"{error}", RuntimeWarning, stacklevel=3)
+        return found
+
+    def _common(self, mine: list[int]) -> int | None:
+        """The newest round that all ranks have."""
+        row = torch.full((MOST,), -1, dtype=torch.int64)
+        row[: len(mine)] = torch.tensor(mine, dtype=torch.int64)
+        all_of_them = [{int(v) for v in theirs if v >= 0} for theirs in gathered(self._given().group, row)]
+        without = [rank for rank, rounds in enumerate(all_of_them) if not rounds]
+        if len(without) == len(all_of_them):
+            return None
+        common = set.intersection(*all_of_them)
+        if not common:
+            why = f"ranks {', '.join(map(str, without))} have none" if without else "they have none in common"
+            raise ValueError(
+                f"{self.folder} holds checkpoints of some ranks, but {why}; use a folder that outlives the machine, or "
+                "empty it on all machines to start anew"
+            )
+        return max(common)
+
+    def _load(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        optimizer = self._given()
+        for name, value in self._identity().items():
+            if header["run"][name] != value:
+                raise ValueError(
+                    f"the checkpoints in {self.folder} are of another training: {name} is {header['run'][name]} there "
+                    f"and {value} here; choose another folder"
+                )
+        vectors = [
+            {name: tensors[f"state.{k}.{name}"] for name in fields} for k, fields in enumerate(optimizer.vectors())
+        ]
+        for group, saved in zip(optimizer.param_groups, unpacked(header["groups"], tensors), strict=True):
+            group.update(saved)
+        optimizer.load_vectors(vectors, header["rounds"])
+        for name, state in unpacked(header["others"], tensors).items():
+            other = self._others[name]
+            other.load_state_dict(state, **({"strict": False} if isinstance(other, nn.Module) else {}))
+        set_generators(unpacked(header["generators"], tensors), optimizer.device)
+
+    def _forget(self) -> None:
+        """Remove the files that no rank will ask for again: all but two, and as many as ranks may be behind."""
+        optimizer = self._given()
+        files = self._files()
+        newest = sorted(files, reverse=True)
+        had_by_all = [r for r in newest if r <= optimizer.rounds - self._lag]
+        oldest = min([*newest[:2], *had_by_all[:1]])
+        if had_by_all:
+            for rounds in newest:
+                if rounds < oldest:
+                    files[rounds].unlink(missing_ok=True)
+
+
+def lag(topology: Topology) -> int:
+    """Rounds that a rank may be ahead of the slowest one: after t of its own, all others have done t - lag."""
+    worst = 0
+    for phase in range(1, topology.period + 1):
+        reached, back = [{i} for i in range(topology.size)], 0
+        while any(len(known) < topology.size for known in reached):
+            t = (phase - 1 - back) % topology.period + 1
+            heard = [set(topology.neighbors(i, t).tolist()) for i in range(topology.size)]
+            reached = [known.union(*(heard[i] for i in known)) for known in reached]
+            back += 1
+        worst = max(worst, back)
+    return worst
+
+
+def _state(name: str, other: Any, optimizer: Gossip) -> Any:
+    if not hasattr(other, "state_dict") or not hasattr(other, "load_state_dict"):
+        raise ValueError(f"{name} is a {type(other).__name__} without state_dict(); leave it out, or give it one")
+    state = other.state_dict()
+    if isinstance(other, nn.Module):  # the optimizer's own parameters are saved with it
+        return {key: v for key, v in state.items() if not (isinstance(v, Tensor) and optimizer.owns(v))}
+    return state

@@ -1,0 +1,269 @@
+"""Every update rule as a torch optimizer: one process is one node, and talks to its neighbours only.
+
+The model always holds x, the point where gradients are taken, and the one to evaluate and save: a rule's other vectors
+(DAT's iterate w, momentum, tracked gradients) live in the optimizer. So there is no switching between training and
+evaluation, which optimizers need that keep their average elsewhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from klatsch import topology as topologies
+from klatsch.algorithms import Algorithm
+from klatsch.algorithms.core import rate
+from klatsch.columns import described
+from klatsch.engine.agreement import agree, broadcast, group_of, members, summed
+from klatsch.engine.flat import Flat, by_dtype
+from klatsch.engine.links import OnFailure
+from klatsch.engine.transport import open_links
+from klatsch.optim import checks, saved
+from klatsch.optim.share import Share
+from klatsch.topology import Topology
+from klatsch.version import VERSION
+
+
+class Gossip(Optimizer):
+    """An update rule on this rank's parameters, gossiped with its neighbours on a topology.
+
+    Make it on every rank, with the same rule, topology and shapes. Ranks start from rank 0's parameters. A parameter
+    that receives no gradient counts as one with gradient zero: it is still averaged with the neighbours'. Parameters
+    that are frozen when the optimizer is made stay out of it.
+
+    Args:
+        params: parameters, or groups of them with their own "lr" and "weight_decay".
+        algorithm: the rule, such as algorithms.make("dat", lr=0.1); its lr is the default of the groups.
+        topology: a Topology with one node per rank, or the name of one.
+        group: the process group; all ranks by default.
+        weight_decay: added to gradients as weight_decay * x.
+        timeout: seconds that a neighbour may keep this rank waiting.
+        on_failure: "raise" LinkError when a neighbour is gone or late, or "continue" without it: its weight in the
+            gossip matrix becomes part of this rank's own.
+        start_equal: start from rank 0's parameters; else every rank starts from its own.
+        any_graph: run also where the rule refuses the graph.
+
+    Raises:
+        ValueError: something does not fit, or the ranks do not agree; with the remedy.
+    """
+
+    _step_supports_amp_scaling = True  # a GradScaler must not skip a round, or neighbours would wait for it
+
+    def __init__(
+        self,
+        params: Any,
+        algorithm: Algorithm,
+        topology: Topology | str = "ring",
+        group: Any = None,
+        *,
+        weight_decay: float = 0.0,
+        timeout: float = 300.0,
+        on_failure: OnFailure = "raise",
+        start_equal: bool = True,
+        any_graph: bool = False,
+    ) -> None:
+        checks.settings(algorithm, weight_decay, timeout, on_failure)
+        rule: Any = algorithm
+        lr = rate(rule.lr, 1)
+        self._made = False
+        super().__init__(params, {"lr": lr, "weight_decay": float(weight_decay)})
+        self._made = True
+        self.algorithm = algorithm
+        self._schedule = rule.lr if callable(rule.lr) else None
+        self._follows = [entry["lr"] == lr for entry in self.param_groups]
+        trained = checks.trainable([p for entry in self.param_groups for p in entry["params"]])
+        self._frozen = [p for entry in self.param_groups for p in entry["params"] if not p.requires_grad]
+
+        size = len(members(group))
+        self.topology = topologies.make(topology, size) if isinstance(topology, str) else topology
+        checks.graph(algorithm, self.topology, size, any_graph)
+        self.group = group_of(group, timeout)
+        agree(self.group, self._facts(trained, on_failure))
+        flats = [Flat(same) for same in by_dtype(trained).values()]
+        if start_equal:
+            for tensor in (*(flat.values for flat in flats), *(p.data for p in self._frozen)):
+                broadcast(self.group, tensor)
+        self._links = open_links(group, self.group, self.topology, trained[0].device, float(timeout), on_failure)
+        self._shares = self._make_shares(flats)
+        atexit.register(_drain_at_exit, weakref.ref(self))
+
+    # --- training ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One round: take in the gradients, exchange messages with the neighbours, move the model to the next x.
+
+        Raises:
+            LinkError: a neighbour is gone or late, and failures are to be raised. The model and the state are still
+                those of the round before, and can be saved.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if any(p.requires_grad for p in self._frozen):
+            raise ValueError("a parameter was frozen when the optimizer was made and is not now; make a new optimizer")
+        for share in self._shares:
+            share.check_untouched()
+        if self._schedule is not None:
+            for entry, follows in zip(self.param_groups, self._follows, strict=True):
+                entry["lr"] = rate(self._schedule, self.rounds + 1) if follows else entry["lr"]
+        factor = self._gradient_factor()
+        for share in self._shares:
+            share.step(self.param_groups, factor)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to zero. They stay where they are, in one buffer, whatever `set_to_none` says."""
+        for share in self._shares:
+            share.flat.zero_gradients()
+        for parameter in self._frozen:
+            parameter.grad = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take a group in; only while the optimizer is made, since all parameters live in one buffer."""
+        if self._made:
+            raise ValueError("parameters cannot be added to a Gossip optimizer; make a new one with all of them")
+        super().add_param_group(param_group)
+        checks.group(self.param_groups[-1])
+
+    # --- what it knows -----------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Which node of the topology this is."""
+        return dist.get_rank(self.group)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._shares[0].flat.values.device
+
+    @property
+    def rounds(self) -> int:
+        """Rounds done."""
+        return self._shares[0].node.rounds
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to its neighbours."""
+        return self._links.bytes_sent
+
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds that this rank has waited for messages."""
+        return self._links.seconds_waited
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Neighbours that this rank goes on without."""
+        return tuple(self._links.lost)
+
+    def consensus(self) -> float:
+        """Gamma, the mean over ranks of the squared distance of x from its network mean; all ranks must ask together.
+
+        Raises:
+            RuntimeError: a rank does not answer.
+        """
+        try:
+            total = torch.zeros(1, dtype=torch.float64)
+            for share in self._shares:
+                here = share.flat.values.detach().double().cpu()
+                total += (here - summed(self.group, here) / self.topology.size).square().sum()
+            return float(summed(self.group, total)) / self.topology.size
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RuntimeError(f"consensus() needs an answer from all {self.topology.size} ranks ({reason})") from None
+
+    def output(self) -> list[Tensor]:
+        """The rule's output, shaped like the trained parameters: x, or the average of iterates if it keeps one."""
+        found: dict[int, Tensor] = {}
+        for share in self._shares:
+            vector = share.rule.output(share.node.state).to(share.flat.values.dtype)
+            found |= {id(p): v.clone() for p, v in zip(share.flat.parameters, share.flat.views(vector), strict=True)}
+        return [found[id(p)] for entry in self.param_groups for p in entry["params"] if id(p) in found]
+
+    # --- state -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank, as torch optimizers give it: copies of tensors, shaped like the parameters."""
+        for share in self._shares:
+            self.state.update(saved.per_parameter(share))
+        try:
+            found = super().state_dict()
+        finally:
+            self.state.clear()
+        return found | {"gossip": saved.header(self._shares)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state; on all ranks, each with its own of the same round. The model then holds its x.
+
+        Raises:
+            ValueError: it is no state of this rule and these parameters. Nothing is changed then.
+        """
+        vectors = saved.checked(state_dict, self.param_groups, self._shares)
+        for entry, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            entry.update({name: value for name, value in other.items() if name != "params"})
+        self.load_vectors(vectors, state_dict["gossip"]["rounds"])
+
+    def vectors(self) -> list[dict[str, Tensor]]:
+        """The fields of the state as flat vectors, by dtype of the parameters: this optimizer's own memory."""
+        return [share.vectors() for share in self._shares]
+
+    @torch.no_grad()
+    def load_vectors(self, vectors: list[dict[str, Tensor]], rounds: int) -> None:
+        """Go on from what `vectors` gave after so many rounds, on all ranks."""
+        if self.rounds > 0:  # messages are on their way that belong to another story
+            self.drain()
+            self.group = group_of(self.group, self._links.timeout)
+            self._links = self._links.reopened(self.group)
+            self._shares = self._make_shares([share.flat for share in self._shares])
+        for share, fields in zip(self._shares, vectors, strict=True):
+            share.load(fields, rounds)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the memory of the parameters that are trained here."""
+        return any(share.flat.holds(tensor) for share in self._shares)
+
+    def drain(self) -> None:
+        """Wait until all that this rank has sent has left, at most for the timeout."""
+        self._links.drain()
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _make_shares(self, flats: list[Flat]) -> list[Share]:
+        return [Share(flat, self.algorithm, self.topology, self.rank, self._links, k) for k, flat in enumerate(flats)]
+
+    def _gradient_factor(self) -> float:
+        """What gradients are multiplied with, as a GradScaler asks: 1 without one, 0 where some are not finite."""
+        if float(getattr(self, "found_inf", 0.0)) > 0:
+            return 0.0
+        scale = getattr(self, "grad_scale", None)
+        return 1.0 if scale is None else 1.0 / float(scale)
+
+    def _facts(self, trained: list[Tensor], on_failure: str) -> dict[str, str]:
+        """What all ranks must agree on."""
+        return {
+            "version of klatsch": VERSION,
+            "rule": str(described(self.algorithm)),
+            "topology": f"{self.topology!r} {self.topology.fingerprint[:16]}",
+            "number of parameters": f"{len(trained)} tensors, {sum(p.numel() for p in trained):,} numbers",
+            "shapes": str([list(p.shape) for p in trained]),
+            "memory formats": str([list(p.stride()) for p in trained]),
+            "dtypes": str([str(p.dtype) for p in trained]),
+            "parameter groups": str([[g["lr"], g["weight_decay"], len(g["params"])] for g in self.param_groups]),
+            "answer to failures": on_failure,
+        }
+
+
+def _drain_at_exit(reference: weakref.ref[Gossip]) -> None:
+    """The last round's messages must leave before the process ends, or its neighbours could not finish theirs."""
+    if (optimizer := reference()) is not None:
+        optimizer.drain()

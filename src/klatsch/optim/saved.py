@@ -1,0 +1,81 @@
+"""The state of an optimizer as plain dictionaries and tensors, the way torch's own optimizers give it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klatsch.optim.share import Share
+
+FORMAT = 1
+
+
+def per_parameter(share: Share) -> dict[Tensor, dict[str, Tensor]]:
+    """Copies of the fields of the state, cut into parameters."""
+    flat = share.flat
+    found: dict[Tensor, dict[str, Tensor]] = {p: {} for p in flat.parameters}
+    for name, vector in share.vectors().items():
+        if len(vector) == len(flat.values):
+            for parameter, view in zip(flat.parameters, flat.views(vector), strict=True):
+                found[parameter][name] = view.clone()
+    return found
+
+
+def header(shares: Sequence[Share]) -> dict[str, Any]:
+    """What else there is to know: the rule, the round, and fields that are single numbers, such as push-sum weights."""
+    singles = [
+        {name: v.clone() for name, v in share.vectors().items() if len(v) != len(share.flat.values)} for share in shares
+    ]
+    return {"format": FORMAT, "rule": type(shares[0].rule).__name__, "rounds": shares[0].node.rounds, "single": singles}
+
+
+def checked(state: Any, groups: Sequence[dict[str, Any]], shares: Sequence[Share]) -> list[dict[str, Tensor]]:
+    """The vectors of a state, by share, after a check that it fits.
+
+    Raises:
+        ValueError: it is a state of something else; with what differs.
+    """
+    facts = state.get("gossip") if isinstance(state, dict) else None
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise ValueError("this is no state_dict of a Gossip optimizer of this version; give what its state_dict() gave")
+    rule = type(shares[0].rule).__name__
+    if facts["rule"] != rule:
+        raise ValueError(
+            f"the state_dict is one of {facts['rule']}, but this optimizer runs {rule}; load it into one with that rule"
+        )
+    counts = [len(group["params"]) for group in state["param_groups"]]
+    if counts != [len(group["params"]) for group in groups]:
+        raise ValueError(
+            f"the state_dict has parameter groups of {counts} parameters, this optimizer of "
+            f"{[len(group['params']) for group in groups]}; make it with the same parameters"
+        )
+    numbers = {
+        id(parameter): number
+        for group, other in zip(groups, state["param_groups"], strict=True)
+        for parameter, number in zip(group["params"], other["params"], strict=True)
+    }
+    return [
+        _vectors(share, state["state"], numbers, single) for share, single in zip(shares, facts["single"], strict=True)
+    ]
+
+
+def _vectors(share: Share, entries: Any, numbers: dict[int, int], single: dict[str, Tensor]) -> dict[str, Tensor]:
+    flat, result = share.flat, dict(single)
+    for name, vector in share.vectors().items():
+        if name in single:
+            continue
+        whole = torch.empty_like(vector)
+        for parameter, view in zip(flat.parameters, flat.views(whole), strict=True):
+            value = entries.get(numbers[id(parameter)], {}).get(name)
+            if value is None or value.shape != parameter.shape:
+                found = "nothing" if value is None else f"shape {tuple(value.shape)}"
+                raise ValueError(
+                    f"the state_dict has {found} as {name} of a parameter of shape {tuple(parameter.shape)}; it is of "
+                    "another model, or of a rule with other options (momentum, average)"
+                )
+            view.copy_(value)
+        result[name] = whole
+    return result

@@ -1,0 +1,95 @@
+"""Parameters of one dtype and the node that trains them: between torch's view of a model and a rule's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import klatsch.columns as cols
+from klatsch.algorithms import Algorithm
+from klatsch.engine.flat import Flat
+from klatsch.engine.node import Block, Links, Node
+from klatsch.topology import Topology
+
+Setting = float | Tensor  # one number for all parameters, or a vector with one for each
+
+
+class Share:
+    """Parameters of one dtype, the same everywhere in the network, and this rank's part of the rule's state on them."""
+
+    def __init__(
+        self, flat: Flat, rule: Algorithm, topology: Topology, rank: int, links: Links, channel: int = 0
+    ) -> None:
+        self.flat, self.rule = flat, rule
+        # Averages with small weights would stand still in half precision, so states are kept in float32 there.
+        start = flat.values.float() if flat.values.element_size() < 4 else flat.values
+        self.node = Node(rule, start, topology, rank, links, channel)
+        self.dtype = start.dtype
+        self._inputs: tuple[Tensor, Setting, Setting, float] = (start, 0.0, 0.0, 1.0)
+
+    def step(self, groups: Sequence[dict[str, Any]], factor: float) -> None:
+        """One round, with gradients times a factor; 0 makes it a round of gossip alone, whatever the gradients are."""
+        lr, decay = self._setting(groups, "lr"), self._setting(groups, "weight_decay")
+        self._inputs = self.flat.bind_gradients(), lr, decay, factor
+        self.node.step(self._gradient, self._rule, self._take_over)
+
+    def vectors(self) -> dict[str, Tensor]:
+        """The fields of the state."""
+        return {name: v for name, v in self.node.state._asdict().items() if v is not None}
+
+    def load(self, vectors: dict[str, Tensor], rounds: int) -> None:
+        """Go on from a state that was saved after so many rounds."""
+        self.node.load(vectors, rounds)
+        self.flat.values.copy_(self.rule.query(self.node.state))
+        self.flat.written()
+
+    def check_untouched(self) -> None:
+        """See whether somebody has written to the parameters, which belong to the optimizer since it was made.
+
+        Raises:
+            ValueError: they were, and do not fit the rest of the state.
+        """
+        if self.flat.moved():
+            raise ValueError("the model was moved after the optimizer was made; move it first, then make a new one")
+        if not self.flat.written():
+            return
+        if self.node.rounds == 0:  # the model was loaded before training: start from there
+            start = self.rule.init(self.flat.values.to(self.dtype))
+            self.node.load({name: v for name, v in start._asdict().items() if v is not None}, 0)
+        elif not torch.equal(self.flat.values, self.rule.query(self.node.state).to(self.flat.values.dtype)):
+            raise ValueError(
+                f"the parameters were changed after round {self.node.rounds}, but not by this optimizer, whose other "
+                "vectors do not fit them any more; load its state too (load_state_dict), or make a new one"
+            )
+
+    def _gradient(self, block: Block) -> Tensor:
+        gradients, _, decay, factor = self._inputs
+        gradient = gradients[block].to(self.dtype)
+        if factor == 0.0:
+            gradient = torch.zeros_like(gradient)
+        elif factor != 1.0:
+            gradient = gradient * factor
+        if isinstance(decay, Tensor):
+            return gradient + decay[block] * self.flat.values[block]
+        return gradient + decay * self.flat.values[block] if decay else gradient
+
+    def _rule(self, block: Block) -> Algorithm:
+        lr = self._inputs[1]
+        return cols.replaced(self.rule, lr=lr[block] if isinstance(lr, Tensor) else lr)
+
+    def _take_over(self, block: Block, state: Any, rule: Algorithm) -> None:
+        self.flat.values[block].copy_(rule.query(state))
+
+    def _setting(self, groups: Sequence[dict[str, Any]], name: str) -> Setting:
+        if len({float(group[name]) for group in groups}) == 1:
+            return float(groups[0][name])
+        places = {id(p): place for p, place in zip(self.flat.parameters, self.flat.places, strict=True)}
+        vector = torch.empty(len(self.flat.values), dtype=self.dtype, device=self.flat.values.device)
+        for group in groups:
+            for parameter in group["params"]:
+                if id(parameter) in places:
+                    vector[places[id(parameter)]] = float(group[name])
+        return vector

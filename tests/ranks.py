@@ -1,0 +1,107 @@
+"""Real processes for the tests of ranks: one loads the libraries and forks the others, so that many start quickly.
+
+Run as a program it is that first process: `python tests/ranks.py FOLDER SIZE SCENARIO JSON`.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+class Ranks:
+    """SIZE processes that each run `rank_scenarios.SCENARIO(folder, **options)` in a process group."""
+
+    def __init__(self, folder, size, scenario, **options):
+        self.folder, self.size = Path(folder), size
+        self.folder.mkdir(exist_ok=True)
+        command = [sys.executable, __file__, str(folder), str(size), scenario, json.dumps(options)]
+        self.first = subprocess.Popen(command, start_new_session=True)
+        self.pids = [int(self._file(f"pid-{rank}")) for rank in range(size)]
+
+    def kill(self, rank, number=signal.SIGKILL):
+        os.kill(self.pids[rank], number)
+
+    def wait_for(self, name, seconds=120):
+        """The content of a file that a rank writes when it has come to some point."""
+        return self._file(name, seconds)
+
+    def codes(self, seconds=120):
+        """The exit codes of all ranks; minus the signal for those that were killed."""
+        try:
+            self.first.wait(seconds)
+        finally:
+            self.end()
+        return [int((self.folder / f"code-{rank}").read_text()) for rank in range(self.size)]
+
+    def errors(self, rank):
+        return (self.folder / f"stderr-{rank}").read_text()
+
+    def succeed(self, seconds=120):
+        codes = self.codes(seconds)
+        assert codes == [0] * self.size, "\n".join(self.errors(rank) for rank in range(self.size))
+
+    def end(self):
+        if self.first.poll() is None:
+            os.killpg(self.first.pid, signal.SIGKILL)
+            self.first.wait()
+
+    def _file(self, name, seconds=60):
+        deadline = time.monotonic() + seconds
+        while not (self.folder / name).exists():
+            assert self.first.poll() is None or (self.folder / name).exists(), f"all ranks ended without {name}"
+            assert time.monotonic() < deadline, f"no {name} after {seconds} s"
+            time.sleep(0.01)
+        return (self.folder / name).read_text()
+
+
+def say(folder, name, text=""):
+    """Write a file that is whole once it can be seen."""
+    hidden = Path(folder) / f".{name}"
+    hidden.write_text(str(text))
+    hidden.rename(Path(folder) / name)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main():
+    folder, size, scenario, options = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from tests import rank_scenarios
+
+    port, pids = free_port(), {}
+    for rank in range(size):
+        if (pid := os.fork()) == 0:
+            sys.stderr = (folder / f"stderr-{rank}").open("w", buffering=1)
+            os.dup2(sys.stderr.fileno(), 2)
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+            torch.set_num_threads(1)
+            try:
+                getattr(rank_scenarios, scenario)(folder, **options)
+            except Exception:
+                traceback.print_exc()
+                sys.exit(1)
+            sys.exit(0)
+        pids[pid] = rank
+        say(folder, f"pid-{rank}", pid)
+    for _ in range(size):
+        pid, status = os.wait()
+        say(folder, f"code-{pids[pid]}", os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    main()
