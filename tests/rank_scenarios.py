@@ -71,3 +71,67 @@ def parity(folder):
             found[f"{label} | {name}"] = torch.stack([x.detach(), optimizer.output()[0]])
     torch.save(found, folder / f"parity-{rank}")
     say(folder, f"done-{rank}", os.getpid())
+
+
+def micro(folder, d, rounds):
+    import time
+
+    rank, size = group()
+    if rank == 0:
+        print(f"-- {size} ranks, {d} numbers")
+    x = nn.Parameter(torch.randn(d))
+    x.grad = torch.randn(d)
+    for label, (rule, options) in {"dsgd": ("dsgd", {}), "dat": ("dat", {}), "cta": ("dat", {"order": "cta"})}.items():
+        o = klatsch.Gossip([x], klatsch.algorithms.make(rule, lr=LR, **options), "ring")
+        for _ in range(3):
+            o.step()
+        dist.barrier()
+        b = time.perf_counter()
+        for _ in range(rounds):
+            o.step()
+        dist.barrier()
+        e = time.perf_counter()
+        if rank == 0:
+            print(f"{label:6} {1e3 * (e - b) / rounds:.3f} ms, waited {1e3 * o.seconds_waited / (rounds + 3):.3f}")
+    # bare
+    peers = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
+    v = torch.randn(d)
+    bufs = [torch.empty(d) for _ in peers]
+    dist.barrier()
+    b = time.perf_counter()
+    for _ in range(rounds):
+        ws = [dist.irecv(m, p) for m, p in zip(bufs, peers)] + [dist.isend(v, p) for p in peers]
+        for w in ws:
+            w.wait()
+        u = v.clone()
+        for m in bufs:
+            u.add_(m - v, alpha=1 / 3)
+        v = u - 0.001 * x.grad
+    dist.barrier()
+    e = time.perf_counter()
+    if rank == 0:
+        print(f"bare   {1e3 * (e - b) / rounds:.3f} ms")
+    p = x.detach().clone()
+    b = time.perf_counter()
+    for _ in range(rounds):
+        p.add_(x.grad, alpha=-0.1)
+    if rank == 0:
+        print(f"sgd    {1e3 * (time.perf_counter() - b) / rounds:.3f} ms")
+
+
+def prof(folder, d, rounds):
+    import cProfile, pstats
+
+    rank, size = group()
+    x = nn.Parameter(torch.randn(d))
+    x.grad = torch.randn(d)
+    o = klatsch.Gossip([x], klatsch.algorithms.make("dsgd", lr=LR), "ring")
+    for _ in range(3):
+        o.step()
+    pr = cProfile.Profile()
+    pr.enable()
+    for _ in range(rounds):
+        o.step()
+    pr.disable()
+    if rank == 0:
+        pstats.Stats(pr).sort_stats("tottime").print_stats(22)

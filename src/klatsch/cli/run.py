@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from klatsch import algorithms, pictures, problems
+from klatsch.arguments import named
 from klatsch.cli import progress, terminal
 from klatsch.cli.app import app
 from klatsch.cli.rows import plain, print_rows
 from klatsch.cli.terminal import number, option, print_json
 from klatsch.study import demo as demos
-from klatsch.study import figures, spec, workers
+from klatsch.study import figures, on_ranks, spec, workers
 from klatsch.study.cases import expand
 from klatsch.study.execute import run_study
 from klatsch.study.spec import PAPER_GRID, Study
@@ -66,10 +67,15 @@ def run(
     ] = None,
     processes: Annotated[int | None, option("Worker processes (one per core).", "--workers")] = None,
     dask: Annotated[str | None, typer.Option(help="Run on the Dask cluster at ADDRESS.", metavar="ADDRESS")] = None,
+    engine: Annotated[
+        str, typer.Option(help="stacked (simulation), or ranks: one process per node, under torchrun.", metavar="NAME")
+    ] = "stacked",
     plot: Annotated[Path | None, typer.Option(help="Draw the curves to FILE.png, .svg or .pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Run a study."""
+    if named("engine", engine, {"stacked": False, "ranks": True}) and on_ranks.join() != 0:
+        return on_ranks.serve()
     if file is not None:
         _refuse_with_file(context)
         study = spec.load(file)
@@ -100,6 +106,8 @@ def run(
         pictures.check_path(plot)
     place = store if store is not None or file is None else file.with_suffix(".sqlite")
     executor = crew(study.device, processes, dask, file is None and store is None)
+    if engine == "ranks":
+        executor = on_ranks.ranks_for(study.nodes, processes, dask)
     with Store(":memory:" if place is None else place) as opened, progress.shown() as told:
         origin = Origin(terminal.command_line())
         with progress.interruptible(opened):
@@ -179,7 +187,7 @@ def _from_options(
 
 
 def _refuse_with_file(context: typer.Context) -> None:
-    allowed = {"file", "device", "store", "processes", "dask", "plot", "as_json"}
+    allowed = {"file", "engine", "device", "store", "processes", "dask", "plot", "as_json"}
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)

@@ -97,6 +97,10 @@ class GlooLinks:
         self.lost: dict[int, LinkError] = {}
         self.bytes_sent, self.seconds_waited = 0, 0.0
         self._global = dist.get_process_group_ranks(group)
+        rounds = range(1, topology.period + 1)
+        self._sources = [topology.neighbors(self.rank, t).tolist() for t in rounds]
+        self._targets = [topology.receivers(self.rank, t).tolist() for t in rounds]
+        self._heard: dict[int, int] = {}  # by neighbour: the last round of which something came from it
         self._staged = device.type != "cpu"
         self._arriving: dict[int, list[tuple[int, Transfer]]] = {}
         self._leaving: dict[tuple[int, int], list[tuple[int, Transfer]]] = {}
@@ -107,7 +111,7 @@ class GlooLinks:
     def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None:
         """Make ready for what the neighbours will send in round t under a tag."""
         arriving = []
-        for k, source in enumerate(self._present(self.topology.neighbors(self.rank, t))):
+        for k, source in enumerate(self._present(self._sources, t)):
             if (tag, k) not in self._memory:
                 self._memory[tag, k] = torch.empty(length, dtype=dtype, pin_memory=self._staged)
             memory = self._memory[tag, k]
@@ -116,7 +120,7 @@ class GlooLinks:
 
     def send(self, tag: int, t: int, message: Tensor) -> None:
         """Send a vector to all that hear this rank in round t; it must not change until `sent(tag, t)`."""
-        targets = self._present(self.topology.receivers(self.rank, t))
+        targets = self._present(self._targets, t)
         if self._staged and targets:
             pinned = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
             message = pinned.copy_(message)  # waits for the GPU to have computed it
@@ -132,6 +136,7 @@ class GlooLinks:
         """
         arriving = self._arriving.pop(tag)
         self._wait(arriving, t, "source")
+        self._heard |= {source: t for source, _ in arriving}
         there = [(source, transfer.memory) for source, transfer in arriving if source not in self.lost]
         if self._staged:
             return [(source, memory.to(self.device)) for source, memory in there]
@@ -139,7 +144,11 @@ class GlooLinks:
 
     def sent(self, tag: int, t: int) -> None:
         """Wait until what was sent under a tag for round t has left, so that its memory can be used again."""
-        self._wait(self._leaving.pop((tag, t), []), t, "target")
+        leaving = self._leaving.pop((tag, t), [])
+        for target, transfer in leaving:
+            if self._heard.get(target, 0) > t:  # it has ended round t, for which it needed this message: no wait
+                transfer.finish()
+        self._wait([pair for pair in leaving if self._heard.get(pair[0], 0) <= t], t, "target")
 
     def drain(self) -> None:
         """Wait until all that was sent has left, or its receiver is gone; at most for the timeout. Raises nothing."""
@@ -194,8 +203,8 @@ class GlooLinks:
             threading.Thread(target=_finish_all, args=(waiting,), name=name, daemon=True).start()
         self._waiters[peer, side].put(transfer)
 
-    def _present(self, peers: Any) -> list[int]:
-        return [int(peer) for peer in peers if int(peer) not in self.lost]
+    def _present(self, peers: list[list[int]], t: int) -> list[int]:
+        return [peer for peer in peers[(t - 1) % len(peers)] if peer not in self.lost]
 
     def _receive(self, memory: Tensor, source: int, tag: int) -> Any:
         return dist.irecv(memory, self._global[source], group=self.group, tag=tag)

@@ -100,6 +100,7 @@ class Node:
         gradient: Callable[[Block], Tensor],
         rule: Callable[[Block], Algorithm],
         arrived: Callable[[Block, Any, Algorithm], None] | None = None,
+        last: bool = False,
     ) -> None:
         """One round.
 
@@ -107,6 +108,7 @@ class Node:
             gradient: gives a slice of the gradient.
             rule: gives the rule for a slice, with this round's learning rates.
             arrived: is given every slice of the new state.
+            last: whether no round follows, so that no message of one is sent or waited for.
 
         Raises:
             LinkError: a neighbour failed; the state is still that of the round before.
@@ -129,7 +131,8 @@ class Node:
             self.links.sent(self._tag, t - 1)
         self._advance(t, gradient, rule, came, arrived)
         self.rounds = t
-        self._begin(t + 1)
+        if not last:
+            self._begin(t + 1)
 
     # --- inside ------------------------------------------------------------------------------------------------
 

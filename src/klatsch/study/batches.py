@@ -96,26 +96,44 @@ def pack(cases: Iterable[Case], device: str) -> list[Batch]:
     return [Batch(tuple(stack), device) for blocks in stacks.values() for stack in _cut(blocks)]
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a batch is run from: one rule for all networks, and of each network its problem and graph."""
+
+    rule: Any
+    problems: list[Any]
+    graphs: list[Topology]
+    steps: int
+    choices: dict[str, Any]  # of `simulate`
+
+
+def parts(batch: Batch) -> Parts:
+    """What a batch is run from."""
+    first = batch.networks[0][0]
+    return Parts(
+        rule=algorithms.make(first.rule, **_joined([case.rule_options for case in batch.networks[0]])),
+        problems=[_problem(network) for network in batch.networks],
+        graphs=[network[0].make_graph() for network in batch.networks],
+        steps=first.steps,
+        choices={"record": first.record, "dtype": getattr(torch, first.dtype), "any_graph": first.any_graph},
+    )
+
+
 def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Advance | None = None) -> Finished:
     """Run a batch, from its checkpoint if there is one."""
-    first = batch.networks[0]
-    rule = algorithms.make(first[0].rule, **_joined([case.rule_options for case in first]))
-    instances = [_problem(network) for network in batch.networks]
-    graphs = [network[0].make_graph() for network in batch.networks]
+    made = parts(batch)
     choices: Any = {
-        "record": first[0].record,
-        "dtype": getattr(torch, first[0].dtype),
+        **made.choices,
         "device": batch.device,
-        "any_graph": first[0].any_graph,
         "checkpoint": checkpoint,
         "checkpoint_every": CHECKPOINT_EVERY,
         "progress": progress if progress is not None else False,
     }
 
     def run() -> list[Result]:
-        if len(instances) > 1:
-            return simulate_together(instances, rule, graphs, first[0].steps, **choices)
-        return [simulate(instances[0], rule, graphs[0], first[0].steps, **choices)]
+        if len(made.problems) > 1:
+            return simulate_together(made.problems, made.rule, made.graphs, made.steps, **choices)
+        return [simulate(made.problems[0], made.rule, made.graphs[0], made.steps, **choices)]
 
     try:
         results = run()
@@ -123,6 +141,11 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Advance | 
         assert checkpoint is not None
         checkpoint.unlink(missing_ok=True)
         results = run()
+    return finished(batch, results, results[0].seconds)
+
+
+def finished(batch: Batch, results: list[Result], seconds: float) -> Finished:
+    """What is kept of the results of a batch, one per network."""
     return Finished(
         keys=[case.key for case in batch.cases],
         steps=results[0].steps,
@@ -142,7 +165,7 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Advance | 
             for v in result.diverged.expand(len(network))
         ],
         engine=results[0].engine,
-        seconds=results[0].seconds,
+        seconds=seconds,
         environment=environment(batch.device),
     )
 

@@ -1,0 +1,120 @@
+"""A problem of the simulator on real ranks: one process is one node, and rank 0 gathers what is measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from klatsch.algorithms import Algorithm
+from klatsch.engine.checks import check_parts, check_place, check_steps, identity, within
+from klatsch.engine.links import GlooLinks
+from klatsch.engine.node import Block, Node
+from klatsch.engine.record import Result, measure, record_points
+from klatsch.engine.rounds import placed
+from klatsch.problems import Problem
+from klatsch.topology import Topology
+
+
+def simulate_on_ranks(
+    problem: Problem,
+    algorithm: Algorithm,
+    topology: Topology,
+    steps: int,
+    record: int | Sequence[int] = 50,
+    *,
+    group: Any,
+    dtype: torch.dtype = torch.float64,
+    device: str | torch.device = "cpu",
+    timeout: float = 300.0,
+    any_graph: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Result | None:
+    """Run an update rule on a problem, every node in a process of its own; all ranks of the group call it together.
+
+    The same numbers as `simulate` up to rounding: randomness is a function of (seed, round, node).
+
+    Args:
+        problem: what the nodes minimise, the same on all ranks.
+        algorithm: the update rule; lists of hyper-parameters make columns, which travel together.
+        topology: who talks to whom; one node per rank.
+        steps: number of rounds T.
+        record: number of log-spaced steps at which metrics are taken, or the steps themselves.
+        group: a gloo process group of as many ranks as there are nodes.
+        dtype: torch.float64 or torch.float32.
+        device: where this rank computes.
+        timeout: seconds that a neighbour may keep a rank waiting.
+        any_graph: run also where the rule refuses the graph.
+        progress: is told of rounds done.
+
+    Returns:
+        On rank 0 the same as `simulate`; on the others None.
+
+    Raises:
+        ValueError: something does not fit.
+        LinkError: a neighbour is gone or late.
+    """
+    C, steps = check_parts(problem, algorithm, topology, any_graph), check_steps(steps)
+    points, where = record_points(record, steps), check_place(dtype, device)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if topology.size != size:
+        raise ValueError(f"{topology.name} has {topology.size} nodes but the group has {size} ranks; one for each")
+    here: Any = problem.to(dtype, where) if hasattr(problem, "to") else problem
+    rule = placed(within(algorithm, steps), dtype, where, C)
+    x = torch.as_tensor(here.start()).to(where, dtype).expand(C, problem.dim).contiguous()
+    node = Node(rule, x, topology, rank, GlooLinks(group, topology, where, timeout, "raise"))
+    rows: list[dict[str, Tensor]] = []
+    diverged = torch.zeros(C, dtype=torch.bool)
+    stacked: Any = None
+    began = time.perf_counter()
+    with torch.no_grad():
+        for t in range(1, steps + 1):
+            grad = here.grad(rule.query(node.state)[None], t, [rank])[0]
+            node.step(partial(_same, grad), partial(_same, rule), last=t == steps)
+            if t in points or t == steps:
+                stacked, grads = _stacked(node.state, grad, group)
+            if t in points and rank == 0:
+                diverged |= ~torch.isfinite(rule.output(stacked)).all(-1).all(0).cpu()
+                row = {name: v.expand(C) for name, v in measure(here, rule, stacked, grads).items()}
+                rows.append({name: v.masked_fill(diverged, torch.inf) for name, v in row.items()})
+            if progress is not None:
+                progress(1)
+    if rank != 0:
+        return None
+    return Result(
+        steps=points,
+        metrics={name: torch.stack([row[name] for row in rows]) for name in rows[0]},
+        output=rule.output(stacked).masked_fill(diverged.to(where)[:, None], torch.inf),
+        diverged=diverged,
+        seconds=time.perf_counter() - began,
+        engine="ranks",
+        state=stacked,
+        rounds=steps,
+        origin=identity(problem, algorithm, topology, C, dtype),
+    )
+
+
+def _same(value: Any, _: Block) -> Any:
+    return value  # a state of columns is no plain vector, and is not cut into slices
+
+
+def _stacked(state: Any, grad: Tensor, group: Any) -> tuple[Any, Any]:
+    """The states and gradients of all ranks as (M, C, d), on rank 0; there is nothing on the others."""
+    fields = {name: None if v is None else _gathered(v, group) for name, v in state._asdict().items()}
+    return type(state)(**fields), _gathered(grad, group)
+
+
+def _gathered(mine: Tensor, group: Any) -> Tensor | None:
+    first = dist.get_process_group_ranks(group)[0]
+    here = mine.detach().cpu().contiguous()
+    if dist.get_rank(group) != 0:
+        dist.gather(here, None, first, group=group)
+        return None
+    rows = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
+    dist.gather(here, rows, first, group=group)
+    return torch.stack(rows).to(mine.device)

@@ -1,0 +1,148 @@
+"""Studies on real ranks: rank 0 drives and writes the store as ever, and hands every batch to all the others.
+
+Batches travel as JSON; nothing is pickled. A network of M nodes runs on the first M ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from klatsch.engine.agreement import broadcast
+from klatsch.engine.links import LinkError
+from klatsch.engine.ranks import simulate_on_ranks
+from klatsch.study.batches import Batch, Finished, finished, parts
+from klatsch.study.cases import Case
+from klatsch.study.workers import Open, Workers
+
+PATIENCE = timedelta(days=30)  # ranks that a small network leaves idle wait for the next batch
+
+
+def join() -> int:
+    """Join the other ranks that torchrun has started; gives the rank of this one.
+
+    Raises:
+        ValueError: this process was not started by torchrun.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "--engine ranks needs several processes; start it with "
+            "torchrun --nproc-per-node 4 -m klatsch run STUDY.toml --engine ranks"
+        )
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=PATIENCE)
+    if dist.get_rank() == 0:
+        atexit.register(_dismiss)  # also after an error: the others are waiting for batches
+    return dist.get_rank()
+
+
+def ranks_for(nodes: Sequence[int], *others: object) -> Open:
+    """What runs a study with networks of these sizes.
+
+    Raises:
+        ValueError: there are not enough ranks, or other workers are asked for as well.
+    """
+    if any(other is not None for other in others):
+        raise ValueError("--engine ranks has its own workers, the ranks; leave --workers and --dask out")
+    if max(nodes) > dist.get_world_size():
+        raise ValueError(
+            f"the study has networks of {max(nodes)} nodes, but there are {dist.get_world_size()} ranks; start as many "
+            f"(torchrun --nproc-per-node {max(nodes)}), or leave the larger networks out"
+        )
+    return ranks
+
+
+@contextmanager
+def ranks() -> Iterator[Workers]:
+    """On rank 0: all ranks as workers that do one batch at a time, together."""
+    task: Any = run_together  # which gives something on rank 0
+    yield Workers(_Ranks(), task, 1, shares_files=False, losses=())
+
+
+def serve() -> None:
+    """On all other ranks: do the batches that rank 0 hands out, until it has no more."""
+    while text := _hear():
+        facts = json.loads(text)
+        networks = tuple(tuple(Case(**case) for case in network) for network in facts["networks"])
+        run_together(Batch(networks, facts["device"]))
+
+
+def run_together(batch: Batch, _: Path | None = None) -> Finished | None:
+    """The part of this rank in a batch; what came out is known to rank 0 only."""
+    torch.set_num_threads(1)
+    made = parts(batch)
+    results = []
+    try:
+        for problem, graph in zip(made.problems, made.graphs, strict=True):
+            group = _first_ranks(graph.size)
+            if dist.get_rank() < graph.size:
+                device = _device(batch.device)
+                results.append(
+                    simulate_on_ranks(problem, made.rule, graph, made.steps, group=group, device=device, **made.choices)
+                )
+    except LinkError as error:
+        raise ValueError(f"{error}; what was stored is safe, start again to go on") from None
+    own = [result for result in results if result is not None]
+    return finished(batch, own, sum(result.seconds for result in own)) if own else None
+
+
+class _Ranks(Executor):
+    """Runs a batch at once, on all ranks."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        batch = args[0]
+        _tell(json.dumps(asdict(batch)))
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*args, **options))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def _device(name: str) -> torch.device:
+    """Where this rank computes: ranks of one machine share its GPUs out."""
+    device = torch.device(name)
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+
+
+_groups: dict[int, Any] = {}
+
+
+def _first_ranks(size: int) -> Any:
+    """The group of the first ranks, made once; on all ranks together."""
+    if size not in _groups:
+        _groups[size] = dist.new_group(list(range(size)), timeout=PATIENCE, backend="gloo")
+    return _groups[size]
+
+
+def _dismiss() -> None:
+    with suppress(RuntimeError):  # they are gone already
+        _tell("")
+
+
+def _tell(text: str) -> None:
+    message = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+    broadcast(dist.group.WORLD, torch.tensor([len(text.encode())]))
+    broadcast(dist.group.WORLD, message)
+
+
+def _hear() -> str:
+    length = torch.zeros(1, dtype=torch.int64)
+    broadcast(dist.group.WORLD, length)
+    message = torch.zeros(max(int(length), 1), dtype=torch.uint8)
+    broadcast(dist.group.WORLD, message)
+    return bytes(message[: int(length)].tolist()).decode()
