@@ -1,6 +1,7 @@
 """What ranks do in the tests: each function runs in every process, after the fork."""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ RANK_RULES = {
 }
 RANK_GRAPHS = ("ring", "torus", "one_peer_exponential", "base_graph", "directed_ring")
 ROUNDS, LR = 50, 1e-3
+ENDURE_LR = 5e-3
 
 
 def graph_of(rule, name, size):
@@ -73,65 +75,119 @@ def parity(folder):
     say(folder, f"done-{rank}", os.getpid())
 
 
-def micro(folder, d, rounds):
-    import time
-
+def endure(folder, rule="dsgd", graph="ring", on_failure="raise", timeout=60, rounds=400, pause=0.005):
+    """A run that tests disturb: slow enough to be caught, and every point it passes is kept."""
     rank, size = group()
-    if rank == 0:
-        print(f"-- {size} ranks, {d} numbers")
-    x = nn.Parameter(torch.randn(d))
-    x.grad = torch.randn(d)
-    for label, (rule, options) in {"dsgd": ("dsgd", {}), "dat": ("dat", {}), "cta": ("dat", {"order": "cta"})}.items():
-        o = klatsch.Gossip([x], klatsch.algorithms.make(rule, lr=LR, **options), "ring")
-        for _ in range(3):
-            o.step()
-        dist.barrier()
-        b = time.perf_counter()
-        for _ in range(rounds):
-            o.step()
-        dist.barrier()
-        e = time.perf_counter()
-        if rank == 0:
-            print(f"{label:6} {1e3 * (e - b) / rounds:.3f} ms, waited {1e3 * o.seconds_waited / (rounds + 3):.3f}")
-    # bare
-    peers = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
-    v = torch.randn(d)
-    bufs = [torch.empty(d) for _ in peers]
-    dist.barrier()
-    b = time.perf_counter()
-    for _ in range(rounds):
-        ws = [dist.irecv(m, p) for m, p in zip(bufs, peers)] + [dist.isend(v, p) for p in peers]
-        for w in ws:
-            w.wait()
-        u = v.clone()
-        for m in bufs:
-            u.add_(m - v, alpha=1 / 3)
-        v = u - 0.001 * x.grad
-    dist.barrier()
-    e = time.perf_counter()
-    if rank == 0:
-        print(f"bare   {1e3 * (e - b) / rounds:.3f} ms")
-    p = x.detach().clone()
-    b = time.perf_counter()
-    for _ in range(rounds):
-        p.add_(x.grad, alpha=-0.1)
-    if rank == 0:
-        print(f"sgd    {1e3 * (time.perf_counter() - b) / rounds:.3f} ms")
+    problem = problem_of(size)
+    x = nn.Parameter(problem.start().clone())
+    graph = graph_of(rule, graph, size)
+    optimizer = klatsch.Gossip(
+        [x], klatsch.algorithms.make(rule, lr=ENDURE_LR), graph, timeout=timeout, on_failure=on_failure
+    )
+    path, lost = [x.detach().clone()], [()]
+    for t in range(1, rounds + 1):
+        train(optimizer, x, problem, rank, 1)
+        time.sleep(pause)
+        path.append(x.detach().clone())
+        lost.append(optimizer.lost)
+        if t == 20:
+            say(folder, f"going-{rank}")
+    torch.save({"path": torch.stack(path), "lost": lost, "bytes": optimizer.bytes_sent}, folder / f"path-{rank}")
+    say(folder, f"end-{rank}")
 
 
-def prof(folder, d, rounds):
-    import cProfile, pstats
-
+def disagree(folder, what):
+    """The last rank makes something else."""
     rank, size = group()
-    x = nn.Parameter(torch.randn(d))
-    x.grad = torch.randn(d)
-    o = klatsch.Gossip([x], klatsch.algorithms.make("dsgd", lr=LR), "ring")
+    odd = rank == size - 1
+    rule = klatsch.algorithms.make("dat", lr=0.2 if odd and what == "rule" else 0.1)
+    shape = (3, 2) if odd and what == "shapes" else (2, 3)
+    dtype = torch.float64 if odd and what == "dtypes" else torch.float32
+    params = [nn.Parameter(torch.ones(shape, dtype=dtype))] + [nn.Parameter(torch.ones(1))] * (odd and what == "number")
+    graph = "complete" if odd and what == "topology" else "ring"
+    if odd and what == "absent":
+        time.sleep(8)
+        return
+    klatsch.Gossip(params, rule, graph, timeout=4 if what == "absent" else 60)
+
+
+def features(folder):
+    """What needs several ranks and no fault."""
+    rank, size = group()
+    found = {}
+
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    own = [p.detach().clone() for p in model.parameters()]
+    ring = klatsch.topology.lazy(klatsch.topology.ring(size))  # three on a plain ring agree at once
+    optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, momentum=0.9, topology=ring)
+    found["start"] = [p.detach().clone() for p in model.parameters()]
+    inputs, targets = torch.randn(8, 4), torch.randn(8, 2)
+
+    def step():
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(4):
+        step()
+    found["x"] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    found["consensus"], found["bytes"] = optimizer.consensus(), optimizer.bytes_sent
+    found["statistics"] = model[1].running_mean.clone()
+    klatsch.average_(model)
+    found["averaged"] = model[1].running_mean.clone()
+
+    saved = optimizer.state_dict()  # back to here from a later round, with messages on their way
     for _ in range(3):
-        o.step()
-    pr = cProfile.Profile()
-    pr.enable()
-    for _ in range(rounds):
-        o.step()
-    pr.disable()
+        step()
+    found["first"] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    optimizer.load_state_dict(saved)
+    for _ in range(3):
+        step()
+    found["again"] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    klatsch.average_(model, parameters=True)
+    found["network"] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    p = nn.Parameter(torch.ones(3))  # a scaler that finds inf on one rank only
+    scaled = klatsch.optim.DSGD([p], lr=0.1, topology="one_peer_exponential")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for t in range(4):
+        scaled.zero_grad()
+        scaler.scale((p * (torch.inf if t == 2 and rank == 1 else 1.0)).sum()).backward()
+        scaler.step(scaled)
+        scaler.update()
+    found["scaled"] = p.detach().clone()
+
+    q = nn.Parameter(torch.full((2,), float(rank)))  # each from its own start; two dtypes; a group of some ranks
+    r = nn.Parameter(torch.full((70_000,), float(rank), dtype=torch.float64))
+    apart = klatsch.optim.DSGD([q, r], lr=0.1, topology="complete", start_equal=False)
+    apart.step()
+    found["mean"] = torch.cat([q.detach().double(), r.detach()])
+
+    even = dist.new_group([0, 2])
+    if rank in (0, 2):
+        s = nn.Parameter(torch.full((2,), float(rank)))
+        some = klatsch.optim.DSGD([s], lr=0.1, topology="complete", start_equal=False, group=even)
+        some.step()
+        found["some"] = s.detach().clone()
+    else:
+        try:
+            klatsch.optim.DSGD([nn.Parameter(torch.ones(1))], lr=0.1, group=even)
+        except ValueError as error:
+            found["some"] = str(error)
+    assert own[0].shape == found["start"][0].shape
+    torch.save(found, folder / f"features-{rank}")
+    dist.destroy_process_group()
+
+
+def last_words(folder, order):
+    """Ranks that end at different times; nobody waits for a round that nobody takes."""
+    rank, _ = group()
+    x = nn.Parameter(torch.ones(200_000))
+    optimizer = klatsch.optim.DATSGD([x], lr=0.1, order=order, topology="directed_ring")
+    for _ in range(5):
+        time.sleep(0.2 * rank)
+        x.grad = torch.ones(200_000)
+        optimizer.step()
     if rank == 0:
-        pstats.Stats(pr).sort_stats("tottime").print_stats(22)
+        dist.destroy_process_group()

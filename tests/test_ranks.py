@@ -1,5 +1,7 @@
 """Ranks and rows are the same numbers: real processes over gloo against the stacked engine."""
 
+import re
+
 import pytest
 import torch
 
@@ -33,3 +35,80 @@ def test_ranks_are_the_rows_of_the_simulation(outcome, label, name):
         torch.testing.assert_close(x, algorithm.query(expected.state)[rank, 0], rtol=0, atol=1e-10)
         torch.testing.assert_close(output, expected.output[rank, 0], rtol=0, atol=1e-10)
         assert x.abs().max() > 0.01
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("features")
+    Ranks(folder, 3, "features").succeed()
+    return [torch.load(folder / f"features-{rank}") for rank in range(3)]
+
+
+def test_all_start_from_rank_0(features):
+    for rank in features[1:]:
+        assert all(torch.equal(p, q) for p, q in zip(rank["start"], features[0]["start"], strict=True))
+
+
+def test_consensus_and_bytes(features):
+    x = torch.stack([rank["x"] for rank in features]).double()
+    gamma = float((x - x.mean(0)).square().sum(-1).mean())
+    assert gamma > 1e-6
+    for rank in features:
+        assert rank["consensus"] == pytest.approx(gamma, rel=1e-6)
+        # w in 4 rounds and x, which has left for the fifth as well, to 2 neighbours in float32
+        assert rank["bytes"] == (4 + 5) * 2 * 4 * x.shape[1]
+
+
+def test_running_statistics_are_averaged_on_request(features):
+    mean = torch.stack([rank["statistics"] for rank in features]).mean(0)
+    for rank in features:
+        assert not torch.allclose(rank["statistics"], mean)
+        torch.testing.assert_close(rank["averaged"], mean)
+        torch.testing.assert_close(rank["network"], torch.stack([r["again"] for r in features]).mean(0))
+
+
+def test_a_live_network_goes_back_to_an_earlier_state(features):
+    for rank in features:
+        torch.testing.assert_close(rank["first"], rank["again"], rtol=1e-5, atol=1e-6)
+
+
+def test_inf_on_one_rank_keeps_all_in_step(features):
+    mean = torch.stack([rank["scaled"] for rank in features]).mean(0)
+    torch.testing.assert_close(mean, torch.full((3,), 1 - 0.1 * (4 - 1 / 3)))
+
+
+def test_own_starts_two_dtypes_and_groups_of_some_ranks(features):
+    for rank in features:
+        torch.testing.assert_close(rank["mean"], torch.ones(70_002, dtype=torch.float64), rtol=0, atol=1e-6)
+    assert torch.equal(features[0]["some"], torch.ones(2))
+    assert "rank 1 is not in the process group" in features[1]["some"]
+
+
+@pytest.mark.parametrize("order", ["atc", "cta"])
+def test_ranks_that_end_at_different_times(tmp_path, order):
+    Ranks(tmp_path, 4, "last_words", order=order).succeed()
+
+
+@pytest.mark.parametrize(
+    "what, error",
+    [
+        ("rule", r"do not agree on the rule: ranks 0, 1 have \{'type': 'DAT', 'lr': 0.1.*; rank 2 has .*'lr': 0.2"),
+        ("topology", r"topology: ranks 0, 1 have <Topology ring.*; rank 2 has <Topology complete"),
+        ("number", r"number of parameters: ranks 0, 1 have 1 tensors, 6 numbers; rank 2 has 2 tensors, 7 numbers"),
+        ("shapes", r"shapes: ranks 0, 1 have \[\[2, 3\]\]; rank 2 has \[\[3, 2\]\]"),
+        ("dtypes", r"dtypes: ranks 0, 1 have \['torch.float32'\]; rank 2 has \['torch.float64'\]"),
+    ],
+)
+def test_disagreement_names_ranks_and_field(tmp_path, what, error):
+    ranks = Ranks(tmp_path, 3, "disagree", what=what)
+    assert ranks.codes() == [1, 1, 1]
+    for rank in range(3):
+        assert re.search(f"ValueError: the ranks do not agree on the .*{error}", ranks.errors(rank)) or re.search(
+            error, ranks.errors(rank)
+        )
+
+
+def test_a_rank_that_does_not_come(tmp_path):
+    ranks = Ranks(tmp_path, 3, "disagree", what="absent")
+    assert ranks.codes() == [1, 1, 0]
+    assert re.search(r"rank 1: not all of the 3 ranks came to the same place within 4 s", ranks.errors(1))

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -23,9 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from klatsch.engine.notes import Notes
 from klatsch.topology import Topology
 
 FOREVER = timedelta(days=3650)
+MOST_PATIENCE = 4  # timeouts that a neighbour is given which says that it waits itself
 OnFailure = Literal["raise", "continue"]
 
 
@@ -67,6 +70,12 @@ class Transfer:
         except RuntimeError as error:
             self._done.put(error)
 
+    def give_up(self) -> None:
+        """Close all connections if it has not ended."""
+        if self._work is not None:
+            with suppress(RuntimeError):
+                self._work.wait(timedelta(milliseconds=1))
+
     def ended(self, seconds: float) -> bool:
         """Whether it has ended within so many seconds; `error` then says how."""
         try:
@@ -104,9 +113,12 @@ class GlooLinks:
         self._staged = device.type != "cpu"
         self._arriving: dict[int, list[tuple[int, Transfer]]] = {}
         self._leaving: dict[tuple[int, int], list[tuple[int, Transfer]]] = {}
+        self._notes = Notes(group)
         self._abandoned: list[tuple[int, Transfer]] = []  # gloo may still work on them
         self._memory: dict[tuple[int, int], Tensor] = {}
-        self._waiters: dict[tuple[int, str], queue.SimpleQueue[Transfer]] = {}
+        self._waiters: dict[tuple[int, str], tuple[queue.SimpleQueue[Transfer | None], threading.Thread]] = {}
+        self._stuck: list[Transfer] = []
+        self._failure: LinkError | None = None
 
     def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None:
         """Make ready for what the neighbours will send in round t under a tag."""
@@ -134,7 +146,7 @@ class GlooLinks:
         Raises:
             LinkError: a neighbour is gone or late, and failures are to be raised.
         """
-        arriving = self._arriving.pop(tag)
+        arriving = self._arriving.pop(tag, [])
         self._wait(arriving, t, "source")
         self._heard |= {source: t for source, _ in arriving}
         there = [(source, transfer.memory) for source, transfer in arriving if source not in self.lost]
@@ -158,8 +170,24 @@ class GlooLinks:
                 self._hand_over(peer, "target", transfer)
         for leaving in self._leaving.values():
             for _, transfer in leaving:
-                transfer.ended(deadline - time.monotonic())
+                if not transfer.ended(deadline - time.monotonic()):
+                    self._stuck.append(transfer)
         self._leaving.clear()
+
+    def close(self) -> None:
+        """Let the last messages leave, and end the threads.
+
+        A thread that waits for a late neighbour would be torn down with the process, and take it down in turn. It ends
+        when its connection is closed, which gloo does, for all ranks at once, where a wait passes its limit.
+        """
+        if self._failure is None:  # else the sooner it ends the better
+            self.drain()
+        for transfer in self._stuck:
+            transfer.give_up()
+        for waiting, thread in self._waiters.values():
+            waiting.put(None)
+            thread.join(1.0)
+        self._waiters.clear()
 
     def reopened(self, group: Any) -> GlooLinks:
         """Links over a fresh group, where no message is on its way."""
@@ -168,14 +196,31 @@ class GlooLinks:
         return links
 
     def _wait(self, transfers: list[tuple[int, Transfer]], t: int, side: str) -> None:
+        if self._failure is not None:
+            raise self._failure  # somebody caught it and goes on; but messages are missing now
         began = time.monotonic()
         for peer, transfer in transfers:
             self._hand_over(peer, side, transfer)
         for peer, transfer in transfers:
-            ended = transfer.ended(began + self.timeout - time.monotonic())
+            ended = self._ended(peer, transfer, t, began)
+            if not ended:
+                self._stuck.append(transfer)
             if not ended or transfer.error is not None:
                 self._lose(peer, side, t, time.monotonic() - began, transfer.error if ended else None)
         self.seconds_waited += time.monotonic() - began
+
+    def _ended(self, peer: int, transfer: Transfer, t: int, began: float) -> bool:
+        """Whether a message came or went in time; a neighbour that waits itself is given more of it."""
+        deadline, last_call = began + self.timeout, began + MOST_PATIENCE * self.timeout
+        pause = self.timeout / 2
+        while not transfer.ended(min(pause, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                if deadline >= last_call or not self._notes.is_waiting(peer, t):
+                    return False
+                deadline = min(deadline + self.timeout / 2, last_call)
+            self._notes.waiting(t)
+            pause = self.timeout / 8
+        return True
 
     def _lose(self, peer: int, side: str, t: int, seconds: float, error: RuntimeError | None) -> None:
         if peer in self.lost:
@@ -184,6 +229,7 @@ class GlooLinks:
         reason = None if error is None else str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
         failure = LinkError(self.rank, peer, edge, t, seconds, reason)
         if self.on_failure == "raise":
+            self._failure = failure
             raise failure
         self.lost[peer] = failure
         # Its messages may still come, into memory that is theirs from now on.
@@ -197,11 +243,12 @@ class GlooLinks:
 
     def _hand_over(self, peer: int, side: str, transfer: Transfer) -> None:
         if (peer, side) not in self._waiters:
-            waiting: queue.SimpleQueue[Transfer] = queue.SimpleQueue()
-            self._waiters[peer, side] = waiting
+            waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
             name = f"klatsch {side} {peer}"
-            threading.Thread(target=_finish_all, args=(waiting,), name=name, daemon=True).start()
-        self._waiters[peer, side].put(transfer)
+            thread = threading.Thread(target=_finish_all, args=(waiting,), name=name, daemon=True)
+            self._waiters[peer, side] = waiting, thread
+            thread.start()
+        self._waiters[peer, side][0].put(transfer)
 
     def _present(self, peers: list[list[int]], t: int) -> list[int]:
         return [peer for peer in peers[(t - 1) % len(peers)] if peer not in self.lost]
@@ -213,6 +260,6 @@ class GlooLinks:
         return dist.isend(message, self._global[target], group=self.group, tag=tag)
 
 
-def _finish_all(waiting: queue.SimpleQueue[Transfer]) -> None:
-    while True:
-        waiting.get().finish()
+def _finish_all(waiting: queue.SimpleQueue[Transfer | None]) -> None:
+    while (transfer := waiting.get()) is not None:
+        transfer.finish()

@@ -60,6 +60,10 @@ class NcclLinks:
         """Wait until the GPU has done all exchanges."""
         torch.cuda.synchronize(self.device)
 
+    def close(self) -> None:
+        """The same as drain: there are no threads."""
+        self.drain()
+
     def reopened(self, group: Any) -> NcclLinks:
         """The same links: a batch that has begun ends by itself on all ranks."""
         return self

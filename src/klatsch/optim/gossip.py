@@ -7,7 +7,6 @@ evaluation, which optimizers need that keep their average elsewhere.
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -92,7 +91,7 @@ class Gossip(Optimizer):
                 broadcast(self.group, tensor)
         self._links = open_links(group, self.group, self.topology, trained[0].device, float(timeout), on_failure)
         self._shares = self._make_shares(flats)
-        atexit.register(_drain_at_exit, weakref.ref(self))
+        self._close = self._closed_at_end()
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -221,10 +220,11 @@ class Gossip(Optimizer):
     def load_vectors(self, vectors: list[dict[str, Tensor]], rounds: int) -> None:
         """Go on from what `vectors` gave after so many rounds, on all ranks."""
         if self.rounds > 0:  # messages are on their way that belong to another story
-            self.drain()
+            self._close()
             self.group = group_of(self.group, self._links.timeout)
             self._links = self._links.reopened(self.group)
             self._shares = self._make_shares([share.flat for share in self._shares])
+            self._close = self._closed_at_end()
         for share, fields in zip(self._shares, vectors, strict=True):
             share.load(fields, rounds)
 
@@ -240,6 +240,10 @@ class Gossip(Optimizer):
 
     def _make_shares(self, flats: list[Flat]) -> list[Share]:
         return [Share(flat, self.algorithm, self.topology, self.rank, self._links, k) for k, flat in enumerate(flats)]
+
+    def _closed_at_end(self) -> Callable[[], Any]:
+        """The last messages must leave before the optimizer or the process ends, or neighbours could not finish."""
+        return weakref.finalize(self, self._links.close)
 
     def _gradient_factor(self) -> float:
         """What gradients are multiplied with, as a GradScaler asks: 1 without one, 0 where some are not finite."""
@@ -261,9 +265,3 @@ class Gossip(Optimizer):
             "parameter groups": str([[g["lr"], g["weight_decay"], len(g["params"])] for g in self.param_groups]),
             "answer to failures": on_failure,
         }
-
-
-def _drain_at_exit(reference: weakref.ref[Gossip]) -> None:
-    """The last round's messages must leave before the process ends, or its neighbours could not finish theirs."""
-    if (optimizer := reference()) is not None:
-        optimizer.drain()

@@ -64,6 +64,12 @@ def checked(state: Any, groups: Sequence[dict[str, Any]], shares: Sequence[Share
 
 def _vectors(share: Share, entries: Any, numbers: dict[int, int], single: dict[str, Tensor]) -> dict[str, Tensor]:
     flat, result = share.flat, dict(single)
+    known = {name for parameter in flat.parameters for name in entries.get(numbers[id(parameter)], {})}
+    if strange := known - set(share.vectors()):
+        raise ValueError(
+            f"the state_dict has {', '.join(sorted(strange))}, which this optimizer does not keep; it is of a rule "
+            "with other options (momentum, average)"
+        )
     for name, vector in share.vectors().items():
         if name in single:
             continue

@@ -1,0 +1,446 @@
+"""The optimizers keep torch's conventions: on one rank D-SGD is torch's SGD, whatever a script does around it."""
+
+import copy
+import io
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import klatsch
+from klatsch.engine.links import LinkError
+from klatsch.optim import D2, DATD2, DATSGD, DSGD, Gossip, GradientTracking
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model_and_data(seed=0, **options):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 7), nn.Linear(7, 3))
+    return model.to(**options), torch.randn(16, 1, 8, 8).to(**options), torch.randint(3, (16,))
+
+
+def equal(model, other):
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def train(model, optimizer, images, labels, steps=5, after=lambda: None, before=lambda: None):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        before()
+        optimizer.step()
+        after()
+
+
+def pair():
+    """The same model twice."""
+    model, images, labels = model_and_data()
+    return model, copy.deepcopy(model), images, labels
+
+
+def test_dsgd_on_one_rank_is_sgd_with_momentum_and_weight_decay():
+    model, other, images, labels = pair()
+    train(model, DSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01), images, labels)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01), images, labels)
+    equal(model, other)
+
+
+def groups(model):
+    return [
+        {"params": list(model[0].parameters()), "lr": 0.05},
+        {"params": list(model[1].parameters()), "weight_decay": 0.0},
+        {"params": [*model[3].parameters(), *model[4].parameters()]},
+    ]
+
+
+def test_parameter_groups_and_schedulers():
+    model, other, images, labels = pair()
+    ours = DSGD(groups(model), lr=0.2, weight_decay=0.1)
+    theirs = torch.optim.SGD(groups(other), lr=0.2, weight_decay=0.1)
+    for net, optimizer in ((model, ours), (other, theirs)):
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        train(net, optimizer, images, labels, after=scheduler.step)
+    assert [g["lr"] for g in ours.param_groups] == [g["lr"] for g in theirs.param_groups]
+    equal(model, other)
+
+
+def test_a_learning_rate_as_function_of_the_round():
+    model, other, images, labels = pair()
+    ours = DSGD(model.parameters(), lr=lambda t: 0.1 / t)
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(theirs, lambda k: 1 / (k + 1))
+    train(model, ours, images, labels)
+    train(other, theirs, images, labels, after=scheduler.step)
+    assert ours.param_groups[0]["lr"] == 0.1 / 5
+    equal(model, other)
+
+
+def test_closures_clipping_and_accumulation():
+    model, other, images, labels = pair()
+    for net, optimizer in (
+        (model, DSGD(model.parameters(), lr=0.1)),
+        (other, torch.optim.SGD(other.parameters(), lr=0.1)),
+    ):
+        for _ in range(3):
+
+            def closure(net=net, optimizer=optimizer):
+                optimizer.zero_grad()
+                for half in (slice(0, 8), slice(8, 16)):
+                    loss = cross_entropy(net(images[half]), labels[half])
+                    loss.backward()
+                nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+                return loss
+
+            assert optimizer.step(closure) > 0
+    equal(model, other)
+
+
+@pytest.mark.parametrize("how", ["model", "optimizer", "set to zero"])
+def test_every_way_to_zero_gradients(how):
+    model, other, images, labels = pair()
+    for net, optimizer in (
+        (model, DSGD(model.parameters(), lr=0.1)),
+        (other, torch.optim.SGD(other.parameters(), lr=0.1)),
+    ):
+        for _ in range(3):
+            cross_entropy(net(images), labels).backward()
+            optimizer.step()
+            net.zero_grad() if how == "model" else optimizer.zero_grad(set_to_none=how == "optimizer")
+    equal(model, other)
+
+
+def test_parameters_and_gradients_are_views_of_two_buffers():
+    model, images, labels = model_and_data()
+    optimizer = DATSGD(model.parameters(), lr=0.1)
+    train(model, optimizer, images, labels, 2)
+    for tensors in ([p.data for p in model.parameters()], [p.grad for p in model.parameters()]):
+        assert len({v.untyped_storage().data_ptr() for v in tensors}) == 1
+    before = [p.grad.data_ptr() for p in model.parameters()]
+    train(model, optimizer, images, labels, 2)
+    assert before == [p.grad.data_ptr() for p in model.parameters()]
+
+
+def test_channels_last_models_keep_their_memory_format():
+    model, images, labels = model_and_data()
+    other = copy.deepcopy(model)
+    model = model.to(memory_format=torch.channels_last)
+    train(model, DSGD(model.parameters(), lr=0.1), images, labels)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1), images, labels)
+    assert model[0].weight.stride() == model[0].weight.to(memory_format=torch.channels_last).stride()
+    equal(model, other)
+
+
+def test_frozen_parameters_stay_and_idle_ones_count_as_gradient_zero():
+    model, other, images, labels = pair()
+    for net in (model, other):
+        net[0].weight.requires_grad_(False)
+        net.idle = nn.Parameter(torch.ones(3))
+    start = model[0].weight.clone()
+    ours = DSGD(model.parameters(), lr=0.1, momentum=0.9)
+    for net, optimizer in ((model, ours), (other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))):
+        train(lambda x, net=net: nn.Sequential(*list(net)[:5])(x), optimizer, images, labels)
+    equal(model, other)
+    assert torch.equal(model[0].weight, start)
+    assert torch.equal(model.idle, torch.ones(3))
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="frozen when the optimizer was made"):
+        train(model, ours, images, labels, 1)
+
+
+def test_sparse_gradients_are_refused():
+    embedding = nn.Embedding(10, 3, sparse=True)
+    optimizer = DATSGD(embedding.parameters(), lr=0.1)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match=r"\(10, 3\) has a sparse gradient.*sparse=False"):
+        optimizer.step()
+
+
+def test_compiled_models():
+    model, other, images, labels = pair()
+    compiled = torch.compile(model, backend="aot_eager")
+    train(compiled, DSGD(model.parameters(), lr=0.1), images, labels)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1), images, labels)
+    equal(model, other)
+
+
+def test_autocast_in_bfloat16_and_a_grad_scaler():
+    model, other, images, labels = pair()
+    for net, optimizer in (
+        (model, DSGD(model.parameters(), lr=0.1)),
+        (other, torch.optim.SGD(other.parameters(), lr=0.1)),
+    ):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for k in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = cross_entropy(net(images), labels)
+            scaler.scale(loss).backward()
+            if k % 2:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+    equal(model, other)
+
+
+def test_a_grad_scaler_that_finds_inf_makes_a_round_without_gradient():
+    x = nn.Parameter(torch.ones(3))
+    optimizer = DSGD([x], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale((x * torch.inf).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.rounds == 1  # neighbours would wait for a round that is left out
+    assert torch.equal(x, torch.ones(3))
+    assert scaler.get_scale() == 4.0
+
+
+def test_half_precision_keeps_its_state_in_float32():
+    """Averages with small weights stand still in bfloat16; x must not."""
+    x, y = nn.Parameter(torch.ones(5, dtype=torch.bfloat16)), nn.Parameter(torch.ones(5))
+    for p in (x, y):
+        optimizer = DATSGD([p], lr=1e-3, averaging="constant")
+        for _ in range(300):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        assert optimizer.vectors()[0]["x"].dtype == torch.float32
+    assert x.dtype == torch.bfloat16
+    torch.testing.assert_close(x.detach().float(), y.detach(), rtol=0, atol=0.005)
+
+
+def test_several_dtypes_in_one_model():
+    x, y = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer = DATSGD([{"params": [x], "lr": 0.5}, {"params": [y]}], lr=0.1, averaging="constant")
+    for _ in range(2):
+        optimizer.zero_grad()
+        (x.sum() + y.sum()).backward()
+        optimizer.step()
+    # w: 1 - lr, 1 - 2 lr; x is their mean
+    assert torch.allclose(x, torch.full((3,), 0.25))
+    assert torch.allclose(y, torch.full((2,), 0.85, dtype=torch.float64))
+
+
+RULES = {
+    "dsgd": lambda p: DSGD(p, 0.1, momentum=0.9),
+    "dat": lambda p: DATSGD(p, 0.1, momentum=0.9),
+    "cta": lambda p: DATSGD(p, 0.1, order="cta", averaging="linear"),
+    "d2": lambda p: D2(p, 0.1),
+    "gt": lambda p: GradientTracking(p, 0.1),
+    "dat-d2": lambda p: DATD2(p, 0.1),
+    "sgp": lambda p: Gossip(p, klatsch.algorithms.make("sgp", lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_state_dict_resumes_exactly(name):
+    model, images, labels = model_and_data()
+    optimizer = RULES[name](model.parameters())
+    train(model, optimizer, images, labels, 3)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    train(model, optimizer, images, labels, 4)
+
+    other, _, _ = model_and_data(seed=1)
+    resumed = RULES[name](other.parameters())
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    assert resumed.rounds == 3
+    train(other, resumed, images, labels, 4)
+    for p, q in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_going_back_to_an_earlier_state():
+    model, images, labels = model_and_data()
+    optimizer = RULES["dat"](model.parameters())
+    train(model, optimizer, images, labels, 2)
+    saved, buffers = optimizer.state_dict(), copy.deepcopy(list(model.buffers()))
+    train(model, optimizer, images, labels, 3)
+    first = [p.detach().clone() for p in model.parameters()]
+    optimizer.load_state_dict(saved)
+    for buffer, old in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(old)
+    train(model, optimizer, images, labels, 3)
+    assert all(torch.equal(p, q) for p, q in zip(first, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "make, error",
+    [
+        (lambda p: DSGD(p, 0.1), "one of DAT, but this optimizer runs DSGD"),
+        (lambda p: DATSGD(list(p)[:4], 0.1), r"groups of \[8\] parameters, this optimizer of \[4\]"),
+        (lambda p: DATSGD([torch.nn.Parameter(torch.ones(2)) for _ in p], 0.1), r"has shape \(4, 1, 3, 3\) as w"),
+        (lambda p: DATSGD(p, 0.1, momentum=0.9), r"has nothing as m of .*momentum"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(make, error):
+    model, _, _ = model_and_data()
+    saved = DATSGD(model.parameters(), 0.1).state_dict()
+    other, _, _ = model_and_data(seed=1)
+    before = [p.detach().clone() for p in other.parameters()]
+    optimizer = make(other.parameters())
+    with pytest.raises(ValueError, match=error):
+        optimizer.load_state_dict(saved)
+    assert all(torch.equal(p, q) for p, q in zip(before, other.parameters(), strict=True))
+
+
+def test_a_state_with_momentum_is_refused_without():
+    x = nn.Parameter(torch.ones(2))
+    saved = DATSGD([x], 0.1, momentum=0.9).state_dict()
+    with pytest.raises(ValueError, match="has m, which this optimizer does not keep"):
+        DATSGD([x], 0.1).load_state_dict(saved)
+
+
+def test_a_state_of_sgd_is_refused():
+    model, _, _ = model_and_data()
+    with pytest.raises(ValueError, match="no state_dict of a Gossip optimizer"):
+        DATSGD(model.parameters(), 0.1).load_state_dict(torch.optim.SGD(model.parameters(), 0.1).state_dict())
+
+
+def test_a_model_that_is_loaded_before_training_is_where_it_starts():
+    model, images, labels = model_and_data()
+    other, _, _ = model_and_data(seed=1)
+    reference = copy.deepcopy(other)
+    optimizer = DATSGD(model.parameters(), lr=0.1)
+    model.load_state_dict(other.state_dict())
+    train(model, optimizer, images, labels, 3)
+    train(reference, DATSGD(reference.parameters(), lr=0.1), images, labels, 3)
+    equal(model, reference)
+
+
+def test_parameters_that_change_behind_its_back_are_noticed():
+    model, images, labels = model_and_data()
+    optimizer = DATSGD(model.parameters(), lr=0.1)
+    train(model, optimizer, images, labels, 2)
+    saved = copy.deepcopy(model.state_dict())
+    model.load_state_dict(saved)  # the same values do no harm
+    train(model, optimizer, images, labels, 1)
+    model.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"changed after round 3, but not by this optimizer.*load_state_dict"):
+        train(model, optimizer, images, labels, 1)
+    model.to(torch.float64)
+    with pytest.raises(ValueError, match="moved after the optimizer was made"):
+        optimizer.step()
+
+
+def test_hooks_of_torch_are_called():
+    model, images, labels = model_and_data()
+    optimizer = DATSGD(model.parameters(), lr=0.1)
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append("step"))
+    optimizer.register_state_dict_pre_hook(lambda *_: called.append("state"))
+    train(model, optimizer, images, labels, 1)
+    optimizer.state_dict()
+    assert called == ["step", "state"]
+
+
+def test_what_it_knows():
+    model, images, labels = model_and_data()
+    optimizer = DATSGD(model.parameters(), lr=0.1)
+    train(model, optimizer, images, labels, 2)
+    assert (optimizer.rounds, optimizer.bytes_sent, optimizer.lost, optimizer.consensus()) == (2, 0, (), 0.0)
+    assert optimizer.seconds_waited < 0.1
+    assert "DATSGD" in repr(optimizer)
+
+
+def test_average_on_one_rank_changes_nothing():
+    model, images, _ = model_and_data()
+    model(images)
+    before = copy.deepcopy(model.state_dict())
+    assert klatsch.average_(model, parameters=True) is model
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+class Meta(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "make, error",
+    [
+        (lambda: DATSGD([], lr=0.1), "empty parameter list"),
+        (lambda: DATSGD([torch.ones(3)], lr=0.1), "no parameter requires a gradient"),
+        (lambda: DATSGD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1), "complex64.*dense real"),
+        (lambda: DATSGD(Meta().parameters(), lr=0.1), "on cpu and meta; move the model to one device"),
+        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=-1), "lr = -1; give a number above 0"),
+        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=[0.1, 0.2]), "several columns"),
+        (lambda: DATSGD([{"params": [nn.Parameter(torch.ones(2))], "lr": -2}], lr=1), "lr of a parameter group = -2"),
+        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=-1), "weight_decay = -1"),
+        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1, timeout=0), "timeout = 0; give a number of seconds"),
+        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1, on_failure="retry"), "choose from raise, continue"),
+        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1, topology="rings"), "did you mean ring"),
+        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1, topology=4), "topology is a int; give a Topology"),
+        (
+            lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1, topology=klatsch.topology.ring(4)),
+            r"ring has 4 nodes but there are 1 ranks.*--nproc-per-node 4",
+        ),
+        (lambda: Gossip([nn.Parameter(torch.ones(2))], "dat"), "algorithm is a str; give a rule"),
+    ],
+)
+def test_bad_input(make, error):
+    with pytest.raises(ValueError, match=error):
+        make()
+
+
+def test_parameters_cannot_be_added_later():
+    optimizer = DATSGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(ValueError, match="cannot be added to a Gossip optimizer"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def test_without_a_process_group(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    for call in (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1), lambda: klatsch.average_(nn.Linear(2, 2))):
+        with pytest.raises(ValueError, match=r"init_process_group\('gloo'\) first.*torchrun"):
+            call()
+
+
+def test_a_link_error_says_who_when_and_how_long():
+    late = LinkError(2, 3, "3 -> 2", 17, 10.04, None)
+    assert str(late) == (
+        "rank 2, round 17: neighbour 3 is late: its connection is open, but nothing moves; waited 10.0 s on edge 3 -> 2"
+    )
+    assert (late.rank, late.neighbor, late.round, late.gone) == (2, 3, 17, False)
+
+
+def test_fields_that_change_places():
+    """A rule whose new field is the memory of an old one, which must not be overwritten before it is read."""
+
+    class State(NamedTuple):
+        w: torch.Tensor
+        previous: torch.Tensor
+
+    class Heavy:
+        lr, eager = 1.0, ()
+
+        def init(self, x):
+            return State(x, x)
+
+        def query(self, state):
+            return state.w
+
+        output = query
+
+        def update(self, state, grad, mix, t):
+            (w,) = mix(2 * state.w - state.previous - grad)
+            return State(w, state.w)
+
+    x = nn.Parameter(torch.zeros(2))
+    optimizer = Gossip([x], Heavy())
+    for _ in range(3):
+        x.grad = torch.ones(2)
+        optimizer.step()
+    assert torch.equal(x.detach(), torch.full((2,), -6.0))  # -1, -3, -6

@@ -1,0 +1,170 @@
+"""Checkpoints of a network: kill -9 under torchrun, and the result is that of a calm run, bit for bit."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import klatsch
+from klatsch.optim.checkpointer import lag
+from klatsch.optim.plain import packed, unpacked
+
+SCRIPT = Path(__file__).with_name("rank_training.py")
+RANKS, ROUNDS = 3, 100
+
+
+def torchrun(folder, restarts=0):
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", RANKS, "--max-restarts", restarts]
+    command += ["--standalone", SCRIPT, folder, ROUNDS]
+    # Without this, restarted workers read addresses of dead ones from the store that torchrun shares with them.
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([str(word) for word in command], env=environment, **pipes)
+
+
+def workers(process):
+    try:
+        found = psutil.Process(process.pid).children(recursive=True)
+        return [child for child in found if str(SCRIPT) in child.cmdline()]
+    except psutil.Error:
+        return []
+
+
+def lines(folder, rank):
+    file = folder / f"log-{rank}"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def finals(folder):
+    return [torch.load(folder / f"final-{rank}", weights_only=True) for rank in range(RANKS)]
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, list | tuple) else a == b
+
+
+def test_kill_9_under_torchrun_and_the_result_is_identical(tmp_path):
+    calm = torchrun(tmp_path / "calm")
+    wild = torchrun(tmp_path / "wild", restarts=3)
+    for kill in range(1, 3):
+        deadline = time.monotonic() + 120
+        while len(lines(tmp_path / "wild", 0)) < 28 * kill:
+            assert time.monotonic() < deadline
+            assert wild.poll() is None, wild.communicate()
+            time.sleep(0.01)
+        os.kill(workers(wild)[kill].pid, signal.SIGKILL)
+    for process in (calm, wild):
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    for expected, found in zip(finals(tmp_path / "calm"), finals(tmp_path / "wild"), strict=True):
+        assert same(expected, found)
+        assert found["optimizer"]["gossip"]["rounds"] == ROUNDS
+    for rank in range(RANKS):
+        attempt, last, _ = lines(tmp_path / "wild", rank)[-1].split()
+        assert (attempt, last) == ("2", str(ROUNDS))  # it was begun three times
+        rounds = [int(path.stem[-10:]) for path in tmp_path.glob(f"wild/checkpoints/rank{rank:05d}-*")]
+        assert sorted(rounds) == [91, 98]  # the last two
+
+
+@pytest.mark.parametrize(
+    "graph, expected",
+    [
+        (klatsch.topology.ring(8), 4),
+        (klatsch.topology.complete(8), 1),
+        (klatsch.topology.directed_ring(8), 7),
+        (klatsch.topology.one_peer_exponential(8), 3),
+        (klatsch.topology.ring(1), 0),
+    ],
+)
+def test_how_far_ranks_may_be_apart(graph, expected):
+    assert lag(graph) == expected
+
+
+def test_plain_data_survive():
+    from collections import Counter
+
+    value = {"a": [1, 2.5, None, True], "b": (1, "x"), "c": Counter({3: 2}), 4: {"t": torch.arange(3)}}
+    tensors = {}
+    found = unpacked(packed(value, tensors, "state"), tensors)
+    assert same(found, value)
+    assert isinstance(found["c"], Counter)
+    assert isinstance(found["b"], tuple)
+    with pytest.raises(ValueError, match=r"state\.f is a function, which a checkpoint cannot hold"):
+        packed({"f": same}, {}, "state")
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make(folder, rule="dat", size=3, every=2, **others):
+    x = nn.Parameter(torch.ones(size))
+    optimizer = klatsch.Gossip([x], klatsch.algorithms.make(rule, lr=0.1))
+    checkpointer = klatsch.Checkpointer(folder, every=every)
+    return x, optimizer, checkpointer, checkpointer.resume(optimizer, **others)
+
+
+def advance(x, optimizer, checkpointer, rounds):
+    for _ in range(rounds):
+        x.grad = torch.randn_like(x)
+        optimizer.step()
+        checkpointer.step()
+
+
+def test_the_last_two_are_kept_and_a_damaged_one_is_passed_over(tmp_path, alone):
+    x, optimizer, checkpointer, done = make(tmp_path)
+    assert done == 0
+    advance(x, optimizer, checkpointer, 9)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["rank00000-round0000000006.safetensors", "rank00000-round0000000008.safetensors"]
+    path = tmp_path / files[1]
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.warns(RuntimeWarning, match=r"round0000000008.safetensors is damaged"):
+        _, other, _, done = make(tmp_path)
+    assert done == other.rounds == 6
+    assert [path.name for path in tmp_path.iterdir()] == files[:1]  # the damaged one is of a future that comes again
+
+
+def test_checkpoints_of_another_training_are_refused(tmp_path, alone):
+    make(tmp_path)
+    with pytest.raises(ValueError, match=r"of another training: rule is DAT there and DSGD here; choose another"):
+        make(tmp_path, rule="dsgd")
+    with pytest.raises(ValueError, match=r"parameters is \[\[\[3\], 'torch.float32'\]\] there"):
+        make(tmp_path, size=4)
+    assert make(tmp_path)[3] == 0
+
+
+def test_bad_input(tmp_path, alone):
+    with pytest.raises(ValueError, match="every = 0; give a whole number from 1 up"):
+        klatsch.Checkpointer(tmp_path, every=0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot use .*file/folder for checkpoints: Not a directory; choose another"):
+        klatsch.Checkpointer(tmp_path / "file" / "folder")
+    with pytest.raises(ValueError, match=r"nothing to save yet; call resume"):
+        klatsch.Checkpointer(tmp_path / "new").step()
+    with pytest.raises(ValueError, match=r"scheduler is a int without state_dict"):
+        make(tmp_path / "other", scheduler=3)
+
+
+def test_nothing_is_ever_unpickled():
+    source = Path(klatsch.__file__).parent
+    for path in source.rglob("*.py"):
+        assert not re.search(r"\bpickle\.load|torch\.load\(|_object\(", path.read_text()), path
