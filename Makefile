@@ -1,4 +1,4 @@
-# make test | make demo | make lint | make bench: each builds .venv first if it is missing or stale.
+# make test | demo | lint | bench | bench-ranks: each builds .venv first if it is missing or stale.
 
 # The first Python that is new enough; `make PYTHON=/path/to/python` overrides the choice.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 BIN := .venv/bin
 STAMP := .venv/.complete
 
-.PHONY: test demo lint format bench clean
+.PHONY: test demo lint format bench bench-ranks clean
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
@@ -25,6 +25,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	@for f in benchmarks/[a-z]*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
+
+bench-ranks: $(STAMP)
+	$(BIN)/python benchmarks/ranks.py
 
 # The stamp is written last, so an interrupted install is stale and is built again. The constraints come from the
 # environment, since only so do they reach the build of the package itself (the second name is that of newer pips).

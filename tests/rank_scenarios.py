@@ -51,11 +51,11 @@ def train(optimizer, parameter, problem, rank, rounds):
     """Rounds of the problem's own stochastic gradients."""
     for _ in range(rounds):
         t = optimizer.rounds + 1
-        parameter.grad = problem.grad(parameter.detach()[None].double(), t, [rank])[0].to(parameter.dtype)
+        parameter.grad = problem.grad(parameter.detach()[None].double().cpu(), t, [rank])[0].to(parameter)
         optimizer.step()
 
 
-def parity(folder):
+def parity(folder, device="cpu"):
     """Every rule on every graph that it is defined on, in one group after the other."""
     rank, size = group()
     found = {}
@@ -67,10 +67,10 @@ def parity(folder):
             except ValueError:
                 continue
             problem = problem_of(size)
-            x = nn.Parameter(problem.start().clone())
+            x = nn.Parameter(problem.start().to(device, copy=True))
             optimizer = klatsch.Gossip([x], algorithm, graph)
             train(optimizer, x, problem, rank, ROUNDS)
-            found[f"{label} | {name}"] = torch.stack([x.detach(), optimizer.output()[0]])
+            found[f"{label} | {name}"] = torch.stack([x.detach(), optimizer.output()[0]]).cpu()
     torch.save(found, folder / f"parity-{rank}")
     say(folder, f"done-{rank}", os.getpid())
 
@@ -191,3 +191,28 @@ def last_words(folder, order):
         optimizer.step()
     if rank == 0:
         dist.destroy_process_group()
+
+
+def nccl(folder, backend):
+    """One process on one GPU, which is all that NCCL can do there; the same on the CPU beside it."""
+    dist.init_process_group(backend)
+    ends = {}
+    for device in ("cuda", "cpu") if "gloo" in backend else ("cuda",):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(device)
+        inputs = torch.randn(16, 4).to(device)
+        optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, momentum=0.9, order="cta")
+        checkpointer = klatsch.Checkpointer(folder / f"checkpoints-{device}", every=3)
+        checkpointer.resume(optimizer, model=model)
+        scaler = torch.amp.GradScaler(device, init_scale=64.0)
+        for _ in range(10):
+            optimizer.zero_grad()
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            checkpointer.step()
+        klatsch.average_(model, parameters=True)
+        assert optimizer.consensus() == 0.0
+        ends[device] = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
+    torch.save(ends, folder / "ends")
+    dist.destroy_process_group()

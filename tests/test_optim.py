@@ -55,6 +55,15 @@ def test_dsgd_on_one_rank_is_sgd_with_momentum_and_weight_decay():
     equal(model, other)
 
 
+def test_dat_on_one_rank_is_sgd_with_momentum():
+    """x' - x = gamma (x - x_prev) - (1 - gamma) lr g: averaging with fixed weights is a momentum."""
+    for order in ("atc", "cta"):
+        model, other, images, labels = pair()
+        train(model, DATSGD(model.parameters(), lr=1.0, order=order, averaging="fixed(0.9)"), images, labels)
+        train(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), images, labels)
+        equal(model, other)
+
+
 def groups(model):
     return [
         {"params": list(model[0].parameters()), "lr": 0.05},

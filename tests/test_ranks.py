@@ -1,11 +1,15 @@
 """Ranks and rows are the same numbers: real processes over gloo against the stacked engine."""
 
 import re
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 
 import klatsch
+from klatsch.study import Store
 from tests.rank_scenarios import LR, RANK_GRAPHS, RANK_RULES, ROUNDS, graph_of, problem_of
 from tests.ranks import Ranks
 
@@ -112,3 +116,57 @@ def test_a_rank_that_does_not_come(tmp_path):
     ranks = Ranks(tmp_path, 3, "disagree", what="absent")
     assert ranks.codes() == [1, 1, 0]
     assert re.search(r"rank 1: not all of the 3 ranks came to the same place within 4 s", ranks.errors(1))
+
+
+STUDY = """
+name = "on ranks"
+nodes = [2, 3]
+steps = 60
+record = 5
+lr = [1e-3, 1e-2]
+seeds = [0, 1]
+problem = {name = "least-squares", dim = 7, noise = [0.5, 1.0]}
+rules = ["dat", {name = "gt", average = "constant"}]
+topologies = ["ring", "one_peer_exponential"]
+"""
+
+
+def test_a_study_on_ranks_fills_the_same_store(tmp_path, run_cli):
+    file = tmp_path / "study.toml"
+    file.write_text(STUDY)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command = [*launcher, "-m", "klatsch", "run", str(file), "--engine", "ranks"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "64 runs new" in done.stdout
+    assert done.stdout.count("one_peer_exponential") == 8  # rank 0 alone prints
+    code, _, err = run_cli("run", file, "--store", tmp_path / "stacked.sqlite", "--workers", "1")
+    assert (code, err) == (0, "")
+    with Store(tmp_path / "study.sqlite") as ranks, Store(tmp_path / "stacked.sqlite") as stacked:
+        keys = sorted(ranks.done())
+        assert keys == sorted(stacked.done())
+        both = ranks.outcomes(keys), stacked.outcomes(keys)
+        for found, expected in ((both[0][key].metrics, both[1][key].metrics) for key in keys):
+            assert found.keys() == expected.keys()
+            for name in found:
+                np.testing.assert_allclose(found[name], expected[name], rtol=1e-8, atol=1e-12, err_msg=name)
+        assert {facts["engine"] for _, facts in ranks.runs()} == {"ranks"}
+
+
+def test_a_study_that_needs_more_ranks(tmp_path):
+    file = tmp_path / "study.toml"
+    file.write_text(STUDY)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "klatsch", "run", str(file), "--engine", "ranks"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert re.search(r"klatsch: error: the study has networks of 3 nodes, but there are 2 ranks; start", done.stderr)
+    assert not (tmp_path / "study.sqlite").exists()
+
+
+def test_ranks_need_torchrun(tmp_path, run_cli, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    code, _, err = run_cli("run", "study.toml", "--engine", "ranks")
+    assert code == 2
+    assert err.startswith("klatsch: error: --engine ranks needs several processes; start it with torchrun")
+    code, _, err = run_cli("run", "study.toml", "--engine", "rank")
+    assert "unknown engine 'rank'; did you mean ranks?" in err

@@ -75,7 +75,8 @@ def simulate_on_ranks(
     with torch.no_grad():
         for t in range(1, steps + 1):
             grad = here.grad(rule.query(node.state)[None], t, [rank])[0]
-            node.step(partial(_same, grad), partial(_same, rule), last=t == steps)
+            node.exchange(partial(_same, grad), partial(_same, rule))
+            node.advance(partial(_same, grad), partial(_same, rule), last=t == steps)
             if t in points or t == steps:
                 stacked, grads = _stacked(node.state, grad, group)
             if t in points and rank == 0:

@@ -38,6 +38,10 @@ AVERAGING = "fixed(0.9)"
 class DATSGD(Gossip):
     """Decentralized Anytime SGD: gradients at a moving average x of the iterates; see `algorithms.DAT`.
 
+    The averaging is a momentum: with fixed(gamma), one machine alone takes exactly the steps of
+    torch.optim.SGD(lr=(1 - gamma) * lr, momentum=gamma). So from SGD with lr=0.1 and momentum=0.9 go to lr=1.0 and the
+    default fixed(0.9), without a momentum of its own; both together smooth twice, and need smaller steps.
+
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
@@ -45,7 +49,7 @@ class DATSGD(Gossip):
         averaging: how x averages: "fixed(0.9)" for networks, "constant" or "linear" for convex problems.
         order: "atc", the paper's; or "cta", where no message is waited for unless the network is slower than the
             gradient.
-        momentum: local momentum.
+        momentum: local momentum, on top of the averaging.
         rest: keywords of `Gossip`.
     """
 

@@ -116,7 +116,9 @@ class Gossip(Optimizer):
                 entry["lr"] = rate(self._schedule, self.rounds + 1) if follows else entry["lr"]
         factor = self._gradient_factor()
         for share in self._shares:
-            share.step(self.param_groups, factor)
+            share.exchange(self.param_groups, factor)
+        for share in self._shares:  # none moves before all have heard: a failure leaves them at the same round
+            share.advance()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

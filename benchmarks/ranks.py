@@ -1,0 +1,234 @@
+"""Step times on ranks: what gossip adds to a local step, with and without a network that is slower than memory.
+
+Run: make bench-ranks, or .venv/bin/python benchmarks/ranks.py [--models lenet,1M,11M] [--ranks 2,4] [--networks ...]
+
+Every row is one run in which local SGD without communication (the floor), D-SGD, DAT in both orders, and DDP's
+all-reduce take turns, so ratios within a row can be compared. Networks: full loopback speed, and, for root, every rank
+in a network namespace of its own behind a `tc tbf` limit in both directions. One thread per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import klatsch
+
+NETWORKS = {"loopback": None, "1gbit": 1e9, "200mbit": 2e8}  # bits per second
+METHODS = ("local", "dsgd", "dat atc", "dat cta", "ddp")
+MODELS: dict[str, tuple[list[int], int]] = {  # layers (none: the LeNet), batch
+    "lenet": ([], 256),
+    "1M": ([784, 1024, 256, 10], 4096),
+    "11M": ([784, 2816, 2816, 256, 10], 1024),
+}
+LR = 1e-3
+TURNS = 3
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    widths = MODELS[name][0]
+    if widths:
+        layers: list[nn.Module] = [nn.Flatten()]
+        for a, b in pairwise(widths):
+            layers += [nn.Linear(a, b), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+
+
+# --- a rank -------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A model, and a way to step it."""
+
+    def __init__(self, method: str, name: str) -> None:
+        model = model_of(name)
+        batch = MODELS[name][1]
+        self.model: Any = nn.parallel.DistributedDataParallel(model) if method == "ddp" else model
+        self.images, self.labels = torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))
+        parameters = list(model.parameters())
+        self.optimizer: Any = (
+            torch.optim.SGD(parameters, LR)
+            if method in ("local", "ddp")
+            else klatsch.optim.DSGD(parameters, LR)
+            if method == "dsgd"
+            else klatsch.optim.DATSGD(parameters, LR, order=method.split()[1])
+        )
+
+    def step(self) -> float:
+        began = time.perf_counter()
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(self.images), self.labels).backward()
+        self.optimizer.step()
+        return time.perf_counter() - began
+
+    @property
+    def waited(self) -> float:
+        return float(getattr(self.optimizer, "seconds_waited", 0.0))
+
+
+def work(names: list[str], seconds: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    for name in names:
+        trainings = {method: Training(method, name) for method in METHODS}
+        times: dict[str, list[float]] = {method: [] for method in METHODS}
+        waits: dict[str, list[float]] = {method: [] for method in METHODS}
+        sizes: dict[str, int] = {}
+        for turn in range(1 + TURNS):  # the first one warms up
+            for method, training in trainings.items():
+                dist.barrier()
+                took = torch.tensor([training.step()])
+                dist.all_reduce(took, op=dist.ReduceOp.MAX)
+                steps = max(2, min(200, int(seconds / float(took)))) if turn else 1
+                before, sent = training.waited, getattr(training.optimizer, "bytes_sent", 0)
+                found = [training.step() for _ in range(steps)]
+                if turn:
+                    times[method] += found
+                    waits[method] += [(training.waited - before) / steps] * steps
+                    sizes[method] = (getattr(training.optimizer, "bytes_sent", 0) - sent) // steps
+        if dist.get_rank() == 0:
+            row = {
+                "model": name,
+                "parameters": sum(p.numel() for p in trainings["local"].model.parameters()),
+                "step": {method: statistics.median(found) for method, found in times.items()},
+                "waited": {method: statistics.mean(found) for method, found in waits.items()},
+                "bytes": sizes,
+            }
+            print(json.dumps(row), flush=True)
+        del trainings
+    dist.barrier()
+
+
+# --- networks -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def namespaces(size: int, rate: float | None) -> Iterator[list[str]]:
+    """What to put before a command so that rank k runs behind a link of its own; nothing for loopback."""
+    if rate is None:
+        yield [""] * size
+        return
+    remove(size)  # what a killed run left behind
+    limit = f"tbf rate {rate:.0f}bit burst 64kb latency 200ms"
+    try:
+        shell("ip link add klatsch type bridge && ip link set klatsch up")
+        for k in range(size):
+            shell(f"ip netns add klatsch{k} && ip link add klatsch{k} type veth peer name eth0 netns klatsch{k}")
+            shell(f"ip link set klatsch{k} master klatsch up && ip -n klatsch{k} link set lo up")
+            shell(f"ip -n klatsch{k} addr add 10.77.0.{k + 1}/24 dev eth0 && ip -n klatsch{k} link set eth0 up")
+            shell(f"tc -n klatsch{k} qdisc add dev eth0 root {limit} && tc qdisc add dev klatsch{k} root {limit}")
+        yield [f"ip netns exec klatsch{k}" for k in range(size)]
+    finally:
+        remove(size)
+
+
+def remove(size: int) -> None:
+    for k in range(size):
+        shell(f"ip netns del klatsch{k}", check=False)
+    shell("ip link del klatsch", check=False)
+
+
+def shell(command: str, check: bool = True) -> None:
+    subprocess.run(command, shell=True, check=check, capture_output=not check)
+
+
+def rows_of(size: int, network: str, names: list[str], seconds: float) -> Iterator[dict[str, Any]]:
+    rate = NETWORKS[network]
+    with namespaces(size, rate) as prefixes:
+        environment = os.environ | {"WORLD_SIZE": str(size), "MASTER_PORT": "29577", "OMP_NUM_THREADS": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1"} if rate is None else {"MASTER_ADDR": "10.77.0.1"}
+        environment |= {} if rate is None else {"GLOO_SOCKET_IFNAME": "eth0"}
+        command = [sys.executable, __file__, "--worker", "--models", ",".join(names), "--seconds", str(seconds)]
+        ranks = [
+            subprocess.Popen(
+                [*prefix.split(), *command],
+                env=environment | {"RANK": str(k)},
+                stdout=None if k else subprocess.PIPE,
+                stderr=None if os.environ.get("VERBOSE") else subprocess.DEVNULL,
+                text=True,
+            )
+            for k, prefix in enumerate(prefixes)
+        ]
+        try:
+            assert ranks[0].stdout is not None
+            for line in ranks[0].stdout:
+                yield json.loads(line)
+            if any(rank.wait() for rank in ranks):
+                sys.exit(f"a rank failed on {network}; VERBOSE=1 shows why")
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--networks", default=",".join(NETWORKS))
+    parser.add_argument("--seconds", type=float, default=2.0, help="per method and turn, about")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    given = parser.parse_args()
+    names = given.models.split(",")
+    if given.worker:
+        work(names, given.seconds)
+        return
+    networks = given.networks.split(",")
+    if os.geteuid() != 0 and networks != ["loopback"]:
+        print("limited networks need root (ip netns, tc): loopback only\n")
+        networks = ["loopback"]
+    print(
+        f"{os.cpu_count()} cores, torch {torch.__version__}; batches {', '.join(f'{n} {MODELS[n][1]}' for n in names)}"
+    )
+    print("step: milliseconds of local SGD, and how many times longer the others take; waited: milliseconds per step")
+    print("wire: milliseconds that a round's bytes take on the link; hides: whether the local step is longer\n")
+    print(f"{'network':9} ranks model parameters |  local   dsgd    atc    cta    ddp |", end="")
+    print("  wire dsgd    dat | waited dsgd     atc     cta | hides")
+    everything = []
+    for network in networks:
+        for size in map(int, given.ranks.split(",")):
+            for row in rows_of(size, network, names, given.seconds):
+                everything.append({"network": network, "ranks": size, **row})
+                print_row(network, size, row)
+    if given.json is not None:
+        given.json.write_text(json.dumps(everything, indent=1))
+
+
+def print_row(network: str, size: int, row: dict[str, Any]) -> None:
+    step, waited, rate = row["step"], row["waited"], NETWORKS[network]
+    ratios = " ".join(f"{step[method] / step['local']:6.2f}" for method in METHODS[1:])
+    wire = {m: row["bytes"][m] * 8 / rate * 1e3 if rate else 0.0 for m in ("dsgd", "dat cta")}
+    hides = "" if rate is None else "yes" if wire["dat cta"] < step["local"] * 1e3 else "no"
+    print(
+        f"{network:9} {size:5} {row['model']:5} {row['parameters']:10,} | {step['local'] * 1e3:6.1f} {ratios} |", end=""
+    )
+    print(f" {wire['dsgd']:10.1f} {wire['dat cta']:6.1f} |", end="")
+    print(
+        f" {' '.join(f'{waited[m] * 1e3:11.1f}' if m == 'dsgd' else f'{waited[m] * 1e3:7.1f}' for m in METHODS[1:4])}",
+        end="",
+    )
+    print(f" | {hides}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""LeNet on Fashion-MNIST, every machine with its own skewed share of the classes.
+
+    torchrun --nproc-per-node 4 examples/lenet.py --data FOLDER
+
+FOLDER holds the four files of Fashion-MNIST (train-images-idx3-ubyte.gz ...). Compare `--rule dsgd`, `--rule dat-d2`
+or `--order cta`; with `--checkpoints DIR` and `torchrun --max-restarts 3` the training survives kill -9.
+"""
+
+import argparse
+import gzip
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import klatsch
+from klatsch.problems.partition import dirichlet
+
+
+def read(folder, part):
+    """The images and labels of "train" or "t10k"."""
+    images, labels = (
+        np.frombuffer(gzip.decompress((Path(folder) / f"{part}-{kind}-ubyte.gz").read_bytes()), np.uint8, offset=offset)
+        for kind, offset in (("images-idx3", 16), ("labels-idx1", 8))
+    )
+    return torch.tensor(images.reshape(-1, 1, 28, 28) / 255.0, dtype=torch.float32), torch.tensor(labels).long()
+
+
+def lenet():
+    """GroupNorm instead of BatchNorm, since running statistics do not gossip."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5, padding=2), nn.GroupNorm(2, 6), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+
+
+def main():
+    """Train, and report now and then."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default=os.environ.get("KLATSCH_DATA", "fashion-mnist"))
+    parser.add_argument("--rule", default="dat", choices=["dat", "dsgd", "d2", "gt", "dat-d2"])
+    parser.add_argument("--order", default="atc", choices=["atc", "cta"])
+    parser.add_argument("--topology", default="ring")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--momentum", type=float, default=0.0, help="of dat, whose averaging is one already, and dsgd")
+    parser.add_argument("--alpha", type=float, default=0.1, help="0.1: few classes per machine; 10: all alike")
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--report", type=int, default=250, help="rounds between two reports")
+    parser.add_argument("--checkpoints", help="folder for checkpoints, from which a restart goes on")
+    given = parser.parse_args()
+    if not (Path(given.data) / "train-images-idx3-ubyte.gz").exists():
+        parser.error(f"no Fashion-MNIST in {given.data}; give its folder with --data or $KLATSCH_DATA")
+
+    # One process per GPU where there are enough of them: messages then go over NCCL.
+    local, beside = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = torch.device("cuda", local) if torch.cuda.device_count() >= beside else torch.device("cpu")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    images, labels = read(given.data, "train")
+    own = torch.from_numpy(dirichlet(labels, size, given.alpha)[rank])
+    images, labels = images[own].to(device), labels[own].to(device)
+    test_images, test_labels = (part.to(device) for part in read(given.data, "t10k"))
+
+    torch.manual_seed(0)
+    model = lenet().to(device)
+    makers = {
+        "dat": lambda: klatsch.optim.DATSGD(
+            model.parameters(), given.lr, given.topology, momentum=given.momentum, order=given.order
+        ),
+        "dsgd": lambda: klatsch.optim.DSGD(model.parameters(), given.lr, given.topology, momentum=given.momentum),
+        "d2": lambda: klatsch.optim.D2(model.parameters(), given.lr, given.topology),
+        "gt": lambda: klatsch.optim.GradientTracking(model.parameters(), given.lr, given.topology),
+        "dat-d2": lambda: klatsch.optim.DATD2(model.parameters(), given.lr, given.topology),
+    }
+    optimizer = makers[given.rule]()
+    torch.manual_seed(rank)  # from here on every machine draws its own batches
+    checkpointer = klatsch.Checkpointer(given.checkpoints, every=100) if given.checkpoints else None
+    done = checkpointer.resume(optimizer, model=model) if checkpointer else 0
+
+    for t in range(done + 1, given.rounds + 1):
+        batch = torch.randint(len(labels), (given.batch,)).to(device)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+        optimizer.step()
+        if checkpointer:
+            checkpointer.step()
+        if t % given.report == 0 or t == given.rounds:
+            with torch.no_grad():
+                accuracy = (model(test_images).argmax(1) == test_labels).float().mean().cpu()
+            worst, mean = accuracy.clone(), accuracy.clone()
+            dist.all_reduce(worst, dist.ReduceOp.MIN)
+            dist.all_reduce(mean)
+            gamma = optimizer.consensus()
+            if rank == 0:
+                print(
+                    f"round {t}: accuracy {mean / size:.3f} (worst machine {worst:.3f}), consensus {gamma:.1e}, ",
+                    end="",
+                )
+                print(f"sent {optimizer.bytes_sent / 1e6:.0f} MB, waited {optimizer.seconds_waited:.1f} s", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

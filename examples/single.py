@@ -1,0 +1,23 @@
+"""One machine: a small network learns to tell two spirals apart. Run: python single.py."""
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+labels = torch.randint(2, (8000,))
+angle = torch.rand(8000) * 9
+inputs = torch.stack([angle * torch.cos(angle + 3.14 * labels), angle * torch.sin(angle + 3.14 * labels)], 1) / 3
+test_inputs, test_labels = inputs[6000:], labels[6000:]
+inputs, labels = inputs[:6000], labels[:6000]
+
+model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+for _ in range(1500):
+    batch = torch.randint(len(inputs), (64,))
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(inputs[batch]), labels[batch])
+    loss.backward()
+    optimizer.step()
+
+accuracy = (model(test_inputs).argmax(1) == test_labels).float().mean()
+print(f"test accuracy {accuracy:.3f}")
