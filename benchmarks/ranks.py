@@ -37,7 +37,7 @@ MODELS: dict[str, tuple[list[int], int]] = {  # layers (none: the LeNet), batch
     "11M": ([784, 2816, 2816, 256, 10], 1024),
 }
 LR = 1e-3
-TURNS = 3
+TURNS, PATIENCE = 10, 60.0  # how often methods take turns, unless that takes so many seconds
 
 
 def model_of(name: str) -> nn.Module:
@@ -91,28 +91,34 @@ def work(names: list[str], seconds: float) -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     for name in names:
         trainings = {method: Training(method, name) for method in METHODS}
-        times: dict[str, list[float]] = {method: [] for method in METHODS}
-        waits: dict[str, list[float]] = {method: [] for method in METHODS}
-        sizes: dict[str, int] = {}
+        found: dict[str, list[tuple[float, float, float]]] = {method: [] for method in METHODS}
+        sent: dict[str, int] = {}
         for turn in range(1 + TURNS):  # the first one warms up
+            began = time.perf_counter()
             for method, training in trainings.items():
                 dist.barrier()
-                took = torch.tensor([training.step()])
+                took = torch.tensor([training.step()])  # its messages came long ago; this one is not counted
                 dist.all_reduce(took, op=dist.ReduceOp.MAX)
-                steps = max(2, min(200, int(seconds / float(took)))) if turn else 1
-                before, sent = training.waited, getattr(training.optimizer, "bytes_sent", 0)
-                found = [training.step() for _ in range(steps)]
-                if turn:
-                    times[method] += found
-                    waits[method] += [(training.waited - before) / steps] * steps
-                    sizes[method] = (getattr(training.optimizer, "bytes_sent", 0) - sent) // steps
+                steps = max(2, min(100, int(seconds / float(took))))
+                before = getattr(training.optimizer, "bytes_sent", 0)
+                for _ in range(steps):
+                    waited, cpu = training.waited, time.process_time()
+                    step = training.step()
+                    if turn:
+                        found[method].append((step, training.waited - waited, time.process_time() - cpu))
+                sent[method] = (getattr(training.optimizer, "bytes_sent", 0) - before) // steps
+            spent = torch.tensor([time.perf_counter() - began])
+            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+            if turn and float(spent) * (turn + 1) > PATIENCE:
+                break
         if dist.get_rank() == 0:
             row = {
                 "model": name,
                 "parameters": sum(p.numel() for p in trainings["local"].model.parameters()),
-                "step": {method: statistics.median(found) for method, found in times.items()},
-                "waited": {method: statistics.mean(found) for method, found in waits.items()},
-                "bytes": sizes,
+                "step": {method: statistics.median(row[0] for row in rows) for method, rows in found.items()},
+                "waited": {method: statistics.mean(row[1] for row in rows) for method, rows in found.items()},
+                "cpu": {method: statistics.median(row[2] for row in rows) for method, rows in found.items()},
+                "bytes": sent,
             }
             print(json.dumps(row), flush=True)
         del trainings
@@ -129,7 +135,7 @@ def namespaces(size: int, rate: float | None) -> Iterator[list[str]]:
         yield [""] * size
         return
     remove(size)  # what a killed run left behind
-    limit = f"tbf rate {rate:.0f}bit burst 64kb latency 200ms"
+    limit = f"tbf rate {rate:.0f}bit burst 300kb latency 200ms"
     try:
         shell("ip link add klatsch type bridge && ip link set klatsch up")
         for k in range(size):
@@ -185,7 +191,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--networks", default=",".join(NETWORKS))
-    parser.add_argument("--seconds", type=float, default=2.0, help="per method and turn, about")
+    parser.add_argument("--seconds", type=float, default=0.5, help="per method and turn, about")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     given = parser.parse_args()
@@ -200,10 +206,11 @@ def main() -> None:
     print(
         f"{os.cpu_count()} cores, torch {torch.__version__}; batches {', '.join(f'{n} {MODELS[n][1]}' for n in names)}"
     )
-    print("step: milliseconds of local SGD, and how many times longer the others take; waited: milliseconds per step")
-    print("wire: milliseconds that a round's bytes take on the link; hides: whether the local step is longer\n")
-    print(f"{'network':9} ranks model parameters |  local   dsgd    atc    cta    ddp |", end="")
-    print("  wire dsgd    dat | waited dsgd     atc     cta | hides")
+    print("step: milliseconds of local SGD, and how many times longer the others take; cpu: the same of processor time")
+    print("wire: milliseconds that a round's bytes take on the link; waited: milliseconds per step")
+    print("hides: whether DAT's bytes take less time than the local step\n")
+    print(f"{'network':9} ranks {'model':5} {'parameters':>10} |   step   dsgd    atc    cta    ddp |", end="")
+    print("  cpu dsgd    atc    cta    ddp | wire dsgd    dat | waited dsgd    atc    cta | hides")
     everything = []
     for network in networks:
         for size in map(int, given.ranks.split(",")):
@@ -215,19 +222,15 @@ def main() -> None:
 
 
 def print_row(network: str, size: int, row: dict[str, Any]) -> None:
-    step, waited, rate = row["step"], row["waited"], NETWORKS[network]
-    ratios = " ".join(f"{step[method] / step['local']:6.2f}" for method in METHODS[1:])
+    step, rate = row["step"], NETWORKS[network]
     wire = {m: row["bytes"][m] * 8 / rate * 1e3 if rate else 0.0 for m in ("dsgd", "dat cta")}
     hides = "" if rate is None else "yes" if wire["dat cta"] < step["local"] * 1e3 else "no"
+    ratios, cpu = (" ".join(f"{v[m] / v['local']:6.2f}" for m in METHODS[1:]) for v in (step, row["cpu"]))
+    waited = " ".join(f"{row['waited'][m] * 1e3:6.1f}" for m in METHODS[1:4])
     print(
         f"{network:9} {size:5} {row['model']:5} {row['parameters']:10,} | {step['local'] * 1e3:6.1f} {ratios} |", end=""
     )
-    print(f" {wire['dsgd']:10.1f} {wire['dat cta']:6.1f} |", end="")
-    print(
-        f" {' '.join(f'{waited[m] * 1e3:11.1f}' if m == 'dsgd' else f'{waited[m] * 1e3:7.1f}' for m in METHODS[1:4])}",
-        end="",
-    )
-    print(f" | {hides}", flush=True)
+    print(f"   {cpu} | {wire['dsgd']:9.1f} {wire['dat cta']:6.1f} |      {waited} | {hides}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from klatsch import averaging, columns
@@ -101,11 +102,22 @@ def average_weights(value: object) -> Any:
 
 
 def averaged(a: Tensor | None, w: Tensor, weights: Any, t: int) -> Tensor | None:
-    """a <- (1 - delta_t) a + delta_t w: the average of the iterates so far; nothing where none is kept."""
-    if a is None:
-        return None
-    delta = weights.delta(t)
-    return (1 - delta) * a + delta * w  # type: ignore[no-any-return]
+    """The average of the iterates so far; nothing where none is kept."""
+    return None if a is None else blend(a, w, weights.delta(t))
+
+
+def descend(w: Tensor, direction: Tensor, length: Any) -> Tensor:
+    """w - length * direction, in one pass through memory where the length is a number."""
+    if isinstance(w, Tensor) and isinstance(length, float):
+        return torch.sub(w, direction, alpha=length)
+    return w - length * direction  # type: ignore[no-any-return]
+
+
+def blend(x: Tensor, w: Tensor, delta: Any) -> Tensor:
+    """(1 - delta) x + delta w, in one pass through memory where delta is a number."""
+    if isinstance(x, Tensor) and isinstance(delta, float):
+        return torch.lerp(x, w, delta)
+    return (1 - delta) * x + delta * w  # type: ignore[no-any-return]
 
 
 def needs_doubly_stochastic(graph: Any, rule: str, instead: str) -> None:

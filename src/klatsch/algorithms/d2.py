@@ -112,5 +112,5 @@ class DATD2:
         step = core.rate(self.lr, t) * self.averaging.alpha(t) * grad
         half = 2 * state.w - state.back - step
         (mixed,) = mix(half)
-        delta = self.averaging.delta(t)
-        return DATD2State(0.5 * half + 0.5 * mixed, state.w - step, (1 - delta) * x + delta * mixed)
+        x = core.blend(x, mixed, self.averaging.delta(t))
+        return DATD2State(core.blend(half, mixed, 0.5), state.w - step, x)

@@ -77,12 +77,11 @@ class DAT:
 
     def update(self, state: DATState, grad: Tensor, mix: core.Mix, t: int) -> DATState:
         m = core.accumulate(state.m, grad, self.momentum)
-        step = core.rate(self.lr, t) * self.averaging.alpha(t) * m
-        delta = self.averaging.delta(t)
+        length = core.rate(self.lr, t) * self.averaging.alpha(t)
         if self.order == "atc":
             (x,) = mix(state.x)
-            (w,) = mix(state.w - step)
+            (w,) = mix(core.descend(state.w, m, length))
         else:
             w, x = mix(state.w, state.x)
-            w = w - step
-        return DATState(w, (1 - delta) * x + delta * w, core.keep(state.m, m))
+            w = core.descend(w, m, length)
+        return DATState(w, core.blend(x, w, self.averaging.delta(t)), core.keep(state.m, m))

@@ -56,6 +56,6 @@ class DecentLaM:
     output = query
 
     def update(self, state: DecentLaMState, grad: Tensor, mix: core.Mix, t: int) -> DecentLaMState:
-        (mixed,) = mix(state.w - core.rate(self.lr, t) * grad)
+        (mixed,) = mix(core.descend(state.w, grad, core.rate(self.lr, t)))
         v = self.momentum * state.v + state.w - mixed
         return DecentLaMState(state.w - v, v)

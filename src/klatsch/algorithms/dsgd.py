@@ -59,5 +59,5 @@ class DSGD:
 
     def update(self, state: DSGDState, grad: Tensor, mix: core.Mix, t: int) -> DSGDState:
         m = core.accumulate(state.m, grad, self.momentum)
-        (w,) = mix(state.w - core.rate(self.lr, t) * m)
+        (w,) = mix(core.descend(state.w, m, core.rate(self.lr, t)))
         return DSGDState(w, core.keep(state.m, m), core.averaged(state.a, w, self.average, t))

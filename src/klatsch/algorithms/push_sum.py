@@ -55,7 +55,7 @@ class PushSum:
     output = query
 
     def update(self, state: PushSumState, grad: Tensor, mix: core.Mix, t: int) -> PushSumState:
-        w, weight = mix(state.w - core.rate(self.lr, t) * grad, state.weight)
+        w, weight = mix(core.descend(state.w, grad, core.rate(self.lr, t)), state.weight)
         return PushSumState(w, weight)
 
 
@@ -104,9 +104,8 @@ class DATPush:
 
     def update(self, state: DATPushState, grad: Tensor, mix: core.Mix, t: int) -> DATPushState:
         x, weight = mix(state.x, state.weight)
-        (w,) = mix(state.w - core.rate(self.lr, t) * self.averaging.alpha(t) * grad)
-        delta = self.averaging.delta(t)
-        return DATPushState(w, (1 - delta) * x + delta * w, weight)
+        (w,) = mix(core.descend(state.w, grad, core.rate(self.lr, t) * self.averaging.alpha(t)))
+        return DATPushState(w, core.blend(x, w, self.averaging.delta(t)), weight)
 
 
 def need_column_stochastic(graph: Any, rule: str, instead: str) -> None:

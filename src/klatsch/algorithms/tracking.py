@@ -60,7 +60,7 @@ class GradientTracking:
     def update(self, state: TrackingState, grad: Tensor, mix: core.Mix, t: int) -> TrackingState:
         (y,) = mix(state.y)
         y = y + grad - state.g
-        (w,) = mix(state.w - core.rate(self.lr, t) * y)
+        (w,) = mix(core.descend(state.w, y, core.rate(self.lr, t)))
         return TrackingState(w, y, grad, core.averaged(state.a, w, self.average, t))
 
 
@@ -111,6 +111,5 @@ class DATTracking:
     def update(self, state: DATTrackingState, grad: Tensor, mix: core.Mix, t: int) -> DATTrackingState:
         x, y = mix(state.x, state.y)
         y = y + grad - state.g
-        (w,) = mix(state.w - core.rate(self.lr, t) * self.averaging.alpha(t) * y)
-        delta = self.averaging.delta(t)
-        return DATTrackingState(w, (1 - delta) * x + delta * w, y, grad)
+        (w,) = mix(core.descend(state.w, y, core.rate(self.lr, t) * self.averaging.alpha(t)))
+        return DATTrackingState(w, core.blend(x, w, self.averaging.delta(t)), y, grad)

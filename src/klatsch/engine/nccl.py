@@ -27,6 +27,8 @@ class NcclLinks:
         self._wanted: dict[int, tuple[int, torch.dtype]] = {}
         self._memory: dict[tuple[int, int], Tensor] = {}
         self._running: dict[int, tuple[list[Any], list[tuple[int, Tensor]]]] = {}
+        # The communicator is made by the first operation, in which all ranks must take part; not all do in each round.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None:
         """Remember what will come: NCCL wants receives in one batch with the sends."""

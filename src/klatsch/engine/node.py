@@ -18,7 +18,7 @@ from klatsch.engine.plan import MOST_CALLS, plan
 from klatsch.engine.weights import Heard, Weights
 from klatsch.topology import Topology
 
-BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}  # numbers per slice: a cache's worth, or enough to hide the launches
+BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # numbers per slice: a cache's worth, or enough to hide the launches
 
 Block = slice | None  # a slice of the vectors, or all of them
 

@@ -173,6 +173,10 @@ class Gossip(Optimizer):
         Raises:
             RuntimeError: a rank does not answer.
         """
+        if self.lost:
+            raise RuntimeError(
+                f"consensus() needs all {self.topology.size} ranks, but {self._links.lost[self.lost[0]]}"
+            )
         try:
             total = torch.zeros(1, dtype=torch.float64)
             for share in self._shares:
