@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 examples/lenet.py --data FOLDER
 
 FOLDER holds the four files of Fashion-MNIST (train-images-idx3-ubyte.gz ...). Compare `--rule dsgd`, `--rule dat-d2`
-or `--order cta`; with `--checkpoints DIR` and `torchrun --max-restarts 3` the training survives kill -9.
+or `--order cta`; with `--checkpoints DIR`, `torchrun --max-restarts 3` and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the
+environment (docs/cluster.md says why) the training survives kill -9.
 """
 
 import argparse
@@ -59,6 +60,8 @@ def main():
     # One process per GPU where there are enough of them: messages then go over NCCL.
     local, beside = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", local) if torch.cuda.device_count() >= beside else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
 

@@ -49,6 +49,22 @@ def product(graph):
 
 
 @pytest.fixture
+def launch(tmp_path):
+    """Start ranks that run a scenario; none of them outlives the test."""
+    from tests.ranks import Ranks
+
+    started = []
+
+    def start(size, scenario, **options):
+        started.append(Ranks(tmp_path, size, scenario, **options))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        ranks.end()
+
+
+@pytest.fixture
 def run_cli(monkeypatch, capsys):
     """Run the command line in this process; gives the exit code, stdout and stderr."""
     from klatsch.cli import main

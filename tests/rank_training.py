@@ -1,11 +1,11 @@
 """A training as a user writes it, for torchrun: resumes from its checkpoints, and keeps what it ends with.
 
-`torchrun ... tests/rank_training.py FOLDER ROUNDS`
+`torchrun ... tests/rank_training.py FOLDER ROUNDS ["ATTEMPT RANK ROUND"...]`; it kills itself where the last ones say.
 """
 
 import os
+import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 import klatsch
 
-folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
+folder, rounds, attempt = Path(sys.argv[1]), int(sys.argv[2]), os.environ["TORCHELASTIC_RESTART_COUNT"]
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(rank)
@@ -25,6 +25,8 @@ checkpointer = klatsch.Checkpointer(folder / "checkpoints", every=7)
 done = checkpointer.resume(optimizer, model=model, scheduler=scheduler)
 with (folder / f"log-{rank}").open("a") as log:
     for t in range(done, rounds):
+        if f"{attempt} {rank} {t}" in sys.argv[3:]:
+            os.kill(os.getpid(), signal.SIGKILL)
         inputs = torch.randn(16, 6)  # from the generator, whose state belongs to the checkpoint
         loss = (model(inputs) - inputs.sin().sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad()
@@ -32,6 +34,5 @@ with (folder / f"log-{rank}").open("a") as log:
         optimizer.step()
         scheduler.step()
         checkpointer.step()
-        print(os.environ["TORCHELASTIC_RESTART_COUNT"], t + 1, loss.item(), file=log, flush=True)
-        time.sleep(0.01)
+        print(attempt, t + 1, loss.item(), file=log, flush=True)
 torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"final-{rank}")

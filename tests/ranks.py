@@ -5,6 +5,7 @@ Run as a program it is that first process: `python tests/ranks.py FOLDER SIZE SC
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,8 +27,19 @@ class Ranks:
         self.first = subprocess.Popen(command, start_new_session=True)
         self.pids = [int(self._file(f"pid-{rank}")) for rank in range(size)]
 
-    def kill(self, rank, number=signal.SIGKILL):
-        os.kill(self.pids[rank], number)
+    def go_on(self, rank):
+        """Wake a rank that has stopped itself."""
+        os.kill(self.pids[rank], signal.SIGCONT)
+
+    def has_stopped(self, rank, seconds=60):
+        """Wait until a rank has stopped itself."""
+        deadline = time.monotonic() + seconds
+        while Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def kill(self, rank):
+        os.kill(self.pids[rank], signal.SIGKILL)
 
     def wait_for(self, name, seconds=120):
         """The content of a file that a rank writes when it has come to some point."""
@@ -43,6 +55,9 @@ class Ranks:
 
     def errors(self, rank):
         return (self.folder / f"stderr-{rank}").read_text()
+
+    def warnings(self, rank):
+        return re.findall(r"RuntimeWarning: (.*)", self.errors(rank))
 
     def succeed(self, seconds=120):
         codes = self.codes(seconds)

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-DATA = ROOT.parent / "shared" / "fashion-mnist"
+DATA = Path(os.environ.get("KLATSCH_DATA", ROOT.parent / "shared" / "fashion-mnist"))
 
 
 def torchrun(ranks, *command, cwd=ROOT):
@@ -42,7 +42,7 @@ def test_quickstart():
     assert all(float(accuracy) > 0.95 for accuracy, _ in found)
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="Fashion-MNIST is not beside the repository, in ../shared/fashion-mnist")
+@pytest.mark.skipif(not DATA.is_dir(), reason="name the folder with Fashion-MNIST in $KLATSCH_DATA")
 @pytest.mark.parametrize("options", [["--order", "cta"], ["--rule", "dat-d2"]])
 def test_lenet(tmp_path, options):
     command = [EXAMPLES / "lenet.py", "--data", DATA, "--report", "100", *options, "--checkpoints", tmp_path]

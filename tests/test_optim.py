@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import klatsch
+from klatsch.engine import node
 from klatsch.engine.links import LinkError
 from klatsch.optim import D2, DATD2, DATSGD, DSGD, Gossip, GradientTracking
 
@@ -72,7 +73,8 @@ def groups(model):
     ]
 
 
-def test_parameter_groups_and_schedulers():
+def test_parameter_groups_and_schedulers(monkeypatch):
+    monkeypatch.setitem(node.BLOCK, "cpu", 100)  # several slices, whose borders are not those of the groups
     model, other, images, labels = pair()
     ours = DSGD(groups(model), lr=0.2, weight_decay=0.1)
     theirs = torch.optim.SGD(groups(other), lr=0.2, weight_decay=0.1)
@@ -92,6 +94,23 @@ def test_a_learning_rate_as_function_of_the_round():
     train(other, theirs, images, labels, after=scheduler.step)
     assert ours.param_groups[0]["lr"] == 0.1 / 5
     equal(model, other)
+
+
+def test_a_function_of_the_round_and_a_scheduler_do_not_go_together():
+    model, images, labels = model_and_data()
+    optimizer = DSGD(model.parameters(), lr=lambda t: 0.1 / t)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with pytest.raises(ValueError, match=r"lr is a function of the round, and something set it to \[0.05\]"):
+        train(model, optimizer, images, labels, after=scheduler.step)
+
+
+def test_a_graph_of_before_the_step_is_refused_as_ever():
+    model, images, labels = model_and_data()
+    optimizer = DSGD(model.parameters(), lr=0.1)
+    loss = cross_entropy(model(images), labels)
+    train(model, optimizer, images, labels, 1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_closures_clipping_and_accumulation():
@@ -371,6 +390,11 @@ def test_average_on_one_rank_changes_nothing():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+class WithoutRate:
+    def update(self, state, grad, mix, t):
+        return state
+
+
 class Meta(nn.Module):
     def __init__(self):
         super().__init__()
@@ -397,6 +421,12 @@ class Meta(nn.Module):
             r"ring has 4 nodes but there are 1 ranks.*--nproc-per-node 4",
         ),
         (lambda: Gossip([nn.Parameter(torch.ones(2))], "dat"), "algorithm is a str; give a rule"),
+        (lambda: Gossip([nn.Parameter(torch.ones(2))], WithoutRate()), "WithoutRate has no lr"),
+        (lambda: DSGD([nn.Parameter(torch.ones(2))], lr=0.1, timeout=[1, 2]), r"timeout = \[1, 2\]; give a number"),
+        (lambda: DSGD([nn.Parameter(torch.ones(2))], lr=0.1, timeout=1e18), "at most 2,592,000"),
+        (lambda: DSGD([{"params": [nn.Parameter(torch.ones(2))], "lr": [1, 2]}], lr=0.1), "a single one"),
+        (lambda: DSGD([nn.Parameter(torch.ones(2))], lr=lambda t: [0.1, 0.2]), "a single one"),
+        (lambda: DSGD([nn.Parameter(torch.ones(2, device="meta"))], lr=0.1), "device meta, without memory"),
     ],
 )
 def test_bad_input(make, error):
@@ -453,3 +483,33 @@ def test_fields_that_change_places():
         x.grad = torch.ones(2)
         optimizer.step()
     assert torch.equal(x.detach(), torch.full((2,), -6.0))  # -1, -3, -6
+    assert torch.equal(optimizer.vectors()[0]["previous"], torch.full((2,), -3.0))
+
+
+class Odd:
+    """A rule that mixes in every other round only, which neighbours cannot know."""
+
+    class State(NamedTuple):
+        w: torch.Tensor
+
+    lr, eager = 1.0, ()
+
+    def init(self, x):
+        return self.State(x)
+
+    def query(self, state):
+        return state.w
+
+    output = query
+
+    def update(self, state, grad, mix, t):
+        w = state.w - grad
+        return self.State(mix(w)[0] if t % 2 == 0 else w)
+
+
+def test_a_rule_that_mixes_in_some_rounds_only_is_refused():
+    x = nn.Parameter(torch.zeros(2))
+    optimizer = Gossip([x], Odd())
+    optimizer.step()
+    with pytest.raises(ValueError, match="Odd does not call mix as often in every round"):
+        optimizer.step()

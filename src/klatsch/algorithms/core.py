@@ -27,8 +27,9 @@ class Algorithm(Protocol):
     """An update rule: a frozen dataclass of hyper-parameters.
 
     Tensor fields, (C, 1), are hyper-parameters per column. Rules may add `iterate(state)`, the sequence w that takes
-    the steps, where it is not the query point, and `check_graph(graph)`, which raises ValueError with the reason on a
-    graph that the rule does not work on.
+    the steps, where it is not the query point, `check_graph(graph)`, which raises ValueError with the reason on a
+    graph that the rule does not work on, and `push = True` if they keep sums rather than averages, so that what a node
+    cannot pass on it must keep.
     """
 
     @property

@@ -38,6 +38,7 @@ class PushSum:
 
     lr: Any
     eager: ClassVar[tuple[str, ...]] = ()
+    push: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lr", core.learning_rate(self.lr))
@@ -82,6 +83,7 @@ class DATPush:
     lr: Any
     averaging: Any = field(default_factory=weights.constant)
     eager: ClassVar[tuple[str, ...]] = ("x", "weight")
+    push: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lr", core.learning_rate(self.lr))

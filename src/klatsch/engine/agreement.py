@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -46,6 +47,13 @@ def group_of(group: Any, timeout: float) -> Any:
             f"rank {dist.get_rank()}: not all of the {len(ranks)} ranks came to the same place within {timeout:g} s "
             f"({str(error).splitlines()[0]}); every rank must make the optimizer, and in the same order"
         ) from None
+
+
+def leave(own: Any, group: Any) -> None:
+    """Give up a group of `group_of(group)`, with its connections and threads; nothing if that was done already."""
+    if group is None:  # groups of some ranks are named after them, and the next one would find the last one's addresses
+        with suppress(AssertionError, KeyError, RuntimeError, ValueError):
+            dist.destroy_process_group(own)
 
 
 def agree(group: Any, facts: Mapping[str, str]) -> None:

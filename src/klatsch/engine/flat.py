@@ -78,6 +78,12 @@ class Flat:
         for parameter, bound in zip(self.parameters, self._bound, strict=True):
             parameter.grad = bound
 
+    def mark_written(self) -> None:
+        """Tell autograd that the parameters have changed, as writing to them one by one would."""
+        for parameter in self.parameters:
+            torch.autograd.graph.increment_version(parameter)
+        self._seen = self._versions()
+
     def written(self) -> bool:
         """Whether somebody wrote to the parameters since the last call: not through this buffer, but to themselves."""
         versions = self._versions()

@@ -14,8 +14,8 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -55,6 +55,8 @@ class Transfer:
     def __init__(self, post: Callable[[], Any], memory: Tensor) -> None:
         self.memory = memory  # held until the message has arrived or left
         self.error: RuntimeError | None = None
+        self.waited_for = False  # whether a thread has it in hand
+        self._over = False
         self._done: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
         try:
             self._work = post()
@@ -70,19 +72,24 @@ class Transfer:
         except RuntimeError as error:
             self._done.put(error)
 
+    def over(self) -> bool:
+        """Whether it has ended well, as far as is known without waiting."""
+        return self.ended(0.0) and self.error is None
+
     def give_up(self) -> None:
-        """Close all connections if it has not ended."""
-        if self._work is not None:
+        """Close all connections if a thread waits for it in vain."""
+        if self._work is not None and self.waited_for:
             with suppress(RuntimeError):
                 self._work.wait(timedelta(milliseconds=1))
 
     def ended(self, seconds: float) -> bool:
         """Whether it has ended within so many seconds; `error` then says how."""
-        try:
-            self.error = self._done.get(timeout=max(seconds, 0.0))
-        except queue.Empty:
-            return False
-        self._work = None
+        if not self._over:
+            try:
+                self.error = self._done.get(timeout=max(seconds, 0.0))
+            except queue.Empty:
+                return False
+            self._work, self._over = None, True
         return True
 
 
@@ -114,10 +121,9 @@ class GlooLinks:
         self._arriving: dict[int, list[tuple[int, Transfer]]] = {}
         self._leaving: dict[tuple[int, int], list[tuple[int, Transfer]]] = {}
         self._notes = Notes(group)
-        self._abandoned: list[tuple[int, Transfer]] = []  # gloo may still work on them
+        self._abandoned: list[tuple[int, Transfer]] = []  # with neighbours that are lost; gloo may still work on them
         self._memory: dict[tuple[int, int], Tensor] = {}
         self._waiters: dict[tuple[int, str], tuple[queue.SimpleQueue[Transfer | None], threading.Thread]] = {}
-        self._stuck: list[Transfer] = []
         self._failure: LinkError | None = None
 
     def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None:
@@ -136,6 +142,8 @@ class GlooLinks:
         if self._staged and targets:
             pinned = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
             message = pinned.copy_(message)  # waits for the GPU to have computed it
+        for target in targets:
+            self._waiter(target, "target")  # not at the end, when some Pythons start no more threads
         leaving = [(p, Transfer(partial(self._send, message, p, tag), message)) for p in targets]
         self._leaving[tag, t] = leaving
         self.bytes_sent += len(targets) * message.numel() * message.element_size()
@@ -158,21 +166,36 @@ class GlooLinks:
         """Wait until what was sent under a tag for round t has left, so that its memory can be used again."""
         leaving = self._leaving.pop((tag, t), [])
         for target, transfer in leaving:
-            if self._heard.get(target, 0) > t:  # it has ended round t, for which it needed this message: no wait
+            # A neighbour that has sent something of a later round has ended this one, for which it needed the message.
+            if self._heard.get(target, 0) > t and not transfer.waited_for:
                 transfer.finish()
-        self._wait([pair for pair in leaving if self._heard.get(pair[0], 0) <= t], t, "target")
+        self._wait([pair for pair in leaving if not pair[1].over()], t, "target")
 
     def drain(self) -> None:
         """Wait until all that was sent has left, or its receiver is gone; at most for the timeout. Raises nothing."""
         deadline = time.monotonic() + self.timeout
-        for leaving in self._leaving.values():
-            for peer, transfer in leaving:
-                self._hand_over(peer, "target", transfer)
-        for leaving in self._leaving.values():
-            for _, transfer in leaving:
-                if not transfer.ended(deadline - time.monotonic()):
-                    self._stuck.append(transfer)
-        self._leaving.clear()
+        transfers = [pair for leaving in self._leaving.values() for pair in leaving]
+        for peer, transfer in transfers:
+            self._hand_over(peer, "target", transfer)
+        for _, transfer in transfers:  # those that do not end stay, and their memory is not used again
+            transfer.ended(deadline - time.monotonic())
+
+    @contextmanager
+    def excused(self) -> Iterator[None]:
+        """Tell the neighbours that this rank waits, while it does so elsewhere: in a collective of all ranks."""
+        over = threading.Event()
+
+        def tell() -> None:
+            while not over.wait(self.timeout / 8):
+                self._notes.waiting()
+
+        thread = threading.Thread(target=tell, name="klatsch excuse", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def close(self) -> None:
         """Let the last messages leave, and end the threads.
@@ -182,7 +205,7 @@ class GlooLinks:
         """
         if self._failure is None:  # else the sooner it ends the better
             self.drain()
-        for transfer in self._stuck:
+        for _, transfer in (*self._abandoned, *(pair for leaving in self._leaving.values() for pair in leaving)):
             transfer.give_up()
         for waiting, thread in self._waiters.values():
             waiting.put(None)
@@ -204,7 +227,7 @@ class GlooLinks:
         for peer, transfer in transfers:
             ended = self._ended(peer, transfer, t, began)
             if not ended:
-                self._stuck.append(transfer)
+                self._abandoned.append((peer, transfer))
             if not ended or transfer.error is not None:
                 self._lose(peer, side, t, time.monotonic() - began, transfer.error if ended else None)
         self.seconds_waited += time.monotonic() - began
@@ -212,14 +235,14 @@ class GlooLinks:
     def _ended(self, peer: int, transfer: Transfer, t: int, began: float) -> bool:
         """Whether a message came or went in time; a neighbour that waits itself is given more of it."""
         deadline, last_call = began + self.timeout, began + MOST_PATIENCE * self.timeout
-        pause = self.timeout / 2
+        pause = self.timeout / 8
         while not transfer.ended(min(pause, deadline - time.monotonic())):
-            if time.monotonic() >= deadline:
-                if deadline >= last_call or not self._notes.is_waiting(peer, t):
+            now = time.monotonic()
+            if now >= deadline:
+                if now >= last_call or not self._notes.is_waiting(peer):
                     return False
-                deadline = min(deadline + self.timeout / 2, last_call)
-            self._notes.waiting(t)
-            pause = self.timeout / 8
+                deadline = min(now + self.timeout / 2, last_call)
+            self._notes.waiting()
         return True
 
     def _lose(self, peer: int, side: str, t: int, seconds: float, error: RuntimeError | None) -> None:
@@ -242,13 +265,20 @@ class GlooLinks:
         )
 
     def _hand_over(self, peer: int, side: str, transfer: Transfer) -> None:
+        """Have a thread wait for a transfer."""
+        if transfer.waited_for:
+            return
+        transfer.waited_for = True
+        self._waiter(peer, side).put(transfer)
+
+    def _waiter(self, peer: int, side: str) -> queue.SimpleQueue[Transfer | None]:
         if (peer, side) not in self._waiters:
             waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
             name = f"klatsch {side} {peer}"
             thread = threading.Thread(target=_finish_all, args=(waiting,), name=name, daemon=True)
             self._waiters[peer, side] = waiting, thread
             thread.start()
-        self._waiters[peer, side][0].put(transfer)
+        return self._waiters[peer, side][0]
 
     def _present(self, peers: list[list[int]], t: int) -> list[int]:
         return [peer for peer in peers[(t - 1) % len(peers)] if peer not in self.lost]

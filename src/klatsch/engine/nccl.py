@@ -1,11 +1,12 @@
 """Messages between ranks over NCCL, one process per GPU: each exchange is one batch, in the same order on all ranks.
 
 Waiting is done by the GPU's streams and not by the process. So a neighbour that is gone or late is noticed by the
-watchdog of the process group, after the group's own timeout, and not here.
+watchdog of the process group, after the group's own timeout, and not here; and seconds waited are not known.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ class NcclLinks:
     """The links of one rank to its neighbours; the same calls as `GlooLinks`."""
 
     def __init__(self, group: Any, topology: Topology, device: torch.device, timeout: float) -> None:
+        if torch.cuda.current_device() != (device.index or 0):
+            raise ValueError(
+                f"the parameters are on {device} but the current device is cuda:{torch.cuda.current_device()}, which "
+                f"NCCL would use; call torch.cuda.set_device({device.index or 0}) first"
+            )
         self.group, self.topology, self.device, self.timeout = group, topology, device, timeout
         self.rank = dist.get_rank(group)
         self.lost: dict[int, Any] = {}
@@ -61,6 +67,10 @@ class NcclLinks:
     def drain(self) -> None:
         """Wait until the GPU has done all exchanges."""
         torch.cuda.synchronize(self.device)
+
+    def excused(self) -> AbstractContextManager[None]:
+        """Nothing to say: the watchdog does not ask."""
+        return nullcontext()
 
     def close(self) -> None:
         """The same as drain: there are no threads."""

@@ -20,6 +20,8 @@ from klatsch.topology import Topology
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # numbers per slice: a cache's worth, or enough to hide the launches
 
+OTHER_CALLS = "{} does not call mix as often in every round; neighbours must know what to wait for"
+
 Block = slice | None  # a slice of the vectors, or all of them
 
 
@@ -58,7 +60,7 @@ class Node:
     ) -> None:
         self.rule, self.links, self.rounds, self.dtype = rule, links, 0, x.dtype
         self.calls = plan(rule, x)
-        self._weights = Weights(topology, rank, x.dtype)
+        self._weights = Weights(topology, rank, x.dtype, push=getattr(rule, "push", False))
         self._tag = channel * MOST_CALLS
         self._blocks = _blocks(x)
         self._begun = False
@@ -130,8 +132,10 @@ class Node:
         single: dict[str, Tensor] = {}
         for block in self._blocks:
             here, old = rule(block), self._cut(block)
-            new = here.update(old, gradient(block), self._mix(block), t)
-            for name, value in _apart(old, new).items():
+            new = _apart(old, here.update(old, gradient(block), self._mix(block), t))
+            for name, value in new._asdict().items():
+                if value is None:
+                    continue
                 place = following[name]
                 if self._is_wide(place):
                     _slice(place, block, self._wide).copy_(value)
@@ -174,6 +178,8 @@ class Node:
             except _Reached as reached:
                 for part, tensor in zip(parts, reached.tensors, strict=True):
                     _slice(part, block, self._wide).copy_(tensor)
+            else:
+                raise ValueError(OTHER_CALLS.format(type(self.rule).__name__))
 
     def _mix(self, block: Block, stop: int | None = None) -> Callable[..., Any]:
         """What the rule calls as `mix`, for one slice."""
@@ -182,6 +188,8 @@ class Node:
         def mix(*tensors: Tensor) -> tuple[Tensor, ...]:
             nonlocal number
             c, number = number, number + 1
+            if c >= len(self.calls):
+                raise ValueError(OTHER_CALLS.format(type(self.rule).__name__))
             if c == stop:
                 raise _Reached(tensors)
             if c not in self._heard:  # needed by nothing before the stop
@@ -224,14 +232,13 @@ def _blocks(x: Tensor) -> list[Block]:
     return [slice(k, min(k + size, len(x))) for k in range(0, len(x), size)] or [None]
 
 
-def _apart(old: Any, new: Any) -> dict[str, Tensor]:
-    """The fields of a new state, none of which is the memory of another field of the old one, which is overwritten."""
+def _apart(old: Any, new: Any) -> Any:
+    """A new state, none of whose fields is the memory of another field of the old one, which is overwritten."""
     owners = {v.data_ptr(): name for name, v in old._asdict().items() if v is not None}
-    return {
-        name: v if owners.get(v.data_ptr(), name) == name else v.clone()
-        for name, v in new._asdict().items()
-        if v is not None
+    shared = {
+        name: v.clone() for name, v in new._asdict().items() if v is not None and owners.get(v.data_ptr(), name) != name
     }
+    return new._replace(**shared) if shared else new
 
 
 def _slice(v: Tensor, block: Block, wide: int) -> Tensor:

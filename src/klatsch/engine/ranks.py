@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -67,12 +68,13 @@ def simulate_on_ranks(
     here: Any = problem.to(dtype, where) if hasattr(problem, "to") else problem
     rule = placed(within(algorithm, steps), dtype, where, C)
     x = torch.as_tensor(here.start()).to(where, dtype).expand(C, problem.dim).contiguous()
-    node = Node(rule, x, topology, rank, GlooLinks(group, topology, where, timeout, "raise"))
+    links = GlooLinks(group, topology, where, timeout, "raise")
+    node = Node(rule, x, topology, rank, links)
     rows: list[dict[str, Tensor]] = []
     diverged = torch.zeros(C, dtype=torch.bool)
     stacked: Any = None
     began = time.perf_counter()
-    with torch.no_grad():
+    with torch.no_grad(), closing(links):
         for t in range(1, steps + 1):
             grad = here.grad(rule.query(node.state)[None], t, [rank])[0]
             node.exchange(partial(_same, grad), partial(_same, rule))

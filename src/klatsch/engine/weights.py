@@ -44,10 +44,14 @@ class Row(NamedTuple):
 
 
 class Weights:
-    """One node's parts of the gossip matrices. The share of a lost node stays with this one."""
+    """One node's parts of the gossip matrices.
 
-    def __init__(self, topology: Topology, rank: int, dtype: torch.dtype) -> None:
-        self._by_rows = topology.row_stochastic
+    What this node would give to the value of a lost one it gives to its own, and rows still sum to 1; or, for push-sum,
+    what it would have passed on to the lost one it keeps, and columns do.
+    """
+
+    def __init__(self, topology: Topology, rank: int, dtype: torch.dtype, push: bool = False) -> None:
+        self._by_rows = topology.row_stochastic and not push
         self._rows = []
         for P in topology.matrices:
             links, _ = exact_weights(P, dtype, by_rows=self._by_rows)

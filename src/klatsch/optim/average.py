@@ -27,7 +27,7 @@ def average_(model: nn.Module, *, parameters: bool = False, group: Any = None) -
     """
     tensors = [b for b in model.buffers() if b.is_floating_point()]
     if parameters:
-        tensors += [p.data for p in model.parameters() if p.is_floating_point()]
+        tensors += [p for p in model.parameters() if p.is_floating_point()]
     size = len(members(group))
     agree(group, {"buffers of the model": str([[str(v.dtype), list(v.shape)] for v in tensors])})
     if tensors:

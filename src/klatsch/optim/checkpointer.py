@@ -8,8 +8,10 @@ asks for where checkpoints lie closer together.
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from klatsch.arguments import whole
+from klatsch.columns import described
 from klatsch.engine import sealed
 from klatsch.engine.agreement import gathered
 from klatsch.engine.sealed import CheckpointError
@@ -39,9 +42,10 @@ class Checkpointer:
             scheduler.step()
             checkpointer.step()
 
-    With `torchrun --max-restarts` a killed rank brings all of them back to the last checkpoint, and on the CPU the
-    result equals that of a run without interruption bit for bit, if the data are a function of the round or drawn from
-    the generators of torch, numpy or Python, whose states are saved.
+    With `torchrun --max-restarts` (and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, see docs/cluster.md) a killed rank brings
+    all of them back to the last checkpoint. On the CPU the result equals that of a run without interruption bit for
+    bit, if the data are a function of the round or drawn from the generators of torch, NumPy or Python, whose states
+    are saved.
 
     Args:
         folder: where the files go; one that all ranks share, or one on each machine. It is made if need be.
@@ -75,17 +79,20 @@ class Checkpointer:
         Raises:
             ValueError: some ranks have checkpoints and some do not, or they are of another training.
         """
+        if not isinstance(optimizer, Gossip):
+            raise ValueError(f"optimizer is a {type(optimizer).__name__}; give one of klatsch, such as optim.DATSGD")
         self._optimizer, self._others, self._lag = optimizer, others, lag(optimizer.topology)
+        self._sweep()
         mine = self._readable()
         common = self._common(sorted(mine, reverse=True)[:MOST])
         if common is None:
             self.save()
             gathered(optimizer.group, torch.zeros(1))  # so that a rank without files is one that lost them
             return 0
+        self._load(*mine[common])
         for rounds, path in self._files().items():
             if rounds > common:  # of a future that is about to be trained again
                 path.unlink()
-        self._load(*mine[common])
         return common
 
     def step(self) -> None:
@@ -127,10 +134,14 @@ class Checkpointer:
         """What a checkpoint must have in common with a training that goes on from it."""
         optimizer = self._given()
         shapes = [[list(p.shape), str(p.dtype)] for g in optimizer.param_groups for p in g["params"]]
+        settings: Any = described(optimizer.algorithm) if is_dataclass(optimizer.algorithm) else {}
         return {
             "rank": optimizer.rank,
-            "ranks": optimizer.topology.size,
+            "number of ranks": optimizer.topology.size,
+            "topology": f"{optimizer.topology.name} {optimizer.topology.fingerprint[:16]}",
             "rule": type(optimizer.algorithm).__name__,
+            "settings of the rule": {name: value for name, value in settings.items() if name not in ("type", "lr")},
+            "groups of parameters": [len(group["params"]) for group in optimizer.param_groups],
             "parameters": shapes,
             "others": sorted(self._others),
         }
@@ -156,7 +167,7 @@ class Checkpointer:
         row[: len(mine)] = torch.tensor(mine, dtype=torch.int64)
         all_of_them = [{int(v) for v in theirs if v >= 0} for theirs in gathered(self._given().group, row)]
         without = [rank for rank, rounds in enumerate(all_of_them) if not rounds]
-        if len(without) == len(all_of_them):
+        if not any(rounds - {0} for rounds in all_of_them):  # none, or killed while the first ones were written
             return None
         common = set.intersection(*all_of_them)
         if not common:
@@ -170,10 +181,11 @@ class Checkpointer:
     def _load(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         optimizer = self._given()
         for name, value in self._identity().items():
-            if header["run"][name] != value:
+            if header["run"].get(name) != json.loads(json.dumps(value)):
+                there, here = shorten(str(header["run"].get(name)), 200), shorten(str(value), 200)
                 raise ValueError(
-                    f"the checkpoints in {self.folder} are of another training: {name} is {header['run'][name]} there "
-                    f"and {value} here; choose another folder"
+                    f"the checkpoints in {self.folder} are of another training: {name} is {there} there and {here} "
+                    "here; choose another folder"
                 )
         vectors = [
             {name: tensors[f"state.{k}.{name}"] for name in fields} for k, fields in enumerate(optimizer.vectors())
@@ -183,20 +195,36 @@ class Checkpointer:
         optimizer.load_vectors(vectors, header["rounds"])
         for name, state in unpacked(header["others"], tensors).items():
             other = self._others[name]
-            other.load_state_dict(state, **({"strict": False} if isinstance(other, nn.Module) else {}))
+            if isinstance(other, nn.Module):
+                lacking = set(_state(name, other, optimizer)) ^ set(state)
+                if lacking:
+                    raise ValueError(f"{name} has other buffers than its checkpoint: {', '.join(sorted(lacking))}")
+                other.load_state_dict(state, strict=False)
+            else:
+                other.load_state_dict(state)
         set_generators(unpacked(header["generators"], tensors), optimizer.device)
+
+    def _sweep(self) -> None:
+        """Remove what a kill left behind while it was written."""
+        for path in self.folder.glob(f".rank{self._given().rank:05d}-*.safetensors.*"):
+            path.unlink(missing_ok=True)
 
     def _forget(self) -> None:
         """Remove the files that no rank will ask for again: all but two, and as many as ranks may be behind."""
         optimizer = self._given()
         files = self._files()
         newest = sorted(files, reverse=True)
-        had_by_all = [r for r in newest if r <= optimizer.rounds - self._lag]
+        had_by_all = [r for r in newest if r < optimizer.rounds - self._lag]  # a rank that has begun r + 1 has saved r
         oldest = min([*newest[:2], *had_by_all[:1]])
         if had_by_all:
             for rounds in newest:
                 if rounds < oldest:
                     files[rounds].unlink(missing_ok=True)
+
+
+def shorten(text: str, most: int) -> str:
+    """A text, cut if it is long."""
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def lag(topology: Topology) -> int:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 import klatsch.columns as cols
+from klatsch.algorithms.core import rate
 from klatsch.engine.links import OnFailure
 from klatsch.topology import Topology
+from klatsch.version import VERSION
+
+LONGEST = 30 * 86400  # seconds
 
 
 def settings(algorithm: Any, weight_decay: Any, timeout: Any, on_failure: Any) -> None:
@@ -22,10 +27,12 @@ def settings(algorithm: Any, weight_decay: Any, timeout: Any, on_failure: Any) -
     if not hasattr(algorithm, "update"):
         kind = type(algorithm).__name__
         raise ValueError(f"algorithm is a {kind}; give a rule, such as algorithms.make('dat', lr=0.1)")
+    if not hasattr(algorithm, "lr"):
+        raise ValueError(f"{type(algorithm).__name__} has no lr, which groups and schedulers set; give it one")
     if cols.count(algorithm) > 1:
         raise ValueError("the rule has several columns; on ranks give one number for each hyper-parameter")
-    cols.hyper("weight_decay", weight_decay, lambda v: v >= 0, "a number from 0 up")
-    cols.hyper("timeout", timeout, lambda v: v > 0, "a number of seconds above 0")
+    number("weight_decay", weight_decay, lambda v: v >= 0, "a number from 0 up")
+    number("timeout", timeout, lambda v: (v > 0) & (v <= LONGEST), f"a number of seconds above 0, at most {LONGEST:,}")
     if on_failure not in get_args(OnFailure):
         raise ValueError(f"on_failure = {on_failure!r}; choose from {', '.join(get_args(OnFailure))}")
 
@@ -36,8 +43,29 @@ def group(entry: dict[str, Any]) -> None:
     Raises:
         ValueError: with the value and the remedy.
     """
-    cols.hyper("lr of a parameter group", entry["lr"], lambda v: v >= 0, "a number from 0 up")
-    cols.hyper("weight_decay of a parameter group", entry["weight_decay"], lambda v: v >= 0, "a number from 0 up")
+    number("lr of a parameter group", entry["lr"], lambda v: v >= 0, "a number from 0 up")
+    number("weight_decay of a parameter group", entry["weight_decay"], lambda v: v >= 0, "a number from 0 up")
+
+
+def number(name: str, value: Any, holds: Callable[[Any], Any], wanted: str) -> None:
+    """Check a single number.
+
+    Raises:
+        ValueError: with the value and the remedy.
+    """
+    if isinstance(cols.hyper(name, value, holds, wanted), Tensor):
+        raise ValueError(f"{name} = {value!r}; give {wanted}, a single one")
+
+
+def first_rate(lr: Any) -> float:
+    """The learning rate of the first round.
+
+    Raises:
+        ValueError: it is not a single number.
+    """
+    first = rate(lr, 1)
+    number("lr(1)", first, lambda v: v >= 0, "a number from 0 up")
+    return float(first)
 
 
 def graph(algorithm: Any, topology: Any, size: int, any_graph: bool) -> None:
@@ -69,9 +97,28 @@ def trainable(parameters: Sequence[Tensor]) -> list[Tensor]:
     devices = sorted({str(p.device) for p in trained})
     if len(devices) > 1:
         raise ValueError(f"parameters are on {' and '.join(devices)}; move the model to one device, model.to(...)")
+    if devices == ["meta"]:
+        raise ValueError("parameters are on the device meta, without memory; give them some, model.to_empty(...)")
     for p in trained:
         if p.layout != torch.strided or not p.is_floating_point():
             raise ValueError(
                 f"a parameter has dtype {p.dtype} and layout {p.layout}; only dense real ones can be mixed"
             )
     return trained
+
+
+def facts(algorithm: Any, topology: Topology, groups: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """What all ranks must agree on, as texts that are the same on every machine."""
+    parameters = [p for entry in groups for p in entry["params"]]
+    trained = [p for p in parameters if p.requires_grad]
+    return {
+        "version of klatsch": VERSION,
+        "rule": str(cols.described(algorithm)) if is_dataclass(algorithm) else type(algorithm).__qualname__,
+        "topology": f"{topology!r} {topology.fingerprint[:16]}",
+        "number of parameters": f"{len(trained)} tensors, {sum(p.numel() for p in trained):,} numbers",
+        "shapes": str([list(p.shape) for p in trained]),
+        "memory formats": str([list(p.stride()) for p in trained]),
+        "dtypes": str([str(p.dtype) for p in trained]),
+        "parameter groups": str([[entry["lr"], entry["weight_decay"], len(entry["params"])] for entry in groups]),
+        "frozen parameters": str([[list(p.shape), str(p.dtype)] for p in parameters if not p.requires_grad]),
+    }

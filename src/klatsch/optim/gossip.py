@@ -19,15 +19,13 @@ from torch.optim import Optimizer
 from klatsch import topology as topologies
 from klatsch.algorithms import Algorithm
 from klatsch.algorithms.core import rate
-from klatsch.columns import described
-from klatsch.engine.agreement import agree, broadcast, group_of, members, summed
+from klatsch.engine.agreement import agree, broadcast, group_of, leave, members, summed
 from klatsch.engine.flat import Flat, by_dtype
 from klatsch.engine.links import OnFailure
 from klatsch.engine.transport import open_links
 from klatsch.optim import checks, saved
 from klatsch.optim.share import Share
 from klatsch.topology import Topology
-from klatsch.version import VERSION
 
 
 class Gossip(Optimizer):
@@ -70,26 +68,30 @@ class Gossip(Optimizer):
     ) -> None:
         checks.settings(algorithm, weight_decay, timeout, on_failure)
         rule: Any = algorithm
-        lr = rate(rule.lr, 1)
+        lr = checks.first_rate(rule.lr)
         self._made = False
         super().__init__(params, {"lr": lr, "weight_decay": float(weight_decay)})
         self._made = True
         self.algorithm = algorithm
         self._schedule = rule.lr if callable(rule.lr) else None
-        self._follows = [entry["lr"] == lr for entry in self.param_groups]
+        self._follow = [entry for entry in self.param_groups if entry["lr"] == lr]
+        self._scheduled = lr
         trained = checks.trainable([p for entry in self.param_groups for p in entry["params"]])
         self._frozen = [p for entry in self.param_groups for p in entry["params"] if not p.requires_grad]
 
         size = len(members(group))
         self.topology = topologies.make(topology, size) if isinstance(topology, str) else topology
         checks.graph(algorithm, self.topology, size, any_graph)
-        self.group = group_of(group, timeout)
-        agree(self.group, self._facts(trained, on_failure))
+        self._asked, self.group = group, group_of(group, timeout)
+        settings = {"on_failure": on_failure, "start_equal": str(start_equal), "device": trained[0].device.type}
+        agree(self.group, checks.facts(algorithm, self.topology, self.param_groups) | settings)
         flats = [Flat(same) for same in by_dtype(trained).values()]
         if start_equal:
             for tensor in (*(flat.values for flat in flats), *(p.data for p in self._frozen)):
                 broadcast(self.group, tensor)
-        self._links = open_links(group, self.group, self.topology, trained[0].device, float(timeout), on_failure)
+        # A group of their own: a collective that fails closes all connections of its group.
+        own = group_of(group, timeout)
+        self._links = open_links(group, own, self.topology, trained[0].device, float(timeout), on_failure)
         self._shares = self._make_shares(flats)
         self._close = self._closed_at_end()
 
@@ -111,13 +113,14 @@ class Gossip(Optimizer):
             raise ValueError("a parameter was frozen when the optimizer was made and is not now; make a new optimizer")
         for share in self._shares:
             share.check_untouched()
-        if self._schedule is not None:
-            for entry, follows in zip(self.param_groups, self._follows, strict=True):
-                entry["lr"] = rate(self._schedule, self.rounds + 1) if follows else entry["lr"]
+        self._follow_schedule()
         factor = self._gradient_factor()
+        # None moves before all have heard: a failure leaves them at the same round.
         for share in self._shares:
-            share.exchange(self.param_groups, factor)
-        for share in self._shares:  # none moves before all have heard: a failure leaves them at the same round
+            share.take_in(self.param_groups, factor)
+        for share in self._shares:
+            share.exchange()
+        for share in self._shares:
             share.advance()
         return loss
 
@@ -178,11 +181,12 @@ class Gossip(Optimizer):
                 f"consensus() needs all {self.topology.size} ranks, but {self._links.lost[self.lost[0]]}"
             )
         try:
-            total = torch.zeros(1, dtype=torch.float64)
-            for share in self._shares:
-                here = share.flat.values.detach().double().cpu()
-                total += (here - summed(self.group, here) / self.topology.size).square().sum()
-            return float(summed(self.group, total)) / self.topology.size
+            with self._links.excused():
+                total = torch.zeros(1, dtype=torch.float64)
+                for share in self._shares:
+                    here = share.flat.values.detach().double().cpu()
+                    total += (here - summed(self.group, here) / self.topology.size).square().sum()
+                return float(summed(self.group, total)) / self.topology.size
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise RuntimeError(f"consensus() needs an answer from all {self.topology.size} ranks ({reason})") from None
@@ -224,15 +228,22 @@ class Gossip(Optimizer):
 
     @torch.no_grad()
     def load_vectors(self, vectors: list[dict[str, Tensor]], rounds: int) -> None:
-        """Go on from what `vectors` gave after so many rounds, on all ranks."""
+        """Go on from what `vectors` gave after so many rounds, on all ranks.
+
+        Raises:
+            ValueError: the ranks do not agree on the round.
+        """
+        agree(self.group, {"round to go on from": str(rounds), "rounds done before": str(self.rounds)})
         if self.rounds > 0:  # messages are on their way that belong to another story
+            own = group_of(self._asked, self._links.timeout)
             self._close()
-            self.group = group_of(self.group, self._links.timeout)
-            self._links = self._links.reopened(self.group)
+            self._links = self._links.reopened(own)
             self._shares = self._make_shares([share.flat for share in self._shares])
             self._close = self._closed_at_end()
         for share, fields in zip(self._shares, vectors, strict=True):
             share.load(fields, rounds)
+        if self._schedule is not None and self._follow:
+            self._scheduled = self._follow[0]["lr"]
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of the parameters that are trained here."""
@@ -249,7 +260,19 @@ class Gossip(Optimizer):
 
     def _closed_at_end(self) -> Callable[[], Any]:
         """The last messages must leave before the optimizer or the process ends, or neighbours could not finish."""
-        return weakref.finalize(self, self._links.close)
+        return weakref.finalize(self, _end, self._links, self._asked)
+
+    def _follow_schedule(self) -> None:
+        if self._schedule is None:
+            return
+        if any(entry["lr"] != self._scheduled for entry in self._follow):
+            raise ValueError(
+                f"lr is a function of the round, and something set it to {[entry['lr'] for entry in self._follow]}; "
+                "use a number with a scheduler, or the function alone"
+            )
+        self._scheduled = rate(self._schedule, self.rounds + 1)
+        for entry in self._follow:
+            entry["lr"] = self._scheduled
 
     def _gradient_factor(self) -> float:
         """What gradients are multiplied with, as a GradScaler asks: 1 without one, 0 where some are not finite."""
@@ -258,16 +281,7 @@ class Gossip(Optimizer):
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else 1.0 / float(scale)
 
-    def _facts(self, trained: list[Tensor], on_failure: str) -> dict[str, str]:
-        """What all ranks must agree on."""
-        return {
-            "version of klatsch": VERSION,
-            "rule": str(described(self.algorithm)),
-            "topology": f"{self.topology!r} {self.topology.fingerprint[:16]}",
-            "number of parameters": f"{len(trained)} tensors, {sum(p.numel() for p in trained):,} numbers",
-            "shapes": str([list(p.shape) for p in trained]),
-            "memory formats": str([list(p.stride()) for p in trained]),
-            "dtypes": str([str(p.dtype) for p in trained]),
-            "parameter groups": str([[g["lr"], g["weight_decay"], len(g["params"])] for g in self.param_groups]),
-            "answer to failures": on_failure,
-        }
+
+def _end(links: Any, group: Any) -> None:
+    links.close()
+    leave(links.group, group)

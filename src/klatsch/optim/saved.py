@@ -57,6 +57,8 @@ def checked(state: Any, groups: Sequence[dict[str, Any]], shares: Sequence[Share
         for group, other in zip(groups, state["param_groups"], strict=True)
         for parameter, number in zip(group["params"], other["params"], strict=True)
     }
+    if len(facts["single"]) != len(shares):
+        raise ValueError("the state_dict is of parameters of other dtypes; make the optimizer with the same parameters")
     return [
         _vectors(share, state["state"], numbers, single) for share, single in zip(shares, facts["single"], strict=True)
     ]

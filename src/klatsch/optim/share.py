@@ -30,19 +30,27 @@ class Share:
         self.dtype = start.dtype
         self._inputs: tuple[Tensor, Setting, Setting, float] = (start, 0.0, 0.0, 1.0)
 
-    def exchange(self, groups: Sequence[dict[str, Any]], factor: float) -> None:
-        """The first half of a round, with gradients times a factor; 0 makes it one of gossip alone, whatever they are.
+    def take_in(self, groups: Sequence[dict[str, Any]], factor: float) -> None:
+        """Take the gradients, times a factor; 0 makes it a round of gossip alone, whatever they are.
+
+        Raises:
+            ValueError: a gradient is sparse.
+        """
+        lr, decay = self._setting(groups, "lr"), self._setting(groups, "weight_decay")
+        self._inputs = self.flat.bind_gradients(), lr, decay, factor
+
+    def exchange(self) -> None:
+        """The first half of a round.
 
         Raises:
             LinkError: a neighbour failed; nothing has changed yet.
         """
-        lr, decay = self._setting(groups, "lr"), self._setting(groups, "weight_decay")
-        self._inputs = self.flat.bind_gradients(), lr, decay, factor
         self.node.exchange(self._gradient, self._rule)
 
     def advance(self) -> None:
         """The second half: the model moves to the next x."""
         self.node.advance(self._gradient, self._rule, self._take_over)
+        self.flat.mark_written()
 
     def vectors(self) -> dict[str, Tensor]:
         """The fields of the state."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from klatsch.engine.agreement import broadcast
-from klatsch.engine.links import LinkError
 from klatsch.engine.ranks import simulate_on_ranks
 from klatsch.study.batches import Batch, Finished, finished, parts
 from klatsch.study.cases import Case
@@ -66,56 +65,60 @@ def ranks_for(nodes: Sequence[int], *others: object) -> Open:
 @contextmanager
 def ranks() -> Iterator[Workers]:
     """On rank 0: all ranks as workers that do one batch at a time, together."""
-    task: Any = run_together  # which gives something on rank 0
-    yield Workers(_Ranks(), task, 1, shares_files=False, losses=())
+    task: Any = hand_out  # which gives something on rank 0
+    with ThreadPoolExecutor(1) as executor:  # so that a batch is stored while the next one runs
+        try:
+            yield Workers(executor, task, 1, shares_files=False, losses=())
+        finally:
+            executor.shutdown(wait=True, cancel_futures=True)
 
 
 def serve() -> None:
     """On all other ranks: do the batches that rank 0 hands out, until it has no more."""
-    while text := _hear():
-        facts = json.loads(text)
-        networks = tuple(tuple(Case(**case) for case in network) for network in facts["networks"])
-        run_together(Batch(networks, facts["device"]))
+    try:
+        while text := _hear():
+            facts = json.loads(text)
+            networks = tuple(tuple(Case(**case) for case in network) for network in facts["networks"])
+            run_together(Batch(networks, facts["device"]))
+    except RuntimeError as error:
+        raise ValueError(str(error).splitlines()[0]) from None
 
 
-def run_together(batch: Batch, _: Path | None = None) -> Finished | None:
+_failures: list[str] = []
+
+
+def hand_out(batch: Batch, _: Path | None = None) -> Finished | None:
+    """On rank 0: have all ranks do a batch.
+
+    Raises:
+        ValueError: a rank is gone, in this batch or in one before.
+    """
+    if not _failures:
+        try:
+            _tell(json.dumps(asdict(batch)))
+            return run_together(batch)
+        except RuntimeError as error:
+            _failures.append(str(error).splitlines()[0])
+    raise ValueError(f"{_failures[0]}; what was stored is safe, start again to go on")
+
+
+def run_together(batch: Batch) -> Finished | None:
     """The part of this rank in a batch; what came out is known to rank 0 only."""
     torch.set_num_threads(1)
-    made = parts(batch)
-    results = []
-    try:
-        for problem, graph in zip(made.problems, made.graphs, strict=True):
-            group = _first_ranks(graph.size)
-            if dist.get_rank() < graph.size:
-                device = _device(batch.device)
-                results.append(
-                    simulate_on_ranks(problem, made.rule, graph, made.steps, group=group, device=device, **made.choices)
-                )
-    except LinkError as error:
-        raise ValueError(f"{error}; what was stored is safe, start again to go on") from None
+    made, results = parts(batch), []
+    for problem, graph in zip(made.problems, made.graphs, strict=True):
+        group, where = _first_ranks(graph.size), {"device": _device(batch.device), **made.choices}
+        if dist.get_rank() < graph.size:
+            results.append(simulate_on_ranks(problem, made.rule, graph, made.steps, group=group, **where))
     own = [result for result in results if result is not None]
     return finished(batch, own, sum(result.seconds for result in own)) if own else None
-
-
-class _Ranks(Executor):
-    """Runs a batch at once, on all ranks."""
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        batch = args[0]
-        _tell(json.dumps(asdict(batch)))
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(*args, **options))
-        except Exception as error:
-            future.set_exception(error)
-        return future
 
 
 def _device(name: str) -> torch.device:
     """Where this rank computes: ranks of one machine share its GPUs out."""
     device = torch.device(name)
-    if device.type != "cuda" or device.index is not None:
-        return device
+    if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
+        return device  # which `simulate_on_ranks` refuses where it is not there
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
