@@ -3,20 +3,15 @@
 Receives of a round are posted before anything of it is sent, and nothing blocks but `received` and `sent`, so no order
 of ranks can lock up. Every message of a round has a tag of its own; messages of one tag between two ranks arrive in
 the order in which they were sent.
-
-gloo can wait for a message, but it can neither be asked whether one has arrived nor given a time limit: a limit that
-passes closes the connections to all ranks. So a thread per neighbour waits, and the rank waits for the thread.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -25,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from klatsch.engine.notes import Notes
+from klatsch.engine.transfers import Transfer, Waiters
 from klatsch.topology import Topology
 
-FOREVER = timedelta(days=3650)
 MOST_PATIENCE = 4  # timeouts that a neighbour is given which says that it waits itself
 OnFailure = Literal["raise", "continue"]
 
@@ -48,49 +43,14 @@ class LinkError(RuntimeError):
         what = f"is gone ({reason})" if reason is not None else "is late: its connection is open, but nothing moves"
         super().__init__(f"rank {rank}, round {t}: neighbour {neighbor} {what}; waited {seconds:.1f} s on edge {edge}")
 
+    def __str__(self) -> str:
+        return f"{self.args[0]}; {self.remedy}"
 
-class Transfer:
-    """A message on its way."""
-
-    def __init__(self, post: Callable[[], Any], memory: Tensor) -> None:
-        self.memory = memory  # held until the message has arrived or left
-        self.error: RuntimeError | None = None
-        self.waited_for = False  # whether a thread has it in hand
-        self._over = False
-        self._done: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
-        try:
-            self._work = post()
-        except RuntimeError as error:  # the connection is closed already; it shows when this is waited for
-            self._work, self.error = None, error
-
-    def finish(self) -> None:
-        """Wait for its end, however long that takes; in a thread of its own."""
-        try:
-            if self._work is not None:
-                self._work.wait(FOREVER)
-            self._done.put(self.error)
-        except RuntimeError as error:
-            self._done.put(error)
-
-    def over(self) -> bool:
-        """Whether it has ended well, as far as is known without waiting."""
-        return self.ended(0.0) and self.error is None
-
-    def give_up(self) -> None:
-        """Close all connections if a thread waits for it in vain."""
-        if self._work is not None and self.waited_for:
-            with suppress(RuntimeError):
-                self._work.wait(timedelta(milliseconds=1))
-
-    def ended(self, seconds: float) -> bool:
-        """Whether it has ended within so many seconds; `error` then says how."""
-        if not self._over:
-            try:
-                self.error = self._done.get(timeout=max(seconds, 0.0))
-            except queue.Empty:
-                return False
-            self._work, self._over = None, True
-        return True
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        sooner = "resume from a Checkpointer" if self.gone else "give it more time (timeout=...)"
+        return f"{sooner}, or go on without it (on_failure='continue')"
 
 
 class GlooLinks:
@@ -123,7 +83,7 @@ class GlooLinks:
         self._notes = Notes(group)
         self._abandoned: list[tuple[int, Transfer]] = []  # with neighbours that are lost; gloo may still work on them
         self._memory: dict[tuple[int, int], Tensor] = {}
-        self._waiters: dict[tuple[int, str], tuple[queue.SimpleQueue[Transfer | None], threading.Thread]] = {}
+        self._waiters = Waiters()
         self._failure: LinkError | None = None
 
     def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None:
@@ -143,7 +103,7 @@ class GlooLinks:
             pinned = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
             message = pinned.copy_(message)  # waits for the GPU to have computed it
         for target in targets:
-            self._waiter(target, "target")  # not at the end, when some Pythons start no more threads
+            self._waiters.ready(target, "target")  # not at the end, when some Pythons start no more threads
         leaving = [(p, Transfer(partial(self._send, message, p, tag), message)) for p in targets]
         self._leaving[tag, t] = leaving
         self.bytes_sent += len(targets) * message.numel() * message.element_size()
@@ -176,7 +136,7 @@ class GlooLinks:
         deadline = time.monotonic() + self.timeout
         transfers = [pair for leaving in self._leaving.values() for pair in leaving]
         for peer, transfer in transfers:
-            self._hand_over(peer, "target", transfer)
+            self._waiters.take(peer, "target", transfer)
         for _, transfer in transfers:  # those that do not end stay, and their memory is not used again
             transfer.ended(deadline - time.monotonic())
 
@@ -207,10 +167,7 @@ class GlooLinks:
             self.drain()
         for _, transfer in (*self._abandoned, *(pair for leaving in self._leaving.values() for pair in leaving)):
             transfer.give_up()
-        for waiting, thread in self._waiters.values():
-            waiting.put(None)
-            thread.join(1.0)
-        self._waiters.clear()
+        self._waiters.end()
 
     def reopened(self, group: Any) -> GlooLinks:
         """Links over a fresh group, where no message is on its way."""
@@ -223,7 +180,7 @@ class GlooLinks:
             raise self._failure  # somebody caught it and goes on; but messages are missing now
         began = time.monotonic()
         for peer, transfer in transfers:
-            self._hand_over(peer, side, transfer)
+            self._waiters.take(peer, side, transfer)
         for peer, transfer in transfers:
             ended = self._ended(peer, transfer, t, began)
             if not ended:
@@ -261,24 +218,8 @@ class GlooLinks:
             self._abandoned += [pair for pair in transfers if pair[0] == peer]
             transfers[:] = [pair for pair in transfers if pair[0] != peer]
         warnings.warn(
-            f"{failure}; going on without it, its weight is this rank's own now", RuntimeWarning, stacklevel=2
+            f"{failure.args[0]}; going on without it, its weight is this rank's own now", RuntimeWarning, stacklevel=2
         )
-
-    def _hand_over(self, peer: int, side: str, transfer: Transfer) -> None:
-        """Have a thread wait for a transfer."""
-        if transfer.waited_for:
-            return
-        transfer.waited_for = True
-        self._waiter(peer, side).put(transfer)
-
-    def _waiter(self, peer: int, side: str) -> queue.SimpleQueue[Transfer | None]:
-        if (peer, side) not in self._waiters:
-            waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-            name = f"klatsch {side} {peer}"
-            thread = threading.Thread(target=_finish_all, args=(waiting,), name=name, daemon=True)
-            self._waiters[peer, side] = waiting, thread
-            thread.start()
-        return self._waiters[peer, side][0]
 
     def _present(self, peers: list[list[int]], t: int) -> list[int]:
         return [peer for peer in peers[(t - 1) % len(peers)] if peer not in self.lost]
@@ -288,8 +229,3 @@ class GlooLinks:
 
     def _send(self, message: Tensor, target: int, tag: int) -> Any:
         return dist.isend(message, self._global[target], group=self.group, tag=tag)
-
-
-def _finish_all(waiting: queue.SimpleQueue[Transfer | None]) -> None:
-    while (transfer := waiting.get()) is not None:
-        transfer.finish()

@@ -178,7 +178,7 @@ class Gossip(Optimizer):
         """
         if self.lost:
             raise RuntimeError(
-                f"consensus() needs all {self.topology.size} ranks, but {self._links.lost[self.lost[0]]}"
+                f"consensus() needs all {self.topology.size} ranks, but {self._links.lost[self.lost[0]].args[0]}"
             )
         try:
             with self._links.excused():
