@@ -34,7 +34,7 @@ METHODS = ("local", "dsgd", "dat atc", "dat cta", "ddp")
 MODELS: dict[str, tuple[list[int], int]] = {  # layers (none: the LeNet), batch
     "lenet": ([], 256),
     "1M": ([784, 1024, 256, 10], 4096),
-    "11M": ([784, 2816, 2816, 256, 10], 1024),
+    "11M": ([784, 2816, 2816, 256, 10], 2048),
 }
 LR = 1e-3
 TURNS, PATIENCE = 10, 25.0  # how often methods take turns, unless that takes so many seconds
