@@ -54,6 +54,8 @@ def main():
     parser.add_argument("--report", type=int, default=250, help="rounds between two reports")
     parser.add_argument("--checkpoints", help="folder for checkpoints, from which a restart goes on")
     given = parser.parse_args()
+    if given.order == "cta" and given.rule != "dat":
+        parser.error(f"--order cta is for --rule dat, not {given.rule}")
     if not (Path(given.data) / "train-images-idx3-ubyte.gz").exists():
         parser.error(f"no Fashion-MNIST in {given.data}; give its folder with --data or $KLATSCH_DATA")
 
@@ -85,6 +87,8 @@ def main():
     torch.manual_seed(rank)  # from here on every machine draws its own batches
     checkpointer = klatsch.Checkpointer(given.checkpoints, every=100) if given.checkpoints else None
     done = checkpointer.resume(optimizer, model=model) if checkpointer else 0
+    if rank == 0 and done:
+        print(f"going on from round {done}" if done < given.rounds else f"round {done} is done already", flush=True)
 
     for t in range(done + 1, given.rounds + 1):
         batch = torch.randint(len(labels), (given.batch,)).to(device)

@@ -122,7 +122,7 @@ def disagree(folder, what):
     """The last rank makes something else."""
     rank, size = group()
     odd = rank == size - 1
-    rule = klatsch.algorithms.make("dat", lr=0.2 if odd and what == "rule" else 0.1)
+    rule = klatsch.algorithms.make("dsgd" if odd and what == "rule" else "dat", lr=0.2 if odd and what == "lr" else 0.1)
     shape = (3, 2) if odd and what == "shapes" else (2, 3)
     dtype = torch.float64 if odd and what == "dtypes" else torch.float32
     params = [nn.Parameter(torch.ones(shape, dtype=dtype))] + [nn.Parameter(torch.ones(1))] * (odd and what == "number")

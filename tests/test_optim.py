@@ -380,6 +380,7 @@ def test_what_it_knows():
     assert (optimizer.rounds, optimizer.bytes_sent, optimizer.lost, optimizer.consensus()) == (2, 0, (), 0.0)
     assert optimizer.seconds_waited < 0.1
     assert "DATSGD" in repr(optimizer)
+    assert "DAT(lr=0.1, averaging=fixed(0.9), order=atc, momentum=0.0) on rank 0 of ring, 1 nodes" in repr(optimizer)
 
 
 def test_average_on_one_rank_changes_nothing():
@@ -451,7 +452,8 @@ def test_a_link_error_says_who_when_and_how_long():
     late = LinkError(2, 3, "3 -> 2", 17, 10.04, None)
     assert str(late) == (
         "rank 2, round 17: neighbour 3 is late: its connection is open, but nothing moves; waited 10.0 s on edge "
-        "3 -> 2; give it more time (timeout=...), or go on without it (on_failure='continue')"
+        "3 -> 2; see that it takes as many steps as the others, give it more time (timeout=...), or go on without it "
+        "(on_failure='continue')"
     )
     assert (late.rank, late.neighbor, late.round, late.gone) == (2, 3, 17, False)
 

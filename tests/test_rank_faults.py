@@ -72,7 +72,7 @@ def test_a_killed_rank_ends_its_neighbours_with_a_reason(launch):
     for rank in (1, 3):
         assert re.search(
             rf"LinkError: rank {rank}, round 4\d: neighbour 2 is gone \(.*(closed|reset).*\); "
-            rf"waited [\d.]+ s on edge (2 -> {rank}|{rank} -> 2); resume from a Checkpointer, or",
+            rf"waited [\d.]+ s on edge (2 -> {rank}|{rank} -> 2); see what ended it",
             ranks.errors(rank),
         )
 

@@ -102,7 +102,8 @@ def test_ranks_that_end_at_different_times(launch, order):
 @pytest.mark.parametrize(
     "what, error",
     [
-        ("rule", r"rule: ranks 0, 1 have \{'type': 'DAT', 'lr': 0.1.*; rank 2 has .*'lr': 0.2"),
+        ("rule", "rule: ranks 0, 1 have DAT; rank 2 has DSGD;"),
+        ("lr", "lr of the rule: ranks 0, 1 have 0.1; rank 2 has 0.2;"),
         ("topology", r"topology: ranks 0, 1 have <Topology ring.*; rank 2 has <Topology star"),
         ("number", r"number of parameters: ranks 0, 1 have 1 tensors, 6 numbers; rank 2 has 2 tensors, 7 numbers"),
         ("shapes", r"shapes: ranks 0, 1 have \[\[2, 3\]\]; rank 2 has \[\[3, 2\]\]"),

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from klatsch.engine.transfers import reason
+
 WIDTH = 160  # bytes of a text in an agreement, of which 16 are a hash of the whole
 
 
@@ -45,7 +47,8 @@ def group_of(group: Any, timeout: float) -> Any:
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
             f"rank {dist.get_rank()}: not all of the {len(ranks)} ranks came to the same place within {timeout:g} s "
-            f"({str(error).splitlines()[0]}); every rank must make the optimizer, and in the same order"
+            f"({reason(error)}); every rank must make the optimizer, and in the same order; give a slow start more "
+            "time with timeout=..."
         ) from None
 
 
@@ -73,7 +76,7 @@ def agree(group: Any, facts: Mapping[str, str]) -> None:
         for rank, row in enumerate(rows):
             held.setdefault(bytes(row[k * WIDTH : (k + 1) * WIDTH].tolist()), []).append(rank)
         if len(held) > 1:
-            sides = [f"{_named(ranks)} {_text(value)}" for value, ranks in held.items()]
+            sides = [f"{who(ranks)} {_text(value)}" for value, ranks in held.items()]
             raise ValueError(f"the ranks do not agree on the {name}: {'; '.join(sides)}; make them the same everywhere")
 
 
@@ -116,7 +119,8 @@ def _text(packed: bytes) -> str:
     return packed[16:].rstrip(b"\0").decode(errors="replace")
 
 
-def _named(ranks: list[int]) -> str:
+def who(ranks: list[int]) -> str:
+    """Ranks as the subject of a sentence, which goes on with what they have."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from klatsch.engine.notes import Notes
-from klatsch.engine.transfers import Transfer, Waiters
+from klatsch.engine.transfers import Transfer, Waiters, reason
 from klatsch.topology import Topology
 
 MOST_PATIENCE = 4  # timeouts that a neighbour is given which says that it waits itself
@@ -49,8 +49,11 @@ class LinkError(RuntimeError):
     @property
     def remedy(self) -> str:
         """What to do about it."""
-        sooner = "resume from a Checkpointer" if self.gone else "give it more time (timeout=...)"
-        return f"{sooner}, or go on without it (on_failure='continue')"
+        if self.gone:
+            first = "see what ended it (an error, or fewer steps than the others take), resume from a Checkpointer"
+        else:
+            first = "see that it takes as many steps as the others, give it more time (timeout=...)"
+        return f"{first}, or go on without it (on_failure='continue')"
 
 
 class GlooLinks:
@@ -206,8 +209,7 @@ class GlooLinks:
         if peer in self.lost:
             return
         edge = f"{peer} -> {self.rank}" if side == "source" else f"{self.rank} -> {peer}"
-        reason = None if error is None else str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
-        failure = LinkError(self.rank, peer, edge, t, seconds, reason)
+        failure = LinkError(self.rank, peer, edge, t, seconds, None if error is None else reason(error))
         if self.on_failure == "raise":
             self._failure = failure
             raise failure

@@ -18,6 +18,12 @@ from torch import Tensor
 FOREVER = timedelta(days=3650)
 
 
+def reason(error: BaseException) -> str:
+    """What gloo says, without the place in its sources where it says so."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return (text.partition(".cc:")[2].partition("] ")[2] or text).partition(". ")[0]
+
+
 class Transfer:
     """A message on its way."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from klatsch.arguments import whole
-from klatsch.columns import described
 from klatsch.engine import sealed
-from klatsch.engine.agreement import gathered
+from klatsch.engine.agreement import gathered, who
 from klatsch.engine.sealed import CheckpointError
+from klatsch.optim.checks import settings_of
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.plain import generators, packed, set_generators, unpacked
 from klatsch.topology import Topology
@@ -84,7 +83,8 @@ class Checkpointer:
         self._optimizer, self._others, self._lag = optimizer, others, lag(optimizer.topology)
         self._sweep()
         mine = self._readable()
-        common = self._common(sorted(mine, reverse=True)[:MOST])
+        size = max((header["run"]["number of ranks"] for header, _ in mine.values()), default=-1)
+        common = self._common(sorted(mine, reverse=True)[:MOST], size)
         if common is None:
             self.save()
             gathered(optimizer.group, torch.zeros(1))  # so that a rank without files is one that lost them
@@ -112,6 +112,7 @@ class Checkpointer:
             "format": FORMAT,
             "run": self._identity(),
             "rounds": optimizer.rounds,
+            "counted": [optimizer.bytes_sent, optimizer.seconds_waited],
             "groups": packed(groups, tensors, "groups"),
             "others": packed(
                 {name: _state(name, other, optimizer) for name, other in self._others.items()}, tensors, "others"
@@ -134,13 +135,12 @@ class Checkpointer:
         """What a checkpoint must have in common with a training that goes on from it."""
         optimizer = self._given()
         shapes = [[list(p.shape), str(p.dtype)] for g in optimizer.param_groups for p in g["params"]]
-        settings: Any = described(optimizer.algorithm) if is_dataclass(optimizer.algorithm) else {}
         return {
             "rank": optimizer.rank,
             "number of ranks": optimizer.topology.size,
             "topology": f"{optimizer.topology.name} {optimizer.topology.fingerprint[:16]}",
             "rule": type(optimizer.algorithm).__name__,
-            "settings of the rule": {name: value for name, value in settings.items() if name not in ("type", "lr")},
+            "settings of the rule": {k: v for k, v in settings_of(optimizer.algorithm).items() if k != "lr"},
             "groups of parameters": [len(group["params"]) for group in optimizer.param_groups],
             "parameters": shapes,
             "others": sorted(self._others),
@@ -161,17 +161,24 @@ class Checkpointer:
                 warnings.warn(f"{error}", RuntimeWarning, stacklevel=3)
         return found
 
-    def _common(self, mine: list[int]) -> int | None:
-        """The newest round that all ranks have."""
-        row = torch.full((MOST,), -1, dtype=torch.int64)
-        row[: len(mine)] = torch.tensor(mine, dtype=torch.int64)
-        all_of_them = [{int(v) for v in theirs if v >= 0} for theirs in gathered(self._given().group, row)]
+    def _common(self, mine: list[int], size: int) -> int | None:
+        """The newest round that all ranks have; `size` is how many ranks there were when the files were written."""
+        row = torch.full((1 + MOST,), -1, dtype=torch.int64)
+        row[0], row[1 : 1 + len(mine)] = size, torch.tensor(mine, dtype=torch.int64)
+        rows = gathered(self._given().group, row)
+        all_of_them = [{int(v) for v in theirs[1:] if v >= 0} for theirs in rows]
+        sizes = {int(theirs[0]) for theirs in rows} - {-1, len(rows)}
+        if sizes:
+            raise ValueError(
+                f"the checkpoints in {self.folder} are of another training: number of ranks is {sizes.pop()} there and "
+                f"{len(rows)} here; choose another folder"
+            )
         without = [rank for rank, rounds in enumerate(all_of_them) if not rounds]
         if not any(rounds - {0} for rounds in all_of_them):  # none, or killed while the first ones were written
             return None
         common = set.intersection(*all_of_them)
         if not common:
-            why = f"ranks {', '.join(map(str, without))} have none" if without else "they have none in common"
+            why = f"{who(without)} none" if without else "they have no round in common"
             raise ValueError(
                 f"{self.folder} holds checkpoints of some ranks, but {why}; use a folder that outlives the machine, or "
                 "empty it on all machines to start anew"
@@ -193,6 +200,7 @@ class Checkpointer:
         for group, saved in zip(optimizer.param_groups, unpacked(header["groups"], tensors), strict=True):
             group.update(saved)
         optimizer.load_vectors(vectors, header["rounds"])
+        optimizer.count_from(*header["counted"])
         for name, state in unpacked(header["others"], tensors).items():
             other = self._others[name]
             if isinstance(other, nn.Module):

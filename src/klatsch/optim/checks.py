@@ -13,7 +13,6 @@ import klatsch.columns as cols
 from klatsch.algorithms.core import rate
 from klatsch.engine.links import OnFailure
 from klatsch.topology import Topology
-from klatsch.version import VERSION
 
 LONGEST = 30 * 86400  # seconds
 
@@ -108,17 +107,31 @@ def trainable(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def facts(algorithm: Any, topology: Topology, groups: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """What all ranks must agree on, as texts that are the same on every machine."""
+    """What all ranks with the same kind of rule must agree on, as texts that are the same on every machine."""
     parameters = [p for entry in groups for p in entry["params"]]
     trained = [p for p in parameters if p.requires_grad]
-    return {
-        "version of klatsch": VERSION,
-        "rule": str(cols.described(algorithm)) if is_dataclass(algorithm) else type(algorithm).__qualname__,
+    settings = {f"{name} of the rule": str(value) for name, value in settings_of(algorithm).items()}
+    return settings | {
         "topology": f"{topology!r} {topology.fingerprint[:16]}",
         "number of parameters": f"{len(trained)} tensors, {sum(p.numel() for p in trained):,} numbers",
         "shapes": str([list(p.shape) for p in trained]),
         "memory formats": str([list(p.stride()) for p in trained]),
         "dtypes": str([str(p.dtype) for p in trained]),
-        "parameter groups": str([[entry["lr"], entry["weight_decay"], len(entry["params"])] for entry in groups]),
+        "parameter groups": "; ".join(
+            f"{len(entry['params'])} tensors with lr {entry['lr']:g}, weight_decay {entry['weight_decay']:g}"
+            for entry in groups
+        ),
         "frozen parameters": str([[list(p.shape), str(p.dtype)] for p in parameters if not p.requires_grad]),
     }
+
+
+def settings_of(algorithm: Any) -> dict[str, Any]:
+    """The options of a rule as plain data; none where it is no dataclass."""
+    described: Any = cols.described(algorithm) if is_dataclass(algorithm) else {}
+    return {name: value for name, value in described.items() if name != "type"}
+
+
+def name_of(algorithm: Any) -> str:
+    """A rule with its options."""
+    options = ", ".join(f"{field}={getattr(algorithm, field)}" for field in settings_of(algorithm))
+    return f"{type(algorithm).__name__}({options})"

@@ -22,10 +22,12 @@ from klatsch.algorithms.core import rate
 from klatsch.engine.agreement import agree, broadcast, group_of, leave, members, summed
 from klatsch.engine.flat import Flat, by_dtype
 from klatsch.engine.links import OnFailure
+from klatsch.engine.transfers import reason
 from klatsch.engine.transport import open_links
 from klatsch.optim import checks, saved
 from klatsch.optim.share import Share
 from klatsch.topology import Topology
+from klatsch.version import VERSION
 
 
 class Gossip(Optimizer):
@@ -84,6 +86,7 @@ class Gossip(Optimizer):
         checks.graph(algorithm, self.topology, size, any_graph)
         self._asked, self.group = group, group_of(group, timeout)
         settings = {"on_failure": on_failure, "start_equal": str(start_equal), "device": trained[0].device.type}
+        agree(self.group, {"version of klatsch": VERSION, "rule": type(algorithm).__qualname__})
         agree(self.group, checks.facts(algorithm, self.topology, self.param_groups) | settings)
         flats = [Flat(same) for same in by_dtype(trained).values()]
         if start_equal:
@@ -138,6 +141,10 @@ class Gossip(Optimizer):
         super().add_param_group(param_group)
         checks.group(self.param_groups[-1])
 
+    def __repr__(self) -> str:
+        here = f"rank {self.rank} of {self.topology.name}, {self.topology.size} nodes, round {self.rounds}"
+        return f"{super().__repr__()}\n{checks.name_of(self.algorithm)} on {here}"
+
     # --- what it knows -----------------------------------------------------------------------------------------
 
     @property
@@ -188,8 +195,8 @@ class Gossip(Optimizer):
                     total += (here - summed(self.group, here) / self.topology.size).square().sum()
                 return float(summed(self.group, total)) / self.topology.size
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise RuntimeError(f"consensus() needs an answer from all {self.topology.size} ranks ({reason})") from None
+            why = f"from all {self.topology.size} ranks, after the same round ({reason(error)})"
+            raise RuntimeError(f"consensus() needs an answer {why}") from None
 
     def output(self) -> list[Tensor]:
         """The rule's output, shaped like the trained parameters: x, or the average of iterates if it keeps one."""
@@ -248,6 +255,10 @@ class Gossip(Optimizer):
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of the parameters that are trained here."""
         return any(share.flat.holds(tensor) for share in self._shares)
+
+    def count_from(self, bytes_sent: int, seconds_waited: float) -> None:
+        """Go on counting from what was counted before a restart."""
+        self._links.bytes_sent, self._links.seconds_waited = bytes_sent, seconds_waited
 
     def drain(self) -> None:
         """Wait until all that this rank has sent has left, at most for the timeout."""

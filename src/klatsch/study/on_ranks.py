@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from klatsch.engine.agreement import broadcast
 from klatsch.engine.ranks import simulate_on_ranks
+from klatsch.engine.transfers import reason
 from klatsch.study.batches import Batch, Finished, finished, parts
 from klatsch.study.cases import Case
 from klatsch.study.workers import Open, Workers
@@ -81,7 +82,9 @@ def serve() -> None:
             networks = tuple(tuple(Case(**case) for case in network) for network in facts["networks"])
             run_together(Batch(networks, facts["device"]))
     except RuntimeError as error:
-        raise ValueError(str(error).splitlines()[0]) from None
+        raise ValueError(reason(error)) from None
+    finally:
+        dist.destroy_process_group()  # left to the end of the process, its threads may be torn down before it
 
 
 _failures: list[str] = []
@@ -98,7 +101,7 @@ def hand_out(batch: Batch, _: Path | None = None) -> Finished | None:
             _tell(json.dumps(asdict(batch)))
             return run_together(batch)
         except RuntimeError as error:
-            _failures.append(str(error).splitlines()[0])
+            _failures.append(reason(error))
     raise ValueError(f"{_failures[0]}; what was stored is safe, start again to go on")
 
 
@@ -135,6 +138,7 @@ def _first_ranks(size: int) -> Any:
 def _dismiss() -> None:
     with suppress(RuntimeError):  # they are gone already
         _tell("")
+    dist.destroy_process_group()
 
 
 def _tell(text: str) -> None:
