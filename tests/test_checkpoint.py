@@ -15,6 +15,7 @@ import klatsch
 from klatsch import algorithms, problems
 from klatsch import topology as tp
 from klatsch.engine import checkpoint as checkpoints
+from klatsch.engine import sealed
 from klatsch.engine import native
 from tests.test_engine import KERNEL
 
@@ -236,7 +237,7 @@ def test_a_finished_run_is_not_written_again(tmp_path):
 def test_a_state_that_does_not_fit_is_refused(tmp_path):
     simulate(tmp_path)
     path = tmp_path / "run.safetensors"
-    header, _ = checkpoints._read(path)
+    header, _ = sealed.read(path, checkpoints.FORMAT)
     fresh = algorithms.DAT(0.1).init(torch.zeros(5, 3, 4))
     with pytest.raises(ValueError, match=r"damaged: the field w"):
         checkpoints.load(path, header["run"], fresh)
