@@ -15,8 +15,7 @@ import klatsch
 from klatsch import algorithms, problems
 from klatsch import topology as tp
 from klatsch.engine import checkpoint as checkpoints
-from klatsch.engine import sealed
-from klatsch.engine import native
+from klatsch.engine import native, sealed
 from tests.test_engine import KERNEL
 
 PROGRAM = """
