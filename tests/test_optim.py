@@ -1,6 +1,7 @@
 """The optimizers keep torch's conventions: on one rank D-SGD is torch's SGD, whatever a script does around it."""
 
 import copy
+import gc
 import io
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import klatsch
 from klatsch.engine import node
+from klatsch.engine.agreement import leave
 from klatsch.engine.links import LinkError
 from klatsch.optim import D2, DATD2, DATSGD, DSGD, Gossip, GradientTracking
 
@@ -360,6 +362,18 @@ def test_parameters_that_change_behind_its_back_are_noticed():
     model.to(torch.float64)
     with pytest.raises(ValueError, match="moved after the optimizer was made"):
         optimizer.step()
+
+
+def test_an_optimizer_that_ends_takes_its_own_groups_along_and_no_others():
+    before = len(dist.distributed_c10d._world.pg_map)
+    optimizer = DATSGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.step()
+    assert len(dist.distributed_c10d._world.pg_map) == before + 2
+    del optimizer
+    gc.collect()
+    assert len(dist.distributed_c10d._world.pg_map) == before
+    leave(None, None)  # over NCCL there is no group of its own
+    assert dist.is_initialized()
 
 
 def test_hooks_of_torch_are_called():

@@ -54,7 +54,10 @@ def group_of(group: Any, timeout: float) -> Any:
 
 def leave(own: Any, group: Any) -> None:
     """Give up a group of `group_of(group)`, with its connections and threads; nothing if that was done already."""
-    if group is None:  # groups of some ranks are named after them, and the next one would find the last one's addresses
+    # None as a group of its own is NCCL's, which uses everybody's: to leave that would be to end it.
+    if (
+        group is None and own is not None
+    ):  # groups of some ranks are named after them, and the next one would find the last one's addresses
         with suppress(AssertionError, KeyError, RuntimeError, ValueError):
             dist.destroy_process_group(own)
 

@@ -97,6 +97,7 @@ class Gossip(Optimizer):
         self._links = open_links(group, own, self.topology, trained[0].device, float(timeout), on_failure)
         self._shares = self._make_shares(flats)
         self._close = self._closed_at_end()
+        weakref.finalize(self, leave, self.group, group)
 
     # --- training ----------------------------------------------------------------------------------------------
 
