@@ -219,20 +219,41 @@ def main() -> None:
             for row in rows_of(size, network, names, given.seconds):
                 everything.append({"network": network, "ranks": size, **row})
                 print_row(network, size, row)
+    print_goals(everything)
     if given.json is not None:
         given.json.write_text(json.dumps(everything, indent=1))
+
+
+def hides(network: str, row: dict[str, Any]) -> bool:
+    """Whether DAT's bytes take less time on the link than the local step."""
+    rate = NETWORKS[network]
+    return rate is not None and row["bytes"]["dat cta"] * 8 / rate < row["step"]["local"]
+
+
+def print_goals(rows: list[dict[str, Any]]) -> None:
+    """In how many of the rows where the link could hide behind the gradient each goal is met."""
+    steps = [row["step"] for row in rows if hides(row["network"], row)]
+    goals = {
+        "cta within 1.10 of local SGD": [s["dat cta"] <= 1.10 * s["local"] for s in steps],
+        "atc within 1.10 of D-SGD": [s["dat atc"] <= 1.10 * s["dsgd"] for s in steps],
+        "cta ahead of DDP": [s["dat cta"] < s["ddp"] for s in steps],
+        "atc ahead of DDP": [s["dat atc"] < s["ddp"] for s in steps],
+    }
+    print("\nWhere DAT's bytes take less time than the gradient:")
+    for goal, met in goals.items():
+        print(f"  {goal:30} in {sum(met)} of {len(met)} rows")
 
 
 def print_row(network: str, size: int, row: dict[str, Any]) -> None:
     step, rate = row["step"], NETWORKS[network]
     wire = {m: row["bytes"][m] * 8 / rate * 1e3 if rate else 0.0 for m in ("dsgd", "dat cta")}
-    hides = "" if rate is None else "yes" if wire["dat cta"] < step["local"] * 1e3 else "no"
+    hidden = "" if rate is None else "yes" if hides(network, row) else "no"
     ratios, cpu = (" ".join(f"{v[m] / v['local']:6.2f}" for m in METHODS[1:]) for v in (step, row["cpu"]))
     waited = " ".join(f"{row['waited'][m] * 1e3:6.1f}" for m in METHODS[1:4])
     print(
         f"{network:9} {size:5} {row['model']:5} {row['parameters']:10,} | {step['local'] * 1e3:6.1f} {ratios} |", end=""
     )
-    print(f"   {cpu} | {wire['dsgd']:9.1f} {wire['dat cta']:6.1f} |      {waited} | {hides}", flush=True)
+    print(f"   {cpu} | {wire['dsgd']:9.1f} {wire['dat cta']:6.1f} |      {waited} | {hidden}", flush=True)
 
 
 if __name__ == "__main__":
