@@ -1,33 +1,21 @@
 """LeNet on Fashion-MNIST, every machine with its own skewed share of the classes.
 
-    torchrun --nproc-per-node 4 examples/lenet.py --data FOLDER
+    torchrun --nproc-per-node 4 examples/lenet.py
 
-FOLDER holds the four files of Fashion-MNIST (train-images-idx3-ubyte.gz ...). Compare `--rule dsgd`, `--rule dat-d2`
-or `--order cta`; with `--checkpoints DIR`, `torchrun --max-restarts 3` and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the
-environment (docs/cluster.md says why) the training survives kill -9.
+Fashion-MNIST is looked for, and downloaded where it is nowhere; `--data FOLDER` names its folder. Compare
+`--rule dsgd`, `--rule dat-d2` or `--order cta`; with `--checkpoints DIR`, `torchrun --max-restarts 3` and
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment (docs/cluster.md says why) the training survives kill -9.
 """
 
 import argparse
-import gzip
 import os
-from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import klatsch
-from klatsch.problems.partition import dirichlet
-
-
-def read(folder, part):
-    """The images and labels of "train" or "t10k"."""
-    images, labels = (
-        np.frombuffer(gzip.decompress((Path(folder) / f"{part}-{kind}-ubyte.gz").read_bytes()), np.uint8, offset=offset)
-        for kind, offset in (("images-idx3", 16), ("labels-idx1", 8))
-    )
-    return torch.tensor(images.reshape(-1, 1, 28, 28) / 255.0, dtype=torch.float32), torch.tensor(labels).long()
+from klatsch.problems import dirichlet, fashion_mnist
 
 
 def lenet():
@@ -42,7 +30,7 @@ def lenet():
 def main():
     """Train, and report now and then."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default=os.environ.get("KLATSCH_DATA", "fashion-mnist"))
+    parser.add_argument("--data", help="folder of Fashion-MNIST's four files")
     parser.add_argument("--rule", default="dat", choices=["dat", "dsgd", "d2", "gt", "dat-d2"])
     parser.add_argument("--order", default="atc", choices=["atc", "cta"])
     parser.add_argument("--topology", default="ring")
@@ -56,8 +44,10 @@ def main():
     given = parser.parse_args()
     if given.order == "cta" and given.rule != "dat":
         parser.error(f"--order cta is for --rule dat, not {given.rule}")
-    if not (Path(given.data) / "train-images-idx3-ubyte.gz").exists():
-        parser.error(f"no Fashion-MNIST in {given.data}; give its folder with --data or $KLATSCH_DATA")
+    try:
+        data = fashion_mnist.load(given.data)
+    except ValueError as error:
+        parser.error(str(error))
 
     # One process per GPU where there are enough of them: messages then go over NCCL.
     local, beside = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -67,10 +57,9 @@ def main():
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
 
-    images, labels = read(given.data, "train")
-    own = torch.from_numpy(dirichlet(labels, size, given.alpha)[rank])
-    images, labels = images[own].to(device), labels[own].to(device)
-    test_images, test_labels = (part.to(device) for part in read(given.data, "t10k"))
+    own = torch.from_numpy(dirichlet(data.labels, size, given.alpha)[rank])
+    images, labels = data.images[own].to(device) / 255, data.labels[own].to(device)
+    test_images, test_labels = data.test_images.to(device) / 255, data.test_labels.to(device)
 
     torch.manual_seed(0)
     model = lenet().to(device)

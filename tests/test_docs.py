@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from klatsch.study import expand, load
+from tests.test_examples import DATA
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,9 +48,24 @@ def test_the_readme_shows_what_its_ten_lines_print():  # the first block
 @pytest.mark.parametrize("path, command", COMMANDS, ids=[f"{path.name}-{command}" for path, command in COMMANDS])
 def test_commands_work(path, command, run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if command.startswith("data "):
+        if not DATA.is_dir():
+            pytest.skip("name the folder with Fashion-MNIST in $KLATSCH_DATA")
+        monkeypatch.setenv("KLATSCH_DATA", str(DATA))
     code, out, err = run_cli(*shlex.split(command))
     assert (code, err) == (0, "")
     assert out
+
+
+def test_the_image_study_can_be_run(tmp_path, monkeypatch):
+    if not DATA.is_dir():
+        pytest.skip("name the folder with Fashion-MNIST in $KLATSCH_DATA")
+    monkeypatch.setenv("KLATSCH_DATA", str(DATA))
+    (study,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "images.md").read_text(), re.S)
+    (tmp_path / "images.toml").write_text(study)
+    cases, left_out = expand(load(tmp_path / "images.toml"))
+    assert len(cases) == 16
+    assert not left_out
 
 
 def test_the_study_and_its_commands_work_in_this_order(run_cli, tmp_path, monkeypatch):

@@ -236,7 +236,7 @@ def test_whole_numbers_are_even():
     assert (drawn.min(), drawn.max()) == (0, 6)
 
 
-@pytest.mark.parametrize("name", problems.PROBLEMS)
+@pytest.mark.parametrize("name", [name for name in problems.PROBLEMS if name != "fashion-mnist"])
 def test_names(name):
     problem = problems.make(name, 4, dim=3, seed=2)
     assert (problem.nodes, problem.dim) == (4, 3)

@@ -121,7 +121,7 @@ def test_every_sentence_can_fail():
     """With the sizes in reverse nothing of what the paper says is true, but that a flat line is flat."""
     mirrored = dict(zip(SIZES, reversed(SIZES), strict=True))
     rows = [
-        row(r.rule, r.topology, mirrored[r.nodes], r.error, r.setting, early=float(r.curves[0, 1, 0]))
+        row(r.rule, r.topology, mirrored[r.nodes], r.value, r.setting, early=float(r.curves[0, 1, 0]))
         for r in as_the_paper_says()
         if (r.rule, r.topology) != ("dat", "ring")  # which has a minimum in reverse as well
     ]
@@ -153,7 +153,7 @@ def test_one_panel_of_four_is_enough_to_deny_and_is_named():
 
 
 def test_too_few_rounds_or_other_sizes_decide_nothing():
-    short = [row(r.rule, r.topology, r.nodes, r.error, r.setting, steps=20_000) for r in as_the_paper_says()]
+    short = [row(r.rule, r.topology, r.nodes, r.value, r.setting, steps=20_000) for r in as_the_paper_says()]
     found = {v.claim: v.holds for v in verdicts.figure_1(short)}
     assert [holds for claim, holds in found.items() if "ring up to" in claim or "threshold" in claim] == [None, None]
     assert found["D-SGD gets worse with M on the ring from M = 4"] is True

@@ -40,7 +40,7 @@ def test_the_best_learning_rates_are_those_of_the_study(store, run_cli):
         return topology, noise, nodes, rule
 
     mine = {key(r["topology"], r["setting"]["noise"], r["nodes"], r["rule"]): (r["lr"], r["error"]) for r in rows}
-    theirs = {key(r.topology, r.setting["noise"], r.nodes, r.rule): (r.lr, r.error) for r in expected}
+    theirs = {key(r.topology, r.setting["noise"], r.nodes, r.rule): (r.lr, r.value) for r in expected}
     assert mine == theirs
 
 

@@ -265,5 +265,5 @@ def test_a_comparison_treats_all_rules_alike():
     assert [row.rule for row in found.rows] == ["dat", "gt"]
     for row in found.rows:
         assert row.curves.shape == (2, len(row.steps), 2)
-        assert row.error == pytest.approx(row.final.mean(axis=0).min())
+        assert row.value == pytest.approx(row.final.mean(axis=0).min())
         assert row.at_edge

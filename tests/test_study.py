@@ -72,7 +72,7 @@ def test_a_file_says_what_to_run(tmp_path):
 
 
 WRONG = {
-    "unknown key": ("stpes = 3\n", "s.toml: unknown key 'stpes'; did you mean steps? There are steps, nodes"),
+    "unknown key": ("stpes = 3\n", "s.toml: unknown key 'stpes'; did you mean steps? There are nodes, rules"),
     "unknown rule": ('rules = ["adam"]\n', "s.toml: rules[0]: unknown rule 'adam'"),
     "unknown option": (
         'rules = [{ name = "dat", speed = 3 }]\n',
@@ -276,8 +276,8 @@ def test_problems_without_columns_are_batches_too():
         executor=workers.threads,
     )
     assert len(found.rows) == 2 * 2
-    assert len({row.error for row in found.rows}) == 4
-    assert all(np.isfinite(row.error) for row in found.rows)
+    assert len({row.value for row in found.rows}) == 4
+    assert all(np.isfinite(row.value) for row in found.rows)
 
 
 # --- only what is missing -------------------------------------------------------------------------------------------
@@ -328,10 +328,10 @@ def test_any_executor_will_do(tmp_path):
     reference = run_study(study(), executor=workers.threads).rows
     with ThreadPoolExecutor(2) as pool:
         rows = run_study(study(), tmp_path / "t.sqlite", executor=pool).rows
-    assert [row.error for row in rows] == [row.error for row in reference]
+    assert [row.value for row in rows] == [row.value for row in reference]
     with ProcessPoolExecutor(1, mp_context=__import__("multiprocessing").get_context("spawn")) as pool:
         rows = run_study(study(nodes=4), tmp_path / "p.sqlite", executor=pool).rows
-    assert [row.error for row in rows] == [row.error for row in reference if row.nodes == 4]
+    assert [row.value for row in rows] == [row.value for row in reference if row.nodes == 4]
 
 
 def test_progress_tells_batches_pace_time_left_and_the_best():

@@ -89,7 +89,11 @@ def buffer_for(beta: Number, x: Tensor) -> Tensor | None:
 
 def accumulate(m: Tensor | None, grad: Tensor, beta: Number) -> Tensor:
     """m <- beta m + g: local momentum; without a buffer the gradient itself."""
-    return grad if m is None else beta * m + grad
+    if m is None:
+        return grad
+    if isinstance(m, Tensor) and isinstance(beta, float):
+        return torch.add(grad, m, alpha=beta)  # in one pass through memory
+    return beta * m + grad
 
 
 def keep(m: Tensor | None, pushed: Tensor) -> Tensor | None:
@@ -111,6 +115,8 @@ def descend(w: Tensor, direction: Tensor, length: Any) -> Tensor:
     """w - length * direction, in one pass through memory where the length is a number."""
     if isinstance(w, Tensor) and isinstance(length, float):
         return torch.sub(w, direction, alpha=length)
+    if isinstance(w, Tensor) and isinstance(length, Tensor):
+        return torch.addcmul(w, direction, length, value=-1.0)
     return w - length * direction  # type: ignore[no-any-return]
 
 

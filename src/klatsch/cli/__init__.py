@@ -1,6 +1,6 @@
 """The command line, one file per group of commands."""
 
-from klatsch.cli import names, reproduce, results, run, topology
+from klatsch.cli import data, names, reproduce, results, run, topology
 from klatsch.cli.app import main
 
-__all__ = ["main", "names", "reproduce", "results", "run", "topology"]  # importing a file of commands adds them
+__all__ = ["data", "main", "names", "reproduce", "results", "run", "topology"]  # importing a file of commands adds them

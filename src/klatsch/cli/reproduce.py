@@ -10,6 +10,7 @@ import typer
 from klatsch.arguments import named
 from klatsch.cli import progress, terminal
 from klatsch.cli.app import app
+from klatsch.cli.data import use_folder
 from klatsch.cli.run import crew
 from klatsch.cli.terminal import option, print_json
 from klatsch.study import pages, paper
@@ -25,12 +26,12 @@ COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
     help="Reproduce a figure or table of the paper: TARGET is one of "
     f"{', '.join(TARGETS)}.\n\nRuns what the store does not hold yet, draws PNG, SVG and PDF, writes the numbers as "
     "CSV and Markdown, and says of each sentence of the paper whether it holds. `beyond` adds gt, d2, dat-gt, dat-d2, "
-    "dat in cta order and averaged outputs."
+    "dat in cta order and averaged outputs; `images-beyond` adds such rules to the image study."
 )
 def reproduce(
     target: Annotated[str, typer.Argument(help="What to reproduce.")],
     scale: Annotated[
-        str, typer.Option(help="quick: minutes on two cores; paper: 100,000 rounds, 9 sizes, 3 seeds.", metavar="NAME")
+        str, typer.Option(help="quick: minutes on two cores; paper: all sizes and rounds, 3 seeds.", metavar="NAME")
     ] = "quick",
     out: Annotated[Path, typer.Option(help="Folder for figures and tables.", metavar="FOLDER")] = Path("klatsch-paper"),
     store: Annotated[
@@ -39,6 +40,10 @@ def reproduce(
     device: Annotated[str, typer.Option(help="cpu or cuda.", metavar="NAME")] = "cpu",
     dtype: Annotated[
         str | None, typer.Option(help="float32 (the default on a CPU) or float64 (on a GPU).", metavar="NAME")
+    ] = None,
+    epochs: Annotated[int | None, option("Epochs of the image studies (50 at paper scale).")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of Fashion-MNIST's four files (else looked for).", metavar="FOLDER")
     ] = None,
     processes: Annotated[int | None, option("Worker processes (one per core).", "--workers")] = None,
     dask: Annotated[str | None, typer.Option(help="Run on the Dask cluster at ADDRESS.", metavar="ADDRESS")] = None,
@@ -52,7 +57,8 @@ def reproduce(
         page = TABLES[target]()
         seconds = 0.0
     else:
-        study = paper.study_of(target, scale, device, dtype)
+        use_folder(data)
+        study = paper.study_of(target, scale, device, dtype, epochs)
         executor = crew(device, processes, dask)
         with Store(out / "results.sqlite" if store is None else store) as opened:
             origin = Origin(terminal.command_line(), target, scale)

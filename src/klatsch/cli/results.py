@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from klatsch import problems
 from klatsch.arguments import named
 from klatsch.cli import terminal
 from klatsch.cli.app import app
@@ -36,7 +37,9 @@ def results(
     where: Annotated[
         list[str] | None, typer.Option(help="Only this value of a setting, such as noise=10.", metavar="NAME=VALUE")
     ] = None,
-    metric: Annotated[str, typer.Option(help="What learning rates are chosen by.", metavar="NAME")] = "distance",
+    metric: Annotated[
+        str | None, typer.Option(help="What learning rates are chosen by (the problem's own metric).", metavar="NAME")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every run instead of the best learning rates.")] = False,
     curves: Annotated[bool, typer.Option("--curves", help="Export every recorded round, not only the last.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the runs to FILE.csv.", metavar="FILE")] = None,
@@ -60,18 +63,18 @@ def results(
         elif every and as_json:
             print_json({"runs": export.plain(export.records(opened, runs, curves))})
         elif every:
-            _print_runs(opened, runs, metric)
+            _print_runs(opened, runs, metric or problems.headline(runs[0][0].problem).metric)
         else:
             kinds: dict[tuple[Any, ...], list[tuple[str, Case]]] = {}
             for case, facts in runs:
-                kind = case.problem, case.steps, case.dtype, case.record
+                kind = case.problem, case.length, case.dtype, case.record
                 kinds.setdefault(kind, []).append((facts["key"], case))
             tables = [(kind, summarize(mine, opened, metric)) for kind, mine in kinds.items()]
             if as_json:
                 print_json({"rows": [plain(row) | {"dtype": key[2]} for key, rows in tables for row in rows]})
                 return
-            for (problem, steps, dtype, _), rows in tables:
-                print_rows(rows, [], f"{problem}: {metric}, {steps:,} rounds, {dtype}", "cpu")
+            for (problem, length, dtype, _), rows in tables:
+                print_rows(rows, [], f"{problem}: {rows[0].metric}, {length}, {dtype}", "cpu")
 
 
 @app.command(help="Write everything that STORE holds as one self-contained HTML page.")

@@ -13,6 +13,7 @@ from klatsch import algorithms, pictures, problems
 from klatsch.arguments import named
 from klatsch.cli import progress, terminal
 from klatsch.cli.app import app
+from klatsch.cli.data import use_folder
 from klatsch.cli.rows import plain, print_rows
 from klatsch.cli.terminal import number, option, print_json
 from klatsch.study import demo as demos
@@ -38,7 +39,8 @@ def run(
     rules: Annotated[str, typer.Option(help="Rules to compare.", metavar="NAMES")] = "dat,dsgd",
     topology: Annotated[str, typer.Option("-t", "--topology", help="Topologies.", metavar="NAMES")] = "ring",
     nodes: Annotated[str, typer.Option("-n", "--nodes", help="Numbers of nodes.", metavar="N,...")] = "16",
-    steps: Annotated[int, option("Rounds.", "--steps")] = 10_000,
+    steps: Annotated[int | None, option("Rounds (10,000).", "--steps")] = None,
+    epochs: Annotated[int | None, option("Epochs, instead of rounds (fashion-mnist).")] = None,
     lr: Annotated[str, typer.Option(help="Learning rates to choose from.", metavar="X,...")] = GRID,
     seeds: Annotated[int, option("Number of seeds: 0, 1, 2...", "--seeds")] = 3,
     problem: Annotated[str, typer.Option(help="Problem to solve.", metavar="NAME")] = "least-squares",
@@ -47,8 +49,11 @@ def run(
     heterogeneity: Annotated[
         float | None, option("How far the nodes' own optima scatter (least-squares).", parser=number)
     ] = None,
-    batch: Annotated[int | None, option("Size of a mini-batch (logistic).")] = None,
-    alpha: Annotated[float | None, option("Dirichlet label skew (logistic).", parser=number)] = None,
+    batch: Annotated[int | None, option("Size of a mini-batch (logistic, fashion-mnist).")] = None,
+    alpha: Annotated[float | None, option("Dirichlet label skew (logistic, fashion-mnist).", parser=number)] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of Fashion-MNIST's four files (else looked for).", metavar="FOLDER")
+    ] = None,
     averaging: Annotated[
         str | None, typer.Option(help="Anytime weights: constant, linear, polynomial(2), fixed(0.9).", metavar="NAME")
     ] = None,
@@ -74,6 +79,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Run a study."""
+    use_folder(data)
     if named("engine", engine, {"stacked": False, "ranks": True}) and on_ranks.join() != 0:
         return on_ranks.serve()
     if file is not None:
@@ -92,7 +98,7 @@ def run(
             },
             nodes=[terminal.whole(word) for word in terminal.words(nodes)],
             lr=[terminal.number(word) for word in terminal.words(lr)],
-            steps=steps,
+            **_given(steps=10_000 if steps is None and epochs is None else steps, epochs=epochs),
             seeds=seeds,
             dtype="float32" if float32 else "float64",
             any_graph=any_graph,
@@ -155,8 +161,7 @@ def crew(device: str, count: int | None, dask: str | None, in_memory: bool = Fal
 
 def title_of(study: Study) -> str:
     """What the errors of a study are."""
-    what = "squared distance to the optimum, mean over nodes"
-    return f"{study.problem.name}: {what}, {study.steps:,} rounds, {study.choice}"
+    return f"{study.problem.name}: {problems.headline(study.problem.name).text}, {study.length}, {study.choice}"
 
 
 def _from_options(
@@ -187,7 +192,7 @@ def _from_options(
 
 
 def _refuse_with_file(context: typer.Context) -> None:
-    allowed = {"file", "engine", "device", "store", "processes", "dask", "plot", "as_json"}
+    allowed = {"file", "data", "engine", "device", "store", "processes", "dask", "plot", "as_json"}
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)

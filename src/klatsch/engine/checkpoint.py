@@ -15,10 +15,13 @@ from klatsch.engine.run import Run, Snapshot
 from klatsch.engine.sealed import REMEDY, CheckpointError
 
 FORMAT = "klatsch simulation 1"
+LARGEST_SHARE = 0.05  # of the time that may go into saving, where states are large
 
 
 class Saver:
     """Writes a run to a file every so many seconds, or does nothing where no file is wanted.
+
+    Where a save takes long, they are further apart, so that they cost little in all.
 
     Args:
         path: the file, or None.
@@ -36,18 +39,20 @@ class Saver:
             raise ValueError(f"checkpoint_every = {every!r}; give a number of seconds from 0 up")
         if self.path is not None and (self.path.is_dir() or not self.path.parent.is_dir()):
             raise ValueError(f"checkpoint = {path}: give the name of a file in a folder that exists")
-        self._last, self._rounds = time.monotonic(), -1
+        self._last, self._rounds, self._took = time.monotonic(), -1, 0.0
 
     def perhaps(self, run: Run) -> None:
         """Save if it is time."""
-        if time.monotonic() - self._last >= self.every:
+        if time.monotonic() - self._last >= max(self.every, self._took / LARGEST_SHARE):
             self.now(run)
 
     def now(self, run: Run) -> None:
         """Save, unless the file holds just this."""
         if self.path is not None and run.now.rounds != self._rounds:
+            began = time.monotonic()
             save(self.path, self.identity, run)
             self._last, self._rounds = time.monotonic(), run.now.rounds
+            self._took = self._last - began if self.every else 0.0  # every = 0 asks for all of them
 
     def restored(self, fresh: Any) -> Run | None:
         """The run in the file, or None if there is no file; `fresh` is a state of the run, for names and shapes."""

@@ -17,7 +17,8 @@ class Gradients:
     def __init__(self, problem: Any, device: str = "cpu") -> None:
         self.problem = problem
         self.draws_ahead = hasattr(problem, "draw") and hasattr(problem, "gradient")
-        self.chunk = max(1, min(1000, MOST_NUMBERS[device] // (problem.nodes * problem.dim)))  # rounds drawn at once
+        numbers = problem.nodes * getattr(problem, "drawn", problem.dim)  # per round
+        self.chunk = max(1, min(1000, MOST_NUMBERS[device] // numbers))  # rounds drawn at once
         self._chunks: dict[int, Future[Tensor]] = {}
 
     def __call__(self, x: Tensor, t: int) -> Tensor:

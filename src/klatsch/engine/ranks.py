@@ -18,6 +18,7 @@ from klatsch.engine.links import GlooLinks
 from klatsch.engine.node import Block, Node
 from klatsch.engine.record import Result, measure, record_points
 from klatsch.engine.rounds import placed
+from klatsch.engine.run import without_diverged
 from klatsch.problems import Problem
 from klatsch.topology import Topology
 
@@ -84,7 +85,7 @@ def simulate_on_ranks(
             if t in points and rank == 0:
                 diverged |= ~torch.isfinite(rule.output(stacked)).all(-1).all(0).cpu()
                 row = {name: v.expand(C) for name, v in measure(here, rule, stacked, grads).items()}
-                rows.append({name: v.masked_fill(diverged, torch.inf) for name, v in row.items()})
+                rows.append(without_diverged(row, diverged, here))
             if progress is not None:
                 progress(1)
     if rank != 0:

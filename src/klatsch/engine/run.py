@@ -78,9 +78,15 @@ class Run:
             ]
             C = len(diverged) // len(networks)
             row = {name: torch.cat([each[name].expand(C) for each in found]) for name in found[0]}
-            self.rows[now.points :] = [{name: v.masked_fill(diverged, torch.inf) for name, v in row.items()}]
+            self.rows[now.points :] = [without_diverged(row, diverged, networks[0].problem)]
         self.now = Snapshot(state, diverged, now.rounds + 1, now.seconds + took, now.points + measured)
         tell(1)
+
+
+def without_diverged(row: dict[str, Tensor], diverged: Tensor, problem: Any) -> dict[str, Tensor]:
+    """Metrics in which a column that diverged has the worst value there is: inf, unless the problem knows another."""
+    worst = getattr(problem, "worst", {})
+    return {name: v.masked_fill(diverged, worst.get(name, torch.inf)) for name, v in row.items()}
 
 
 def _since(began: float, state: Any) -> float:

@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from klatsch.arguments import check_options, named
-from klatsch.problems.core import Problem, Quadratic
+from klatsch.problems.core import DISTANCE, Headline, Problem, Quadratic
+from klatsch.problems.images import FashionMNIST, ImageClassification
+from klatsch.problems.labelled import Images
 from klatsch.problems.least_squares import LeastSquares
 from klatsch.problems.logistic import LogisticRegression
+from klatsch.problems.networks import lenet
 from klatsch.problems.partition import dirichlet
 
-__all__ = ["PROBLEMS", "LeastSquares", "LogisticRegression", "Problem", "Quadratic", "dirichlet", "make", "options"]
+__all__ = [
+    "PROBLEMS",
+    "FashionMNIST",
+    "Headline",
+    "ImageClassification",
+    "Images",
+    "LeastSquares",
+    "LogisticRegression",
+    "Problem",
+    "Quadratic",
+    "dirichlet",
+    "headline",
+    "large_is_good",
+    "lenet",
+    "make",
+    "options",
+    "rounds_per_epoch",
+]
 
-PROBLEMS: dict[str, Callable[..., Problem]] = {"least-squares": LeastSquares, "logistic": LogisticRegression}
+PROBLEMS: dict[str, Callable[..., Problem]] = {
+    "least-squares": LeastSquares,
+    "logistic": LogisticRegression,
+    "fashion-mnist": FashionMNIST,
+}
 
 
 def make(name: str, nodes: int, **choices: Any) -> Problem:
@@ -30,3 +54,21 @@ def make(name: str, nodes: int, **choices: Any) -> Problem:
 def options(name: str) -> tuple[str, ...]:
     """The options that `make(name, nodes, ...)` takes beside the number of nodes."""
     return tuple(inspect.signature(named("problem", name, PROBLEMS)).parameters)[1:]
+
+
+def rounds_per_epoch(name: str, nodes: int, **choices: Any) -> int | None:
+    """Rounds in which so many nodes go through the data of a problem once; None where it has no data set."""
+    count = getattr(named("problem", name, PROBLEMS), "rounds_per_epoch", None)
+    return None if count is None else int(count(nodes, **choices))
+
+
+def large_is_good(name: str) -> Collection[str]:
+    """The metrics of a problem that are good when large; all others are errors of some kind."""
+    found: Collection[str] = getattr(named("problem", name, PROBLEMS), "worst", ())
+    return found
+
+
+def headline(name: str) -> Headline:
+    """The metric of a problem by which learning rates are chosen."""
+    found: Headline = getattr(named("problem", name, PROBLEMS), "headline", DISTANCE)
+    return found

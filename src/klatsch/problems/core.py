@@ -63,6 +63,17 @@ class Drawing(Protocol):
         ...
 
 
+class Headline(NamedTuple):
+    """The metric of a problem by which learning rates are chosen, and which figures show."""
+
+    metric: str
+    text: str
+    largest: bool = False  # whether large is good
+
+
+DISTANCE = Headline("distance", "squared distance to the optimum, mean over nodes")
+
+
 class Quadratic(NamedTuple):
     """Gradients g = x H_i + sum_r scale[c, r] rows[i, r] + noise[c] xi: what the fused engine understands."""
 

@@ -1,4 +1,4 @@
-"""Least-squares problems of several networks as one: their nodes side by side, each with its own data and draws."""
+"""Problems of several networks as one: their nodes side by side, each with its own data and draws."""
 
 from __future__ import annotations
 
@@ -55,3 +55,39 @@ class JoinedLeastSquares:
         other._H, other._offset, other._noise = (v.to(device, dtype) for v in (self._H, self._offset, self._noise))
         other._seeds, other._numbers = self._seeds.to(device), self._numbers.to(device)
         return other
+
+
+class JoinedImages:
+    """What an engine needs to take the gradients of several `ImageClassification` in one stack."""
+
+    columns = 1
+
+    def __init__(self, problems: Sequence[Any]) -> None:
+        first = problems[0]
+        for other in problems[1:]:
+            if (other.dim, other.batch) != (first.dim, first.batch) or other._data.images is not first._data.images:
+                raise ValueError(
+                    f"{other!r} does not fit {first!r} in one stack: give all the same model, data and batch"
+                )
+        self._problems, self._first = list(problems), first
+        self.nodes, self.dim, self.drawn = sum(p.nodes for p in problems), first.dim, first.batch
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> JoinedImages:
+        """The same on another device."""
+        other = copy.copy(self)
+        other._first = self._first.to(dtype, device)
+        other._problems = []
+        for problem in self._problems:
+            moved = copy.copy(problem)
+            moved._data = other._first._data  # one copy of the images for all
+            other._problems.append(moved)
+        return other
+
+    def draw(self, t: Tensor) -> Tensor:
+        """The numbers of the images of rounds t, (len(t), nodes, batch)."""
+        return torch.cat([problem.draw(t) for problem in self._problems], dim=1)
+
+    def gradient(self, x: Tensor, drawn: Tensor) -> Tensor:
+        """The gradients at x, (nodes, C, d)."""
+        gradients: Tensor = self._first.gradient(x, drawn)
+        return gradients

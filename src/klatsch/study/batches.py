@@ -10,7 +10,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +84,16 @@ def pack(cases: Iterable[Case], device: str) -> list[Batch]:
     for case in cases:
         networks.setdefault(_text(_shared(case), case.nodes, case.seed), []).append(case)
     blocks = [
-        tuple(columns[k : k + MOST_COLUMNS])
+        tuple(columns[k : k + most])
         for columns in networks.values()
-        for k in range(0, len(columns), MOST_COLUMNS)
+        for most in [_most_columns(columns[0], device)]
+        for k in range(0, len(columns), most)
     ]
     if device == "cpu":
         return [Batch((block,), device) for block in blocks]
     stacks: dict[str, list[tuple[Case, ...]]] = {}
     for block in blocks:
-        stacks.setdefault(_text(_shared(block[0]), [_columns(case) for case in block]), []).append(block)
+        stacks.setdefault(_text(_in_stack(block[0]), [_columns(case) for case in block]), []).append(block)
     return [Batch(tuple(stack), device) for blocks in stacks.values() for stack in _cut(blocks)]
 
 
@@ -115,7 +116,7 @@ def parts(batch: Batch) -> Parts:
         problems=[_problem(network) for network in batch.networks],
         graphs=[network[0].make_graph() for network in batch.networks],
         steps=first.steps,
-        choices={"record": first.record, "dtype": getattr(torch, first.dtype), "any_graph": first.any_graph},
+        choices={"record": first.points, "dtype": getattr(torch, first.dtype), "any_graph": first.any_graph},
     )
 
 
@@ -223,8 +224,23 @@ def _shared(case: Case) -> list[Any]:
         {k: v for k, v in case.rule_options.items() if k not in algorithms.PER_COLUMN},
         sorted(case.rule_options),
         [case.topology, case.topology_options, case.lazy],
-        [case.steps, case.record, case.dtype, case.any_graph],
+        [case.steps, case.record, case.epochs, case.dtype, case.any_graph],
     ]
+
+
+def _in_stack(case: Case) -> list[Any]:
+    """What all networks of one stack have in common."""
+    own = getattr(problems.PROBLEMS[case.problem], "per_network", None)
+    if own is None:
+        return _shared(case)
+    options = {name: value for name, value in case.problem_options.items() if name not in own}
+    return _shared(replace(case, problem_options=options, topology="", topology_options={}, lazy_rule=False))
+
+
+def _most_columns(case: Case, device: str) -> int:
+    """Columns of one batch; one where they share no work, so that many small batches keep all cores busy."""
+    alone = device == "cpu" and not getattr(problems.PROBLEMS[case.problem], "columns_share", True)
+    return 1 if alone else MOST_COLUMNS
 
 
 def _cut(blocks: list[tuple[Case, ...]]) -> list[list[tuple[Case, ...]]]:
@@ -235,10 +251,11 @@ def _cut(blocks: list[tuple[Case, ...]]) -> list[list[tuple[Case, ...]]]:
     graphs: list[Topology] = []
     size = 0
     dim = _dim(blocks[0][0])
+    # Of every node: its matrix (joined, and the network's own), and the draws of the rounds that are captured.
+    own = getattr(problems.PROBLEMS[blocks[0][0].problem], "numbers_per_parameter", 2 * dim + 3 * MOST_ROUNDS)
     for block in sorted(blocks, key=lambda b: (b[0].make_graph().period, b[0].nodes, b[0].seed)):
         graph = block[0].make_graph()
-        # The state, the matrices (joined, and each network's own), and the draws of the rounds that are captured.
-        numbers = block[0].nodes * dim * (VECTORS * len(block) + 2 * dim + 3 * MOST_ROUNDS)
+        numbers = block[0].nodes * dim * (VECTORS * len(block) + own)
         if not stacks or size + numbers > MOST_NUMBERS or common_period([*graphs, graph]) > MOST_ROUNDS:
             stacks.append([])
             graphs, size = [], 0

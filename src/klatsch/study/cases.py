@@ -39,17 +39,20 @@ class Case:
     record: int
     dtype: str
     any_graph: bool
+    epochs: int | None = None  # of which `steps` follows; metrics are taken evenly then
 
     @cached_property
     def key(self) -> str:
         """SHA-256 of all settings, defaults included: written out or left out, it is the same run."""
-        facts = {
+        facts: dict[str, Any] = {
             "revision": REVISION,
             "problem": [self.problem, self._problem_defaults() | self.problem_options],
             "rule": [self.rule, described(self.make_rule())],
             "topology": [self.topology, _defaults(topologies.TOPOLOGIES[self.topology]) | self.topology_options],
             "numbers": [self.lazy, self.nodes, self.seed, self.steps, self.record, self.dtype],
         }
+        if self.epochs is not None:
+            facts["spacing"] = "even"
         return hashlib.sha256(json.dumps(_plain(facts), sort_keys=True).encode()).hexdigest()
 
     def _problem_defaults(self) -> Options:
@@ -65,6 +68,18 @@ class Case:
     def lr(self) -> float:
         """The learning rate."""
         return float(self.rule_options["lr"])
+
+    @property
+    def length(self) -> str:
+        """How long it is, in words."""
+        return f"{self.steps:,} rounds" if self.epochs is None else f"{self.epochs:,} epochs"
+
+    @property
+    def points(self) -> int | list[int]:
+        """When metrics are taken, as `simulate` wants it."""
+        if self.epochs is None:
+            return self.record
+        return sorted({max(1, round(k * self.steps / self.record)) for k in range(1, self.record + 1)})
 
     @property
     def label(self) -> str:
@@ -124,15 +139,18 @@ def expand(study: Study) -> tuple[list[Case], list[LeftOut]]:
                                 rule_options=rule_options,
                                 topology=graph.name,
                                 topology_options=graph_options,
-                                lazy_rule=rule.lazy,
+                                lazy_rule=rule.lazy is True,
                                 lazy_graph=graph.lazy,
                                 nodes=nodes,
                                 seed=study.seeds[0],
-                                steps=study.steps,
+                                steps=study.rounds(nodes, setting),
                                 record=study.record,
                                 dtype=study.dtype,
                                 any_graph=study.any_graph,
+                                epochs=study.epochs,
                             )
+                            if rule.lazy == "auto" and _must_be_lazy(first):
+                                first = replace(first, lazy_rule=True)
                             if (reason := refusal(first)) is not None:
                                 left_out.append(LeftOut(nodes, reason))
                                 continue
@@ -144,6 +162,12 @@ def expand(study: Study) -> tuple[list[Case], list[LeftOut]]:
         remedy = "; or set leave_out = true to run the rest" if cases else ""
         raise ValueError(f"{left_out[0].reason}{remedy}")
     return list(cases.values()), left_out
+
+
+def _must_be_lazy(case: Case) -> bool:
+    """Whether a rule takes the lazy form of a graph, and not the graph itself."""
+    strict = replace(case, any_graph=False)
+    return refusal(strict) is not None and refusal(replace(strict, lazy_rule=True)) is None
 
 
 def refusal(case: Case) -> str | None:

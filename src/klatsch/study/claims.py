@@ -45,7 +45,7 @@ def grows_from(first: int) -> Callable[[Points], Answer]:
     def found(points: Points) -> Answer:
         line = _at_least_two([points[M] for M in sorted(points) if first <= M])
         steady = not any(clearly_above(earlier, later) for earlier, later in combinations(line, 2))
-        return steady and line[-1].error >= CHANGE * line[0].error, _course(points)
+        return steady and line[-1].value >= CHANGE * line[0].value, _course(points)
 
     return found
 
@@ -56,14 +56,14 @@ def falls(last: int | None = None) -> Callable[[Points], Answer]:
     def found(points: Points) -> Answer:
         line = _at_least_two([points[M] for M in sorted(points) if last is None or last >= M])
         steady = not any(clearly_above(later, earlier) for earlier, later in combinations(line, 2))
-        return steady and line[-1].error <= line[0].error / CHANGE, _course(points)
+        return steady and line[-1].value <= line[0].value / CHANGE, _course(points)
 
     return found
 
 
 def flat(points: Points) -> Answer:
     """Whether the error is about the same for all sizes."""
-    errors = [row.error for row in points.values()]
+    errors = [row.value for row in points.values()]
     ratio = max(errors) / min(errors)
     return ratio <= FLAT, f"largest over smallest {ratio:.3g}; {_course(points)}"
 
@@ -96,7 +96,7 @@ def step(low: int, high: int, up: bool) -> Callable[[Points], Answer]:
 
     def found(points: Points) -> Answer:
         first, last = points[low], points[high]
-        text = f"{first.error:.3g} at {low}, {last.error:.3g} at {high}"
+        text = f"{first.value:.3g} at {low}, {last.value:.3g} at {high}"
         return clearly_above(last, first) if up else clearly_above(first, last), text
 
     return found
@@ -105,7 +105,7 @@ def step(low: int, high: int, up: bool) -> Callable[[Points], Answer]:
 def no_ceiling(points: Points) -> Answer:
     """Whether the error at the most machines is about the smallest of all."""
     best, last = best_size(points), max(points)
-    ratio = points[last].error / points[best].error
+    ratio = points[last].value / points[best].value
     return ratio <= CHANGE, f"smallest at M = {best}, {ratio:.3g} times that at {last}; {_course(points)}"
 
 
@@ -117,7 +117,7 @@ def _at_least_two(line: list[Row]) -> list[Row]:
 
 def clearly_above(one: Row, other: Row) -> bool:
     """Whether an error is above another by more than the seeds scatter."""
-    return one.error > SLACK * other.error and one.low > other.high
+    return one.value > SLACK * other.value and one.low > other.high
 
 
 # --- panels ---------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def points_of(rule: str, topology: str, find: Callable[[Points], Answer]) -> Cal
 
     def found(rows: Sequence[Row]) -> Answer:
         points = {row.nodes: row for row in rows if (row.rule, row.topology) == (rule, topology)}
-        if len(points) < 2 or not all(math.isfinite(row.error) for row in points.values()):
+        if len(points) < 2 or not all(math.isfinite(row.value) for row in points.values()):
             return None, f"{rule} has no finite error at every size" if points else f"{rule} was not run"
         try:
             return find(points)
@@ -163,8 +163,8 @@ def points_of(rule: str, topology: str, find: Callable[[Points], Answer]) -> Cal
 
 def best_size(points: Points) -> int:
     """The number of machines with the smallest error."""
-    return min(points, key=lambda M: points[M].error)
+    return min(points, key=lambda M: points[M].value)
 
 
 def _course(points: Points) -> str:
-    return ", ".join(f"{M}: {points[M].error:.3g}" for M in sorted(points))
+    return ", ".join(f"{M}: {points[M].value:.3g}" for M in sorted(points))

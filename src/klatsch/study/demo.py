@@ -62,7 +62,7 @@ def demo(runs: Study, folder: Path, told: Told | None = None) -> Demo:
 def sentence(rows: list[Row]) -> str:
     """What the figures say, in words."""
     few, many = min(row.nodes for row in rows), max(row.nodes for row in rows)
-    error = {(row.rule, row.topology, row.nodes): row.error for row in rows}
+    error = {(row.rule, row.topology, row.nodes): row.value for row in rows}
     rules, topologies = ([*dict.fromkeys(getattr(row, name) for row in rows)] for name in ("rule", "topology"))
     both = {(rule, t) for rule in rules for t in topologies if {(rule, t, few), (rule, t, many)} <= error.keys()}
     helped = {(rule, t) for rule, t in both if error[rule, t, many] < 0.8 * error[rule, t, few]}

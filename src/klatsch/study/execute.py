@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from klatsch import problems
 from klatsch.engine.checks import check_place
 from klatsch.study import workers
 from klatsch.study.batches import Batch, Finished, pack
@@ -232,10 +233,12 @@ def _count(progress: Progress, batch: Batch, outcome: Finished) -> None:
     progress.runs_done += len(batch.cases)
     progress.work_done += batch.work
     progress.first = progress.first or (time.monotonic(), batch.work)
-    finals = outcome.metrics.get("distance")
+    headline = problems.headline(batch.cases[0].problem)
+    finals = outcome.metrics.get(headline.metric)
     if finals is not None:
-        k = int(np.argmin(finals[-1]))
-        if progress.best is None or finals[-1, k] < progress.best[0]:
+        sign = -1.0 if headline.largest else 1.0
+        k = int(np.argmin(sign * finals[-1]))
+        if progress.best is None or sign * finals[-1, k] < sign * progress.best[0]:
             progress.best = float(finals[-1, k]), batch.cases[k]
 
 

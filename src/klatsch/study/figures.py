@@ -34,22 +34,22 @@ def error_against_nodes(rows: Sequence[Row], title: str, look: Look | None = Non
     """
     shared = look is not None
     describe = _describer(rows)
-    settings = _distinct(rows, lambda row: describe(row.setting))
-    topologies = _distinct(rows, lambda row: row.topology)
+    settings = distinct(rows, lambda row: describe(row.setting))
+    topologies = distinct(rows, lambda row: row.topology)
     places = [(setting, topology) for setting in settings for topology in (["" if shared else t for t in topologies])]
     places = list(dict.fromkeys(places))
-    look = look or _by_rule(rows)
+    look = look or by_rule(rows)
     wide = 2 if shared else min(4, len(topologies))
-    figure, axes = _panels(len(places), wide, title)
+    figure, axes = panels(len(places), wide, title, log=not rows[0].largest)
     nodes = sorted({row.nodes for row in rows})
     for axis, (setting, topology) in zip(axes, places, strict=True):
         mine = [row for row in rows if describe(row.setting) == setting and topology in ("", row.topology)]
-        for rule, graph in _distinct(mine, lambda row: (row.rule, row.topology)):
+        for rule, graph in distinct(mine, lambda row: (row.rule, row.topology)):
             line = [row for row in mine if (row.rule, row.topology) == (rule, graph)]
             label = f"{rule}, {graph}" if shared else rule
-            _line(axis, label, [row.nodes for row in line], _spread(line), look(line[0]))
+            line_of_seeds(axis, label, [row.nodes for row in line], _spread(line), look(line[0]))
             for row in line:
-                _value(axis, row, row.nodes, row.final[:, row.best])
+                mark(axis, row, row.nodes, row.final[:, row.best])
         axis.set_xscale("log")
         axis.set_xticks(nodes, [str(n) for n in nodes], fontsize=10 if len(nodes) < 8 else 7.5)
         axis.minorticks_off()
@@ -58,8 +58,8 @@ def error_against_nodes(rows: Sequence[Row], title: str, look: Look | None = Non
             ", ".join(part for part in (topology, setting if len(settings) > 1 else "") if part), fontsize=10
         )
     for axis in axes[::wide]:
-        axis.set_ylabel("final error  " + ERROR)
-    _legend(figure, axes)
+        axis.set_ylabel("final " + _quantity(rows[0], ERROR))
+    legend(figure, axes)
     return figure
 
 
@@ -74,19 +74,19 @@ def error_against_rounds(rows: Sequence[Row], title: str, look: Look | None = No
     def place(row: Row) -> tuple[str, str, int]:
         return describe(row.setting), "" if shared else row.topology, 0 if shared else row.nodes
 
-    panels = _distinct(rows, place)
-    look = look or _by_rule(rows)
-    wide = 2 if shared else min(3, len(panels))
-    figure, axes = _panels(len(panels), wide, title)
-    several = len({setting for setting, _, _ in panels}) > 1
-    for axis, panel in zip(axes, panels, strict=True):
+    places = distinct(rows, place)
+    look = look or by_rule(rows)
+    wide = 2 if shared else min(3, len(places))
+    figure, axes = panels(len(places), wide, title, log=not rows[0].largest)
+    several = len({setting for setting, _, _ in places}) > 1
+    for axis, panel in zip(axes, places, strict=True):
         for row in (row for row in rows if place(row) == panel):
             curve = row.curve
             label = f"{row.rule}, M = {row.nodes}" if shared else f"{row.rule}, lr {row.lr:g}"
             spread = (curve.mean(0), curve.min(0), curve.max(0))
-            _line(axis, label, row.steps, spread, look(row) | {"marker": ""})
+            line_of_seeds(axis, label, row.steps, spread, look(row) | {"marker": ""})
             for k in range(len(row.steps) - 1, -1, -6):
-                _value(axis, row, row.steps[k], curve[:, k], f" after {row.steps[k]:,} rounds")
+                mark(axis, row, row.steps[k], curve[:, k], f" after {row.steps[k]:,} rounds")
         axis.set_xscale("log")
         axis.set_xlabel("rounds t")
         where = "" if shared else f"{panel[1]}, {panel[2]} machines"
@@ -94,10 +94,14 @@ def error_against_rounds(rows: Sequence[Row], title: str, look: Look | None = No
         if not shared:
             axis.legend(frameon=False, fontsize="small")
     for axis in axes[::wide]:
-        axis.set_ylabel("error  " + ERROR.replace("_T", "_t"))
+        axis.set_ylabel(_quantity(rows[0], ERROR.replace("_T", "_t")))
     if shared:
-        _legend(figure, axes)
+        legend(figure, axes)
     return figure
+
+
+def _quantity(row: Row, formula: str) -> str:
+    return f"error  {formula}" if row.metric == "distance" else row.metric
 
 
 def _describer(rows: Sequence[Row]) -> Callable[[Mapping[str, Any]], str]:
@@ -111,7 +115,7 @@ def _describer(rows: Sequence[Row]) -> Callable[[Mapping[str, Any]], str]:
 
 def colour_of_topology(rows: Sequence[Row]) -> Look:
     """One colour per topology, one line style and marker per rule."""
-    topologies, rules = _distinct(rows, lambda row: row.topology), _distinct(rows, lambda row: row.rule)
+    topologies, rules = distinct(rows, lambda row: row.topology), distinct(rows, lambda row: row.rule)
     return lambda row: {
         "color": GRAPH_COLOURS[topologies.index(row.topology) % len(GRAPH_COLOURS)],
         "linestyle": DASHES[rules.index(row.rule) % len(DASHES)],
@@ -123,16 +127,16 @@ def colour_of_size(rows: Sequence[Row]) -> Look:
     """One shade per number of machines, dark for many; one line style per rule."""
     from matplotlib import colormaps
 
-    nodes, rules = sorted({row.nodes for row in rows}), _distinct(rows, lambda row: row.rule)
+    nodes, rules = sorted({row.nodes for row in rows}), distinct(rows, lambda row: row.rule)
     return lambda row: {
         "color": colormaps["viridis_r"](0.15 + 0.85 * nodes.index(row.nodes) / max(1, len(nodes) - 1)),
         "linestyle": DASHES[rules.index(row.rule) % len(DASHES)],
     }
 
 
-def _by_rule(rows: Sequence[Row]) -> Look:
+def by_rule(rows: Sequence[Row]) -> Look:
     """A rule looks the same in every figure; its variants differ in the line."""
-    labels = _distinct(rows, lambda row: row.rule)
+    labels = distinct(rows, lambda row: row.rule)
     names = [label.split(" ")[0] for label in labels]
 
     def look(row: Row) -> Style:
@@ -148,7 +152,8 @@ def _by_rule(rows: Sequence[Row]) -> Look:
     return look
 
 
-def _panels(count: int, wide: int, title: str) -> tuple[Figure, Any]:
+def panels(count: int, wide: int, title: str, log: bool = True) -> tuple[Figure, Any]:
+    """A figure with so many panels, side by side as far as `wide` allows."""
     # The object, not pyplot: no window system is asked for, and nothing is kept alive.
     from matplotlib import figure as figures
 
@@ -158,7 +163,7 @@ def _panels(count: int, wide: int, title: str) -> tuple[Figure, Any]:
     for axis in axes[count:]:
         axis.remove()
     for axis in axes[:count]:
-        axis.set_yscale("log")
+        axis.set_yscale("log" if log else "linear")
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=10)
@@ -166,17 +171,18 @@ def _panels(count: int, wide: int, title: str) -> tuple[Figure, Any]:
 
 
 def _spread(line: Sequence[Row]) -> Any:
-    return tuple([getattr(row, name) for row in line] for name in ("error", "low", "high"))
+    return tuple([getattr(row, name) for row in line] for name in ("value", "low", "high"))
 
 
-def _line(axis: Any, label: str, x: Any, spread: Any, style: Style) -> None:
+def line_of_seeds(axis: Any, label: str, x: Any, spread: Any, style: Style) -> None:
+    """A line for the mean of the seeds, and a band from the smallest to the largest."""
     shown = np.isfinite(np.asarray(spread[0], dtype=float))  # what diverged has no place on the axis
     x, mean, low, high = (np.asarray(v, dtype=float)[shown] for v in (x, *spread))
     axis.plot(x, mean, markersize=4, linewidth=1.4, label=label, **style)
     axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
-def _value(axis: Any, row: Row, x: float, errors: Any, when: str = "") -> None:
+def mark(axis: Any, row: Row, x: float, errors: Any, when: str = "") -> None:
     """What a page shows where one points at a marker: the mean of the seeds, and their range."""
     if np.isfinite(mean := errors.mean()):
         text = (
@@ -185,11 +191,13 @@ def _value(axis: Any, row: Row, x: float, errors: Any, when: str = "") -> None:
         axis.plot([x], [mean], "o", markersize=9, alpha=0, gid=f"{VALUE}{text}, lr {row.lr:g}")
 
 
-def _legend(figure: Figure, axes: Any) -> None:
+def legend(figure: Figure, axes: Any) -> None:
+    """One legend below all panels."""
     lines = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     columns = max(1, min(len(lines), int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, lines))))))
     figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns, frameon=False)
 
 
-def _distinct(rows: Sequence[Row], of: Callable[[Row], Any]) -> list[Any]:
+def distinct(rows: Sequence[Row], of: Callable[[Row], Any]) -> list[Any]:
+    """The different values of something, in order."""
     return list(dict.fromkeys(of(row) for row in rows))

@@ -79,14 +79,14 @@ def as_markdown(page: Page) -> str:
 def table_of(rows: Sequence[Row]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """The numbers of a study: the header and a line per row."""
     settings = list(dict.fromkeys(name for row in rows for name in row.setting))
-    header = ("topology", *settings, "M", "rule", "error", "from", "to", "lr", "lr at the edge")
+    header = ("topology", *settings, "M", "rule", rows[0].title, "from", "to", "lr", "lr at the edge")
     lines = [
         (
             row.topology,
             *(f"{row.setting[name]:g}" if name in row.setting else "-" for name in settings),
             str(row.nodes),
             row.rule,
-            *(f"{value:.4g}" for value in (row.error, row.low, row.high)),
+            *(f"{value:.4g}" for value in (row.value, row.low, row.high)),
             f"{row.lr:g}",
             "yes" if row.at_edge else "no",
         )

@@ -75,8 +75,10 @@ def _rates(value: Any) -> Any:
     return several(value)
 
 
-def _number_of(name: str, most: int = 1 << 62) -> BeforeValidator:
-    def check(value: Any) -> int:
+def _number_of(name: str, most: int = 1 << 62, optional: bool = False) -> BeforeValidator:
+    def check(value: Any) -> int | None:
+        if value is None and optional:
+            return None
         if (number := whole(value, name, 1)) > most:
             raise ValueError(f"{name} = {number}; give a whole number up to {most:,}")
         return number
@@ -115,7 +117,7 @@ class ProblemEntry(Entry):
 class RuleEntry(Entry):
     """An update rule; without `lr` it takes the study's."""
 
-    lazy: StrictBool = False  # this rule alone mixes with (I + P) / 2
+    lazy: StrictBool | Literal["auto"] = False  # this rule alone mixes with (I + P) / 2; "auto": where it has to
 
     @model_validator(mode="after")
     def _known(self) -> RuleEntry:
@@ -141,15 +143,17 @@ class Study(BaseModel):
     """A grid of runs: every rule on every topology at every size, with all combinations of their options.
 
     Args:
-        steps: rounds of every run.
         nodes: numbers of machines M.
         rules: names, or tables with a name and options.
         topologies: the same.
+        steps: rounds of every run; or else
+        epochs: how often every run goes through all the data, where the problem has a data set. More machines then do
+            fewer rounds each, and metrics are taken evenly.
         name: what to call it in tables and reports.
         problem: a table with a name and options; the paper's least squares by default.
         lr: learning rates of the rules that give none of their own.
         seeds: how many (0, 1, 2...), or a list.
-        record: at how many log-spaced rounds metrics are kept.
+        record: at how many rounds metrics are kept: log-spaced ones, or evenly spaced ones with `epochs`.
         dtype: "float64" or "float32".
         device: "cpu", "cuda", "cuda:1"...
         any_graph: run also where a rule refuses a graph.
@@ -158,10 +162,11 @@ class Study(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    steps: Annotated[int, _number_of("steps")]
     nodes: Annotated[tuple[int, ...], BeforeValidator(_nodes)]
     rules: Annotated[tuple[RuleEntry, ...], BeforeValidator(_by_name)]
     topologies: Annotated[tuple[TopologyEntry, ...], BeforeValidator(_by_name)]
+    steps: Annotated[int | None, _number_of("steps", optional=True)] = None
+    epochs: Annotated[int | None, _number_of("epochs", optional=True)] = None
     name: Annotated[str, Field(min_length=1, max_length=100)] = "study"
     problem: Annotated[ProblemEntry, BeforeValidator(_named)] = Field(default_factory=ProblemEntry)
     lr: Annotated[tuple[float, ...], BeforeValidator(_rates)] = PAPER_GRID
@@ -171,6 +176,35 @@ class Study(BaseModel):
     device: str = "cpu"
     any_graph: StrictBool = False
     leave_out: StrictBool = False
+
+    @model_validator(mode="after")
+    def _has_length(self) -> Study:
+        if (self.steps is None) == (self.epochs is None):
+            given = "both are given" if self.steps else "neither is given"
+            raise ValueError(f"a study is as long as its steps or its epochs say, and {given}; give one of them")
+        if self.epochs is not None and problems.rounds_per_epoch(self.problem.name, 1) is None:
+            raise ValueError(
+                f"epochs = {self.epochs}, but {self.problem.name} has no data set to go through; give steps"
+            )
+        return self
+
+    def rounds(self, nodes: int, setting: Options) -> int:
+        """Rounds of a run with so many machines.
+
+        Raises:
+            ValueError: a batch is larger than a machine's share of the data.
+        """
+        if self.steps is not None:
+            return self.steps
+        rounds = problems.rounds_per_epoch(self.problem.name, nodes, **setting)
+        if not rounds:
+            raise ValueError(f"{nodes} nodes: a batch is larger than a node's share of the data; give fewer nodes")
+        return rounds * (self.epochs or 0)
+
+    @property
+    def length(self) -> str:
+        """How long its runs are, in words."""
+        return f"{self.steps:,} rounds" if self.steps is not None else f"{self.epochs:,} epochs"
 
     @property
     def grids(self) -> list[tuple[str, tuple[float, ...]]]:
@@ -248,7 +282,7 @@ def _explained(error: Any) -> str:
     if error["type"] in ("model_type", "model_attributes_type"):
         return f"{key} = {error['input']!r}; give a name, or a table with a name and options"
     message: str = error["msg"].removeprefix("Value error, ")
-    if key in ("steps", "nodes", "seeds", "record", "lr") and " = " in message.split(";")[0]:
+    if key in ("steps", "epochs", "nodes", "seeds", "record", "lr") and " = " in message.split(";")[0]:
         return message  # which names the value itself
     if isinstance(error["input"], dict | Study | Entry):  # the message names the option and its value itself
         return f"{key}: {message}" if key else message

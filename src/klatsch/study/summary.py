@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from klatsch import problems
 from klatsch.study.cases import Case
 from klatsch.study.store import Outcome, Store
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rule on one topology, with the learning rate whose mean final error over the seeds is smallest."""
+    """One rule on one topology, with the learning rate whose mean final error over the seeds is smallest.
+
+    Where large is good, as with accuracy, it is the learning rate with the largest mean.
+    """
 
     rule: str
     topology: str
@@ -26,16 +30,20 @@ class Row:
     consensus: NDArray[np.float64]  # Gamma, (seeds, steps, lrs)
     seconds: float
     setting: Mapping[str, Any] = field(default_factory=dict)  # the problem's options
+    metric: str = "distance"  # what the curves are of
+    largest: bool = False  # whether large is good
+    epochs: int | None = None  # that the steps make, where the problem has a data set
 
     @property
     def final(self) -> NDArray[np.float64]:
-        """The final errors, (seeds, lrs)."""
+        """The final values, (seeds, lrs)."""
         return np.asarray(self.curves[:, -1])
 
     @property
     def best(self) -> int:
         """The number of the learning rate chosen."""
-        return int(self.final.mean(axis=0).argmin())
+        means = self.final.mean(axis=0)
+        return int(means.argmax() if self.largest else means.argmin())
 
     @property
     def lr(self) -> float:
@@ -43,18 +51,23 @@ class Row:
         return self.lrs[self.best]
 
     @property
-    def error(self) -> float:
-        """The mean final error over the seeds at the learning rate chosen; inf if every one diverged."""
+    def title(self) -> str:
+        """What its values are."""
+        return "error" if self.metric == "distance" else self.metric
+
+    @property
+    def value(self) -> float:
+        """The mean final error (or accuracy) over the seeds at the learning rate chosen; inf (or 0) if all diverged."""
         return float(self.final[:, self.best].mean())
 
     @property
     def low(self) -> float:
-        """The smallest final error of a seed."""
+        """The smallest final value of a seed."""
         return float(self.final[:, self.best].min())
 
     @property
     def high(self) -> float:
-        """The largest final error of a seed."""
+        """The largest final value of a seed."""
         return float(self.final[:, self.best].max())
 
     @property
@@ -64,7 +77,7 @@ class Row:
 
     @property
     def curve(self) -> NDArray[np.float64]:
-        """The error at the learning rate chosen, (seeds, steps)."""
+        """The values at the learning rate chosen, (seeds, steps)."""
         return np.asarray(self.curves[:, :, self.best])
 
     @property
@@ -73,15 +86,18 @@ class Row:
         return len(self.lrs) > 1 and self.lr in (min(self.lrs), max(self.lrs))
 
 
-def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str = "distance") -> list[Row]:
+def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None = None) -> list[Row]:
     """The rows of runs, given with their keys and in their order, as far as the store holds them.
 
-    A learning rate counts where it has all the seeds that the most complete one has.
+    Learning rates are chosen by the metric given, or by the problem's own. One counts where it has all the seeds that
+    the most complete one has.
 
     Raises:
         ValueError: no run has that metric; with those there are.
     """
     runs = list(runs)
+    if metric is None:
+        metric = problems.headline(runs[0][1].problem).metric if runs else "distance"
     outcomes = store.outcomes((key for key, _ in runs), (metric, "Gamma"))
     if outcomes and not any(metric in outcome.metrics for outcome in outcomes.values()):
         some = next(iter(store.outcomes([next(iter(outcomes))]).values()))
@@ -115,4 +131,7 @@ def _row(group: list[tuple[str, Case]], outcomes: Mapping[str, Outcome], metric:
         consensus=stacked("Gamma"),
         seconds=sum(outcome.seconds for outcome in found.values()),
         setting=first.problem_options,
+        metric=metric,
+        largest=metric in problems.large_is_good(first.problem),
+        epochs=first.epochs,
     )

@@ -164,7 +164,7 @@ def _averages(rule: str) -> Callable[[Sequence[Row]], Answer]:
 
 
 def _ratios(rows: Sequence[Row], above: str, below: str) -> list[tuple[float, str]]:
-    error = {(row.rule, row.topology, row.nodes): row.error for row in rows}
+    error = {(row.rule, row.topology, row.nodes): row.value for row in rows}
     pairs = [
         (error[above, t, M] / error[below, t, M], f"{t}, M = {M}")
         for rule, t, M in error

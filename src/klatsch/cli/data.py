@@ -1,0 +1,73 @@
+"""`klatsch data`: the data set of the image study, and how it is split over nodes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from klatsch import pictures, problems
+from klatsch.cli import terminal
+from klatsch.cli.app import app
+from klatsch.cli.terminal import number, option, print_json
+from klatsch.problems import fashion_mnist
+from klatsch.study import histogram
+
+data = typer.Typer(help="Fashion-MNIST: where it is, and how it is split over nodes.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+
+def use_folder(folder: Path | None) -> None:
+    """Have this process and its workers read the data set from a folder."""
+    if folder is not None:
+        fashion_mnist.load(folder, download=False)  # a wrong one shows at once
+        os.environ[fashion_mnist.VARIABLE] = str(folder.resolve())
+
+
+@data.command(help="Look for Fashion-MNIST, download it where it is nowhere, and verify it.")
+def fetch(
+    folder: Annotated[Path | None, typer.Option("--data", help="Folder of its four files.", metavar="FOLDER")] = None,
+) -> None:
+    """Fetch and verify the data set."""
+    images = fashion_mnist.load(folder)
+    print(
+        f"Fashion-MNIST: {len(images.labels):,} images to learn from, {len(images.test_labels):,} to test on, verified"
+    )
+
+
+@data.command(help="Show how many images of each class every node gets, as a table and, with --draw, as a picture.")
+def show(
+    nodes: Annotated[int, option("Number of nodes.", "-n", "--nodes")] = 8,
+    alpha: Annotated[float, option("Dirichlet label skew: small is skewed.", parser=number)] = 0.1,
+    seed: Annotated[int, option("Seed of the partition.")] = 0,
+    folder: Annotated[Path | None, typer.Option("--data", help="Folder of its four files.", metavar="FOLDER")] = None,
+    draw: Annotated[Path | None, typer.Option(help="Draw the histogram to FILE.png, .svg or .pdf.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Show the class histogram of every node."""
+    if draw is not None:
+        pictures.check_path(draw)
+    labels = fashion_mnist.load(folder).labels.numpy()
+    shards = problems.dirichlet(labels, nodes, alpha, seed)
+    counts = np.stack([np.bincount(labels[shard], minlength=len(fashion_mnist.CLASSES)) for shard in shards])
+    title = f"Fashion-MNIST over {nodes} nodes, alpha = {alpha:g}, seed {seed}: {shards.shape[1]:,} images each"
+    if draw is not None:
+        pictures.save(histogram.draw(counts, fashion_mnist.CLASSES, title), draw, dpi=160)
+    if as_json:
+        print_json({"classes": list(fashion_mnist.CLASSES), "counts": counts.tolist()})
+        return
+    console = terminal.console()
+    columns = {"node": lambda k: str(k)} | {
+        name: (lambda k, c=c: _bar(counts[k, c], shards.shape[1])) for c, name in enumerate(fashion_mnist.CLASSES)
+    }
+    columns["classes"] = lambda k: str(int((counts[k] > 0).sum()))
+    terminal.print_table(console, title, columns, range(nodes), (), lambda k: 0)
+    if draw is not None:
+        print(f"drawn to {draw}")
+
+
+def _bar(count: int, size: int) -> str:
+    return f"{count:,}" if count else "."

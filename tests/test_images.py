@@ -1,0 +1,302 @@
+"""Image classification: models in a stack are the same as models by themselves; rounds are a function of the seed."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import klatsch
+from klatsch.engine import simulate_together
+from klatsch.problems import FashionMNIST, ImageClassification, Images, lenet
+from klatsch.problems.networks import Stacked, grouped, rows
+from tests.test_fashion_mnist import needs_data
+
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+def toy(samples=240, size=12, classes=4, seed=0):
+    """Images that can be told apart: every class has its own pattern, and noise."""
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.rand(classes, 1, size, size, generator=generator) * 200
+    parts = []
+    for count in (samples, samples // 2):
+        labels = torch.arange(count) % classes
+        noise = torch.randint(0, 55, (count, 1, size, size), generator=generator)
+        parts += [(patterns[labels] + noise).to(torch.uint8), labels]
+    return Images(*parts)
+
+
+def small(channels=1, classes=4):
+    return nn.Sequential(
+        *(nn.Conv2d(channels, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(100, 8), nn.Tanh(), nn.Linear(8, classes)),
+    )
+
+
+class Residual(nn.Module):
+    """Not a chain of layers, so that it goes through torch.func."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = (
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.Linear(4, 4),
+        )
+
+    def forward(self, images):
+        seen = torch.relu(self.first(images))
+        return self.last((seen + self.second(seen)).mean((2, 3)))
+
+
+def chain(*layers, channels=3, size=9):
+    """A model with these layers in it that ends in four numbers."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(*layers)
+    features = inner(torch.zeros(2, channels, size, size)).flatten(1).shape[1]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 4))
+
+
+KINDS = {
+    "conv": lambda: chain(nn.Conv2d(3, 5, 3)),
+    "conv without bias": lambda: chain(nn.Conv2d(3, 5, 3, bias=False)),
+    "conv with stride and padding": lambda: chain(nn.Conv2d(3, 5, (3, 2), stride=(2, 1), padding=(1, 2))),
+    "dilated conv": lambda: chain(nn.Conv2d(3, 5, 3, dilation=2)),
+    "grouped conv": lambda: chain(nn.Conv2d(3, 6, 3, groups=3)),
+    "conv, same padding": lambda: chain(nn.Conv2d(3, 5, 3, padding="same")),
+    "group norm": lambda: chain(nn.GroupNorm(3, 3)),
+    "group norm, not affine": lambda: chain(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4, affine=False)),
+    "max pool": lambda: chain(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2)),
+    "max pool, padded": lambda: chain(nn.Conv2d(3, 4, 3), nn.MaxPool2d(3, stride=2, padding=1)),
+    "max pool that leaves something over": lambda: chain(nn.Conv2d(3, 4, 3), nn.MaxPool2d(3)),
+    "plain average pool": lambda: chain(nn.Conv2d(3, 4, 3), nn.AvgPool2d(2)),
+    "average pool": lambda: chain(nn.Conv2d(3, 4, 3), nn.AvgPool2d(3, stride=2)),
+    "layer norm": lambda: chain(nn.LayerNorm(9)),
+    "linear without bias": lambda: chain(nn.Flatten(), nn.Linear(243, 7, bias=False), nn.GELU()),
+    "activations": lambda: chain(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Tanh(), nn.Sigmoid(), nn.SiLU(), nn.ELU()),
+    "chain in a chain": lambda: chain(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.MaxPool2d(2)),
+}
+
+
+UNKNOWN = ("dilated conv", "grouped conv", "conv, same padding", "layer norm")
+WAYS = [
+    (kind, way)
+    for kind in KINDS
+    for way in ("grouped", "rows", "as chosen")
+    if way == "as chosen" or kind not in UNKNOWN
+]
+
+
+@pytest.mark.parametrize("kind, way", WAYS)
+def test_stacked_equals_separate_for_every_layer(kind, way):
+    """Logits and gradients of S models in a stack are those of S modules, whose forward and backward torch wrote."""
+    module = KINDS[kind]().double()
+    stacked = Stacked(module)
+    S, B = 3, 5
+    torch.manual_seed(1)
+    x = (stacked.start() + 0.3 * torch.randn(S, stacked.dim).double()).requires_grad_()
+    images = torch.randn(S, B, 3, 9, 9).double()
+    if way == "as chosen":
+        logits = stacked(x, images)
+    else:
+        values = dict(zip(stacked.shapes, torch.split(x, stacked.sizes, dim=1), strict=True))
+        logits = {"grouped": grouped, "rows": rows}[way](stacked.layers, values, images)
+    (slope,) = torch.autograd.grad(logits.square().sum(), x)
+    for s in range(S):
+        torch.nn.utils.vector_to_parameters(x[s].detach(), module.parameters())
+        alone = module(images[s])
+        torch.testing.assert_close(logits[s], alone, rtol=1e-10, atol=1e-10)
+        expected = torch.autograd.grad(alone.square().sum(), list(module.parameters()))
+        torch.testing.assert_close(slope[s], torch.cat([g.flatten() for g in expected]), rtol=1e-9, atol=1e-9)
+
+
+def test_known_layers_do_not_go_through_torch_func():
+    assert Stacked(lenet()).layers is not None
+    assert Stacked(KINDS["chain in a chain"]()).layers is not None
+    assert Stacked(Residual()).layers is None
+    assert [kind for kind in KINDS if Stacked(KINDS[kind]()).layers is None] == list(UNKNOWN)
+    assert sum(p.numel() for p in lenet().parameters()) == 44_426 + 44  # LeNet's, and GroupNorm's
+
+
+@pytest.mark.parametrize("model", [small, Residual])
+def test_a_run_equals_one_with_separate_modules(model):
+    """Ten rounds of DAT on a ring, against plain modules, plain loops, and a plain matrix product."""
+    data, M, lr, gamma, beta = toy(), 4, 0.05, 0.9, 0.9
+    problem = ImageClassification(model, data, nodes=M, alpha=0.5, batch=6, seed=3)
+    graph = klatsch.topology.ring(M)
+    rule = klatsch.algorithms.make("dat", lr=lr, averaging="fixed(0.9)", momentum=beta)
+    found = klatsch.simulate(problem, rule, graph, 10, record=[10])
+
+    torch.manual_seed(3)
+    module = model()
+    P = torch.tensor(graph.matrix(1).toarray())
+    start = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+    module.double()
+    w = start.double().expand(M, -1).clone()
+    x, m = w.clone(), torch.zeros_like(w)
+    pixels = data.images.double()
+    pixels = (pixels - pixels.mean()) / pixels.std(correction=0)
+    for t in range(1, 11):
+        drawn = problem.draw(torch.tensor([t]))[0]
+        for i in range(M):
+            torch.nn.utils.vector_to_parameters(x[i], module.parameters())
+            loss = nn.functional.cross_entropy(module(pixels[drawn[i]]), data.labels[drawn[i]])
+            slope = torch.autograd.grad(loss, list(module.parameters()))
+            m[i] = beta * m[i] + torch.cat([g.flatten() for g in slope])
+        half = w - lr * m
+        w, x = P @ half, P @ (gamma * x + (1 - gamma) * half)
+    torch.testing.assert_close(found.output[:, 0], x, rtol=1e-8, atol=1e-10)
+
+
+def test_every_node_goes_through_its_own_images_once_per_epoch():
+    problem = ImageClassification(small, toy(), nodes=4, alpha=0.3, batch=7, seed=1)
+    assert problem.epoch == 60 // 7
+    drawn = problem.draw(torch.arange(1, 2 * problem.epoch + 1))  # two epochs
+    assert drawn.shape == (2 * problem.epoch, 4, 7)
+    for epoch in (drawn[: problem.epoch], drawn[problem.epoch :]):
+        for i in range(4):
+            seen = epoch[:, i].flatten()
+            assert len(set(seen.tolist())) == len(seen)
+            assert set(seen.tolist()) <= set(problem.shards[i].tolist())
+    assert not torch.equal(drawn[: problem.epoch], drawn[problem.epoch :])
+    later = problem.draw(torch.tensor([problem.epoch + 2]))[0]
+    assert torch.equal(later, drawn[problem.epoch + 1])
+    assert torch.equal(problem.drawn_for(torch.tensor([5]), torch.tensor([2]))[0, 0], drawn[4, 2])
+
+
+def test_a_single_node_gets_what_its_row_sees():
+    problem = ImageClassification(small, toy(), nodes=4, batch=5, seed=2)
+    x = problem.start() + 0.1 * torch.randn(4, 2, problem.dim)
+    whole = problem.grad(x, 7)
+    torch.testing.assert_close(whole, problem.gradient(x, problem.draw(torch.tensor([7]))[0]))
+    for i in range(4):
+        torch.testing.assert_close(problem.grad(x[[i]], 7, [i]), whole[[i]], rtol=1e-5, atol=1e-6)
+
+
+def test_seeds_change_start_split_and_order():
+    one, other = (ImageClassification(small, toy(), nodes=4, seed=seed) for seed in (0, 1))
+    again = ImageClassification(small, toy(), nodes=4, seed=0)
+    assert torch.equal(one.start(), again.start())
+    assert one.fingerprint() == again.fingerprint() != other.fingerprint()
+    assert not torch.equal(one.start(), other.start())
+    assert not torch.equal(one.shards, other.shards)
+    module = small()
+    given = ImageClassification(module, toy(), nodes=4, seed=5)
+    torch.testing.assert_close(given.start(), torch.nn.utils.parameters_to_vector(module.parameters()).detach())
+
+
+def test_metrics_are_those_of_plain_evaluation():
+    data = toy()
+    problem = ImageClassification(small, data, nodes=3, alpha=5.0, seed=0)
+    torch.manual_seed(0)
+    x = problem.start() + 0.2 * torch.randn(3, 2, problem.dim)
+    found = problem.metrics(x)
+    module = small()
+    pixels = data.test_images.float()
+    pixels = (pixels - data.images.double().mean().float()) / data.images.double().std(correction=0).float()
+
+    def accuracy(vector):
+        torch.nn.utils.vector_to_parameters(vector, module.parameters())
+        return float((module(pixels).argmax(-1) == data.test_labels).double().mean())
+
+    for c in range(2):
+        each = [accuracy(x[i, c]) for i in range(3)]
+        assert float(found["accuracy"][c]) == pytest.approx(sum(each) / 3)
+        assert float(found["accuracy_min"][c]) == pytest.approx(min(each))
+        assert float(found["accuracy_max"][c]) == pytest.approx(max(each))
+        assert float(found["accuracy_of_mean"][c]) == pytest.approx(accuracy(x[:, c].mean(0)))
+        assert torch.isfinite(found["train_loss"][c])
+
+
+def test_it_learns_and_what_diverges_has_accuracy_0():
+    problem = ImageClassification(small, toy(), nodes=4, alpha=0.5, batch=10, seed=0)
+    rule = klatsch.algorithms.make("dat", lr=[0.1, 1e30], averaging="fixed(0.9)")
+    result = klatsch.simulate(problem, rule, klatsch.topology.ring(4), 60, record=[1, 60], dtype=torch.float32)
+    assert result.diverged.tolist() == [False, True]
+    accuracy = result.metrics["accuracy"]
+    assert accuracy[1, 0] > 0.9 > accuracy[0, 0]
+    assert accuracy[1, 1] == 0.0
+    assert torch.isinf(result.metrics["train_loss"][1, 1])
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_networks_in_one_stack_are_the_same_networks(device):
+    """Several sizes, graphs, alphas and seeds side by side come to what each of them comes to by itself."""
+    data = toy()
+    problems = [
+        ImageClassification(small, data, nodes=M, alpha=alpha, batch=6, seed=seed)
+        for M, alpha, seed in ((4, 0.3, 0), (2, 5.0, 1), (4, 5.0, 2))
+    ]
+    graphs = [klatsch.topology.ring(4), klatsch.topology.ring(2), klatsch.topology.base_graph(4, 1)]
+    rule = klatsch.algorithms.make("dsgd", lr=[0.01, 0.1], momentum=0.9)
+    choices = {"record": [5, 40], "dtype": torch.float32, "device": device}
+    together = simulate_together(problems, rule, graphs, 40, **choices)
+    for problem, graph, found in zip(problems, graphs, together, strict=True):
+        alone = klatsch.simulate(problem, rule, graph, 40, **choices)
+        torch.testing.assert_close(found.output, alone.output, rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(found.metrics["train_loss"], alone.metrics["train_loss"], rtol=1e-3, atol=1e-4)
+        assert found.output.shape == alone.output.shape
+
+
+BAD = [
+    (lambda: ImageClassification(small, toy(), nodes=4, alpha=0), "alpha = 0", "number above 0"),
+    (lambda: ImageClassification(small, toy(), nodes=4, alpha=-1.0), "alpha = -1.0", "number above 0"),
+    (lambda: ImageClassification(small, toy(), nodes=241), "nodes = 241", "at most as many nodes"),
+    (lambda: ImageClassification(small, toy(), nodes=8, batch=31), "batch = 31", "smaller batch, or fewer nodes"),
+    (lambda: ImageClassification(small, toy(), nodes=8, batch=0), "batch = 0", "from 1 up"),
+    (lambda: ImageClassification(small, toy(), nodes=4, test=1000), "test = 1000", "at most as many"),
+    (lambda: ImageClassification(lenet, toy(), nodes=4), "does not take images of 1 by 12 by 12", "give one that does"),
+    (lambda: ImageClassification(lambda: small(classes=3), toy(), nodes=4), "4 classes", "one output per class"),
+    (lambda: ImageClassification("lenet", toy(), nodes=4), "model = 'lenet'", "torch.nn.Module"),
+    (lambda: ImageClassification(nn.Flatten(), toy(), nodes=4), "no parameters", "can learn"),
+    (
+        lambda: ImageClassification(chain(nn.BatchNorm2d(1), channels=1, size=12), toy(), nodes=4),
+        "BatchNorm2d (0): its running statistics",
+        "use nn.GroupNorm",
+    ),
+    (
+        lambda: ImageClassification(chain(nn.Dropout(0.5), channels=1, size=12), toy(), nodes=4),
+        "Dropout (0)",
+        "leave it out",
+    ),
+    (
+        lambda: ImageClassification(small, toy()._replace(labels=torch.zeros(3).long()), nodes=4),
+        "labels of shape (3,)",
+        "one label for each",
+    ),
+    (
+        lambda: ImageClassification(small, toy()._replace(labels=torch.zeros(240)), nodes=4),
+        "torch.float32",
+        "torch.int64 from 0 up",
+    ),
+    (lambda: ImageClassification(small, "/nowhere", nodes=4), "/nowhere is no folder", "KLATSCH_DATA"),
+]
+
+
+@pytest.mark.parametrize("call, value, remedy", BAD)
+def test_bad_input(call, value, remedy):
+    with pytest.raises(ValueError, match=re.escape(value)) as refusal:
+        call()
+    assert remedy in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_model_with_a_buffer_is_refused():
+    module = small()
+    module.register_buffer("mask", torch.ones(3))
+    with pytest.raises(ValueError, match=r"buffer 'mask'.*does not gossip"):
+        ImageClassification(module, toy(), nodes=4)
+
+
+@needs_data
+def test_lenet_learns_fashion_mnist(monkeypatch):
+    from tests.test_fashion_mnist import DATA
+
+    monkeypatch.setenv("KLATSCH_DATA", str(DATA))
+    problem = FashionMNIST(8, alpha=10.0, test=1_000)
+    assert problem.dim == 44_470
+    assert problem.epoch == problem.rounds_per_epoch(8) == 234
+    rule = klatsch.algorithms.make("dat", lr=0.01, averaging="fixed(0.9)", momentum=0.9)
+    result = klatsch.simulate(problem, rule, klatsch.topology.ring(8), 60, record=[60], dtype=torch.float32)
+    assert result.metrics["accuracy"][0, 0] > 0.55
