@@ -38,7 +38,7 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
     shown = terminal.print_table(console, title, columns, rows, EXPENDABLE, lambda row: row.topology)
     seeds = sorted({len(row.curves) for row in rows})
     notes = {
-        "from": f"from, to: smallest and largest of {' or '.join(map(str, seeds))} seeds",
+        "from": f"from, to: smallest and largest of {' or '.join(map(str, seeds))} {'seed' if seeds == [1] else 'seeds'}",
         "Gamma": "Gamma: consensus distance of the points evaluated",
     }
     said = [note for name, note in notes.items() if name in shown]

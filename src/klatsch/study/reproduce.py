@@ -119,7 +119,7 @@ def _facts(study: Study) -> tuple[str, ...]:
     best = f"largest mean final {headline.metric}" if headline.largest else "smallest mean final error"
     shown = f"{headline.text[:1].upper()}{headline.text[1:]}" if headline.largest else f"Error: {headline.text}"
     return (
-        f"{study.problem.name}, {study.length}, {len(study.seeds)} seeds, {study.dtype}. Learning rates "
+        f"{study.problem.name}, {study.length}, {_seeds(study)}, {study.dtype}. Learning rates "
         f"{rates}. The one with the {best} over the seeds is chosen for each rule, graph, size and setting.",
         f"{shown}; {NOISE if study.problem.name == 'least-squares' else BANDS}",
     )
@@ -142,5 +142,9 @@ def clock(moment: str) -> str:
     return f"{moment[:16].replace('T', ' ')} UTC"
 
 
+def _seeds(study: Study) -> str:
+    return "1 seed" if len(study.seeds) == 1 else f"{len(study.seeds)} seeds"
+
+
 def _subtitle(study: Study) -> str:
-    return f"{study.problem.name}, {study.length}, {len(study.seeds)} seeds, {study.choice}"
+    return f"{study.problem.name}, {study.length}, {_seeds(study)}, {study.choice}"
