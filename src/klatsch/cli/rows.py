@@ -36,9 +36,10 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
         "Gamma": lambda row: short(float(row.consensus[:, -1, row.best].mean())),
     }
     shown = terminal.print_table(console, title, columns, rows, EXPENDABLE, lambda row: row.topology)
-    seeds = sorted({len(row.curves) for row in rows})
+    counts = sorted({len(row.curves) for row in rows})
+    seeds = " or ".join(map(str, counts)) + (" seed" if counts == [1] else " seeds")
     notes = {
-        "from": f"from, to: smallest and largest of {' or '.join(map(str, seeds))} {'seed' if seeds == [1] else 'seeds'}",
+        "from": f"from, to: smallest and largest of {seeds}",
         "Gamma": "Gamma: consensus distance of the points evaluated",
     }
     said = [note for name, note in notes.items() if name in shown]
