@@ -16,6 +16,7 @@ from torch import nn
 
 import klatsch
 from klatsch.problems import dirichlet, fashion_mnist
+from klatsch.problems.partition import check_alpha
 
 
 def lenet():
@@ -45,6 +46,7 @@ def main():
     if given.order == "cta" and given.rule != "dat":
         parser.error(f"--order cta is for --rule dat, not {given.rule}")
     try:
+        check_alpha(given.alpha)
         data = fashion_mnist.load(given.data)
     except ValueError as error:
         parser.error(str(error))

@@ -5,6 +5,7 @@ import http.server
 import os
 import re
 import shutil
+import socketserver
 import threading
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def test_places_are_tried_in_order(tmp_path, monkeypatch):
     }
     for name in reversed(places):
         folder = copied(places[name], unpacked=name == "debian")
-        monkeypatch.setenv("KLATSCH_DATA", str(folder) if name in ("--data", "variable") else "")
+        monkeypatch.setenv("KLATSCH_DATA", str(places["variable"]) if name in ("--data", "variable") else "")
         fashion_mnist._read.cache_clear()
         assert len(load(folder if name == "--data" else None).labels) == 60_000
         # From now on this place is broken, and what comes before it must win.
@@ -123,13 +124,17 @@ def test_missing_data_says_the_three_ways_to_get_it(tmp_path, prepare, found):
 
 @needs_data
 def test_it_is_downloaded_once_and_verified(tmp_path, monkeypatch):
-    """From a real server: the first mirror gives something else, the second one the files."""
+    """From real servers: the first answers nonsense, the second gives something else, the third the files."""
     site = tmp_path / "site"
     (site / "wrong").mkdir(parents=True)
     for name in CONTENT:
         shutil.copy(DATA / f"{name}.gz", site / f"{name}.gz")
         (site / "wrong" / f"{name}.gz").write_bytes(gzip.compress(b"<html>moved</html>"))
     asked = []
+
+    class Garbage(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.sendall(b"this is no HTTP\r\n\r\n")
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def __init__(self, *arguments):
@@ -138,16 +143,21 @@ def test_it_is_downloaded_once_and_verified(tmp_path, monkeypatch):
         def log_message(self, *arguments):
             asked.append(self.path)
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        base = f"http://127.0.0.1:{server.server_port}"
-        monkeypatch.setattr(fashion_mnist, "MIRRORS", (f"{base}/wrong/", f"{base}/"))
+    with (
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server,
+        socketserver.ThreadingTCPServer(("127.0.0.1", 0), Garbage) as garbage,
+    ):
+        for each in (server, garbage):
+            threading.Thread(target=each.serve_forever, daemon=True).start()
+        base, portal = (f"http://127.0.0.1:{each.server_address[1]}" for each in (server, garbage))
+        monkeypatch.setattr(fashion_mnist, "MIRRORS", (f"{portal}/", f"{base}/wrong/", f"{base}/"))
         assert len(load().labels) == 60_000
         assert len(asked) == 8
         fashion_mnist._read.cache_clear()
         assert len(load().labels) == 60_000
         assert len(asked) == 8  # the second time nothing is asked for
         server.shutdown()
+        garbage.shutdown()
     assert sorted(os.listdir(fashion_mnist.cache())) == sorted(f"{name}.gz" for name in CONTENT)
 
 

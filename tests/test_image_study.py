@@ -1,8 +1,10 @@
 """The image study: epochs, learning rates by accuracy, figures 2 and 3, verdicts, `klatsch data`, and both engines."""
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,15 +81,36 @@ def test_learning_rates_are_chosen_by_accuracy(tmp_path):
             assert row.lr == 0.1
             assert 0.2 < row.low <= row.value <= row.high < 1.0
         page = page_of(next(iter(store.studies())), store)
+        other = parse(
+            {"steps": 5, "nodes": 4, "rules": "dat", "topologies": "ring", "seeds": 1, "lr": 0.01, "record": 2}
+        )
+        run_study(other, store)
+    check_a_store_of_two_problems(tmp_path / "s.sqlite", tmp_path)
     assert "accuracy" in page.header
     assert "largest mean final accuracy" in page.facts[0]
     assert found.progress.best[0] == max(row.final.max() for row in found.rows)
 
 
+def check_a_store_of_two_problems(store, folder):
+    """Everything in it can be looked at, also where the data set is not."""
+    nowhere = os.environ | {"KLATSCH_DATA": "/nowhere"}
+    for words, found in (
+        (("results", str(store)), ("accuracy", "least-squares: distance")),
+        (("results", str(store), "--all"), ("accuracy / distance",)),
+        (("results", str(store), "--metric", "accuracy_min"), ("accuracy_min",)),
+        (("results", str(store), "--all", "--metric", "distance"), ("distance",)),
+        (("report", str(store), "-o", str(folder / "r.html")), ("2 pages",)),
+    ):
+        command = [sys.executable, "-m", "klatsch", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=nowhere)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert all(word in done.stdout for word in found), done.stdout
+
+
 def row(rule, topology, nodes, accuracy, alpha=0.1, spread=0.002):
     final = accuracy + np.array([-spread, 0.0, spread])
     curves = np.stack([np.full(3, 0.1), final], axis=1)[:, :, None]
-    return Row(rule, topology, nodes, (0.1,), (5, 50), curves, curves, 1.0, {"alpha": alpha}, "accuracy", True, 10)
+    return Row(rule, topology, nodes, (0.1,), (5, 50), curves, curves, 1.0, {"alpha": alpha}, "accuracy", True, 50)
 
 
 DAT = "dat (averaging fixed(0.9), momentum 0.9)"
@@ -118,6 +141,33 @@ def test_ahead_means_more_than_a_percent_and_more_than_the_seeds_scatter():
     for gap, spread, holds in ((0.005, 0.001, False), (0.02, 0.001, True), (0.02, 0.05, False)):
         rows = [row(DAT, "ring", 8, 0.8 + gap, spread=spread), row("dsgd", "ring", 8, 0.8, spread=spread)]
         assert image_verdicts.figure_2(rows)[0].holds is holds
+
+
+def test_what_diverged_or_was_short_decides_nothing():
+    rows = [
+        row(DAT, "ring", 8, 0.8),
+        row("d2 (lazy)", "ring", 8, 0.7),
+        row(DAT, "base_graph", 8, 0.1),
+        row("d2", "base_graph", 8, 0.0, spread=0.0),
+    ]
+    ahead = image_verdicts.figure_2(rows)[1]
+    assert ahead.holds is True
+    assert "yes in 1 of 1" in ahead.figures[0]
+    assert "base_graph, M = 8: 10.0% (9.8% to 10.2%) against diverged" in ahead.figures[0]
+    assert image_verdicts.figure_2(rows[2:])[1].holds is None
+    assert image_verdicts.figure_2([replace(r, epochs=3) for r in rows])[1].holds is None
+    single = [replace(r, curves=r.curves[:1], consensus=r.consensus[:1]) for r in rows]
+    assert image_verdicts.figure_2(single)[1].holds is None
+    assert "needs 20 epochs and 2 seeds, these are 50 and 1" in image_verdicts.figure_2(single)[1].figures[0]
+    level = [row(DAT, "ring", M, 0.8) for M in (4, 8, 16)]
+    assert image_verdicts.figure_3(level)[0].holds is None
+
+
+def test_a_rule_that_is_lazy_at_some_sizes_is_one_line():
+    rows = [row("d2" if M == 2 else "d2 (lazy)", "ring", M, 0.8) for M in (2, 4, 8)]
+    figure = image_figures.accuracy_against_nodes(rows, "three")
+    (line,) = [line for line in figure.axes[0].lines if line.get_label() == "d2, ring"]
+    assert list(line.get_xdata()) == [2, 4, 8]
 
 
 def test_verdicts_on_figure_3():
@@ -182,7 +232,7 @@ def test_pages_say_what_differs(tmp_path):
         ({"epochs": None}, "neither is given"),
         ({"epochs": 0}, "epochs = 0; give a whole number from 1 up"),
         ({"problem": "least-squares"}, "least-squares has no data set"),
-        ({"nodes": 3000}, "a batch is larger than a node's share"),
+        ({"nodes": 3000}, "batch = 200, but each of 3000 nodes has 20 of the 60,000 images"),
         ({"problem": {"name": "fashion-mnist", "alpha": -1}}, "alpha = -1"),
         ({"problem": {"name": "fashion-mnist", "batch": 40_000}}, "batch = 40000"),
     ],
@@ -190,6 +240,20 @@ def test_pages_say_what_differs(tmp_path):
 def test_bad_studies(changes, found):
     with pytest.raises(ValueError, match=found):
         expand(study(**changes))
+
+
+def test_sizes_that_do_not_fit_can_be_left_out():
+    cases, left_out = expand(study(nodes=[64, 3000], leave_out=True))
+    assert {case.nodes for case in cases} == {64}
+    assert "batch = 200, but each of 3000 nodes" in left_out[0].reason
+
+
+def test_a_study_without_its_data_says_so_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("KLATSCH_DATA", "/nowhere")
+    with Store(tmp_path / "s.sqlite") as store:
+        with pytest.raises(ValueError, match="KLATSCH_DATA = /nowhere is no folder"):
+            run_study(study(), store)
+        assert not store.studies()
 
 
 def klatsch(*words, folder=None):
@@ -215,6 +279,7 @@ def test_data_show(tmp_path):
         (("data", "show", "-n", "60001"), "60001"),
         (("reproduce", "fig2", "--data", "/nowhere"), "/nowhere is no folder"),
         (("reproduce", "fig1", "--epochs", "3"), "fig1 has no data set"),
+        (("reproduce", "table1", "--epochs", "3"), "table1 trains nothing"),
         (("reproduce", "fig2", "--dtype", "float64"), "fig2 trains in float32"),
         (("run", "--problem", "fashion-mnist", "--steps", "3", "--epochs", "1"), "both are given"),
     ],
@@ -237,7 +302,7 @@ def test_the_same_on_ranks(tmp_path):
     for engine in ("stacked", "ranks"):
         store = tmp_path / f"{engine}.sqlite"
         words = ["-m", "klatsch", "run", str(file), "--engine", engine, "--store", str(store)]
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29731"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         subprocess.run([sys.executable, *(launcher if engine == "ranks" else []), *words], check=True, timeout=300)
         with Store(store, read_only=True) as opened:
             outcomes.append({facts["key"]: opened.outcomes([facts["key"]]) for _, facts in opened.runs()})

@@ -9,7 +9,7 @@ from torch import nn
 import klatsch
 from klatsch.engine import simulate_together
 from klatsch.problems import FashionMNIST, ImageClassification, Images, lenet
-from klatsch.problems.networks import Stacked, grouped, rows
+from klatsch.problems.stacks import Stacked, grouped, rows
 from tests.test_fashion_mnist import needs_data
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
@@ -75,11 +75,64 @@ KINDS = {
     "layer norm": lambda: chain(nn.LayerNorm(9)),
     "linear without bias": lambda: chain(nn.Flatten(), nn.Linear(243, 7, bias=False), nn.GELU()),
     "activations": lambda: chain(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Tanh(), nn.Sigmoid(), nn.SiLU(), nn.ELU()),
+    "average pool with a divisor": lambda: chain(nn.AvgPool2d(2, divisor_override=3)),
     "chain in a chain": lambda: chain(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), nn.MaxPool2d(2)),
 }
 
 
-UNKNOWN = ("dilated conv", "grouped conv", "conv, same padding", "layer norm")
+class Block(nn.Sequential):
+    """Looks like a chain, and is none."""
+
+    def forward(self, images):
+        return images + super().forward(images)
+
+
+class Standardised(nn.Conv2d):
+    """Looks like a convolution, and is none."""
+
+    def forward(self, images):
+        return nn.functional.conv2d(images, self.weight - self.weight.mean(), self.bias)
+
+
+def tied():
+    first, second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+    second.bias = first.bias
+    return chain(first, second)
+
+
+def hooked():
+    model = chain(nn.Conv2d(3, 4, 3))
+    model[0].register_forward_hook(lambda module, given, result: 2 * result)
+    return model
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def parametrized():
+    model = chain(nn.Conv2d(3, 4, 3))
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Doubled())
+    return model
+
+
+ODD = {
+    "block": lambda: chain(Block(nn.Conv2d(3, 3, 1), nn.ReLU())),
+    "own convolution": lambda: chain(Standardised(3, 4, 3)),
+    "tied": tied,
+    "hooked": hooked,
+    "parametrized": parametrized,
+}
+
+
+def twice():
+    relu = nn.ReLU()
+    return chain(nn.Conv2d(3, 4, 3), relu, nn.Conv2d(4, 4, 3), relu)
+
+
+KINDS |= {"the same activation twice": twice, **ODD}
+UNKNOWN = (*ODD, "dilated conv", "grouped conv", "conv, same padding", "layer norm")
 WAYS = [
     (kind, way)
     for kind in KINDS
@@ -115,7 +168,9 @@ def test_known_layers_do_not_go_through_torch_func():
     assert Stacked(lenet()).layers is not None
     assert Stacked(KINDS["chain in a chain"]()).layers is not None
     assert Stacked(Residual()).layers is None
-    assert [kind for kind in KINDS if Stacked(KINDS[kind]()).layers is None] == list(UNKNOWN)
+    assert {kind for kind in KINDS if Stacked(KINDS[kind]()).layers is None} == set(UNKNOWN)
+    for model in ODD.values():
+        assert Stacked(model()).layers is None
     assert sum(p.numel() for p in lenet().parameters()) == 44_426 + 44  # LeNet's, and GroupNorm's
 
 
@@ -206,7 +261,45 @@ def test_metrics_are_those_of_plain_evaluation():
         assert float(found["accuracy_min"][c]) == pytest.approx(min(each))
         assert float(found["accuracy_max"][c]) == pytest.approx(max(each))
         assert float(found["accuracy_of_mean"][c]) == pytest.approx(accuracy(x[:, c].mean(0)))
-        assert torch.isfinite(found["train_loss"][c])
+        losses = []
+        own = (data.images.float() - data.images.double().mean().float()) / data.images.double().std(
+            correction=0
+        ).float()
+        for i in range(3):
+            torch.nn.utils.vector_to_parameters(x[i, c], module.parameters())
+            losses.append(nn.functional.cross_entropy(module(own), data.labels).item())
+        assert float(found["train_loss"][c]) == pytest.approx(sum(losses) / 3, rel=1e-4)  # all 240 images count
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 6, 10])
+def test_the_training_loss_is_measured_on_images_of_all_nodes(monkeypatch, nodes):
+    monkeypatch.setattr("klatsch.problems.images.LOSS_SAMPLES", 60)
+    problem = ImageClassification(small, toy(), nodes=nodes, batch=5)
+    seen = set(problem._seen.tolist())
+    counts = [len(seen & set(shard.tolist())) for shard in problem.shards]
+    assert sum(counts) == 60
+    assert max(counts) - min(counts) <= 1
+
+
+def test_an_odd_number_of_test_images_is_measured_in_few_portions():
+    data = toy(samples=240)
+    problem = ImageClassification(small, data, nodes=3, test=113)
+    assert len(problem._parts(113, 3)) == 1
+    assert len(problem._parts(2001, 3)) == 2
+
+
+def test_other_models_and_test_sets_are_other_problems():
+    def other():
+        return nn.Sequential(*(nn.Tanh() if isinstance(layer, nn.ReLU) else layer for layer in small()))
+
+    one = ImageClassification(small, toy(), nodes=4)
+    assert one.fingerprint() != ImageClassification(other, toy(), nodes=4).fingerprint()
+    assert one.fingerprint() != ImageClassification(small, toy(), nodes=4, test=50).fingerprint()
+    data = toy()
+    pair = [ImageClassification(model, data, nodes=4) for model in (small, other)]
+    rule = klatsch.algorithms.make("dsgd", lr=0.1)
+    with pytest.raises(ValueError, match=r"does not fit .* in one stack"):
+        simulate_together(pair, rule, [klatsch.topology.ring(4)] * 2, 2)
 
 
 def test_it_learns_and_what_diverges_has_accuracy_0():
@@ -239,6 +332,17 @@ def test_networks_in_one_stack_are_the_same_networks(device):
         assert found.output.shape == alone.output.shape
 
 
+class Pair(Residual):
+    def forward(self, images):
+        return super().forward(images), images
+
+
+def frozen():
+    model = small()
+    model[0].weight.requires_grad_(False)
+    return model
+
+
 BAD = [
     (lambda: ImageClassification(small, toy(), nodes=4, alpha=0), "alpha = 0", "number above 0"),
     (lambda: ImageClassification(small, toy(), nodes=4, alpha=-1.0), "alpha = -1.0", "number above 0"),
@@ -246,7 +350,11 @@ BAD = [
     (lambda: ImageClassification(small, toy(), nodes=8, batch=31), "batch = 31", "smaller batch, or fewer nodes"),
     (lambda: ImageClassification(small, toy(), nodes=8, batch=0), "batch = 0", "from 1 up"),
     (lambda: ImageClassification(small, toy(), nodes=4, test=1000), "test = 1000", "at most as many"),
-    (lambda: ImageClassification(lenet, toy(), nodes=4), "does not take images of 1 by 12 by 12", "give one that does"),
+    (
+        lambda: ImageClassification(lenet, toy(), nodes=4),
+        "does not take images of 1 by 12 by 12 numbers",
+        "give one that does",
+    ),
     (lambda: ImageClassification(lambda: small(classes=3), toy(), nodes=4), "4 classes", "one output per class"),
     (lambda: ImageClassification("lenet", toy(), nodes=4), "model = 'lenet'", "torch.nn.Module"),
     (lambda: ImageClassification(nn.Flatten(), toy(), nodes=4), "no parameters", "can learn"),
@@ -269,6 +377,21 @@ BAD = [
         lambda: ImageClassification(small, toy()._replace(labels=torch.zeros(240)), nodes=4),
         "torch.float32",
         "torch.int64 from 0 up",
+    ),
+    (lambda: ImageClassification(Pair, toy(), nodes=4), "AttributeError", "give one that does"),
+    (lambda: ImageClassification(frozen(), toy(), nodes=4), "'0.weight' of the model is frozen", "unfreeze it"),
+    (lambda: ImageClassification(nn.LazyLinear(3), toy(), nodes=4), "has no shape yet", "call the model once"),
+    (lambda: ImageClassification(small, 7, nodes=4), "data is a int", "give Images"),
+    (lambda: ImageClassification(small, Images(*(t.numpy() for t in toy())), nodes=4), "numpy", "torch.from_numpy"),
+    (
+        lambda: ImageClassification(small, toy()._replace(test_images=torch.zeros(120, 1, 9, 9)), nodes=4),
+        "(1, 9, 9)",
+        "same shape",
+    ),
+    (
+        lambda: ImageClassification(small, toy()._replace(images=torch.full((240, 1, 12, 12), torch.nan)), nodes=4),
+        "not finite",
+        "finite numbers only",
     ),
     (lambda: ImageClassification(small, "/nowhere", nodes=4), "/nowhere is no folder", "KLATSCH_DATA"),
 ]

@@ -44,7 +44,7 @@ class D2:
         if smallest <= -1 / 3 + 1e-9:  # rounding may lift an even ring's -1/3 above it
             raise ValueError(
                 f"d2 on {graph.name}: the smallest eigenvalue of P is {smallest:.4g}, and d2 needs more than -1/3; "
-                "mix with (I + P) / 2, which is topology.lazy(graph) or --lazy"
+                'mix with (I + P) / 2, which is topology.lazy(graph), --lazy, or lazy = "auto" of the rule in a study'
             )
 
     def init(self, x: Tensor) -> D2State:

@@ -14,10 +14,18 @@ from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.terminal import number, option, print_json
 from klatsch.problems import fashion_mnist
+from klatsch.problems.images import check_sizes
 from klatsch.study import histogram
 
-data = typer.Typer(help="Fashion-MNIST: where it is, and how it is split over nodes.", no_args_is_help=True)
+data = typer.Typer(help="Fashion-MNIST: where it is, and how it is split over nodes.")
 app.add_typer(data, name="data")
+
+
+@data.callback(invoke_without_command=True)
+def overview(context: typer.Context) -> None:
+    """Fashion-MNIST: where it is, and how it is split over nodes."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def use_folder(folder: Path | None) -> None:
@@ -32,10 +40,9 @@ def fetch(
     folder: Annotated[Path | None, typer.Option("--data", help="Folder of its four files.", metavar="FOLDER")] = None,
 ) -> None:
     """Fetch and verify the data set."""
-    images = fashion_mnist.load(folder)
-    print(
-        f"Fashion-MNIST: {len(images.labels):,} images to learn from, {len(images.test_labels):,} to test on, verified"
-    )
+    place = fashion_mnist.find(folder)
+    images = fashion_mnist.load(place)
+    print(f"{len(images.labels):,} images to learn from, {len(images.test_labels):,} to test on, verified, in {place}")
 
 
 @data.command(help="Show how many images of each class every node gets, as a table and, with --draw, as a picture.")
@@ -51,6 +58,7 @@ def show(
     if draw is not None:
         pictures.check_path(draw)
     labels = fashion_mnist.load(folder).labels.numpy()
+    check_sizes(nodes, 1, len(labels))
     shards = problems.dirichlet(labels, nodes, alpha, seed)
     counts = np.stack([np.bincount(labels[shard], minlength=len(fashion_mnist.CLASSES)) for shard in shards])
     title = f"Fashion-MNIST over {nodes} nodes, alpha = {alpha:g}, seed {seed}: {shards.shape[1]:,} images each"
@@ -61,13 +69,10 @@ def show(
         return
     console = terminal.console()
     columns = {"node": lambda k: str(k)} | {
-        name: (lambda k, c=c: _bar(counts[k, c], shards.shape[1])) for c, name in enumerate(fashion_mnist.CLASSES)
+        name: (lambda k, c=c: f"{counts[k, c]:,}" if counts[k, c] else ".")
+        for c, name in enumerate(fashion_mnist.CLASSES)
     }
     columns["classes"] = lambda k: str(int((counts[k] > 0).sum()))
     terminal.print_table(console, title, columns, range(nodes), (), lambda k: 0)
     if draw is not None:
         print(f"drawn to {draw}")
-
-
-def _bar(count: int, size: int) -> str:
-    return f"{count:,}" if count else "."

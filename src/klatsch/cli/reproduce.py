@@ -54,6 +54,8 @@ def reproduce(
     named("scale", scale, paper.SCALES)
     _make_folder(out)
     if target in TABLES:
+        if epochs is not None or data is not None:
+            raise ValueError(f"{target} trains nothing; leave --epochs and --data out")
         page = TABLES[target]()
         seconds = 0.0
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +19,7 @@ from klatsch.study import export
 from klatsch.study.cases import Case
 from klatsch.study.report import report as write_report
 from klatsch.study.store import Store
-from klatsch.study.summary import summarize
+from klatsch.study.summary import Row, summarize
 
 Runs = list[tuple[Case, dict[str, Any]]]
 
@@ -63,13 +63,13 @@ def results(
         elif every and as_json:
             print_json({"runs": export.plain(export.records(opened, runs, curves))})
         elif every:
-            _print_runs(opened, runs, metric or problems.headline(runs[0][0].problem).metric)
+            _print_runs(opened, runs, metric)
         else:
             kinds: dict[tuple[Any, ...], list[tuple[str, Case]]] = {}
             for case, facts in runs:
                 kind = case.problem, case.length, case.dtype, case.record
                 kinds.setdefault(kind, []).append((facts["key"], case))
-            tables = [(kind, summarize(mine, opened, metric)) for kind, mine in kinds.items()]
+            tables = _tables(opened, kinds, metric)
             if as_json:
                 print_json({"rows": [plain(row) | {"dtype": key[2]} for key, rows in tables for row in rows]})
                 return
@@ -147,11 +147,28 @@ def _order(case: Case) -> tuple[Any, ...]:
     return case.problem, case.steps, case.graph_label, case.setting, case.nodes, case.label, case.lr, case.seed
 
 
-def _print_runs(store: Store, runs: Runs, metric: str) -> None:
+def _tables(
+    store: Store, kinds: Mapping[Any, list[tuple[str, Case]]], metric: str | None
+) -> list[tuple[Any, list[Row]]]:
+    """The rows of each kind of runs; kinds that do not have the metric are left out, if others do."""
+    tables, refusals = [], []
+    for kind, mine in kinds.items():
+        try:
+            tables.append((kind, summarize(mine, store, metric)))
+        except ValueError as refusal:
+            refusals.append(refusal)
+    if not tables:
+        raise refusals[0]
+    return tables
+
+
+def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
     outcomes = store.outcomes([facts["key"] for _, facts in runs], last=True)
-    first = next(iter(outcomes.values()))
-    if metric not in first.metrics:
-        raise ValueError(f"no metric {metric!r}; there are {', '.join(first.metrics)}")
+    shown = {case.problem: metric or problems.headline(case.problem).metric for case, _ in runs}
+    runs = [run for run in runs if shown[run[0].problem] in outcomes[run[1]["key"]].metrics]
+    if not runs:
+        there = dict.fromkeys(name for outcome in outcomes.values() for name in outcome.metrics)
+        raise ValueError(f"no metric {metric!r}; there are {', '.join(there)}")
     settings = list(dict.fromkeys(name for case, _ in runs for name in case.problem_options))
     columns: dict[str, Callable[[tuple[Case, dict[str, Any]]], str]] = {
         "topology": lambda run: run[0].graph_label,
@@ -161,7 +178,9 @@ def _print_runs(store: Store, runs: Runs, metric: str) -> None:
         "lr": lambda run: f"{run[0].lr:g}",
         "seed": lambda run: str(run[0].seed),
         "rounds": lambda run: f"{run[0].steps:,}",
-        metric: lambda run: short(float(outcomes[run[1]["key"]].metrics[metric][-1])),
+        " / ".join(dict.fromkeys(shown.values())): lambda run: short(
+            float(outcomes[run[1]["key"]].metrics[shown[run[0].problem]][-1])
+        ),
         "seconds": lambda run: f"{run[1]['seconds']:.2g}",
         "engine": lambda run: run[1]["engine"],
     }

@@ -29,7 +29,7 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
         **{name: partial(_value, name) for name in _varying(rows)},
         "nodes": lambda row: str(row.nodes),
         "rule": lambda row: row.rule,
-        rows[0].title: lambda row: short(row.value),
+        rows[0].title: lambda row: "diverged" if row.diverged else short(row.value),
         "lr": lambda row: f"{row.lr:g}" + ("*" if row.at_edge else ""),
         "from": lambda row: short(row.low),
         "to": lambda row: short(row.high),

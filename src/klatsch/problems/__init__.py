@@ -8,11 +8,12 @@ from typing import Any
 
 from klatsch.arguments import check_options, named
 from klatsch.problems.core import DISTANCE, Headline, Problem, Quadratic
-from klatsch.problems.images import FashionMNIST, ImageClassification
+from klatsch.problems.images import ImageClassification
 from klatsch.problems.labelled import Images
 from klatsch.problems.least_squares import LeastSquares
 from klatsch.problems.logistic import LogisticRegression
 from klatsch.problems.networks import lenet
+from klatsch.problems.paper_images import FashionMNIST
 from klatsch.problems.partition import dirichlet
 
 __all__ = [
@@ -25,11 +26,13 @@ __all__ = [
     "LogisticRegression",
     "Problem",
     "Quadratic",
+    "check",
     "dirichlet",
     "headline",
     "large_is_good",
     "lenet",
     "make",
+    "make_ready",
     "options",
     "rounds_per_epoch",
 ]
@@ -54,6 +57,25 @@ def make(name: str, nodes: int, **choices: Any) -> Problem:
 def options(name: str) -> tuple[str, ...]:
     """The options that `make(name, nodes, ...)` takes beside the number of nodes."""
     return tuple(inspect.signature(named("problem", name, PROBLEMS)).parameters)[1:]
+
+
+def check(name: str, nodes: int, **choices: Any) -> None:
+    """Refuse what `make` would refuse, but without a data set that may have to be downloaded.
+
+    Raises:
+        ValueError: the name is unknown, the problem has no such option, or a value is not allowed.
+    """
+    check_options(name, choices, options(name))
+    getattr(PROBLEMS[name], "check", PROBLEMS[name])(nodes, **choices)
+
+
+def make_ready(name: str) -> None:
+    """Fetch what a problem needs, once, before many processes want it.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
+    getattr(named("problem", name, PROBLEMS), "ready", lambda: None)()
 
 
 def rounds_per_epoch(name: str, nodes: int, **choices: Any) -> int | None:

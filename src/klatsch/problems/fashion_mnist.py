@@ -13,6 +13,7 @@ import os
 import urllib.request
 import zlib
 from functools import lru_cache
+from http.client import HTTPException
 from pathlib import Path
 
 import torch
@@ -32,16 +33,21 @@ CONTENT = {  # SHA-256 of the decompressed files
     "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
+SAMPLES, TEST_SAMPLES = 60_000, 10_000
 LARGEST = 60_000_000  # bytes of any of them: more is not worth decompressing
 SECONDS = 60.0  # that a mirror may keep silent
 CLASSES = (
     *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
 )
-REMEDY = (
-    "give the folder of the four files with --data (or data=), put its name into the environment variable "
-    f"{VARIABLE}, or install the Debian package dataset-fashion-mnist"
-)
+
+
+def remedy() -> str:
+    """The ways to get the data set, in words."""
+    return (
+        f"put its four files into {cache()}, give their folder with --data (or data=) or in the environment variable "
+        f"{VARIABLE}, or install the Debian package dataset-fashion-mnist"
+    )
 
 
 def load(folder: str | Path | None = None, download: bool = True) -> Images:
@@ -54,15 +60,24 @@ def load(folder: str | Path | None = None, download: bool = True) -> Images:
     Raises:
         ValueError: they are nowhere, or not what they should be; with the ways to get them.
     """
+    return _read(find(folder, download))
+
+
+def find(folder: str | Path | None = None, download: bool = True) -> Path:
+    """The folder of the data set, see `load`; its content is not looked at yet."""
+    if folder is not None and not isinstance(folder, str | Path):
+        raise ValueError(
+            f"data is a {type(folder).__name__}; give Images, the name of a folder, or None to look for it"
+        )
     given = folder if folder is not None else os.environ.get(VARIABLE) or None
     if given is not None:
-        return _read(_folder(Path(given), "--data" if folder is not None else f"${VARIABLE}"))
+        return _folder(Path(given), "--data" if folder is not None else f"${VARIABLE}")
     for place in (cache(), DEBIAN):
         if all(_file(place, name) is not None for name in CONTENT):
-            return _read(place)
+            return place
     if not download:
-        raise ValueError(f"Fashion-MNIST is not on this machine; {REMEDY}")
-    return _read(_download(cache()))
+        raise ValueError(f"Fashion-MNIST is not on this machine; {remedy()}")
+    return _download(cache())
 
 
 def cache() -> Path:
@@ -86,10 +101,10 @@ def _read(folder: Path) -> Images:
 
 def _folder(place: Path, source: str) -> Path:
     if not place.is_dir():
-        raise ValueError(f"{source} = {place} is no folder; {REMEDY}")
+        raise ValueError(f"{source} = {place} is no folder; {remedy()}")
     missing = [name for name in CONTENT if _file(place, name) is None]
     if missing:
-        raise ValueError(f"{source} = {place} has no {missing[0]}.gz; {REMEDY}")
+        raise ValueError(f"{source} = {place} has no {missing[0]}.gz; {remedy()}")
     return place
 
 
@@ -101,11 +116,11 @@ def _file(folder: Path, name: str) -> Path | None:
 def _content(folder: Path, name: str) -> bytes:
     path = _file(folder, name)
     if path is None:
-        raise ValueError(f"{folder} has no {name}.gz any more; {REMEDY}")
+        raise ValueError(f"{folder} has no {name}.gz any more; {remedy()}")
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}; {REMEDY}") from None
+        raise ValueError(f"cannot read {path}: {error.strerror}; {remedy()}") from None
     return _verified(data, name, str(path))
 
 
@@ -120,12 +135,12 @@ def _verified(data: bytes, name: str, source: str) -> bytes:
         content = _unpacked(data) if packed else data
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(
-            f"{source} is damaged or cut off ({error}) and is not used; remove it, then {REMEDY}"
+            f"{source} is damaged or cut off ({error}) and is not used; replace it, or {remedy()}"
         ) from None
     if hashlib.sha256(content).hexdigest() != CONTENT[name]:
         raise ValueError(
             f"{source} is not {name} of Fashion-MNIST (its SHA-256 differs, {len(content):,} bytes) and is not used; "
-            f"remove it, then {REMEDY}"
+            f"replace it, or {remedy()}"
         )
     return content
 
@@ -142,7 +157,7 @@ def _download(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"cannot make the folder {folder}: {error.strerror}; {REMEDY}") from None
+        raise ValueError(f"cannot make the folder {folder}: {error.strerror}; {remedy()}") from None
     for name in CONTENT:
         if _file(folder, name) is None:
             save(folder / f"{name}.gz", gzip.compress(_fetched(name), mtime=0))
@@ -156,6 +171,9 @@ def _fetched(name: str) -> bytes:
         try:
             with urllib.request.urlopen(f"{mirror}{name}.gz", timeout=SECONDS) as answer:
                 return _verified(answer.read(LARGEST), name, f"{mirror}{name}.gz")
-        except (OSError, ValueError) as error:  # no network, or something else than asked for
-            failures.append(f"{mirror}: {str(error).partition('; ')[0]}")
-    raise ValueError(f"Fashion-MNIST is not on this machine and cannot be downloaded ({', '.join(failures)}); {REMEDY}")
+        except (OSError, HTTPException, ValueError) as error:  # no network, or something else than asked for
+            reason = getattr(error, "reason", error)  # what urllib wraps
+            failures.append(f"{mirror.split('/')[2]}: {str(reason).partition('; ')[0] or type(error).__name__}")
+    raise ValueError(
+        f"Fashion-MNIST is not on this machine and cannot be downloaded ({', '.join(failures)}); {remedy()}"
+    )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import math
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ from klatsch.arguments import whole
 from klatsch.problems import convolutions, core, draws, fashion_mnist
 from klatsch.problems.joined import JoinedImages
 from klatsch.problems.labelled import Images
-from klatsch.problems.networks import Stacked, lenet, made
+from klatsch.problems.networks import architecture, lenet, made
 from klatsch.problems.partition import dirichlet
+from klatsch.problems.stacks import Stacked
 
 MODELS_AT_ONCE = {"cpu": 64, "cuda": 288}  # beyond these, more models in one stack are not faster any more
 IMAGES_AT_ONCE = 2_000  # that each of them evaluates
@@ -64,21 +65,12 @@ class ImageClassification:
         test: int | None = None,
     ) -> None:
         M, self.batch, self.seed = whole(nodes, "nodes", 1), whole(batch, "batch", 1), whole(seed, "seed", 0)
-        data = data if isinstance(data, Images) else fashion_mnist.load(data)
+        data = Images(*data) if isinstance(data, tuple) and len(data) == 4 else fashion_mnist.load(data)
         data.check()
-        samples = len(data.labels)
-        if samples < M:
-            raise ValueError(f"nodes = {M}, but there are {samples:,} images; give at most as many nodes")
-        if self.batch > samples // M:
-            raise ValueError(
-                f"batch = {self.batch}, but each of {M} nodes has {samples // M} of the {samples:,} images; "
-                "give a smaller batch, or fewer nodes"
-            )
+        check_sizes(M, self.batch, len(data.labels))
         self.shards = torch.as_tensor(dirichlet(data.labels.numpy(), M, alpha, self.seed))  # (M, n)
         self.alpha, self.classes = float(alpha), int(torch.cat([data.labels, data.test_labels]).max()) + 1
-        count = len(data.test_labels)
-        if (number := whole(count if test is None else test, "test", 1)) > count:
-            raise ValueError(f"test = {number}, but there are {count:,} test images; give at most as many")
+        number = check_test(test, len(data.test_labels))
         self._content, shift, factor = _known(data)
         self._stacked = Stacked(made(model, self.seed), shift, factor)
         self._start = self._stacked.start()
@@ -98,11 +90,6 @@ class ImageClassification:
         return self._stacked.dim
 
     @property
-    def labels(self) -> Tensor:
-        """The labels of each node's images, (M, n)."""
-        return self._data.labels[self.shards]
-
-    @property
     def drawn(self) -> int:
         """Numbers drawn per node and round."""
         return self.batch
@@ -111,11 +98,6 @@ class ImageClassification:
     def epoch(self) -> int:
         """Rounds per epoch: what does not fill a batch at the end of one is left out of it."""
         return self.shards.shape[1] // self.batch
-
-    @staticmethod
-    def rounds_per_epoch(nodes: int, samples: int = 60_000, batch: int = 32, **_: Any) -> int:
-        """Rounds per epoch without making the problem."""
-        return samples // nodes // batch
 
     def start(self) -> Tensor:
         """The parameters of the fresh model, (d,), the same for all nodes."""
@@ -135,8 +117,9 @@ class ImageClassification:
         orders = keys.argsort(dim=-1, stable=True)  # (epochs, nodes, n): a random order of every node's own images
         first = (t - 1) % self.epoch * self.batch
         places = first[:, None] + torch.arange(self.batch, device=device)
-        own = orders[which].gather(2, places[:, None, :].expand(-1, len(nodes), -1))
-        return self.shards.to(device)[nodes].expand(len(t), -1, -1).gather(2, own)
+        rows = torch.arange(len(nodes), device=device)[:, None]
+        own = orders[which[:, None, None], rows, places[:, None, :]]
+        return self.shards.to(device)[nodes][rows, own]
 
     def gradient(self, x: Tensor, drawn: Tensor) -> Tensor:
         """The gradients at x, (M, C, d), on the images of these numbers, (M, batch)."""
@@ -185,14 +168,15 @@ class ImageClassification:
 
     @cached_property
     def _seen(self) -> Tensor:
-        """The training images on which the loss is measured: evenly from all nodes' own."""
-        own = self.shards.T.reshape(-1)
-        return own[:: max(1, len(own) // LOSS_SAMPLES)][:LOSS_SAMPLES].to(self._data.images.device)
+        """The training images on which the loss is measured: as many from every node, about, as it may be."""
+        own = self.shards.reshape(-1)  # node by node, each in random order
+        count = min(LOSS_SAMPLES, len(own))
+        return own[torch.arange(count) * len(own) // count].to(self._data.images.device)
 
     def _parts(self, count: int, models: int) -> list[tuple[slice, slice]]:
         """Models and images in portions, of equal size where that is possible: each size is compiled by itself."""
         most = MODELS_AT_ONCE[self._data.images.device.type]
-        size = equal_parts(math.gcd(len(self._data.test_labels), len(self._seen)), IMAGES_AT_ONCE)
+        size = equal_parts(count, IMAGES_AT_ONCE)
         some = equal_parts(models, most)
         return [
             (slice(s, min(s + some, models)), slice(k, min(k + size, count)))
@@ -221,11 +205,11 @@ class ImageClassification:
         sample = self._data.images[:2]
         try:
             shape = tuple(self._stacked.logits(self._start[None], sample).shape)
-        except RuntimeError as error:
-            pixels = " by ".join(map(str, sample.shape[1:]))
-            reason = str(error).splitlines()[0]
+        except Exception as error:  # whatever somebody's own model may raise
+            pixels, reason = " by ".join(map(str, sample.shape[1:])), (str(error).splitlines() or [""])[0]
             raise ValueError(
-                f"the model does not take images of {pixels} pixels ({reason}); give one that does"
+                f"the model does not take images of {pixels} numbers and give one tensor ({type(error).__name__}: "
+                f"{reason}); give one that does"
             ) from None
         if len(shape) != 3 or shape[:2] != (1, 2) or shape[2] < self.classes:
             raise ValueError(
@@ -250,7 +234,9 @@ class ImageClassification:
 
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the gradients."""
-        return core.digest(self.shards, self.batch, self.seed, self._start.cpu().double()) + self._content[:16]
+        facts = f"{self._content} {architecture(self._stacked.module)} {len(self._data.test_labels)}"
+        number = int(hashlib.sha256(facts.encode()).hexdigest()[:15], 16)
+        return core.digest(self.shards, self.batch, self.seed, self._start.cpu().double(), number)
 
     def __repr__(self) -> str:
         return (
@@ -271,16 +257,19 @@ def equal_parts(count: int, most: int) -> int:
     return size if 2 * size >= min(most, count) else min(most, count)
 
 
-class FashionMNIST(ImageClassification):
-    """A LeNet on Fashion-MNIST, as in the paper's image study (Section 5.2).
+def check_sizes(nodes: int, batch: int, samples: int) -> None:
+    """Refuse more nodes than images, and batches larger than a node's share."""
+    if samples < nodes:
+        raise ValueError(f"nodes = {nodes}, but there are {samples:,} images; give at most as many nodes")
+    if batch > samples // nodes:
+        raise ValueError(
+            f"batch = {batch}, but each of {nodes} nodes has {samples // nodes} of the {samples:,} images; "
+            "give a smaller batch, or fewer nodes"
+        )
 
-    Args:
-        nodes: number of nodes M.
-        alpha: how label-skewed the nodes are: Dirichlet(alpha) over the classes; small is skewed.
-        batch: images per node and round.
-        seed: of start, partition and mini-batches.
-        test: on how many of the 10,000 test images accuracy is measured.
-    """
 
-    def __init__(self, nodes: int, alpha: float = 0.1, batch: int = 32, seed: int = 0, test: int = 10_000) -> None:
-        super().__init__(lenet, None, nodes, alpha, batch, seed, test)
+def check_test(test: int | None, count: int) -> int:
+    """How many of the test images to use."""
+    if (number := whole(count if test is None else test, "test", 1)) > count:
+        raise ValueError(f"test = {number}, but there are {count:,} test images; give at most as many")
+    return number

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from klatsch.problems import draws
+from klatsch.problems.networks import architecture
 
 
 class JoinedLeastSquares:
@@ -65,7 +66,8 @@ class JoinedImages:
     def __init__(self, problems: Sequence[Any]) -> None:
         first = problems[0]
         for other in problems[1:]:
-            if (other.dim, other.batch) != (first.dim, first.batch) or other._data.images is not first._data.images:
+            same = other.batch == first.batch and other._data.images is first._data.images
+            if not same or architecture(other._stacked.module) != architecture(first._stacked.module):
                 raise ValueError(
                     f"{other!r} does not fit {first!r} in one stack: give all the same model, data and batch"
                 )

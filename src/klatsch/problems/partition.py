@@ -32,10 +32,7 @@ def dirichlet(labels: Any, nodes: int, alpha: float, seed: int = 0) -> NDArray[n
     labels = np.asarray(labels)
     whole(nodes, "nodes", 1)
     whole(seed, "seed", 0)
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < np.inf:
-        raise ValueError(
-            f"alpha = {alpha!r}; give a number above 0, such as 0.1 (few classes per node) or 10 (all alike)"
-        )
+    check_alpha(alpha)
     if labels.ndim != 1 or len(labels) < nodes:
         raise ValueError(f"labels of shape {labels.shape} for {nodes} nodes; give at least one sample per node")
     generator = np.random.default_rng([seed, nodes])
@@ -52,6 +49,18 @@ def dirichlet(labels: Any, nodes: int, alpha: float, seed: int = 0) -> NDArray[n
         for i, part in enumerate(np.split(pool, np.cumsum(counts[:, k]))[:-1]):
             shards[i].append(part)
     return np.stack([generator.permutation(np.concatenate(parts)) for parts in shards])
+
+
+def check_alpha(alpha: object) -> None:
+    """Refuse a concentration that is none.
+
+    Raises:
+        ValueError: it is not above 0.
+    """
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < np.inf:
+        raise ValueError(
+            f"alpha = {alpha!r}; give a number above 0, such as 0.1 (few classes per node) or 10 (all alike)"
+        )
 
 
 def _fitted(mixtures: NDArray[np.float64], available: NDArray[np.int64], size: int) -> NDArray[np.float64]:

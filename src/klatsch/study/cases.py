@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from klatsch import algorithms, problems
 from klatsch import topology as topologies
 from klatsch.columns import described
-from klatsch.study.spec import Options, Study, combinations
+from klatsch.study.spec import Options, Study, combinations, counted
 from klatsch.topology import Topology
 
 REVISION = 1  # raised when the same settings give other results than before
@@ -72,7 +72,7 @@ class Case:
     @property
     def length(self) -> str:
         """How long it is, in words."""
-        return f"{self.steps:,} rounds" if self.epochs is None else f"{self.epochs:,} epochs"
+        return counted(self.steps, "round") if self.epochs is None else counted(self.epochs, "epoch")
 
     @property
     def points(self) -> int | list[int]:
@@ -172,7 +172,10 @@ def _must_be_lazy(case: Case) -> bool:
 
 def refusal(case: Case) -> str | None:
     """Why a run is not possible, or None."""
+    check = getattr(problems.PROBLEMS[case.problem], "check", None)  # of problems that cannot have any size
     try:
+        if check is not None:
+            check(case.nodes, **case.problem_options)
         graph = case.make_graph()
         check = getattr(case.make_rule(), "check_graph", None)
         if check is not None and not case.any_graph:

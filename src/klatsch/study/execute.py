@@ -155,6 +155,7 @@ def run_study(
     # Before it takes an old study's place. What is done can be looked at without the device; others have their own.
     if executor is None and not {case.key for case in cases} <= store.done():
         check_place(getattr(torch, study.dtype), study.device)
+        problems.make_ready(study.problem.name)
     store.remember(study, origin or Origin())
     progress = execute(cases, store, device=study.device, executor=executor, told=told)
     return StudyResult(summarize([(case.key, case) for case in cases], store), left_out, progress)

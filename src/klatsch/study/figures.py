@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +85,12 @@ def error_against_rounds(rows: Sequence[Row], title: str, look: Look | None = No
             curve = row.curve
             label = f"{row.rule}, M = {row.nodes}" if shared else f"{row.rule}, lr {row.lr:g}"
             spread = (curve.mean(0), curve.min(0), curve.max(0))
-            line_of_seeds(axis, label, row.steps, spread, look(row) | {"marker": ""})
+            when = row.steps if row.epochs is None else [row.epochs * step / row.steps[-1] for step in row.steps]
+            line_of_seeds(axis, label, when, spread, look(row) | {"marker": ""})
             for k in range(len(row.steps) - 1, -1, -6):
-                mark(axis, row, row.steps[k], curve[:, k], f" after {row.steps[k]:,} rounds")
-        axis.set_xscale("log")
-        axis.set_xlabel("rounds t")
+                mark(axis, row, when[k], curve[:, k], f" after {row.steps[k]:,} rounds")
+        axis.set_xscale("log" if rows[0].epochs is None else "linear")
+        axis.set_xlabel("rounds t" if rows[0].epochs is None else "epochs")
         where = "" if shared else f"{panel[1]}, {panel[2]} machines"
         axis.set_title(", ".join(part for part in (where, panel[0] if several else "") if part), fontsize=10)
         if not shared:
@@ -166,7 +168,7 @@ def panels(count: int, wide: int, title: str, log: bool = True) -> tuple[Figure,
         axis.set_yscale("log" if log else "linear")
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=10)
     return figure, axes[:count]
 
 

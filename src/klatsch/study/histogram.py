@@ -18,14 +18,16 @@ def draw(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> Figur
     from matplotlib import figure as figures
 
     nodes = np.arange(len(counts))
-    figure = figures.Figure(figsize=(7.5, 1.6 + 0.26 * len(counts)), layout="constrained")
+    figure = figures.Figure(
+        figsize=(7.5, 1.6 + (0.26 if len(counts) <= 24 else 0.14) * len(counts)), layout="constrained"
+    )
     axis = figure.subplots()
     left = np.zeros(len(counts))
     for k, name in enumerate(classes):
         axis.barh(nodes, counts[:, k], left=left, height=0.85, color=colormaps["tab10"](k % 10), label=name)
         left = left + counts[:, k]
-    axis.set_yticks(nodes, [str(node) for node in nodes], fontsize=8)
-    axis.invert_yaxis()
+    axis.set_yticks(nodes, [str(node) for node in nodes], fontsize=8 if len(counts) <= 24 else 5)
+    axis.set_ylim(len(counts) - 0.5, -0.5)
     axis.set_xlim(0, float(left.max()))
     axis.set_xlabel("images")
     axis.set_ylabel("node")

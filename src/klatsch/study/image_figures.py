@@ -46,10 +46,10 @@ def accuracy_against_nodes(rows: Sequence[Row], title: str) -> Figure:
     look, nodes = _look(rows), sorted({row.nodes for row in rows})
     for axis, alpha in zip(axes, alphas, strict=True):
         mine = [row for row in rows if row.setting["alpha"] == alpha]
-        for rule, graph in distinct(mine, lambda row: (row.rule, row.topology)):
-            line = [row for row in mine if (row.rule, row.topology) == (rule, graph)]
+        for rule, graph in distinct(mine, lambda row: (name_of(row), row.topology)):
+            line = [row for row in mine if (name_of(row), row.topology) == (rule, graph)]
             spread = tuple([getattr(row, name) for row in line] for name in ("value", "low", "high"))
-            line_of_seeds(axis, f"{name_of(line[0])}, {graph}", [row.nodes for row in line], spread, look(line[0]))
+            line_of_seeds(axis, f"{rule}, {graph}", [row.nodes for row in line], spread, look(line[0]))
             for row in line:
                 mark(axis, row, row.nodes, row.final[:, row.best])
         axis.set_xscale("log", base=2)
@@ -63,7 +63,7 @@ def accuracy_against_nodes(rows: Sequence[Row], title: str) -> Figure:
 
 
 def _label(row: Row) -> str:
-    return f"{name_of(row)}, {row.topology}" + ("" if row.value else " (diverged)")
+    return f"{name_of(row)}, {row.topology}" + (" (diverged)" if row.diverged else "")
 
 
 def _limits(curves: Sequence[Any]) -> tuple[float, float]:

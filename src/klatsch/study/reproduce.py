@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from klatsch import problems
@@ -12,7 +13,7 @@ from klatsch.study.cases import Case, LeftOut, expand
 from klatsch.study.claims import Verdict
 from klatsch.study.pages import Page, edge_note, table_of
 from klatsch.study.paper import FIGURE_OF, IMAGE_TARGETS
-from klatsch.study.spec import Study
+from klatsch.study.spec import Study, counted
 from klatsch.study.store import Remembered, Store
 from klatsch.study.summary import Row, summarize
 
@@ -31,9 +32,9 @@ IMAGE_TITLES = {
 IMAGE_NOTES = (
     "Where the paper is silent: 32 images per node and round, every node goes through its own images in a new order in "
     "every epoch, constant learning rate, LeNet with GroupNorm after each convolution, all nodes start equal.",
-    "D2 needs one symmetric matrix with eigenvalues above -1/3: on the even ring it mixes with (I + P) / 2; on the "
-    "Base-2 graph, which changes from round to round, it is not defined and run as it is. An accuracy of 0 means that "
-    "a run diverged.",
+    "D2 needs one symmetric matrix with eigenvalues above -1/3: where the ring does not have that it mixes with "
+    "(I + P) / 2; on the Base-2 graph, which changes from round to round, it is not defined and run as it is. An "
+    "accuracy of 0 means that a run diverged.",
 )
 BANDS = "bands reach from the smallest to the largest seed."
 NOISE = f"sigma is noise, zeta is heterogeneity; {BANDS}"
@@ -48,6 +49,8 @@ def page_of(remembered: Remembered, store: Store, expanded: tuple[list[Case], li
     if not rows:
         return Page(study.name, _title(remembered), facts, (), (), (), command=remembered.origin.command)
     drawn, said = _drawn(remembered, rows)
+    if not {case.key for case in cases} <= store.done():
+        said = [replace(v, holds=None, figures=("not all of its runs are finished", *v.figures)) for v in said]
     header, table = table_of(rows)
     reasons = dict.fromkeys(item.reason for item in left_out)
     return Page(
@@ -119,7 +122,7 @@ def _facts(study: Study) -> tuple[str, ...]:
     best = f"largest mean final {headline.metric}" if headline.largest else "smallest mean final error"
     shown = f"{headline.text[:1].upper()}{headline.text[1:]}" if headline.largest else f"Error: {headline.text}"
     return (
-        f"{study.problem.name}, {study.length}, {_seeds(study)}, {study.dtype}. Learning rates "
+        f"{study.problem.name}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.dtype}. Learning rates "
         f"{rates}. The one with the {best} over the seeds is chosen for each rule, graph, size and setting.",
         f"{shown}; {NOISE if study.problem.name == 'least-squares' else BANDS}",
     )
@@ -142,9 +145,5 @@ def clock(moment: str) -> str:
     return f"{moment[:16].replace('T', ' ')} UTC"
 
 
-def _seeds(study: Study) -> str:
-    return "1 seed" if len(study.seeds) == 1 else f"{len(study.seeds)} seeds"
-
-
 def _subtitle(study: Study) -> str:
-    return f"{study.problem.name}, {study.length}, {_seeds(study)}, {study.choice}"
+    return f"{study.problem.name}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.choice}"

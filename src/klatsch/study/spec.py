@@ -108,7 +108,7 @@ class ProblemEntry(Entry):
         check_options(self.name, self.model_extra or {}, known)
         for chosen in self.combinations():
             try:
-                problems.make(self.name, 2, **chosen)
+                problems.check(self.name, 2, **chosen)
             except (MemoryError, RuntimeError) as error:
                 raise ValueError(f"{self.name} with {chosen} cannot be built ({str(error).splitlines()[0]})") from None
         return self
@@ -189,22 +189,15 @@ class Study(BaseModel):
         return self
 
     def rounds(self, nodes: int, setting: Options) -> int:
-        """Rounds of a run with so many machines.
-
-        Raises:
-            ValueError: a batch is larger than a machine's share of the data.
-        """
+        """Rounds of a run with so many machines; 0 where each has less than a batch of the data."""
         if self.steps is not None:
             return self.steps
-        rounds = problems.rounds_per_epoch(self.problem.name, nodes, **setting)
-        if not rounds:
-            raise ValueError(f"{nodes} nodes: a batch is larger than a node's share of the data; give fewer nodes")
-        return rounds * (self.epochs or 0)
+        return (problems.rounds_per_epoch(self.problem.name, nodes, **setting) or 0) * (self.epochs or 0)
 
     @property
     def length(self) -> str:
         """How long its runs are, in words."""
-        return f"{self.steps:,} rounds" if self.steps is not None else f"{self.epochs:,} epochs"
+        return counted(self.steps, "round") if self.steps is not None else counted(self.epochs or 0, "epoch")
 
     @property
     def grids(self) -> list[tuple[str, tuple[float, ...]]]:
@@ -219,6 +212,11 @@ class Study(BaseModel):
             return "best learning rate of each rule's grid"
         (grid,) = grids
         return f"best of {len(grid)} learning rates" if len(grid) > 1 else f"learning rate {grid[0]:g}"
+
+
+def counted(number: int, word: str) -> str:
+    """A number of things in words."""
+    return f"1 {word}" if number == 1 else f"{number:,} {word}s"
 
 
 def combinations(options: Mapping[str, Any]) -> list[Options]:

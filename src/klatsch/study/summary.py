@@ -83,7 +83,12 @@ class Row:
     @property
     def at_edge(self) -> bool:
         """Whether the learning rate chosen is the smallest or largest tried, so that a better one may lie beyond."""
-        return len(self.lrs) > 1 and self.lr in (min(self.lrs), max(self.lrs))
+        return len(self.lrs) > 1 and not self.diverged and self.lr in (min(self.lrs), max(self.lrs))
+
+    @property
+    def diverged(self) -> bool:
+        """Whether every learning rate diverged."""
+        return self.value == 0.0 if self.largest else not np.isfinite(self.value)
 
 
 def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None = None) -> list[Row]:
