@@ -24,7 +24,7 @@ def draw(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> Figur
     axis = figure.subplots()
     left = np.zeros(len(counts))
     for k, name in enumerate(classes):
-        axis.barh(nodes, counts[:, k], left=left, height=0.85, color=colormaps["tab10"](k % 10), label=name)
+        axis.barh(nodes, counts[:, k], left=left, height=0.72, color=colormaps["tab10"](k % 10), label=name)
         left = left + counts[:, k]
     axis.set_yticks(nodes, [str(node) for node in nodes], fontsize=8 if len(counts) <= 24 else 5)
     axis.set_ylim(len(counts) - 0.5, -0.5)
