@@ -313,6 +313,7 @@ def test_it_learns_and_what_diverges_has_accuracy_0():
     assert torch.isinf(result.metrics["train_loss"][1, 1])
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # which torch.compile itself makes use of
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_networks_in_one_stack_are_the_same_networks(device):
     """Several sizes, graphs, alphas and seeds side by side come to what each of them comes to by itself."""
@@ -325,7 +326,8 @@ def test_networks_in_one_stack_are_the_same_networks(device):
     rule = klatsch.algorithms.make("dsgd", lr=[0.01, 0.1], momentum=0.9)
     choices = {"record": [5, 40], "dtype": torch.float32, "device": device}
     together = simulate_together(problems, rule, graphs, 40, **choices)
-    for problem, graph, found in zip(problems, graphs, together, strict=True):
+    each = list(zip(problems, graphs, together, strict=True))
+    for problem, graph, found in each if device == "cpu" else each[:1]:  # every other size is compiled for a minute
         alone = klatsch.simulate(problem, rule, graph, 40, **choices)
         torch.testing.assert_close(found.output, alone.output, rtol=2e-3, atol=2e-4)
         torch.testing.assert_close(found.metrics["train_loss"], alone.metrics["train_loss"], rtol=1e-3, atol=1e-4)

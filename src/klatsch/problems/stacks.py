@@ -6,6 +6,7 @@ Any other module runs through torch.func, which is slower but needs to know noth
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,8 @@ class Stacked:
         # By architecture: networks that differ in data and start share what is compiled.
         key = (name, architecture(self.module), self.shift, self.factor)
         if key not in _compiled:
+            # It advises TensorFloat32, but full float32 is meant; and tells of what it could not do even faster.
+            warnings.filterwarnings("ignore", module=r"torch\._inductor")
             _compiled[key] = torch.compile(getattr(self, name), dynamic=False)
         return _compiled[key]
 
