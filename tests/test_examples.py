@@ -62,5 +62,5 @@ def test_lenet_without_data(tmp_path):
         [sys.executable, EXAMPLES / "lenet.py", "--data", tmp_path], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 2
-    assert f"--data = {tmp_path} has no train-images-idx3-ubyte.gz; give the folder" in done.stderr
+    assert f"--data = {tmp_path} has no train-images-idx3-ubyte.gz; put its four files into" in done.stderr
     assert "Traceback" not in done.stderr

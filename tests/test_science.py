@@ -77,7 +77,7 @@ def test_on_the_ring_of_25_dat_beats_dsgd_a_hundredfold_and_what_lies_beyond_is_
             "record": 2,
         }
     )
-    error = {row.rule: row.error for row in run_study(study, executor=workers.threads).rows}
+    error = {row.rule: row.value for row in run_study(study, executor=workers.threads).rows}
     assert error["dsgd"] >= 100 * error["dat"]
     assert error["dat-gt"] <= error["dat"]
     assert error["dat-d2"] <= error["dat"]
