@@ -164,6 +164,16 @@ def test_stacked_equals_separate_for_every_layer(kind, way):
         torch.testing.assert_close(slope[s], torch.cat([g.flatten() for g in expected]), rtol=1e-9, atol=1e-9)
 
 
+def test_the_way_of_a_gpu_is_one_graph_for_the_compiler():
+    """Strips of several widths in a LeNet; a break in the graph would cost as many launches as it should save."""
+    stacked = Stacked(lenet())
+    x = stacked.start() + 0.1 * torch.randn(2, stacked.dim)
+    images = torch.randn(2, 3, 1, 28, 28)
+    values = dict(zip(stacked.shapes, torch.split(x, stacked.sizes, dim=1), strict=True))
+    found = torch.compile(rows, backend="eager", fullgraph=True)(stacked.layers, values, images)
+    torch.testing.assert_close(found, stacked(x, images), rtol=1e-4, atol=1e-5)
+
+
 def test_known_layers_do_not_go_through_torch_func():
     assert Stacked(lenet()).layers is not None
     assert Stacked(KINDS["chain in a chain"]()).layers is not None

@@ -15,7 +15,7 @@ from klatsch.engine.run import Run, Snapshot
 from klatsch.engine.sealed import REMEDY, CheckpointError
 
 FORMAT = "klatsch simulation 1"
-LARGEST_SHARE = 0.05  # of the time that may go into saving, where states are large
+LARGEST_SHARE = 0.03  # of the time that may go into saving, where states are large
 
 
 class Saver:

@@ -21,7 +21,8 @@ from klatsch.problems.networks import architecture, lenet, made
 from klatsch.problems.partition import dirichlet
 from klatsch.problems.stacks import Stacked
 
-MODELS_AT_ONCE = {"cpu": 64, "cuda": 288}  # beyond these, more models in one stack are not faster any more
+MODELS_AT_ONCE = {"cpu": 64, "cuda": 288}  # that train: beyond these, more in one stack are not faster any more
+EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 9}  # that are evaluated, always as many on a GPU: each size is compiled
 IMAGES_AT_ONCE = 2_000  # that each of them evaluates
 LOSS_SAMPLES = 2_000  # of the training images, on which the training loss is measured
 
@@ -139,12 +140,13 @@ class ImageClassification:
     def metrics(self, x: Tensor) -> dict[str, Tensor]:
         """Test accuracy as mean, smallest and largest over nodes and of the averaged model; training loss, mean."""
         M, C, d = x.shape
-        right = self._right(x.reshape(-1, d)).view(M, C)
+        right = self._right(torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d)).view(M + 1, C)
+        of_nodes, of_mean = right[:M], right[M]
         return {
-            "accuracy": right.mean(0),
-            "accuracy_min": right.amin(0),
-            "accuracy_max": right.amax(0),
-            "accuracy_of_mean": self._right(x.mean(0)),
+            "accuracy": of_nodes.mean(0),
+            "accuracy_min": of_nodes.amin(0),
+            "accuracy_max": of_nodes.amax(0),
+            "accuracy_of_mean": of_mean,
             "train_loss": self._training_loss(x.reshape(-1, d)).view(M, C).mean(0),
         }
 
@@ -174,10 +176,9 @@ class ImageClassification:
         return own[torch.arange(count) * len(own) // count].to(self._data.images.device)
 
     def _parts(self, count: int, models: int) -> list[tuple[slice, slice]]:
-        """Models and images in portions, of equal size where that is possible: each size is compiled by itself."""
-        most = MODELS_AT_ONCE[self._data.images.device.type]
+        """Models and images in portions; of the images in equal ones where that is possible."""
+        some = EVALUATED_AT_ONCE[self._data.images.device.type]
         size = equal_parts(count, IMAGES_AT_ONCE)
-        some = equal_parts(models, most)
         return [
             (slice(s, min(s + some, models)), slice(k, min(k + size, count)))
             for s in range(0, models, some)
@@ -198,8 +199,11 @@ class ImageClassification:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _logits(self, models: Tensor, images: Tensor) -> Tensor:
+        count = len(models)
+        if models.is_cuda:  # filled up to the size that is compiled
+            models = torch.cat([models, models[:1].expand(EVALUATED_AT_ONCE["cuda"] - count, -1)])
         with convolutions.torchs_own():
-            return self._stacked.fast("logits", models.device)(models, images)
+            return self._stacked.fast("logits", models.device)(models, images)[:count]
 
     def _check_model(self) -> None:
         sample = self._data.images[:2]

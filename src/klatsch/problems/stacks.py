@@ -152,9 +152,9 @@ def grouped(layers: Layers, values: Values, images: Tensor) -> Tensor:
 def rows(layers: Layers, values: Values, images: Tensor) -> Tensor:
     """All models at once on a GPU: activations are (S, B, height, channels, width).
 
-    Grouped convolutions are slow there. A row of the result depends on a few rows of the image, which lie side by side
-    in memory, so a convolution is one product with a banded matrix: more arithmetic, but large and regular. All that
-    is between two products can be compiled into few launches.
+    Grouped convolutions are slow there. Some columns of a row of the result depend on a small window of the image, so a
+    convolution is one product with a banded matrix, the same for all windows: more arithmetic, but large and regular.
+    All that is between two products can be compiled into few launches.
     """
     S, B = images.shape[:2]
     v = images.transpose(2, 3)
@@ -183,26 +183,45 @@ def _convolution(v: Tensor, layer: nn.Conv2d, weight: Tensor | None, bias: Tenso
         v = functional.pad(v, (layer.padding[1], layer.padding[1], 0, 0, layer.padding[0], layer.padding[0]))
     S, B, _, channels, wide = v.shape
     (high, across), (down, right), outputs = layer.kernel_size, layer.stride, layer.out_channels
-    columns = (wide - across) // right + 1
-    seen = v.flatten(3).unfold(2, high, down).transpose(-1, -2)  # (S, B, rows, high, channels wide)
-    kernels = weight.view(S, outputs, channels, high, 1, across).expand(-1, -1, -1, -1, columns, -1)
-    # Row j of the band begins at column j right: rows that are longer by `right` are cut into rows of the right length.
-    band = functional.pad(kernels, (0, wide + right - across)).flatten(4)[..., : columns * wide]
-    band = band.view(S, outputs, channels, high, columns, wide).permute(0, 3, 2, 5, 1, 4)
-    band = band.reshape(S, high * channels * wide, outputs * columns)
-    flat = seen.reshape(S, -1, high * channels * wide)
-    out = (flat @ band).view(S, B, -1, outputs, columns)
+    strip = _strip((wide - across) // right + 1)  # columns of the result that are computed from one window
+    window = (strip - 1) * right + across
+    seen = v.unfold(2, high, down).unfold(4, window, strip * right)  # (S, B, rows, channels, strips, high, window)
+    strips = seen.shape[4]
+    flat = seen.permute(0, 1, 2, 4, 5, 3, 6).reshape(S, -1, high * channels * window)
+    band = (weight.reshape(-1, across) @ _shifts(strip, window, across, right, v)).view(
+        S, outputs, channels, high, strip, window
+    )
+    band = band.permute(0, 3, 2, 5, 1, 4).reshape(S, high * channels * window, outputs * strip)
+    out = (flat @ band).view(S, B, -1, strips, outputs, strip).transpose(3, 4).flatten(4)
     return out if bias is None else out + bias.view(S, 1, 1, outputs, 1)  # which is compiled into what follows
 
 
+def _strip(columns: int) -> int:
+    """How many columns to compute at once: in narrow strips less of the band is zero, in wide ones less is copied."""
+    for size in (8, 7, 6, 5, 4, 3):
+        if columns % size == 0 and size < columns:
+            return size
+    return columns
+
+
+def _shifts(strip: int, window: int, across: int, right: int, like: Tensor) -> Tensor:
+    """Where the kernel lies for each column of a strip: (across, strip window), ones and zeros.
+
+    A product with it lays the kernel into the band. The same by padding and cutting takes the compiler a minute.
+    """
+    columns = torch.arange(strip, device=like.device)[:, None] * right
+    places = columns + torch.arange(across, device=like.device)[:, None, None]
+    return (places == torch.arange(window, device=like.device)).to(like.dtype).view(across, -1)
+
+
 def _group_norm(v: Tensor, layer: nn.GroupNorm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    S, B, high, channels, _ = v.shape
-    parts = v.reshape(S, B, high, layer.num_groups, -1)
-    apart = parts - parts.mean((2, 4), keepdim=True)
-    v = (apart * torch.rsqrt(apart.square().mean((2, 4), keepdim=True) + layer.eps)).view(v.shape)
+    # Axes are split, never joined: the compiler takes long to see through that.
+    parts = v.reshape(*v.shape[:3], layer.num_groups, -1, v.shape[4])
+    apart = parts - parts.mean((2, 4, 5), keepdim=True)
+    v = (apart * torch.rsqrt(apart.square().mean((2, 4, 5), keepdim=True) + layer.eps)).flatten(3, 4)
     if weight is None or bias is None:
         return v
-    return v * weight.view(S, 1, 1, channels, 1) + bias.view(S, 1, 1, channels, 1)
+    return v * weight[:, None, None, :, None] + bias[:, None, None, :, None]
 
 
 def _pool(v: Tensor, layer: Any) -> Tensor:
