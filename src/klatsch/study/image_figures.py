@@ -32,7 +32,7 @@ def accuracy_against_epochs(rows: Sequence[Row], title: str) -> Figure:
                 mark(axis, row, epochs[k], curve[:, k], f" after {epochs[k]:.3g} epochs")
         axis.set_title(f"{nodes} machines, alpha = {alpha:g}", fontsize=10)
         axis.set_xlabel("epochs")
-    axes[0].set_ylim(*_limits([row.curve.mean(0) for row in rows]))  # which all panels share
+    axes[0].set_ylim(*_limits([values for row in rows for values in row.curve]))  # which all panels share
     for axis in axes[:: len(alphas)]:
         axis.set_ylabel("test accuracy, mean over nodes")
     legend(figure, axes)
@@ -56,7 +56,7 @@ def accuracy_against_nodes(rows: Sequence[Row], title: str) -> Figure:
         axis.set_xticks(nodes, [str(n) for n in nodes])
         axis.set_xlabel("machines M")
         axis.set_title(f"alpha = {alpha:g}", fontsize=10)
-    axes[0].set_ylim(*_limits([[row.value] for row in rows]))
+    axes[0].set_ylim(*_limits([[row.low, row.high] for row in rows]))
     axes[0].set_ylabel("final test accuracy, mean over nodes")
     legend(figure, axes)
     return figure
