@@ -1,6 +1,6 @@
 """klatsch: train models over a network of machines that talk only to their neighbours."""
 
-from klatsch import algorithms, averaging, optim, problems, theory, topology
+from klatsch import algorithms, averaging, optim, planning, problems, theory, topology
 from klatsch.engine import Result, simulate
 from klatsch.optim import Checkpointer, Gossip, LinkError, average_
 from klatsch.topology import Topology
@@ -19,6 +19,7 @@ __all__ = [
     "average_",
     "averaging",
     "optim",
+    "planning",
     "problems",
     "simulate",
     "theory",

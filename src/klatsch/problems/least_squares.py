@@ -139,6 +139,10 @@ class LeastSquares:
         g = torch.baddbmm(self._offset, x, self._quadratic.H)  # few operations: on a GPU each one is a launch
         return g if drawn is None else g.addcmul_(self._quadratic.noise[:, None], drawn[:, None, :])
 
+    def exact(self, x: Tensor) -> Tensor:
+        """The gradients at x, (M, C, d), without noise."""
+        return self.gradient(x, None)
+
     def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
         """Stochastic gradients of round t at x, (m, C, d), for these m nodes (all by default).
 

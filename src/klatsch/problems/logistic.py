@@ -157,6 +157,10 @@ class LogisticRegression:
         """The gradients at x, (M, C, d), on all samples where nothing is drawn."""
         return self._slope(x, self._signed if drawn is None else _picked(self._signed, drawn))
 
+    def exact(self, x: Tensor) -> Tensor:
+        """The gradients at x, (M, C, d), of all samples."""
+        return self.gradient(x, None)
+
     def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
         """Stochastic gradients of round t at x, (m, C, d), (m, d) or, for a single node, (d,)."""
         asked = core.chosen(nodes, self.nodes)

@@ -1,0 +1,73 @@
+"""The planner's cost model against the step times that benchmarks/ranks.py measured, side by side.
+
+Run: .venv/bin/python benchmarks/costs.py            (the table in benchmarks/README.md)
+     .venv/bin/python benchmarks/costs.py rows.txt   (what ranks.py printed just now)
+
+The local step is taken as the time of a gradient. All ranks share one machine of two cores, so a message takes some two
+milliseconds to be noticed, and handling a byte takes longer with more ranks per core; loopback moves about 1 GB/s.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from klatsch.planning import RULES, Network
+
+CORES = 2
+LATENCY, HANDLING = 2e-3, 1e-9  # seconds; seconds per byte and rank of a core
+BANDWIDTH = {"loopback": 1e9, "1gbit": 0.94e9 / 8, "200mbit": 0.94 * 2e8 / 8}  # bytes per second
+METHODS = ("dsgd", "dat", "dat (cta)", "all-reduce")
+ROW = re.compile(r"(\w+)\s+(\d+)\s+(\w+)\s+([\d,]+) \|" + r"\s+([\d.]+)" * 5 + r" \|")
+
+
+class Row(NamedTuple):
+    network: str
+    ranks: int
+    model: str
+    params: int
+    step: float  # seconds of local SGD
+    measured: list[float]  # seconds of METHODS
+
+
+def rows(text: str) -> list[Row]:
+    """The rows of a table of ranks.py."""
+    found = []
+    for match in map(ROW.match, text.splitlines()):
+        if match and match[1] in BANDWIDTH:
+            step, *times = (float(number) for number in match.groups()[4:])
+            params = int(match[4].replace(",", ""))
+            measured = [step / 1e3 * ratio for ratio in times]
+            found.append(Row(match[1], int(match[2]), match[3], params, step / 1e3, measured))
+    return found
+
+
+def predictions(row: Row) -> list[float]:
+    """Seconds per step of METHODS."""
+    shared = max(1.0, row.ranks / CORES)
+    network = Network(BANDWIDTH[row.network], LATENCY, row.step, HANDLING * shared)
+    size, degree = 4.0 * row.params, min(row.ranks - 1, 2)
+    gossip = [network.gossip_seconds(size, degree, RULES[m].eager, RULES[m].late) for m in METHODS[:-1]]
+    return [float(seconds) for seconds in (*gossip, network.all_reduce_seconds(size, row.ranks))]
+
+
+def main() -> None:
+    table = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("README.md")
+    print("milliseconds per step, measured / predicted (their ratio; * more than 30 % off)\n")
+    print(f"{'network':9} ranks {'model':6} | " + " | ".join(f"{method:^26}" for method in METHODS))
+    good = total = 0
+    for row in rows(table.read_text()):
+        cells = []
+        for seconds, guess in zip(row.measured, predictions(row), strict=True):
+            ratio = guess / seconds
+            within = 1 / 1.3 <= ratio <= 1.3
+            good, total = good + within, total + 1
+            cells.append(f"{seconds * 1e3:8.1f} /{guess * 1e3:8.1f} ({ratio:.2f}{' ' if within else '*'})")
+        print(f"{row.network:9} {row.ranks:5} {row.model:6} | " + " | ".join(cells))
+    print(f"\nwithin 30 %: {good} of {total}")
+
+
+if __name__ == "__main__":
+    main()

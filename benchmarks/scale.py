@@ -1,0 +1,82 @@
+"""Ten thousand nodes in simulation, and a million on paper.
+
+Run: .venv/bin/python benchmarks/scale.py [--nodes 10000] [--rounds 300]
+
+Least squares (d = 50, float32) with DAT on ring, torus, 1-peer exponential and Base-2 graphs: seconds and memory per
+round, each graph in a process of its own so that the memory is its own. Then the planner on the same graphs up to a
+million nodes: the spectral gap, and how many machines pay for N samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import resource
+import time
+
+import torch
+
+from klatsch import algorithms, problems, simulate, topology
+from klatsch.planning import Task, network, plan
+from klatsch.theory import Constants
+
+GRAPHS = ("ring", "torus", "one_peer_exponential", "base_graph")
+
+
+def run(name: str, nodes: int, rounds: int, out: mp.Queue) -> None:  # type: ignore[type-arg]
+    began = time.perf_counter()
+    problem = problems.LeastSquares(nodes, noise=1.0)
+    graph = topology.make(name, nodes)
+    built = time.perf_counter() - began
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    rule = algorithms.make("dat", lr=1e-3)
+    found = simulate(problem, rule, graph, rounds, record=[rounds], dtype=torch.float32, progress=False)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    out.put((built, found.seconds / rounds, before, peak, float(found.metrics["distance"][-1, 0]), found.engine))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=300)
+    given = parser.parse_args()
+    print(
+        f"least squares, d = 50, {given.nodes:,} nodes, {given.rounds} rounds of DAT, float32, {torch.get_num_threads()} cores"
+    )
+    print(
+        f"{'graph':22} {'set up, s':>10} {'ms/round':>9} {'ns/node':>8} {'problem, MiB':>13} {'peak, MiB':>10}  error  engine"
+    )
+    context = mp.get_context("spawn")
+    for name in GRAPHS:
+        out = context.Queue()
+        process = context.Process(target=run, args=(name, given.nodes, given.rounds, out))
+        process.start()
+        built, each, before, peak, error, engine = out.get()
+        process.join()
+        print(
+            f"{name:22} {built:10.1f} {each * 1e3:9.1f} {each / given.nodes * 1e9:8.0f} {before:13,.0f} {peak:10,.0f}  "
+            f"{error:.1e}  {engine}",
+            flush=True,
+        )
+
+    print(
+        "\nthe planner up to 1,000,000 machines: DAT, largest M that keeps the statistical rate, 100 GbE, 1M parameters"
+    )
+    print(
+        f"{'graph':22} {'rho(10,000)':>12} {'rho(10^6)':>12}"
+        + "".join(f"{f'N = 1e{k}':>12}" for k in (6, 8, 10, 12, 14))
+    )
+    constants = Constants(L=1.0, D1=1.0, sigma=1.0, zeta=1.0)
+    for name in GRAPHS:
+        began = time.perf_counter()
+        largest = []
+        for power in (6, 8, 10, 12, 14):
+            task = Task(constants, 1_000_000, network("100gbe", 0.1), samples=10.0**power, machines=1_000_000)
+            largest.append(plan(task, rules=["dat"], families=[name]).lines[0].largest)
+        gaps = [topology.spectral_gap(name, n) for n in (10_000, 1_000_000)]
+        took = time.perf_counter() - began
+        print(f"{name:22} {gaps[0]:12.3g} {gaps[1]:12.3g}" + "".join(f"{M:12,}" for M in largest) + f"   {took:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""`klatsch plan`: how many machines pay, on which graph, with which rule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from klatsch import pictures, planning
+from klatsch import topology as topologies
+from klatsch.cli import terminal
+from klatsch.cli.app import app
+from klatsch.cli.terminal import number, option, print_json
+from klatsch.cli.terminal import words as listed
+from klatsch.planning import figures, sources, words
+from klatsch.planning.network import NETWORKS
+from klatsch.planning.plan import Line, Plan, Task
+from klatsch.planning.verify import Verification, verify
+from klatsch.theory import Constants
+
+GRADIENT, PARAMS = 0.1, 1_000_000  # where nothing is said of them
+
+
+@app.command(help="Say how many machines pay, on which graph and with which rule, before they stop helping.")
+def plan(
+    probe: Annotated[Path | None, typer.Argument(help="JSON of klatsch probe, for the constants.")] = None,
+    samples: Annotated[float | None, option("Gradients to take in all, N = M T.", parser=number)] = None,
+    target: Annotated[float | None, option("Error f(x) - f* to reach.", parser=number)] = None,
+    sigma: Annotated[float | None, option("Noise of a gradient.", parser=number)] = None,
+    zeta: Annotated[float | None, option("Heterogeneity of the nodes' gradients.", parser=number)] = None,
+    L: Annotated[float | None, option("Smoothness.", "--L", parser=number)] = None,
+    D1: Annotated[float | None, option("Distance from the start to the optimum.", "--D1", parser=number)] = None,
+    params: Annotated[int | None, option(f"Parameters of the model ({PARAMS:,}).")] = None,
+    network: Annotated[str, typer.Option(help=f"One of {', '.join(NETWORKS)}.", metavar="NAME")] = "10gbe",
+    bandwidth: Annotated[float | None, option("Bytes per second of a machine's link.", parser=number)] = None,
+    latency: Annotated[float | None, option("Seconds until a message arrives.", parser=number)] = None,
+    gradient: Annotated[float | None, option(f"Seconds of one gradient ({GRADIENT}).", parser=number)] = None,
+    machines: Annotated[int, option("Most machines to think of.", "-n", "--machines")] = 1024,
+    rules: Annotated[str | None, typer.Option(help="Some of the rules, as dat,dsgd.", metavar="LIST")] = None,
+    families: Annotated[str | None, typer.Option("--topologies", help="Some of the graphs.", metavar="LIST")] = None,
+    uncalibrated: Annotated[bool, typer.Option("--uncalibrated", help="All constants of the rates 1.")] = False,
+    check: Annotated[bool, typer.Option("--verify", help="Simulate the recommendation and its neighbours.")] = False,
+    draw: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.png, .svg or .pdf.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Plan."""
+    if draw is not None:
+        pictures.check_path(draw)
+    measured = None if probe is None else sources.read_probe(probe)
+    task = Task(
+        _constants(measured[0] if measured else None, sigma=sigma, zeta=zeta, L=L, D1=D1),
+        params if params is not None else measured[1] if measured else PARAMS,
+        planning.network(
+            network,
+            gradient if gradient is not None else measured[2] if measured else GRADIENT,
+            bandwidth=bandwidth,
+            latency=latency,
+        ),
+        samples,
+        target,
+        machines,
+        planning.UNCALIBRATED if uncalibrated else None,
+    )
+    found = planning.plan(task, rules=_some(rules), families=_some(families))
+    checked = verify(found) if check else None
+    if draw is not None:
+        pictures.save(figures.curves(found), draw, dpi=120)
+    if as_json:
+        print_json(_plain(found, checked))
+        return
+    _print(found)
+    if checked is not None:
+        _print_check(checked)
+    if draw is not None:
+        print(f"drawn to {draw}")
+
+
+def _some(text: str | None) -> list[str] | None:
+    return None if text is None else listed(text)
+
+
+def _constants(measured: Constants | None, **given: float | None) -> Constants:
+    known = {} if measured is None else asdict(measured)
+    known |= {name: value for name, value in given.items() if value is not None}
+    if missing := [name for name in ("sigma", "zeta", "L", "D1") if name not in known]:
+        raise ValueError(
+            f"{', '.join(missing)} missing; measure them with klatsch probe PROBLEM -o probe.json and give that file, "
+            f"or give {' '.join(f'--{name} X' for name in missing)}"
+        )
+    return Constants(**known)
+
+
+# --- output -------------------------------------------------------------------------------------------------------
+
+
+def _print(found: Plan) -> None:
+    task, c = found.task, found.task.constants
+    console = terminal.console()
+    budget = f"{task.samples:,.4g} samples" if task.samples else "any number of samples"
+    title = f"error {task.goal:.3g} with {budget}, {task.params:,} parameters, {task.network.name}"
+    order = {name: k for k, name in enumerate(topologies.TOPOLOGIES)}
+    lines = sorted(found.lines, key=lambda line: order.get(line.topology, len(order)))
+    columns = {
+        "topology": lambda line: line.topology or "all-reduce",
+        "rule": lambda line: line.rule if line.topology else "minibatch",
+        "largest M": lambda line: f"{line.largest:,}{'+' if line.largest >= line.choices[-1].machines > 1 else ''}",
+        "best M": lambda line: f"{line.best.machines:,}" if _reached(line) else "-",
+        "rounds": lambda line: f"{line.best.rounds:,.0f}" if _reached(line) else "never",
+        "per round": lambda line: words.duration(line.best.seconds_per_round) if _reached(line) else "-",
+        "time": lambda line: words.duration(line.best.seconds) if _reached(line) else "-",
+        "sent per node": lambda line: words.size(line.best.bytes_per_node) if _reached(line) else "-",
+    }
+    terminal.print_table(
+        console, title, columns, lines, ["sent per node", "per round"], section=lambda line: line.topology
+    )
+    for note in (
+        f"sigma {c.sigma:.4g}, zeta {c.zeta:.4g}, L {c.L:.4g}, D1 {c.D1:.4g}; bandwidth "
+        f"{words.size(task.network.bandwidth)}/s, latency {words.duration(task.network.latency)}, gradient "
+        f"{words.duration(task.network.gradient)}; up to {task.machines:,} machines",
+        "largest M: up to where noise is the larger half of the error; best M: the fastest, or fewer within 5 %",
+        *(
+            f"left out, since {why}: {', '.join(what for what, other in found.left_out.items() if other == why)}"
+            for why in dict.fromkeys(found.left_out.values())
+        ),
+    ):
+        console.print(note, style="dim", markup=False, highlight=False)
+    console.print(f"recommended: {words.recommendation(found)}", style="bold", markup=False, highlight=False)
+    for reason in words.reasons(found):
+        console.print(f"  - {reason}", markup=False, highlight=False)
+
+
+def _reached(line: Line) -> bool:
+    return math.isfinite(line.best.seconds)
+
+
+def _print_check(checked: Verification) -> None:
+    console = terminal.console()
+    columns = {
+        "machines": lambda trial: f"{trial.machines:,}",
+        "rounds": lambda trial: f"{trial.rounds:,}",
+        "predicted error": lambda trial: f"{trial.predicted:.3g}",
+        "simulated error": lambda trial: f"{trial.simulated:.3g}",
+        "lr": lambda trial: f"{trial.lr:.3g}",
+    }
+    title = f"{checked.title}, simulated for equal time"
+    terminal.print_table(console, title, columns, checked.trials, [])
+    if checked.shortened:
+        console.print("with fewer rounds than planned, so that it does not take long", style="dim")
+    console.print("the predicted order holds" if checked.held else "the predicted order does not hold", style="bold")
+
+
+def _plain(found: Plan, checked: Verification | None) -> dict[str, Any]:
+    """A plan as plain data; what is never reached is null."""
+
+    def choice(one: planning.Choice) -> dict[str, Any]:
+        return {name: value if _finite(value) else None for name, value in asdict(one).items()}
+
+    task = found.task
+    return {
+        "constants": asdict(task.constants),
+        "network": asdict(task.network),
+        "params": task.params,
+        "samples": task.samples,
+        "goal": task.goal,
+        "recommended": choice(found.best) | {"text": words.recommendation(found), "reasons": words.reasons(found)},
+        "one_machine": choice(found.alone),
+        "lines": [
+            {"rule": line.rule, "topology": line.topology, "largest": line.largest, "best": choice(line.best)}
+            for line in found.lines
+        ],
+        "left_out": dict(found.left_out),
+        "verified": None if checked is None else asdict(checked) | {"held": checked.held},
+    }
+
+
+def _finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

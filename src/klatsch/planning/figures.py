@@ -1,0 +1,71 @@
+"""A plan as a picture: error and time against the number of machines, with the point to take."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from klatsch.planning.plan import Line, Plan
+from klatsch.planning.words import recommendation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which most colour-blind people can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+MOST_LINES = 8
+
+
+def curves(plan: Plan, topology: str | None = None) -> Figure:
+    """The rules on one family of graphs, and the all-reduce: predicted error, and time to the goal, against M.
+
+    Args:
+        plan: what was predicted.
+        topology: the family; the recommended one by default.
+    """
+    from matplotlib.figure import Figure
+
+    shown = _lines(plan, topology)
+    task, best = plan.task, plan.best
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for line, colour in zip(shown, COLOURS, strict=False):
+        label = f"{line.rule}, {line.topology}" if line.topology else line.rule
+        dashes = "--" if not line.topology else ":" if line.rule.endswith("(cta)") else "-"  # curves may coincide
+        style = {"color": colour, "linewidth": 1.8, "linestyle": dashes, "label": label}
+        machines = [choice.machines for choice in line.choices]
+        values = [choice.error if task.samples else choice.rounds for choice in line.choices]
+        left.plot(machines, [v if math.isfinite(v) else math.nan for v in values], **style)
+        seconds = [choice.seconds if math.isfinite(choice.seconds) else math.nan for choice in line.choices]
+        right.plot(machines, seconds, **style)
+    mark = {"color": "#000000", "marker": "*", "markersize": 14, "linestyle": "none", "zorder": 5}
+    left.plot([best.machines], [best.error if task.samples else best.rounds], **mark)
+    right.plot([best.machines], [best.seconds], label="recommended", **mark)
+    right.axhline(plan.alone.seconds, color="#999999", linestyle=":", linewidth=1.2, label="one machine")
+    if task.samples:
+        left.axhline(task.goal, color="#999999", linestyle="--", linewidth=1.2)
+        left.annotate("goal", (1, task.goal), fontsize=8, color="#666666", va="bottom")
+    left.set_ylabel(
+        f"predicted error with {task.samples:,.3g} samples" if task.samples else "predicted rounds to target"
+    )
+    right.set_ylabel(f"predicted seconds to error {task.goal:.3g}")
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.set_xlabel("machines M")
+        axis.grid(True, linewidth=0.4, alpha=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
+    left.set_xlim(right.get_xlim())
+    figure.suptitle(recommendation(plan), fontsize=10)
+    handles, labels = right.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=9)
+    return figure
+
+
+def _lines(plan: Plan, topology: str | None) -> list[Line]:
+    """Rules on the family asked for, or on that of the recommended choice, or on the fastest one."""
+    if topology is None:
+        choices = sorted(plan.lines, key=lambda line: line.best.seconds)
+        topology = plan.best.topology or next((line.topology for line in choices if line.topology), "")
+    return [line for line in plan.lines if line.topology in ("", topology)][:MOST_LINES]

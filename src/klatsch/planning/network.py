@@ -1,0 +1,92 @@
+"""What a round costs: a latency-bandwidth model of equal machines that respects what overlaps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from klatsch.arguments import named
+from klatsch.theory.rates import Number, check
+
+BUCKET = 25e6  # bytes that an all-reduce of gradients waits for, as in DDP; the last bucket hides behind nothing
+HIDDEN = 1 / 3  # of a gradient's time: the part of the backward pass in which finished buckets may travel
+
+# Goodput of TCP (94 % of the line) in bytes per second, and seconds until a message arrives.
+NETWORKS = {
+    "1gbe": (0.94e9 / 8, 1e-4),
+    "10gbe": (0.94e10 / 8, 5e-5),
+    "100gbe": (0.94e11 / 8, 2e-5),
+    "wan": (0.94e8 / 8, 5e-2),
+}
+
+
+@dataclass(frozen=True)
+class Network:
+    """Equal machines, each with one link that sends and receives at the same time.
+
+    Args:
+        bandwidth: bytes per second of a machine's link, in each direction.
+        latency: seconds until a message arrives, its bytes not counted.
+        gradient: seconds in which a machine computes one gradient.
+        handling: seconds of work for each byte of a vector that travels, to pack it and to add it up; nothing hides it.
+        name: how to call it.
+    """
+
+    bandwidth: float
+    latency: float
+    gradient: float
+    handling: float = 5e-10
+    name: str = "network"
+
+    def __post_init__(self) -> None:
+        wanted = "a positive number of bytes per second, such as 1.2e8, or the name of a network"
+        for name, zero, wish in (
+            ("bandwidth", False, wanted),
+            ("latency", True, "0 or a positive number of seconds"),
+            ("gradient", False, "a positive number of seconds"),
+            ("handling", True, "0 or a positive number of seconds per byte"),
+        ):
+            value = getattr(self, name)
+            numeric = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+            check(name, value, numeric and 0 <= value < math.inf and (zero or value > 0), wish)
+
+    def gossip_seconds(self, size: float, degree: Number, eager: int, late: int) -> Number:
+        """Seconds of a round of gossip with `degree` neighbours.
+
+        Args:
+            size: bytes of one vector.
+            degree: neighbours that each vector goes to; 0 for a machine by itself.
+            eager: vectors that may travel while the gradient is computed.
+            late: vectors that are sent when it is there.
+        """
+        degree = np.asarray(degree, float)
+        talks = degree > 0
+        early = np.where(talks & (eager > 0), self.latency + eager * degree * size / self.bandwidth, 0.0)
+        after = np.where(talks & (late > 0), self.latency + late * degree * size / self.bandwidth, 0.0)
+        work = np.where(talks, (eager + late) * size * self.handling, 0.0)
+        return np.maximum(self.gradient, early) + after + work
+
+    def all_reduce_seconds(self, size: float, M: Number) -> Number:
+        """Seconds of a round of mini-batch SGD: a ring all-reduce of the gradient, in buckets as they are finished."""
+        M = np.asarray(M, float)
+        travel = 2 * (M - 1) * self.latency + 2 * (M - 1) / M * size / self.bandwidth
+        hidden = np.minimum(HIDDEN * self.gradient, travel * (1 - min(1.0, BUCKET / size)))
+        return self.gradient + travel - hidden + np.where(M > 1, size * self.handling, 0.0)
+
+
+def network(name: str, gradient: float, *, bandwidth: float | None = None, latency: float | None = None) -> Network:
+    """A network by name ("1gbe", "10gbe", "100gbe", "wan"), with numbers of one's own where given.
+
+    Raises:
+        ValueError: the name is unknown, or a number is not allowed.
+    """
+    usual = named("network", name, NETWORKS)
+    own = bandwidth is not None or latency is not None
+    return Network(
+        usual[0] if bandwidth is None else bandwidth,
+        usual[1] if latency is None else latency,
+        gradient,
+        name=f"{name}, changed" if own else name,
+    )

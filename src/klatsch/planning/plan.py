@@ -1,0 +1,235 @@
+"""How many machines, on which graph, with which rule: every choice predicted, and the one to take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from klatsch import topology as topologies
+from klatsch.arguments import named, whole
+from klatsch.planning import graphs
+from klatsch.planning.network import Network
+from klatsch.planning.rates import ALL_REDUCE, CALIBRATION, RULES, Array, Calibration, Rule, predicted, rounds_to
+from klatsch.theory import Constants
+from klatsch.theory.rates import check
+
+BYTES = 4  # of a parameter in float32
+ENOUGH = 1.05  # fewer machines are taken where they need hardly longer than the fastest choice
+MOST_MACHINES = 1_000_000
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be reached, and with what.
+
+    Args:
+        constants: of the problem; `probe` measures them.
+        params: parameters of the model.
+        network: the machines.
+        samples: how many gradients may be taken in all, N = M T; without a limit if None.
+        target: the error E f(x) - f* to be reached; if None, twice what N samples can bring at best.
+        machines: most machines to think of.
+        calibration: the constants of the rates.
+    """
+
+    constants: Constants
+    params: int
+    network: Network
+    samples: float | None = None
+    target: float | None = None
+    machines: int = 1024
+    calibration: Mapping[str, Calibration] | None = None
+
+    def __post_init__(self) -> None:
+        whole(self.params, "params", 1)
+        if not 1 <= whole(self.machines, "machines", 1) <= MOST_MACHINES:
+            raise ValueError(f"machines = {self.machines}; give a number from 1 to {MOST_MACHINES:,}")
+        if self.samples is None and self.target is None:
+            raise ValueError("nothing to plan for; give samples (--samples 1e6), or a target error (--target 0.01)")
+        for name, least in (("samples", 1.0), ("target", 1e-100)):
+            value = getattr(self, name)
+            numeric = value is None or (isinstance(value, int | float | np.number) and not isinstance(value, bool))
+            wanted = "a number of samples from 1 to 1e100" if name == "samples" else "a positive error, above 1e-100"
+            check(name, value, numeric and (value is None or least <= value <= 1e100), wanted)
+
+    def by(self, rule: str) -> Calibration:
+        """The constants of a rule's rate."""
+        return (self.calibration or CALIBRATION)[rule]
+
+    @property
+    def vector(self) -> float:
+        """Bytes of one vector of parameters."""
+        return float(BYTES * self.params)
+
+    @property
+    def goal(self) -> float:
+        """The error to be reached: the target, or twice what the samples can bring, which one machine always can."""
+        if self.target is not None:
+            return self.target
+        assert self.samples is not None
+        alone = predicted(RULES[ALL_REDUCE], 1, self.samples, 1.0, self.constants, self.by(ALL_REDUCE))
+        return float(max(2 * alone.statistical, alone.total))
+
+    @property
+    def budget(self) -> float | None:
+        """The samples by which the largest M is judged: those given, or those whose noise makes half the goal."""
+        if self.samples is not None:
+            return self.samples
+        noise = self.by(ALL_REDUCE).statistical * self.constants.sigma * self.constants.D1
+        return max(1.0, (2 * noise / self.goal) ** 2) if noise > 0 else None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A rule on a graph with M machines, and what is predicted of it."""
+
+    rule: str
+    topology: str  # "" for an all-reduce
+    machines: int
+    rho: float
+    rounds: float  # to the goal; inf where it is never reached
+    seconds_per_round: float
+    seconds: float
+    bytes_per_node: float  # sent until the goal is reached
+    error: float  # with the budget of samples; that of the goal where there is no budget
+
+    @property
+    def title(self) -> str:
+        """As in a sentence."""
+        if self.machines == 1:
+            return "one machine"
+        return f"{self.rule} on {self.topology}" if self.topology else self.rule
+
+
+@dataclass(frozen=True)
+class Line:
+    """A rule on a family of graphs: all sizes, the fastest of them, and how many machines keep the statistical rate."""
+
+    rule: str
+    topology: str
+    choices: tuple[Choice, ...]
+    best: Choice
+    largest: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every rule on every family, and the choice to take."""
+
+    task: Task
+    lines: tuple[Line, ...]
+    alone: Choice  # one machine
+    best: Choice
+    left_out: Mapping[str, str]  # "rule on topology": why
+
+    def line(self, rule: str, topology: str = "") -> Line:
+        """The line of a rule on a family of graphs.
+
+        Raises:
+            ValueError: there is none.
+        """
+        lines = {(line.rule, line.topology): line for line in self.lines}
+        if (rule, topology) not in lines:
+            known = ", ".join(f"{a} on {b}" if b else a for a, b in lines)
+            raise ValueError(f"no line of {rule!r} on {topology!r}; there are {known}")
+        return lines[rule, topology]
+
+
+def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[str] | None = None) -> Plan:
+    """Predict every rule on every family of graphs, and choose.
+
+    Args:
+        task: what is to be reached, and with what.
+        rules: names of `RULES`; all by default.
+        families: names of topologies; all by default.
+
+    Raises:
+        ValueError: a name is unknown, or the target is out of reach of the samples; it says what is not.
+    """
+    asked = [named("rule", name, RULES) for name in (rules or RULES)]
+    names = list(families or topologies.TOPOLOGIES)
+    for name in names:
+        named("topology", name, topologies.TOPOLOGIES)
+    lines, left_out = [], {}
+    for rule in asked:
+        for name in [""] if rule.algorithm is None else names:
+            if rule.name == "dat-d2" and name not in graphs.SYMMETRIC:
+                left_out[f"{rule.name} on {name}"] = "it needs one symmetric matrix for all rounds"
+                continue
+            found = graphs.family(name or "complete", task.machines)
+            choices = _choices(task, rule, name, found)
+            if len(choices) == 1 and task.machines > 1:
+                left_out[f"{rule.name} on {name}"] = f"it has no graph of 2 to {task.machines:,} nodes"
+                continue
+            lines.append(Line(rule.name, name, choices, _fastest(choices), _largest(task, rule, name, choices)))
+    alone = _alone(task)
+    every = [alone, *(choice for line in lines for choice in line.choices)]
+    if not any(math.isfinite(choice.seconds) for choice in every):
+        near = min(every, key=lambda choice: choice.error)
+        raise ValueError(
+            f"target = {task.target:g} is out of reach of {task.samples:g} samples: at best they bring "
+            f"{near.error:.3g} ({near.title}, {near.machines:,} machines); give more samples, or a larger target"
+        )
+    return Plan(task, tuple(lines), alone, _fastest(every), left_out)
+
+
+def _alone(task: Task) -> Choice:
+    return _choices(task, RULES[ALL_REDUCE], "", [graphs.Graph(1, 1.0, 0)])[0]
+
+
+def _choices(task: Task, rule: Rule, name: str, found: Sequence[graphs.Graph]) -> tuple[Choice, ...]:
+    M, rho, degree = (np.array(column, float) for column in zip(*found, strict=True))
+    rho = rho if rule.algorithm is not None else np.ones_like(M)
+    by, constants = task.by(rule.name), task.constants
+    rounds = rounds_to(task.goal, rule, M, rho, constants, by)
+    if task.samples is not None:  # more rounds than samples are none
+        rounds = np.where(rounds * M <= task.samples * (1 + 1e-9) + M, rounds, np.inf)
+    if rule.algorithm is None:
+        each = np.asarray(task.network.all_reduce_seconds(task.vector, M))
+        sent = 2 * (M - 1) / M * task.vector
+    else:
+        each = np.asarray(task.network.gossip_seconds(task.vector, degree, rule.eager, rule.late))
+        sent = degree * rule.vectors * task.vector
+    N = task.samples
+    error = predicted(rule, M, np.maximum(1.0, N / M), rho, constants, by).total if N else np.full_like(M, task.goal)
+    columns = (M, rho, rounds, each, rounds * each, np.where(np.isfinite(rounds), rounds, 0.0) * sent, error)
+    rows = zip(*(np.asarray(column).tolist() for column in columns), strict=True)
+    return tuple(Choice(rule.name, name, int(m), *numbers) for m, *numbers in rows)
+
+
+def _fastest(choices: Sequence[Choice]) -> Choice:
+    """The fastest choice, or one with fewer machines that needs hardly longer."""
+    soonest = min(choice.seconds for choice in choices)
+    return min(
+        (choice for choice in choices if choice.seconds <= ENOUGH * soonest),
+        key=lambda choice: (choice.machines, choice.seconds, choice.bytes_per_node),
+    )
+
+
+def _largest(task: Task, rule: Rule, name: str, choices: Sequence[Choice]) -> int:
+    """The largest M up to `task.machines` at which noise is still the larger half of the error."""
+    if (N := task.budget) is None or task.constants.sigma * task.constants.D1 == 0:
+        return 1
+
+    def pays(M: Array, rho: Array) -> Any:
+        parts = predicted(rule, M, np.maximum(1.0, N / M), rho, task.constants, task.by(rule.name))
+        return (parts.network + parts.optimization <= parts.statistical) & (M <= N)
+
+    M, rho = np.array([c.machines for c in choices], float), np.array([c.rho for c in choices])
+    good = np.flatnonzero(pays(M, rho))
+    if not len(good):
+        return 1
+    low = int(choices[good[-1]].machines)
+    high = choices[good[-1] + 1].machines if good[-1] + 1 < len(choices) else low
+    passed_over = graphs.between(name or "complete", low, high)
+    while passed_over:  # halved: gaps that ripple may hide a larger one
+        size = passed_over[len(passed_over) // 2]
+        one = graphs.graph(name or "complete", size)
+        good_too = one is not None and pays(np.array([float(size)]), np.array([one.rho if name else 1.0]))[0]
+        low = size if good_too else low
+        passed_over = [other for other in passed_over if (other > size if good_too else other < size)]
+    return low

@@ -1,0 +1,264 @@
+"""What the theory needs to know of a problem, measured on the problem itself: sigma, zeta, L and D1.
+
+Only what every `Problem` has is asked of it: a start, and stochastic gradients that are a function of (seed, round,
+node), so that the same round at two points sees the same randomness. Where a problem knows more, that is used: its
+`optimum`, and `exact(x)`, the gradients of all nodes without noise.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from klatsch.arguments import whole
+from klatsch.problems import Problem
+from klatsch.theory import Constants
+
+Z = 1.96  # a confidence interval of 95 % reaches so many standard errors to both sides
+POWER_STEPS, NOISY_STEPS = 300, 30  # of power iteration at most; the second where every product takes many rounds
+TINY = float(np.finfo(float).tiny)
+CLOSE = 1e-3  # relative residual at which it stops
+PULL = 1e-4  # relative length of the difference that stands for a derivative
+
+
+class Estimate(NamedTuple):
+    """A measured number: its confidence interval of 95 %, and how many gradients of single nodes it took."""
+
+    value: float
+    low: float
+    high: float
+    samples: int
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The constants of a problem, as measured."""
+
+    problem: str
+    nodes: int
+    params: int
+    sigma: Estimate  # the larger of those at the start and at the end of a short run
+    zeta: Estimate  # at the end of the run, or at the optimum where that is known
+    L: Estimate
+    D1: Estimate
+    sigma_at_start: Estimate
+    zeta_at_start: Estimate
+    gradient_seconds: float  # of one node's gradient, on this machine
+
+    @property
+    def constants(self) -> Constants:
+        """For the theory."""
+        return Constants(self.L.value, self.D1.value, self.sigma.value, self.zeta.value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            name: value._asdict() if isinstance(value, Estimate) else value
+            for name, value in ((field, getattr(self, field)) for field in asdict(self))
+        }
+
+
+def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
+    """Measure the constants of a problem.
+
+    Args:
+        problem: any `Problem` with one column.
+        rounds: of the centralized run that looks for the optimum, where that is not known.
+        samples: gradients per node for each estimate of noise.
+
+    Raises:
+        ValueError: it has several columns, or its gradients are not finite.
+    """
+    whole(rounds, "rounds", 1)
+    whole(samples, "samples", 2)
+    if getattr(problem, "columns", 1) != 1:
+        raise ValueError(f"the problem has {problem.columns} columns; give one noise and one heterogeneity")  # type: ignore[attr-defined]
+    ask = _Gradients(problem)
+    start = torch.as_tensor(problem.start()).reshape(-1)
+    began = time.perf_counter()
+    ask.one_node(start)
+    ask.one_node(start)
+    seconds = (time.perf_counter() - began) / 2
+
+    first = _spreads(ask, start, samples)
+    L = _smoothness(ask, start, samples)
+    known = getattr(problem, "optimum", None)
+    if known is not None:
+        end = torch.as_tensor(known).reshape(-1).to(start)
+        distance = float((end - start).norm())
+        D1 = Estimate(distance, distance, distance, 0)
+    else:
+        end, D1 = _descent(ask, start, L.value, rounds)
+    last = _spreads(ask, end, samples)
+    return Probe(
+        problem=type(problem).__name__,
+        nodes=problem.nodes,
+        params=problem.dim,
+        sigma=max(first[0], last[0]),
+        zeta=last[1],
+        L=L,
+        D1=D1,
+        sigma_at_start=first[0],
+        zeta_at_start=first[1],
+        gradient_seconds=seconds,
+    )
+
+
+class _Gradients:
+    """Gradients of all nodes, of a round of their own each time, and how many were taken."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.taken, self.round = problem, 0, 0
+        self.exact = getattr(problem, "exact", None)
+
+    def new_rounds(self, count: int) -> list[int]:
+        """Numbers of rounds that were not asked for before."""
+        self.round += count
+        return list(range(self.round - count + 1, self.round + 1))
+
+    def at(self, points: Tensor, t: int | None = None) -> Tensor:
+        """Of every node at its own point, (M, d): without noise where the problem can, else in round t or a new one."""
+        self.taken += self.problem.nodes
+        if t is not None and self.exact is not None:
+            found = self.exact(points[:, None, :])
+        else:
+            found = self.problem.grad(points[:, None, :], t if t is not None else self.new_rounds(1)[0])
+        found = torch.as_tensor(found).reshape(self.problem.nodes, -1)
+        if not torch.isfinite(found).all():
+            raise ValueError(
+                f"{type(self.problem).__name__} gives gradients that are not finite near its start; see that its "
+                "start and its data are"
+            )
+        return found
+
+    def everywhere(self, point: Tensor) -> Tensor:
+        """Of every node at the same point."""
+        return self.at(point.expand(self.problem.nodes, -1))
+
+    def one_node(self, point: Tensor) -> Tensor:
+        """Of one node, as a machine of its own would take it."""
+        return torch.as_tensor(self.problem.grad(point[None, None, :], self.new_rounds(1)[0], [0]))
+
+
+def _spreads(ask: _Gradients, point: Tensor, samples: int) -> tuple[Estimate, Estimate]:
+    """sigma and zeta at a point, from gradients of all nodes in so many rounds.
+
+    sigma² = mean over nodes of E ||g_i - E g_i||²; zeta² = mean over nodes of ||E g_i - mean||². The spread of the
+    nodes' means holds a share of their noise, which is taken out. The sums are kept of each half of the rounds and of
+    blocks of them, whose scatter gives the confidence intervals.
+    """
+    before = ask.taken
+    M, blocks = ask.problem.nodes, max(2, min(8, samples // 2))
+    counts = [samples // blocks + (k < samples % blocks) for k in range(blocks)]
+    centre = ask.everywhere(point).double()  # subtracted for accuracy: noise may be small beside the gradient
+    sums = torch.zeros(blocks, M, point.numel(), dtype=torch.float64)
+    squares = torch.zeros(blocks, M, dtype=torch.float64)
+    for k, count in enumerate(counts):
+        for _ in range(count):
+            apart = ask.everywhere(point).double() - centre
+            sums[k] += apart
+            squares[k] += apart.square().sum(-1)
+
+    def noise(of: list[int]) -> float:
+        n = sum(counts[k] for k in of)
+        mean = sums[of].sum(0) / n
+        return float((squares[of].sum(0) - n * mean.square().sum(-1)).clamp_min(0).mean() / (n - 1))
+
+    def spread(of: list[int]) -> float:
+        n = sum(counts[k] for k in of)
+        means = centre + sums[of].sum(0) / n
+        raw = float((means - means.mean(0)).square().sum(-1).mean())
+        return raw - noise(of) / n * (1 - 1 / M)
+
+    every, taken = list(range(blocks)), ask.taken - before
+    without = [[k for k in every if k != left_out] for left_out in every]
+    found = []
+    for measure in (noise, spread):
+        value = measure(every)
+        # The jackknife: how much the value moves when a block is left out.
+        moves = np.array([measure(rest) for rest in without])
+        error = math.sqrt((blocks - 1) / blocks * float(((moves - moves.mean()) ** 2).sum()))
+        low, value, high = (math.sqrt(max(0.0, v)) for v in (value - Z * error, value, value + Z * error))
+        found.append(Estimate(value, low, high, taken))
+    if ask.exact is not None:
+        means = ask.at(point.expand(M, -1), 0).double()
+        zeta = float((means - means.mean(0)).square().sum(-1).mean().sqrt())
+        found[1] = Estimate(zeta, zeta, zeta, M)
+    return found[0], found[1]
+
+
+def _smoothness(ask: _Gradients, point: Tensor, samples: int) -> Estimate:
+    """L: the largest eigenvalue of any node's Hessian at a point, by power iteration on all nodes at once.
+
+    A product with the Hessian is the difference of two gradients of the same round, in which additive noise cancels.
+    For a symmetric matrix an eigenvalue lies within the residual of the estimate: that is the interval. Mini-batches
+    have Hessians of their own: the direction is found on the mean of some, and the value is what others have along it,
+    which is unbiased but for the direction; the interval reaches to the value where the direction was found.
+    """
+    before, M = ask.taken, ask.problem.nodes
+    here, length = point.expand(M, -1), PULL * max(1.0, float(point.norm()))
+
+    def products(v: Tensor, rounds: Sequence[int]) -> Tensor:
+        total = torch.zeros_like(v)
+        for t in rounds:
+            total += ask.at(here + length * v, t) - ask.at(here - length * v, t)
+        return total / (2 * length * len(rounds))
+
+    v = _directions(point, M)
+    seen = ask.new_rounds(2)
+    noisy = not torch.allclose(products(v, seen[:1]), products(v, seen[1:]), rtol=1e-6)
+    seen, others = (ask.new_rounds(samples), ask.new_rounds(samples)) if noisy else (seen[:1], [])
+    value, residual, top = 0.0, math.inf, 0
+    for _ in range(NOISY_STEPS if noisy else POWER_STEPS):
+        Hv = products(v, seen)
+        along = (v * Hv).sum(-1)
+        top = int(along.abs().argmax())
+        value = float(along[top].abs())
+        residual = float((Hv[top] - along[top] * v[top]).norm())
+        if residual <= CLOSE * value:
+            break
+        v = Hv / Hv.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
+    if not noisy:
+        return Estimate(max(value, TINY), max(0.0, value - residual), value + residual, ask.taken - before)
+    fresh = float((v * products(v, others)).sum(-1)[top].abs())
+    low, high = sorted((fresh, value))
+    return Estimate(max(fresh, TINY), low, high, ask.taken - before)
+
+
+def _directions(point: Tensor, M: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    v: Tensor = torch.randn(M, point.numel(), generator=generator, dtype=torch.float64).to(point)
+    unit: Tensor = v / v.norm(dim=-1, keepdim=True)
+    return unit
+
+
+def _descent(ask: _Gradients, start: Tensor, L: float, rounds: int) -> tuple[Tensor, Estimate]:
+    """Where a centralized run comes to, and how far that is; what is left is judged by how its steps shrink.
+
+    Steps of 1 / (2 L) on the mean of all nodes' gradients; the point is the mean of the second half of the run, which
+    takes most of the noise out.
+    """
+    before, x = ask.taken, start.clone()
+    later = torch.zeros_like(x)
+    places = []
+    for k in range(rounds):
+        x = x - ask.everywhere(x).mean(0) / (2 * L)
+        if k >= rounds // 2:
+            later += x / (rounds - rounds // 2)
+        if k + 1 in (rounds // 4, rounds // 2, rounds):
+            places.append(x.clone())
+    covered = float((later - start).norm())
+    left = covered
+    if len(places) == 3:  # lengths of two stretches; if the second is shorter by q, what follows is q + q^2 + ... of it
+        stretches = [float((b - a).norm()) for a, b in pairwise(places)]
+        q = stretches[1] / stretches[0] if stretches[0] > 0 else 0.0
+        left = stretches[1] * q / (1 - q) if q < 0.9 else 10 * stretches[1]
+    return later, Estimate(covered, covered, covered + left, ask.taken - before)

@@ -1,0 +1,115 @@
+"""A plan put to the test: the recommended number of machines and its neighbours, simulated on a small instance.
+
+The instance is least squares with the task's constants: matrices scaled so that L is right, an optimum at distance D1,
+targets apart so that the nodes' gradients differ by zeta, and noise sigma.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from klatsch import problems, topology
+from klatsch.algorithms import make
+from klatsch.engine import simulate
+from klatsch.planning.plan import Choice, Line, Plan
+from klatsch.planning.rates import RULES, predicted
+from klatsch.theory import Constants
+
+DIM = 20  # parameters of the instance
+LARGEST = 256  # machines that are simulated
+MOST_ROUNDS = 20_000
+LEARNING_RATES = [10.0 ** (k / 2) for k in range(-10, 3)]  # in units of 1 / L, the best one counts
+ALIKE = 1.1  # errors this close count as equal
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One number of machines, predicted and simulated over the same rounds."""
+
+    machines: int
+    rounds: int
+    predicted: float
+    simulated: float
+    lr: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the simulation says of a plan."""
+
+    title: str
+    trials: tuple[Trial, ...]
+    shortened: bool  # fewer rounds than planned
+
+    @property
+    def held(self) -> bool:
+        """Whether no pair that is predicted to differ came out the other way round."""
+        pairs = [(a, b) for a in self.trials for b in self.trials]
+        return not any(a.predicted * ALIKE < b.predicted and not a.simulated < b.simulated * ALIKE for a, b in pairs)
+
+
+def instance(constants: Constants, nodes: int, seed: int = 0) -> problems.LeastSquares:
+    """Least squares with given constants; one node alone has no heterogeneity."""
+    generator = torch.Generator().manual_seed(seed)
+    A = torch.randn(nodes, DIM, DIM, generator=generator, dtype=torch.float64)
+    A *= (constants.L / float(torch.linalg.matrix_norm(A, 2).max() ** 2)) ** 0.5
+    H = A.mT @ A
+    away = torch.randn(DIM, generator=generator, dtype=torch.float64)
+    away *= constants.D1 / away.norm()
+    # Gradients at the optimum: apart by zeta, and zero in the mean; H_i shift_i is such a gradient.
+    forces = torch.randn(nodes, DIM, generator=generator, dtype=torch.float64)
+    forces -= forces.mean(0)
+    apart = float(forces.square().sum(-1).mean().sqrt())
+    forces *= constants.zeta / apart if apart > 0 else 0.0
+    shifts = torch.linalg.solve(H, forces[:, :, None])[:, :, 0]
+    b = (A @ (away + shifts)[:, :, None])[:, :, 0]
+    return problems.LeastSquares.from_arrays(A, b, noise=constants.sigma, seed=seed)
+
+
+def verify(plan: Plan) -> Verification:
+    """Simulate the recommended number of machines, half and twice of it, for the time that the plan gives them.
+
+    Each number of machines gets the rounds that fit into the time of the recommended one, at its best learning rate.
+    """
+    best = plan.best
+    line = plan.line(best.rule, best.topology) if best.machines > 1 else _of_neighbours(plan)
+    centre = min(best.machines, LARGEST)
+    chosen = _neighbours(line.choices, centre)
+    own = min(chosen, key=lambda choice: abs(choice.machines - centre))
+    seconds = own.seconds if math.isfinite(own.seconds) else best.seconds
+    rounds = [max(1.0, seconds / choice.seconds_per_round) for choice in chosen]
+    shrink = min(1.0, MOST_ROUNDS / max(rounds))
+    trials = [_trial(plan, choice, max(10, round(T * shrink))) for choice, T in zip(chosen, rounds, strict=True)]
+    return Verification(chosen[-1].title, tuple(trials), shrink < 1)
+
+
+def _of_neighbours(plan: Plan) -> Line:
+    """For one machine: the line whose two machines come nearest."""
+    return min(plan.lines, key=lambda line: line.choices[1].seconds if len(line.choices) > 1 else math.inf)
+
+
+def _neighbours(choices: tuple[Choice, ...], machines: int) -> list[Choice]:
+    """The choice of so many machines, and those next to half and twice as many."""
+    possible = [choice for choice in choices if choice.machines <= 2 * LARGEST]
+    found = {
+        nearest.machines: nearest
+        for wanted in (machines / 2, machines, 2 * machines)
+        for nearest in [min(possible, key=lambda choice: abs(math.log(choice.machines / max(wanted, 1))))]
+    }
+    return [found[machines] for machines in sorted(found)]
+
+
+def _trial(plan: Plan, choice: Choice, rounds: int) -> Trial:
+    task, rule = plan.task, RULES[choice.rule]
+    guess = predicted(rule, choice.machines, rounds, choice.rho, task.constants, task.by(rule.name)).total
+    problem = instance(task.constants, choice.machines)
+    lrs = [factor / task.constants.L for factor in LEARNING_RATES]
+    name = "dsgd" if rule.algorithm is None else choice.rule.removesuffix(" (cta)")
+    extra = {"order": "cta"} if choice.rule.endswith("(cta)") else {}
+    graph = topology.make(choice.topology or "complete", choice.machines)
+    found = simulate(problem, make(name, lr=lrs, **extra), graph, rounds, record=[rounds], progress=False)
+    column = found.best("loss_gap")
+    return Trial(choice.machines, rounds, float(guess), float(found.metrics["loss_gap"][-1, column]), lrs[column])
