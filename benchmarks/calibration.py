@@ -3,9 +3,9 @@
 Run: .venv/bin/python benchmarks/calibration.py            (three minutes on two cores)
 
 On the paper's least-squares problem, each rule on ring and torus with 10,000 rounds: the M with the smallest simulated
-error (best of the learning rates), and the M that the planner predicts. The constant of a rule's network part was chosen
-so that the two agree; `planning.rates.CALIBRATION` holds it. Figure 1 at paper scale, 100,000 rounds, was not used for
-that and is the check. Then the error on the complete graph over the rates' statistical and optimization parts.
+error (best of the learning rates), and the M that the planner predicts. The constant of a rule's network part was
+chosen so that the two agree; `planning.rates.CALIBRATION` holds it. Figure 1 at paper scale, 100,000 rounds, was not
+used for that and is the check. Then the error on the complete graph over the rates' statistical and optimization parts.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ ROW = re.compile(r"(\w+)\s+(\d+)\s+(\w+)\s+([\d,]+) \|" + r"\s+([\d.]+)" * 5 + r
 
 
 class Row(NamedTuple):
+    """A row of the table."""
+
     network: str
     ranks: int
     model: str

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing as mp
-import resource
+import os
 import time
+from pathlib import Path
 
 import torch
 
@@ -23,16 +24,20 @@ from klatsch.theory import Constants
 GRAPHS = ("ring", "torus", "one_peer_exponential", "base_graph")
 
 
+def held() -> float:
+    """Memory of this process in MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def run(name: str, nodes: int, rounds: int, out: mp.Queue) -> None:  # type: ignore[type-arg]
     began = time.perf_counter()
     problem = problems.LeastSquares(nodes, noise=1.0)
     graph = topology.make(name, nodes)
     built = time.perf_counter() - began
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    before = held()
     rule = algorithms.make("dat", lr=1e-3)
     found = simulate(problem, rule, graph, rounds, record=[rounds], dtype=torch.float32, progress=False)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    out.put((built, found.seconds / rounds, before, peak, float(found.metrics["distance"][-1, 0]), found.engine))
+    out.put((built, found.seconds / rounds, before, held(), float(found.metrics["distance"][-1, 0]), found.engine))
 
 
 def main() -> None:
@@ -40,37 +45,37 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=300)
     given = parser.parse_args()
+    cores = torch.get_num_threads()
+    print(f"least squares, d = 50, {given.nodes:,} nodes, {given.rounds} rounds of DAT, float32, {cores} cores")
+    print("memory: of the process with the problem, and after the rounds")
     print(
-        f"least squares, d = 50, {given.nodes:,} nodes, {given.rounds} rounds of DAT, float32, {torch.get_num_threads()} cores"
-    )
-    print(
-        f"{'graph':22} {'set up, s':>10} {'ms/round':>9} {'ns/node':>8} {'problem, MiB':>13} {'peak, MiB':>10}  error  engine"
+        f"{'graph':22} {'set up, s':>10} {'ms/round':>9} {'ns/node':>8} {'before, MiB':>12} {'after, MiB':>11}  error"
     )
     context = mp.get_context("spawn")
     for name in GRAPHS:
         out = context.Queue()
         process = context.Process(target=run, args=(name, given.nodes, given.rounds, out))
         process.start()
-        built, each, before, peak, error, engine = out.get()
+        built, each, before, after, error, engine = out.get()
         process.join()
         print(
-            f"{name:22} {built:10.1f} {each * 1e3:9.1f} {each / given.nodes * 1e9:8.0f} {before:13,.0f} {peak:10,.0f}  "
-            f"{error:.1e}  {engine}",
+            f"{name:22} {built:10.1f} {each * 1e3:9.1f} {each / given.nodes * 1e9:8.0f} {before:12,.0f} {after:11,.0f}"
+            f"  {error:.1e}  ({engine})",
             flush=True,
         )
+    on_paper()
 
-    print(
-        "\nthe planner up to 1,000,000 machines: DAT, largest M that keeps the statistical rate, 100 GbE, 1M parameters"
-    )
-    print(
-        f"{'graph':22} {'rho(10,000)':>12} {'rho(10^6)':>12}"
-        + "".join(f"{f'N = 1e{k}':>12}" for k in (6, 8, 10, 12, 14))
-    )
+
+def on_paper() -> None:
+    """The planner on the same graphs, up to a million machines."""
+    powers = (6, 8, 10, 12, 14)
+    print("\nthe planner up to 1,000,000 machines: the largest M with which DAT keeps the statistical rate")
+    budgets = "".join(f"{f'N = 1e{k}':>12}" for k in powers)
+    print(f"{'graph':22} {'rho(10,000)':>12} {'rho(10^6)':>12}{budgets}")
     constants = Constants(L=1.0, D1=1.0, sigma=1.0, zeta=1.0)
     for name in GRAPHS:
-        began = time.perf_counter()
-        largest = []
-        for power in (6, 8, 10, 12, 14):
+        began, largest = time.perf_counter(), []
+        for power in powers:
             task = Task(constants, 1_000_000, network("100gbe", 0.1), samples=10.0**power, machines=1_000_000)
             largest.append(plan(task, rules=["dat"], families=[name]).lines[0].largest)
         gaps = [topology.spectral_gap(name, n) for n in (10_000, 1_000_000)]

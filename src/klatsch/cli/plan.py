@@ -149,7 +149,9 @@ def _print_check(checked: Verification) -> None:
     terminal.print_table(console, title, columns, checked.trials, [])
     if checked.shortened:
         console.print("with fewer rounds than planned, so that it does not take long", style="dim")
-    console.print("the predicted order holds" if checked.held else "the predicted order does not hold", style="bold")
+    flips = [f"{b.machines:,} machines came out ahead of {a.machines:,}" for a, b in checked.flips]
+    verdict = "the predicted order holds" if checked.held else f"the predicted order does not hold: {', '.join(flips)}"
+    console.print(verdict, style="bold", markup=False, highlight=False)
 
 
 def _plain(found: Plan, checked: Verification | None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from klatsch.problems import Problem
 from klatsch.theory import Constants
 
 Z = 1.96  # a confidence interval of 95 % reaches so many standard errors to both sides
-POWER_STEPS, NOISY_STEPS = 300, 30  # of power iteration at most; the second where every product takes many rounds
+POWER_STEPS, NOISY_STEPS = 300, 20  # of power iteration at most; the second where every product takes many rounds
 TINY = float(np.finfo(float).tiny)
 CLOSE = 1e-3  # relative residual at which it stops
 PULL = 1e-4  # relative length of the difference that stands for a derivative

@@ -1,0 +1,170 @@
+"""The probe finds the constants that problems were made with, and says how sure it is."""
+
+import json
+
+import pytest
+import torch
+
+from klatsch import problems
+from klatsch.planning import probe
+from klatsch.planning.sources import problem_of, read_probe
+
+
+class Plain:
+    """A problem of somebody's own: nothing but what `Problem` asks for."""
+
+    def __init__(self, problem):
+        self.nodes, self.dim, self.start = problem.nodes, problem.dim, problem.start
+        self.grad, self.metrics = problem.grad, problem.metrics
+
+
+@pytest.mark.parametrize("noise, spread, seed", [(2.0, 3.0, 0), (10.0, 1.0, 1), (0.5, 10.0, 2)])
+@pytest.mark.parametrize("own", [False, True])
+def test_least_squares(noise, spread, seed, own):
+    problem = problems.LeastSquares(16, noise=noise, heterogeneity=spread, seed=seed)
+    found = probe(Plain(problem) if own else problem)
+    assert found.sigma.value == pytest.approx(noise, rel=0.05)
+    assert found.sigma_at_start.value == pytest.approx(noise, rel=0.05)
+    assert found.zeta.value == pytest.approx(float(problem.zeta), rel=0.05)
+    assert found.L.value == pytest.approx(problem.L, rel=0.01)
+    assert found.D1.value == pytest.approx(float(problem.D1), rel=0.02)
+    assert found.L.low <= problem.L <= found.L.high
+    assert found.params == 50
+    assert found.nodes == 16
+    for name in ("sigma", "zeta", "L", "D1", "sigma_at_start", "zeta_at_start"):
+        estimate = getattr(found, name)
+        assert estimate.low <= estimate.value <= estimate.high
+        assert estimate.samples >= 0
+    assert (found.D1.samples > 0) == own  # it had to be looked for
+    assert found.gradient_seconds > 0
+
+
+@pytest.mark.parametrize("nodes, seed", [(1, 0), (8, 0), (8, 3)])
+def test_smoothness_of_logistic_regression(nodes, seed):
+    problem = problems.LogisticRegression(nodes, seed=seed)
+    found = probe(problem)
+    assert found.L.value == pytest.approx(problem.L, rel=0.01)  # the spectral value, which the origin attains
+    assert found.zeta.value == pytest.approx(float(problem.zeta), rel=0.01, abs=1e-12)
+
+
+def test_mini_batches_of_a_problem_that_knows_nothing():
+    problem = problems.LogisticRegression(4, batch=64)
+    found = probe(Plain(problem), rounds=400)
+    assert found.L.value == pytest.approx(problem.L, rel=0.15)
+    assert found.L.low < found.L.high
+    assert found.D1.low <= float(problem.D1) <= found.D1.high * 1.1
+    slopes = torch.stack([problem.grad(torch.zeros(4, 1, problem.dim, dtype=torch.float64), t) for t in range(1, 2001)])
+    exact = problem.exact(torch.zeros(4, 1, problem.dim, dtype=torch.float64))
+    sigma = float((slopes - exact).square().sum(-1).mean().sqrt())
+    assert found.sigma_at_start.low <= sigma <= found.sigma_at_start.high
+
+
+def test_intervals_hold_as_often_as_they_say():
+    hits = sum(
+        found.low <= 2.0 <= found.high
+        for found in (
+            probe(problems.LeastSquares(2, dim=5, noise=2.0, seed=s), samples=32).sigma_at_start for s in range(60)
+        )
+    )
+    assert 46 <= hits <= 60  # of 60, 95 % are 57; eight blocks of the jackknife make it a little less
+
+
+def test_no_noise_and_no_spread():
+    found = probe(problems.LeastSquares(4, noise=0.0, heterogeneity=0.0))
+    assert found.sigma.value == 0
+    assert found.zeta.value == pytest.approx(0, abs=1e-9)
+    alone = probe(problems.LeastSquares(1, noise=1.0))
+    assert alone.zeta.value == pytest.approx(0, abs=1e-9)
+
+
+def test_json_goes_to_the_planner(tmp_path):
+    found = probe(problems.LeastSquares(8, noise=3.0))
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps(found.as_dict()))
+    constants, params, seconds = read_probe(path)
+    assert constants == found.constants
+    assert (params, seconds) == (50, found.gradient_seconds)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+def test_several_columns_are_refused():
+    with pytest.raises(ValueError, match="2 columns; give one noise"):
+        probe(problems.LeastSquares(4, noise=[1.0, 2.0]))
+
+
+@pytest.mark.parametrize("name, value", [("rounds", 0), ("samples", 1)])
+def test_too_few(name, value):
+    with pytest.raises(ValueError, match=f"{name} = {value}; give a whole number"):
+        probe(problems.LeastSquares(4), **{name: value})
+
+
+def test_gradients_that_are_not_finite():
+    class Broken(Plain):
+        pass
+
+    broken = Broken(problems.LeastSquares(4))
+    broken.grad = lambda x, t, nodes=None: x * float("nan")
+    with pytest.raises(ValueError, match="Broken gives gradients that are not finite"):
+        probe(broken)
+
+
+OWN = """
+from klatsch import problems
+
+def small(nodes):
+    return problems.LeastSquares(nodes, dim=7)
+
+def fixed():
+    return problems.LeastSquares(5, dim=3)
+
+def wrong():
+    return 3
+
+def fails():
+    raise RuntimeError("no data")
+
+thing = 1
+"""
+
+
+def test_problems_from_a_file(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    assert problem_of(f"{path}:small", 4).nodes == 4
+    assert problem_of(f"{path}:fixed", 4).nodes == 5
+    for text, message in (
+        (f"{path}:wrong", "gives a int without nodes"),
+        (f"{path}:fails", r"fails \(RuntimeError: no data\)"),
+        (f"{path}:thing", "has no function thing"),
+        (f"{path}:none", "has no function none"),
+        (str(path), "give FILE.py:FUNCTION"),
+        (f"{tmp_path}/absent.py:f", "there is no file"),
+        ("least-square", "did you mean least-squares"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            problem_of(text, 4)
+    with pytest.raises(ValueError, match="options are for problems by name"):
+        problem_of(f"{path}:small", 4, noise=2.0)
+    path.write_text("import nothing_of_that_name")
+    with pytest.raises(ValueError, match="cannot be run"):
+        problem_of(f"{path}:small", 4)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", "is no JSON"),
+        ("{}", "holds no number 'L'"),
+        ("[1]", "holds no number"),
+        ('{"L": {"value": "x"}}', "number 'L'"),
+    ],
+)
+def test_broken_json(tmp_path, content, message):
+    path = tmp_path / "probe.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_probe(path)
+    with pytest.raises(ValueError, match="cannot read"):
+        read_probe(tmp_path / "absent.json")
