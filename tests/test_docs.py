@@ -21,7 +21,13 @@ def commands_of(path):
     return [command.strip() for command in re.findall(r"^ {4}(?:\.venv/bin/)?klatsch (.+)$", path.read_text(), re.M)]
 
 
-COMMANDS = [(path, command) for path in DOCUMENTS if path != STUDIES for command in commands_of(path)]
+def paragraphs_of(path):
+    """Commands that stand together: one may need what the one before it wrote."""
+    blocks = re.findall(r"(?:^ {4}(?:\.venv/bin/)?klatsch .+\n)+", path.read_text(), re.M)
+    return [re.findall(r"klatsch (.+)", block) for block in blocks]
+
+
+COMMANDS = [(path, commands) for path in DOCUMENTS if path != STUDIES for commands in paragraphs_of(path)]
 
 
 def printed_by(code):
@@ -34,7 +40,8 @@ def printed_by(code):
 @pytest.mark.parametrize(
     "path, code", BLOCKS[1:], ids=[f"{path.name}-{k}" for k, (path, _) in enumerate(BLOCKS[1:], 1)]
 )
-def test_code_runs(path, code):
+def test_code_runs(path, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     printed_by(code)
 
 
@@ -45,16 +52,17 @@ def test_the_readme_shows_what_its_ten_lines_print():  # the first block
     assert printed_by(code) == shown
 
 
-@pytest.mark.parametrize("path, command", COMMANDS, ids=[f"{path.name}-{command}" for path, command in COMMANDS])
-def test_commands_work(path, command, run_cli, tmp_path, monkeypatch):
+@pytest.mark.parametrize("path, commands", COMMANDS, ids=[f"{path.name}-{block[0]}" for path, block in COMMANDS])
+def test_commands_work(path, commands, run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    if command.startswith("data "):
+    if any(command.startswith("data ") for command in commands):
         if not DATA.is_dir():
             pytest.skip("name the folder with Fashion-MNIST in $KLATSCH_DATA")
         monkeypatch.setenv("KLATSCH_DATA", str(DATA))
-    code, out, err = run_cli(*shlex.split(command))
-    assert (code, err) == (0, "")
-    assert out
+    for command in commands:
+        code, out, err = run_cli(*shlex.split(command))
+        assert (code, err) == (0, ""), command
+        assert out
 
 
 def test_the_image_study_can_be_run(tmp_path, monkeypatch):
