@@ -22,17 +22,21 @@ class Plain:
 @pytest.mark.parametrize("own", [False, True])
 def test_least_squares(noise, spread, seed, own):
     problem = problems.LeastSquares(16, noise=noise, heterogeneity=spread, seed=seed)
+    start = torch.zeros(16, 1, 50, dtype=torch.float64)
     found = probe(Plain(problem) if own else problem)
     assert found.sigma.value == pytest.approx(noise, rel=0.05)
-    assert found.sigma_at_start.value == pytest.approx(noise, rel=0.05)
+    assert len(found.stages) == 3
+    assert all(stage.sigma.value == pytest.approx(noise, rel=0.05) for stage in found.stages)
+    assert found.stages[0].zeta.value == pytest.approx(
+        float(problem.exact(start).std(0, correction=0).norm()), rel=0.05
+    )
     assert found.zeta.value == pytest.approx(float(problem.zeta), rel=0.05)
     assert found.L.value == pytest.approx(problem.L, rel=0.01)
     assert found.D1.value == pytest.approx(float(problem.D1), rel=0.02)
     assert found.L.low <= problem.L <= found.L.high
     assert found.params == 50
     assert found.nodes == 16
-    for name in ("sigma", "zeta", "L", "D1", "sigma_at_start", "zeta_at_start"):
-        estimate = getattr(found, name)
+    for estimate in (found.L, found.D1, *(part for stage in found.stages for part in stage[1:])):
         assert estimate.low <= estimate.value <= estimate.high
         assert estimate.samples >= 0
     assert (found.D1.samples > 0) == own  # it had to be looked for
@@ -56,14 +60,14 @@ def test_mini_batches_of_a_problem_that_knows_nothing():
     slopes = torch.stack([problem.grad(torch.zeros(4, 1, problem.dim, dtype=torch.float64), t) for t in range(1, 2001)])
     exact = problem.exact(torch.zeros(4, 1, problem.dim, dtype=torch.float64))
     sigma = float((slopes - exact).square().sum(-1).mean().sqrt())
-    assert found.sigma_at_start.low <= sigma <= found.sigma_at_start.high
+    assert found.stages[0].sigma.low <= sigma <= found.stages[0].sigma.high
 
 
 def test_intervals_hold_as_often_as_they_say():
     hits = sum(
         found.low <= 2.0 <= found.high
         for found in (
-            probe(problems.LeastSquares(2, dim=5, noise=2.0, seed=s), samples=32).sigma_at_start for s in range(60)
+            probe(problems.LeastSquares(2, dim=5, noise=2.0, seed=s), samples=32).stages[0].sigma for s in range(60)
         )
     )
     assert 46 <= hits <= 60  # of 60, 95 % are 57; eight blocks of the jackknife make it a little less

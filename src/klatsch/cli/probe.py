@@ -15,15 +15,13 @@ from klatsch.cli.app import app
 from klatsch.cli.data import use_folder
 from klatsch.cli.terminal import number, option, print_json
 from klatsch.planning import sources, words
-from klatsch.planning.probe import Estimate, Probe
+from klatsch.planning.probe import Probe
 
 MEANINGS = {
-    "sigma": "noise of a node's gradient, the larger of start and end",
+    "sigma": "noise of a node's gradient, the largest on the way",
     "zeta": "how far nodes' gradients are apart, at the end",
     "L": "smoothness: the largest curvature of any node",
     "D1": "distance from the start to the optimum",
-    "sigma_at_start": "",
-    "zeta_at_start": "",
 }
 
 
@@ -68,10 +66,12 @@ def _print(found: Probe) -> None:
     )
     for heading in ("", "value", "95 % from", "to", "gradients", ""):
         table.add_column(heading, justify="left" if not heading else "right", style="bold" if not heading else "")
-    for name, meaning in MEANINGS.items():
-        estimate: Estimate = getattr(found, name)
-        shown = [f"{number:.4g}" for number in estimate[:3]]
-        table.add_row(name.replace("_", " "), *shown, f"{estimate.samples:,}", meaning)
+    shown = {name: (getattr(found, name), meaning) for name, meaning in MEANINGS.items()}
+    for stage in found.stages:
+        shown |= {f"sigma, {stage.place}": (stage.sigma, ""), f"zeta, {stage.place}": (stage.zeta, "")}
+    for name, (estimate, meaning) in shown.items():
+        numbers = [f"{value:.4g}" for value in estimate[:3]]
+        table.add_row(name, *numbers, f"{estimate.samples:,}", meaning)
     console = terminal.console()
     console.print(table)
     console.print(f"one node's gradient takes {words.duration(found.gradient_seconds)} here", style="dim")

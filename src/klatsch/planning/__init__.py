@@ -2,7 +2,7 @@
 
 from klatsch.planning.network import NETWORKS, Network, network
 from klatsch.planning.plan import Choice, Line, Plan, Task, plan
-from klatsch.planning.probe import Estimate, Probe, probe
+from klatsch.planning.probe import Estimate, Probe, Stage, probe
 from klatsch.planning.rates import CALIBRATION, RULES, UNCALIBRATED, Calibration, predicted
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Network",
     "Plan",
     "Probe",
+    "Stage",
     "Task",
     "network",
     "plan",

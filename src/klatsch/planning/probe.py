@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -38,6 +38,14 @@ class Estimate(NamedTuple):
     samples: int
 
 
+class Stage(NamedTuple):
+    """Noise and heterogeneity at a point of the way from the start to the optimum."""
+
+    place: str
+    sigma: Estimate
+    zeta: Estimate
+
+
 @dataclass(frozen=True)
 class Probe:
     """The constants of a problem, as measured."""
@@ -45,12 +53,11 @@ class Probe:
     problem: str
     nodes: int
     params: int
-    sigma: Estimate  # the larger of those at the start and at the end of a short run
-    zeta: Estimate  # at the end of the run, or at the optimum where that is known
+    sigma: Estimate  # the largest along the way
+    zeta: Estimate  # at the end of it: the optimum where that is known, else where a short run came to
     L: Estimate
     D1: Estimate
-    sigma_at_start: Estimate
-    zeta_at_start: Estimate
+    stages: tuple[Stage, ...]
     gradient_seconds: float  # of one node's gradient, on this machine
 
     @property
@@ -60,10 +67,13 @@ class Probe:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {
-            name: value._asdict() if isinstance(value, Estimate) else value
-            for name, value in ((field, getattr(self, field)) for field in asdict(self))
-        }
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        stages = [
+            {"place": stage.place, "sigma": stage.sigma._asdict(), "zeta": stage.zeta._asdict()}
+            for stage in self.stages
+        ]
+        plain = {name: value._asdict() if isinstance(value, Estimate) else value for name, value in own.items()}
+        return plain | {"stages": stages}
 
 
 def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
@@ -88,26 +98,25 @@ def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
     ask.one_node(start)
     seconds = (time.perf_counter() - began) / 2
 
-    first = _spreads(ask, start, samples)
     L = _smoothness(ask, start, samples)
     known = getattr(problem, "optimum", None)
     if known is not None:
         end = torch.as_tensor(known).reshape(-1).to(start)
-        distance = float((end - start).norm())
+        halfway, distance = (start + end) / 2, float((end - start).norm())
         D1 = Estimate(distance, distance, distance, 0)
     else:
-        end, D1 = _descent(ask, start, L.value, rounds)
-    last = _spreads(ask, end, samples)
+        halfway, end, D1 = _descent(ask, start, L.value, rounds)
+    places = {"start": start, "halfway": halfway, "optimum" if known is not None else "end of the run": end}
+    stages = tuple(Stage(place, *_spreads(ask, point, samples)) for place, point in places.items())
     return Probe(
         problem=type(problem).__name__,
         nodes=problem.nodes,
         params=problem.dim,
-        sigma=max(first[0], last[0]),
-        zeta=last[1],
+        sigma=max(stage.sigma for stage in stages),
+        zeta=stages[-1].zeta,
         L=L,
         D1=D1,
-        sigma_at_start=first[0],
-        zeta_at_start=first[1],
+        stages=stages,
         gradient_seconds=seconds,
     )
 
@@ -240,8 +249,10 @@ def _directions(point: Tensor, M: int) -> Tensor:
     return unit
 
 
-def _descent(ask: _Gradients, start: Tensor, L: float, rounds: int) -> tuple[Tensor, Estimate]:
-    """Where a centralized run comes to, and how far that is; what is left is judged by how its steps shrink.
+def _descent(ask: _Gradients, start: Tensor, L: float, rounds: int) -> tuple[Tensor, Tensor, Estimate]:
+    """A point on the way of a centralized run, where it comes to, and how far that is.
+
+    What is left after it is judged by how its steps shrink.
 
     Steps of 1 / (2 L) on the mean of all nodes' gradients; the point is the mean of the second half of the run, which
     takes most of the noise out.
@@ -253,7 +264,7 @@ def _descent(ask: _Gradients, start: Tensor, L: float, rounds: int) -> tuple[Ten
         x = x - ask.everywhere(x).mean(0) / (2 * L)
         if k >= rounds // 2:
             later += x / (rounds - rounds // 2)
-        if k + 1 in (rounds // 4, rounds // 2, rounds):
+        if k + 1 in (max(1, rounds // 4), max(1, rounds // 2), rounds):
             places.append(x.clone())
     covered = float((later - start).norm())
     left = covered
@@ -261,4 +272,4 @@ def _descent(ask: _Gradients, start: Tensor, L: float, rounds: int) -> tuple[Ten
         stretches = [float((b - a).norm()) for a, b in pairwise(places)]
         q = stretches[1] / stretches[0] if stretches[0] > 0 else 0.0
         left = stretches[1] * q / (1 - q) if q < 0.9 else 10 * stretches[1]
-    return later, Estimate(covered, covered, covered + left, ask.taken - before)
+    return places[0], later, Estimate(covered, covered, covered + left, ask.taken - before)
