@@ -58,6 +58,12 @@ def chain(*layers, channels=3, size=9):
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(features, 4))
 
 
+def without_bias(layer):
+    """As newer versions of torch make it with bias=False."""
+    layer.register_parameter("bias", None)
+    return layer
+
+
 KINDS = {
     "conv": lambda: chain(nn.Conv2d(3, 5, 3)),
     "conv without bias": lambda: chain(nn.Conv2d(3, 5, 3, bias=False)),
@@ -67,6 +73,7 @@ KINDS = {
     "conv, same padding": lambda: chain(nn.Conv2d(3, 5, 3, padding="same")),
     "group norm": lambda: chain(nn.GroupNorm(3, 3)),
     "group norm, not affine": lambda: chain(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4, affine=False)),
+    "group norm without bias": lambda: chain(nn.Conv2d(3, 4, 3), without_bias(nn.GroupNorm(2, 4))),
     "max pool": lambda: chain(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2)),
     "max pool, padded": lambda: chain(nn.Conv2d(3, 4, 3), nn.MaxPool2d(3, stride=2, padding=1)),
     "max pool that leaves something over": lambda: chain(nn.Conv2d(3, 4, 3), nn.MaxPool2d(3)),

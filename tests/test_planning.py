@@ -140,13 +140,16 @@ def test_uncalibrated_is_the_theory():
 
 
 def test_the_cost_of_a_round():
-    slow = Network(bandwidth=1e6, latency=0.1, gradient=2.0, handling=0.0)
+    slow = Network(bandwidth=1e6, latency=0.1, gradient=2.0, handling=0.0, per_message=0.0)
     assert slow.gossip_seconds(1e6, 2, eager=0, late=1) == pytest.approx(2 + 0.1 + 2)
     assert slow.gossip_seconds(1e6, 2, eager=1, late=1) == pytest.approx(2.1 + 0.1 + 2)  # x travels longer than 2 s
     assert slow.gossip_seconds(1e6, 1, eager=2, late=0) == pytest.approx(2.1)
     assert slow.gossip_seconds(1e5, 2, eager=2, late=0) == pytest.approx(2.0)  # hidden
     assert slow.gossip_seconds(1e6, 0, eager=1, late=1) == 2.0  # nobody to talk to
     assert slow.all_reduce_seconds(1e6, 1) == 2.0
+    assert slow.all_reduce_seconds(1.0, 64) == pytest.approx(2 + 12 * 0.1, abs=1e-4)  # along a tree
+    chatty = replace(slow, per_message=0.5)
+    assert chatty.gossip_seconds(1e6, 2, eager=0, late=1) == pytest.approx(2 + 0.1 + 1 + 2)
     assert slow.all_reduce_seconds(1e6, 4) == pytest.approx(2 + 6 * 0.1 + 1.5)  # one bucket: nothing hides
     assert slow.all_reduce_seconds(1e8, 4) == pytest.approx(2 + 6 * 0.1 + 150 - 2 / 3)
     assert (RULES["dat"].eager, RULES["dat"].late) == (1, 1)
@@ -237,14 +240,41 @@ def test_the_largest_number_pays_and_the_next_does_not():
 
 
 def test_the_recommendation_is_the_fastest_or_smaller():
-    for goal in (task(), task(samples=None, target=1e-2), task(samples=1e7, target=1e-3)):
+    for goal in (
+        task(),
+        task(samples=None, target=1e-2),
+        task(samples=1e7, target=1e-3),
+        task(name="wan", efficiency=0.5),
+    ):
         found = plan(goal)
         every = [choice for line in found.lines for choice in line.choices]
+        every = [c for c in every if c.machines == 1 or found.alone.seconds / c.seconds >= goal.efficiency * c.machines]
         soonest = min(choice.seconds for choice in every)
         assert found.best.seconds <= ENOUGH * soonest
         assert not any(c.machines < found.best.machines for c in every if c.seconds <= ENOUGH * soonest)
-        assert found.best.machines * (found.best.rounds - 1) <= (goal.samples or math.inf) * (1 + 1e-9)
-        assert len(words.reasons(found)) >= 2
+        assert found.best.machines * found.best.rounds <= (goal.samples or math.inf) * (1 + 1e-9)
+        assert len(words.reasons(found)) >= (2 if found.best.machines > 1 else 1)
+
+
+@pytest.mark.parametrize("samples", [1, 10, 100, 1234.5])
+def test_no_choice_takes_more_samples_than_there_are(samples):
+    found = plan(task(Constants(), samples=samples))
+    for line in found.lines:
+        for choice in line.choices:
+            assert not math.isfinite(choice.seconds) or choice.machines * choice.rounds <= math.ceil(samples)
+            assert choice.machines <= samples or choice.error == math.inf
+    with pytest.raises(ValueError, match="out of reach") as refusal:
+        plan(task(Constants(), samples=samples, target=1e-9))
+    best = min(choice.error for line in found.lines for choice in line.choices)
+    assert f"at best they bring {best:.3g}" in str(refusal.value)
+
+
+def test_machines_that_do_not_pay_are_not_recommended():
+    slow = task(name="1gbe", params=100_000_000, gradient=0.3)
+    every, paying = plan(replace(slow, efficiency=0.0)), plan(slow)
+    assert every.best.seconds <= paying.best.seconds
+    assert every.best.speedup < 0.1 * every.best.machines
+    assert paying.best.speedup >= 0.1 * paying.best.machines
 
 
 # --- against simulation -------------------------------------------------------------------------------------------
@@ -259,26 +289,35 @@ def test_instances_have_the_constants(nodes):
     assert float(problem.zeta) == pytest.approx(NOISY.zeta if nodes > 1 else 0, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    "rule, family", [("dat", "ring"), ("dsgd", "ring"), ("dat (cta)", "torus"), ("all-reduce", "ring")]
-)
+@pytest.mark.parametrize("rule, family", [("dsgd", "ring"), ("dat (cta)", "torus"), ("all-reduce", "ring")])
 def test_verification_of_a_plan(rule, family):
     found = plan(task(samples=1e6, machines=64), rules=[rule], families=[family])
     checked = verify(found)
     assert len(checked.trials) >= 2
     assert found.best.machines in [trial.machines for trial in checked.trials]
     assert checked.held
+    assert not checked.smaller
+    assert checked.enough is None or checked.enough.simulated <= checked.goal
     assert all(0 < trial.simulated < NOISY.L * NOISY.D1**2 for trial in checked.trials)
 
 
 def test_verification_can_fail():
     """With a network's part that is a million times too small, more machines look better than they are."""
     blind = {name: by._replace(network=by.network * 1e-6) for name, by in CALIBRATION.items()}
-    found = plan(task(samples=1e6, machines=200, calibration=blind), rules=["dsgd"], families=["ring"])
-    assert found.best.machines > 100
+    apart = replace(NOISY, zeta=1000.0)
+    found = plan(task(apart, machines=50, efficiency=0.0, calibration=blind), rules=["dsgd"], families=["ring"])
+    assert found.best.machines > 40
     checked = verify(found)
     assert not checked.held
     assert all(better.machines > other.machines for better, other in checked.flips)
+
+
+def test_verification_of_too_many_machines():
+    found = plan(task(samples=1e6, machines=512), rules=["all-reduce"])
+    checked = verify(found)
+    assert checked.smaller
+    assert max(trial.machines for trial in checked.trials) <= 128
+    assert "one size only" in words.verdict(verify(plan(task(machines=1))))[0]
 
 
 def test_verification_of_one_machine():
@@ -340,6 +379,16 @@ CONSTANTS = ("--sigma", 1, "--zeta", 1, "--L", 1, "--D1", 1)
         ((*CONSTANTS, "--samples", "1e6", "--topologies", "rong"), "did you mean ring?"),
         ((*CONSTANTS, "--samples", "1e6", "--plot", "plan.gif"), "the file name must end in"),
         ((*CONSTANTS, "--samples", "many"), "'many' is not a number"),
+        ((*CONSTANTS, "--samples", "1e6", "--params", "1.5"), "'1.5' is not a whole number"),
+        ((*CONSTANTS, "--samples", "1e6", "--efficiency", 2), "efficiency = 2.0; give a number from 0 to 1"),
+        ((*CONSTANTS, "--samples", "1e6", "--rules", ","), "nothing is left to plan with"),
+        (
+            (*CONSTANTS, "--samples", "1e6", "--rules", "dat-d2", "--topologies", "exponential"),
+            "dat-d2 on exponential: it needs one symmetric matrix",
+        ),
+        ((*CONSTANTS, "--samples", "1e6", "--D1", "1e200"), "D1 = 1e+200; give 0 or a number from"),
+        ((*CONSTANTS, "--samples", "1e6", "--gradient", "1e308"), "gradient = 1e+308; give"),
+        ((*CONSTANTS, "--target", "1e-49"), "takes more than 1e+30 rounds; give a larger one"),
         (("absent.json", "--samples", "1e6"), "cannot read absent.json"),
     ],
 )
@@ -357,7 +406,7 @@ def test_bad_input(run_cli, arguments, message):
         (("least-squares", "--alpha", 1), "least-squares has no option 'alpha'"),
         (("least-squares", "-n", 0), "nodes = 0"),
         (("absent.py:make",), "there is no file absent.py"),
-        (("least-squares", "--samples", 1), "samples = 1; give a whole number from 2 up"),
+        (("least-squares", "--samples", 1), "samples = 1; give a whole number from 4 up"),
         (("least-squares", "-o", "nowhere/probe.json"), "cannot write nowhere/probe.json"),
     ],
 )

@@ -10,18 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from klatsch import pictures, planning
-from klatsch import topology as topologies
 from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.terminal import number, option, print_json
 from klatsch.cli.terminal import words as listed
 from klatsch.planning import figures, sources, words
-from klatsch.planning.network import NETWORKS
+from klatsch.planning.graphs import LARGEST_BUILT
+from klatsch.planning.network import NETWORKS, Network
 from klatsch.planning.plan import Line, Plan, Task
-from klatsch.planning.verify import Verification, verify
+from klatsch.planning.verify import DIM, Verification, verify
 from klatsch.theory import Constants
 
 GRADIENT, PARAMS = 0.1, 1_000_000  # where nothing is said of them
+RULE_NAMES = {name.replace(" ", ""): name for name in planning.RULES} | {"dat-cta": "dat (cta)"}
 
 
 @app.command(help="Say how many machines pay, on which graph and with which rule, before they stop helping.")
@@ -33,12 +34,14 @@ def plan(
     zeta: Annotated[float | None, option("Heterogeneity of the nodes' gradients.", parser=number)] = None,
     L: Annotated[float | None, option("Smoothness.", "--L", parser=number)] = None,
     D1: Annotated[float | None, option("Distance from the start to the optimum.", "--D1", parser=number)] = None,
-    params: Annotated[int | None, option(f"Parameters of the model ({PARAMS:,}).")] = None,
+    params: Annotated[int | None, option(f"Parameters of the model ({PARAMS:,}).", parser=count)] = None,
     network: Annotated[str, typer.Option(help=f"One of {', '.join(NETWORKS)}.", metavar="NAME")] = "10gbe",
     bandwidth: Annotated[float | None, option("Bytes per second of a machine's link.", parser=number)] = None,
     latency: Annotated[float | None, option("Seconds until a message arrives.", parser=number)] = None,
     gradient: Annotated[float | None, option(f"Seconds of one gradient ({GRADIENT}).", parser=number)] = None,
-    machines: Annotated[int, option("Most machines to think of.", "-n", "--machines")] = 1024,
+    handling: Annotated[float, option("Seconds of work per byte that travels.", parser=number)] = Network.handling,
+    machines: Annotated[int, option("Most machines to think of.", "-n", "--machines", parser=count)] = 1024,
+    efficiency: Annotated[float, option("Least speed-up per machine; 0: any.", parser=number)] = Task.efficiency,
     rules: Annotated[str | None, typer.Option(help="Some of the rules, as dat,dsgd.", metavar="LIST")] = None,
     families: Annotated[str | None, typer.Option("--topologies", help="Some of the graphs.", metavar="LIST")] = None,
     uncalibrated: Annotated[bool, typer.Option("--uncalibrated", help="All constants of the rates 1.")] = False,
@@ -58,13 +61,16 @@ def plan(
             gradient if gradient is not None else measured[2] if measured else GRADIENT,
             bandwidth=bandwidth,
             latency=latency,
+            handling=handling,
         ),
         samples,
         target,
         machines,
+        efficiency,
         planning.UNCALIBRATED if uncalibrated else None,
     )
-    found = planning.plan(task, rules=_some(rules), families=_some(families))
+    asked = [RULE_NAMES.get(name.replace(" ", ""), name) for name in listed(rules)] if rules is not None else None
+    found = planning.plan(task, rules=asked, families=None if families is None else listed(families))
     checked = verify(found) if check else None
     if draw is not None:
         pictures.save(figures.curves(found), draw, dpi=120)
@@ -78,8 +84,12 @@ def plan(
         print(f"drawn to {draw}")
 
 
-def _some(text: str | None) -> list[str] | None:
-    return None if text is None else listed(text)
+def count(text: str | int) -> int:
+    """A whole number from the command line, also written as 1e8."""
+    value = number(text)
+    if not value.is_integer():
+        raise typer.BadParameter(f"{text!r} is not a whole number")
+    return int(value)
 
 
 def _constants(measured: Constants | None, **given: float | None) -> Constants:
@@ -99,10 +109,10 @@ def _constants(measured: Constants | None, **given: float | None) -> Constants:
 def _print(found: Plan) -> None:
     task, c = found.task, found.task.constants
     console = terminal.console()
-    budget = f"{task.samples:,.4g} samples" if task.samples else "any number of samples"
-    title = f"error {task.goal:.3g} with {budget}, {task.params:,} parameters, {task.network.name}"
-    order = {name: k for k, name in enumerate(topologies.TOPOLOGIES)}
-    lines = sorted(found.lines, key=lambda line: order.get(line.topology, len(order)))
+    budget = f"at most {task.samples:,.4g} samples" if task.samples else "any number of samples"
+    title = f"to error {task.goal:.3g} with {budget}, {task.params:,} parameters, {task.network.name}"
+    soonest = {line.topology: line.best.seconds for line in sorted(found.lines, key=lambda line: -line.best.seconds)}
+    lines = sorted(found.lines, key=lambda line: (soonest[line.topology], line.topology, line.best.seconds))
     columns = {
         "topology": lambda line: line.topology or "all-reduce",
         "rule": lambda line: line.rule if line.topology else "minibatch",
@@ -111,16 +121,19 @@ def _print(found: Plan) -> None:
         "rounds": lambda line: f"{line.best.rounds:,.0f}" if _reached(line) else "never",
         "per round": lambda line: words.duration(line.best.seconds_per_round) if _reached(line) else "-",
         "time": lambda line: words.duration(line.best.seconds) if _reached(line) else "-",
+        "speed-up": lambda line: f"{line.best.speedup:.3g}" if _reached(line) else "-",
         "sent per node": lambda line: words.size(line.best.bytes_per_node) if _reached(line) else "-",
     }
     terminal.print_table(
-        console, title, columns, lines, ["sent per node", "per round"], section=lambda line: line.topology
+        console, title, columns, lines, ["sent per node", "per round", "speed-up"], section=lambda line: line.topology
     )
     for note in (
         f"sigma {c.sigma:.4g}, zeta {c.zeta:.4g}, L {c.L:.4g}, D1 {c.D1:.4g}; bandwidth "
         f"{words.size(task.network.bandwidth)}/s, latency {words.duration(task.network.latency)}, gradient "
-        f"{words.duration(task.network.gradient)}; up to {task.machines:,} machines",
-        "largest M: up to where noise is the larger half of the error; best M: the fastest, or fewer within 5 %",
+        f"{words.duration(task.network.gradient)}; up to {task.machines:,} machines, "
+        f"{LARGEST_BUILT} of grid, erdos_renyi and random_regular",
+        "largest M: up to where noise is the larger half of the error; best M: the fastest that brings at least "
+        f"{task.efficiency:.0%} of a machine each, or fewer within 5 %",
         *(
             f"left out, since {why}: {', '.join(what for what, other in found.left_out.items() if other == why)}"
             for why in dict.fromkeys(found.left_out.values())
@@ -145,20 +158,22 @@ def _print_check(checked: Verification) -> None:
         "simulated error": lambda trial: f"{trial.simulated:.3g}",
         "lr": lambda trial: f"{trial.lr:.3g}",
     }
-    title = f"{checked.title}, simulated for equal time"
+    title = f"{checked.title}, in equal time, on least squares with these constants and {DIM} parameters"
     terminal.print_table(console, title, columns, checked.trials, [])
+    if checked.smaller:
+        console.print("so many are not simulated: these instead, for the time that they are planned for", style="dim")
     if checked.shortened:
         console.print("with fewer rounds than planned, so that it does not take long", style="dim")
-    flips = [f"{b.machines:,} machines came out ahead of {a.machines:,}" for a, b in checked.flips]
-    verdict = "the predicted order holds" if checked.held else f"the predicted order does not hold: {', '.join(flips)}"
-    console.print(verdict, style="bold", markup=False, highlight=False)
+    for sentence in words.verdict(checked):
+        console.print(sentence, style="bold", markup=False, highlight=False)
 
 
 def _plain(found: Plan, checked: Verification | None) -> dict[str, Any]:
     """A plan as plain data; what is never reached is null."""
 
     def choice(one: planning.Choice) -> dict[str, Any]:
-        return {name: value if _finite(value) else None for name, value in asdict(one).items()}
+        plain = {name: value if _finite(value) else None for name, value in asdict(one).items()}
+        return plain | {"rounds": None if plain["rounds"] is None else int(one.rounds)}
 
     task = found.task
     return {
@@ -174,7 +189,9 @@ def _plain(found: Plan, checked: Verification | None) -> dict[str, Any]:
             for line in found.lines
         ],
         "left_out": dict(found.left_out),
-        "verified": None if checked is None else asdict(checked) | {"held": checked.held},
+        "verified": None
+        if checked is None
+        else asdict(checked) | {"held": checked.held, "text": words.verdict(checked)},
     }
 
 

@@ -31,7 +31,7 @@ MEANINGS = {
 )
 def probe(
     problem: Annotated[str, typer.Argument(help="A problem's name, or FILE.py:FUNCTION.")],
-    nodes: Annotated[int, option("Number of nodes.", "-n", "--nodes")] = 16,
+    nodes: Annotated[int | None, option("Number of nodes (16).", "-n", "--nodes")] = None,
     noise: Annotated[float | None, option("Noise sigma of least-squares (1).", parser=number)] = None,
     heterogeneity: Annotated[float | None, option("Spread zeta of least-squares' optima (1).", parser=number)] = None,
     alpha: Annotated[float | None, option("Label skew of logistic and fashion-mnist.", parser=number)] = None,
@@ -51,7 +51,7 @@ def probe(
     options |= {} if ".py" in problem else {"seed": seed}
     found = planning.probe(sources.problem_of(problem, nodes, **options), rounds=rounds, samples=samples)
     if out is not None:
-        files.save(out, json.dumps(found.as_dict(), indent=2).encode())
+        files.save(out, json.dumps(found.as_dict(), indent=2, allow_nan=False).encode())
     if as_json:
         print_json(found.as_dict())
     else:
@@ -64,7 +64,7 @@ def _print(found: Probe) -> None:
     table = Table(
         title=f"{found.problem}, {found.nodes} nodes, {found.params:,} parameters", title_justify="left", box=None
     )
-    for heading in ("", "value", "95 % from", "to", "gradients", ""):
+    for heading in ("", "value", "from", "to", "gradients", ""):
         table.add_column(heading, justify="left" if not heading else "right", style="bold" if not heading else "")
     shown = {name: (getattr(found, name), meaning) for name, meaning in MEANINGS.items()}
     for stage in found.stages:

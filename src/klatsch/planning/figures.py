@@ -12,8 +12,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-MOST_LINES = 8
+COLOURS = {
+    "dsgd": "#0072B2",
+    "dat": "#D55E00",
+    "dat (cta)": "#009E73",
+    "gt": "#CC79A7",
+    "dat-d2": "#56B4E9",
+    "all-reduce": "#E69F00",
+}
+HIGHEST = 30  # times the goal: errors above are off the picture
 
 
 def curves(plan: Plan, topology: str | None = None) -> Figure:
@@ -29,10 +36,10 @@ def curves(plan: Plan, topology: str | None = None) -> Figure:
     task, best = plan.task, plan.best
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for line, colour in zip(shown, COLOURS, strict=False):
+    for line in shown:
         label = f"{line.rule}, {line.topology}" if line.topology else line.rule
         dashes = "--" if not line.topology else ":" if line.rule.endswith("(cta)") else "-"  # curves may coincide
-        style = {"color": colour, "linewidth": 1.8, "linestyle": dashes, "label": label}
+        style = {"color": COLOURS[line.rule], "linewidth": 1.8, "linestyle": dashes, "label": label}
         machines = [choice.machines for choice in line.choices]
         values = [choice.error if task.samples else choice.rounds for choice in line.choices]
         left.plot(machines, [v if math.isfinite(v) else math.nan for v in values], **style)
@@ -44,6 +51,9 @@ def curves(plan: Plan, topology: str | None = None) -> Figure:
     right.axhline(plan.alone.seconds, color="#999999", linestyle=":", linewidth=1.2, label="one machine")
     if task.samples:
         left.axhline(task.goal, color="#999999", linestyle="--", linewidth=1.2)
+        lowest = min(choice.error for line in shown for choice in line.choices)
+        highest = max(choice.error for line in shown for choice in line.choices)
+        left.set_ylim(lowest / 1.2, min(highest * 1.2, HIGHEST * task.goal))
         left.annotate("goal", (1, task.goal), fontsize=8, color="#666666", va="bottom")
     left.set_ylabel(
         f"predicted error with {task.samples:,.3g} samples" if task.samples else "predicted rounds to target"
@@ -68,4 +78,4 @@ def _lines(plan: Plan, topology: str | None) -> list[Line]:
     if topology is None:
         choices = sorted(plan.lines, key=lambda line: line.best.seconds)
         topology = plan.best.topology or next((line.topology for line in choices if line.topology), "")
-    return [line for line in plan.lines if line.topology in ("", topology)][:MOST_LINES]
+    return [line for line in plan.lines if line.topology in ("", topology)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +11,8 @@ from klatsch.theory.rates import Number, check
 
 BUCKET = 25e6  # bytes that an all-reduce of gradients waits for, as in DDP; the last bucket hides behind nothing
 HIDDEN = 1 / 3  # of a gradient's time: the part of the backward pass in which finished buckets may travel
+
+TINY = 1e-50  # what is smaller, or larger than its inverse, is a slip
 
 # Goodput of TCP (94 % of the line) in bytes per second, and seconds until a message arrives.
 NETWORKS = {
@@ -31,6 +32,7 @@ class Network:
         latency: seconds until a message arrives, its bytes not counted.
         gradient: seconds in which a machine computes one gradient.
         handling: seconds of work for each byte of a vector that travels, to pack it and to add it up; nothing hides it.
+        per_message: seconds of work for each message, however short.
         name: how to call it.
     """
 
@@ -38,6 +40,7 @@ class Network:
     latency: float
     gradient: float
     handling: float = 5e-10
+    per_message: float = 1e-5
     name: str = "network"
 
     def __post_init__(self) -> None:
@@ -47,10 +50,11 @@ class Network:
             ("latency", True, "0 or a positive number of seconds"),
             ("gradient", False, "a positive number of seconds"),
             ("handling", True, "0 or a positive number of seconds per byte"),
+            ("per_message", True, "0 or a positive number of seconds"),
         ):
             value = getattr(self, name)
             numeric = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-            check(name, value, numeric and 0 <= value < math.inf and (zero or value > 0), wish)
+            check(name, value, numeric and (value >= TINY or (zero and value == 0)) and value <= 1 / TINY, wish)
 
     def gossip_seconds(self, size: float, degree: Number, eager: int, late: int) -> Number:
         """Seconds of a round of gossip with `degree` neighbours.
@@ -63,30 +67,44 @@ class Network:
         """
         degree = np.asarray(degree, float)
         talks = degree > 0
-        early = np.where(talks & (eager > 0), self.latency + eager * degree * size / self.bandwidth, 0.0)
-        after = np.where(talks & (late > 0), self.latency + late * degree * size / self.bandwidth, 0.0)
+        vector, start = degree * size / self.bandwidth, self.latency + degree * self.per_message
+        early = np.where(talks & (eager > 0), start + eager * vector, 0.0)
+        after = np.where(talks & (late > 0), start + late * vector, 0.0)
         work = np.where(talks, (eager + late) * size * self.handling, 0.0)
         return np.maximum(self.gradient, early) + after + work
 
     def all_reduce_seconds(self, size: float, M: Number) -> Number:
-        """Seconds of a round of mini-batch SGD: a ring all-reduce of the gradient, in buckets as they are finished."""
+        """Seconds of a round of mini-batch SGD: an all-reduce of the gradient, in buckets as they are finished.
+
+        Along a ring, or, where there is more to wait for than to send, along a tree and back.
+        """
         M = np.asarray(M, float)
-        travel = 2 * (M - 1) * self.latency + 2 * (M - 1) / M * size / self.bandwidth
+        message, vector = self.latency + self.per_message, size / self.bandwidth
+        ring = 2 * (M - 1) * message + 2 * (M - 1) / M * vector
+        travel = np.minimum(ring, 2 * np.ceil(np.log2(M)) * (message + vector))
         hidden = np.minimum(HIDDEN * self.gradient, travel * (1 - min(1.0, BUCKET / size)))
         return self.gradient + travel - hidden + np.where(M > 1, size * self.handling, 0.0)
 
 
-def network(name: str, gradient: float, *, bandwidth: float | None = None, latency: float | None = None) -> Network:
+def network(
+    name: str,
+    gradient: float,
+    *,
+    bandwidth: float | None = None,
+    latency: float | None = None,
+    handling: float = Network.handling,
+) -> Network:
     """A network by name ("1gbe", "10gbe", "100gbe", "wan"), with numbers of one's own where given.
 
     Raises:
         ValueError: the name is unknown, or a number is not allowed.
     """
-    usual = named("network", name, NETWORKS)
+    usual = named("network", name.lower(), NETWORKS)
     own = bandwidth is not None or latency is not None
     return Network(
         usual[0] if bandwidth is None else bandwidth,
         usual[1] if latency is None else latency,
         gradient,
+        handling,
         name=f"{name}, changed" if own else name,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,18 @@ import numpy as np
 from klatsch import topology as topologies
 from klatsch.arguments import named, whole
 from klatsch.planning import graphs
-from klatsch.planning.network import Network
-from klatsch.planning.rates import ALL_REDUCE, CALIBRATION, RULES, Array, Calibration, Rule, predicted, rounds_to
+from klatsch.planning.network import TINY, Network
+from klatsch.planning.rates import (
+    ALL_REDUCE,
+    CALIBRATION,
+    MOST_ROUNDS,
+    RULES,
+    Array,
+    Calibration,
+    Rule,
+    predicted,
+    rounds_to,
+)
 from klatsch.theory import Constants
 from klatsch.theory.rates import check
 
@@ -33,6 +43,7 @@ class Task:
         samples: how many gradients may be taken in all, N = M T; without a limit if None.
         target: the error E f(x) - f* to be reached; if None, twice what N samples can bring at best.
         machines: most machines to think of.
+        efficiency: least speed-up per machine; M machines that are not at least this times M as fast as one do not pay.
         calibration: the constants of the rates.
     """
 
@@ -42,19 +53,26 @@ class Task:
     samples: float | None = None
     target: float | None = None
     machines: int = 1024
+    efficiency: float = 0.1
     calibration: Mapping[str, Calibration] | None = None
 
     def __post_init__(self) -> None:
+        for name, value in asdict(self.constants).items():
+            check(name, value, value == 0 or TINY <= value <= 1 / TINY, f"0 or a number from {TINY:g} to {1 / TINY:g}")
         whole(self.params, "params", 1)
         if not 1 <= whole(self.machines, "machines", 1) <= MOST_MACHINES:
             raise ValueError(f"machines = {self.machines}; give a number from 1 to {MOST_MACHINES:,}")
+        efficient = isinstance(self.efficiency, int | float) and 0 <= self.efficiency <= 1
+        check(
+            "efficiency", self.efficiency, efficient, "a number from 0 to 1, such as 0.1; 0 for the fastest at any cost"
+        )
         if self.samples is None and self.target is None:
             raise ValueError("nothing to plan for; give samples (--samples 1e6), or a target error (--target 0.01)")
-        for name, least in (("samples", 1.0), ("target", 1e-100)):
+        for name, least in (("samples", 1.0), ("target", TINY)):
             value = getattr(self, name)
             numeric = value is None or (isinstance(value, int | float | np.number) and not isinstance(value, bool))
-            wanted = "a number of samples from 1 to 1e100" if name == "samples" else "a positive error, above 1e-100"
-            check(name, value, numeric and (value is None or least <= value <= 1e100), wanted)
+            wanted = f"a number of samples from 1 to {1 / TINY:g}" if name == "samples" else "a positive error"
+            check(name, value, numeric and (value is None or least <= value <= 1 / TINY), wanted)
 
     def by(self, rule: str) -> Calibration:
         """The constants of a rule's rate."""
@@ -96,6 +114,7 @@ class Choice:
     seconds: float
     bytes_per_node: float  # sent until the goal is reached
     error: float  # with the budget of samples; that of the goal where there is no budget
+    speedup: float  # over one machine
 
     @property
     def title(self) -> str:
@@ -150,10 +169,11 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
     Raises:
         ValueError: a name is unknown, or the target is out of reach of the samples; it says what is not.
     """
-    asked = [named("rule", name, RULES) for name in (rules or RULES)]
-    names = list(families or topologies.TOPOLOGIES)
+    asked = [named("rule", name, RULES) for name in (RULES if rules is None else rules)]
+    names = list(topologies.TOPOLOGIES if families is None else families)
     for name in names:
         named("topology", name, topologies.TOPOLOGIES)
+    alone = _alone(task)
     lines, left_out = [], {}
     for rule in asked:
         for name in [""] if rule.algorithm is None else names:
@@ -161,51 +181,67 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
                 left_out[f"{rule.name} on {name}"] = "it needs one symmetric matrix for all rounds"
                 continue
             found = graphs.family(name or "complete", task.machines)
-            choices = _choices(task, rule, name, found)
+            choices = _choices(task, rule, name, found, alone.seconds)
             if len(choices) == 1 and task.machines > 1:
                 left_out[f"{rule.name} on {name}"] = f"it has no graph of 2 to {task.machines:,} nodes"
                 continue
-            lines.append(Line(rule.name, name, choices, _fastest(choices), _largest(task, rule, name, choices)))
-    alone = _alone(task)
+            lines.append(Line(rule.name, name, choices, _fastest(task, choices), _largest(task, rule, name, choices)))
+    if not lines:
+        why = (
+            "; ".join(f"{what}: {reason}" for what, reason in left_out.items()) or "no rule, or no topology, was named"
+        )
+        raise ValueError(f"nothing is left to plan with ({why}); name others")
     every = [alone, *(choice for line in lines for choice in line.choices)]
     if not any(math.isfinite(choice.seconds) for choice in every):
         near = min(every, key=lambda choice: choice.error)
+        if task.samples is None:
+            raise ValueError(f"target = {task.goal:g} takes more than {MOST_ROUNDS:g} rounds; give a larger one")
         raise ValueError(
-            f"target = {task.target:g} is out of reach of {task.samples:g} samples: at best they bring "
+            f"target = {task.goal:g} is out of reach of {task.samples:g} samples: at best they bring "
             f"{near.error:.3g} ({near.title}, {near.machines:,} machines); give more samples, or a larger target"
         )
-    return Plan(task, tuple(lines), alone, _fastest(every), left_out)
+    return Plan(task, tuple(lines), alone, _fastest(task, every), left_out)
 
 
 def _alone(task: Task) -> Choice:
-    return _choices(task, RULES[ALL_REDUCE], "", [graphs.Graph(1, 1.0, 0)])[0]
+    return _choices(task, RULES[ALL_REDUCE], "", [graphs.Graph(1, 1.0, 0)], None)[0]
 
 
-def _choices(task: Task, rule: Rule, name: str, found: Sequence[graphs.Graph]) -> tuple[Choice, ...]:
+def _choices(
+    task: Task, rule: Rule, name: str, found: Sequence[graphs.Graph], alone: float | None
+) -> tuple[Choice, ...]:
     M, rho, degree = (np.array(column, float) for column in zip(*found, strict=True))
     rho = rho if rule.algorithm is not None else np.ones_like(M)
     by, constants = task.by(rule.name), task.constants
     rounds = rounds_to(task.goal, rule, M, rho, constants, by)
-    if task.samples is not None:  # more rounds than samples are none
-        rounds = np.where(rounds * M <= task.samples * (1 + 1e-9) + M, rounds, np.inf)
+    if task.samples is not None:  # more than these are not to be had
+        rounds = np.where(rounds * M <= math.ceil(task.samples) * (1 + 1e-9), rounds, np.inf)
     if rule.algorithm is None:
         each = np.asarray(task.network.all_reduce_seconds(task.vector, M))
         sent = 2 * (M - 1) / M * task.vector
     else:
         each = np.asarray(task.network.gossip_seconds(task.vector, degree, rule.eager, rule.late))
         sent = degree * rule.vectors * task.vector
-    N = task.samples
-    error = predicted(rule, M, np.maximum(1.0, N / M), rho, constants, by).total if N else np.full_like(M, task.goal)
-    columns = (M, rho, rounds, each, rounds * each, np.where(np.isfinite(rounds), rounds, 0.0) * sent, error)
+    error = np.full_like(M, task.goal)
+    if (N := task.samples) is not None:
+        error = np.where(M <= N, predicted(rule, M, np.maximum(1.0, N / M), rho, constants, by).total, np.inf)
+    sent = np.where(np.isfinite(rounds), rounds, 0.0) * sent
+    seconds = rounds * each
+    reached = np.isfinite(seconds)
+    speedup = np.ones_like(M) if alone is None else np.where(reached, alone / np.where(reached, seconds, 1.0), 0.0)
+    columns = (M, rho, rounds, each, seconds, sent, error, speedup)
     rows = zip(*(np.asarray(column).tolist() for column in columns), strict=True)
     return tuple(Choice(rule.name, name, int(m), *numbers) for m, *numbers in rows)
 
 
-def _fastest(choices: Sequence[Choice]) -> Choice:
-    """The fastest choice, or one with fewer machines that needs hardly longer."""
-    soonest = min(choice.seconds for choice in choices)
+def _fastest(task: Task, choices: Sequence[Choice]) -> Choice:
+    """The fastest choice whose machines pay, or one with fewer machines that needs hardly longer."""
+    paying = [
+        choice for choice in choices if choice.machines == 1 or choice.speedup >= task.efficiency * choice.machines
+    ]
+    soonest = min(choice.seconds for choice in paying)
     return min(
-        (choice for choice in choices if choice.seconds <= ENOUGH * soonest),
+        (choice for choice in paying if choice.seconds <= ENOUGH * soonest),
         key=lambda choice: (choice.machines, choice.seconds, choice.bytes_per_node),
     )
 

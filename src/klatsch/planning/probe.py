@@ -8,6 +8,7 @@ node), so that the same round at two points sees the same randomness. Where a pr
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,13 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.stats import t as student
 from torch import Tensor
 
 from klatsch.arguments import whole
 from klatsch.problems import Problem
 from klatsch.theory import Constants
 
-Z = 1.96  # a confidence interval of 95 % reaches so many standard errors to both sides
+LEAST_SAMPLES = 4  # two blocks of two
 POWER_STEPS, NOISY_STEPS = 300, 20  # of power iteration at most; the second where every product takes many rounds
 TINY = float(np.finfo(float).tiny)
 CLOSE = 1e-3  # relative residual at which it stops
@@ -30,7 +32,11 @@ PULL = 1e-4  # relative length of the difference that stands for a derivative
 
 
 class Estimate(NamedTuple):
-    """A measured number: its confidence interval of 95 %, and how many gradients of single nodes it took."""
+    """A measured number, an interval around it, and how many gradients of single nodes it took.
+
+    The interval is one of 95 % confidence for sigma and zeta. For L it is the residual of power iteration, or what two
+    sets of mini-batches say; for D1 two standard errors and what seems to be left of the way.
+    """
 
     value: float
     low: float
@@ -88,17 +94,17 @@ def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
         ValueError: it has several columns, or its gradients are not finite.
     """
     whole(rounds, "rounds", 1)
-    whole(samples, "samples", 2)
+    whole(samples, "samples", LEAST_SAMPLES)
     if getattr(problem, "columns", 1) != 1:
         raise ValueError(f"the problem has {problem.columns} columns; give one noise and one heterogeneity")  # type: ignore[attr-defined]
     ask = _Gradients(problem)
     start = torch.as_tensor(problem.start()).reshape(-1)
-    began = time.perf_counter()
-    ask.one_node(start)
-    ask.one_node(start)
-    seconds = (time.perf_counter() - began) / 2
-
+    seconds = _seconds(ask, start)
     L = _smoothness(ask, start, samples)
+    if L.value <= TINY:
+        raise ValueError(
+            f"{type(problem).__name__} has no curvature at its start; the theory is of problems that have some"
+        )
     known = getattr(problem, "optimum", None)
     if known is not None:
         end = torch.as_tensor(known).reshape(-1).to(start)
@@ -157,12 +163,23 @@ class _Gradients:
         return torch.as_tensor(self.problem.grad(point[None, None, :], self.new_rounds(1)[0], [0]))
 
 
+def _seconds(ask: _Gradients, start: Tensor) -> float:
+    """Seconds of one node's gradient, when everything is warm."""
+    ask.one_node(start)
+    took = []
+    for _ in range(7):
+        began = time.perf_counter()
+        ask.one_node(start)
+        took.append(time.perf_counter() - began)
+    return statistics.median(took)
+
+
 def _spreads(ask: _Gradients, point: Tensor, samples: int) -> tuple[Estimate, Estimate]:
     """sigma and zeta at a point, from gradients of all nodes in so many rounds.
 
     sigma² = mean over nodes of E ||g_i - E g_i||²; zeta² = mean over nodes of ||E g_i - mean||². The spread of the
-    nodes' means holds a share of their noise, which is taken out. The sums are kept of each half of the rounds and of
-    blocks of them, whose scatter gives the confidence intervals.
+    nodes' means holds a share of their noise, which is taken out. The sums are kept of blocks of rounds, whose scatter
+    gives the confidence intervals.
     """
     before = ask.taken
     M, blocks = ask.problem.nodes, max(2, min(8, samples // 2))
@@ -188,6 +205,7 @@ def _spreads(ask: _Gradients, point: Tensor, samples: int) -> tuple[Estimate, Es
         return raw - noise(of) / n * (1 - 1 / M)
 
     every, taken = list(range(blocks)), ask.taken - before
+    errors = float(student.ppf(0.975, blocks - 1))  # that an interval of 95 % reaches to both sides
     without = [[k for k in every if k != left_out] for left_out in every]
     found = []
     for measure in (noise, spread):
@@ -195,7 +213,7 @@ def _spreads(ask: _Gradients, point: Tensor, samples: int) -> tuple[Estimate, Es
         # The jackknife: how much the value moves when a block is left out.
         moves = np.array([measure(rest) for rest in without])
         error = math.sqrt((blocks - 1) / blocks * float(((moves - moves.mean()) ** 2).sum()))
-        low, value, high = (math.sqrt(max(0.0, v)) for v in (value - Z * error, value, value + Z * error))
+        low, value, high = (math.sqrt(max(0.0, v)) for v in (value - errors * error, value, value + errors * error))
         found.append(Estimate(value, low, high, taken))
     if ask.exact is not None:
         means = ask.at(point.expand(M, -1), 0).double()
@@ -252,24 +270,28 @@ def _directions(point: Tensor, M: int) -> Tensor:
 def _descent(ask: _Gradients, start: Tensor, L: float, rounds: int) -> tuple[Tensor, Tensor, Estimate]:
     """A point on the way of a centralized run, where it comes to, and how far that is.
 
-    What is left after it is judged by how its steps shrink.
-
-    Steps of 1 / (2 L) on the mean of all nodes' gradients; the point is the mean of the second half of the run, which
-    takes most of the noise out.
+    Steps of 1 / (2 L) on the mean of all nodes' gradients. Where it comes to is the mean of the second half, which
+    takes most of the noise out; the scatter of its parts says how much is left in. How far it still is to the optimum
+    is judged by how the distances between the means of the run's quarters shrink.
     """
-    before, x = ask.taken, start.clone()
-    later = torch.zeros_like(x)
-    places = []
+    before, x, parts = ask.taken, start.clone(), min(8, max(1, rounds // 2))
+    means, counts = torch.zeros(parts, x.numel(), dtype=torch.float64), [0] * parts
     for k in range(rounds):
         x = x - ask.everywhere(x).mean(0) / (2 * L)
-        if k >= rounds // 2:
-            later += x / (rounds - rounds // 2)
-        if k + 1 in (max(1, rounds // 4), max(1, rounds // 2), rounds):
-            places.append(x.clone())
-    covered = float((later - start).norm())
+        part = k * parts // rounds
+        means[part] += x.double()
+        counts[part] += 1
+    means /= torch.tensor(counts, dtype=torch.float64)[:, None]
+    later = means[parts // 2 :]
+    end = later.mean(0)
+    noise = float(((later - end).square().sum() / max(1, len(later) * (len(later) - 1))).sqrt())
+    covered = float((end - start.double()).norm())
+    value = math.sqrt(max(0.0, covered**2 - noise**2))
     left = covered
-    if len(places) == 3:  # lengths of two stretches; if the second is shorter by q, what follows is q + q^2 + ... of it
-        stretches = [float((b - a).norm()) for a, b in pairwise(places)]
-        q = stretches[1] / stretches[0] if stretches[0] > 0 else 0.0
-        left = stretches[1] * q / (1 - q) if q < 0.9 else 10 * stretches[1]
-    return places[0], later, Estimate(covered, covered, covered + left, ask.taken - before)
+    if parts == 8:
+        quarters = means.view(4, 2, -1).mean(1)
+        steps = [float((b - a).norm()) for a, b in pairwise(quarters)]
+        shrink = steps[2] / steps[1] if steps[1] > 0 else 0.0
+        left = 0.0 if steps[2] < 3 * noise else steps[2] * (shrink / (1 - shrink) if shrink < 0.9 else 10.0)
+    interval = max(0.0, value - 2 * noise), value + 2 * noise + left
+    return means[0].to(start), end.to(start), Estimate(value, *interval, ask.taken - before)

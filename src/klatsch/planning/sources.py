@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from klatsch import problems
 from klatsch.problems import Problem
@@ -17,7 +18,10 @@ from klatsch.theory import Constants
 NEEDED = ("nodes", "dim", "start", "grad", "metrics")
 
 
-def problem_of(text: str, nodes: int, **options: Any) -> Problem:
+NODES = 16  # where nothing is said
+
+
+def problem_of(text: str, nodes: int | None = None, **options: Any) -> Problem:
     """A problem by name, such as "least-squares", or made by a function of one's own: "file.py:function".
 
     The function is called with the number of nodes if it takes an argument; its file is run, so it must be trusted.
@@ -26,7 +30,7 @@ def problem_of(text: str, nodes: int, **options: Any) -> Problem:
         ValueError: there is no such problem, file or function, or what it gives is no problem.
     """
     if ".py" not in text:
-        return problems.make(text, nodes, **options)
+        return problems.make(text, NODES if nodes is None else nodes, **options)
     name, _, function = text.rpartition(":")
     path = Path(name)
     if not name or not function or path.suffix != ".py":
@@ -41,20 +45,50 @@ def problem_of(text: str, nodes: int, **options: Any) -> Problem:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever somebody's own file may raise
+    except (Exception, SystemExit) as error:  # whatever somebody's own file may raise
         raise ValueError(f"{path} cannot be run ({type(error).__name__}: {error}); put it right first") from None
     make = getattr(module, function, None)
     if not callable(make):
         raise ValueError(f"{path} has no function {function}; give one that returns a problem")
+    takes_nodes = bool(inspect.signature(make).parameters)
+    if nodes is not None and not takes_nodes:
+        raise ValueError(f"{function} in {path} takes no number of nodes; leave -n out, or let it take one")
     try:
-        made = make(nodes) if inspect.signature(make).parameters else make()
-    except Exception as error:
+        made = make(NODES if nodes is None else nodes) if takes_nodes else make()
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{text} fails ({type(error).__name__}: {error}); put it right first") from None
     if missing := [name for name in NEEDED if not hasattr(made, name)]:
         raise ValueError(
             f"{text} gives a {type(made).__name__} without {', '.join(missing)}; see problems.Problem for what it needs"
         )
+    _try(text, made)
     return made  # type: ignore[no-any-return]
+
+
+def _try(text: str, problem: Any) -> None:
+    """Ask a problem of somebody's own what the probe will ask it.
+
+    Raises:
+        ValueError: it fails, or gives gradients of another shape.
+    """
+    try:
+        start = torch.as_tensor(problem.start()).reshape(-1)
+        M, d = int(problem.nodes), int(problem.dim)
+        sizes = {"start()": start.numel() - d}
+        for nodes in (None, [0]):
+            m = M if nodes is None else 1
+            asked = "grad(x, 1)" if nodes is None else "grad(x, 1, [0])"
+            sizes[asked] = torch.as_tensor(problem.grad(start.expand(m, 1, d), 1, nodes)).numel() - m * d
+    except (Exception, SystemExit) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"{text} gives a problem that fails ({type(error).__name__}: {reason}); put it right"
+        ) from None
+    if wrong := [name for name, difference in sizes.items() if difference]:
+        raise ValueError(
+            f"{text}: {wrong[0]} of {type(problem).__name__} has another size than {M} nodes and {d} parameters say; "
+            "see problems.Problem"
+        )
 
 
 def read_probe(path: Path) -> tuple[Constants, int, float]:
@@ -73,7 +107,7 @@ def read_probe(path: Path) -> tuple[Constants, int, float]:
     def number(name: str) -> float:
         value = content.get(name) if isinstance(content, Mapping) else None
         value = value.get("value") if isinstance(value, Mapping) else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
             raise ValueError(f"{path} holds no number {name!r}; write one with klatsch probe --json")
         return float(value)
 

@@ -7,6 +7,7 @@ targets apart so that the nodes' gradients differ by zeta, and noise sigma.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from klatsch.planning.rates import RULES, predicted
 from klatsch.theory import Constants
 
 DIM = 20  # parameters of the instance
-LARGEST = 256  # machines that are simulated
+LARGEST, LARGEST_DENSE = 1024, 128  # machines that are simulated; the second where all talk to all
 MOST_ROUNDS = 20_000
 LEARNING_RATES = [10.0 ** (k / 2) for k in range(-10, 3)]  # in units of 1 / L, the best one counts
 SEEDS = (0, 1, 2)  # of the instance, whose errors are averaged
@@ -43,28 +44,31 @@ class Verification:
 
     title: str
     trials: tuple[Trial, ...]
+    goal: float
+    smaller: bool  # fewer machines than recommended, which are too many to simulate
     shortened: bool  # fewer rounds than planned
+    enough: Trial | None  # the fewest machines, by halves, that reach the goal in the planned time
 
     @property
     def flips(self) -> list[tuple[Trial, Trial]]:
-        """Pairs of which the first is predicted to be better, and came out worse or no better."""
+        """Pairs of which the first is predicted to be better, and came out clearly worse."""
         return [
             (a, b)
             for a in self.trials
             for b in self.trials
-            if a.predicted * ALIKE < b.predicted and a.simulated >= b.simulated * ALIKE
+            if a.predicted < b.predicted and a.simulated > b.simulated * ALIKE
         ]
 
     @property
     def held(self) -> bool:
-        """Whether no pair that is predicted to differ came out the other way round."""
+        """Whether no pair came out the other way round."""
         return not self.flips
 
 
 def instance(constants: Constants, nodes: int, seed: int = 0) -> problems.LeastSquares:
     """Least squares with given constants; a node has the same matrix in networks of all sizes, one alone no zeta."""
     generator = torch.Generator().manual_seed(seed)
-    pool = max(nodes, 2 * LARGEST)  # the largest curvature is that of so many, so that sizes can be compared
+    pool = max(nodes, LARGEST)  # the largest curvature is that of so many, so that sizes can be compared
     A = torch.randn(pool, DIM, DIM, generator=generator, dtype=torch.float64)
     A = A[:nodes] * (constants.L / float(torch.linalg.matrix_norm(A, 2).max() ** 2)) ** 0.5
     H = A.mT @ A
@@ -87,14 +91,40 @@ def verify(plan: Plan) -> Verification:
     """
     best = plan.best
     line = plan.line(best.rule, best.topology) if best.machines > 1 else _of_neighbours(plan)
-    centre = min(best.machines, LARGEST)
-    chosen = _neighbours(line.choices, centre)
-    own = min(chosen, key=lambda choice: abs(choice.machines - centre))
-    seconds = own.seconds if math.isfinite(own.seconds) else best.seconds
-    rounds = [max(1.0, seconds / choice.seconds_per_round) for choice in chosen]
-    shrink = min(1.0, MOST_ROUNDS / max(rounds))
-    trials = [_trial(plan, choice, max(10, round(T * shrink))) for choice, T in zip(chosen, rounds, strict=True)]
-    return Verification(chosen[-1].title, tuple(trials), shrink < 1)
+    dense = line.topology in ("", "complete", "near_complete", "star")
+    most = LARGEST_DENSE if dense else LARGEST
+    possible = [choice for choice in line.choices if choice.machines <= most]
+    own = _nearest(possible, best.machines)
+    seconds = best.seconds if own.machines == best.machines else own.seconds
+    seconds = seconds if math.isfinite(seconds) else best.seconds
+    chosen = {c.machines: c for c in (_nearest(possible, best.machines * factor) for factor in (0.5, 1, 2))}
+    rounds = {M: max(1.0, seconds / choice.seconds_per_round) for M, choice in sorted(chosen.items())}
+    shrink = min(1.0, MOST_ROUNDS / max(rounds.values()))
+    trials = [_trial(plan, chosen[M], max(10, round(T * shrink))) for M, T in rounds.items()]
+    centre = next(trial for trial in trials if trial.machines == own.machines)
+    return Verification(
+        title=chosen[max(chosen)].title,
+        trials=tuple(trials),
+        goal=plan.task.goal,
+        smaller=own.machines < best.machines,
+        shortened=shrink < 1,
+        enough=_enough(plan, possible, centre, seconds) if shrink == 1 else None,
+    )
+
+
+def _enough(plan: Plan, possible: list[Choice], trial: Trial, seconds: float) -> Trial | None:
+    """The fewest machines, found by halving, that reach the goal in the planned time; None if the first do not."""
+    found = None
+    while trial.simulated <= plan.task.goal:
+        found = trial
+        if trial.machines == 1:
+            break
+        choice = _nearest(possible, trial.machines // 2)
+        rounds = seconds / choice.seconds_per_round
+        if choice.machines >= trial.machines or rounds > MOST_ROUNDS:
+            break
+        trial = _trial(plan, choice, max(10, round(rounds)))
+    return found
 
 
 def _of_neighbours(plan: Plan) -> Line:
@@ -102,15 +132,8 @@ def _of_neighbours(plan: Plan) -> Line:
     return min(plan.lines, key=lambda line: line.choices[1].seconds if len(line.choices) > 1 else math.inf)
 
 
-def _neighbours(choices: tuple[Choice, ...], machines: int) -> list[Choice]:
-    """The choice of so many machines, and those next to half and twice as many."""
-    possible = [choice for choice in choices if choice.machines <= 2 * LARGEST]
-    found = {
-        nearest.machines: nearest
-        for wanted in (machines / 2, machines, 2 * machines)
-        for nearest in [min(possible, key=lambda choice: abs(math.log(choice.machines / max(wanted, 1))))]
-    }
-    return [found[machines] for machines in sorted(found)]
+def _nearest(choices: Sequence[Choice], machines: float) -> Choice:
+    return min(choices, key=lambda choice: abs(math.log(choice.machines / max(machines, 1))))
 
 
 def _trial(plan: Plan, choice: Choice, rounds: int) -> Trial:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from klatsch.planning.plan import Choice, Plan
 from klatsch.planning.rates import RULES, predicted
+from klatsch.planning.verify import Verification
 
 
 def duration(seconds: float) -> str:
     """A time as people say it."""
+    if seconds == float("inf"):
+        return "for ever"
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
@@ -27,14 +30,20 @@ def size(count: float) -> str:
     return f"{count:.3g} {unit}"
 
 
+def rounds(count: float) -> str:
+    """A number of rounds as people say it."""
+    return "1 round" if count == 1 else f"{count:,.0f} rounds"
+
+
 def recommendation(plan: Plan) -> str:
     """One line: what to take, and what it needs."""
     best, alone = plan.best, plan.alone
     if best.machines == 1:
-        return f"one machine: {best.rounds:,.0f} rounds of {duration(best.seconds_per_round)}, {duration(best.seconds)}"
-    faster = f", {alone.seconds / best.seconds:.3g} times faster than one machine" if alone.seconds < 1e300 else ""
+        return f"one machine: {rounds(best.rounds)} of {duration(best.seconds_per_round)}, {duration(best.seconds)}"
+    share = f"{best.speedup / best.machines:.0%} per machine"
+    faster = f", {best.speedup:.3g} times as fast as one machine ({share})" if alone.seconds < 1e300 else ""
     return (
-        f"{best.title}, {best.machines:,} machines: {best.rounds:,.0f} rounds of {duration(best.seconds_per_round)}, "
+        f"{best.title}, {best.machines:,} machines: {rounds(best.rounds)} of {duration(best.seconds_per_round)}, "
         f"{duration(best.seconds)}{faster}"
     )
 
@@ -47,7 +56,8 @@ def reasons(plan: Plan) -> list[str]:
     reachable = [line for line in others if line.best.seconds < 1e300 and line.best.machines > 1]
     if best.machines > 1 and reachable:
         second = min(reachable, key=lambda line: line.best.seconds).best
-        found.append(f"next is {second.title} with {second.machines:,} machines: {duration(second.seconds)}")
+        hardly = " (not 5 % faster, with more machines)" if second.seconds < best.seconds else ""
+        found.append(f"next is {second.title} with {second.machines:,} machines: {duration(second.seconds)}{hardly}")
     if not RULES[best.rule].proved:
         found.append(f"no rate is proved for {best.rule}; it is taken as that of dat on homogeneous data")
     return found
@@ -55,12 +65,21 @@ def reasons(plan: Plan) -> list[str]:
 
 def _why_alone(plan: Plan) -> str:
     task = plan.task
-    if task.constants.sigma * task.constants.D1 == 0:
-        return "without noise more machines bring nothing: each would compute the same"
+    if task.constants.D1 == 0:
+        return "the start is the optimum: there is nothing to do"
+    if task.constants.sigma == 0:
+        return "without noise there is nothing to average: one machine that sees all the data does as well"
+    if plan.alone.rounds <= 1:
+        return "one round is enough"
     pairs = [choice for line in plan.lines for choice in line.choices if choice.machines > 1]
     if not pairs:
         return "no more than one was asked for"
     nearest = min(pairs, key=lambda choice: choice.seconds)
+    if nearest.speedup > 1:
+        return (
+            f"{nearest.machines:,} machines ({nearest.title}) would be {nearest.speedup:.3g} times as fast: less than "
+            f"{task.efficiency:.0%} of a machine each"
+        )
     if nearest.seconds_per_round > 2 * task.network.gradient:
         return (
             f"the network is too slow: a round takes {duration(nearest.seconds_per_round)} even as {nearest.title} "
@@ -72,24 +91,47 @@ def _why_alone(plan: Plan) -> str:
 def _of_the_round(plan: Plan, best: Choice) -> str:
     gradient = plan.task.network.gradient
     waits = best.seconds_per_round - gradient
-    if waits <= 0.1 * gradient:
+    if waits > 0.1 * gradient:
+        return f"of a round {duration(gradient)} are the gradient, {duration(waits)} sending and handling what is sent"
+    if RULES[best.rule].eager:
         return f"a round takes hardly longer than its gradient ({duration(gradient)}): what is sent hides behind it"
-    return f"of a round {duration(gradient)} are the gradient, {duration(waits)} the network"
+    return f"a round takes hardly longer than its gradient ({duration(gradient)}): there is little to send"
 
 
 def _of_more(plan: Plan, best: Choice) -> str:
-    line = plan.line(best.rule, best.topology)
+    line, task = plan.line(best.rule, best.topology), plan.task
     larger = [choice for choice in line.choices if choice.machines > best.machines]
     if not larger:
-        return f"{best.machines:,} machines are the most that were asked for"
-    task, rule = plan.task, RULES[best.rule]
-    most = line.choices[-1]
-    parts = predicted(rule, most.machines, best.rounds, most.rho, task.constants, task.by(rule.name))
-    if most.seconds_per_round > 1.5 * best.seconds_per_round:
-        return f"more machines wait longer: a round of {most.machines:,} takes {duration(most.seconds_per_round)}"
-    if parts.network > max(parts.statistical, parts.optimization):
-        return (
-            f"more machines mix too slowly: noise keeps the larger part of the error up to {line.largest:,}, beyond "
-            "that the network does"
+        return f"{best.machines:,} machines are the most of this kind that are looked at"
+    more = min(larger, key=lambda choice: abs(choice.machines - 2 * best.machines))
+    parts = predicted(RULES[best.rule], more.machines, best.rounds, more.rho, task.constants, task.by(best.rule))
+    names = ("noise", "slow mixing", "too few rounds")
+    largest = max(zip(parts, names, strict=True))[1]
+    if more.seconds == float("inf"):
+        return f"{more.machines:,} machines do not reach it with these samples: their error is mostly {largest}"
+    text = (
+        f"{more.machines:,} machines would take {rounds(more.rounds)} of {duration(more.seconds_per_round)}, "
+        f"{duration(more.seconds)}"
+    )
+    if more.speedup < task.efficiency * more.machines:
+        return f"{text}: less than {task.efficiency:.0%} of a machine each"
+    return f"{text}: {'not 5 % sooner; ' if more.seconds < best.seconds else ''}their error is mostly {largest}"
+
+
+def verdict(checked: Verification) -> list[str]:
+    """What a simulation says: whether the order held, how far the errors are off, and whether fewer would do."""
+    if len(checked.trials) < 2:
+        return ["one size only: there is nothing to compare"]
+    flips = [f"{b.machines:,} machines came out ahead of {a.machines:,}" for a, b in checked.flips]
+    found = ["the predicted order holds" if checked.held else f"the predicted order does not hold: {', '.join(flips)}"]
+    ratios = sorted(trial.predicted / trial.simulated for trial in checked.trials if trial.simulated > 0)
+    if ratios and (ratios[0] > 3 or ratios[-1] < 1 / 3):
+        far = ratios if ratios[0] > 3 else [1 / ratio for ratio in reversed(ratios)]
+        way = "below" if ratios[0] > 3 else "above"
+        found.append(f"simulated errors are {far[0]:.2g} to {far[-1]:.2g} times {way} the predicted ones")
+    if checked.enough is not None and checked.enough.machines < min(trial.machines for trial in checked.trials):
+        found.append(
+            f"here {checked.enough.machines:,} machines reach the goal of {checked.goal:.3g} in the planned time: try "
+            "them first if your problem is as well conditioned"
         )
-    return f"more machines average noise that is no longer the larger part: it is up to {line.largest:,} of them"
+    return found

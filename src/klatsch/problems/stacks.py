@@ -219,9 +219,8 @@ def _group_norm(v: Tensor, layer: nn.GroupNorm, weight: Tensor | None, bias: Ten
     parts = v.reshape(*v.shape[:3], layer.num_groups, -1, v.shape[4])
     apart = parts - parts.mean((2, 4, 5), keepdim=True)
     v = (apart * torch.rsqrt(apart.square().mean((2, 4, 5), keepdim=True) + layer.eps)).flatten(3, 4)
-    if weight is None or bias is None:
-        return v
-    return v * weight[:, None, None, :, None] + bias[:, None, None, :, None]
+    v = v if weight is None else v * weight[:, None, None, :, None]
+    return v if bias is None else v + bias[:, None, None, :, None]
 
 
 def _pool(v: Tensor, layer: Any) -> Tensor:
