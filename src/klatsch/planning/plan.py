@@ -194,11 +194,12 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
     every = [alone, *(choice for line in lines for choice in line.choices)]
     if not any(math.isfinite(choice.seconds) for choice in every):
         near = min(every, key=lambda choice: choice.error)
+        how = near.title if near.machines == 1 else f"{near.title}, {near.machines:,} machines"
         if task.samples is None:
             raise ValueError(f"target = {task.goal:g} takes more than {MOST_ROUNDS:g} rounds; give a larger one")
         raise ValueError(
             f"target = {task.goal:g} is out of reach of {task.samples:g} samples: at best they bring "
-            f"{near.error:.3g} ({near.title}, {near.machines:,} machines); give more samples, or a larger target"
+            f"{near.error:.3g} ({how}); give more samples, or a larger target"
         )
     return Plan(task, tuple(lines), alone, _fastest(task, every), left_out)
 

@@ -105,17 +105,17 @@ def _of_more(plan: Plan, best: Choice) -> str:
         return f"{best.machines:,} machines are the most of this kind that are looked at"
     more = min(larger, key=lambda choice: abs(choice.machines - 2 * best.machines))
     parts = predicted(RULES[best.rule], more.machines, best.rounds, more.rho, task.constants, task.by(best.rule))
-    names = ("noise", "slow mixing", "too few rounds")
-    largest = max(zip(parts, names, strict=True))[1]
+    mixing = parts.network > parts.optimization
+    held_up = "they mix more slowly" if mixing else "some rounds are needed even without noise"
     if more.seconds == float("inf"):
-        return f"{more.machines:,} machines do not reach it with these samples: their error is mostly {largest}"
+        return f"{more.machines:,} machines do not reach it with these samples: {held_up}"
     text = (
         f"{more.machines:,} machines would take {rounds(more.rounds)} of {duration(more.seconds_per_round)}, "
         f"{duration(more.seconds)}"
     )
     if more.speedup < task.efficiency * more.machines:
         return f"{text}: less than {task.efficiency:.0%} of a machine each"
-    return f"{text}: {'not 5 % sooner; ' if more.seconds < best.seconds else ''}their error is mostly {largest}"
+    return f"{text}: {'not 5 % sooner' if more.seconds < best.seconds else held_up}"
 
 
 def verdict(checked: Verification) -> list[str]:
@@ -128,7 +128,7 @@ def verdict(checked: Verification) -> list[str]:
     if ratios and (ratios[0] > 3 or ratios[-1] < 1 / 3):
         far = ratios if ratios[0] > 3 else [1 / ratio for ratio in reversed(ratios)]
         way = "below" if ratios[0] > 3 else "above"
-        found.append(f"simulated errors are {far[0]:.2g} to {far[-1]:.2g} times {way} the predicted ones")
+        found.append(f"simulated errors are {far[0]:,.0f} to {far[-1]:,.0f} times {way} the predicted ones")
     if checked.enough is not None and checked.enough.machines < min(trial.machines for trial in checked.trials):
         found.append(
             f"here {checked.enough.machines:,} machines reach the goal of {checked.goal:.3g} in the planned time: try "
