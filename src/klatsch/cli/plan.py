@@ -17,7 +17,8 @@ from klatsch.cli.terminal import words as listed
 from klatsch.planning import figures, sources, words
 from klatsch.planning.graphs import LARGEST_BUILT
 from klatsch.planning.network import NETWORKS, Network
-from klatsch.planning.plan import Line, Plan, Task
+from klatsch.planning.plan import Line, Plan
+from klatsch.planning.task import Task
 from klatsch.planning.verify import DIM, Verification, verify
 from klatsch.theory import Constants
 

@@ -15,7 +15,7 @@ from klatsch.cli.app import app
 from klatsch.cli.data import use_folder
 from klatsch.cli.terminal import number, option, print_json
 from klatsch.planning import sources, words
-from klatsch.planning.probe import Probe
+from klatsch.planning.estimates import Probe
 
 MEANINGS = {
     "sigma": "noise of a node's gradient, the largest on the way",

@@ -11,9 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,65 +19,14 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from klatsch.arguments import whole
+from klatsch.planning.estimates import Estimate, Probe, Stage
 from klatsch.problems import Problem
-from klatsch.theory import Constants
 
 LEAST_SAMPLES = 4  # two blocks of two
 POWER_STEPS, NOISY_STEPS = 300, 20  # of power iteration at most; the second where every product takes many rounds
 TINY = float(np.finfo(float).tiny)
 CLOSE = 1e-3  # relative residual at which it stops
 PULL = 1e-4  # relative length of the difference that stands for a derivative
-
-
-class Estimate(NamedTuple):
-    """A measured number, an interval around it, and how many gradients of single nodes it took.
-
-    The interval is one of 95 % confidence for sigma and zeta. For L it is the residual of power iteration, or what two
-    sets of mini-batches say; for D1 two standard errors and what seems to be left of the way.
-    """
-
-    value: float
-    low: float
-    high: float
-    samples: int
-
-
-class Stage(NamedTuple):
-    """Noise and heterogeneity at a point of the way from the start to the optimum."""
-
-    place: str
-    sigma: Estimate
-    zeta: Estimate
-
-
-@dataclass(frozen=True)
-class Probe:
-    """The constants of a problem, as measured."""
-
-    problem: str
-    nodes: int
-    params: int
-    sigma: Estimate  # the largest along the way
-    zeta: Estimate  # at the end of it: the optimum where that is known, else where a short run came to
-    L: Estimate
-    D1: Estimate
-    stages: tuple[Stage, ...]
-    gradient_seconds: float  # of one node's gradient, on this machine
-
-    @property
-    def constants(self) -> Constants:
-        """For the theory."""
-        return Constants(self.L.value, self.D1.value, self.sigma.value, self.zeta.value)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        stages = [
-            {"place": stage.place, "sigma": stage.sigma._asdict(), "zeta": stage.zeta._asdict()}
-            for stage in self.stages
-        ]
-        plain = {name: value._asdict() if isinstance(value, Estimate) else value for name, value in own.items()}
-        return plain | {"stages": stages}
 
 
 def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
