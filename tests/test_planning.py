@@ -12,7 +12,19 @@ import pytest
 
 from klatsch import problems
 from klatsch import topology as tp
-from klatsch.planning import CALIBRATION, RULES, UNCALIBRATED, Network, Task, graphs, network, plan, predicted, words
+from klatsch.planning import (
+    CALIBRATION,
+    RULES,
+    UNCALIBRATED,
+    Network,
+    Task,
+    graphs,
+    network,
+    plan,
+    predicted,
+    robust,
+    words,
+)
 from klatsch.planning.plan import ENOUGH
 from klatsch.planning.rates import rounds_to
 from klatsch.planning.verify import instance, verify
@@ -277,6 +289,16 @@ def test_machines_that_do_not_pay_are_not_recommended():
     assert paying.best.speedup >= 0.1 * paying.best.machines
 
 
+def test_constants_that_are_known_in_part():
+    found = plan(task(), rules=["dat"], families=["ring"])
+    low, high = robust.machines_between(found, robust.within_a_factor(found))
+    assert low < found.best.machines < high
+    assert robust.machines_between(found, {}) == (found.best.machines, found.best.machines)
+    narrow = robust.machines_between(found, {"sigma": (9.9, 10.1)})
+    assert low <= narrow[0] <= found.best.machines <= narrow[1] <= high
+    assert robust.machines_between(plan(task(machines=1)), robust.within_a_factor(found)) == (1, 1)
+
+
 # --- against simulation -------------------------------------------------------------------------------------------
 
 
@@ -344,7 +366,7 @@ def test_probe_and_plan_from_the_command_line(run_cli, tmp_path):
     found = json.loads(out)
     assert code == 0
     assert {(line["rule"], line["topology"]) for line in found["lines"]} == {("dat", "ring"), ("dsgd", "ring")}
-    assert found["recommended"]["machines"] >= 1
+    assert found["machines_between"][0] <= found["recommended"]["machines"] <= found["machines_between"][1]
     assert found["constants"]["sigma"] == pytest.approx(5, rel=0.05)
     code, out, _ = run_cli("probe", "logistic", "-n", 4, "--json")
     assert json.loads(out)["L"]["value"] > 0

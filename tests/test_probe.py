@@ -85,9 +85,10 @@ def test_json_goes_to_the_planner(tmp_path):
     found = probe(problems.LeastSquares(8, noise=3.0))
     path = tmp_path / "probe.json"
     path.write_text(json.dumps(found.as_dict()))
-    constants, params, seconds = read_probe(path)
-    assert constants == found.constants
-    assert (params, seconds) == (50, found.gradient_seconds)
+    measured = read_probe(path)
+    assert measured.constants == found.constants
+    assert measured.ranges["sigma"] == (found.sigma.low, found.sigma.high)
+    assert (measured.params, measured.gradient_seconds) == (50, found.gradient_seconds)
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------
@@ -210,9 +211,9 @@ def test_problems_from_a_file(tmp_path):
     "content, message",
     [
         ("{", "is no JSON"),
-        ("{}", "holds no number 'L'"),
+        ("{}", "holds no number 'L: value'"),
         ("[1]", "holds no number"),
-        ('{"L": {"value": "x"}}', "number 'L'"),
+        ('{"L": {"value": "x"}}', "number 'L: value'"),
     ],
 )
 def test_broken_json(tmp_path, content, message):

@@ -14,7 +14,7 @@ from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.terminal import number, option, print_json
 from klatsch.cli.terminal import words as listed
-from klatsch.planning import figures, sources, words
+from klatsch.planning import figures, robust, sources, words
 from klatsch.planning.graphs import LARGEST_BUILT
 from klatsch.planning.network import NETWORKS, Network
 from klatsch.planning.plan import Line, Plan
@@ -54,12 +54,13 @@ def plan(
     if draw is not None:
         pictures.check_path(draw)
     measured = None if probe is None else sources.read_probe(probe)
+    given = {"sigma": sigma, "zeta": zeta, "L": L, "D1": D1}
     task = Task(
-        _constants(measured[0] if measured else None, sigma=sigma, zeta=zeta, L=L, D1=D1),
-        params if params is not None else measured[1] if measured else PARAMS,
+        _constants(measured, **given),
+        params if params is not None else measured.params if measured else PARAMS,
         planning.network(
             network,
-            gradient if gradient is not None else measured[2] if measured else GRADIENT,
+            gradient if gradient is not None else measured.gradient_seconds if measured else GRADIENT,
             bandwidth=bandwidth,
             latency=latency,
             handling=handling,
@@ -72,13 +73,20 @@ def plan(
     )
     asked = [RULE_NAMES.get(name.replace(" ", ""), name) for name in listed(rules)] if rules is not None else None
     found = planning.plan(task, rules=asked, families=None if families is None else listed(families))
+    ranges = robust.within_a_factor(found)
+    if measured is not None:
+        ranges = {name: ends for name, ends in measured.ranges.items() if given[name] is None}
+    between = robust.machines_between(found, ranges)
     checked = verify(found) if check else None
     if draw is not None:
         pictures.save(figures.curves(found), draw, dpi=120)
     if as_json:
-        print_json(_plain(found, checked))
+        print_json(_plain(found, between, checked))
         return
     _print(found)
+    if found.best.machines > 1:
+        place = "elsewhere in the probe's intervals" if measured is not None else "off by a factor of two"
+        print(f"  - {words.span(between)} if any one of the constants is {place}")
     if checked is not None:
         _print_check(checked)
     if draw is not None:
@@ -93,8 +101,8 @@ def count(text: str | int) -> int:
     return int(value)
 
 
-def _constants(measured: Constants | None, **given: float | None) -> Constants:
-    known = {} if measured is None else asdict(measured)
+def _constants(measured: sources.Measured | None, **given: float | None) -> Constants:
+    known = {} if measured is None else asdict(measured.constants)
     known |= {name: value for name, value in given.items() if value is not None}
     if missing := [name for name in ("sigma", "zeta", "L", "D1") if name not in known]:
         raise ValueError(
@@ -169,7 +177,7 @@ def _print_check(checked: Verification) -> None:
         console.print(sentence, style="bold", markup=False, highlight=False)
 
 
-def _plain(found: Plan, checked: Verification | None) -> dict[str, Any]:
+def _plain(found: Plan, between: tuple[int, int], checked: Verification | None) -> dict[str, Any]:
     """A plan as plain data; what is never reached is null."""
 
     def choice(one: planning.Choice) -> dict[str, Any]:
@@ -184,6 +192,7 @@ def _plain(found: Plan, checked: Verification | None) -> dict[str, Any]:
         "samples": task.samples,
         "goal": task.goal,
         "recommended": choice(found.best) | {"text": words.recommendation(found), "reasons": words.reasons(found)},
+        "machines_between": list(between),
         "one_machine": choice(found.alone),
         "lines": [
             {"rule": line.rule, "topology": line.topology, "largest": line.largest, "best": choice(line.best)}

@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -91,8 +91,17 @@ def _try(text: str, problem: Any) -> None:
         )
 
 
-def read_probe(path: Path) -> tuple[Constants, int, float]:
-    """Constants, parameters and seconds per gradient from what `klatsch probe --json` printed.
+class Measured(NamedTuple):
+    """What a probe's file holds."""
+
+    constants: Constants
+    ranges: dict[str, tuple[float, float]]  # of the constants, by name
+    params: int
+    gradient_seconds: float
+
+
+def read_probe(path: Path) -> Measured:
+    """What `klatsch probe --json` printed.
 
     Raises:
         ValueError: the file is missing, or is none of these.
@@ -104,12 +113,18 @@ def read_probe(path: Path) -> tuple[Constants, int, float]:
     except ValueError:
         raise ValueError(f"{path} is no JSON; write one with klatsch probe --json") from None
 
-    def number(name: str) -> float:
+    def number(name: str, part: str = "") -> float:
         value = content.get(name) if isinstance(content, Mapping) else None
-        value = value.get("value") if isinstance(value, Mapping) else value
+        value = value.get(part) if part and isinstance(value, Mapping) else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-            raise ValueError(f"{path} holds no number {name!r}; write one with klatsch probe --json")
+            shown = f"{name}: {part}" if part else name
+            raise ValueError(f"{path} holds no number {shown!r}; write one with klatsch probe --json")
         return float(value)
 
-    constants = Constants(**{name: number(name) for name in ("L", "D1", "sigma", "zeta")})
-    return constants, int(number("params")), number("gradient_seconds")
+    names = ("L", "D1", "sigma", "zeta")
+    return Measured(
+        Constants(**{name: number(name, "value") for name in names}),
+        {name: (number(name, "low"), number(name, "high")) for name in names},
+        int(number("params")),
+        number("gradient_seconds"),
+    )

@@ -35,6 +35,12 @@ def rounds(count: float) -> str:
     return "1 round" if count == 1 else f"{count:,.0f} rounds"
 
 
+def span(between: tuple[int, int]) -> str:
+    """From how many machines to how many."""
+    low, high = between
+    return f"still {low:,} machines" if low == high else f"{low:,} to {high:,} machines"
+
+
 def recommendation(plan: Plan) -> str:
     """One line: what to take, and what it needs."""
     best, alone = plan.best, plan.alone
