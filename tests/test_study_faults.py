@@ -132,21 +132,26 @@ def test_workers_that_always_die_end_the_study_with_a_reason(tmp_path, monkeypat
         run_study(study, tmp_path / "s.sqlite", executor=lambda: workers.processes(1))
 
 
+def rounds_in(path):
+    with safe_open(path, framework="pt") as checkpoint:
+        return json.loads(checkpoint.metadata()["klatsch"])["rounds"]
+
+
 def test_ctrl_c_saves_what_is_in_progress(tmp_path):
     file = tmp_path / "s.toml"
     file.write_text(PAPER)
     process = start("run", file, start_new_session=True)
-    while not worker_processes(process):
+    deadline = time.monotonic() + 60
+    while not (saved := list(tmp_path.glob("s.sqlite-*.safetensors"))):  # the first save, after some seconds
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(5)
+    before = rounds_in(saved[0])
+    time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all processes of the group
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert re.fullmatch(r"stopped; .*s.sqlite holds [\d,]+ runs, and the same command goes on from here\n", err)
-    saved = list(tmp_path.glob("s.sqlite-*.safetensors"))
-    assert saved
-    with safe_open(saved[0], framework="pt") as checkpoint:
-        assert 0 < json.loads(checkpoint.metadata()["klatsch"])["rounds"] < 100_000
+    assert before < rounds_in(saved[0]) < 100_000
 
 
 def test_ctrl_c_while_workers_are_starting_is_quiet(tmp_path):

@@ -21,6 +21,7 @@ from klatsch.planning.plan import Line, Plan
 from klatsch.planning.task import Task
 from klatsch.planning.verify import DIM, Verification, verify
 from klatsch.theory import Constants
+from klatsch.topology.closed_form import CLOSED_FORMS
 
 GRADIENT, PARAMS = 0.1, 1_000_000  # where nothing is said of them
 RULE_NAMES = {name.replace(" ", ""): name for name in planning.RULES} | {"dat-cta": "dat (cta)"}
@@ -73,9 +74,8 @@ def plan(
     )
     asked = [RULE_NAMES.get(name.replace(" ", ""), name) for name in listed(rules)] if rules is not None else None
     found = planning.plan(task, rules=asked, families=None if families is None else listed(families))
-    ranges = robust.within_a_factor(found)
-    if measured is not None:
-        ranges = {name: ends for name, ends in measured.ranges.items() if given[name] is None}
+    own = measured.ranges if measured else {}
+    ranges = robust.within_a_factor(found) | {name: ends for name, ends in own.items() if given[name] is None}
     between = robust.machines_between(found, ranges)
     checked = verify(found) if check else None
     if draw is not None:
@@ -85,7 +85,8 @@ def plan(
         return
     _print(found)
     if found.best.machines > 1:
-        place = "elsewhere in the probe's intervals" if measured is not None else "off by a factor of two"
+        place = "elsewhere in the probe's interval, or off by a factor of two where it came from a flag"
+        place = place if measured is not None else "off by a factor of two"
         print(f"  - {words.span(between)} if any one of the constants is {place}")
     if checked is not None:
         _print_check(checked)
@@ -123,8 +124,8 @@ def _print(found: Plan) -> None:
     soonest = {line.topology: line.best.seconds for line in sorted(found.lines, key=lambda line: -line.best.seconds)}
     lines = sorted(found.lines, key=lambda line: (soonest[line.topology], line.topology, line.best.seconds))
     columns = {
-        "topology": lambda line: line.topology or "all-reduce",
-        "rule": lambda line: line.rule if line.topology else "minibatch",
+        "topology": lambda line: line.topology or "-",
+        "rule": lambda line: line.rule,
         "largest M": lambda line: f"{line.largest:,}{'+' if line.largest >= line.choices[-1].machines > 1 else ''}",
         "best M": lambda line: f"{line.best.machines:,}" if _reached(line) else "-",
         "rounds": lambda line: f"{line.best.rounds:,.0f}" if _reached(line) else "never",
@@ -136,13 +137,15 @@ def _print(found: Plan) -> None:
     terminal.print_table(
         console, title, columns, lines, ["sent per node", "per round", "speed-up"], section=lambda line: line.topology
     )
+    built = [line.topology for line in found.lines if line.topology and line.topology not in CLOSED_FORMS]
+    few = sorted(set(built)) if task.machines > LARGEST_BUILT else []
     for note in (
         f"sigma {c.sigma:.4g}, zeta {c.zeta:.4g}, L {c.L:.4g}, D1 {c.D1:.4g}; bandwidth "
         f"{words.size(task.network.bandwidth)}/s, latency {words.duration(task.network.latency)}, gradient "
-        f"{words.duration(task.network.gradient)}; up to {task.machines:,} machines, "
-        f"{LARGEST_BUILT} of grid, erdos_renyi and random_regular",
+        f"{words.duration(task.network.gradient)}; up to {task.machines:,} machines",
         "largest M: up to where noise is the larger half of the error; best M: the fastest that brings at least "
         f"{task.efficiency:.0%} of a machine each, or fewer within 5 %",
+        *([f"up to {LARGEST_BUILT} machines only: {', '.join(few)}"] if few else []),
         *(
             f"left out, since {why}: {', '.join(what for what, other in found.left_out.items() if other == why)}"
             for why in dict.fromkeys(found.left_out.values())
@@ -169,15 +172,15 @@ def _print_check(checked: Verification) -> None:
     }
     title = f"{checked.title}, in equal time, on least squares with these constants and {DIM} parameters"
     terminal.print_table(console, title, columns, checked.trials, [])
-    if checked.smaller:
-        console.print("so many are not simulated: these instead, for the time that they are planned for", style="dim")
+    if checked.most:
+        console.print(f"more than {checked.most:,} machines are not simulated", style="dim")
     if checked.shortened:
         console.print("with fewer rounds than planned, so that it does not take long", style="dim")
     for sentence in words.verdict(checked):
         console.print(sentence, style="bold", markup=False, highlight=False)
 
 
-def _plain(found: Plan, between: tuple[int, int], checked: Verification | None) -> dict[str, Any]:
+def _plain(found: Plan, between: robust.Span, checked: Verification | None) -> dict[str, Any]:
     """A plan as plain data; what is never reached is null."""
 
     def choice(one: planning.Choice) -> dict[str, Any]:
@@ -190,9 +193,12 @@ def _plain(found: Plan, between: tuple[int, int], checked: Verification | None) 
         "network": asdict(task.network),
         "params": task.params,
         "samples": task.samples,
+        "target": task.target,
         "goal": task.goal,
+        "machines": task.machines,
+        "efficiency": task.efficiency,
         "recommended": choice(found.best) | {"text": words.recommendation(found), "reasons": words.reasons(found)},
-        "machines_between": list(between),
+        "machines_between": between._asdict(),
         "one_machine": choice(found.alone),
         "lines": [
             {"rule": line.rule, "topology": line.topology, "largest": line.largest, "best": choice(line.best)}

@@ -37,7 +37,7 @@ def probe(
     alpha: Annotated[float | None, option("Label skew of logistic and fashion-mnist.", parser=number)] = None,
     dim: Annotated[int | None, option("Parameters of least-squares and logistic.")] = None,
     batch: Annotated[int | None, option("Mini-batch of logistic and fashion-mnist.")] = None,
-    seed: Annotated[int, option("Seed of the problem.")] = 0,
+    seed: Annotated[int | None, option("Seed of the problem (0).")] = None,
     rounds: Annotated[int, option("Rounds of the run that looks for an optimum that is not known.")] = 200,
     samples: Annotated[int, option("Gradients per node for each estimate of noise.")] = 64,
     folder: Annotated[Path | None, typer.Option("--data", help="Folder of Fashion-MNIST.", metavar="FOLDER")] = None,
@@ -46,9 +46,8 @@ def probe(
 ) -> None:
     """Measure the constants of a problem."""
     use_folder(folder)
-    given = {"noise": noise, "heterogeneity": heterogeneity, "alpha": alpha, "dim": dim, "batch": batch}
+    given = {"seed": seed, "noise": noise, "heterogeneity": heterogeneity, "alpha": alpha, "dim": dim, "batch": batch}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    options |= {} if ".py" in problem else {"seed": seed}
     found = planning.probe(sources.problem_of(problem, nodes, **options), rounds=rounds, samples=samples)
     if out is not None:
         files.save(out, json.dumps(found.as_dict(), indent=2, allow_nan=False).encode())

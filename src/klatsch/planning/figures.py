@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from typing import TYPE_CHECKING
 
 from klatsch.planning.plan import Line, Plan
@@ -52,8 +53,9 @@ def curves(plan: Plan, topology: str | None = None) -> Figure:
     if task.samples:
         left.axhline(task.goal, color="#999999", linestyle="--", linewidth=1.2)
         lowest = min(choice.error for line in shown for choice in line.choices)
-        highest = max(choice.error for line in shown for choice in line.choices)
-        left.set_ylim(lowest / 1.2, min(highest * 1.2, HIGHEST * task.goal))
+        highest = max(e for line in shown for choice in line.choices if (e := choice.error) < math.inf)
+        if lowest > 0:
+            left.set_ylim(min(lowest, task.goal) / 1.2, max(min(highest, HIGHEST * task.goal), task.goal) * 1.2)
         left.annotate("goal", (1, task.goal), fontsize=8, color="#666666", va="bottom")
     left.set_ylabel(
         f"predicted error with {task.samples:,.3g} samples" if task.samples else "predicted rounds to target"
@@ -61,13 +63,13 @@ def curves(plan: Plan, topology: str | None = None) -> Figure:
     right.set_ylabel(f"predicted seconds to error {task.goal:.3g}")
     for axis in (left, right):
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.set_yscale("log" if task.goal > 0 else "linear")
+        axis.set_xlim(0.9, 1.1 * max(2, *(choice.machines for line in shown for choice in line.choices)))
+        axis.xaxis.set_major_formatter("{x:,g}")
         axis.set_xlabel("machines M")
         axis.grid(True, linewidth=0.4, alpha=0.5)
         axis.spines[["top", "right"]].set_visible(False)
-    left.set_xlim(right.get_xlim())
-    figure.suptitle(recommendation(plan), fontsize=10)
+    figure.suptitle("\n".join(textwrap.wrap(recommendation(plan), 130)), fontsize=10)
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=9)
     return figure

@@ -12,6 +12,8 @@ from klatsch.topology.closed_form import CLOSED_FORMS, nth_size
 from klatsch.topology.static import lattice_shape
 
 ALL_UP_TO = 64  # sizes that are all looked at; beyond, each is about a tenth larger than the one before
+RIPPLED_UP_TO = 1024  # the same for families whose gap does not simply fall with the size
+RIPPLED = ("base_graph", "exponential", "one_peer_exponential")
 LARGEST_BUILT = 256  # nodes of families whose gap has no closed form, and is that of a graph that is built
 SYMMETRIC = ("ring", "torus", "grid", "complete", "near_complete", "star", "hypercube", "erdos_renyi", "random_regular")
 
@@ -47,10 +49,11 @@ DEGREES: dict[str, Callable[[int], int]] = {
 def sizes(name: str, most: int) -> list[int]:
     """Sizes of a family up to `most`: all small ones, then fewer and fewer, with powers of two, which mix fast."""
     most = most if name in CLOSED_FORMS else min(most, LARGEST_BUILT)
+    every = RIPPLED_UP_TO if name in RIPPLED else ALL_UP_TO
     found, step = {1}, 1
     while (size := nth_size(name, step)) <= most:
         found.add(size)
-        step += 1 if step < ALL_UP_TO else max(1, step // 10)
+        step += 1 if step < every else max(1, step // 10)
     if name not in ("torus", "grid", "hypercube"):
         found |= {1 << k for k in range(most.bit_length())} | {most}
     return sorted(found)

@@ -79,11 +79,20 @@ class Network:
         Along a ring, or, where there is more to wait for than to send, along a tree and back.
         """
         M = np.asarray(M, float)
-        message, vector = self.latency + self.per_message, size / self.bandwidth
-        ring = 2 * (M - 1) * message + 2 * (M - 1) / M * vector
-        travel = np.minimum(ring, 2 * np.ceil(np.log2(M)) * (message + vector))
+        travel = np.minimum(*self._ways(size, M))
         hidden = np.minimum(HIDDEN * self.gradient, travel * (1 - min(1.0, BUCKET / size)))
         return self.gradient + travel - hidden + np.where(M > 1, size * self.handling, 0.0)
+
+    def all_reduce_bytes(self, size: float, M: Number) -> Number:
+        """Bytes that the busiest machine sends for an all-reduce, the faster way."""
+        M = np.asarray(M, float)
+        ring, tree = self._ways(size, M)
+        return np.where(ring <= tree, 2 * (M - 1) / M, np.ceil(np.log2(M))) * size
+
+    def _ways(self, size: float, M: Number) -> tuple[Number, Number]:
+        """Seconds that an all-reduce travels along a ring, and along a tree and back."""
+        message, vector = self.latency + self.per_message, size / self.bandwidth
+        return 2 * (M - 1) * message + 2 * (M - 1) / M * vector, 2 * np.ceil(np.log2(M)) * (message + vector)
 
 
 def network(

@@ -86,8 +86,8 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
     Raises:
         ValueError: a name is unknown, or the target is out of reach of the samples; it says what is not.
     """
-    asked = [named("rule", name, RULES) for name in (RULES if rules is None else rules)]
-    names = list(topologies.TOPOLOGIES if families is None else families)
+    asked = [named("rule", name, RULES) for name in dict.fromkeys(RULES if rules is None else rules)]
+    names = list(dict.fromkeys(topologies.TOPOLOGIES if families is None else families))
     for name in names:
         named("topology", name, topologies.TOPOLOGIES)
     alone = _alone(task)
@@ -136,7 +136,7 @@ def _choices(
         rounds = np.where(rounds * M <= math.ceil(task.samples) * (1 + 1e-9), rounds, np.inf)
     if rule.algorithm is None:
         each = np.asarray(task.network.all_reduce_seconds(task.vector, M))
-        sent = 2 * (M - 1) / M * task.vector
+        sent = np.asarray(task.network.all_reduce_bytes(task.vector, M))
     else:
         each = np.asarray(task.network.gossip_seconds(task.vector, degree, rule.eager, rule.late))
         sent = degree * rule.vectors * task.vector

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from typing import NamedTuple
 
 from klatsch.planning.plan import Plan, plan
 
 Ranges = Mapping[str, tuple[float, float]]
 
 
-def within_a_factor(found: Plan, factor: float = 2.0) -> Ranges:
+def within_a_factor(found: Plan, factor: float = 2.0) -> dict[str, tuple[float, float]]:
     """Every constant of a plan, and what it is when off by a factor."""
     return {name: (value / factor, value * factor) for name, value in asdict(found.task.constants).items()}
 
 
-def machines_between(found: Plan, ranges: Ranges) -> tuple[int, int]:
+class Span(NamedTuple):
+    """From how many machines to how many a recommendation may move."""
+
+    low: int
+    high: int
+    out_of_reach: bool  # whether the target may be beyond the samples
+
+
+def machines_between(found: Plan, ranges: Ranges) -> Span:
     """The smallest and the largest best M of the recommended rule and graph, with one constant at a time elsewhere.
 
     Args:
@@ -24,14 +33,15 @@ def machines_between(found: Plan, ranges: Ranges) -> tuple[int, int]:
     """
     best, task = found.best, found.task
     if best.machines == 1:
-        return 1, 1
-    seen = [best.machines]
+        return Span(1, 1, False)
+    seen, out_of_reach = [best.machines], False
     for name, ends in ranges.items():
         for value in ends:
             other = replace(task, constants=replace(task.constants, **{name: value}))
             try:
                 again = plan(other, rules=[best.rule], families=[best.topology] if best.topology else None)
-            except ValueError:  # there the target is out of reach
+            except ValueError:  # there the samples do not bring the target
+                out_of_reach = True
                 continue
             seen.append(again.best.machines)
-    return min(seen), max(seen)
+    return Span(min(seen), max(seen), out_of_reach)

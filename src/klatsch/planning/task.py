@@ -14,7 +14,7 @@ from klatsch.theory import Constants
 from klatsch.theory.rates import check
 
 BYTES = 4  # of a parameter in float32
-MOST_MACHINES = 1_000_000
+MOST_MACHINES, MOST_PARAMS = 1_000_000, 10**15
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Task:
     def __post_init__(self) -> None:
         for name, value in asdict(self.constants).items():
             check(name, value, value == 0 or TINY <= value <= 1 / TINY, f"0 or a number from {TINY:g} to {1 / TINY:g}")
-        whole(self.params, "params", 1)
+        if whole(self.params, "params", 1) > MOST_PARAMS:
+            raise ValueError(f"params = {self.params}; give at most {MOST_PARAMS:,}")
         if not 1 <= whole(self.machines, "machines", 1) <= MOST_MACHINES:
             raise ValueError(f"machines = {self.machines}; give a number from 1 to {MOST_MACHINES:,}")
         efficient = isinstance(self.efficiency, int | float) and 0 <= self.efficiency <= 1

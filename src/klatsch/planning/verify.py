@@ -45,7 +45,7 @@ class Verification:
     title: str
     trials: tuple[Trial, ...]
     goal: float
-    smaller: bool  # fewer machines than recommended, which are too many to simulate
+    most: int | None  # machines that are simulated, where the plan or its neighbours have more
     shortened: bool  # fewer rounds than planned
     enough: Trial | None  # the fewest machines, by halves, that reach the goal in the planned time
 
@@ -100,13 +100,13 @@ def verify(plan: Plan) -> Verification:
     chosen = {c.machines: c for c in (_nearest(possible, best.machines * factor) for factor in (0.5, 1, 2))}
     rounds = {M: max(1.0, seconds / choice.seconds_per_round) for M, choice in sorted(chosen.items())}
     shrink = min(1.0, MOST_ROUNDS / max(rounds.values()))
-    trials = [_trial(plan, chosen[M], max(10, round(T * shrink))) for M, T in rounds.items()]
+    trials = [_trial(plan, chosen[M], max(1, round(T * shrink))) for M, T in rounds.items()]
     centre = next(trial for trial in trials if trial.machines == own.machines)
     return Verification(
         title=chosen[max(chosen)].title,
         trials=tuple(trials),
         goal=plan.task.goal,
-        smaller=own.machines < best.machines,
+        most=most if 2 * best.machines > most and len(possible) < len(line.choices) else None,
         shortened=shrink < 1,
         enough=_enough(plan, possible, centre, seconds) if shrink == 1 else None,
     )
@@ -123,7 +123,7 @@ def _enough(plan: Plan, possible: list[Choice], trial: Trial, seconds: float) ->
         rounds = seconds / choice.seconds_per_round
         if choice.machines >= trial.machines or rounds > MOST_ROUNDS:
             break
-        trial = _trial(plan, choice, max(10, round(rounds)))
+        trial = _trial(plan, choice, max(1, round(rounds)))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from klatsch.planning.plan import Choice, Plan
 from klatsch.planning.rates import RULES, predicted
+from klatsch.planning.robust import Span
 from klatsch.planning.verify import Verification
 
 
@@ -35,10 +36,11 @@ def rounds(count: float) -> str:
     return "1 round" if count == 1 else f"{count:,.0f} rounds"
 
 
-def span(between: tuple[int, int]) -> str:
+def span(between: Span) -> str:
     """From how many machines to how many."""
-    low, high = between
-    return f"still {low:,} machines" if low == high else f"{low:,} to {high:,} machines"
+    same = between.low == between.high
+    text = f"still {between.low:,} machines" if same else f"{between.low:,} to {between.high:,} machines"
+    return f"{text}, or out of reach," if between.out_of_reach else text
 
 
 def recommendation(plan: Plan) -> str:
@@ -81,6 +83,8 @@ def _why_alone(plan: Plan) -> str:
     if not pairs:
         return "no more than one was asked for"
     nearest = min(pairs, key=lambda choice: choice.seconds)
+    if nearest.speedup > 1 and nearest.speedup >= task.efficiency * nearest.machines:
+        return f"{nearest.machines:,} machines ({nearest.title}) would not be 5 % faster"
     if nearest.speedup > 1:
         return (
             f"{nearest.machines:,} machines ({nearest.title}) would be {nearest.speedup:.3g} times as fast: less than "
@@ -99,9 +103,8 @@ def _of_the_round(plan: Plan, best: Choice) -> str:
     waits = best.seconds_per_round - gradient
     if waits > 0.1 * gradient:
         return f"of a round {duration(gradient)} are the gradient, {duration(waits)} sending and handling what is sent"
-    if RULES[best.rule].eager:
-        return f"a round takes hardly longer than its gradient ({duration(gradient)}): what is sent hides behind it"
-    return f"a round takes hardly longer than its gradient ({duration(gradient)}): there is little to send"
+    hidden = ": what is sent hides behind it" if RULES[best.rule].eager and not RULES[best.rule].late else ""
+    return f"a round takes hardly longer than its gradient ({duration(gradient)}){hidden}"
 
 
 def _of_more(plan: Plan, best: Choice) -> str:
@@ -111,7 +114,7 @@ def _of_more(plan: Plan, best: Choice) -> str:
         return f"{best.machines:,} machines are the most of this kind that are looked at"
     more = min(larger, key=lambda choice: abs(choice.machines - 2 * best.machines))
     parts = predicted(RULES[best.rule], more.machines, best.rounds, more.rho, task.constants, task.by(best.rule))
-    mixing = parts.network > parts.optimization
+    mixing = parts.network > parts.optimization or best.rounds < more.rounds < float("inf")
     held_up = "they mix more slowly" if mixing else "some rounds are needed even without noise"
     if more.seconds == float("inf"):
         return f"{more.machines:,} machines do not reach it with these samples: {held_up}"
@@ -121,16 +124,18 @@ def _of_more(plan: Plan, best: Choice) -> str:
     )
     if more.speedup < task.efficiency * more.machines:
         return f"{text}: less than {task.efficiency:.0%} of a machine each"
-    return f"{text}: {'not 5 % sooner' if more.seconds < best.seconds else held_up}"
+    longer = more.seconds_per_round > 1.2 * best.seconds_per_round and more.rounds < best.rounds
+    slower = "their rounds take longer" if longer else held_up
+    return f"{text}: {'not 5 % sooner' if more.seconds < best.seconds else slower}"
 
 
 def verdict(checked: Verification) -> list[str]:
     """What a simulation says: whether the order held, how far the errors are off, and whether fewer would do."""
-    if len(checked.trials) < 2:
-        return ["one size only: there is nothing to compare"]
     flips = [f"{b.machines:,} machines came out ahead of {a.machines:,}" for a, b in checked.flips]
     found = ["the predicted order holds" if checked.held else f"the predicted order does not hold: {', '.join(flips)}"]
-    ratios = sorted(trial.predicted / trial.simulated for trial in checked.trials if trial.simulated > 0)
+    if len(checked.trials) < 2:
+        found = ["one size only: there is no order to compare"]
+    ratios = sorted(t.predicted / t.simulated for t in checked.trials if t.simulated > 0 and t.predicted > 0)
     if ratios and (ratios[0] > 3 or ratios[-1] < 1 / 3):
         far = ratios if ratios[0] > 3 else [1 / ratio for ratio in reversed(ratios)]
         way = "below" if ratios[0] > 3 else "above"
