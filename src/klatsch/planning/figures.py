@@ -40,7 +40,8 @@ def curves(plan: Plan, topology: str | None = None) -> Figure:
     for line in shown:
         label = f"{line.rule}, {line.topology}" if line.topology else line.rule
         dashes = "--" if not line.topology else ":" if line.rule.endswith("(cta)") else "-"  # curves may coincide
-        style = {"color": COLOURS[line.rule], "linewidth": 1.8, "linestyle": dashes, "label": label}
+        width = 1.8 if len(line.choices) < 300 else 1.0  # many sizes ripple
+        style = {"color": COLOURS[line.rule], "linewidth": width, "linestyle": dashes, "label": label}
         machines = [choice.machines for choice in line.choices]
         values = [choice.error if task.samples else choice.rounds for choice in line.choices]
         left.plot(machines, [v if math.isfinite(v) else math.nan for v in values], **style)
