@@ -14,6 +14,7 @@ from klatsch import topology as topologies
 from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.terminal import number, option, print_json
+from klatsch.planning.words import size
 from klatsch.topology.summary import GAMMA, Summary
 
 
@@ -95,8 +96,8 @@ def _print_summary(s: Summary) -> None:
         ("smallest eigenvalue", _optional(s.smallest_eigenvalue), "D2 needs more than -1/3"),
         ("effective neighbours", _optional(s.effective_neighbors), f"for memory gamma = {GAMMA}"),
         ("messages", f"{s.messages_per_round:.4g}", "sent per node and round, on average"),
-        ("bytes, D-SGD", _bytes(s.bytes_per_round_dsgd), f"per node and round, {s.params:,} parameters"),
-        ("bytes, DAT-SGD", _bytes(s.bytes_per_round_dat), "the same; DAT sends w and x"),
+        ("bytes, D-SGD", size(s.bytes_per_round_dsgd), f"per node and round, {s.params:,} parameters"),
+        ("bytes, DAT-SGD", size(s.bytes_per_round_dat), "the same; DAT sends w and x"),
     ):
         table.add_row(*row)
     terminal.console().print(table)
@@ -115,7 +116,7 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
         "rounds\nto halve": lambda s: f"{s.rounds_to_halve:,}",
         "exact\nafter": lambda s: "-" if s.exact_after is None else f"{s.exact_after:,}",
         "messages\n/round": lambda s: f"{s.messages_per_round:,.4g}",
-        "bytes\n/round": lambda s: _bytes(s.bytes_per_round_dat),
+        "bytes\n/round": lambda s: size(s.bytes_per_round_dat),
     }
     expendable = ["doubly\nstoch.", "sym-\nmetric", "edges", "messages\n/round", "period", "exact\nafter", "degree"]
     title = f"{summaries[0].nodes:,} nodes, largest spectral gap rho first"
@@ -132,11 +133,3 @@ def _yes(value: bool) -> str:
 
 def _optional(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}"
