@@ -3,6 +3,7 @@
 Run as a program it is that first process: `python tests/ranks.py FOLDER SIZE SCENARIO JSON`.
 """
 
+import importlib
 import json
 import os
 import re
@@ -18,7 +19,10 @@ ROOT = Path(__file__).parents[1]
 
 
 class Ranks:
-    """SIZE processes that each run `rank_scenarios.SCENARIO(folder, **options)` in a process group."""
+    """SIZE processes that each run `SCENARIO(folder, **options)` in a process group.
+
+    A scenario is a function of tests/rank_scenarios.py, or "MODULE.FUNCTION" of another file of tests.
+    """
 
     def __init__(self, folder, size, scenario, **options):
         self.folder, self.size = Path(folder), size
@@ -95,8 +99,8 @@ def main():
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from tests import rank_scenarios
-
+    module, _, function = f"rank_scenarios.{scenario}".rpartition(".")
+    run = getattr(importlib.import_module(f"tests.{module.rpartition('.')[2]}"), function)
     port, pids = free_port(), {}
     for rank in range(size):
         if (pid := os.fork()) == 0:
@@ -106,7 +110,7 @@ def main():
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
             torch.set_num_threads(1)
             try:
-                getattr(rank_scenarios, scenario)(folder, **options)
+                run(folder, **options)
             except Exception:
                 traceback.print_exc()
                 sys.exit(1)

@@ -466,8 +466,8 @@ def test_a_link_error_says_who_when_and_how_long():
     late = LinkError(2, 3, "3 -> 2", 17, 10.04, None)
     assert str(late) == (
         "rank 2, round 17: neighbour 3 is late: its connection is open, but nothing moves; waited 10.0 s on edge "
-        "3 -> 2; see that it takes as many steps as the others, give it more time (timeout=...), or go on without it "
-        "(on_failure='continue')"
+        "3 -> 2; see that it takes as many steps as the others, give it more time (timeout=...), end uneven trainings "
+        "with optimizer.finish(), or go on without it (on_failure='continue')"
     )
     assert (late.rank, late.neighbor, late.round, late.gone) == (2, 3, 17, False)
 

@@ -2,7 +2,7 @@
 
 from klatsch import algorithms, averaging, optim, planning, problems, theory, topology
 from klatsch.engine import Result, simulate
-from klatsch.optim import Checkpointer, Gossip, LinkError, average_
+from klatsch.optim import Checkpointer, Gossip, LinkError, NonFiniteError, QuorumError, average_
 from klatsch.topology import Topology
 from klatsch.version import VERSION
 
@@ -12,6 +12,8 @@ __all__ = [
     "Checkpointer",
     "Gossip",
     "LinkError",
+    "NonFiniteError",
+    "QuorumError",
     "Result",
     "Topology",
     "__version__",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -124,7 +124,10 @@ def _text(packed: bytes) -> str:
 
 def who(ranks: list[int]) -> str:
     """Ranks as the subject of a sentence, which goes on with what they have."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has"
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"ranks {shown} have"
+    return f"{shown(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+
+
+def shown(ranks: Sequence[int]) -> str:
+    """Ranks in words."""
+    listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"

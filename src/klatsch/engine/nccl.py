@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from klatsch.engine.failures import MessageError
+from klatsch.engine.membership import Membership
 from klatsch.topology import Topology
 
 
@@ -28,6 +30,8 @@ class NcclLinks:
         self.group, self.topology, self.device, self.timeout = group, topology, device, timeout
         self.rank = dist.get_rank(group)
         self.lost: dict[int, Any] = {}
+        self.membership = Membership(topology, self.rank)
+        self.tail = len(self.membership)  # as in `GlooLinks`
         self.bytes_sent, self.seconds_waited = 0, 0.0
         self._global = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._wanted: dict[int, tuple[int, torch.dtype]] = {}
@@ -36,6 +40,19 @@ class NcclLinks:
         # The communicator is made by the first operation, in which all ranks must take part; not all do in each round.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
+    def absent(self, t: int) -> set[int]:
+        """Ranks that have left before round t; all of them if this rank has."""
+        ranks = range(self.topology.size)
+        return {peer for peer in ranks if any(self.membership.gone_by(end, t) for end in (peer, self.rank))}
+
+    def refuse(self, source: int, t: int) -> None:
+        """Complain of a neighbour that has sent numbers that are not finite.
+
+        Raises:
+            LinkError: always.
+        """
+        raise MessageError(self.rank, source, t)
+
     def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None:
         """Remember what will come: NCCL wants receives in one batch with the sends."""
         self._wanted[tag] = length, dtype
@@ -43,13 +60,18 @@ class NcclLinks:
     def send(self, tag: int, t: int, message: Tensor) -> None:
         """Exchange vectors with all neighbours of round t, in one batch."""
         length, dtype = self._wanted[tag]
-        operations, incoming = [], []
+        self.membership.tell(message[len(message) - self.tail :])
+        operations, incoming, absent = [], [], self.absent(t)
         for k, source in enumerate(self.topology.neighbors(self.rank, t).tolist()):
+            if source in absent:
+                continue
             if (tag, k) not in self._memory:
-                self._memory[tag, k] = torch.empty(length, dtype=dtype, device=self.device)
+                self._memory[tag, k] = torch.empty(length + self.tail, dtype=dtype, device=self.device)
             incoming.append((source, self._memory[tag, k]))
             operations.append(dist.P2POp(dist.irecv, self._memory[tag, k], self._global[source], self.group))
         for target in self.topology.receivers(self.rank, t).tolist():
+            if target in absent:
+                continue
             operations.append(dist.P2POp(dist.isend, message, self._global[target], self.group))
             self.bytes_sent += message.numel() * message.element_size()
         self._running[tag] = dist.batch_isend_irecv(operations) if operations else [], incoming
@@ -59,7 +81,8 @@ class NcclLinks:
         works, incoming = self._running.pop(tag)
         for work in works:
             work.wait()
-        return incoming
+        self.membership.learn(memory[len(memory) - self.tail :] for _, memory in incoming)
+        return [(source, memory[: len(memory) - self.tail]) for source, memory in incoming]
 
     def sent(self, tag: int, t: int) -> None:
         """Nothing to do: `received` has waited for the whole batch."""

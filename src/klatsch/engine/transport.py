@@ -13,7 +13,13 @@ from klatsch.topology import Topology
 
 
 def open_links(
-    group: Any, own: Any, topology: Topology, device: torch.device, timeout: float, on_failure: OnFailure
+    group: Any,
+    own: Any,
+    topology: Topology,
+    device: torch.device,
+    timeout: float,
+    on_failure: OnFailure,
+    quorum: float,
 ) -> GlooLinks | NcclLinks:
     """The links of this rank.
 
@@ -24,6 +30,7 @@ def open_links(
         device: where the parameters are.
         timeout: seconds that a neighbour may keep this rank waiting.
         on_failure: "raise" or "continue".
+        quorum: the share of all ranks that must be left within reach to continue.
 
     Raises:
         ValueError: what is wanted is not possible with NCCL.
@@ -35,7 +42,7 @@ def open_links(
                 "use 'raise' with a Checkpointer, or init_process_group('gloo')"
             )
         return NcclLinks(group, topology, device, timeout)
-    return GlooLinks(own, topology, device, timeout, on_failure)
+    return GlooLinks(own, topology, device, timeout, on_failure, quorum)
 
 
 def uses_nccl(group: Any) -> bool:

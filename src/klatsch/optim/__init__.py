@@ -2,8 +2,8 @@
 
     optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, topology="ring", momentum=0.9)
 
-Each is `Gossip` with a rule. They share the keywords of `Gossip`: group, weight_decay, timeout, on_failure,
-start_equal, any_graph.
+Each is `Gossip` with a rule. They share the keywords of `Gossip`: group, weight_decay, timeout, on_failure, quorum,
+on_nonfinite, start_equal, any_graph.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from klatsch import algorithms
 from klatsch import topology as topologies
 from klatsch.engine.agreement import members
-from klatsch.engine.links import LinkError
+from klatsch.engine.failures import LinkError, NonFiniteError, QuorumError
 from klatsch.optim.average import average_
 from klatsch.optim.checkpointer import Checkpointer
 from klatsch.optim.gossip import Gossip
@@ -28,6 +28,8 @@ __all__ = [
     "Gossip",
     "GradientTracking",
     "LinkError",
+    "NonFiniteError",
+    "QuorumError",
     "average_",
 ]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from klatsch.engine.agreement import agree, members, summed
+from klatsch.optim.gossip import Gossip
 
 
 @torch.no_grad()
@@ -15,7 +17,9 @@ def average_(model: nn.Module, *, parameters: bool = False, group: Any = None) -
     """Average the floating-point buffers of a model over all ranks, in place; all ranks must call it together.
 
     BatchNorm's running statistics follow each rank's own data, and an optimizer does not see them. Call this before
-    evaluating or saving. It is an all-reduce, exact and seldom needed, unlike what happens in training.
+    evaluating or saving. It is an all-reduce, exact and seldom needed, unlike what happens in training. Where the model
+    is trained by an optimizer with on_failure="continue", it is the average over the ranks that are still within reach,
+    and a warning says who they are.
 
     Args:
         model: the model, with the same buffers on every rank.
@@ -24,17 +28,34 @@ def average_(model: nn.Module, *, parameters: bool = False, group: Any = None) -
 
     Returns:
         The model.
+
+    Raises:
+        ValueError: the ranks do not have the same buffers.
+        RuntimeError: a rank does not answer.
     """
     tensors = [b for b in model.buffers() if b.is_floating_point()]
     if parameters:
         tensors += [p for p in model.parameters() if p.is_floating_point()]
-    size = len(members(group))
-    agree(group, {"buffers of the model": str([[str(v.dtype), list(v.shape)] for v in tensors])})
-    if tensors:
-        flat = torch.cat([v.detach().double().cpu().reshape(-1) for v in tensors])
+    kinds = str([[str(v.dtype), list(v.shape)] for v in tensors])
+    flat = torch.cat([torch.zeros(0, dtype=torch.float64), *(v.detach().double().cpu().reshape(-1) for v in tensors)])
+    trainer = next((each for each in Gossip.living if any(map(each.owns, model.parameters()))), None)
+    if trainer is not None and group is None and trainer.survives:
+        with trainer.together("average_") as (total, ranks):
+            _agree_among(total, len(ranks), kinds)
+            mean = total(flat) / len(ranks)
+    else:
+        size = len(members(group))
+        agree(group, {"buffers of the model": kinds})
         mean = summed(group, flat) / size
-        _put(tensors, mean)
+    _put(tensors, mean)
     return model
+
+
+def _agree_among(total: Any, size: int, kinds: str) -> None:
+    """Check that some ranks have the same buffers: their numbers are equal if all of them are the mean of all."""
+    number = torch.tensor([int.from_bytes(hashlib.sha256(kinds.encode()).digest()[:3])], dtype=torch.float64)
+    if total((number * size - total(number)).abs()) != 0:
+        raise ValueError("the ranks do not agree on the buffers of the model; make them the same everywhere")
 
 
 def _put(tensors: list[Tensor], vector: Tensor) -> None:

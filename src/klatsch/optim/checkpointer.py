@@ -2,8 +2,8 @@
 
 A file holds the state after a whole round, from which the messages of the next one are sent again, so nothing that was
 on its way is missed. Ranks are never far apart: one that has done t rounds has heard, through its neighbours and
-theirs, that every other has done t - lag of them. So two files are enough for a common round, or as many as the lag
-asks for where checkpoints lie closer together.
+theirs, that every other has done t - lag of them. So a rank knows which rounds all others have saved, and keeps two of
+those: one to go on from, and one in case that a file of it is damaged or missing somewhere.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ from torch import Tensor, nn
 from klatsch.arguments import whole
 from klatsch.engine import sealed
 from klatsch.engine.agreement import gathered, who
+from klatsch.engine.failures import NonFiniteError
+from klatsch.engine.membership import lag
+from klatsch.engine.node import is_sound
 from klatsch.engine.sealed import CheckpointError
 from klatsch.optim.checks import settings_of
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.plain import generators, packed, set_generators, unpacked
-from klatsch.topology import Topology
 
 FORMAT = "klatsch ranks 1"
-MOST = 64  # rounds that ranks tell each other to have
+DAMAGED = 0  # instead of the number of ranks that a file was written for
 
 
 class Checkpointer:
@@ -49,13 +52,15 @@ class Checkpointer:
     Args:
         folder: where the files go; one that all ranks share, or one on each machine. It is made if need be.
         every: rounds between two checkpoints.
+        keep: how many checkpoints that all ranks have are kept, beside those that some may not have yet. With two, a
+            file that is damaged or missing on one rank costs `every` rounds, and not the training.
 
     Raises:
-        ValueError: the folder cannot be made, or `every` is no number of rounds.
+        ValueError: the folder cannot be made, or a number is out of range.
     """
 
-    def __init__(self, folder: str | Path, every: int = 100) -> None:
-        self.folder, self.every = Path(folder), whole(every, "every", 1)
+    def __init__(self, folder: str | Path, every: int = 100, keep: int = 2) -> None:
+        self.folder, self.every, self.keep = Path(folder), whole(every, "every", 1), whole(keep, "keep", 2)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -76,20 +81,20 @@ class Checkpointer:
             The rounds done; 0 where there is no checkpoint yet.
 
         Raises:
-            ValueError: some ranks have checkpoints and some do not, or they are of another training.
+            ValueError: the ranks have no checkpoint in common, with what each of them has; or theirs are of another
+                training.
         """
         if not isinstance(optimizer, Gossip):
             raise ValueError(f"optimizer is a {type(optimizer).__name__}; give one of klatsch, such as optim.DATSGD")
         self._optimizer, self._others, self._lag = optimizer, others, lag(optimizer.topology)
+        optimizer.on_idle(self.step)  # else the checkpoints of those who still train would lack this rank's
         self._sweep()
-        mine = self._readable()
-        size = max((header["run"]["number of ranks"] for header, _ in mine.values()), default=-1)
-        common = self._common(sorted(mine, reverse=True)[:MOST], size)
+        common = self._common(self._looked_through())
         if common is None:
             self.save()
             gathered(optimizer.group, torch.zeros(1))  # so that a rank without files is one that lost them
             return 0
-        self._load(*mine[common])
+        self._load(*sealed.read(self._files()[common], FORMAT))
         for rounds, path in self._files().items():
             if rounds > common:  # of a future that is about to be trained again
                 path.unlink()
@@ -101,8 +106,15 @@ class Checkpointer:
             self.save()
 
     def save(self) -> Path:
-        """Save now; all ranks must do so after the same round."""
+        """Save now; all ranks must do so after the same round.
+
+        Raises:
+            NonFiniteError: the state is not finite. Nothing is written, and the files of before stay.
+        """
         optimizer = self._given()
+        if not _is_finite(v for fields in optimizer.vectors() for v in fields.values()):
+            remedy = f"not saved; resume from the files of before in {self.folder}, with a smaller learning rate"
+            raise NonFiniteError(optimizer.rank, optimizer.rounds, "the state is not finite", remedy)
         optimizer.drain()
         tensors: dict[str, Tensor] = {}
         for k, fields in enumerate(optimizer.vectors()):
@@ -112,7 +124,7 @@ class Checkpointer:
             "format": FORMAT,
             "run": self._identity(),
             "rounds": optimizer.rounds,
-            "counted": [optimizer.bytes_sent, optimizer.seconds_waited],
+            "counted": [optimizer.bytes_sent, optimizer.seconds_waited, optimizer.skipped],
             "groups": packed(groups, tensors, "groups"),
             "others": packed(
                 {name: _state(name, other, optimizer) for name, other in self._others.items()}, tensors, "others"
@@ -152,37 +164,43 @@ class Checkpointer:
         found = {path: pattern.fullmatch(path.name) for path in self.folder.iterdir()}
         return {int(match[1]): path for path, match in sorted(found.items()) if match}
 
-    def _readable(self) -> dict[int, tuple[dict[str, Any], dict[str, Tensor]]]:
+    def _looked_through(self) -> dict[int, int]:
+        """The files of this rank by round: for how many ranks they were written, or DAMAGED."""
         found = {}
         for rounds, path in self._files().items():
             try:
-                found[rounds] = sealed.read(path, FORMAT)
+                header, tensors = sealed.read(path, FORMAT)
+                if not _is_finite(v for name, v in tensors.items() if name.startswith("state.")):
+                    raise CheckpointError(f"{path} holds a state that is not finite")
+                found[rounds] = int(header["run"]["number of ranks"])
             except CheckpointError as error:
                 warnings.warn(f"{error}", RuntimeWarning, stacklevel=3)
+                found[rounds] = DAMAGED
         return found
 
-    def _common(self, mine: list[int], size: int) -> int | None:
-        """The newest round that all ranks have; `size` is how many ranks there were when the files were written."""
-        row = torch.full((1 + MOST,), -1, dtype=torch.int64)
-        row[0], row[1 : 1 + len(mine)] = size, torch.tensor(mine, dtype=torch.int64)
-        rows = gathered(self._given().group, row)
-        all_of_them = [{int(v) for v in theirs[1:] if v >= 0} for theirs in rows]
-        sizes = {int(theirs[0]) for theirs in rows} - {-1, len(rows)}
-        if sizes:
+    def _common(self, mine: dict[int, int]) -> int | None:
+        """The newest round that all ranks have; None where none of them has any yet."""
+        group = self._given().group
+        most = max(int(count) for count in gathered(group, torch.tensor([len(mine)])))
+        row = torch.full((most, 2), -1, dtype=torch.int64)
+        row[: len(mine)] = torch.tensor(sorted(mine.items()), dtype=torch.int64).reshape(-1, 2)
+        rows = [{int(rounds): int(size) for rounds, size in theirs if rounds >= 0} for theirs in gathered(group, row)]
+        if sizes := {size for theirs in rows for size in theirs.values()} - {DAMAGED, len(rows)}:
             raise ValueError(
                 f"the checkpoints in {self.folder} are of another training: number of ranks is {sizes.pop()} there and "
                 f"{len(rows)} here; choose another folder"
             )
-        without = [rank for rank, rounds in enumerate(all_of_them) if not rounds]
-        if not any(rounds - {0} for rounds in all_of_them):  # none, or killed while the first ones were written
+        whole_ones = [{rounds for rounds, size in theirs.items() if size != DAMAGED} for theirs in rows]
+        if not any(rounds - {0} for rounds in map(set, rows)):  # none, or killed while the first ones were written
             return None
-        common = set.intersection(*all_of_them)
+        common = set.intersection(*whole_ones)
         if not common:
-            why = f"{who(without)} none" if without else "they have no round in common"
             raise ValueError(
-                f"{self.folder} holds checkpoints of some ranks, but {why}; use a folder that outlives the machine, or "
-                "empty it on all machines to start anew"
+                f"the ranks have no checkpoint in common in {self.folder}: {_inventory(rows)}; use a folder that "
+                "outlives the machine, bring back a copy, or empty it on all machines to start anew"
             )
+        if any(DAMAGED in theirs.values() for theirs in rows):
+            warnings.warn(f"going on from round {max(common)}: {_inventory(rows)}", RuntimeWarning, stacklevel=3)
         return max(common)
 
     def _load(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -218,35 +236,30 @@ class Checkpointer:
             path.unlink(missing_ok=True)
 
     def _forget(self) -> None:
-        """Remove the files that no rank will ask for again: all but two, and as many as ranks may be behind."""
-        optimizer = self._given()
-        files = self._files()
-        newest = sorted(files, reverse=True)
-        had_by_all = [r for r in newest if r < optimizer.rounds - self._lag]  # a rank that has begun r + 1 has saved r
-        oldest = min([*newest[:2], *had_by_all[:1]])
-        if had_by_all:
-            for rounds in newest:
-                if rounds < oldest:
-                    files[rounds].unlink(missing_ok=True)
+        """Remove the files that no rank will ask for again."""
+        optimizer, files = self._given(), self._files()
+        # A rank that has begun round r + 1 has saved round r.
+        had_by_all = sorted((r for r in files if r < optimizer.rounds - self._lag), reverse=True)
+        for rounds in had_by_all[self.keep :]:
+            files[rounds].unlink(missing_ok=True)
+
+
+def _is_finite(tensors: Iterable[Tensor]) -> bool:
+    return all(is_sound(v.reshape(-1)) for v in tensors)
+
+
+def _inventory(rows: list[dict[int, int]]) -> str:
+    """Which ranks have which rounds, those that have the same named together."""
+    held: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(rows):
+        listed = ", ".join(f"{r}{' (damaged)' if size == DAMAGED else ''}" for r, size in sorted(theirs.items()))
+        held.setdefault(f"round {listed}" if theirs else "none", []).append(rank)
+    return "; ".join(f"{who(ranks)} {what}" for what, ranks in held.items())
 
 
 def shorten(text: str, most: int) -> str:
     """A text, cut if it is long."""
     return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def lag(topology: Topology) -> int:
-    """Rounds that a rank may be ahead of the slowest one: after t of its own, all others have done t - lag."""
-    worst = 0
-    for phase in range(1, topology.period + 1):
-        reached, back = [{i} for i in range(topology.size)], 0
-        while any(len(known) < topology.size for known in reached):
-            t = (phase - 1 - back) % topology.period + 1
-            heard = [set(topology.neighbors(i, t).tolist()) for i in range(topology.size)]
-            reached = [known.union(*(heard[i] for i in known)) for known in reached]
-            back += 1
-        worst = max(worst, back)
-    return worst
 
 
 def _state(name: str, other: Any, optimizer: Gossip) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from klatsch.engine.links import OnFailure
 from klatsch.topology import Topology
 
 LONGEST = 30 * 86400  # seconds
+OnNonFinite = Literal["raise", "skip"]
 
 
-def settings(algorithm: Any, weight_decay: Any, timeout: Any, on_failure: Any) -> None:
+def settings(algorithm: Any, weight_decay: Any, timeout: Any, on_failure: Any, quorum: Any, on_nonfinite: Any) -> None:
     """Check what belongs to the whole optimizer.
 
     Raises:
@@ -32,8 +33,12 @@ def settings(algorithm: Any, weight_decay: Any, timeout: Any, on_failure: Any) -
         raise ValueError("the rule has several columns; on ranks give one number for each hyper-parameter")
     number("weight_decay", weight_decay, lambda v: v >= 0, "a number from 0 up")
     number("timeout", timeout, lambda v: (v > 0) & (v <= LONGEST), f"a number of seconds above 0, at most {LONGEST:,}")
-    if on_failure not in get_args(OnFailure):
-        raise ValueError(f"on_failure = {on_failure!r}; choose from {', '.join(get_args(OnFailure))}")
+    for name, value, known in (("on_failure", on_failure, OnFailure), ("on_nonfinite", on_nonfinite, OnNonFinite)):
+        if value not in get_args(known):
+            raise ValueError(f"{name} = {value!r}; choose from {', '.join(get_args(known))}")
+    number("quorum", quorum, lambda v: (v >= 0) & (v <= 1), "a share of all ranks from 0 to 1, such as 0.5")
+    if quorum and on_failure == "raise":
+        raise ValueError(f"quorum = {quorum} needs on_failure='continue': else the first failure ends the training")
 
 
 def group(entry: dict[str, Any]) -> None:

@@ -7,35 +7,43 @@ evaluation, which optimizers need that keep their average elsewhere.
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from klatsch import topology as topologies
 from klatsch.algorithms import Algorithm
 from klatsch.algorithms.core import rate
-from klatsch.engine.agreement import agree, broadcast, group_of, leave, members, summed
+from klatsch.engine.agreement import agree, broadcast, group_of, leave, members, shown, summed
+from klatsch.engine.failures import NonFiniteError, QuorumError
 from klatsch.engine.flat import Flat, by_dtype
-from klatsch.engine.links import OnFailure
+from klatsch.engine.links import GlooLinks, OnFailure
+from klatsch.engine.survivors import Survivors
 from klatsch.engine.transfers import reason
 from klatsch.engine.transport import open_links
 from klatsch.optim import checks, saved
+from klatsch.optim.checks import OnNonFinite
 from klatsch.optim.share import Share
 from klatsch.topology import Topology
 from klatsch.version import VERSION
 
 
-class Gossip(Optimizer):
+class Gossip(Optimizer, Joinable):
     """An update rule on this rank's parameters, gossiped with its neighbours on a topology.
 
     Make it on every rank, with the same rule, topology and shapes. Ranks start from rank 0's parameters. A parameter
     that receives no gradient counts as one with gradient zero: it is still averaged with the neighbours'. Parameters
-    that are frozen when the optimizer is made stay out of it.
+    that are frozen when the optimizer is made stay out of it. Ranks with fewer batches than others end with `finish()`,
+    or train inside torch's `Join([optimizer])`.
 
     Args:
         params: parameters, or groups of them with their own "lr" and "weight_decay".
@@ -46,6 +54,10 @@ class Gossip(Optimizer):
         timeout: seconds that a neighbour may keep this rank waiting.
         on_failure: "raise" LinkError when a neighbour is gone or late, or "continue" without it: its weight in the
             gossip matrix becomes part of this rank's own.
+        quorum: with on_failure="continue", the share of all ranks that must be left within reach, such as 0.5; else
+            training stops with QuorumError.
+        on_nonfinite: "raise" NonFiniteError when a gradient is not finite, before anything is sent; or "skip", a round
+            without gradient, which `skipped` counts.
         start_equal: start from rank 0's parameters; else every rank starts from its own.
         any_graph: run also where the rule refuses the graph.
 
@@ -53,6 +65,7 @@ class Gossip(Optimizer):
         ValueError: something does not fit, or the ranks do not agree; with the remedy.
     """
 
+    living: ClassVar[weakref.WeakSet[Gossip]] = weakref.WeakSet()  # those of this process, for who has only a model
     _step_supports_amp_scaling = True  # a GradScaler must not skip a round, or neighbours would wait for it
 
     def __init__(
@@ -65,15 +78,21 @@ class Gossip(Optimizer):
         weight_decay: float = 0.0,
         timeout: float = 300.0,
         on_failure: OnFailure = "raise",
+        quorum: float = 0.0,
+        on_nonfinite: OnNonFinite = "raise",
         start_equal: bool = True,
         any_graph: bool = False,
     ) -> None:
-        checks.settings(algorithm, weight_decay, timeout, on_failure)
+        checks.settings(algorithm, weight_decay, timeout, on_failure, quorum, on_nonfinite)
         rule: Any = algorithm
         lr = checks.first_rate(rule.lr)
         self._made = False
         super().__init__(params, {"lr": lr, "weight_decay": float(weight_decay)})
+        Joinable.__init__(self)
         self._made = True
+        self.on_nonfinite, self.skipped = on_nonfinite, 0
+        self._finished = False
+        self._idle_hooks: list[Callable[[], Any]] = []
         self.algorithm = algorithm
         self._schedule = rule.lr if callable(rule.lr) else None
         self._follow = [entry for entry in self.param_groups if entry["lr"] == lr]
@@ -85,7 +104,8 @@ class Gossip(Optimizer):
         self.topology = topologies.make(topology, size) if isinstance(topology, str) else topology
         checks.graph(algorithm, self.topology, size, any_graph)
         self._asked, self.group = group, group_of(group, timeout)
-        settings = {"on_failure": on_failure, "start_equal": str(start_equal), "device": trained[0].device.type}
+        settings = {"on_failure": on_failure, "quorum": f"{quorum:g}", "start_equal": str(start_equal)}
+        settings["device"] = trained[0].device.type
         agree(self.group, {"version of klatsch": VERSION, "rule": type(algorithm).__qualname__})
         agree(self.group, checks.facts(algorithm, self.topology, self.param_groups) | settings)
         flats = [Flat(same) for same in by_dtype(trained).values()]
@@ -94,10 +114,11 @@ class Gossip(Optimizer):
                 broadcast(self.group, tensor)
         # A group of their own: a collective that fails closes all connections of its group.
         own = group_of(group, timeout)
-        self._links = open_links(group, own, self.topology, trained[0].device, float(timeout), on_failure)
+        self._links = open_links(group, own, self.topology, trained[0].device, float(timeout), on_failure, quorum)
         self._shares = self._make_shares(flats)
         self._close = self._closed_at_end()
         weakref.finalize(self, leave, self.group, group)
+        Gossip.living.add(self)
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -108,25 +129,79 @@ class Gossip(Optimizer):
         Raises:
             LinkError: a neighbour is gone or late, and failures are to be raised. The model and the state are still
                 those of the round before, and can be saved.
+            NonFiniteError: a gradient is not finite; nothing was sent, and the state is that of the round before.
         """
+        if self._finished:
+            raise ValueError(f"rank {self.rank} has called finish() and takes no more steps; make a new optimizer")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if any(p.requires_grad for p in self._frozen):
             raise ValueError("a parameter was frozen when the optimizer was made and is not now; make a new optimizer")
+        Join.notify_join_context(self)  # inside torch's Join: tells ranks that are done that this one is not
+        self._round(self._gradient_factor())
+        return loss
+
+    @torch.no_grad()
+    def finish(self, leave: bool = False) -> int:
+        """Take no more steps; for ranks that have fewer batches than others. Every rank must end with it.
+
+        Gossips on, in rounds without gradient, until all ranks have finished, so that none waits for one that is done.
+        All return after the same round.
+
+        Args:
+            leave: tell the others, and go on without them: their weights for this rank become their own.
+
+        Returns:
+            The rounds without gradient.
+        """
+        if self._finished:
+            return 0
+        self._finished, began, known = True, self.rounds, self._links.membership
+        known.finish(began, leave)
+        while (last := known.last_round()) is None or self.rounds < last:
+            self._idle()
+        self.drain()
+        return self.rounds - began
+
+    def _idle(self) -> None:
+        """A round without gradient."""
+        self._round(0.0)
+        for hook in self._idle_hooks:
+            hook()
+
+    def _round(self, factor: float) -> None:
         for share in self._shares:
             share.check_untouched()
         self._follow_schedule()
-        factor = self._gradient_factor()
+        for entry in self.param_groups:  # which schedulers may have written to
+            checks.group(entry)
         # None moves before all have heard: a failure leaves them at the same round.
         for share in self._shares:
             share.take_in(self.param_groups, factor)
+        if (wrong := next(filter(None, (share.not_finite() for share in self._shares)), None)) is not None:
+            self._skip(wrong)
         for share in self._shares:
             share.exchange()
         for share in self._shares:
             share.advance()
-        return loss
+
+    def _skip(self, wrong: str) -> None:
+        """Have a round without gradient, if that is wanted."""
+        if self.on_nonfinite == "raise":
+            remedy = "see the loss and the learning rate, clip, or go on without it (on_nonfinite='skip')"
+            raise NonFiniteError(self.rank, self.rounds + 1, wrong, f"nothing was sent; {remedy}")
+        for share in self._shares:
+            share.take_in(self.param_groups, 0.0)
+        self.skipped += 1
+        if self.skipped == 1:
+            warnings.warn(
+                f"rank {self.rank}, round {self.rounds + 1}: {wrong}; a round without gradient instead, and so from "
+                "now on (optimizer.skipped counts them)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to zero. They stay where they are, in one buffer, whatever `set_to_none` says."""
@@ -145,6 +220,22 @@ class Gossip(Optimizer):
     def __repr__(self) -> str:
         here = f"rank {self.rank} of {self.topology.name}, {self.topology.size} nodes, round {self.rounds}"
         return f"{super().__repr__()}\n{checks.name_of(self.algorithm)} on {here}"
+
+    # --- what torch's Join asks for ------------------------------------------------------------------------------
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """What a rank does whose batches have ended while others go on: rounds without gradient."""
+        return _Idler(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where Join counts the ranks that go on: the CPU, since the group is gloo's."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group in which Join counts them."""
+        return self.group
 
     # --- what it knows -----------------------------------------------------------------------------------------
 
@@ -174,6 +265,11 @@ class Gossip(Optimizer):
         return self._links.seconds_waited
 
     @property
+    def survives(self) -> bool:
+        """Whether it goes on without ranks that fail."""
+        return isinstance(self._links, GlooLinks) and self._links.on_failure == "continue"
+
+    @property
     def lost(self) -> tuple[int, ...]:
         """Neighbours that this rank goes on without."""
         return tuple(self._links.lost)
@@ -181,23 +277,45 @@ class Gossip(Optimizer):
     def consensus(self) -> float:
         """Gamma, the mean over ranks of the squared distance of x from its network mean; all ranks must ask together.
 
+        With on_failure="continue" it is that of the ranks within reach, and a warning says who they are.
+
         Raises:
             RuntimeError: a rank does not answer.
         """
-        if self.lost:
-            raise RuntimeError(
-                f"consensus() needs all {self.topology.size} ranks, but {self._links.lost[self.lost[0]].args[0]}"
-            )
+        with self.together("consensus()") as (total, ranks):
+            distance = torch.zeros(1, dtype=torch.float64)
+            for share in self._shares:
+                here = share.flat.values.detach().double().cpu()
+                distance += (here - total(here) / len(ranks)).square().sum()
+            return float(total(distance)) / len(ranks)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[tuple[Callable[[Tensor], Tensor], list[int]]]:
+        """Give a function that sums a vector over all ranks, or over those within reach, and who they are.
+
+        Raises:
+            RuntimeError: a rank does not answer.
+        """
+        size = self.topology.size
         try:
-            with self._links.excused():
-                total = torch.zeros(1, dtype=torch.float64)
-                for share in self._shares:
-                    here = share.flat.values.detach().double().cpu()
-                    total += (here - summed(self.group, here) / self.topology.size).square().sum()
-                return float(summed(self.group, total)) / self.topology.size
+            if not (isinstance(self._links, GlooLinks) and self.survives):
+                with self._links.excused():
+                    yield partial(summed, self.group), list(range(size))
+                return
+            there = Survivors(self._links, self.rounds)
+            if len(there.ranks) < size:
+                warnings.warn(
+                    f"{what} is that of {len(there.ranks)} of {size} ranks ({shown(there.ranks)}); the others are gone "
+                    "or out of reach",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            yield there.summed, there.ranks
+        except QuorumError:
+            raise
         except RuntimeError as error:
-            why = f"from all {self.topology.size} ranks, after the same round ({reason(error)})"
-            raise RuntimeError(f"consensus() needs an answer {why}") from None
+            why = f"from all ranks within reach, after the same round ({reason(error)})"
+            raise RuntimeError(f"{what} needs an answer {why}") from None
 
     def output(self) -> list[Tensor]:
         """The rule's output, shaped like the trained parameters: x, or the average of iterates if it keeps one."""
@@ -250,6 +368,7 @@ class Gossip(Optimizer):
             self._close = self._closed_at_end()
         for share, fields in zip(self._shares, vectors, strict=True):
             share.load(fields, rounds)
+        self._finished = False
         if self._schedule is not None and self._follow:
             self._scheduled = self._follow[0]["lr"]
 
@@ -257,9 +376,13 @@ class Gossip(Optimizer):
         """Whether a tensor lies in the memory of the parameters that are trained here."""
         return any(share.flat.holds(tensor) for share in self._shares)
 
-    def count_from(self, bytes_sent: int, seconds_waited: float) -> None:
+    def count_from(self, bytes_sent: int, seconds_waited: float, skipped: int = 0) -> None:
         """Go on counting from what was counted before a restart."""
-        self._links.bytes_sent, self._links.seconds_waited = bytes_sent, seconds_waited
+        self._links.bytes_sent, self._links.seconds_waited, self.skipped = bytes_sent, seconds_waited, skipped
+
+    def on_idle(self, hook: Callable[[], Any]) -> None:
+        """Call a function after every round without gradient that other ranks are still training in."""
+        self._idle_hooks.append(hook)
 
     def drain(self) -> None:
         """Wait until all that this rank has sent has left, at most for the timeout."""
@@ -292,6 +415,15 @@ class Gossip(Optimizer):
             return 0.0
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else 1.0 / float(scale)
+
+
+class _Idler(JoinHook):
+    def __init__(self, optimizer: Gossip) -> None:
+        self._optimizer = optimizer
+
+    @torch.no_grad()
+    def main_hook(self) -> None:
+        self._optimizer._idle()
 
 
 def _end(links: Any, group: Any) -> None:

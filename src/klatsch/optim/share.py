@@ -11,7 +11,7 @@ from torch import Tensor
 import klatsch.columns as cols
 from klatsch.algorithms import Algorithm
 from klatsch.engine.flat import Flat
-from klatsch.engine.node import Block, Links, Node
+from klatsch.engine.node import Block, Links, Node, is_sound
 from klatsch.topology import Topology
 
 Setting = float | Tensor  # one number for all parameters, or a vector with one for each
@@ -26,7 +26,7 @@ class Share:
         self.flat, self.rule = flat, rule
         # Averages with small weights would stand still in half precision, so states are kept in float32 there.
         start = flat.values.float() if flat.values.element_size() < 4 else flat.values
-        self.node = Node(rule, start, topology, rank, links, channel)
+        self.node = Node(rule, start, topology, rank, links, channel, guarded=True)
         self.dtype = start.dtype
         self._inputs: tuple[Tensor, Setting, Setting, float] = (start, 0.0, 0.0, 1.0)
 
@@ -38,6 +38,18 @@ class Share:
         """
         lr, decay = self._setting(groups, "lr"), self._setting(groups, "weight_decay")
         self._inputs = self.flat.bind_gradients(), lr, decay, factor
+
+    def not_finite(self) -> str | None:
+        """What is wrong with the gradients that were taken in; None where they are finite."""
+        gradients, *_, factor = self._inputs
+        if factor == 0.0 or is_sound(gradients):
+            return None
+        views = self.flat.views(gradients)
+        wrong = [k for k, view in enumerate(views) if not is_sound(view.reshape(-1))] or range(len(views))
+        largest = max(float(view.abs().max()) for view in (views[k] for k in wrong) if view.numel())
+        what = f"parameter {wrong[0]} of shape {tuple(views[wrong[0]].shape)}"
+        more = f" and {len(wrong) - 1} more of {len(views)}" if len(wrong) > 1 else ""
+        return f"the gradient of {what}{more} is not finite, or absurd (largest {largest:.3g})"
 
     def exchange(self) -> None:
         """The first half of a round.

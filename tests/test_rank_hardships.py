@@ -1,0 +1,270 @@
+"""Gradients that are not finite, networks that fall apart, ranks with few batches: real processes, real signals."""
+
+import re
+import signal
+
+import pytest
+import torch
+
+import klatsch
+from klatsch.engine.membership import Membership, lag
+from klatsch.engine.node import is_sound
+from tests.rank_hardships import LR
+from tests.rank_scenarios import problem_of
+
+SIZE = 5
+
+
+class Idle:
+    """A problem whose nodes have no gradient in some rounds."""
+
+    def __init__(self, problem, idle):
+        self.problem, self.idle = problem, idle
+
+    def __getattr__(self, name):
+        if name in ("to", "draw", "gradient", "quadratic"):  # else the engine would not call grad
+            raise AttributeError(name)
+        return getattr(self.problem, name)
+
+    def grad(self, x, t, nodes=None):
+        found = self.problem.grad(x, t)
+        for node in range(self.problem.nodes):
+            if self.idle(node, t):
+                found[node] = 0.0
+        return found
+
+
+def expected(steps, idle, graph="ring", size=SIZE, rule="dat", **options):
+    """The output of the simulation in which some gradients are zero."""
+    made = klatsch.algorithms.make(rule, lr=LR, **options)
+    problem, topology = Idle(problem_of(size), idle), klatsch.topology.make(graph, size)
+    return klatsch.simulate(problem, made, topology, steps, engine="torch").output[:, 0]
+
+
+def ends(folder, ranks=range(SIZE)):
+    return [torch.load(folder / f"end-{rank}", weights_only=True) for rank in ranks]
+
+
+# --- gradients that are not finite ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", ["nan", "inf", "absurd"])
+@pytest.mark.parametrize("every", [None, 3])
+def test_a_gradient_that_is_not_finite_ends_the_training_before_anything_is_sent(tmp_path, launch, harm, every):
+    ranks = launch(SIZE, "rank_hardships.poison", harm=harm, every=every)
+    assert ranks.codes() == [1] * SIZE
+    assert re.search(
+        r"NonFiniteError: rank 2, round 10: the gradient of parameter 0 of shape \(5,\) is not finite, or absurd "
+        r"\(largest (nan|inf|1e\+25)\); nothing was sent; see the loss",
+        ranks.errors(2),
+    )
+    found = ends(tmp_path)
+    assert found[2]["rounds"] == 9
+    assert torch.equal(found[2]["x"], found[2]["before"])  # not touched since the round before
+    for rank in (0, 1, 3, 4):
+        assert "LinkError" in ranks.errors(rank)
+        assert bool(torch.isfinite(found[rank]["x"]).all())
+    if every is not None:  # what was saved is good, and goes on
+        again = launch(SIZE, "rank_hardships.poison", harm=harm, every=every, at=())
+        again.succeed()
+        assert {int(again.wait_for(f"resumed-{rank}")) for rank in range(SIZE)} <= {6, 9}
+        for rank, end in enumerate(ends(tmp_path)):
+            wanted = expected(30, lambda node, t: False)[rank]
+            torch.testing.assert_close(end["x"].double(), wanted, rtol=1e-4, atol=1e-5)  # float32 against float64
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_a_gradient_that_is_not_finite_is_skipped_counted_and_warned_of_once(tmp_path, launch, every):
+    ranks = launch(SIZE, "rank_hardships.poison", harm="nan", on_nonfinite="skip", every=every, at=(10, 20))
+    ranks.succeed()
+    wanted = expected(30, lambda node, t: node == 2 and t in (10, 20))
+    for rank, end in enumerate(ends(tmp_path)):
+        torch.testing.assert_close(end["x"].double(), wanted[rank], rtol=1e-4, atol=1e-5)  # float32 against float64
+        assert end["skipped"] == (2 if rank == 2 else 0)
+    (warning,) = ranks.warnings(2)
+    assert "rank 2, round 10: the gradient of parameter 0" in warning
+    assert "a round without gradient instead" in warning
+    if every is not None:  # the count belongs to the checkpoint
+        launch(SIZE, "rank_hardships.poison", harm="nan", on_nonfinite="skip", every=every, at=()).succeed()
+        assert ends(tmp_path)[2]["skipped"] == 2
+
+
+def test_a_receiver_refuses_what_is_not_finite_and_names_the_sender(tmp_path, launch):
+    ranks = launch(SIZE, "rank_hardships.nonsense", on_failure="raise")
+    assert 1 in ranks.codes()
+    for rank in (1, 3):
+        assert re.search(
+            rf"MessageError: rank {rank}, round 10: neighbour 2 has sent numbers that are not finite; see what it "
+            "computes, resume from a Checkpointer, or go on without it",
+            ranks.errors(rank),
+        )
+    for rank in (0, 1, 3, 4):
+        assert bool(torch.isfinite(ends(tmp_path)[rank]["x"]).all())
+
+
+def test_the_others_go_on_without_a_rank_that_sends_nonsense(tmp_path, launch):
+    ranks = launch(SIZE, "rank_hardships.nonsense", on_failure="continue")
+    assert [code for rank, code in enumerate(ranks.codes()) if rank != 2] == [0] * 4, ranks.errors(1)
+    found = ends(tmp_path)
+    for rank in (0, 1, 3, 4):
+        assert bool(torch.isfinite(found[rank]["x"]).all())
+        assert found[rank]["lost"] == ((2,) if rank in (1, 3) else ())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_counts_as_sound(dtype):
+    vector = torch.full((1000,), 100.0, dtype=dtype)
+    assert is_sound(vector)  # whose squares float16 could not add up
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        vector[777] = wrong
+        assert not is_sound(vector)
+    assert is_sound(torch.ones(0, dtype=dtype))
+
+
+# --- networks that fall apart ---------------------------------------------------------------------------------------
+
+
+def test_a_network_that_falls_apart_says_so_and_each_part_answers_for_itself(tmp_path, launch):
+    victims, parts = (0, 3), ([1, 2], [4, 5])  # rank 0 takes the store of the process group with it
+    ranks = launch(6, "rank_hardships.apart", victims=victims)
+    codes = ranks.codes()
+    assert codes == [-signal.SIGKILL, 0, 0, -signal.SIGKILL, 0, 0], [ranks.errors(rank) for rank in (1, 2, 4, 5)]
+    for part in parts:
+        found = ends(tmp_path, part)
+        own = torch.stack([end["own"] for end in found])
+        gamma = float((own - own.mean(0)).square().sum(-1).mean())
+        for rank, end in zip(part, found, strict=True):
+            (warning,) = [text for text in ranks.warnings(rank) if "no longer connected" in text]
+            assert f"2 of 6 ranks are left within reach (ranks {part[0]}, {part[1]})" in warning
+            assert any(f"consensus() is that of 2 of 6 ranks (ranks {part[0]}" in text for text in ranks.warnings(rank))
+            assert end["consensus"] == pytest.approx(gamma, rel=1e-9)
+            torch.testing.assert_close(end["x"], own.mean(0))
+            assert end["number"] == sum(part) / 2
+
+
+def test_a_quorum_stops_what_is_left(tmp_path, launch):
+    ranks = launch(6, "rank_hardships.apart", victims=(0, 3), quorum=0.5)
+    assert ranks.codes() == [-signal.SIGKILL, 1, 1, -signal.SIGKILL, 1, 1]
+    for rank in (1, 2, 4, 5):
+        assert re.search(
+            rf"QuorumError: rank {rank}, round \d+: [12] of 6 ranks are left within reach \(ranks? .*\), and quorum = "
+            "0.5 asks for more; see what ended the others",
+            ranks.errors(rank),
+        )
+        assert bool(torch.isfinite(ends(tmp_path, [rank])[0]["x"]).all())
+
+
+def test_one_lost_rank_leaves_a_ring_connected_and_a_quorum_content(tmp_path, launch):
+    ranks = launch(6, "rank_hardships.apart", victims=(4,), quorum=0.8)
+    codes, left = ranks.codes(), [0, 1, 2, 3, 5]
+    assert [codes[rank] for rank in left] == [0] * 5, [ranks.errors(rank) for rank in left]
+    for rank, end in zip(left, ends(tmp_path, left), strict=True):
+        assert not any("no longer connected" in text for text in ranks.warnings(rank))
+        assert end["number"] == sum(left) / 5
+
+
+def news(*members):
+    """What every one knows after all have told each other."""
+    for _ in members:
+        for one in members:
+            tail = torch.zeros(len(one), dtype=torch.float32)
+            one.tell(tail)
+            for other in members:
+                other.learn([tail])
+
+
+def test_what_is_known_of_a_network():
+    ring = klatsch.topology.ring(6)
+    nodes = [Membership(ring, rank) for rank in range(6)]
+    assert nodes[0].within_reach() == list(range(6))
+    assert nodes[0].out_of_reach() == []
+    nodes[1].lose(0)
+    nodes[2].lose(3)
+    news(*nodes[1:3])
+    assert nodes[1].within_reach() == nodes[2].within_reach() == [1, 2]
+    assert nodes[1].out_of_reach() == [[0, 3, 4, 5]]
+    assert (nodes[1].tree(), nodes[2].tree()) == ((None, [2]), (1, []))
+    assert nodes[1].links_lost() == [0]
+
+
+def test_the_last_round_is_the_same_for_all_whatever_the_number_of_rounds():
+    graph = klatsch.topology.one_peer_exponential(8)
+    nodes = [Membership(graph, rank) for rank in range(8)]
+    many = (1 << 33) + 12_345  # more than a float32 holds
+    for rank, node in enumerate(nodes):
+        assert node.last_round() is None
+        node.finish(many - rank, leave=False)
+    news(*nodes)
+    assert {node.last_round() for node in nodes} == {many + 1 + lag(graph)}
+
+
+def test_on_a_directed_ring_nobody_hears_of_everybody_once_one_is_lost():
+    node = Membership(klatsch.topology.directed_ring(4), 2)
+    node.lose(1)
+    assert node.within_reach() == [2]
+
+
+# --- few batches ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "graph, rule, order", [("ring", "dat", "atc"), ("ring", "dat", "cta"), ("one_peer_exponential", "dsgd", None)]
+)
+def test_ranks_with_fewer_batches_gossip_on_until_all_are_done(tmp_path, launch, graph, rule, order):
+    steps = [12, 30, 5, 17, 21]
+    options = {} if order is None else {"order": order}
+    ranks = launch(SIZE, "rank_hardships.uneven", steps=steps, graph=graph, rule=rule, **options)
+    ranks.succeed()
+    last = 30 + 1 + lag(klatsch.topology.make(graph, SIZE))
+    wanted = expected(last, lambda node, t: t > steps[node], graph, rule=rule, **options)
+    for rank, end in enumerate(ends(tmp_path)):
+        assert end["rounds"] == last == steps[rank] + int(ranks.wait_for(f"idle-{rank}"))
+        torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
+        assert ranks.errors(rank) == ""
+
+
+def test_join_of_torch(tmp_path, launch):
+    steps = [12, 30, 5, 17, 21]
+    ranks = launch(SIZE, "rank_hardships.uneven", steps=steps, join=True)
+    ranks.succeed()
+    wanted = expected(30, lambda node, t: t > steps[node])
+    for rank, end in enumerate(ends(tmp_path)):
+        assert end["rounds"] == 30
+        torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
+
+
+def test_a_rank_that_leaves_is_missed_by_nobody(tmp_path, launch):
+    """Its neighbours keep the weight that it had, from the round on that it had named."""
+    steps = [5, 30, 30, 30, 30]
+    ranks = launch(SIZE, "rank_hardships.uneven", steps=steps, rule="dsgd", leave=[0])
+    ranks.succeed()
+    found, left = ends(tmp_path), 5 + 1 + (SIZE - 1)
+    assert [end["rounds"] for end in found] == [left] + 4 * [30 + 1 + (SIZE - 1)]
+    problem, x = problem_of(SIZE), problem_of(SIZE).start().expand(SIZE, -1).clone()
+    P = torch.tensor(klatsch.topology.ring(SIZE).matrix(1).toarray())
+    for t in range(1, found[1]["rounds"] + 1):
+        grad = problem.grad(x, t, range(SIZE))
+        grad[[node for node in range(SIZE) if t > steps[node]]] = 0.0
+        if t == left + 1:
+            P[0], P[:, 0] = 0, 0
+            P += torch.diag(1 - P.sum(1))
+        x = P @ (x - LR * grad)
+    for rank, end in enumerate(found[1:], start=1):
+        torch.testing.assert_close(end["x"], x[rank], rtol=1e-9, atol=1e-12)  # sums in another order
+        assert ranks.errors(rank) == ""
+
+
+def test_kill_9_while_some_are_done_already_loses_nothing(tmp_path, launch):
+    steps = [8, 30, 30, 30, 30]
+    ranks = launch(SIZE, "rank_hardships.uneven", steps=steps, every=4, deaths=[[3, 23]])
+    assert -signal.SIGKILL in ranks.codes()
+    again = launch(SIZE, "rank_hardships.uneven", steps=steps, every=4, deaths=[[3, 23]])
+    again.succeed()
+    for rank in range(SIZE):
+        assert {path.name for path in tmp_path.glob(f"resumed-{rank}-*")} <= {
+            f"resumed-{rank}-{done}" for done in (0, 16, 20)
+        }
+    # The rank that was done says so again, at the round that it resumes from.
+    wanted = expected(ends(tmp_path)[1]["rounds"], lambda node, t: t > steps[node])
+    for rank, end in enumerate(ends(tmp_path)):
+        torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
