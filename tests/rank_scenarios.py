@@ -92,12 +92,11 @@ def endure(folder, victim, harm, graph="ring", on_failure="raise", timeout=60, r
         train(optimizer, x, problem, rank, 1)
         path.append(x.detach().clone())
         lost.append(optimizer.lost)
-        if t == 100:  # among those who are left, and without harm
+        if ask and t == 100:  # those who are left, and without harm
             model = nn.Module()
             model.x, model.number = x, nn.Buffer(torch.tensor([float(rank)]))
-            say(folder, f"answer-{rank}", optimizer.consensus() if on_failure == "continue" and ask else "")
-            if on_failure == "continue" and ask:
-                say(folder, f"mean-{rank}", float(klatsch.average_(model).number))
+            say(folder, f"answer-{rank}", optimizer.consensus())
+            say(folder, f"mean-{rank}", float(klatsch.average_(model).number))
     torch.save({"path": torch.stack(path), "lost": lost}, folder / f"path-{rank}")
     say(folder, f"end-{rank}")
 

@@ -128,6 +128,50 @@ def test_the_last_ones_are_kept_and_a_damaged_one_is_passed_over(tmp_path, alone
     assert sorted(path.name for path in tmp_path.iterdir()) == files[:2]  # the damaged one is of a future that comes again
 
 
+def test_a_damaged_or_missing_file_of_one_rank_costs_rounds_and_not_the_training(tmp_path, launch):
+    def train(rounds):
+        return launch(5, "rank_hardships.poison", harm="nan", every=3, at=(), rounds=rounds)
+
+    def file(rank, rounds):
+        return tmp_path / "checkpoints" / f"rank{rank:05d}-round{rounds:010d}.safetensors"
+
+    train(12).succeed()
+    file(0, 12).unlink()  # it was not as far as the others
+    file(3, 9).write_bytes(file(3, 9).read_bytes()[:-1])
+    again = train(15)
+    again.succeed()
+    for rank in range(5):
+        assert again.wait_for(f"resumed-{rank}") == "6"
+        assert again.warnings(rank)[-1] == (
+            "going on from round 6: rank 0 has round 6, 9; ranks 1, 2, 4 have round 6, 9, 12; "
+            "rank 3 has round 6, 9 (damaged), 12"
+        )
+    for rounds in (9, 12, 15):
+        file(3, rounds).unlink()
+    lost = train(18)
+    assert lost.codes() == [1] * 5
+    for rank in range(5):
+        assert (
+            f"ValueError: the ranks have no checkpoint in common in {tmp_path / 'checkpoints'}: ranks 0, 1, 2, 4 have "
+            "round 9, 12, 15; rank 3 has none; use a folder that outlives the machine"
+        ) in lost.errors(rank)
+
+
+def test_a_state_that_is_not_finite_is_neither_saved_nor_resumed(tmp_path, alone, monkeypatch):
+    x, optimizer, checkpointer, _ = make(tmp_path)
+    advance(x, optimizer, checkpointer, 8)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    optimizer.vectors()[0]["w"][1] = torch.nan
+    with pytest.raises(klatsch.NonFiniteError, match=r"rank 0, round 8: the state is not finite; not saved; resume"):
+        checkpointer.save()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+    monkeypatch.setattr("klatsch.optim.checkpointer._is_finite", lambda tensors: True)  # as 0.1.0 did
+    checkpointer.save()
+    monkeypatch.undo()
+    with pytest.warns(RuntimeWarning, match=r"holds a state that is not finite|going on from round 6"):
+        assert make(tmp_path)[3] == 6
+
+
 def test_checkpoints_of_another_training_are_refused(tmp_path, alone):
     advance(*make(tmp_path)[:3], 2)
     with pytest.raises(ValueError, match=r"of another training: rule is DAT there and DSGD here; choose another"):
@@ -164,6 +208,8 @@ def test_a_model_with_other_buffers_is_refused(tmp_path, alone):
 def test_bad_input(tmp_path, alone):
     with pytest.raises(ValueError, match="every = 0; give a whole number from 1 up"):
         klatsch.Checkpointer(tmp_path, every=0)
+    with pytest.raises(ValueError, match="keep = 1; give a whole number from 2 up"):
+        klatsch.Checkpointer(tmp_path, keep=1)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot use .*file/folder for checkpoints: Not a directory; choose another"):
         klatsch.Checkpointer(tmp_path / "file" / "folder")
