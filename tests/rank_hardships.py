@@ -1,4 +1,4 @@
-"""What ranks go through in the tests of hardships: gradients that are not finite, networks that fall apart, few batches."""
+"""What ranks go through in the tests of hardships: gradients not finite, networks that fall apart, few batches."""
 
 import os
 import signal

@@ -125,7 +125,9 @@ def test_the_last_ones_are_kept_and_a_damaged_one_is_passed_over(tmp_path, alone
     ):
         _, other, _, done = make(tmp_path)
     assert done == other.rounds == 6
-    assert sorted(path.name for path in tmp_path.iterdir()) == files[:2]  # the damaged one is of a future that comes again
+    assert (
+        sorted(path.name for path in tmp_path.iterdir()) == files[:2]
+    )  # the damaged one is of a future that comes again
 
 
 def test_a_damaged_or_missing_file_of_one_rank_costs_rounds_and_not_the_training(tmp_path, launch):

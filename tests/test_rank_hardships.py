@@ -1,10 +1,13 @@
 """Gradients that are not finite, networks that fall apart, ranks with few batches: real processes, real signals."""
 
+import math
 import re
 import signal
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import klatsch
 from klatsch.engine.membership import Membership, lag
@@ -119,6 +122,63 @@ def test_what_counts_as_sound(dtype):
         vector[777] = wrong
         assert not is_sound(vector)
     assert is_sound(torch.ones(0, dtype=dtype))
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_after_a_refused_gradient_the_round_can_be_taken_again(alone):
+    x = nn.Parameter(torch.ones(3))
+    optimizer = klatsch.optim.DATSGD([x], lr=0.1, momentum=0.9)
+    x.grad = torch.tensor([1.0, torch.nan, 1.0])
+    with pytest.raises(klatsch.NonFiniteError) as error:
+        optimizer.step()
+    assert (error.value.rank, error.value.round, optimizer.rounds) == (0, 1, 0)
+    assert torch.equal(x.detach(), torch.ones(3))
+    x.grad.fill_(1.0)
+    optimizer.step()
+    assert optimizer.rounds == 1
+    assert optimizer.skipped == 0
+
+
+def test_a_scheduler_that_sets_a_rate_that_is_no_number_is_refused(alone):
+    x = nn.Parameter(torch.ones(3))
+    optimizer = klatsch.optim.DATSGD([x], lr=0.1)
+    optimizer.param_groups[0]["lr"] = math.nan
+    with pytest.raises(ValueError, match="lr of a parameter group = nan; give a number from 0 up"):
+        optimizer.step()
+    assert optimizer.rounds == 0
+
+
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"on_nonfinite": "ignore"}, "on_nonfinite = 'ignore'; choose from raise, skip"),
+        ({"quorum": 2, "on_failure": "continue"}, "quorum = 2; give a share of all ranks from 0 to 1"),
+        ({"quorum": 0.5}, "quorum = 0.5 needs on_failure='continue'"),
+    ],
+)
+def test_bad_input(alone, options, error):
+    with pytest.raises(ValueError, match=error):
+        klatsch.optim.DATSGD([nn.Parameter(torch.ones(3))], lr=0.1, **options)
+
+
+def test_a_rank_that_has_finished_takes_no_more_steps_until_a_state_is_loaded(alone):
+    x = nn.Parameter(torch.ones(3))
+    optimizer = klatsch.optim.DATSGD([x], lr=0.1)
+    x.grad = torch.ones(3)
+    optimizer.step()
+    before = optimizer.state_dict()
+    assert optimizer.finish() == 0  # there is nobody to wait for
+    with pytest.raises(ValueError, match=r"rank 0 has called finish\(\) and takes no more steps"):
+        optimizer.step()
+    optimizer.load_state_dict(before)
+    optimizer.step()
+    assert optimizer.rounds == 2
 
 
 # --- networks that fall apart ---------------------------------------------------------------------------------------
