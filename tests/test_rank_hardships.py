@@ -245,6 +245,8 @@ def test_what_is_known_of_a_network():
     assert nodes[1].out_of_reach() == [[0, 3, 4, 5]]
     assert (nodes[1].tree(), nodes[2].tree()) == ((None, [2]), (1, []))
     assert nodes[1].links_lost() == [0]
+    assert not nodes[1].learn([torch.full((len(nodes[1]),), torch.nan)])  # nonsense is no news
+    assert nodes[1].within_reach() == [1, 2]
 
 
 def test_the_last_round_is_the_same_for_all_whatever_the_number_of_rounds():

@@ -52,7 +52,8 @@ class Membership:
         """Take in what other ranks know; gives whether a link is lost that was not known to be."""
         before = self._lost.clone()
         for tail in tails:
-            torch.maximum(self._status, tail.to(self._status), out=self._status)
+            heard = torch.nan_to_num(tail.to(self._status), nan=0.0, posinf=0.0)  # nonsense is no news
+            torch.maximum(self._status, heard, out=self._status)
         return not torch.equal(before, self._lost)
 
     def lose(self, peer: int) -> None:

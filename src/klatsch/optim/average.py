@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from klatsch.engine.agreement import agree, members, summed
+from klatsch.engine.transfers import reason
 from klatsch.optim.gossip import Gossip
 
 
@@ -45,8 +46,11 @@ def average_(model: nn.Module, *, parameters: bool = False, group: Any = None) -
             mean = total(flat) / len(ranks)
     else:
         size = len(members(group))
-        agree(group, {"buffers of the model": kinds})
-        mean = summed(group, flat) / size
+        try:
+            agree(group, {"buffers of the model": kinds})
+            mean = summed(group, flat) / size
+        except RuntimeError as error:
+            raise RuntimeError(f"average_ needs an answer from all {size} ranks ({reason(error)})") from None
     _put(tensors, mean)
     return model
 

@@ -86,8 +86,9 @@ class Checkpointer:
         """
         if not isinstance(optimizer, Gossip):
             raise ValueError(f"optimizer is a {type(optimizer).__name__}; give one of klatsch, such as optim.DATSGD")
+        if optimizer is not self._optimizer:
+            optimizer.on_idle(self.step)  # else the checkpoints of those who still train would lack this rank's
         self._optimizer, self._others, self._lag = optimizer, others, lag(optimizer.topology)
-        optimizer.on_idle(self.step)  # else the checkpoints of those who still train would lack this rank's
         self._sweep()
         common = self._common(self._looked_through())
         if common is None:

@@ -92,7 +92,7 @@ class Gossip(Optimizer, Joinable):
         self._made = True
         self.on_nonfinite, self.skipped = on_nonfinite, 0
         self._finished = False
-        self._idle_hooks: list[Callable[[], Any]] = []
+        self._idle_hooks: list[weakref.WeakMethod[Callable[[], Any]]] = []
         self.algorithm = algorithm
         self._schedule = rule.lr if callable(rule.lr) else None
         self._follow = [entry for entry in self.param_groups if entry["lr"] == lr]
@@ -168,8 +168,9 @@ class Gossip(Optimizer, Joinable):
     def _idle(self) -> None:
         """A round without gradient."""
         self._round(0.0)
-        for hook in self._idle_hooks:
-            hook()
+        for reference in self._idle_hooks:
+            if (hook := reference()) is not None:
+                hook()
 
     def _round(self, factor: float) -> None:
         for share in self._shares:
@@ -381,8 +382,8 @@ class Gossip(Optimizer, Joinable):
         self._links.bytes_sent, self._links.seconds_waited, self.skipped = bytes_sent, seconds_waited, skipped
 
     def on_idle(self, hook: Callable[[], Any]) -> None:
-        """Call a function after every round without gradient that other ranks are still training in."""
-        self._idle_hooks.append(hook)
+        """Call a method, while its object lives, after every round without gradient in which others may train."""
+        self._idle_hooks.append(weakref.WeakMethod(hook))
 
     def drain(self) -> None:
         """Wait until all that this rank has sent has left, at most for the timeout."""
