@@ -13,6 +13,7 @@ from klatsch.engine import node
 from klatsch.problems import LeastSquares
 from klatsch.topology import lazy, make
 from tests.ranks import say
+from tests.waiting import wait_until
 
 RANK_RULES = {
     "dsgd": ("dsgd", {}),
@@ -128,7 +129,8 @@ def disagree(folder, what):
     params = [nn.Parameter(torch.ones(shape, dtype=dtype))] + [nn.Parameter(torch.ones(1))] * (odd and what == "number")
     graph = "star" if odd and what == "topology" else "ring"
     if odd and what == "absent":
-        time.sleep(8)
+        for other in range(size - 1):  # which end without this one
+            wait_until((folder / f"code-{other}").exists)
         return
     klatsch.Gossip(params, rule, graph, timeout=4 if what == "absent" else 60)
 

@@ -11,11 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.waiting import HANG, wait_until  # noqa: E402
 
 
 class Ranks:
@@ -29,30 +31,29 @@ class Ranks:
         self.folder.mkdir(exist_ok=True)
         command = [sys.executable, __file__, str(folder), str(size), scenario, json.dumps(options)]
         self.first = subprocess.Popen(command, start_new_session=True)
-        self.pids = [int(self._file(f"pid-{rank}")) for rank in range(size)]
+        self.pids = [int(self.wait_for(f"pid-{rank}")) for rank in range(size)]
 
     def go_on(self, rank):
         """Wake a rank that has stopped itself."""
         os.kill(self.pids[rank], signal.SIGCONT)
 
-    def has_stopped(self, rank, seconds=60):
+    def has_stopped(self, rank):
         """Wait until a rank has stopped itself."""
-        deadline = time.monotonic() + seconds
-        while Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        state = Path(f"/proc/{self.pids[rank]}/stat")
+        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", self.first)
 
     def kill(self, rank):
         os.kill(self.pids[rank], signal.SIGKILL)
 
-    def wait_for(self, name, seconds=120):
+    def wait_for(self, name):
         """The content of a file that a rank writes when it has come to some point."""
-        return self._file(name, seconds)
+        wait_until((self.folder / name).exists, self.first)
+        return (self.folder / name).read_text()
 
-    def codes(self, seconds=120):
+    def codes(self):
         """The exit codes of all ranks; minus the signal for those that were killed."""
         try:
-            self.first.wait(seconds)
+            self.first.wait(HANG)
         finally:
             self.end()
         return [int((self.folder / f"code-{rank}").read_text()) for rank in range(self.size)]
@@ -63,22 +64,14 @@ class Ranks:
     def warnings(self, rank):
         return re.findall(r"RuntimeWarning: (.*)", self.errors(rank))
 
-    def succeed(self, seconds=120):
-        codes = self.codes(seconds)
+    def succeed(self):
+        codes = self.codes()
         assert codes == [0] * self.size, "\n".join(self.errors(rank) for rank in range(self.size))
 
     def end(self):
         if self.first.poll() is None:
             os.killpg(self.first.pid, signal.SIGKILL)
             self.first.wait()
-
-    def _file(self, name, seconds=60):
-        deadline = time.monotonic() + seconds
-        while not (self.folder / name).exists():
-            assert self.first.poll() is None or (self.folder / name).exists(), f"all ranks ended without {name}"
-            assert time.monotonic() < deadline, f"no {name} after {seconds} s"
-            time.sleep(0.01)
-        return (self.folder / name).read_text()
 
 
 def say(folder, name, text=""):
@@ -96,7 +89,6 @@ def free_port():
 
 def main():
     folder, size, scenario, options = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
-    sys.path.insert(0, str(ROOT))
     import torch
 
     module, _, function = f"rank_scenarios.{scenario}".rpartition(".")

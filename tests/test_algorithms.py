@@ -10,6 +10,7 @@ import torch
 import klatsch
 from klatsch import algorithms, averaging, problems
 from klatsch import topology as tp
+from tests.comparisons import assert_same_to_rounding
 
 RULES = {
     **{name: lambda lr, name=name: algorithms.make(name, lr=lr) for name in algorithms.ALGORITHMS},
@@ -200,7 +201,7 @@ def test_one_node_works_and_learns(rule):
     rate = rate.get(rule, 0.05)
     result = klatsch.simulate(problem, RULES[rule](rate / problem.L), tp.ring(1), 3000)
     assert result.metrics["distance"][-1] < 0.1 * result.metrics["distance"][0]
-    assert result.metrics["Gamma"].abs().max() == 0
+    assert result.metrics["Gamma"].max() < 1e-25  # what rounding leaves of 0
 
 
 @pytest.mark.parametrize("rule", ["gt", "d2", "dat-gt", "dat-d2"])
@@ -325,7 +326,7 @@ def test_vectors_of_a_single_rank_are_enough(rule):
     for t in range(1, 5):
         flat = rule.update(flat, rule.query(flat) - 3, lambda *v: v, t)
         stacked = rule.update(stacked, rule.query(stacked) - 3, lambda *v: v, t)
-    assert torch.equal(rule.output(flat), rule.output(stacked)[0, 0])
+    assert_same_to_rounding(rule.output(flat), rule.output(stacked)[0, 0])
 
 
 @pytest.mark.parametrize("kind", ["dsgd", "gt"])
@@ -338,4 +339,4 @@ def test_an_averaged_output_is_the_weighted_mean_of_the_iterates_and_changes_not
     alpha = torch.arange(1, 21, dtype=torch.float64) ** power
     mean = sum(a * state.w for a, state in zip(alpha, plain[1:], strict=True)) / alpha.sum()
     torch.testing.assert_close(rule.output(states[-1]), mean, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(rule.query(states[-1]), plain[-1].w, rtol=0, atol=0)
+    assert_same_to_rounding(rule.query(states[-1]), plain[-1].w)

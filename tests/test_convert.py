@@ -86,7 +86,7 @@ def test_every_form_of_a_matrix():
     for form in forms:
         ours = tp.from_matrices(form)
         assert ours == tp.from_matrices(P)
-        np.testing.assert_array_equal(ours.matrix(1).toarray(), P)
+        np.testing.assert_array_equal(ours.matrix(1).toarray(), P)  # bits: a copy
     alternating = tp.from_matrices([P.tolist(), np.eye(3).tolist()])
     assert alternating.period == 2
     assert tp.from_matrices(np.stack([P, np.eye(3)])) == alternating

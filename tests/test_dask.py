@@ -5,13 +5,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+import torch
 
 from klatsch.study import Store, parse, run_study, workers
+from tests.comparisons import assert_same_to_rounding
+from tests.waiting import HANG, wait_until
 
-pytest.importorskip("distributed", reason="needs Dask: pip install 'klatsch[dask]'")
+Client = pytest.importorskip("distributed", reason="needs Dask: pip install 'klatsch[dask]'").Client
 
 STUDY = """
 steps = 20000
@@ -76,7 +78,7 @@ def errors(store):
     with Store(store) as opened:
         runs = opened.runs()
         found = opened.outcomes(facts["key"] for _, facts in runs)
-        return {key: outcome.metrics["distance"].tolist() for key, outcome in found.items()}
+        return {key: outcome.metrics["distance"] for key, outcome in found.items()}
 
 
 def test_a_study_on_a_cluster_of_which_a_worker_is_killed(cluster, tmp_path):
@@ -84,17 +86,16 @@ def test_a_study_on_a_cluster_of_which_a_worker_is_killed(cluster, tmp_path):
     file.write_text(STUDY)
     process = start(file, cluster.address)
     store = tmp_path / "s.sqlite"
-    deadline = time.monotonic() + 60
-    while len(_done(store)) < 14:  # the first batch is back
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(_done(store)) >= 14, process)  # the first batch is back
     os.kill(cluster.workers[0].pid, signal.SIGKILL)  # with a batch in its hands
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=HANG)
     assert process.returncode == 0, err
     assert "112 runs new" in out
     run_study(parse(_content(file)), tmp_path / "here.sqlite", executor=workers.threads)
-    assert errors(store) == errors(tmp_path / "here.sqlite")
+    found, expected = errors(store), errors(tmp_path / "here.sqlite")
+    assert found.keys() == expected.keys()
+    for key in expected:
+        assert_same_to_rounding(found[key], expected[key], torch.float32)
     assert not list(tmp_path.glob("*.safetensors"))
 
 
@@ -103,11 +104,9 @@ def test_a_scheduler_that_is_gone_ends_the_study_with_one_line(cluster, tmp_path
     file.write_text(STUDY)
     process = start(file, cluster.address)
     store = tmp_path / "s.sqlite"
-    while not _done(store):
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: _done(store), process)
     cluster.scheduler.kill()
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=HANG)
     assert (process.returncode, out) == (2, "")
     assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("klatsch: error: ")
@@ -118,15 +117,13 @@ def test_ctrl_c_ends_it_at_once(cluster, tmp_path):
     file = tmp_path / "s.toml"
     file.write_text(STUDY.replace("20000", "400000"))
     process = start(file, cluster.address)
-    time.sleep(8)
-    assert process.poll() is None
+    with Client(cluster.address, set_as_default=False) as client:
+        wait_until(lambda: any(client.processing().values()), process)  # with minutes of work ahead
     process.send_signal(signal.SIGINT)
-    began = time.monotonic()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG)
     assert (process.returncode, out) == (130, "")
     assert err.startswith("stopped; ")
     assert err.count("\n") == 1
-    assert time.monotonic() - began < 20
 
 
 def _done(store):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 DATA = Path(os.environ.get("KLATSCH_DATA", ROOT.parent / "shared" / "fashion-mnist"))
@@ -18,7 +20,7 @@ def torchrun(ranks, *command, cwd=ROOT):
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *command]
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [str(word) for word in words], capture_output=True, text=True, timeout=300, env=environment, cwd=cwd
+        [str(word) for word in words], capture_output=True, text=True, timeout=HANG, env=environment, cwd=cwd
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -36,7 +38,7 @@ def test_the_readme_shows_the_difference_between_the_two_scripts():
 def test_quickstart():
     command = [sys.executable, EXAMPLES / "single.py"]
     alone = os.environ | {"OMP_NUM_THREADS": "1"}
-    single = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
+    single = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env=alone)
     assert float(re.fullmatch(r"test accuracy (0\.\d+|1.000)\n", single.stdout)[1]) > 0.95
     out = torchrun(4, EXAMPLES / "quickstart.py")
     found = re.findall(r"rank \d of 4: test accuracy ([\d.]+), distance from the others ([\d.e-]+)", out)
@@ -59,7 +61,7 @@ def test_lenet(tmp_path, options):
 
 def test_lenet_without_data(tmp_path):
     done = subprocess.run(
-        [sys.executable, EXAMPLES / "lenet.py", "--data", tmp_path], capture_output=True, text=True, timeout=100
+        [sys.executable, EXAMPLES / "lenet.py", "--data", tmp_path], capture_output=True, text=True, timeout=HANG
     )
     assert done.returncode == 2
     assert f"--data = {tmp_path} has no train-images-idx3-ubyte.gz; put its four files into" in done.stderr

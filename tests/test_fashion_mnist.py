@@ -49,8 +49,8 @@ def test_the_content_is_fashion_mnist():
     assert data.images.shape == (60_000, 1, 28, 28)
     assert data.test_images.shape == (10_000, 1, 28, 28)
     assert data.images.dtype == torch.uint8
-    assert torch.equal(torch.bincount(data.labels), torch.full((10,), 6_000))
-    assert torch.equal(torch.bincount(data.test_labels), torch.full((10,), 1_000))
+    assert torch.equal(torch.bincount(data.labels), torch.full((10,), 6_000))  # bits: whole numbers
+    assert torch.equal(torch.bincount(data.test_labels), torch.full((10,), 1_000))  # bits: whole numbers
     mean, factor = data.scale()
     pixels = (data.images[:].float() - mean) * factor
     assert abs(float(pixels.mean())) < 1e-3

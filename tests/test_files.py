@@ -9,6 +9,7 @@ import time
 import pytest
 
 from klatsch.files import write_atomically
+from tests.waiting import wait_until
 
 
 def test_replaces_the_whole_content(tmp_path):
@@ -42,10 +43,8 @@ def test_killed_in_the_middle_leaves_a_whole_file(tmp_path):
     )
     for k in range(5):
         writer = subprocess.Popen([sys.executable, "-c", program, str(path)])
-        deadline = time.monotonic() + 60
-        while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.05 + 0.013 * k)
+        wait_until(path.exists, writer)
+        time.sleep(0.05 + 0.013 * k)  # some moment or other
         writer.send_signal(signal.SIGKILL)
         writer.wait()
         content = path.read_bytes()

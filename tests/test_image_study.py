@@ -17,6 +17,7 @@ from klatsch.study.reproduce import page_of
 from klatsch.study.store import Origin
 from tests.test_fashion_mnist import DATA, needs_data
 from tests.test_run import check_picture
+from tests.waiting import HANG
 
 pytestmark = needs_data
 
@@ -303,7 +304,7 @@ def test_the_same_on_ranks(tmp_path):
         store = tmp_path / f"{engine}.sqlite"
         words = ["-m", "klatsch", "run", str(file), "--engine", engine, "--store", str(store)]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        subprocess.run([sys.executable, *(launcher if engine == "ranks" else []), *words], check=True, timeout=300)
+        subprocess.run([sys.executable, *(launcher if engine == "ranks" else []), *words], check=True, timeout=HANG)
         with Store(store, read_only=True) as opened:
             outcomes.append({facts["key"]: opened.outcomes([facts["key"]]) for _, facts in opened.runs()})
     stacked, ranks = outcomes

@@ -14,6 +14,7 @@ from torch import nn
 import klatsch
 from klatsch.engine.membership import lag
 from klatsch.optim.plain import packed, unpacked
+from tests.waiting import HANG
 
 SCRIPT = Path(__file__).with_name("rank_training.py")
 RANKS, ROUNDS = 3, 100
@@ -40,7 +41,7 @@ def finals(folder):
 
 def same(a, b):
     if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
+        return torch.equal(a, b)  # bits: same call
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, list | tuple) else a == b
@@ -50,7 +51,7 @@ def test_kill_9_under_torchrun_and_the_result_is_identical(tmp_path):
     calm = torchrun(tmp_path / "calm")
     wild = torchrun(tmp_path / "wild", restarts=2, deaths=["0 1 33", "1 2 70"])  # attempt, rank, round
     for process in (calm, wild):
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=HANG)
         assert process.returncode == 0, errors
     for expected, found in zip(finals(tmp_path / "calm"), finals(tmp_path / "wild"), strict=True):
         assert same(expected, found)

@@ -9,6 +9,7 @@ import torch
 from tests.rank_scenarios import ENDURE_LR, problem_of
 
 SIZE, ROUNDS = 5, 150
+LATE = 20  # seconds: what a healthy rank on a busy machine may take for a round without being called late
 
 
 def folded(victim, survivors):
@@ -32,7 +33,7 @@ def beside(victim):
 
 @pytest.mark.parametrize("victim", [2, 0])  # rank 0 is also the host of the store
 def test_the_others_go_on_without_a_killed_rank(tmp_path, launch, victim):
-    ranks = launch(SIZE, "endure", victim=victim, harm="SIGKILL", on_failure="continue", timeout=10, ask=True)
+    ranks = launch(SIZE, "endure", victim=victim, harm="SIGKILL", on_failure="continue", timeout=LATE, ask=True)
     codes, survivors = ranks.codes(), others(victim)
     assert [codes[rank] for rank in survivors] == [0] * 4, [ranks.errors(rank) for rank in survivors]
     assert codes[victim] == -signal.SIGKILL
@@ -46,7 +47,7 @@ def test_the_others_go_on_without_a_killed_rank(tmp_path, launch, victim):
         assert float((tmp_path / f"mean-{rank}").read_text()) == pytest.approx(sum(survivors) / 4)
 
     P = folded(victim, survivors)
-    assert torch.equal(P, P.T)
+    assert torch.allclose(P, P.T)
     assert torch.allclose(P.sum(0), torch.ones(4, dtype=torch.float64))
     alone = [t for t in range(ROUNDS + 1) if all(victim in found[rank]["lost"][t] for rank in beside(victim))]
     assert 40 <= alone[0] <= 43
@@ -72,8 +73,8 @@ def test_the_others_go_on_without_a_killed_rank(tmp_path, launch, victim):
 
 
 def test_a_killed_rank_ends_its_neighbours_with_a_reason(launch):
-    ranks = launch(SIZE, "endure", victim=2, harm="SIGKILL", timeout=30)
-    assert ranks.codes(30) == [1, 1, -signal.SIGKILL, 1, 1]
+    ranks = launch(SIZE, "endure", victim=2, harm="SIGKILL")
+    assert ranks.codes() == [1, 1, -signal.SIGKILL, 1, 1]
     for rank in (1, 3):
         assert re.search(
             rf"LinkError: rank {rank}, round 4\d: neighbour 2 is gone \(.*(closed|reset).*\); "
@@ -83,14 +84,15 @@ def test_a_killed_rank_ends_its_neighbours_with_a_reason(launch):
 
 
 def test_a_stopped_rank_is_late_and_not_gone(launch):
-    ranks = launch(SIZE, "endure", victim=2, harm="SIGSTOP", timeout=6)
+    ranks = launch(SIZE, "endure", victim=2, harm="SIGSTOP", timeout=LATE)
     for rank in (1, 3):
         ranks.wait_for(f"code-{rank}")
-        assert re.search(
+        (waited,) = re.findall(
             rf"LinkError: rank {rank}, round 4\d: neighbour 2 is late: its connection is open, but nothing moves; "
-            r"waited (6|7|8|9|10|11|12)\.\d s on edge",
+            r"waited ([\d.]+) s on edge",
             ranks.errors(rank),
         )
+        assert float(waited) >= LATE
     for rank in (0, 4):  # which waited for those who waited, and did not blame them
         ranks.wait_for(f"code-{rank}")
         assert re.search(r"neighbour \d is gone", ranks.errors(rank))
@@ -100,7 +102,7 @@ def test_a_stopped_rank_is_late_and_not_gone(launch):
 
 @pytest.mark.parametrize("graph", ["ring", "one_peer_exponential"])
 def test_a_late_rank_is_left_behind_and_ends_alone(tmp_path, launch, graph):
-    ranks = launch(SIZE, "endure", victim=2, harm="SIGSTOP", graph=graph, on_failure="continue", timeout=6)
+    ranks = launch(SIZE, "endure", victim=2, harm="SIGSTOP", graph=graph, on_failure="continue", timeout=LATE)
     ranks.has_stopped(2)
     for rank in others(2):
         ranks.wait_for(f"end-{rank}")

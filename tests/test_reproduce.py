@@ -28,6 +28,7 @@ from klatsch.study.report import inline_svg
 from klatsch.study.reproduce import page_of
 from klatsch.study.store import Origin
 from tests.test_run import check_picture
+from tests.waiting import HANG
 
 SETTINGS = [{"noise": n, "heterogeneity": h} for n in (1.0, 10.0) for h in (1.0, 10.0)]
 SIZES = (4, 9, 16, 25, 36, 49, 64, 81, 100)
@@ -304,7 +305,7 @@ def browse(page, tmp_path, *options):
         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
         f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0", *options, page.as_uri(),
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG)
 
 
 @needs_browser

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -17,6 +16,7 @@ import klatsch
 from klatsch import algorithms, pictures, problems
 from klatsch import topology as tp
 from klatsch.study import Row, demo, figures, parse, run_study, workers
+from tests.waiting import HANG, wait_until, worker_processes
 
 QUICK = ("--steps", 200, "--seeds", 2, "--lr", "0.0001,0.001,0.01")
 
@@ -238,10 +238,9 @@ def test_an_interrupt_ends_a_comparison_at_once():
     """A real process and a real Ctrl-C, with minutes of work ahead."""
     command = [sys.executable, "-m", "klatsch", "run", "--steps", "5000000", "-n", "16,25,36", "--seeds", "5"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(8)
-    assert process.poll() is None
+    wait_until(lambda: worker_processes(process), process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=HANG)
     assert process.returncode == 130
     assert (out, err) == ("", "")
 

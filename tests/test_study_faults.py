@@ -1,5 +1,6 @@
 """Real kills, real disks: a study that is stopped at any moment loses at most the batches in progress."""
 
+import contextlib
 import csv
 import json
 import os
@@ -20,6 +21,7 @@ from klatsch.study import Store, execute, expand, load, parse, run_study, worker
 from klatsch.study.batches import pack
 from klatsch.study.database import FORMAT
 from klatsch.study.execute import checkpoint
+from tests.waiting import HANG, wait_until, worker_processes
 
 # A slice of the paper's figure 1: its grid and settings, 100,000 rounds.
 PAPER = """
@@ -43,26 +45,17 @@ def start(*arguments, **options):
 
 def run(*arguments, **options):
     process = start(*arguments, **options)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=HANG)
     return process.returncode, out, err
 
 
 def table(store, path):
-    """Everything that was measured, bit by bit, without the times."""
+    """Everything that was measured, without the times; bit by bit, since every batch is the same call each time."""
     code, _, err = run("results", store, "--curves", "--csv", path)
     assert (code, err) == (0, "")
     with path.open() as file:
         rows = [{k: v for k, v in row.items() if k not in ("seconds", "finished")} for row in csv.DictReader(file)]
     return sorted(rows, key=lambda row: (row["key"], int(row["step"])))
-
-
-def worker_processes(process):
-    """The workers among a driver's children, which are spawned; the resource tracker is not one of them."""
-    try:
-        children = psutil.Process(process.pid).children()
-        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-    except psutil.Error:
-        return []
 
 
 def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path):
@@ -71,14 +64,21 @@ def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path):
     file.write_text(PAPER)
     assert run("run", file, "--store", tmp_path / "calm.sqlite")[0] == 0
     store, moments, kills, saved = tmp_path / "wild.sqlite", random.Random(7), 0, 0
+
+    def progress():
+        """How far the batches in progress are, as their checkpoints say; None where one has just been finished."""
+        with contextlib.suppress(FileNotFoundError):
+            return {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("wild.sqlite-*.safetensors")}
+
     for attempt in range(100):
+        before = progress()
         process = start("run", file, "--store", store)
-        deadline = time.monotonic() + 60
-        while not (crew := worker_processes(process)) and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        time.sleep(moments.uniform(4.0, 10.0))
-        saved += any(tmp_path.glob("wild.sqlite-*.safetensors"))
+        wait_until(lambda p=process: worker_processes(p) or p.poll() is not None)
+        if attempt % 3:  # every third time while they are starting
+            wait_until(lambda p=process, b=before: progress() != b or p.poll() is not None)
+            saved += process.poll() is None
+        time.sleep(moments.uniform(0.0, 3.0))
+        crew = worker_processes(process)
         if kills == 10:
             break
         if process.poll() is not None:  # a fast machine was done before the tenth kill: once more, from the start
@@ -92,12 +92,12 @@ def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path):
             kills += 1
             time.sleep(moments.uniform(0.0, 3.0))
         if process.poll() is None and kills < 10:
+            crew += worker_processes(process)
             process.send_signal(signal.SIGKILL)
             kills += 1
-        process.communicate(timeout=300)
-        gone = psutil.wait_procs(crew, timeout=10)[1]
-        assert not gone, "workers outlive their driver"
-    process.communicate(timeout=300)
+        process.communicate(timeout=HANG)
+        assert not psutil.wait_procs(crew, timeout=HANG)[1], "workers outlive their driver"
+    process.communicate(timeout=HANG)
     if process.returncode != 0:
         code, _, err = run("run", file, "--store", store)
         assert (code, err) == (0, "")
@@ -109,15 +109,13 @@ def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path):
 
 def test_a_killed_worker_is_replaced_and_the_study_goes_on(tmp_path):
     file = tmp_path / "s.toml"
-    file.write_text(PAPER.replace("100000", "10000"))
+    file.write_text(PAPER.replace("[25, 36]", "25"))
     process = start("run", file)
-    while not (crew := worker_processes(process)):
-        time.sleep(0.05)
-    time.sleep(2)
-    os.kill(crew[0].pid, signal.SIGKILL)
-    out, err = process.communicate(timeout=200)
+    wait_until(lambda: list(tmp_path.glob("s.sqlite-*.safetensors")), process)  # a batch is in progress
+    os.kill(worker_processes(process)[0].pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=HANG)
     assert (process.returncode, err) == (0, "")
-    assert "112 runs new" in out
+    assert "56 runs new" in out
 
 
 def test_workers_that_always_die_end_the_study_with_a_reason(tmp_path, monkeypatch):
@@ -141,14 +139,10 @@ def test_ctrl_c_saves_what_is_in_progress(tmp_path):
     file = tmp_path / "s.toml"
     file.write_text(PAPER)
     process = start("run", file, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not (saved := list(tmp_path.glob("s.sqlite-*.safetensors"))):  # the first save, after some seconds
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    saved = wait_until(lambda: list(tmp_path.glob("s.sqlite-*.safetensors")), process)
     before = rounds_in(saved[0])
-    time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all processes of the group
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG)
     assert (process.returncode, out) == (130, "")
     assert re.fullmatch(r"stopped; .*s.sqlite holds [\d,]+ runs, and the same command goes on from here\n", err)
     assert before < rounds_in(saved[0]) < 100_000
@@ -158,10 +152,9 @@ def test_ctrl_c_while_workers_are_starting_is_quiet(tmp_path):
     file = tmp_path / "s.toml"
     file.write_text(PAPER)
     process = start("run", file, start_new_session=True)
-    while not worker_processes(process):
-        time.sleep(0.01)
+    wait_until(lambda: worker_processes(process), process)
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG)
     assert (process.returncode, out) == (130, "")
     assert re.fullmatch(r"stopped; .*\n", err)
 
@@ -171,7 +164,7 @@ def test_two_processes_share_a_store(tmp_path):
     file.write_text(PAPER.replace("100000", "1000"))
     pair = [start("run", file) for _ in range(2)]
     for process in pair:
-        _, err = process.communicate(timeout=200)
+        _, err = process.communicate(timeout=HANG)
         assert (process.returncode, err) == (0, "")
     with Store(tmp_path / "s.sqlite") as store:
         assert len(store.runs()) == 112

@@ -70,8 +70,8 @@ def test_a_stopped_stack_goes_on_with_the_same_bits(tmp_path):
     results = simulate_together(several, rule, graphs, 300, checkpoint=file, progress=resumed.append)
     assert resumed[0] > 150  # what was done before
     for one, other in zip(whole, results, strict=True):
-        assert torch.equal(one.output, other.output)
-        assert all(torch.equal(one.metrics[name], other.metrics[name]) for name in one.metrics)
+        assert torch.equal(one.output, other.output)  # bits: same call
+        assert all(torch.equal(one.metrics[name], other.metrics[name]) for name in one.metrics)  # bits: same call
     with pytest.raises(ValueError, match="belongs to another run: networks"):
         simulate_together(several[:3], rule, graphs[:3], 300, checkpoint=file)
 

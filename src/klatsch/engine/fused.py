@@ -1,7 +1,7 @@
 """Rounds in native code: a traced rule on a quadratic problem, many rounds per call, a block of columns per thread.
 
 The kernel keeps a block of columns in the cache for all rounds of a call, and there is no Python between rounds.
-Columns never touch each other, so the result does not depend on how they are cut into blocks.
+Columns never touch each other, so how they are cut into blocks changes a result by rounding at most.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from torch import Tensor
 class Problem(Protocol):
     """A stochastic problem spread over nodes. This is all that the engines need.
 
-    Randomness is a function of (seed, t, node): asked again, or for one node alone, it gives the same numbers.
-    Problems may offer more, which makes runs faster: see `Drawing` and `Quadratic`.
+    Randomness is a function of (seed, t, node): asked again it gives the same numbers, and for one node alone the same
+    to rounding. Problems may offer more, which makes runs faster: see `Drawing` and `Quadratic`.
     """
 
     @property

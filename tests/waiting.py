@@ -1,0 +1,26 @@
+"""Waiting for what happens, however long it takes: tests measure no time."""
+
+import time
+
+import psutil
+
+HANG = 1800  # seconds after which something is taken to hang: far beyond what a slow or busy machine needs
+
+
+def wait_until(happened, process=None):
+    """Wait until a function gives something true, and return it; a process that ends ends the waiting, too."""
+    deadline = time.monotonic() + HANG
+    while not (found := happened()):
+        assert process is None or process.poll() is None or happened(), f"it ended with {process.returncode} before"
+        assert time.monotonic() < deadline, f"nothing happened in {HANG} s"
+        time.sleep(0.01)
+    return found
+
+
+def worker_processes(driver):
+    """The workers among a driver's children, which are spawned; the resource tracker is not one of them."""
+    try:
+        children = psutil.Process(driver.pid).children()
+        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    except psutil.Error:
+        return []
