@@ -10,6 +10,7 @@ from torch import nn
 
 import klatsch
 from klatsch.engine import node
+from klatsch.engine.ranks import simulate_on_ranks
 from klatsch.problems import LeastSquares
 from klatsch.topology import lazy, make
 from tests.ranks import say
@@ -238,4 +239,40 @@ def nccl(folder, backend):
         assert optimizer.consensus() == 0.0
         ends[device] = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
     torch.save(ends, folder / "ends")
+    dist.destroy_process_group()
+
+
+class Poisoned:
+    """A problem of which node 2 has a gradient that is not a number, in round 37 and in the last column."""
+
+    NODE, ROUND = 2, 37
+
+    def __init__(self, nodes):
+        self.nodes, self.dim = nodes, 3
+
+    def start(self):
+        return torch.ones(3, dtype=torch.float64)
+
+    def grad(self, x, t, nodes=None):
+        gradients = x - torch.arange(3, dtype=x.dtype, device=x.device)
+        asked = list(range(self.nodes) if nodes is None else nodes)
+        if t == self.ROUND and self.NODE in asked:
+            gradients[asked.index(self.NODE), -1, 1] = torch.nan
+        return gradients
+
+    def metrics(self, x):
+        return {"size": x.square().sum(-1).mean(0)}
+
+
+def diverge(folder):
+    """Columns that diverge: by a gradient that is not a number, and by learning rates that are too large."""
+    rank, size = group()
+    world, ring = dist.group.WORLD, make("ring", size)
+    found = []
+    for rule in ("dsgd", "dat", "gt"):
+        for problem, rates in ((Poisoned(size), [0.1, 0.2]), (problem_of(size), [1e-3, 1e6, 1e300])):
+            algorithm = klatsch.algorithms.make(rule, lr=rates)
+            found.append(simulate_on_ranks(problem, algorithm, ring, 300, record=[7, 290], group=world))
+    if rank == 0:
+        torch.save([result.diverged_at for result in found], folder / "diverged")
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ from klatsch.engine import sealed
 from klatsch.engine.run import Run, Snapshot
 from klatsch.engine.sealed import REMEDY, CheckpointError
 
-FORMAT = "klatsch simulation 1"
+FORMAT = "klatsch simulation 2"
 LARGEST_SHARE = 0.03  # of the time that may go into saving, where states are large
 
 
@@ -68,7 +68,7 @@ def save(path: Path, identity: dict[str, Any], run: Run) -> None:
     now = run.now
     tensors = {f"state.{name}": value for name, value in now.state._asdict().items() if value is not None}
     tensors |= {f"metric.{name}": values for name, values in run.metrics.items()}
-    tensors["diverged"] = now.diverged
+    tensors |= {"diverged": now.diverged, "diverged_at": now.diverged_at}
     header = {"format": FORMAT, "rounds": now.rounds, "seconds": now.seconds, "points": now.points, "run": identity}
     sealed.write(path, header, tensors)
 
@@ -93,10 +93,11 @@ def load(path: Path, identity: dict[str, Any], fresh: Any) -> Run:
         if getattr(value, "shape", None) != getattr(saved, "shape", None):
             raise CheckpointError(f"{path} is damaged: the field {name} of the state does not fit; {REMEDY}")
         fields[name] = None if saved is None else saved.to(value)
-    state, diverged = type(fresh)(**fields), tensors["diverged"].to(torch.bool)
+    lost = tensors["diverged"].to(torch.bool), tensors["diverged_at"]
     names = [name for name in tensors if name.startswith("metric.")]
     rows = [{name.removeprefix("metric."): tensors[name][k] for name in names} for k in range(header["points"])]
-    return Run(Snapshot(state, diverged, header["rounds"], header["seconds"], header["points"]), rows)
+    now = Snapshot(type(fresh)(**fields), *lost, header["rounds"], header["seconds"], header["points"])
+    return Run(now, rows)
 
 
 def _short(value: object) -> str:

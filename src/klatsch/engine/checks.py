@@ -137,5 +137,6 @@ def continued(after: Result, run: dict[str, Any], state: Any, steps: int) -> Run
         None if old is None else old.to(new) for old, new in zip(after.state, state, strict=True)
     ]
     rows = [{name: values[k] for name, values in after.metrics.items()} for k in range(len(after.steps))]
-    now = Snapshot(type(state)(*fields), after.diverged.clone(), after.rounds, after.seconds, len(rows))
+    lost = after.diverged.clone(), after.diverged_at.clone()
+    now = Snapshot(type(state)(*fields), *lost, after.rounds, after.seconds, len(rows))
     return Run(now, rows)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from klatsch.algorithms import Algorithm
 from klatsch.engine.checks import check_parts, check_place, check_steps, identity, within
+from klatsch.engine.divergence import Watched
 from klatsch.engine.links import GlooLinks
 from klatsch.engine.node import Block, Node
 from klatsch.engine.record import Result, measure, record_points
@@ -21,6 +22,9 @@ from klatsch.engine.rounds import placed
 from klatsch.engine.run import without_diverged
 from klatsch.problems import Problem
 from klatsch.topology import Topology
+
+MOST_STEPS = 1000  # within a round: a moment of a run is its round times this, plus the step
+NEVER = torch.iinfo(torch.int64).max  # a moment that does not come
 
 
 def simulate_on_ranks(
@@ -73,28 +77,37 @@ def simulate_on_ranks(
     node = Node(rule, x, topology, rank, links)
     rows: list[dict[str, Tensor]] = []
     diverged = torch.zeros(C, dtype=torch.bool)
+    watched: Any = Watched(rule)
+    mine = torch.full((C,), NEVER)  # by column: the moment at which this node was no longer finite
     stacked: Any = None
     began = time.perf_counter()
     with torch.no_grad(), closing(links):
         for t in range(1, steps + 1):
             grad = here.grad(rule.query(node.state)[None], t, [rank])[0]
             node.exchange(partial(_same, grad), partial(_same, rule))
-            node.advance(partial(_same, grad), partial(_same, rule), last=t == steps)
+            node.advance(partial(_same, grad), partial(_same, watched), last=t == steps)
+            lost = ~torch.isfinite(rule.output(node.state)).all(-1).cpu() & (mine == NEVER)
+            if lost.any():
+                mine[lost] = t * MOST_STEPS + watched.finite_steps()[lost]
             if t in points or t == steps:
                 stacked, grads = _stacked(node.state, grad, group)
+                if rank == 0:
+                    diverged |= ~torch.isfinite(rule.output(stacked)).all(-1).all(0).cpu()
             if t in points and rank == 0:
-                diverged |= ~torch.isfinite(rule.output(stacked)).all(-1).all(0).cpu()
                 row = {name: v.expand(C) for name, v in measure(here, rule, stacked, grads).items()}
                 rows.append(without_diverged(row, diverged, here))
             if progress is not None:
                 progress(1)
-    if rank != 0:
+        moments = _gathered(mine, group)
+    if moments is None:
         return None
+    first, nodes = moments.min(0)
     return Result(
         steps=points,
         metrics={name: torch.stack([row[name] for row in rows]) for name in rows[0]},
         output=rule.output(stacked).masked_fill(diverged.to(where)[:, None], torch.inf),
         diverged=diverged,
+        diverged_at=torch.stack([nodes, first // MOST_STEPS], -1).where(diverged[:, None], -1),
         seconds=time.perf_counter() - began,
         engine="ranks",
         state=stacked,

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from klatsch.algorithms import Algorithm
 
+MOST_SHOWN = 3  # columns that diverged, where a result is printed
+
 
 @dataclass(frozen=True, repr=False)
 class Result:
@@ -27,6 +29,7 @@ class Result:
     metrics: dict[str, Tensor]
     output: Tensor  # (M, C, d): every node's final x
     diverged: Tensor  # (C,), bool
+    diverged_at: Tensor  # (C, 2): the node and the round with which it began; -1 for columns that are finite
     seconds: float  # wall time of the rounds
     engine: str  # "fused", "cuda graph" or "torch"
     state: Any = field(repr=False)  # the rule's state after the last round, to go on from
@@ -37,8 +40,13 @@ class Result:
         last = ", ".join(
             f"{name} {float(values[-1].min()):.3g}" for name, values in self.metrics.items() if len(values)
         )
-        C = self.output.shape[1]
-        return f"<Result: {self.rounds:,} rounds, columns: {C} ({int(self.diverged.sum())} diverged), smallest {last}>"
+        where = [
+            f"column {c} diverged first on node {self.diverged_at[c, 0]} in round {self.diverged_at[c, 1]:,}"
+            for c in self.diverged.nonzero().flatten().tolist()
+        ]
+        more = [f"and {len(where) - MOST_SHOWN:,} more"] if len(where) > MOST_SHOWN else []
+        lost = f" ({', '.join([*where[:MOST_SHOWN], *more])})" if where else ""
+        return f"<Result: {self.rounds:,} rounds, columns: {self.output.shape[1]}{lost}, smallest {last}>"
 
     def best(self, metric: str = "distance") -> int:
         """The column with the smallest final value of a metric; the first of equals."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from klatsch.engine.divergence import Moment, beginnings, diverged
 from klatsch.engine.progress import Advance
 from klatsch.engine.record import measure
 from klatsch.engine.rounds import Rounds, TorchRounds
@@ -28,9 +29,15 @@ class Snapshot(NamedTuple):
 
     state: Any  # the rule's NamedTuple
     diverged: Tensor  # bool, the columns of every network, one network after the other
+    diverged_at: Tensor  # (columns, 2), the first node and round that were not finite; -1 as long as all are
     rounds: int = 0
     seconds: float = 0.0
     points: int = 0  # how many rows of metrics belong to it
+
+
+def unharmed(columns: int) -> tuple[Tensor, Tensor]:
+    """What a snapshot says of divergence where there is none."""
+    return torch.zeros(columns, dtype=torch.bool), torch.full((columns, 2), -1)
 
 
 class Run:
@@ -51,14 +58,15 @@ class Run:
         rows = self.rows[: self.now.points]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
 
-    def piece(self, rounds: Rounds, until: int, tell: Advance) -> None:
+    def piece(self, plain: TorchRounds, rounds: Rounds, networks: Sequence[Network], until: int, tell: Advance) -> None:
         """Advance towards `until` rounds, by what takes a fraction of a second."""
         now = self.now
         goal = min(until, now.rounds + self._piece)
         began = time.perf_counter()
         state = rounds.advance(now.state, now.rounds, goal)
         took = _since(began, state)
-        self.now = now._replace(state=state, rounds=goal, seconds=now.seconds + took)
+        _, begun = self._losses(plain, rounds, networks, state, goal)
+        self.now = now._replace(state=state, diverged_at=begun, rounds=goal, seconds=now.seconds + took)
         if took < PIECE_SECONDS and goal - now.rounds == self._piece:
             self._piece *= 2
         tell(goal - now.rounds)
@@ -69,18 +77,32 @@ class Run:
         began = time.perf_counter()
         state, grad = plain.one(now.state, now.rounds + 1)
         took = _since(began, state)
-        parts = [type(state)(*(None if v is None else v[network.nodes] for v in state)) for network in networks]
-        diverged = now.diverged | torch.cat([_diverged(rule.output(part)) for part in parts])
+        lost, begun = self._losses(plain, plain, networks, state, now.rounds + 1)
+        lost |= now.diverged
         if measured:
+            parts = [type(state)(*(None if v is None else v[network.nodes] for v in state)) for network in networks]
             found = [
                 measure(network.problem, rule, part, grad[network.nodes])
                 for network, part in zip(networks, parts, strict=True)
             ]
-            C = len(diverged) // len(networks)
+            C = len(lost) // len(networks)
             row = {name: torch.cat([each[name].expand(C) for each in found]) for name in found[0]}
-            self.rows[now.points :] = [without_diverged(row, diverged, networks[0].problem)]
-        self.now = Snapshot(state, diverged, now.rounds + 1, now.seconds + took, now.points + measured)
+            self.rows[now.points :] = [without_diverged(row, lost, networks[0].problem)]
+        self.now = Snapshot(state, lost, begun, now.rounds + 1, now.seconds + took, now.points + measured)
         tell(1)
+
+    def _losses(
+        self, plain: TorchRounds, rounds: Rounds, networks: Sequence[Network], state: Any, reached: int
+    ) -> tuple[Tensor, Tensor]:
+        """The columns that are not finite in a later state, and where they and earlier ones began to be so."""
+        now, nodes = self.now, [network.nodes for network in networks]
+        lost = diverged(plain.rule.output(state), nodes)
+        new = lost & (now.diverged_at[:, 1] < 0)
+        if not new.any():
+            return lost, now.diverged_at
+        early, late = Moment(now.state, now.rounds), Moment(state, reached)
+        begun = beginnings(plain, rounds, nodes, early, late, new)
+        return lost, begun.where(new[:, None], now.diverged_at)
 
 
 def without_diverged(row: dict[str, Tensor], diverged: Tensor, problem: Any) -> dict[str, Tensor]:
@@ -93,7 +115,3 @@ def _since(began: float, state: Any) -> float:
     if state[0].is_cuda:
         torch.cuda.synchronize(state[0].device)  # the clock must not run ahead of the GPU
     return time.perf_counter() - began
-
-
-def _diverged(output: Tensor) -> Tensor:
-    return ~torch.isfinite(output).all(-1).all(0).cpu()

@@ -17,7 +17,7 @@ from klatsch.engine.mixing import StackedMix
 from klatsch.engine.progress import Advance, progress_bar
 from klatsch.engine.record import Result, record_points
 from klatsch.engine.rounds import Rounds, TorchRounds, placed
-from klatsch.engine.run import Network, Run, Snapshot
+from klatsch.engine.run import Network, Run, Snapshot, unharmed
 from klatsch.problems import Problem
 from klatsch.topology import Topology
 
@@ -71,7 +71,7 @@ def simulate(
     rounds = fastest(engine, plain, algorithm, topology, state)
 
     origin = identity(problem, algorithm, topology, C, dtype)
-    run = Run(Snapshot(state, torch.zeros(C, dtype=torch.bool)), [])
+    run = Run(Snapshot(state, *unharmed(C)), [])
     if after is not None:
         run = continued(after, origin, state, steps)
         points = [*after.steps, *(p for p in points if p > after.rounds)]
@@ -105,7 +105,7 @@ def drive(
         try:
             for point in [p for p in dict.fromkeys([*points, steps]) if p > run.now.rounds]:
                 while run.now.rounds < point - 1:
-                    run.piece(rounds, point - 1, tell)
+                    run.piece(plain, rounds, networks, point - 1, tell)
                     saver.perhaps(run)
                 run.one(plain, networks, point in points, tell)
                 saver.perhaps(run)
@@ -126,6 +126,7 @@ def result(
         metrics=metrics,
         output=output.masked_fill(now.diverged.to(output.device)[:, None], torch.inf),
         diverged=now.diverged,
+        diverged_at=now.diverged_at.where(now.diverged[:, None], -1),
         seconds=now.seconds,
         engine=engine,
         state=state,

@@ -21,7 +21,7 @@ from klatsch.engine.mixing import StackedMix
 from klatsch.engine.progress import Advance, progress_bar
 from klatsch.engine.record import Result, record_points
 from klatsch.engine.rounds import TorchRounds, placed
-from klatsch.engine.run import Network, Run, Snapshot
+from klatsch.engine.run import Network, Run, Snapshot, unharmed
 from klatsch.engine.sealed import digest
 from klatsch.engine.stacked import drive, result
 from klatsch.problems import Problem
@@ -76,7 +76,7 @@ def simulate_together(
     rounds = fastest_together(plain, state)
 
     origins = [identity(p, algorithm, g, C, dtype) for p, g in zip(problems, topologies, strict=True)]
-    run = Run(Snapshot(state, torch.zeros(len(networks) * C, dtype=torch.bool)), [])
+    run = Run(Snapshot(state, *unharmed(len(networks) * C)), [])
     whole = {"networks": digest({}, {"each": origins})}
     saver = Saver(checkpoint, checkpoint_every, whole | length(algorithm, steps, points, run, where.type, rounds.name))
     run = saver.restored(state) or run
@@ -88,6 +88,6 @@ def simulate_together(
     for k, (network, origin) in enumerate(zip(networks, origins, strict=True)):
         own = slice(k * C, (k + 1) * C)
         metrics = {name: values[:, own] for name, values in run.metrics.items()}
-        now = run.now._replace(diverged=run.now.diverged[own])
+        now = run.now._replace(diverged=run.now.diverged[own], diverged_at=run.now.diverged_at[own])
         results.append(result(now, metrics, rule, network, points, rounds.name, origin))
     return results
