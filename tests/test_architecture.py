@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "klatsch"
 
 # A room may import from itself and from rooms on a lower floor; only the doors at the top may import the package.
 FLOORS = [
-    {"files", "columns", "arguments", "version"},
+    {"files", "columns", "arguments", "catalogue", "version"},
     {"pictures"},
     {"topology", "averaging", "engine.flat"},
     {"algorithms", "problems", "theory"},

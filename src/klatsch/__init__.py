@@ -1,10 +1,17 @@
 """klatsch: train models over a network of machines that talk only to their neighbours."""
 
-from klatsch import algorithms, averaging, optim, planning, problems, theory, topology
-from klatsch.engine import Result, simulate
-from klatsch.optim import Checkpointer, Gossip, LinkError, NonFiniteError, QuorumError, average_
-from klatsch.topology import Topology
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from klatsch.version import VERSION
+
+if TYPE_CHECKING:
+    from klatsch import algorithms, averaging, engine, optim, planning, problems, theory, topology
+    from klatsch.engine import Result, simulate
+    from klatsch.optim import Checkpointer, Gossip, LinkError, NonFiniteError, QuorumError, average_
+    from klatsch.topology import Topology
 
 __version__ = VERSION
 
@@ -20,6 +27,7 @@ __all__ = [
     "algorithms",
     "average_",
     "averaging",
+    "engine",
     "optim",
     "planning",
     "problems",
@@ -27,3 +35,31 @@ __all__ = [
     "theory",
     "topology",
 ]
+
+_OWNERS = {
+    "Checkpointer": "optim",
+    "Gossip": "optim",
+    "LinkError": "optim",
+    "NonFiniteError": "optim",
+    "QuorumError": "optim",
+    "Result": "engine",
+    "Topology": "topology",
+    "average_": "optim",
+    "simulate": "engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what is asked for, when it is asked for: `klatsch --help` need not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'klatsch' has no attribute {name!r}")
+    if name in _OWNERS:
+        found = getattr(importlib.import_module(f"klatsch.{_OWNERS[name]}"), name)
+    else:
+        found = importlib.import_module(f"klatsch.{name}")
+    globals()[name] = found  # asked for once
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,7 @@
-"""The command line, one file per group of commands."""
+"""The command line, one file per group of commands.
+
+A command loads what it works with when it is called, so that help and the version do not wait for torch.
+"""
 
 from klatsch.cli import data, names, plan, probe, reproduce, results, run, topology
 from klatsch.cli.app import main

@@ -7,7 +7,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-import klatsch
+from klatsch.version import VERSION
 
 app = typer.Typer(
     name="klatsch",
@@ -41,7 +41,7 @@ def root(
 ) -> None:
     """Train models over a network of machines that talk only to their neighbours."""
     if version:
-        print(f"klatsch {klatsch.__version__}")
+        print(f"klatsch {VERSION}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())

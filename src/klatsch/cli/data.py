@@ -6,16 +6,11 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 
-from klatsch import pictures, problems
 from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.terminal import number, option, print_json
-from klatsch.problems import fashion_mnist
-from klatsch.problems.images import check_sizes
-from klatsch.study import histogram
 
 data = typer.Typer(help="Fashion-MNIST: where it is, and how it is split over nodes.")
 app.add_typer(data, name="data")
@@ -30,6 +25,8 @@ def overview(context: typer.Context) -> None:
 
 def use_folder(folder: Path | None) -> None:
     """Have this process and its workers read the data set from a folder."""
+    from klatsch.problems import fashion_mnist
+
     if folder is not None:
         fashion_mnist.load(folder, download=False)  # a wrong one shows at once
         os.environ[fashion_mnist.VARIABLE] = str(folder.resolve())
@@ -40,6 +37,8 @@ def fetch(
     folder: Annotated[Path | None, typer.Option("--data", help="Folder of its four files.", metavar="FOLDER")] = None,
 ) -> None:
     """Fetch and verify the data set."""
+    from klatsch.problems import fashion_mnist
+
     place = fashion_mnist.find(folder)
     images = fashion_mnist.load(place)
     print(f"{len(images.labels):,} images to learn from, {len(images.test_labels):,} to test on, verified, in {place}")
@@ -55,6 +54,13 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Show the class histogram of every node."""
+    import numpy as np
+
+    from klatsch import pictures, problems
+    from klatsch.problems import fashion_mnist
+    from klatsch.problems.images import check_sizes
+    from klatsch.study import histogram
+
     if draw is not None:
         pictures.check_path(draw)
     labels = fashion_mnist.load(folder).labels.numpy()

@@ -5,26 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from klatsch import pictures, planning
+from klatsch import catalogue
 from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.terminal import number, option, print_json
 from klatsch.cli.terminal import words as listed
-from klatsch.planning import figures, robust, sources, words
-from klatsch.planning.graphs import LARGEST_BUILT
-from klatsch.planning.network import NETWORKS, Network
-from klatsch.planning.plan import Line, Plan
-from klatsch.planning.task import Task
-from klatsch.planning.verify import DIM, Verification, verify
-from klatsch.theory import Constants
-from klatsch.topology.closed_form import CLOSED_FORMS
+
+if TYPE_CHECKING:
+    from klatsch.planning import Choice, Line, Plan, robust, sources
+    from klatsch.planning.verify import Verification
+    from klatsch.theory import Constants
 
 GRADIENT, PARAMS = 0.1, 1_000_000  # where nothing is said of them
-RULE_NAMES = {name.replace(" ", ""): name for name in planning.RULES} | {"dat-cta": "dat (cta)"}
+HANDLING, EFFICIENCY = 5e-10, 0.1  # as in planning.Network and planning.Task
 
 
 @app.command(help="Say how many machines pay, on which graph and with which rule, before they stop helping.")
@@ -37,13 +34,13 @@ def plan(
     L: Annotated[float | None, option("Smoothness.", "--L", parser=number)] = None,
     D1: Annotated[float | None, option("Distance from the start to the optimum.", "--D1", parser=number)] = None,
     params: Annotated[int | None, option(f"Parameters of the model ({PARAMS:,}).", parser=count)] = None,
-    network: Annotated[str, typer.Option(help=f"One of {', '.join(NETWORKS)}.", metavar="NAME")] = "10gbe",
+    network: Annotated[str, typer.Option(help=f"One of {', '.join(catalogue.NETWORKS)}.", metavar="NAME")] = "10gbe",
     bandwidth: Annotated[float | None, option("Bytes per second of a machine's link.", parser=number)] = None,
     latency: Annotated[float | None, option("Seconds until a message arrives.", parser=number)] = None,
     gradient: Annotated[float | None, option(f"Seconds of one gradient ({GRADIENT}).", parser=number)] = None,
-    handling: Annotated[float, option("Seconds of work per byte that travels.", parser=number)] = Network.handling,
+    handling: Annotated[float, option("Seconds of work per byte that travels.", parser=number)] = HANDLING,
     machines: Annotated[int, option("Most machines to think of.", "-n", "--machines", parser=count)] = 1024,
-    efficiency: Annotated[float, option("Least speed-up per machine; 0: any.", parser=number)] = Task.efficiency,
+    efficiency: Annotated[float, option("Least speed-up per machine; 0: any.", parser=number)] = EFFICIENCY,
     rules: Annotated[str | None, typer.Option(help="Some of the rules, as dat,dsgd.", metavar="LIST")] = None,
     families: Annotated[str | None, typer.Option("--topologies", help="Some of the graphs.", metavar="LIST")] = None,
     uncalibrated: Annotated[bool, typer.Option("--uncalibrated", help="All constants of the rates 1.")] = False,
@@ -52,11 +49,15 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Plan."""
+    from klatsch import pictures, planning
+    from klatsch.planning import figures, robust, sources, words
+    from klatsch.planning.verify import verify
+
     if draw is not None:
         pictures.check_path(draw)
     measured = None if probe is None else sources.read_probe(probe)
     given = {"sigma": sigma, "zeta": zeta, "L": L, "D1": D1}
-    task = Task(
+    task = planning.Task(
         _constants(measured, **given),
         params if params is not None else measured.params if measured else PARAMS,
         planning.network(
@@ -72,7 +73,8 @@ def plan(
         efficiency,
         planning.UNCALIBRATED if uncalibrated else None,
     )
-    asked = [RULE_NAMES.get(name.replace(" ", ""), name) for name in listed(rules)] if rules is not None else None
+    rule_names = {name.replace(" ", ""): name for name in planning.RULES} | {"dat-cta": "dat (cta)"}
+    asked = [rule_names.get(name.replace(" ", ""), name) for name in listed(rules)] if rules is not None else None
     found = planning.plan(task, rules=asked, families=None if families is None else listed(families))
     own = measured.ranges if measured else {}
     ranges = robust.within_a_factor(found) | {name: ends for name, ends in own.items() if given[name] is None}
@@ -103,6 +105,8 @@ def count(text: str | int) -> int:
 
 
 def _constants(measured: sources.Measured | None, **given: float | None) -> Constants:
+    from klatsch.theory import Constants
+
     known = {} if measured is None else asdict(measured.constants)
     known |= {name: value for name, value in given.items() if value is not None}
     if missing := [name for name in ("sigma", "zeta", "L", "D1") if name not in known]:
@@ -117,6 +121,10 @@ def _constants(measured: sources.Measured | None, **given: float | None) -> Cons
 
 
 def _print(found: Plan) -> None:
+    from klatsch.planning import words
+    from klatsch.planning.graphs import LARGEST_BUILT
+    from klatsch.topology.closed_form import CLOSED_FORMS
+
     task, c = found.task, found.task.constants
     console = terminal.console()
     budget = f"at most {task.samples:,.4g} samples" if task.samples else "any number of samples"
@@ -162,6 +170,9 @@ def _reached(line: Line) -> bool:
 
 
 def _print_check(checked: Verification) -> None:
+    from klatsch.planning import words
+    from klatsch.planning.verify import DIM
+
     console = terminal.console()
     columns = {
         "machines": lambda trial: f"{trial.machines:,}",
@@ -182,8 +193,9 @@ def _print_check(checked: Verification) -> None:
 
 def _plain(found: Plan, between: robust.Span, checked: Verification | None) -> dict[str, Any]:
     """A plan as plain data; what is never reached is null."""
+    from klatsch.planning import words
 
-    def choice(one: planning.Choice) -> dict[str, Any]:
+    def choice(one: Choice) -> dict[str, Any]:
         plain = {name: value if _finite(value) else None for name, value in asdict(one).items()}
         return plain | {"rounds": None if plain["rounds"] is None else int(one.rounds)}
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from klatsch import files, planning, problems
+from klatsch import catalogue, files
 from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.data import use_folder
 from klatsch.cli.terminal import number, option, print_json
-from klatsch.planning import sources, words
-from klatsch.planning.estimates import Probe
+
+if TYPE_CHECKING:
+    from klatsch.planning.estimates import Probe
 
 MEANINGS = {
     "sigma": "noise of a node's gradient, the largest on the way",
@@ -27,7 +28,7 @@ MEANINGS = {
 
 @app.command(
     help="Measure what the theory needs to know of a problem: noise, heterogeneity, smoothness and distance."
-    f"\n\nPROBLEM is one of {', '.join(problems.PROBLEMS)}, or FILE.py:FUNCTION that returns a problem."
+    f"\n\nPROBLEM is one of {', '.join(catalogue.PROBLEMS)}, or FILE.py:FUNCTION that returns a problem."
 )
 def probe(
     problem: Annotated[str, typer.Argument(help="A problem's name, or FILE.py:FUNCTION.")],
@@ -45,6 +46,9 @@ def probe(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs and klatsch plan.")] = False,
 ) -> None:
     """Measure the constants of a problem."""
+    from klatsch import planning
+    from klatsch.planning import sources
+
     use_folder(folder)
     given = {"seed": seed, "noise": noise, "heterogeneity": heterogeneity, "alpha": alpha, "dim": dim, "batch": batch}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -60,6 +64,8 @@ def probe(
 
 
 def _print(found: Probe) -> None:
+    from klatsch.planning import words
+
     table = Table(
         title=f"{found.problem}, {found.nodes} nodes, {found.params:,} parameters", title_justify="left", box=None
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from klatsch.study.execute import Progress, Told
-from klatsch.study.store import Store
+if TYPE_CHECKING:
+    from klatsch.study.execute import Progress, Told
+    from klatsch.study.store import Store
 
 LONG = 60.0  # seconds from which a study is worth a line in a log
 TENTHS = 10  # lines in the log of a long study

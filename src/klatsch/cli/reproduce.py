@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from klatsch.arguments import named
+from klatsch import catalogue
 from klatsch.cli import progress, terminal
 from klatsch.cli.app import app
 from klatsch.cli.data import use_folder
 from klatsch.cli.run import crew
 from klatsch.cli.terminal import option, print_json
-from klatsch.study import pages, paper
-from klatsch.study.execute import run_study
-from klatsch.study.pages import Page
-from klatsch.study.reproduce import TABLES, TARGETS, page_of
-from klatsch.study.store import Origin, Store
+
+if TYPE_CHECKING:
+    from klatsch.study.pages import Page
 
 COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
 
 
 @app.command(
-    help="Reproduce a figure or table of the paper: TARGET is one of "
-    f"{', '.join(TARGETS)}.\n\nRuns what the store does not hold yet, draws PNG, SVG and PDF, writes the numbers as "
+    help=f"Reproduce a figure or table of the paper: TARGET is one of {', '.join(catalogue.TARGETS)}.\n\n"
+    "Runs what the store does not hold yet, draws PNG, SVG and PDF, writes the numbers as "
     "CSV and Markdown, and says of each sentence of the paper whether it holds. `beyond` adds gt, d2, dat-gt, dat-d2, "
     "dat in cta order and averaged outputs; `images-beyond` adds such rules to the image study."
 )
@@ -50,6 +48,12 @@ def reproduce(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Reproduce a figure or table of the paper."""
+    from klatsch.arguments import named
+    from klatsch.study import pages, paper
+    from klatsch.study.execute import run_study
+    from klatsch.study.reproduce import TABLES, TARGETS, page_of
+    from klatsch.study.store import Origin, Store
+
     named("target", target, dict.fromkeys(TARGETS))
     named("scale", scale, paper.SCALES)
     _make_folder(out)

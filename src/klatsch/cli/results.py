@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from klatsch import problems
-from klatsch.arguments import named
 from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.rows import plain, print_rows, short
 from klatsch.cli.terminal import print_json
-from klatsch.study import export
-from klatsch.study.cases import Case
-from klatsch.study.report import report as write_report
-from klatsch.study.store import Store
-from klatsch.study.summary import Row, summarize
 
-Runs = list[tuple[Case, dict[str, Any]]]
+if TYPE_CHECKING:
+    from klatsch.study.cases import Case
+    from klatsch.study.store import Store
+    from klatsch.study.summary import Row
+
+    Runs = list[tuple[Case, dict[str, Any]]]
 
 
 @app.command(help="Print, filter and export the results in STORE: the best learning rates, or every run.")
@@ -47,6 +45,9 @@ def results(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Print, filter and export what a store holds."""
+    from klatsch.study import export
+    from klatsch.study.store import Store
+
     if curves and csv is None and parquet is None and not (every and as_json):
         raise ValueError("--curves is for exports: give --csv FILE, --parquet FILE, or --all --json as well")
     with Store(store, read_only=True) as opened:
@@ -84,6 +85,9 @@ def report(
     title: Annotated[str | None, typer.Option(help="Its title.", metavar="TEXT")] = None,
 ) -> None:
     """Write a report."""
+    from klatsch.study.report import report as write_report
+    from klatsch.study.store import Store
+
     if out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"cannot write {out}: give the name of a file in a folder that exists")
     with Store(store, read_only=True) as opened:
@@ -100,6 +104,8 @@ def _filtered(
     lr: str | None,
     where: list[str],
 ) -> Runs:
+    from klatsch.arguments import named
+
     tests: list[tuple[str, Callable[[Case], Any], list[Any]]] = []
     for name, text, of, read in (
         ("rule", rule, lambda case: (case.rule, case.label), str),
@@ -151,6 +157,8 @@ def _tables(
     store: Store, kinds: Mapping[Any, list[tuple[str, Case]]], metric: str | None
 ) -> list[tuple[Any, list[Row]]]:
     """The rows of each kind of runs; kinds that do not have the metric are left out, if others do."""
+    from klatsch.study.summary import summarize
+
     tables, refusals = [], []
     for kind, mine in kinds.items():
         try:
@@ -163,6 +171,8 @@ def _tables(
 
 
 def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
+    from klatsch import problems
+
     outcomes = store.outcomes([facts["key"] for _, facts in runs], last=True)
     shown = {case.problem: metric or problems.headline(case.problem).metric for case, _ in runs}
     runs = [run for run in runs if shown[run[0].problem] in outcomes[run[1]["key"]].metrics]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from klatsch.cli import terminal
-from klatsch.engine import native
-from klatsch.study.cases import LeftOut
-from klatsch.study.summary import Row
+
+if TYPE_CHECKING:
+    from klatsch.study.cases import LeftOut
+    from klatsch.study.summary import Row
 
 EXPENDABLE = ("Gamma", "to", "from", "nodes")  # what a narrow terminal loses first
 
@@ -21,6 +22,8 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
     Raises:
         ValueError: there is no row.
     """
+    from klatsch.engine import native
+
     if not rows:
         raise ValueError("no run is finished yet")
     console = terminal.console()

@@ -5,32 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from klatsch import algorithms, pictures, problems
-from klatsch.arguments import named
+from klatsch import catalogue
 from klatsch.cli import progress, terminal
 from klatsch.cli.app import app
 from klatsch.cli.data import use_folder
 from klatsch.cli.rows import plain, print_rows
 from klatsch.cli.terminal import number, option, print_json
-from klatsch.study import demo as demos
-from klatsch.study import figures, on_ranks, spec, workers
-from klatsch.study.cases import expand
-from klatsch.study.execute import run_study
-from klatsch.study.spec import PAPER_GRID, Study
-from klatsch.study.store import Origin, Store
-from klatsch.topology import options as topologies_options
 
-GRID = ",".join(f"{lr:g}" for lr in PAPER_GRID)
+if TYPE_CHECKING:
+    from klatsch.study import workers
+    from klatsch.study.spec import Study
+
+GRID = "0.0001,0.0005,0.001,0.005,0.01,0.05,0.1"  # the paper's
 
 
 @app.command(
     help="Run a study: FILE is a TOML file, or the options name rules, topologies and a grid to compare.\n\n"
     "Each rule gets the best learning rate of the grid on each graph and size. "
-    f"Rules: {', '.join(algorithms.ALGORITHMS)}. Problems: {', '.join(problems.PROBLEMS)}. "
+    f"Rules: {', '.join(catalogue.RULES)}. Problems: {', '.join(catalogue.PROBLEMS)}. "
     "Names of rules, topologies and numbers in lists are separated by commas."
 )
 def run(
@@ -79,6 +75,13 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Run a study."""
+    from klatsch import pictures
+    from klatsch.arguments import named
+    from klatsch.study import figures, on_ranks, spec
+    from klatsch.study.cases import expand
+    from klatsch.study.execute import run_study
+    from klatsch.study.store import Origin, Store
+
     use_folder(data)
     if named("engine", engine, {"stacked": False, "ranks": True}) and on_ranks.join() != 0:
         return on_ranks.serve()
@@ -138,6 +141,8 @@ def demo(
     seeds: Annotated[int, option("Number of seeds.", "--seeds")] = 2,
 ) -> None:
     """Run the demo."""
+    from klatsch.study import demo as demos
+
     study = demos.plan(steps, seeds)
     with progress.shown() as told:
         found = demos.demo(study, out, told)
@@ -148,6 +153,8 @@ def demo(
 
 def crew(device: str, count: int | None, dask: str | None, in_memory: bool = False) -> workers.Open | None:
     """What runs the batches, as the options say."""
+    from klatsch.study import workers
+
     if count is not None and (count < 1 or dask is not None or device != "cpu"):
         remedy = "give a number from 1 up" if count < 1 else "leave it out: a cluster and a GPU have their own"
         raise ValueError(f"--workers {count}: {remedy}")
@@ -161,6 +168,8 @@ def crew(device: str, count: int | None, dask: str | None, in_memory: bool = Fal
 
 def title_of(study: Study) -> str:
     """What the errors of a study are."""
+    from klatsch import problems
+
     return f"{study.problem.name}: {problems.headline(study.problem.name).text}, {study.length}, {study.choice}"
 
 
@@ -173,6 +182,10 @@ def _from_options(
     **rest: Any,
 ) -> Study:
     """A study from the command line, where an option goes to all that have it, and what does not fit is left out."""
+    from klatsch import algorithms
+    from klatsch.study import spec
+    from klatsch.topology import options as topologies_options
+
     entries: dict[str, list[dict[str, Any]]] = {"rules": [], "topologies": []}
     for kind, names, options, known in (
         ("rules", rules, rule_options, algorithms.options),

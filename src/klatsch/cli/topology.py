@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from klatsch import topology as topologies
+from klatsch import catalogue
 from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.terminal import number, option, print_json
-from klatsch.planning.words import size
-from klatsch.topology.summary import GAMMA, Summary
+
+if TYPE_CHECKING:
+    from klatsch.topology import Summary
 
 
 @app.command(
     help="Show how fast a communication graph mixes and what a round of it costs."
-    f"\n\nNAME is one of {', '.join(topologies.TOPOLOGIES)}."
+    f"\n\nNAME is one of {', '.join(catalogue.TOPOLOGIES)}."
 )
 def topology(
     name: Annotated[str | None, typer.Argument(help="The graph to show.")] = None,
@@ -38,6 +39,8 @@ def topology(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Show how fast a communication graph mixes and what a round of it costs."""
+    from klatsch import topology as topologies
+
     given = {"k": k, "rows": rows, "cols": cols, "p": p, "degree": degree, "seed": seed}
     choices = {key: value for key, value in given.items() if value is not None}
     if compare:
@@ -78,6 +81,9 @@ def _refuse_with_compare(**options: Any) -> None:
 
 
 def _print_summary(s: Summary) -> None:
+    from klatsch.planning.words import size
+    from klatsch.topology.summary import GAMMA
+
     table = Table(title=f"{s.name}, {s.nodes:,} nodes", show_header=False, title_justify="left", title_style="bold")
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -104,6 +110,8 @@ def _print_summary(s: Summary) -> None:
 
 
 def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> None:
+    from klatsch.planning.words import size
+
     console = terminal.console()
     columns: dict[str, Callable[[Summary], str]] = {
         "topology": lambda s: s.name,

@@ -15,7 +15,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from scipy.stats import t as student
 from torch import Tensor
 
 from klatsch.arguments import whole
@@ -128,6 +127,8 @@ def _spreads(ask: _Gradients, point: Tensor, samples: int) -> tuple[Estimate, Es
     nodes' means holds a share of their noise, which is taken out. The sums are kept of blocks of rounds, whose scatter
     gives the confidence intervals.
     """
+    from scipy.special import stdtrit
+
     before = ask.taken
     M, blocks = ask.problem.nodes, max(2, min(8, samples // 2))
     counts = [samples // blocks + (k < samples % blocks) for k in range(blocks)]
@@ -152,7 +153,7 @@ def _spreads(ask: _Gradients, point: Tensor, samples: int) -> tuple[Estimate, Es
         return raw - noise(of) / n * (1 - 1 / M)
 
     every, taken = list(range(blocks)), ask.taken - before
-    errors = float(student.ppf(0.975, blocks - 1))  # that an interval of 95 % reaches to both sides
+    errors = float(stdtrit(blocks - 1, 0.975))  # that an interval of 95 % reaches to both sides
     without = [[k for k in every if k != left_out] for left_out in every]
     found = []
     for measure in (noise, spread):

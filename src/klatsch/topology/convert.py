@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
@@ -13,6 +12,9 @@ from klatsch.topology import checks
 from klatsch.topology.core import Stochastic, Topology
 from klatsch.topology.matrix import Matrix
 from klatsch.topology.weights import SUM_TOLERANCE, metropolis_hastings, with_self_weights
+
+if TYPE_CHECKING:
+    import networkx as nx  # whoever has a graph of it has loaded it
 
 
 def from_networkx(
@@ -30,6 +32,8 @@ def from_networkx(
     Raises:
         ValueError: the graph has self-loops, is disconnected, is directed where it may not be, or a weight is missing.
     """
+    import networkx as nx
+
     if not isinstance(graph, nx.Graph):
         raise ValueError(f"{name} takes a networkx graph, not a {type(graph).__name__}; matrices go to from_matrices")
     nodes = list(graph)

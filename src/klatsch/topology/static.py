@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +17,9 @@ from klatsch.arguments import whole
 from klatsch.topology.checks import LARGEST, UNLIMITED, node_count
 from klatsch.topology.core import Topology
 from klatsch.topology.weights import circulant, metropolis_hastings
+
+if TYPE_CHECKING:
+    import networkx as nx  # loaded by the random graphs, which need it
 
 Links = tuple[NDArray[np.int64], NDArray[np.int64]]
 
@@ -109,6 +112,8 @@ def erdos_renyi(n: int, *, p: float | None = None, seed: int = 0) -> Topology:
     Raises:
         ValueError: p is not a probability, or none of 100 draws is connected.
     """
+    import networkx as nx
+
     n = node_count(n, "erdos_renyi")
     p = min(1.0, 2 * math.log(n) / n) if p is None else p
     if not isinstance(p, int | float | np.number) or not 0 <= p <= 1:
@@ -130,6 +135,8 @@ def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topol
     Raises:
         ValueError: no such graph exists, or none of 100 draws is connected.
     """
+    import networkx as nx
+
     n = node_count(n, "random_regular")
     degree = min(4, n - 1) if degree is None else whole(degree, "random_regular: degree", 0)
     if degree >= n:
@@ -203,6 +210,8 @@ def _undirected(name: str, n: int, links: Links, lattice: tuple[int, int] | None
 
 def _drawn(name: str, draw: Callable[[], nx.Graph[int]], remedy: str) -> nx.Graph[int]:
     """The first connected one of up to 100 draws."""
+    import networkx as nx
+
     for _ in range(TRIES):
         graph = draw()
         if nx.is_connected(graph):

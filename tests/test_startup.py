@@ -1,0 +1,85 @@
+"""What starting loads: help, the version and the list need no torch, and the catalogue says what the tables say."""
+
+import subprocess
+import sys
+
+import pytest
+
+import klatsch
+from klatsch import algorithms, catalogue, planning, problems, topology
+from klatsch.cli import plan as plan_command
+from klatsch.cli import run as run_command
+from klatsch.study.reproduce import TARGETS
+from klatsch.study.spec import PAPER_GRID
+
+HEAVY = {"torch", "numpy", "scipy", "networkx", "matplotlib", "jinja2", "safetensors", "sqlite3"}
+COMMANDS = (
+    *("data", "data fetch", "data show", "demo", "list", "plan", "probe"),
+    *("report", "reproduce", "results", "run", "topology"),
+)
+
+
+def loaded(*arguments):
+    """The modules that a real process loads."""
+    done = subprocess.run([sys.executable, "-X", "importtime", *arguments], capture_output=True, text=True, check=True)
+    return {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
+@pytest.mark.parametrize("arguments", ["--version", "--help", "", "list", *(f"{name} --help" for name in COMMANDS)])
+def test_help_the_version_and_the_list_need_nothing_heavy(arguments):
+    found = loaded("-m", "klatsch", *arguments.split())
+    assert "klatsch.cli.app" in found  # or nothing would have been looked at
+    assert found & HEAVY == set()
+
+
+def test_every_command_is_asked_for_its_help(run_cli):
+    _, out, _ = run_cli("--help")
+    shown = {line[2:].split(" ")[0] for line in out.partition("Commands")[2].splitlines() if line.startswith("│ ")}
+    assert shown - {""} == {name.split()[0] for name in COMMANDS}
+
+
+def test_import_klatsch_loads_what_is_asked_for():
+    assert loaded("-c", "import klatsch") & (HEAVY | {"rich", "typer", "pydantic"}) == set()
+    everything = loaded("-c", "from klatsch import *; simulate, Gossip, planning.plan")
+    assert {"torch", "scipy.sparse"} <= everything
+    assert everything & {"scipy.stats", "networkx", "matplotlib", "pydantic", "rich", "typer"} == set()
+
+
+def test_every_name_of_the_package_is_there_and_no_other():
+    for name in klatsch.__all__:
+        assert getattr(klatsch, name) is not None
+        assert name in dir(klatsch)
+    assert klatsch.simulate is klatsch.engine.simulate
+    assert klatsch.Gossip is klatsch.optim.Gossip
+    with pytest.raises(AttributeError, match="module 'klatsch' has no attribute 'simulat'"):
+        klatsch.simulat  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "listed, table",
+    [
+        (catalogue.RULES, algorithms.ALGORITHMS),
+        (catalogue.TOPOLOGIES, topology.TOPOLOGIES),
+        (catalogue.PROBLEMS, problems.PROBLEMS),
+    ],
+)
+def test_the_catalogue_has_the_first_lines_of_the_docstrings(listed, table):
+    assert list(listed.items()) == [(name, thing.__doc__.strip().splitlines()[0]) for name, thing in table.items()]
+
+
+def test_what_help_says_is_what_the_library_does():
+    assert list(catalogue.NETWORKS) == list(planning.NETWORKS)
+    assert catalogue.TARGETS == TARGETS
+    assert ",".join(f"{lr:g}" for lr in PAPER_GRID) == run_command.GRID
+    assert planning.Network.handling == plan_command.HANDLING
+    assert planning.Task.efficiency == plan_command.EFFICIENCY
+
+
+def test_the_list_prints_the_catalogue(run_cli, monkeypatch):
+    from rich.console import Console
+
+    monkeypatch.setattr("klatsch.cli.terminal.console", lambda: Console(width=200))
+    _, out, _ = run_cli("list")
+    for listed in (catalogue.RULES, catalogue.TOPOLOGIES, catalogue.PROBLEMS):
+        for name, line in listed.items():
+            assert [name, *line.split()] in [row.split() for row in out.splitlines()]
