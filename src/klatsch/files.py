@@ -1,22 +1,82 @@
-"""Files that are whole or absent: written to a temporary name, synced, then renamed."""
+"""Files that are whole or absent: written to a temporary name, synced, then renamed; and never over another kind."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from pathlib import Path
 
+HEAD = 4096  # bytes of a file that are looked at to tell its kind
+KINDS = {
+    "SQLite": rb"SQLite format 3\0",
+    "PNG": rb"\x89PNG",
+    "PDF": rb"%PDF-",
+    "Parquet": rb"PAR1",
+    "gzip": rb"\x1f\x8b",
+    "SVG": rb"\s*<(\?xml|svg)",
+    "HTML": rb"(?i)\s*<(!doctype )?html",
+    "JSON": rb"\s*\{",
+    "Markdown": rb"# ",
+    "CSV": rb'(?!""")[^=#\n\x00-\x08\x0e-\x1f]*,',  # a line with a comma, and nothing that tables do not begin with
+}
 
-def save(path: Path, data: bytes) -> None:
+
+def check_output(path: Path, kind: str, *inputs: Path) -> None:
+    """Refuse an output that would cost the user another file; to be called before the work is done.
+
+    Args:
+        path: where to write.
+        kind: what will be written, one of `KINDS`.
+        inputs: files that are read, or written as well.
+
+    Raises:
+        ValueError: it is one of these, no file at all, or holds something of another kind.
+    """
+    try:
+        if any(_same(path, other) for other in inputs):
+            raise ValueError(f"cannot write {path}: that is a file it is made from, or written with; give another name")
+        if path.is_dir() or not path.parent.is_dir():
+            raise ValueError(f"cannot write {path}: give the name of a file in a folder that exists")
+        if not path.exists():
+            return
+        if not path.is_file():
+            raise ValueError(f"cannot write {path}: it is no ordinary file; give another name")
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+        held = kind_of(head, path.stat().st_size)
+    except OSError as error:
+        raise ValueError(_cannot(path, error)) from None
+    if head.strip() and held != kind:
+        raise ValueError(
+            f"cannot write {path}: it holds {held or 'something else'}, and would become {kind}; give another name, "
+            "or remove it first"
+        )
+
+
+def kind_of(head: bytes, size: int) -> str | None:
+    """The kind of a file by its first bytes and its size; None for none that is known."""
+    if 0 < int.from_bytes(head[:8], "little") <= size - 8 and head[8:9] == b"{":
+        return "safetensors"
+    return next((kind for kind, beginning in KINDS.items() if re.match(beginning, head)), None)
+
+
+def save(path: Path, data: bytes, kind: str) -> None:
     """Write a file atomically for a user, who is told in one line where that fails.
+
+    Args:
+        path: where to.
+        data: its content.
+        kind: what that is, one of `KINDS`; a file of another kind is not replaced.
 
     Raises:
         ValueError: it cannot be written.
     """
+    check_output(path, kind)
     try:
         write_atomically(path, data)
     except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; choose another folder or name") from None
+        raise ValueError(_cannot(path, error)) from None
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -37,3 +97,13 @@ def write_atomically(path: Path, data: bytes) -> None:
         os.fsync(folder)  # the rename itself must survive a power cut
     finally:
         os.close(folder)
+
+
+def _same(path: Path, other: Path) -> bool:
+    """Whether two names are one file, also through links, and also before it exists."""
+    hard = path.exists() and other.exists() and path.samefile(other)
+    return hard or os.path.realpath(path) == os.path.realpath(other)
+
+
+def _cannot(path: Path, error: OSError) -> str:
+    return f"cannot write {path}: {error.strerror}; choose another folder or name"

@@ -18,12 +18,13 @@ def check_path(path: Path) -> None:
     """Refuse a name that no figure can be written to, before the work is done.
 
     Raises:
-        ValueError: the ending is unknown, or there is no such folder.
+        ValueError: the ending is unknown, there is no such folder, or a file of another kind is in the way.
     """
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"cannot draw to {path}: the file name must end in {', '.join(FORMATS)}")
     if not path.parent.is_dir():
         raise ValueError(f"cannot draw to {path}: there is no folder {path.parent}; make it first")
+    files.check_output(path, _kind(path))
 
 
 def save(figure: Figure, path: Path, **style: Any) -> None:
@@ -38,7 +39,11 @@ def save(figure: Figure, path: Path, **style: Any) -> None:
         ValueError: it cannot be written there.
     """
     check_path(path)
-    files.save(path, render(figure, path.suffix.lower(), **style))
+    files.save(path, render(figure, path.suffix.lower(), **style), _kind(path))
+
+
+def _kind(path: Path) -> str:
+    return path.suffix[1:].upper()
 
 
 def render(figure: Figure, kind: str, **style: Any) -> bytes:

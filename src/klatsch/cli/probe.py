@@ -49,12 +49,14 @@ def probe(
     from klatsch import planning
     from klatsch.planning import sources
 
+    if out is not None:
+        files.check_output(out, "JSON")
     use_folder(folder)
     given = {"seed": seed, "noise": noise, "heterogeneity": heterogeneity, "alpha": alpha, "dim": dim, "batch": batch}
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     found = planning.probe(sources.problem_of(problem, nodes, **options), rounds=rounds, samples=samples)
     if out is not None:
-        files.save(out, json.dumps(found.as_dict(), indent=2, allow_nan=False).encode())
+        files.save(out, json.dumps(found.as_dict(), indent=2, allow_nan=False).encode(), "JSON")
     if as_json:
         print_json(found.as_dict())
     else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from klatsch import files
 from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.rows import plain, print_rows, short
@@ -50,6 +51,10 @@ def results(
 
     if curves and csv is None and parquet is None and not (every and as_json):
         raise ValueError("--curves is for exports: give --csv FILE, --parquet FILE, or --all --json as well")
+    if csv is not None:
+        files.check_output(csv, "CSV", store)
+    if parquet is not None:
+        files.check_output(parquet, "Parquet", store, *([] if csv is None else [csv]))
     with Store(store, read_only=True) as opened:
         runs = sorted(opened.runs(), key=lambda run: _order(run[0]))
         if not runs:
@@ -88,8 +93,7 @@ def report(
     from klatsch.study.report import report as write_report
     from klatsch.study.store import Store
 
-    if out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"cannot write {out}: give the name of a file in a folder that exists")
+    files.check_output(out, "HTML", store)
     with Store(store, read_only=True) as opened:
         pages = write_report(opened, out, title)
     print(f"{len(pages)} {'page' if len(pages) == 1 else 'pages'} of results written to {out}")

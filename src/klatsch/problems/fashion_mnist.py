@@ -160,7 +160,7 @@ def _download(folder: Path) -> Path:
         raise ValueError(f"cannot make the folder {folder}: {error.strerror}; {remedy()}") from None
     for name in CONTENT:
         if _file(folder, name) is None:
-            save(folder / f"{name}.gz", gzip.compress(_fetched(name), mtime=0))
+            save(folder / f"{name}.gz", gzip.compress(_fetched(name), mtime=0), "gzip")
     return folder
 
 

@@ -47,7 +47,7 @@ def to_csv(found: Sequence[Record], path: Path) -> None:
     writer = csv.DictWriter(text, fieldnames=list(found[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(found)
-    files.save(path, text.getvalue().encode())
+    files.save(path, text.getvalue().encode(), "CSV")
 
 
 def to_parquet(found: Sequence[Record], path: Path) -> None:
@@ -63,7 +63,7 @@ def to_parquet(found: Sequence[Record], path: Path) -> None:
         raise ValueError("--parquet needs pyarrow: pip install 'klatsch[parquet]'") from None
     data = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(list(found)), data)
-    files.save(path, data.getvalue().to_pybytes())
+    files.save(path, data.getvalue().to_pybytes(), "Parquet")
 
 
 def plain(found: Sequence[Record]) -> list[Record]:

@@ -42,9 +42,9 @@ def write(page: Page, folder: Path) -> list[Path]:
         for suffix in FORMATS:
             files.append(folder / f"{name}{suffix}")
             pictures.save(figure, files[-1], dpi=160)
-    for suffix, text in ((".csv", as_csv(page)), (".md", as_markdown(page))):
+    for suffix, text, kind in ((".csv", as_csv(page), "CSV"), (".md", as_markdown(page), "Markdown")):
         files.append(folder / f"{page.name}{suffix}")
-        save(files[-1], text.encode())
+        save(files[-1], text.encode(), kind)
     return files
 
 

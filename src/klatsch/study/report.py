@@ -40,7 +40,7 @@ def report(store: Store, path: Path, title: str | None = None) -> list[Page]:
         "engines": sorted({f"{facts['engine']} on {facts['device']}" for _, facts in runs}),
     }
     html = render(pages, store.environments(), summary, title or f"klatsch: {Path(store.path).name}")
-    files.save(path, html.encode())
+    files.save(path, html.encode(), "HTML")
     return pages
 
 
