@@ -79,12 +79,14 @@ def save(path: Path, data: bytes, kind: str) -> None:
         raise ValueError(_cannot(path, error)) from None
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that a crash at any moment leaves either the old content or the new."""
+def write_atomically(path: Path, data: bytes, mode: int | None = None) -> None:
+    """Write a file, with these rights if given, so that a crash at any moment leaves the old content or the new."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
