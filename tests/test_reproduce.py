@@ -372,8 +372,9 @@ def test_svg_in_a_page_has_ids_of_its_own():
 
 
 def test_a_page_without_runs_says_what_to_do(tmp_path, run_cli):
-    with Store(tmp_path / "s.sqlite"):
-        pass
+    cases, _ = expand(parse({"steps": 5, "nodes": 4, "rules": ["dat"], "topologies": ["ring"]}))
+    with Store(tmp_path / "s.sqlite") as store:
+        execute(cases, store, executor=workers.threads)  # runs, but of no study
     code, _, err = run_cli("report", tmp_path / "s.sqlite", "-o", tmp_path / "r.html")
     assert code == 2
     assert "holds no study" in err

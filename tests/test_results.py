@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from klatsch.study import Store, parse, run_study, workers
+from klatsch.study.store import Origin
 
 STUDY = {
     "steps": 60,
@@ -122,8 +123,8 @@ def test_a_store_that_is_not_there(run_cli, tmp_path):
     code, _, err = run_cli("results", tmp_path / "s.sqlite")
     assert code == 2
     assert "there is no store" in err
-    with Store(tmp_path / "e.sqlite"):
-        pass
+    with Store(tmp_path / "e.sqlite") as begun:
+        begun.remember(parse({"steps": 5, "nodes": 4, "rules": ["dat"], "topologies": ["ring"]}), Origin())
     assert "holds no finished run yet" in run_cli("results", tmp_path / "e.sqlite")[2]
 
 

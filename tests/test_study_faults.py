@@ -21,6 +21,7 @@ from klatsch.study import Store, execute, expand, load, parse, run_study, worker
 from klatsch.study.batches import pack
 from klatsch.study.database import FORMAT
 from klatsch.study.execute import checkpoint
+from klatsch.study.store import Origin
 from tests.waiting import HANG, wait_until, worker_processes
 
 # A slice of the paper's figure 1: its grid and settings, 100,000 rounds.
@@ -181,18 +182,22 @@ def test_a_checkpoint_that_cannot_be_used_is_thrown_away(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["s.sqlite"]
 
 
-def test_what_nobody_went_on_from_is_swept_away(tmp_path):
-    names = ("s.sqlite-a.safetensors", ".s.sqlite-a.safetensors.12ab", "s.sqlite-b.safetensors", "x.safetensors")
-    old, torn, young, other = (tmp_path / name for name in names)
-    for path in (old, torn, young, other):
-        path.write_bytes(b"")
-    for path in (old, torn, other):
-        os.utime(path, (1, 1))
-    run_study(parse(SMALL), tmp_path / "s.sqlite", executor=workers.threads)
-    assert not old.exists()
-    assert not torn.exists()
-    assert young.exists()
-    assert other.exists()
+def test_what_nobody_can_go_on_from_is_swept_away(tmp_path):
+    study = parse(SMALL)
+    interrupted = parse({**SMALL, "name": "interrupted", "steps": 60})
+    first, second = pack(expand(interrupted)[0], "cpu")[:2]
+    with Store(tmp_path / "s.sqlite") as store:
+        store.remember(interrupted, Origin())
+        waiting, old = checkpoint(store, first), checkpoint(store, second)
+        finished = checkpoint(store, pack(expand(study)[0], "cpu")[0])
+        unknown = tmp_path / f"s.sqlite-{32 * 'a'}.safetensors"
+        torn = tmp_path / f".{waiting.name}.12ab34cd"
+        others = [tmp_path / f"s.sqlite-x-{32 * 'a'}.safetensors", tmp_path / "s.sqlite-notes.safetensors"]
+        for path in (waiting, old, finished, unknown, torn, *others):
+            path.write_bytes(b"")
+        os.utime(old, (1, 1))
+        run_study(study, store, executor=workers.threads)
+    assert {path.name for path in tmp_path.iterdir()} == {"s.sqlite", waiting.name, *(path.name for path in others)}
 
 
 # --- files that cannot be used --------------------------------------------------------------------------------------
@@ -299,12 +304,13 @@ def test_a_newer_version_is_refused_though_its_number_is_still_in_the_log(study_
 
 def test_settings_that_cannot_be_read_are_one_line(study_file, tmp_path, run_cli):
     store = tmp_path / "s.sqlite"
-    for column in ("UPDATE studies SET spec = '{\"steps\": -1}'", "UPDATE runs SET settings = '{}'"):
-        base = sqlite3.connect(store)
-        base.execute(column)
-        base.commit()
-        base.close()
-        refused(run_cli("report", store, "-o", tmp_path / "r.html"), "cannot read")
+    base = sqlite3.connect(store)
+    base.execute("UPDATE studies SET spec = '{\"steps\": -1}'")
+    base.commit()
+    refused(run_cli("report", store, "-o", tmp_path / "r.html"), "cannot read")
+    base.execute("UPDATE runs SET settings = '{}', checksum = NULL")  # as an older version would have left it
+    base.commit()
+    base.close()
     refused(run_cli("results", store), "cannot read")
 
 

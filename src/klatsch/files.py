@@ -1,11 +1,15 @@
-"""Files that are whole or absent: written to a temporary name, synced, then renamed; and never over another kind."""
+"""Files that are whole or absent: written to a temporary name, synced, renamed, never over another kind; and read."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
 from pathlib import Path
+from typing import Any
+
+LARGEST = 1 << 20  # bytes of a file that people write by hand
 
 HEAD = 4096  # bytes of a file that are looked at to tell its kind
 KINDS = {
@@ -99,6 +103,35 @@ def write_atomically(path: Path, data: bytes, mode: int | None = None) -> None:
         os.fsync(folder)  # the rename itself must survive a power cut
     finally:
         os.close(folder)
+
+
+def text_of(path: Path) -> str:
+    """The text of a small file that somebody wrote: no device, no pipe, nothing without end.
+
+    Raises:
+        ValueError: it is something else, too large, or no UTF-8; with the remedy.
+        OSError: it cannot be read.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError(f"{path} is no plain file, but a device or a pipe; give the name of a text file")
+    with path.open("rb") as file:
+        data = file.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise ValueError(f"{path} is larger than {LARGEST >> 20} MiB; give a file that says less")
+    return data.decode()
+
+
+def json_of(text: str | bytes) -> Any:
+    """What a text says as JSON, wherever it comes from.
+
+    Raises:
+        ValueError: it is no JSON, or nested too deeply to be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
 
 
 def _same(path: Path, other: Path) -> bool:

@@ -61,6 +61,8 @@ def facts(progress: Progress) -> str:
         parts.append(f"{progress.runs_per_second:.3g} runs/s")
     if (left := progress.seconds_left) is not None and left > 0:
         parts.append(f"{words(left)} left")
+    if progress.elsewhere:
+        parts.append(f"waiting for {progress.elsewhere} that other processes are at")
     if progress.best is not None:
         error, case = progress.best
         parts.append(f"best {error:.2g} ({case.label}, {case.graph_label}, M={case.nodes}, lr {case.lr:g})")

@@ -126,7 +126,9 @@ def run(
     else:
         print_rows(found.rows, found.left_out, title_of(study), study.device)
         if place is not None:
-            print(f"{found.progress.runs_done:,} runs new, results in {place}")
+            damaged = found.progress.damaged
+            again = f" ({damaged:,} {'was' if damaged == 1 else 'were'} damaged)" if damaged else ""
+            print(f"{found.progress.runs_done:,} runs new{again}, results in {place}")
     if plot is not None:
         draw = figures.error_against_nodes if len(study.nodes) > 1 else figures.error_against_rounds
         pictures.save(draw(found.rows, title_of(study)), plot, dpi=160)

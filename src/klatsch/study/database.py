@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 from urllib.parse import quote
 
-FORMAT = 1
+FORMAT = 2
 APPLICATION = 0x6B6C6174  # "klat": tells a store from other SQLite files
 WAIT = 60.0  # seconds that a process waits for another one's transaction
+DAMAGED = "if it is a store, it is damaged or was edited: move it away and run again, or bring back a copy"
 
 
 class Database:
-    """A SQLite file in write-ahead mode.
+    """A SQLite file in write-ahead mode. It is made, or brought to this version's format, by the first transaction.
 
     Args:
-        path: the file, made if it does not exist; ":memory:" for one that is gone afterwards.
+        path: the file; ":memory:" for one that is gone afterwards.
         tables: the statements that make a new one.
+        upgrades: by format, the statements that make the next one of it.
         read_only: only look: the file must exist, and is not written to.
 
     Raises:
-        ValueError: the file is damaged, not ours, or written by a newer version; it is left as it is.
+        ValueError: the file is damaged, not ours, written by a newer version, or cannot be written; it is left as it
+            is.
     """
 
-    def __init__(self, path: str, tables: str, read_only: bool) -> None:
+    def __init__(self, path: str, tables: str, upgrades: Mapping[int, str], read_only: bool) -> None:
         self.path = path
+        self._tables, self._upgrades = tables, upgrades
         with self.explained():
-            if self.path != ":memory:":
-                self._check_file(must_exist=read_only)
-            self._base = self._open(read_only)
-            if self.path != ":memory:":
+            there = self.path != ":memory:" and self._check_file(must_exist=read_only)
+            if there:
+                self._base = self._open(read_only)
                 self._check_content(must_exist=read_only)
-            if read_only:
-                return
-            for setting in ("foreign_keys = ON", "synchronous = FULL", "journal_mode = WAL"):
-                self._base.execute(f"PRAGMA {setting}")
-            with self.transaction():
-                if self._pragma("user_version") == 0:
-                    for statement in tables.split(";"):
-                        self._base.execute(statement)
-                    self._base.execute(f"PRAGMA application_id = {APPLICATION}")
-                    self._base.execute(f"PRAGMA user_version = {FORMAT}")
+                there = self.format > 0  # else it was killed as it began
+            if not there:  # until the file is made, an empty one in memory answers
+                self._base = sqlite3.connect(":memory:", isolation_level=None)
+                self._base.execute("PRAGMA foreign_keys = ON")
+                self._make()
+            self._lacking = not there and self.path != ":memory:"
+            self._ready = read_only or self.path == ":memory:"
+
+    @property
+    def format(self) -> int:
+        """The format that its tables have now."""
+        return int(self._pragma("user_version"))
 
     def execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
         """Run a statement."""
@@ -60,6 +69,111 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All of what follows, or nothing."""
+        if not self._ready:
+            self._prepare()
+        with self._whole_or_not():
+            yield
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn what SQLite says into one line with the file and a remedy."""
+        try:
+            yield
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            text, remedy = str(error).splitlines()[0], DAMAGED
+            if isinstance(error, UnicodeDecodeError) or text.startswith("Could not decode"):
+                text = "it holds text that is not UTF-8"
+            elif "full" in text or "disk I/O" in text:
+                remedy = "free some space and run again: what was stored before is safe"
+            elif "readonly" in text or "unable to open" in text:
+                remedy = "see that the folder can be written to"
+            elif "locked" in text:
+                remedy = f"another process held it for more than {WAIT:.0f} seconds; run again when that is done"
+            raise ValueError(f"{self.path}: {text}; {remedy}") from None
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _check_file(self, must_exist: bool) -> bool:
+        """Whether there is something to open.
+
+        What is no store of ours is refused by its first bytes, since opening may already change a file.
+        """
+        path = Path(self.path)
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder; give the name of a file")
+        if not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent}; make it first, or give another name for the store")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no plain file, but a device or a pipe; give another name for the store")
+        if not must_exist:
+            self._check_writable(path)
+        if not path.exists() or path.stat().st_size == 0:  # empty: one that was killed as it began
+            if must_exist:
+                raise ValueError(f"there is no store {path}; klatsch run and klatsch reproduce make one")
+            return False
+        with path.open("rb") as file:
+            head = file.read(100)
+        if len(head) < 100 or not head.startswith(b"SQLite format 3\0"):
+            raise sqlite3.DatabaseError("file is not a database")
+        version, ours = (int.from_bytes(head[k : k + 4], "big") for k in (60, 68))
+        if (version, ours) != (0, 0):  # else it was killed as it began, or its content will tell
+            self._check_numbers(version, ours)
+        return True
+
+    def _check_writable(self, path: Path) -> None:
+        """SQLite writes to the file, and makes others beside it; a folder tells only when it is tried."""
+        try:
+            with NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):
+                pass
+            if path.exists() and not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            remedy = "free some space" if error.errno == errno.ENOSPC else "see that file and folder can be written to"
+            raise ValueError(f"{path}: {error.strerror}; {remedy}, or give another name for the store") from None
+
+    def _check_content(self, must_exist: bool) -> None:
+        """Refuse what only shows when the file is open: numbers that are still in its log, tables, damage."""
+        try:
+            version, ours = self._pragma("user_version"), self._pragma("application_id")
+            entries = self._base.execute("SELECT type, name, rootpage FROM sqlite_master").fetchall()
+            if version or ours or entries:
+                self._check_numbers(version, ours)
+                self._check_entries(version, entries)
+            elif must_exist:
+                raise ValueError(f"{self.path} holds no finished run yet")
+            if (problem := self._pragma("quick_check(1)")) != "ok":
+                raise sqlite3.DatabaseError(problem)
+        except BaseException:
+            self._base.close()
+            raise
+
+    def _check_entries(self, version: int, entries: Sequence[tuple[str, str, int | None]]) -> None:
+        """Refuse triggers and the like, which would act in our place, and a file that lacks a table."""
+        for kind, name, page in entries:
+            if not page:  # no data of its own: a trigger, a view, a virtual table
+                raise ValueError(
+                    f"{self.path} holds a {kind} {name!r} that klatsch did not make and does not run; remove it with "
+                    f"sqlite3 (DROP {kind.upper()}), or bring back a copy"
+                )
+        later = "".join(text for number, text in self._upgrades.items() if number >= version)
+        names = {name for kind, name, _ in entries if kind == "table"}
+        for name in re.findall(r"CREATE TABLE (\w+)", self._tables):
+            if name not in names and f"CREATE TABLE {name} " not in later:
+                raise sqlite3.DatabaseError(f"it has no table {name!r}")
+
+    def _check_numbers(self, version: int, ours: int) -> None:
+        if ours != APPLICATION:
+            raise ValueError(f"{self.path} is a database, but no store of klatsch; give another name")
+        if version < 1:
+            raise sqlite3.DatabaseError(f"it has no format {version}")
+        if version > FORMAT:
+            raise ValueError(
+                f"{self.path} was written by a newer klatsch (format {version}, this one knows {FORMAT}); "
+                "update klatsch"
+            )
+
+    @contextmanager
+    def _whole_or_not(self) -> Iterator[None]:
         self._base.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -69,74 +183,37 @@ class Database:
                 self._base.execute("ROLLBACK")
             raise
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Turn what SQLite says into one line with the file and a remedy."""
-        try:
-            yield
-        except sqlite3.Error as error:
-            text = str(error)
-            remedy = "see that the folder can be written to"
-            if "full" in text or "disk I/O" in text:
-                remedy = "free some space and run again: what was stored before is safe"
-            elif "malformed" in text or "not a database" in text or "***" in text or "Page" in text:
-                remedy = "if it is a store, it is damaged: move it away and run again, or bring back a copy"
-            elif "locked" in text:
-                remedy = f"another process held it for more than {WAIT:.0f} seconds; run again when that is done"
-            raise ValueError(f"{self.path}: {text}; {remedy}") from None
-
-    # --- inside -------------------------------------------------------------------------------------------------
-
-    def _check_file(self, must_exist: bool) -> None:
-        """Refuse what is no store of ours by its first bytes, since opening may already change a file."""
-        path = Path(self.path)
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder; give the name of a file")
-        if not path.parent.is_dir():
-            raise ValueError(f"there is no folder {path.parent}; make it first, or give another name for the store")
-        if not path.exists() or path.stat().st_size == 0:  # empty: one that was killed as it began
-            if must_exist:
-                raise ValueError(f"there is no store {path}; klatsch run and klatsch reproduce make one")
-            return
-        with path.open("rb") as file:
-            head = file.read(100)
-        if len(head) < 100 or not head.startswith(b"SQLite format 3\0"):
-            raise sqlite3.DatabaseError("file is not a database")
-        version, ours = (int.from_bytes(head[k : k + 4], "big") for k in (60, 68))
-        if (version, ours) != (0, 0):  # else it was killed as it began, or its content will tell
-            self._check_numbers(version, ours)
-
-    def _check_content(self, must_exist: bool) -> None:
-        """Refuse what only shows when the file is open: numbers that are still in its log, tables, damage."""
-        try:
-            version, ours = self._pragma("user_version"), self._pragma("application_id")
-            tables = self._base.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if version or ours or tables:
-                self._check_numbers(version, ours)
-            elif must_exist:
-                raise ValueError(f"{self.path} holds no finished run yet")
-            if (problem := self._pragma("quick_check(1)")) != "ok":
-                raise sqlite3.DatabaseError(problem)
-        except BaseException:
+    def _prepare(self) -> None:
+        """Make the file, or bring it to this format."""
+        if self._lacking:
             self._base.close()
-            raise
+            self._base, self._lacking = self._open(read_only=False), False
+            self._check_content(must_exist=False)  # somebody else may have made it by now
+        for setting in ("foreign_keys = ON", "synchronous = FULL", "journal_mode = WAL"):
+            self._base.execute(f"PRAGMA {setting}")
+        with self._whole_or_not():
+            self._make()
+        self._ready = True
 
-    def _check_numbers(self, version: int, ours: int) -> None:
-        if ours != APPLICATION:
-            raise ValueError(f"{self.path} is a database, but no store of klatsch; give another name")
-        if version > FORMAT:
-            raise ValueError(
-                f"{self.path} was written by a newer klatsch (format {version}, this one knows {FORMAT}); "
-                "update klatsch"
-            )
+    def _make(self) -> None:
+        have = self.format
+        texts = [self._tables] if have == 0 else [self._upgrades[number] for number in range(have, FORMAT)]
+        for statement in ";".join(texts).split(";"):
+            self._base.execute(statement)
+        if have < FORMAT:
+            self._base.execute(f"PRAGMA application_id = {APPLICATION}")
+            self._base.execute(f"PRAGMA user_version = {FORMAT}")
 
     def _open(self, read_only: bool) -> sqlite3.Connection:
         if not read_only:
-            return sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
+            base = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
+            base.execute("PRAGMA trusted_schema = OFF")
+            return base
         address = f"file:{quote(str(Path(self.path).absolute()))}"
         base = sqlite3.connect(f"{address}?mode=rw", uri=True, timeout=WAIT)
         try:
             base.execute("PRAGMA query_only = ON")
+            base.execute("PRAGMA trusted_schema = OFF")
             base.execute("SELECT count(*) FROM sqlite_master").fetchone()
         except sqlite3.OperationalError as error:
             base.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import glob
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,12 +19,14 @@ from klatsch.engine.checks import check_place
 from klatsch.study import workers
 from klatsch.study.batches import Batch, Finished, pack
 from klatsch.study.cases import Case, LeftOut, expand
+from klatsch.study.sharing import BEAT, Share
 from klatsch.study.spec import Study
 from klatsch.study.store import Origin, Store
 from klatsch.study.summary import Row, summarize
 from klatsch.study.workers import Open, Workers
 
 STALE = 7 * 86400.0  # seconds after which a checkpoint that nobody went on from is nobody's
+POLL = 0.5  # seconds between two looks at what other processes are at
 MOST_LOSSES = 5  # times in a row that workers may die without a batch done in between
 
 
@@ -32,16 +34,25 @@ MOST_LOSSES = 5  # times in a row that workers may die without a batch done in b
 class Progress:
     """How far a study is."""
 
-    batches: int
-    runs: int
-    work: int
     began: float
+    batches: int = 0  # of this process, as those that others do are not
+    runs: int = 0
+    work: int = 0
+    damaged: int = 0  # runs that the store holds, but not whole: they are done again
+    elsewhere: int = 0  # batches that other processes are at, where nothing else is left to do
     workers: int = 0
     batches_done: int = 0
     runs_done: int = 0
     work_done: int = 0
     best: tuple[float, Case] | None = None
     first: tuple[float, int] | None = None  # when the first batch came back, and its work
+
+    def expect(self, missing: Iterable[Batch]) -> None:
+        """Set how much there is to do: what was done, and what is missing."""
+        missing = list(missing)
+        self.batches = self.batches_done + len(missing)
+        self.runs = self.runs_done + sum(len(batch.cases) for batch in missing)
+        self.work = self.work_done + sum(batch.work for batch in missing)
 
     @property
     def seconds(self) -> float:
@@ -77,44 +88,51 @@ def execute(
 
     Args:
         cases: the runs, of `expand(study)`.
-        store: where results go; only this process writes to it.
+        store: where results go; other processes may be at the same one, and each does what the others do not.
         device: "cpu", "cuda", ...
         executor: what runs the batches: any `concurrent.futures.Executor`, or a function such as `workers.processes`
             that opens one, and again if its workers die. By default one process per core, or a thread for a GPU.
         told: is told how far it is, at the beginning and after every batch.
 
     Returns:
-        What was done.
+        What this process did.
 
     Raises:
         ValueError: a batch failed, workers keep dying, or the store cannot be written; what was stored stays.
         KeyboardInterrupt: running batches have saved themselves and go on from there next time.
     """
-    done = store.done()
-    todo = [left for batch in pack(cases, device) for left in batch.without(done) if left.networks]
+    done, damaged = store.done(), store.damaged()
+    todo = [left for batch in pack(cases, device) for left in batch.without(done)]
     todo.sort(key=lambda batch: -batch.work)  # the largest first, so that none is left for the end
-    progress = Progress(len(todo), sum(len(b.cases) for b in todo), sum(b.work for b in todo), began=time.monotonic())
+    progress = Progress(began=time.monotonic(), damaged=sum(case.key in damaged for case in cases))
+    progress.expect(todo)
     tell = told or (lambda progress: None)
     tell(progress)
     losses = 0
-    while todo:
-        before = progress.batches_done
-        with _opened(executor, device) as crew:
-            progress.workers = crew.count
-            try:
-                todo = _run(todo, crew, store, progress, tell)
-            except BaseException:  # Ctrl-C, or a batch that failed: the others save themselves and end
-                if crew.stop is not None:
-                    crew.stop.set()
-                raise
-        if todo:
-            losses = losses + 1 if progress.batches_done == before else 1
-            if losses > MOST_LOSSES or isinstance(executor, Executor):
-                raise ValueError(
-                    f"worker processes died {losses} times in a row, perhaps for lack of memory; "
-                    "run again with fewer workers (--workers): what was stored is safe"
-                )
-    sweep(store)
+    with Share(store) as share:
+        while todo:
+            mine, todo = share.take(todo, 1)
+            if not mine:
+                _wait_for_others(todo, progress, tell)
+                continue
+            before = progress.batches_done
+            with _opened(executor, device) as crew:
+                progress.workers = crew.count
+                try:
+                    lost, todo = _run(mine, todo, crew, share, progress, tell)
+                except BaseException:  # Ctrl-C, or a batch that failed: the others save themselves and end
+                    if crew.stop is not None:
+                        crew.stop.set()
+                    raise
+            if lost:
+                losses = losses + 1 if progress.batches_done == before else 1
+                if losses > MOST_LOSSES or isinstance(executor, Executor):
+                    raise ValueError(
+                        f"worker processes died {losses} times in a row, perhaps for lack of memory; "
+                        "run again with fewer workers (--workers): what was stored is safe"
+                    )
+                todo = lost + todo
+        sweep(store, share)
     return progress
 
 
@@ -161,34 +179,55 @@ def run_study(
     return StudyResult(summarize([(case.key, case) for case in cases], store), left_out, progress)
 
 
-def _run(todo: list[Batch], crew: Workers, store: Store, progress: Progress, tell: Told) -> list[Batch]:
-    """Run batches; gives back those whose worker died."""
+def _wait_for_others(todo: list[Batch], progress: Progress, tell: Told) -> None:
+    """All that is missing is with other processes: wait a moment for their results, or their end."""
+    if progress.elsewhere != len(todo):
+        progress.elsewhere = len(todo)
+        tell(progress)
+    time.sleep(POLL)
+
+
+def _run(
+    mine: list[Batch], todo: list[Batch], crew: Workers, share: Share, progress: Progress, tell: Told
+) -> tuple[list[Batch], list[Batch]]:
+    """Run batches: those taken already, and what can be taken. Gives back those whose worker died, and the rest."""
     running: dict[Future[Finished], Batch] = {}
     try:
-        return _collect(todo, running, crew, store, progress, tell)
+        return _collect(mine, todo, running, crew, share, progress, tell)
     finally:
         for future in running:  # what was not begun need not be
             future.cancel()
 
 
 def _collect(
+    mine: list[Batch],
     todo: list[Batch],
     running: dict[Future[Finished], Batch],
     crew: Workers,
-    store: Store,
+    share: Share,
     progress: Progress,
     tell: Told,
-) -> list[Batch]:
+) -> tuple[list[Batch], list[Batch]]:
     lost: list[Batch] = []
-    for batch in todo:
-        try:
-            running[crew.executor.submit(crew.task, batch, checkpoint(store, batch) if crew.shares_files else None)] = (
-                batch
-            )
-        except crew.losses:
-            lost.append(batch)
-    while running:
-        for future in wait(running, return_when=FIRST_COMPLETED).done:
+    store = share.store
+    while True:
+        # A few ahead keep workers busy; the rest is for other processes. Of workers elsewhere the number may change.
+        room = 2 * crew.count - len(running) - len(mine) if crew.shares_files else len(todo)
+        if todo and room > 0 and not lost:
+            more, todo = share.take(todo, room)
+            mine = mine + more
+        for batch in mine:
+            file = checkpoint(store, batch) if crew.shares_files else None
+            try:
+                running[crew.executor.submit(crew.task, batch, file)] = batch
+            except crew.losses:
+                lost.append(batch)
+        mine = []
+        if not running:
+            return lost, todo
+        finished = wait(running, timeout=BEAT, return_when=FIRST_COMPLETED).done
+        share.beat()
+        for future in finished:
             batch = running.pop(future)
             try:
                 outcome = future.result()
@@ -203,12 +242,12 @@ def _collect(
                     f"{first.label} on {first.graph_label} with up to {max(c.nodes for c in batch.cases)} nodes and "
                     f"{len(batch.networks[0])} columns does not fit into memory; use fewer workers, or smaller grids"
                 ) from None
-            store.save(batch, outcome)
+            new = store.save(batch, outcome)
             if (file := checkpoint(store, batch)) is not None:
                 file.unlink(missing_ok=True)
-            _count(progress, batch, outcome)
+            _count(progress, batch, outcome, new)
+            progress.expect([*running.values(), *todo, *lost])
             tell(progress)
-    return lost
 
 
 def checkpoint(store: Store, batch: Batch) -> Path | None:
@@ -216,22 +255,38 @@ def checkpoint(store: Store, batch: Batch) -> Path | None:
     return None if store.path == ":memory:" else Path(f"{store.path}-{batch.key}.safetensors")
 
 
-def sweep(store: Store) -> None:
-    """Remove what batches left behind that were begun, killed, and packed differently since."""
+def sweep(store: Store, share: Share) -> None:
+    """Remove what killed processes left beside the store and nobody can go on from."""
     if store.path == ":memory:":
         return
     place = Path(store.path)
-    name = glob.escape(place.name)
-    for pattern in (f"{name}-*.safetensors", f".{name}-*.safetensors.*"):  # the second: killed while it was written
-        for file in place.parent.glob(pattern):
-            with suppress(FileNotFoundError):  # another process was faster
-                if time.time() - file.stat().st_mtime > STALE:
-                    file.unlink()
+    name = re.compile(rf"\.?{re.escape(place.name)}-([0-9a-f]{{32}})\.safetensors(\.[0-9a-f]+)?")
+    found = {file: match for file in place.parent.iterdir() if (match := name.fullmatch(file.name))}
+    if not found:
+        return
+    in_use, unfinished = share.others(), _unfinished(store)
+    for file, match in found.items():
+        torn = match[2] is not None  # killed while it was written
+        with suppress(FileNotFoundError):  # another process was faster
+            kept = not torn and time.time() - file.stat().st_mtime < STALE
+            if match[1] not in in_use and not (kept and (unfinished is None or match[1] in unfinished)):
+                file.unlink()
 
 
-def _count(progress: Progress, batch: Batch, outcome: Finished) -> None:
+def _unfinished(store: Store) -> set[str] | None:
+    """The batches that studies in a store still have to do, by key; None where that cannot be known."""
+    done = store.done()
+    try:
+        studies = [remembered.study for remembered in store.studies()]
+        batches = [batch for study in studies for batch in pack(expand(study)[0], study.device)]
+    except ValueError:  # of another version, or without its data
+        return None
+    return {left.key for batch in batches for left in batch.without(done)}
+
+
+def _count(progress: Progress, batch: Batch, outcome: Finished, new: int) -> None:
     progress.batches_done += 1
-    progress.runs_done += len(batch.cases)
+    progress.runs_done += new  # not those that somebody else was faster with
     progress.work_done += batch.work
     progress.first = progress.first or (time.monotonic(), batch.work)
     headline = problems.headline(batch.cases[0].problem)

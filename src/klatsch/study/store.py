@@ -1,13 +1,14 @@
 """All results in one SQLite file: a run is there whole or not at all, and is never done twice.
 
-A transaction per finished batch, write-ahead log, runs keyed by a hash of what determines them. Several processes may
-use one store: a run that is there already stays as it is.
+A transaction per finished batch, write-ahead log, runs keyed by a hash of what determines them, each with a checksum.
+Several processes may use one store: see `study/sharing.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from klatsch.files import json_of
 from klatsch.study.batches import Batch, Finished
 from klatsch.study.cases import Case
 from klatsch.study.database import Database
@@ -32,13 +34,22 @@ CREATE TABLE runs (
     id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, problem TEXT NOT NULL, rule TEXT NOT NULL, topology TEXT NOT NULL,
     nodes INTEGER NOT NULL, seed INTEGER NOT NULL, lr REAL NOT NULL, steps INTEGER NOT NULL, dtype TEXT NOT NULL,
     settings TEXT NOT NULL, diverged INTEGER NOT NULL, device TEXT NOT NULL, engine TEXT NOT NULL, batch TEXT NOT NULL,
-    seconds REAL NOT NULL, environment INTEGER NOT NULL REFERENCES environments, finished TEXT NOT NULL
+    seconds REAL NOT NULL, environment INTEGER NOT NULL REFERENCES environments, finished TEXT NOT NULL, checksum TEXT
 );
 CREATE TABLE metrics (
     run INTEGER NOT NULL REFERENCES runs, name TEXT NOT NULL, step INTEGER NOT NULL, value REAL NOT NULL,
     PRIMARY KEY (run, name, step)
 ) WITHOUT ROWID;
+CREATE TABLE owners (id TEXT PRIMARY KEY, host TEXT NOT NULL, pid INTEGER NOT NULL, beats INTEGER NOT NULL);
+CREATE TABLE claims (
+    key TEXT PRIMARY KEY, batch TEXT NOT NULL, owner TEXT NOT NULL REFERENCES owners ON DELETE CASCADE
+) WITHOUT ROWID;
 """
+UPGRADES = {1: f"ALTER TABLE runs ADD COLUMN checksum TEXT; {TABLES[TABLES.index('CREATE TABLE owners') :]}"}
+FACTS = (
+    *("key", "problem", "rule", "topology", "nodes", "seed", "lr", "steps", "dtype", "settings", "diverged", "device"),
+    *("engine", "batch", "seconds", "environment", "finished"),
+)
 
 
 @dataclass(frozen=True)
@@ -80,11 +91,13 @@ class Store:
 
     def __init__(self, path: str | Path, read_only: bool = False) -> None:
         self.path = str(path)
-        self._base = Database(self.path, TABLES, read_only)
+        self.base = Database(self.path, TABLES, UPGRADES, read_only)
+        self._sealed = False  # whether every run has a checksum, as far as this process knows
+        self._sound: dict[int, str | None] = {}  # runs that were found whole, by number, with their checksum
 
     def close(self) -> None:
         """Let go of the file."""
-        self._base.close()
+        self.base.close()
 
     def __enter__(self) -> Store:
         return self
@@ -94,45 +107,71 @@ class Store:
 
     # --- writing -----------------------------------------------------------------------------------------------
 
-    def save(self, batch: Batch, finished: Finished) -> None:
-        """Keep what came out of a batch, in one transaction; a run that is there already stays as it is."""
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of what follows, or nothing; the first one gives runs of an older version their checksums."""
+        with self.base.explained(), self.base.transaction():
+            if not self._sealed:
+                for (number,) in self.base.execute("SELECT id FROM runs WHERE checksum IS NULL").fetchall():
+                    if self._flaw(number, None) is None:
+                        self._seal(number)
+                self._sealed = True
+            yield
+
+    def save(self, batch: Batch, finished: Finished) -> int:
+        """Keep what came out of a batch, in one transaction; gives how many of its runs are new.
+
+        A run that is there already stays as it is, unless it is damaged.
+        """
         now = datetime.now(UTC).isoformat(timespec="seconds")
         steps = [int(step) for step in finished.steps]
-        with self._base.explained(), self._base.transaction():
-            self._base.execute(
+        new = 0
+        with self.transaction():
+            self.base.execute(
                 "INSERT OR IGNORE INTO environments (facts) VALUES (?)", [json.dumps(finished.environment)]
             )
-            (environment,) = self._base.execute(
+            (environment,) = self.base.execute(
                 "SELECT id FROM environments WHERE facts = ?", [json.dumps(finished.environment)]
             ).fetchone()
+            done = self.done()
             for k, case in enumerate(batch.cases):
+                self.base.execute("DELETE FROM claims WHERE key = ?", [finished.keys[k]])
+                if finished.keys[k] in done:
+                    continue
+                self._forget(finished.keys[k])
                 run = (
                     *(finished.keys[k], case.problem, case.rule, case.topology, case.nodes, case.seed, case.lr),
                     *(case.steps, case.dtype, json.dumps(asdict(case)), finished.diverged[k], batch.device),
                     *(finished.engine, batch.key, finished.seconds / len(batch.cases), environment, now),
                 )
-                names = (
-                    "key, problem, rule, topology, nodes, seed, lr, steps, dtype, settings, diverged, device, engine, "
-                    "batch, seconds, environment, finished"
-                )
                 marks = ", ".join("?" * len(run))
-                cursor = self._base.execute(f"INSERT OR IGNORE INTO runs ({names}) VALUES ({marks})", run)
-                if cursor.rowcount == 0:
-                    continue
-                self._base.execute_many(
+                cursor = self.base.execute(f"INSERT INTO runs ({', '.join(FACTS)}) VALUES ({marks})", run)
+                number = cursor.lastrowid
+                assert number is not None
+                self.base.execute_many(
                     "INSERT INTO metrics VALUES (?, ?, ?, ?)",
                     [
-                        (cursor.lastrowid, name, step, float(value))
+                        (number, name, step, float(value))
                         for name, values in finished.metrics.items()
                         for step, value in zip(steps, values[:, k], strict=True)
                     ],
                 )
+                self._seal(number)
+                new += 1
+        return new
+
+    def _forget(self, key: str) -> None:
+        """Make room for a run that is damaged."""
+        for (number,) in self.base.execute("SELECT id FROM runs WHERE key = ?", [key]).fetchall():
+            self.base.execute("DELETE FROM metrics WHERE run = ?", [number])
+            self.base.execute("DELETE FROM runs WHERE id = ?", [number])
+            self._sound.pop(number, None)
 
     def remember(self, study: Study, origin: Origin) -> None:
         """Keep what was asked for; a study of the same name takes the place of the old one, whose runs stay."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        with self._base.explained(), self._base.transaction():
-            self._base.execute(
+        with self.transaction():
+            self.base.execute(
                 "INSERT INTO studies VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
                 "kind = excluded.kind, scale = excluded.scale, spec = excluded.spec, command = excluded.command",
                 [study.name, origin.kind, origin.scale, study.model_dump_json(), origin.command, now],
@@ -141,30 +180,40 @@ class Store:
     # --- reading -----------------------------------------------------------------------------------------------
 
     def done(self) -> set[str]:
-        """The keys of all runs in the store."""
-        with self._base.explained():
-            return {key for (key,) in self._base.execute("SELECT key FROM runs")}
+        """The keys of all runs in the store that are whole."""
+        with self.base.explained():
+            return {key for number, key, checksum in self._listed() if self._flaw(number, checksum) is None}
+
+    def damaged(self) -> set[str]:
+        """The keys of all other runs in the store."""
+        with self.base.explained():
+            return {key for number, key, checksum in self._listed() if self._flaw(number, checksum) is not None}
 
     def studies(self) -> list[Remembered]:
         """The studies that were run, in the order of their beginning."""
-        with self._base.explained():
-            rows = self._base.execute("SELECT spec, command, kind, scale FROM studies ORDER BY begun, rowid").fetchall()
+        with self.base.explained():
+            rows = self.base.execute("SELECT spec, command, kind, scale FROM studies ORDER BY begun, rowid").fetchall()
         with self._readable():
             return [Remembered(Study.model_validate_json(spec), Origin(*rest)) for spec, *rest in rows]
 
     def outcomes(
         self, keys: Iterable[str], names: Sequence[str] | None = None, last: bool = False
     ) -> dict[str, Outcome]:
-        """The metrics of runs by key, all or those named, of all rounds or the last; what is not there is left out."""
+        """The metrics of runs by key, all or those named, of all rounds or the last; what is not there is left out.
+
+        Raises:
+            ValueError: one of them is damaged.
+        """
         wanted = set(keys)
         chosen = "" if names is None else f" AND name IN ({', '.join('?' * len(names))})"
         chosen += " AND step = (SELECT steps FROM runs WHERE id = run)" if last else ""
         found: dict[str, Outcome] = {}
-        with self._base.explained():
-            for key, number, seconds in self._base.execute("SELECT key, id, seconds FROM runs").fetchall():
+        with self.base.explained():
+            self._check(wanted)
+            for key, number, seconds in self.base.execute("SELECT key, id, seconds FROM runs").fetchall():
                 if key not in wanted:
                     continue
-                rows = self._base.execute(
+                rows = self.base.execute(
                     f"SELECT name, step, value FROM metrics WHERE run = ?{chosen} ORDER BY name, step",
                     [number, *(names or ())],
                 ).fetchall()
@@ -176,20 +225,82 @@ class Store:
         return found
 
     def runs(self) -> list[tuple[Case, dict[str, Any]]]:
-        """All runs with what is known of them beside their metrics."""
-        with self._base.explained():
-            rows = self._base.execute(
+        """All runs with what is known of them beside their metrics.
+
+        Raises:
+            ValueError: one of them is damaged, or of another version.
+        """
+        with self.base.explained():
+            self._check()
+            rows = self.base.execute(
                 "SELECT settings, key, diverged, device, engine, seconds, finished, facts "
                 "FROM runs JOIN environments ON environments.id = environment ORDER BY runs.id"
             ).fetchall()
         names = ("key", "diverged", "device", "engine", "seconds", "finished", "environment")
         with self._readable():
-            return [(Case(**json.loads(settings)), dict(zip(names, rest, strict=True))) for settings, *rest in rows]
+            return [(Case(**json_of(settings)), dict(zip(names, rest, strict=True))) for settings, *rest in rows]
 
     def environments(self) -> list[dict[str, str]]:
         """The versions and machines that the runs were done with."""
-        with self._base.explained():
-            return [json.loads(facts) for (facts,) in self._base.execute("SELECT facts FROM environments ORDER BY id")]
+        with self.base.explained():
+            rows = self.base.execute("SELECT facts FROM environments ORDER BY id").fetchall()
+        with self._readable():
+            return [json_of(facts) for (facts,) in rows]
+
+    # --- checking ----------------------------------------------------------------------------------------------
+
+    def _listed(self) -> list[tuple[int, str, str | None]]:
+        checksum = "checksum" if self.base.format > 1 else "NULL"
+        return self.base.execute(f"SELECT id, key, {checksum} FROM runs ORDER BY id").fetchall()
+
+    def _check(self, keys: Collection[str] | None = None) -> None:
+        """Refuse to show runs that are not what was stored, of these keys or all."""
+        listed = [(number, checksum) for number, key, checksum in self._listed() if keys is None or key in keys]
+        flaws = [(number, flaw) for number, checksum in listed if (flaw := self._flaw(number, checksum)) is not None]
+        if flaws:
+            number, flaw = flaws[0]
+            raise ValueError(
+                f"{self.path}: {len(flaws):,} of {len(listed):,} runs {'is' if len(flaws) == 1 else 'are'} damaged "
+                f"(number {number} {flaw}); bring back a copy of the store, or run the study again, which does such "
+                "runs anew"
+            )
+
+    def _flaw(self, number: int, checksum: str | None) -> str | None:
+        """What is wrong with a run, if anything; one of an older version has no checksum."""
+        if number in self._sound and self._sound[number] == checksum:
+            return None
+        facts, metrics = self._content(number)
+        if checksum is not None and checksum != _digest(facts, metrics):
+            return "does not match its checksum"
+        points: dict[str, list[int]] = {}
+        for name, step, value in metrics:
+            if not isinstance(value, float):
+                return f"has {name} = {value!r} in round {step}"
+            points.setdefault(name, []).append(step)
+        rounds, even = facts[FACTS.index("steps")], len(metrics) / max(len(points), 1)
+        if not points or any(steps[-1] != rounds or len(steps) != even for steps in points.values()):
+            return "lacks metrics"
+        try:
+            environment = json_of(facts[-1] or "null")
+        except ValueError:
+            environment = None
+        if not isinstance(environment, dict) or not {"processor", "torch"} <= environment.keys():
+            return "has an environment that cannot be read"
+        self._sound[number] = checksum
+        return None
+
+    def _seal(self, number: int) -> None:
+        checksum = _digest(*self._content(number))
+        self.base.execute("UPDATE runs SET checksum = ? WHERE id = ?", [checksum, number])
+        self._sound[number] = checksum
+
+    def _content(self, number: int) -> tuple[Any, list[Any]]:
+        """All that is stored of a run, read back: SQLite may have given a value another form."""
+        names = ", ".join(name for name in FACTS if name != "environment")
+        joined = "runs LEFT JOIN environments ON environments.id = environment"
+        facts = self.base.execute(f"SELECT {names}, facts FROM {joined} WHERE runs.id = ?", [number]).fetchone()
+        rows = self.base.execute("SELECT name, step, value FROM metrics WHERE run = ? ORDER BY name, step", [number])
+        return facts, rows.fetchall()
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -199,3 +310,7 @@ class Store:
         except (TypeError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{self.path} holds settings that this klatsch cannot read ({reason})") from None
+
+
+def _digest(facts: Any, metrics: list[Any]) -> str:
+    return hashlib.sha256(json.dumps([facts, metrics], default=repr).encode()).hexdigest()

@@ -1,0 +1,366 @@
+"""A store that several processes share, that was killed, damaged or edited, or that an older version wrote."""
+
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from klatsch.study import Store, execute, expand, load, parse, run_study, sharing, workers
+from klatsch.study.batches import pack
+from klatsch.study.execute import checkpoint
+from klatsch.study.store import Origin
+
+SMALL = {"steps": 50, "nodes": [4, 6], "seeds": 2, "lr": [0.001, 0.01], "rules": ["dat"], "topologies": ["ring"]}
+TEXT = 'steps = 50\nnodes = [4, 6]\nseeds = 2\nlr = [0.001, 0.01]\nrules = ["dat"]\ntopologies = ["ring"]\n'
+LONG = """
+steps = 2000
+nodes = [25, 36]
+seeds = 2
+record = 20
+dtype = "float32"
+rules = ["dat", "dsgd"]
+topologies = ["ring"]
+problem = { noise = [1.0, 10.0], heterogeneity = [1.0, 10.0] }
+"""
+RUNS = 224  # of LONG, in 8 batches
+
+
+@pytest.fixture
+def start():
+    """Start the command line as a process of its own; none outlives the test."""
+    started = []
+
+    def begin(*arguments):
+        command = [sys.executable, "-m", "klatsch", *map(str, arguments)]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def new_runs(process):
+    """How many runs a process says it has done."""
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    return int(re.search(r"^([\d,]+) runs new", out, re.M)[1].replace(",", ""))
+
+
+def asked(store, statement, *values):
+    """What SQLite answers, or nothing as long as there is no such file or table."""
+    try:
+        base = sqlite3.connect(f"file:{store}?mode=rw", uri=True, timeout=60)
+    except sqlite3.OperationalError:
+        return []
+    try:
+        return base.execute(statement, values).fetchall()
+    except sqlite3.OperationalError:
+        return []
+    finally:
+        base.close()
+
+
+def changed(store, *statements):
+    base = sqlite3.connect(store)
+    for statement in statements:
+        base.execute(statement)
+    base.commit()
+    base.close()
+
+
+def until(true, *processes):
+    """Wait for something that running processes bring about."""
+    deadline = time.monotonic() + 120
+    while not (found := true()):
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in processes), processes[0].communicate()
+        time.sleep(0.02)
+    return found
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A small store, complete."""
+    (tmp_path / "s.toml").write_text(TEXT)
+    run_study(load(tmp_path / "s.toml"), tmp_path / "s.sqlite", executor=workers.threads)
+    return tmp_path / "s.sqlite"
+
+
+def refused(result, *words):
+    code, out, err = result
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("klatsch: error: ")
+    for word in words:
+        assert word in err
+
+
+def values(store):
+    with Store(store, read_only=True) as opened:
+        outcomes = opened.outcomes(opened.done())
+    return {key: outcome.metrics["distance"].tolist() for key, outcome in outcomes.items()}
+
+
+# --- several processes ----------------------------------------------------------------------------------------------
+
+
+def test_three_processes_share_the_work(tmp_path, start):
+    """Each run is done once, and counted by the one that did it."""
+    file = tmp_path / "s.toml"
+    file.write_text(LONG)
+    assert sum(new_runs(process) for process in [start("run", file) for _ in range(3)]) == RUNS
+    assert [path.name for path in tmp_path.iterdir() if path != file] == ["s.sqlite"]
+    assert asked(tmp_path / "s.sqlite", "SELECT count(*) FROM runs") == [(RUNS,)]
+    assert asked(tmp_path / "s.sqlite", "SELECT count(*) FROM owners") == [(0,)]
+
+
+def test_what_a_killed_process_was_at_is_done_by_the_others(tmp_path, start):
+    file, store = tmp_path / "s.toml", tmp_path / "s.sqlite"
+    file.write_text(LONG)
+    three = [start("run", file) for _ in range(3)]
+    owned = "SELECT pid FROM claims JOIN owners ON owners.id = owner WHERE pid = ?"
+    doomed = until(lambda: [each for each in three if asked(store, owned, each.pid)], *three)[0]
+    doomed.send_signal(signal.SIGKILL)
+    doomed.communicate()
+    others = sum(new_runs(process) for process in three if process is not doomed)
+    done_by_the_dead = RUNS - others
+    assert 0 <= done_by_the_dead < RUNS
+    assert asked(store, "SELECT count(*) FROM runs") == [(RUNS,)]
+
+
+def test_one_that_finds_all_taken_waits_for_the_results(tmp_path, start):
+    """The first process is paused with every batch in its hands: the second one waits, and does nothing twice."""
+    file, store = tmp_path / "s.toml", tmp_path / "s.sqlite"
+    file.write_text(
+        LONG.replace("nodes = [25, 36]", "nodes = 25").replace('"dat", ', "").replace("seeds = 2", "seeds = 1")
+    )
+    first = start("run", file, "--workers", 1)
+    until(lambda: asked(store, "SELECT * FROM claims"), first)
+    first.send_signal(signal.SIGSTOP)
+    second = start("run", file, "--workers", 1)
+    until(lambda: len(asked(store, "SELECT * FROM owners")) == 2, second)
+    first.send_signal(signal.SIGCONT)
+    assert (new_runs(first), new_runs(second)) == (28, 0)
+
+
+def claim_elsewhere(store, cases):
+    """A process on another machine, which is at all these runs."""
+    store.remember(parse(SMALL), Origin())
+    with store.transaction():
+        store.base.execute("INSERT INTO owners VALUES ('far', 'another machine', 1, 7)")
+        store.base.execute_many("INSERT INTO claims VALUES (?, ?, 'far')", [(case.key, "batch") for case in cases])
+
+
+def test_a_machine_that_is_silent_is_taken_for_dead(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharing, "SILENCE", 0.3)
+    cases, _ = expand(parse(SMALL))
+    with Store(tmp_path / "s.sqlite") as store:
+        claim_elsewhere(store, cases)
+        told = []
+        assert execute(cases, store, executor=workers.threads, told=lambda p: told.append(p.elsewhere)).runs_done == 8
+    assert max(told) == 4  # it was waited for
+    assert asked(tmp_path / "s.sqlite", "SELECT * FROM owners") == []
+
+
+def test_a_machine_that_gives_signs_of_life_is_waited_for(tmp_path, monkeypatch):
+    """However far its clock is off: only the number of its signs is looked at."""
+    monkeypatch.setattr(sharing, "SILENCE", 0.0)  # dead is who gives none between two looks
+    cases, _ = expand(parse(SMALL))
+    looks = []
+
+    def sleep(_):
+        looks.append(len(looks))
+        with Store(tmp_path / "s.sqlite") as other, other.transaction():
+            if len(looks) < 20:
+                other.base.execute("UPDATE owners SET beats = beats - 1 WHERE id = 'far'")
+            else:
+                other.base.execute("DELETE FROM owners WHERE id = 'far'")
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with Store(tmp_path / "s.sqlite") as store:
+        claim_elsewhere(store, cases)
+        assert execute(cases, store, executor=workers.threads).runs_done == 8
+    assert len(looks) == 20
+
+
+def test_what_somebody_else_stored_first_is_not_counted(tmp_path):
+    """One that was taken for dead, and was not."""
+    cases, _ = expand(parse(SMALL))
+    (batch, *_) = pack(cases, "cpu")
+    outcome = workers.run_batch(batch)
+    with Store(tmp_path / "s.sqlite") as store, Store(tmp_path / "s.sqlite") as other:
+        assert (other.save(batch, outcome), store.save(batch, outcome)) == (2, 0)
+
+
+# --- what kills leave behind ----------------------------------------------------------------------------------------
+
+
+def test_leftovers_beside_a_complete_store_go_with_the_next_run(tmp_path, start):
+    file, store = tmp_path / "s.toml", tmp_path / "s.sqlite"
+    file.write_text(LONG.replace("2000", "100000").replace("seeds = 2", "seeds = 1"))
+    process = start("run", file)
+    saved = until(lambda: list(tmp_path.glob("s.sqlite-*.safetensors")), process)[0]
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    copy = saved.read_bytes()
+    # The study changes: nobody will go on from what was in progress.
+    file.write_text(LONG.replace("2000", "50").replace("seeds = 2", "seeds = 1"))
+    assert new_runs(start("run", file)) == 112
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.sqlite", "s.toml"]
+    # Killed after a batch was stored and before its checkpoint went, or while one was written.
+    ((done,),) = asked(store, "SELECT batch FROM runs LIMIT 1")
+    (tmp_path / f"s.sqlite-{done}.safetensors").write_bytes(copy)
+    (tmp_path / f".s.sqlite-{done}.safetensors.0123abcd").write_bytes(copy[:1000])
+    assert new_runs(start("run", file)) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.sqlite", "s.toml"]
+
+
+def test_what_a_living_process_is_at_is_not_swept(tmp_path):
+    cases, _ = expand(parse(SMALL))
+    with Store(tmp_path / "s.sqlite") as mine, Store(tmp_path / "s.sqlite") as other:
+        with sharing.Share(other) as share:
+            ((batch,), _) = share.take(pack(expand(parse({**SMALL, "steps": 60}))[0], "cpu"), 1)
+            files = [checkpoint(other, batch), tmp_path / f".{checkpoint(other, batch).name}.0123abcd"]
+            for file in files:
+                file.write_bytes(b"")
+            execute(cases, mine, executor=workers.threads)
+            assert all(file.exists() for file in files)
+        execute(cases, mine, executor=workers.threads)
+        assert not any(file.exists() for file in files)
+
+
+# --- checksums ------------------------------------------------------------------------------------------------------
+
+
+def flip(store, value):
+    """Flip one bit of a number where it lies in the file."""
+    data, found = bytearray(store.read_bytes()), np.array(value, ">f8").tobytes()
+    assert data.count(found) == 1
+    data[data.index(found) + 6] ^= 1
+    store.write_bytes(data)
+
+
+def test_a_flipped_bit_in_a_value_is_found_and_the_run_done_again(store, tmp_path, run_cli):
+    before = values(store)
+    ((value,),) = asked(store, "SELECT value FROM metrics WHERE run = 3 AND name = 'distance' AND step = 50")
+    flip(store, value)
+    assert asked(store, "SELECT value FROM metrics WHERE run = 3 AND name = 'distance' AND step = 50") != [(value,)]
+    damaged = store.read_bytes()
+    for command in (
+        ("results", store),
+        ("results", store, "--all"),
+        ("results", store, "--csv", tmp_path / "r.csv"),
+        ("report", store, "-o", tmp_path / "r.html"),
+    ):
+        refused(run_cli(*command), str(store), "1 of 8 runs is damaged", "number 3", "checksum", "run the study again")
+    assert store.read_bytes() == damaged
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.sqlite", "s.toml"]
+    code, out, err = run_cli("run", tmp_path / "s.toml")
+    assert (code, err) == (0, "")
+    assert "1 runs new (1 was damaged), results in" in out
+    after = values(store)
+    assert after.keys() == before.keys()
+    for key in before:  # alone in its batch, not beside another learning rate: sums may round differently
+        np.testing.assert_allclose(after[key], before[key], rtol=1e-9)
+    assert run_cli("results", store)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        "UPDATE runs SET settings = replace(settings, '0.001', '0.002') WHERE id = 3",
+        "UPDATE runs SET lr = 7 WHERE id = 3",
+        "UPDATE runs SET diverged = 1 WHERE id = 3",
+        "UPDATE runs SET finished = '1999-01-01T00:00:00+00:00' WHERE id = 3",
+        "UPDATE metrics SET step = 49 WHERE run = 3 AND step = 50",
+        "UPDATE metrics SET name = 'error' WHERE run = 3 AND name = 'Gamma'",
+    ],
+)
+def test_a_checksum_covers_all_that_is_stored_of_a_run(edit, store, run_cli):
+    changed(store, edit)
+    refused(run_cli("results", store), "1 of 8 runs is damaged (number 3 does not match its checksum)")
+
+
+def test_a_checksum_covers_the_environment(store, run_cli):
+    changed(store, "UPDATE environments SET facts = replace(facts, 'torch', 'tensor')")
+    refused(run_cli("results", store), "8 of 8 runs are damaged (number 1 does not match its checksum)")
+
+
+# --- stores of 0.1.0 ------------------------------------------------------------------------------------------------
+
+FORMAT_1 = """
+CREATE TABLE studies (
+    name TEXT PRIMARY KEY, kind TEXT NOT NULL, scale TEXT NOT NULL, spec TEXT NOT NULL, command TEXT NOT NULL,
+    begun TEXT NOT NULL
+);
+CREATE TABLE environments (id INTEGER PRIMARY KEY, facts TEXT NOT NULL UNIQUE);
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, problem TEXT NOT NULL, rule TEXT NOT NULL, topology TEXT NOT NULL,
+    nodes INTEGER NOT NULL, seed INTEGER NOT NULL, lr REAL NOT NULL, steps INTEGER NOT NULL, dtype TEXT NOT NULL,
+    settings TEXT NOT NULL, diverged INTEGER NOT NULL, device TEXT NOT NULL, engine TEXT NOT NULL, batch TEXT NOT NULL,
+    seconds REAL NOT NULL, environment INTEGER NOT NULL REFERENCES environments, finished TEXT NOT NULL
+);
+CREATE TABLE metrics (
+    run INTEGER NOT NULL REFERENCES runs, name TEXT NOT NULL, step INTEGER NOT NULL, value REAL NOT NULL,
+    PRIMARY KEY (run, name, step)
+) WITHOUT ROWID;
+"""
+
+
+@pytest.fixture
+def old_store(store):
+    """The same results as 0.1.0 would have stored them."""
+    names = [name for _, name, *_ in asked(store, "PRAGMA table_info(runs)") if name != "checksum"]
+    path = store.with_name("old.sqlite")
+    base = sqlite3.connect(path)
+    base.executescript(
+        f"PRAGMA journal_mode = WAL; {FORMAT_1} PRAGMA application_id = 0x6B6C6174; PRAGMA user_version = 1"
+    )
+    base.execute(f"ATTACH '{store}' AS new")
+    for table, columns in (("studies", "*"), ("environments", "*"), ("runs", ", ".join(names)), ("metrics", "*")):
+        base.execute(f"INSERT INTO {table} SELECT {columns} FROM new.{table}")
+    base.commit()
+    base.close()
+    return path
+
+
+def test_an_old_store_can_be_read_and_stays_as_it_is(old_store, store, tmp_path, run_cli):
+    before = old_store.read_bytes()
+    for command in (("results", old_store), ("report", old_store, "-o", tmp_path / "r.html")):
+        code, _, err = run_cli(*command)
+        assert (code, err) == (0, "")
+    assert old_store.read_bytes() == before
+    assert values(old_store) == values(store)
+
+
+def test_an_old_store_goes_on_and_its_runs_get_checksums(old_store, store, tmp_path, run_cli):
+    file = tmp_path / "s.toml"
+    assert "0 runs new" in run_cli("run", file, "--store", old_store)[1]
+    file.write_text(TEXT.replace("seeds = 2", "seeds = 3"))
+    assert "4 runs new" in run_cli("run", file, "--store", old_store)[1]
+    assert asked(old_store, "PRAGMA user_version") == [(2,)]
+    old = values(old_store)
+    assert len(old) == 12
+    assert values(store).items() <= old.items()
+    changed(old_store, "UPDATE metrics SET value = value + 1 WHERE run = 3 AND step = 50 AND name = 'distance'")
+    refused(run_cli("results", old_store), "1 of 12 runs is damaged (number 3 does not match its checksum)")
+
+
+def test_two_processes_bring_an_old_store_up_to_date(old_store, tmp_path, start):
+    file = tmp_path / "s.toml"
+    file.write_text(TEXT.replace("seeds = 2", "seeds = 3"))
+    assert sum(new_runs(process) for process in [start("run", file, "--store", old_store) for _ in range(2)]) == 4
+    assert asked(old_store, "SELECT count(*), count(checksum) FROM runs") == [(12, 12)]
+
+
+def test_a_refused_study_leaves_an_old_store_as_it_is(old_store, tmp_path, run_cli):
+    before = old_store.read_bytes()
+    (tmp_path / "s.toml").write_text(TEXT.replace("seeds = 2", "seeds = 3"))
+    refused(run_cli("run", tmp_path / "s.toml", "--store", old_store, "--device", "tpu"), "device = 'tpu'")
+    assert old_store.read_bytes() == before
