@@ -1,0 +1,76 @@
+"""A rule of one's own, written as docs/simulation.md says: lists become columns by themselves."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import klatsch
+from klatsch import columns
+
+
+class State(NamedTuple):
+    w: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    lr: float
+    k: int = 5
+    pauses: list[float] = field(default_factory=lambda: [3.0, 4.0, 5.0])  # a list that is meant as one
+    eager = ()
+
+    def init(self, x):
+        return State(x)
+
+    def query(self, state):
+        return state.w
+
+    output = query
+
+    def update(self, state, grad, mix, t):
+        w = state.w - (0 if t in self.pauses else self.lr) * grad
+        return State(mix(w)[0] if t % self.k == 0 else w)
+
+
+@dataclass(frozen=True)
+class Plain(LocalSGD):
+    """Which the fused engine can trace."""
+
+    lr: "float | None" = None  # as `from __future__ import annotations` leaves it
+
+    def update(self, state, grad, mix, t):
+        return State(mix(state.w - self.lr * grad)[0])
+
+
+@pytest.fixture
+def run():
+    problem, graph = klatsch.problems.LeastSquares(6, dim=5), klatsch.topology.ring(6)
+    return lambda rule, **choices: klatsch.simulate(problem, rule, graph, 50, **choices)
+
+
+@pytest.mark.parametrize("rates", [[1e-3, 2e-3], (1e-3, 2e-3), np.array([1e-3, 2e-3])])
+@pytest.mark.parametrize("rule", [LocalSGD, Plain])
+def test_a_list_of_rates_makes_columns(rule, rates, run):
+    together = run(rule(rates)).metrics["distance"]
+    assert together.shape[1] == 2
+    for k, lr in enumerate((1e-3, 2e-3)):  # sums over another number of columns may round differently
+        torch.testing.assert_close(together[:, [k]], run(rule(lr)).metrics["distance"], rtol=1e-9, atol=0)
+
+
+def test_a_list_of_one_is_a_number(run):
+    assert torch.equal(run(Plain([1e-3])).metrics["distance"], run(Plain(1e-3)).metrics["distance"])
+
+
+def test_a_list_that_is_no_rates_says_so(run):
+    with pytest.raises(
+        ValueError, match=r"lr = \[0.001, 'fast'\]; give a finite number, or a list with one number per"
+    ):
+        run(LocalSGD([0.001, "fast"]))
+
+
+def test_columns_tell_runs_apart():
+    assert columns.described(Plain([1e-3, 2e-3]))["lr"] == [1e-3, 2e-3]
+    assert columns.count(Plain([1e-3, 2e-3])) == 2
