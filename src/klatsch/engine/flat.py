@@ -35,6 +35,7 @@ class Flat:
             for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
                 view.copy_(parameter)
                 parameter.data = view
+        self._formats = [(parameter.shape, parameter.stride()) for parameter in self.parameters]
         self._seen = self._versions()
 
     def views(self, vector: Tensor) -> list[Tensor]:
@@ -52,6 +53,7 @@ class Flat:
         if self.gradients is None:
             self.gradients = torch.zeros_like(self.values)
             self._bound = self.views(self.gradients)
+        self._bind_again(self.gradients)
         for parameter, bound in zip(self.parameters, self._bound, strict=True):
             grad = parameter.grad
             if grad is bound:
@@ -74,6 +76,7 @@ class Flat:
             for parameter in self.parameters:
                 parameter.grad = None
             return
+        self._bind_again(self.gradients)
         self.gradients.zero_()
         for parameter, bound in zip(self.parameters, self._bound, strict=True):
             parameter.grad = bound
@@ -84,10 +87,14 @@ class Flat:
             torch.autograd.graph.increment_version(parameter)
         self._seen = self._versions()
 
+    @property
+    def touched(self) -> bool:
+        """Whether somebody wrote to the parameters since `written` was asked: not through the buffer, but to them."""
+        return self._versions() != self._seen
+
     def written(self) -> bool:
-        """Whether somebody wrote to the parameters since the last call: not through this buffer, but to themselves."""
-        versions = self._versions()
-        changed, self._seen = versions != self._seen, versions
+        """Whether somebody did, since the last call."""
+        changed, self._seen = self.touched, self._versions()
         return changed
 
     def holds(self, tensor: Tensor) -> bool:
@@ -95,14 +102,35 @@ class Flat:
         start = self.values.data_ptr()
         return start <= tensor.data_ptr() < start + self.values.numel() * self.values.element_size()
 
-    def moved(self) -> bool:
-        """Whether a parameter no longer lies in the buffer, as after model.to(...)."""
-        size, start = self.values.element_size(), self.values.data_ptr()
-        return any(
-            parameter.data_ptr() != start + place.start * size
-            for parameter, place in zip(self.parameters, self.places, strict=True)
-            if parameter.numel()
-        )
+    def strays(self) -> list[int]:
+        """The numbers of the parameters that no longer lie in the buffer, as after model.to(...)."""
+        return self._elsewhere(self.values, self.parameters)
+
+    def take_back(self, number: int) -> bool:
+        """Put a parameter back into the buffer, with its values; False where its device, dtype or format is another."""
+        parameter, format_ = self.parameters[number], self._formats[number]
+        if (parameter.device, parameter.dtype) != (self.values.device, self.values.dtype):
+            return False
+        if (parameter.shape, parameter.stride()) != format_:
+            return False
+        place = self.values[self.places[number]].as_strided(*format_, self.places[number].start)
+        place.copy_(parameter.detach())
+        parameter.data = place
+        torch.autograd.graph.increment_version(parameter)  # its values may be others now
+        return True
+
+    def _bind_again(self, gradients: Tensor) -> None:
+        """model.to(...) takes along the memory of gradients, too, in the tensors that were bound to the buffer."""
+        if self._elsewhere(gradients, self._bound):
+            self._bound = self.views(gradients)
+
+    def _elsewhere(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[int]:
+        size, start = buffer.element_size(), buffer.data_ptr()
+        return [
+            k
+            for k, (tensor, place) in enumerate(zip(tensors, self.places, strict=True))
+            if tensor.data_ptr() != start + place.start * size and tensor.numel()
+        ]
 
     def _versions(self) -> int:
         return sum(parameter._version for parameter in self.parameters)

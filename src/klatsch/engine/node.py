@@ -97,6 +97,13 @@ class Node:
             self._fields[name].copy_(value)
         self.rounds, self._begun = rounds, False
 
+    def keep_also(self, rule: Algorithm) -> None:
+        """Keep what the same rule with other options needs beside, such as a momentum; it begins as at the start."""
+        start = rule.init(self.rule.query(self.state))
+        for name, value in start._asdict().items():
+            if value is not None and name not in self._fields:
+                self._fields[name] = value.clone()
+
     def exchange(self, gradient: Callable[[Block], Tensor], rule: Callable[[Block], Algorithm]) -> None:
         """The first half of a round: send what is to be sent, and wait for what is to come.
 

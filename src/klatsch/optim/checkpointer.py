@@ -214,7 +214,8 @@ class Checkpointer:
                     "here; choose another folder"
                 )
         vectors = [
-            {name: tensors[f"state.{k}.{name}"] for name in fields} for k, fields in enumerate(optimizer.vectors())
+            {path.removeprefix(f"state.{k}."): v for path, v in tensors.items() if path.startswith(f"state.{k}.")}
+            for k in range(len(optimizer.vectors()))
         ]
         for group, saved in zip(optimizer.param_groups, unpacked(header["groups"], tensors), strict=True):
             group.update(saved)

@@ -11,11 +11,15 @@ from torch import Tensor
 
 import klatsch.columns as cols
 from klatsch.algorithms.core import rate
+from klatsch.arguments import named
 from klatsch.engine.links import OnFailure
+from klatsch.optim.share import has_momentum
 from klatsch.topology import Topology
 
 LONGEST = 30 * 86400  # seconds
 OnNonFinite = Literal["raise", "skip"]
+# What torch and its schedulers write into parameter groups, beside the options of an optimizer.
+NOTES = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 
 
 def settings(algorithm: Any, weight_decay: Any, timeout: Any, on_failure: Any, quorum: Any, on_nonfinite: Any) -> None:
@@ -41,14 +45,39 @@ def settings(algorithm: Any, weight_decay: Any, timeout: Any, on_failure: Any, q
         raise ValueError(f"quorum = {quorum} needs on_failure='continue': else the first failure ends the training")
 
 
-def group(entry: dict[str, Any]) -> None:
+def options(algorithm: Any, lr: float, weight_decay: Any) -> dict[str, float]:
+    """The options of a parameter group, and what they are where it has none of its own."""
+    momentum = {"momentum": float(algorithm.momentum)} if has_momentum(algorithm) else {}
+    return {"lr": lr, "weight_decay": float(weight_decay)} | momentum
+
+
+def group(entry: dict[str, Any], known: dict[str, float]) -> None:
     """Check a parameter group.
+
+    Args:
+        entry: the group.
+        known: the options that it may have.
+
+    Raises:
+        ValueError: with the value and the remedy.
+    """
+    for name in entry:
+        if name not in NOTES:
+            named("option of a parameter group", name, known)
+    values(entry, known)
+
+
+def values(entry: dict[str, Any], known: dict[str, float]) -> None:
+    """Check the numbers of a parameter group, which schedulers may have set.
 
     Raises:
         ValueError: with the value and the remedy.
     """
     number("lr of a parameter group", entry["lr"], lambda v: v >= 0, "a number from 0 up")
     number("weight_decay of a parameter group", entry["weight_decay"], lambda v: v >= 0, "a number from 0 up")
+    if "momentum" in entry and entry["momentum"] != known["momentum"]:  # which the rule has checked
+        wanted = "a number from 0 up to but not including 1, such as 0.9"
+        number("momentum of a parameter group", entry["momentum"], lambda v: (v >= 0) & (v < 1), wanted)
 
 
 def number(name: str, value: Any, holds: Callable[[Any], Any], wanted: str) -> None:
@@ -123,7 +152,8 @@ def facts(algorithm: Any, topology: Topology, groups: Sequence[dict[str, Any]]) 
         "memory formats": str([list(p.stride()) for p in trained]),
         "dtypes": str([str(p.dtype) for p in trained]),
         "parameter groups": "; ".join(
-            f"{len(entry['params'])} tensors with lr {entry['lr']:g}, weight_decay {entry['weight_decay']:g}"
+            f"{len(entry['params'])} tensors with "
+            + ", ".join(f"{name} {entry[name]:g}" for name in ("lr", "weight_decay", "momentum") if name in entry)
             for entry in groups
         ),
         "frozen parameters": str([[list(p.shape), str(p.dtype)] for p in parameters if not p.requires_grad]),

@@ -46,7 +46,7 @@ class Gossip(Optimizer, Joinable):
     or train inside torch's `Join([optimizer])`.
 
     Args:
-        params: parameters, or groups of them with their own "lr" and "weight_decay".
+        params: parameters, or groups of them with their own "lr", "weight_decay" and, if the rule has one, "momentum".
         algorithm: the rule, such as algorithms.make("dat", lr=0.1); its lr is the default of the groups.
         topology: a Topology with one node per rank, or the name of one.
         group: the process group; all ranks by default.
@@ -87,7 +87,7 @@ class Gossip(Optimizer, Joinable):
         rule: Any = algorithm
         lr = checks.first_rate(rule.lr)
         self._made = False
-        super().__init__(params, {"lr": lr, "weight_decay": float(weight_decay)})
+        super().__init__(params, checks.options(rule, lr, weight_decay))
         Joinable.__init__(self)
         self._made = True
         self.on_nonfinite, self.skipped = on_nonfinite, 0
@@ -174,14 +174,16 @@ class Gossip(Optimizer, Joinable):
 
     def _round(self, factor: float) -> None:
         for share in self._shares:
-            share.check_untouched()
+            share.check_untouched(self.param_groups)
         self._follow_schedule()
-        for entry in self.param_groups:  # which schedulers may have written to
-            checks.group(entry)
+        for entry in self.param_groups:
+            checks.values(entry, self.defaults)
         # None moves before all have heard: a failure leaves them at the same round.
         for share in self._shares:
             share.take_in(self.param_groups, factor)
-        if (wrong := next(filter(None, (share.not_finite() for share in self._shares)), None)) is not None:
+        if (
+            wrong := next(filter(None, (share.not_finite(self.param_groups) for share in self._shares)), None)
+        ) is not None:
             self._skip(wrong)
         for share in self._shares:
             share.exchange()
@@ -216,7 +218,7 @@ class Gossip(Optimizer, Joinable):
         if self._made:
             raise ValueError("parameters cannot be added to a Gossip optimizer; make a new one with all of them")
         super().add_param_group(param_group)
-        checks.group(self.param_groups[-1])
+        checks.group(self.param_groups[-1], self.defaults)
 
     def __repr__(self) -> str:
         here = f"rank {self.rank} of {self.topology.name}, {self.topology.size} nodes, round {self.rounds}"
@@ -351,6 +353,7 @@ class Gossip(Optimizer, Joinable):
 
     def vectors(self) -> list[dict[str, Tensor]]:
         """The fields of the state as flat vectors, by dtype of the parameters: this optimizer's own memory."""
+        self._gather()
         return [share.vectors() for share in self._shares]
 
     @torch.no_grad()
@@ -367,6 +370,7 @@ class Gossip(Optimizer, Joinable):
             self._links = self._links.reopened(own)
             self._shares = self._make_shares([share.flat for share in self._shares])
             self._close = self._closed_at_end()
+        self._gather()
         for share, fields in zip(self._shares, vectors, strict=True):
             share.load(fields, rounds)
         self._finished = False
@@ -393,6 +397,10 @@ class Gossip(Optimizer, Joinable):
 
     def _make_shares(self, flats: list[Flat]) -> list[Share]:
         return [Share(flat, self.algorithm, self.topology, self.rank, self._links, k) for k, flat in enumerate(flats)]
+
+    def _gather(self) -> None:
+        for share in self._shares:
+            share.gather(self.param_groups)
 
     def _closed_at_end(self) -> Callable[[], Any]:
         """The last messages must leave before the optimizer or the process ends, or neighbours could not finish."""

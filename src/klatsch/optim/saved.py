@@ -67,15 +67,15 @@ def checked(state: Any, groups: Sequence[dict[str, Any]], shares: Sequence[Share
 def _vectors(share: Share, entries: Any, numbers: dict[int, int], single: dict[str, Tensor]) -> dict[str, Tensor]:
     flat, result = share.flat, dict(single)
     known = {name for parameter in flat.parameters for name in entries.get(numbers[id(parameter)], {})}
-    if strange := known - set(share.vectors()):
+    if strange := known - set(share.vectors()) - share.added:
         raise ValueError(
             f"the state_dict has {', '.join(sorted(strange))}, which this optimizer does not keep; it is of a rule "
             "with other options (momentum, average)"
         )
-    for name, vector in share.vectors().items():
-        if name in single:
+    for name in dict.fromkeys((*share.vectors(), *share.added)):
+        if name in single or name in share.added - known:
             continue
-        whole = torch.empty_like(vector)
+        whole = torch.empty(len(flat.values), dtype=share.dtype, device=flat.values.device)
         for parameter, view in zip(flat.parameters, flat.views(whole), strict=True):
             value = entries.get(numbers[id(parameter)], {}).get(name)
             if value is None or value.shape != parameter.shape:

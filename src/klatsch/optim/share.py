@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -28,28 +29,34 @@ class Share:
         start = flat.values.float() if flat.values.element_size() < 4 else flat.values
         self.node = Node(rule, start, topology, rank, links, channel, guarded=True)
         self.dtype = start.dtype
-        self._inputs: tuple[Tensor, Setting, Setting, float] = (start, 0.0, 0.0, 1.0)
+        self._inputs: tuple[Tensor, Setting, float] = (start, 0.0, 1.0)
+        self._hyper: dict[str, Setting] = {}  # what the rule is given anew in every round
+        self.added = _kept(self._with_momentum, start) - _kept(rule, start)  # what only a group's momentum needs
 
     def take_in(self, groups: Sequence[dict[str, Any]], factor: float) -> None:
         """Take the gradients, times a factor; 0 makes it a round of gossip alone, whatever they are.
 
         Raises:
-            ValueError: a gradient is sparse.
+            ValueError: a gradient is sparse, or a group has a momentum that the rule does not know.
         """
-        lr, decay = self._setting(groups, "lr"), self._setting(groups, "weight_decay")
-        self._inputs = self.flat.bind_gradients(), lr, decay, factor
+        names = ("lr", "momentum") if has_momentum(self.rule) else ("lr",)
+        if "momentum" not in names and any("momentum" in group for group in groups):
+            kind = type(self.rule).__name__
+            raise ValueError(f"something gave a parameter group a momentum, but {kind} has none; use DAT or DSGD")
+        if self.added and any(group["momentum"] for group in groups):
+            self._keep_momentum()
+        self._inputs = self.flat.bind_gradients(), self._setting(groups, "weight_decay"), factor
+        self._hyper = {name: self._setting(groups, name) for name in names}
 
-    def not_finite(self) -> str | None:
+    def not_finite(self, groups: Sequence[dict[str, Any]]) -> str | None:
         """What is wrong with the gradients that were taken in; None where they are finite."""
-        gradients, *_, factor = self._inputs
+        gradients, _, factor = self._inputs
         if factor == 0.0 or is_sound(gradients):
             return None
         views = self.flat.views(gradients)
-        wrong = [k for k, view in enumerate(views) if not is_sound(view.reshape(-1))] or range(len(views))
-        largest = max(float(view.abs().max()) for view in (views[k] for k in wrong) if view.numel())
-        what = f"parameter {wrong[0]} of shape {tuple(views[wrong[0]].shape)}"
-        more = f" and {len(wrong) - 1} more of {len(views)}" if len(wrong) > 1 else ""
-        return f"the gradient of {what}{more} is not finite, or absurd (largest {largest:.3g})"
+        wrong = [k for k, view in enumerate(views) if not is_sound(view.reshape(-1))] or [*range(len(views))]
+        first, more = described(self.flat.parameters[wrong[0]], groups), f" (of {len(wrong)})" * (len(wrong) > 1)
+        return f"the gradient of {first}{more} is not finite, or absurd: up to {float(gradients.abs().max()):.3g}"
 
     def exchange(self) -> None:
         """The first half of a round.
@@ -70,18 +77,35 @@ class Share:
 
     def load(self, vectors: dict[str, Tensor], rounds: int) -> None:
         """Go on from a state that was saved after so many rounds."""
-        self.node.load(vectors, rounds)
+        if self.added & vectors.keys():
+            self._keep_momentum()
+        unsaved = {name: v.new_zeros(v.shape) for name, v in self.vectors().items() if name in self.added}
+        self.node.load(unsaved | vectors, rounds)
         self.flat.values.copy_(self.rule.query(self.node.state))
         self.flat.written()
 
-    def check_untouched(self) -> None:
+    def gather(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Bring parameters back that were copied elsewhere on their device, as model.to("cpu:0") does.
+
+        Raises:
+            ValueError: one was moved to another device, dtype or memory format.
+        """
+        for number in self.flat.strays():
+            if not self.flat.take_back(number):
+                parameter, home = self.flat.parameters[number], self.flat.values
+                raise ValueError(
+                    f"{described(parameter, groups)} was moved after the optimizer was made, from {home.dtype} on "
+                    f"{home.device} to {parameter.dtype} on {parameter.device} with strides {parameter.stride()}; "
+                    "move the model first (model.to(...)), then make the optimizer"
+                )
+
+    def check_untouched(self, groups: Sequence[dict[str, Any]]) -> None:
         """See whether somebody has written to the parameters, which belong to the optimizer since it was made.
 
         Raises:
-            ValueError: they were, and do not fit the rest of the state.
+            ValueError: somebody has, and they do not fit the rest of the state; or they were moved.
         """
-        if self.flat.moved():
-            raise ValueError("the model was moved after the optimizer was made; move it first, then make a new one")
+        self.gather(groups)
         if not self.flat.written():
             return
         if self.node.rounds == 0:  # the model was loaded before training: start from there
@@ -94,7 +118,7 @@ class Share:
             )
 
     def _gradient(self, block: Block) -> Tensor:
-        gradients, _, decay, factor = self._inputs
+        gradients, decay, factor = self._inputs
         gradient = gradients[block].to(self.dtype)
         if factor == 0.0:
             gradient = torch.zeros_like(gradient)
@@ -105,11 +129,20 @@ class Share:
         return gradient + decay * self.flat.values[block] if decay else gradient
 
     def _rule(self, block: Block) -> Algorithm:
-        lr = self._inputs[1]
-        return cols.replaced(self.rule, lr=lr[block] if isinstance(lr, Tensor) else lr)
+        here = {name: v[block] if isinstance(v, Tensor) else v for name, v in self._hyper.items()}
+        return cols.replaced(self.rule, **here)
 
     def _take_over(self, block: Block, state: Any, rule: Algorithm) -> None:
         self.flat.values[block].copy_(rule.query(state))
+
+    def _keep_momentum(self) -> None:
+        """Make the buffer of a momentum that a group has and the rule has not; it starts from 0, as in torch."""
+        if not self.added <= self.vectors().keys():
+            self.node.keep_also(self._with_momentum)
+
+    @property
+    def _with_momentum(self) -> Algorithm:
+        return cols.replaced(self.rule, momentum=1.0) if has_momentum(self.rule) else self.rule
 
     def _setting(self, groups: Sequence[dict[str, Any]], name: str) -> Setting:
         if len({float(group[name]) for group in groups}) == 1:
@@ -121,3 +154,25 @@ class Share:
                 if id(parameter) in places:
                     vector[places[id(parameter)]] = float(group[name])
         return vector
+
+
+def has_momentum(rule: Any) -> bool:
+    """Whether a rule has a momentum that groups and schedulers may set."""
+    return isinstance(getattr(rule, "momentum", None), int | float) and is_dataclass(rule)
+
+
+def _kept(rule: Algorithm, x: Tensor) -> set[str]:
+    """The fields of a rule's state, seen at a few numbers."""
+    return {name for name, v in rule.init(x[:1])._asdict().items() if v is not None}
+
+
+def described(parameter: Tensor, groups: Sequence[dict[str, Any]]) -> str:
+    """A parameter in words: its name where the optimizer was given names, its place among all, and its shape."""
+    place = 0
+    for group in groups:
+        for number, other in enumerate(group["params"]):
+            if other is parameter:
+                name = group["param_names"][number] if "param_names" in group else place
+                return f"parameter {name} of shape {tuple(parameter.shape)}"
+            place += 1
+    return f"a parameter of shape {tuple(parameter.shape)}"
