@@ -75,7 +75,7 @@ def values(entry: dict[str, Any], known: dict[str, float]) -> None:
     """
     number("lr of a parameter group", entry["lr"], lambda v: v >= 0, "a number from 0 up")
     number("weight_decay of a parameter group", entry["weight_decay"], lambda v: v >= 0, "a number from 0 up")
-    if "momentum" in entry and entry["momentum"] != known["momentum"]:  # which the rule has checked
+    if "momentum" in known and entry["momentum"] != known["momentum"]:  # which the rule has checked
         wanted = "a number from 0 up to but not including 1, such as 0.9"
         number("momentum of a parameter group", entry["momentum"], lambda v: (v >= 0) & (v < 1), wanted)
 

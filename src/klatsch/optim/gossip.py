@@ -181,10 +181,9 @@ class Gossip(Optimizer, Joinable):
         # None moves before all have heard: a failure leaves them at the same round.
         for share in self._shares:
             share.take_in(self.param_groups, factor)
-        if (
-            wrong := next(filter(None, (share.not_finite(self.param_groups) for share in self._shares)), None)
-        ) is not None:
-            self._skip(wrong)
+        wrong = [text for share in self._shares if (text := share.not_finite(self.param_groups)) is not None]
+        if wrong:
+            self._skip(wrong[0])
         for share in self._shares:
             share.exchange()
         for share in self._shares:
