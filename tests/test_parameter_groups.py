@@ -1,6 +1,7 @@
 """Options of parameter groups: none is ignored, and the momentum that a group or a scheduler sets acts as in torch."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_a_checkpoint_takes_the_momentum_along(tmp_path, pause):
     assert same(calm, model)
 
 
-def test_a_state_of_a_rule_with_momentum_brings_it(tmp_path):
+def test_a_state_of_a_rule_with_momentum_brings_it():
     calm, model = make_model(), make_model(seed=1)
     first = DSGD(calm.parameters(), lr=0.1, momentum=0.9)
     train(calm, first, last=5)
@@ -196,3 +197,12 @@ def test_a_state_of_a_rule_with_momentum_brings_it(tmp_path):
         train(net, each, first=5)
     assert optimizer.param_groups[0]["momentum"] == 0.9
     assert same(calm, model)
+
+
+def test_ranks_agree_on_the_momentum_of_groups(launch):
+    ranks = launch(3, "momentum_of_a_group")
+    ranks.succeed()
+    for rank in range(3):
+        said = json.loads(ranks.wait_for(f"found-{rank}"))
+        assert said.startswith("the ranks do not agree on the parameter groups: ranks 0, 1 have 4 tensors with lr 0.05")
+        assert "momentum 0.9; rank 2 has 4 tensors with lr 0.05, weight_decay 0, momentum 0.5" in said

@@ -5,7 +5,7 @@ A rule then works on whole vectors, a message is one piece of memory, and nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,13 +16,14 @@ class Flat:
 
     Args:
         parameters: leaf tensors that require gradients; their memory moves into the buffer.
+        names: what to call parameters in errors, by their id.
 
     After `bind_gradients`, gradients live in a buffer of the same layout. Until then they are whatever autograd made
     of them, so that a sparse one shows itself.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, parameters: Sequence[Tensor], names: Mapping[int, object]) -> None:
+        self.parameters, self._names = list(parameters), names
         self.places: list[slice] = []
         end = 0
         for parameter in self.parameters:
@@ -43,6 +44,11 @@ class Flat:
         return [
             _shaped(vector[place], parameter) for place, parameter in zip(self.places, self.parameters, strict=True)
         ]
+
+    def described(self, k: int) -> str:
+        """A parameter in words, by its number."""
+        parameter = self.parameters[k]
+        return f"parameter {self._names[id(parameter)]} of shape {tuple(parameter.shape)}"
 
     def bind_gradients(self) -> Tensor:
         """The gradients as one vector; those that autograd or a user put elsewhere are moved in, absent ones are zero.
@@ -94,30 +100,34 @@ class Flat:
 
     def written(self) -> bool:
         """Whether somebody did, since the last call."""
-        changed, self._seen = self.touched, self._versions()
+        versions = self._versions()
+        changed, self._seen = versions != self._seen, versions
         return changed
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the buffer."""
-        start = self.values.data_ptr()
-        return start <= tensor.data_ptr() < start + self.values.numel() * self.values.element_size()
+        """Whether a tensor lies in the memory of the parameters."""
+        start, place = self.values.data_ptr(), tensor.data_ptr()
+        inside = start <= place < start + self.values.numel() * self.values.element_size()
+        return inside or any(place == parameter.data_ptr() for parameter in self.parameters)
 
-    def strays(self) -> list[int]:
-        """The numbers of the parameters that no longer lie in the buffer, as after model.to(...)."""
-        return self._elsewhere(self.values, self.parameters)
+    def gather(self) -> None:
+        """Bring parameters back into the buffer that were copied elsewhere on their device, as model.to("cpu:0") does.
 
-    def take_back(self, number: int) -> bool:
-        """Put a parameter back into the buffer, with its values; False where its device, dtype or format is another."""
-        parameter, format_ = self.parameters[number], self._formats[number]
-        if (parameter.device, parameter.dtype) != (self.values.device, self.values.dtype):
-            return False
-        if (parameter.shape, parameter.stride()) != format_:
-            return False
-        place = self.values[self.places[number]].as_strided(*format_, self.places[number].start)
-        place.copy_(parameter.detach())
-        parameter.data = place
-        torch.autograd.graph.increment_version(parameter)  # its values may be others now
-        return True
+        Raises:
+            ValueError: one was moved to another device, dtype or memory format.
+        """
+        home = self.values
+        for k in self._elsewhere(home, self.parameters):
+            parameter, place = self.parameters[k], home.as_strided(*self._formats[k], self.places[k].start)
+            if _kind(parameter) != _kind(place):
+                raise ValueError(
+                    f"{self.described(k)} was moved after the optimizer was made, from {home.dtype} on {home.device} "
+                    f"to {parameter.dtype} on {parameter.device} with strides {parameter.stride()}; move the model "
+                    "first (model.to(...)), then make the optimizer"
+                )
+            place.copy_(parameter.detach())
+            parameter.data = place
+            torch.autograd.graph.increment_version(parameter)  # its values may be others now
 
     def _bind_again(self, gradients: Tensor) -> None:
         """model.to(...) takes along the memory of gradients, too, in the tensors that were bound to the buffer."""
@@ -142,6 +152,11 @@ def by_dtype(parameters: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     for parameter in parameters:
         groups.setdefault(parameter.dtype, []).append(parameter)
     return groups
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    """What a copy of a tensor has in common with it, beside the values."""
+    return tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _shaped(piece: Tensor, parameter: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Literal, get_args
@@ -127,6 +128,12 @@ def trainable(parameters: Sequence[Tensor]) -> list[Tensor]:
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
         raise ValueError("no parameter requires a gradient; unfreeze some before the optimizer is made")
+    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # where none is, none is loaded
+    if any(isinstance(p, distributed) for p in trained):
+        raise ValueError(
+            "parameters are DTensors, pieces into which fully_shard (FSDP2) or parallelize_module cuts a model, and "
+            "cannot be gossiped yet; give every rank a whole model, without them"
+        )
     devices = sorted({str(p.device) for p in trained})
     if len(devices) > 1:
         raise ValueError(f"parameters are on {' and '.join(devices)}; move the model to one device, model.to(...)")
@@ -138,6 +145,13 @@ def trainable(parameters: Sequence[Tensor]) -> list[Tensor]:
                 f"a parameter has dtype {p.dtype} and layout {p.layout}; only dense real ones can be mixed"
             )
     return trained
+
+
+def names(groups: Sequence[dict[str, Any]]) -> dict[int, object]:
+    """What to call parameters, by their id: the names that the optimizer was given, or their numbers."""
+    given = [name for entry in groups for name in entry.get("param_names", ())]
+    parameters = [p for entry in groups for p in entry["params"]]
+    return {id(p): name for p, name in zip(parameters, given or range(len(parameters)), strict=True)}
 
 
 def facts(algorithm: Any, topology: Topology, groups: Sequence[dict[str, Any]]) -> dict[str, str]:

@@ -33,6 +33,7 @@ from klatsch.engine.transport import open_links
 from klatsch.optim import checks, saved
 from klatsch.optim.checks import OnNonFinite
 from klatsch.optim.share import Share
+from klatsch.optim.wrappers import Wrappers
 from klatsch.topology import Topology
 from klatsch.version import VERSION
 
@@ -100,6 +101,7 @@ class Gossip(Optimizer, Joinable):
         trained = checks.trainable([p for entry in self.param_groups for p in entry["params"]])
         self._frozen = [p for entry in self.param_groups for p in entry["params"] if not p.requires_grad]
 
+        self._wrappers = Wrappers(trained, members(group))
         size = len(members(group))
         self.topology = topologies.make(topology, size) if isinstance(topology, str) else topology
         checks.graph(algorithm, self.topology, size, any_graph)
@@ -108,7 +110,7 @@ class Gossip(Optimizer, Joinable):
         settings["device"] = trained[0].device.type
         agree(self.group, {"version of klatsch": VERSION, "rule": type(algorithm).__qualname__})
         agree(self.group, checks.facts(algorithm, self.topology, self.param_groups) | settings)
-        flats = [Flat(same) for same in by_dtype(trained).values()]
+        flats = [Flat(same, checks.names(self.param_groups)) for same in by_dtype(trained).values()]
         if start_equal:
             for tensor in (*(flat.values for flat in flats), *(p.data for p in self._frozen)):
                 broadcast(self.group, tensor)
@@ -133,12 +135,11 @@ class Gossip(Optimizer, Joinable):
         """
         if self._finished:
             raise ValueError(f"rank {self.rank} has called finish() and takes no more steps; make a new optimizer")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         if any(p.requires_grad for p in self._frozen):
             raise ValueError("a parameter was frozen when the optimizer was made and is not now; make a new optimizer")
+        self._wrappers.look(now=any(share.flat.touched for share in self._shares))
         Join.notify_join_context(self)  # inside torch's Join: tells ranks that are done that this one is not
         self._round(self._gradient_factor())
         return loss
@@ -174,14 +175,14 @@ class Gossip(Optimizer, Joinable):
 
     def _round(self, factor: float) -> None:
         for share in self._shares:
-            share.check_untouched(self.param_groups)
+            share.check_untouched()
         self._follow_schedule()
         for entry in self.param_groups:
             checks.values(entry, self.defaults)
         # None moves before all have heard: a failure leaves them at the same round.
         for share in self._shares:
             share.take_in(self.param_groups, factor)
-        wrong = [text for share in self._shares if (text := share.not_finite(self.param_groups)) is not None]
+        wrong = [text for share in self._shares if (text := share.not_finite()) is not None]
         if wrong:
             self._skip(wrong[0])
         for share in self._shares:
@@ -352,7 +353,6 @@ class Gossip(Optimizer, Joinable):
 
     def vectors(self) -> list[dict[str, Tensor]]:
         """The fields of the state as flat vectors, by dtype of the parameters: this optimizer's own memory."""
-        self._gather()
         return [share.vectors() for share in self._shares]
 
     @torch.no_grad()
@@ -369,7 +369,6 @@ class Gossip(Optimizer, Joinable):
             self._links = self._links.reopened(own)
             self._shares = self._make_shares([share.flat for share in self._shares])
             self._close = self._closed_at_end()
-        self._gather()
         for share, fields in zip(self._shares, vectors, strict=True):
             share.load(fields, rounds)
         self._finished = False
@@ -396,10 +395,6 @@ class Gossip(Optimizer, Joinable):
 
     def _make_shares(self, flats: list[Flat]) -> list[Share]:
         return [Share(flat, self.algorithm, self.topology, self.rank, self._links, k) for k, flat in enumerate(flats)]
-
-    def _gather(self) -> None:
-        for share in self._shares:
-            share.gather(self.param_groups)
 
     def _closed_at_end(self) -> Callable[[], Any]:
         """The last messages must leave before the optimizer or the process ends, or neighbours could not finish."""

@@ -48,15 +48,15 @@ class Share:
         self._inputs = self.flat.bind_gradients(), self._setting(groups, "weight_decay"), factor
         self._hyper = {name: self._setting(groups, name) for name in names}
 
-    def not_finite(self, groups: Sequence[dict[str, Any]]) -> str | None:
+    def not_finite(self) -> str | None:
         """What is wrong with the gradients that were taken in; None where they are finite."""
         gradients, _, factor = self._inputs
         if factor == 0.0 or is_sound(gradients):
             return None
         views = self.flat.views(gradients)
         wrong = [k for k, view in enumerate(views) if not is_sound(view.reshape(-1))] or [*range(len(views))]
-        first, more = described(self.flat.parameters[wrong[0]], groups), f" (of {len(wrong)})" * (len(wrong) > 1)
-        return f"the gradient of {first}{more} is not finite, or absurd: up to {float(gradients.abs().max()):.3g}"
+        more = f" (of {len(wrong)})" * (len(wrong) > 1)
+        return f"the gradient of {self.flat.described(wrong[0])}{more} is not finite, or absurd: up to {float(gradients.abs().max()):.3g}"
 
     def exchange(self) -> None:
         """The first half of a round.
@@ -76,7 +76,12 @@ class Share:
         return {name: v for name, v in self.node.state._asdict().items() if v is not None}
 
     def load(self, vectors: dict[str, Tensor], rounds: int) -> None:
-        """Go on from a state that was saved after so many rounds."""
+        """Go on from a state that was saved after so many rounds.
+
+        Raises:
+            ValueError: the parameters were moved.
+        """
+        self.flat.gather()
         if self.added & vectors.keys():
             self._keep_momentum()
         unsaved = {name: v.new_zeros(v.shape) for name, v in self.vectors().items() if name in self.added}
@@ -84,28 +89,13 @@ class Share:
         self.flat.values.copy_(self.rule.query(self.node.state))
         self.flat.written()
 
-    def gather(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Bring parameters back that were copied elsewhere on their device, as model.to("cpu:0") does.
-
-        Raises:
-            ValueError: one was moved to another device, dtype or memory format.
-        """
-        for number in self.flat.strays():
-            if not self.flat.take_back(number):
-                parameter, home = self.flat.parameters[number], self.flat.values
-                raise ValueError(
-                    f"{described(parameter, groups)} was moved after the optimizer was made, from {home.dtype} on "
-                    f"{home.device} to {parameter.dtype} on {parameter.device} with strides {parameter.stride()}; "
-                    "move the model first (model.to(...)), then make the optimizer"
-                )
-
-    def check_untouched(self, groups: Sequence[dict[str, Any]]) -> None:
+    def check_untouched(self) -> None:
         """See whether somebody has written to the parameters, which belong to the optimizer since it was made.
 
         Raises:
             ValueError: somebody has, and they do not fit the rest of the state; or they were moved.
         """
-        self.gather(groups)
+        self.flat.gather()
         if not self.flat.written():
             return
         if self.node.rounds == 0:  # the model was loaded before training: start from there
@@ -164,15 +154,3 @@ def has_momentum(rule: Any) -> bool:
 def _kept(rule: Algorithm, x: Tensor) -> set[str]:
     """The fields of a rule's state, seen at a few numbers."""
     return {name for name, v in rule.init(x[:1])._asdict().items() if v is not None}
-
-
-def described(parameter: Tensor, groups: Sequence[dict[str, Any]]) -> str:
-    """A parameter in words: its name where the optimizer was given names, its place among all, and its shape."""
-    place = 0
-    for group in groups:
-        for number, other in enumerate(group["params"]):
-            if other is parameter:
-                name = group["param_names"][number] if "param_names" in group else place
-                return f"parameter {name} of shape {tuple(parameter.shape)}"
-            place += 1
-    return f"a parameter of shape {tuple(parameter.shape)}"

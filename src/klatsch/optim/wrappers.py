@@ -1,0 +1,100 @@
+"""Wrappers that do gossip's work before it, and so undo it: DDP and FSDP average gradients over all of their ranks.
+
+Nothing on a parameter tells that it is wrapped, and a wrapper may come before the optimizer or after it. So all live
+objects are looked through, which takes some ten milliseconds, when the optimizer is made and in its steps 1, 10, 100...
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+HOW = "for Lightning, Accelerate and Hugging Face see docs/ranks.md"
+
+
+class Wrappers:
+    """Looks for wrappers of some parameters.
+
+    Args:
+        parameters: what is trained by gossip.
+        ranks: the ranks that gossip, as the default group counts them.
+
+    Raises:
+        ValueError: a wrapper was found that must not be; also later, by `look`.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], ranks: Sequence[int]) -> None:
+        self._parameters, self._ranks = parameters, set(ranks)
+        self._looks, self._next = 0, 1
+        self._refuse_averaging()
+
+    def look(self, *, now: bool = False) -> None:
+        """Look again, if it is time to; once per step, when there are gradients.
+
+        Args:
+            now: look in any case, since somebody wrote to the parameters, as DDP does when it is put around them.
+        """
+        self._looks += 1
+        if self._looks == self._next or now:
+            self._refuse_averaging()
+        if self._looks == 1:
+            self._refuse_other_parameters()
+        if self._looks == self._next:
+            self._next *= 10
+
+    def _refuse_averaging(self) -> None:
+        kinds = [nn.parallel.DistributedDataParallel, *_fsdp("FullyShardedDataParallel")]
+        found = [weakref.ref(wrapper) for wrapper in _alive(kinds) if self._averages(wrapper)]
+        if found:
+            gc.collect()  # one that nobody uses any more does no harm
+        for wrapper in (reference() for reference in found):
+            if wrapper is not None:
+                raise ValueError(
+                    f"{type(wrapper).__name__} is around this model on ranks that gossip, and would average their "
+                    "gradients before gossip can; train the model without it, or give it a process group of one "
+                    f"node's ranks alone, and Gossip one across nodes (group=...); {HOW}"
+                )
+
+    def _averages(self, wrapper: Any) -> bool:
+        groups = [getattr(wrapper, name, None) for name in ("process_group", "_inter_node_pg")]
+        ignored = getattr(wrapper, "parameters_to_ignore", ())
+        ours = {id(p) for p in self._parameters}
+        return any(len(self._ranks.intersection(_ranks(group))) > 1 for group in groups) and any(
+            id(p) in ours for name, p in wrapper.module.named_parameters() if name not in ignored
+        )
+
+    def _refuse_other_parameters(self) -> None:
+        kinds = [*_fsdp("FullyShardedDataParallel"), *_fsdp("FSDPModule")]
+        if kinds and all(p.grad is None for p in self._parameters) and any(True for _ in _alive(kinds)):
+            raise ValueError(
+                "no parameter of the optimizer has a gradient: FSDP has put others in their place; train the model "
+                f"without it; {HOW}"
+            )
+
+
+def _fsdp(name: str) -> list[type]:
+    """A class of FSDP, if that was ever imported: it takes a while, and without it there are no objects."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return [getattr(module, name)] if hasattr(module, name) else []
+
+
+def _alive(kinds: Sequence[type]) -> Iterator[Any]:
+    """All objects of some classes, and of those derived from them."""
+    known = list(kinds)
+    for kind in known:  # which grows
+        known += kind.__subclasses__()
+    every = set(known)
+    return (thing for thing in gc.get_objects() if type(thing) in every)
+
+
+def _ranks(group: Any) -> list[int]:
+    with suppress(AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # there is none, or it was destroyed
+        return list(dist.get_process_group_ranks(group)) if group is not None else []
+    return []
