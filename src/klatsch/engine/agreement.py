@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from klatsch.engine.restarts import check_restarts
 from klatsch.engine.transfers import reason
 
 WIDTH = 160  # bytes of a text in an agreement, of which 16 are a hash of the whole
@@ -38,8 +39,10 @@ def group_of(group: Any, timeout: float) -> Any:
 
     Raises:
         RuntimeError: not all ranks came.
+        ValueError: there is none to be had; with the remedy.
     """
     ranks = members(group)
+    check_restarts()
     try:
         return dist.new_group(
             ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=group is not None

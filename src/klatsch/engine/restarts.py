@@ -1,0 +1,40 @@
+"""Restarts by torchrun that cannot work, refused before there is anything to lose."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+
+def check_restarts() -> None:
+    """See that restarted ranks would not meet dead ones.
+
+    Where torchrun shares its own store with its workers, the addresses of dead workers stay in it. Restarted ones read
+    them in init_process_group itself, before klatsch has a say, and by chance of timing connect, fail or hang
+    (pytorch/pytorch#135712). So it is said in the first attempt, while nothing has been trained.
+
+    Raises:
+        ValueError: torchrun is to restart workers, and shares its store.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts == "0" or not shared or dist.get_world_size() == 1 or _has_own_store():
+        return
+    raise ValueError(
+        f"torchrun is to restart ranks ({restarts} times) but keeps the addresses of dead ones in its store, where "
+        "restarted ones would look for the living; start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and "
+        "--rdzv-backend c10d (or --standalone) in place of --master-port, or give init_process_group a store for each "
+        "attempt (see docs/cluster.md)"
+    )
+
+
+def _has_own_store() -> bool:
+    """Whether the caller gave init_process_group a store; the one that it makes itself has the prefix default_pg."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.set("klatsch", "is here")
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    group: Any = dist.group.WORLD
+    return not store.check([f"default_pg/{group.group_name}//klatsch"])
