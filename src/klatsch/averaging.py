@@ -10,12 +10,15 @@ With weights alpha_t > 0 and delta_t = alpha_t / alpha_{1:t}, the average moves 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from klatsch import columns
 from klatsch.columns import Number
+
+LARGEST_DEGREE = 50  # up to here alpha_t is a number for a million rounds; it grows like t^p
 
 
 class Averaging(Protocol):
@@ -43,12 +46,23 @@ class Polynomial:
     def __post_init__(self) -> None:
         if isinstance(self.p, bool) or not isinstance(self.p, int) or self.p < 0:
             raise ValueError(f"polynomial(p) with p = {self.p!r}; give a whole number from 0 up")
+        if self.p > LARGEST_DEGREE:
+            raise ValueError(
+                f"polynomial(p) with p = {self.p}: weights like t^{self.p} soon exceed every number; "
+                f"give p from 0 to {LARGEST_DEGREE}, such as 2"
+            )
 
     def alpha(self, t: Any) -> Any:
-        """The product t (t + 1) ... (t + p - 1); 1 for p = 0."""
+        """The product t (t + 1) ... (t + p - 1); 1 for p = 0.
+
+        Raises:
+            ValueError: it exceeds every number.
+        """
         product: Any = 1.0
         for k in range(self.p):
             product = product * (t + k)
+        if isinstance(product, float) and math.isinf(product):
+            raise ValueError(f"polynomial({self.p}) at round {t}: its weight exceeds every number; give a smaller p")
         return product
 
     def delta(self, t: Any) -> Any:

@@ -40,6 +40,7 @@ def topology(
 ) -> None:
     """Show how fast a communication graph mixes and what a round of it costs."""
     from klatsch import topology as topologies
+    from klatsch.topology.summary import beyond_solvers
 
     given = {"k": k, "rows": rows, "cols": cols, "p": p, "degree": degree, "seed": seed}
     choices = {key: value for key, value in given.items() if value is not None}
@@ -57,11 +58,14 @@ def topology(
         raise ValueError("name a topology, for example klatsch topology ring -n 16, or give --compare")
     if nodes is None and rows is None and cols is None:
         raise ValueError(f"{name} needs the number of nodes, for example -n 16")
+    topologies.builder(name, choices)  # a wrong name shows first
+    closed = beyond_solvers(name, (rows or 1) * (cols or 1) if nodes is None else nodes, lazy)
     graph = topologies.make(name, nodes, **choices)
     graph = topologies.lazy(graph) if lazy else graph
     if draw is not None:  # first, since a wrong file name shows at once
         topologies.draw(graph, draw)
-    summary = topologies.summarize(graph, params)
+    rho = topologies.spectral_gap(name, graph.size, **choices) if closed else None
+    summary = topologies.summarize(graph, params, rho=rho)
     if as_json:
         print_json(asdict(summary))
     else:
@@ -97,7 +101,7 @@ def _print_summary(s: Summary) -> None:
         ("symmetric", _yes(s.symmetric), ""),
         ("doubly stochastic", _yes(s.doubly_stochastic), "keeps the network mean"),
         ("rho", f"{s.rho:.6g}", "spectral gap per round"),
-        ("rounds to halve", f"{s.rounds_to_halve:,}", "the disagreement, from the worst start"),
+        ("rounds to halve", _count(s.rounds_to_halve), "the disagreement, from the worst start"),
         ("exact after", never if s.exact_after is None else f"{s.exact_after:,}", "rounds until all hold the mean"),
         ("smallest eigenvalue", _optional(s.smallest_eigenvalue), "D2 needs more than -1/3"),
         ("effective neighbours", _optional(s.effective_neighbors), f"for memory gamma = {GAMMA}"),
@@ -121,8 +125,8 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
         "sym-\nmetric": lambda s: _yes(s.symmetric),
         "doubly\nstoch.": lambda s: _yes(s.doubly_stochastic),
         "rho": lambda s: f"{s.rho:.4g}",
-        "rounds\nto halve": lambda s: f"{s.rounds_to_halve:,}",
-        "exact\nafter": lambda s: "-" if s.exact_after is None else f"{s.exact_after:,}",
+        "rounds\nto halve": lambda s: _count(s.rounds_to_halve),
+        "exact\nafter": lambda s: _count(s.exact_after),
         "messages\n/round": lambda s: f"{s.messages_per_round:,.4g}",
         "bytes\n/round": lambda s: size(s.bytes_per_round_dat),
     }
@@ -137,6 +141,10 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
 
 
 def _optional(value: float | None) -> str:

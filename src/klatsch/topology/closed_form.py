@@ -13,7 +13,7 @@ import numpy as np
 
 from klatsch.arguments import whole
 from klatsch.topology import static, varying
-from klatsch.topology.checks import UNLIMITED, node_count
+from klatsch.topology.checks import LARGEST, UNLIMITED, node_count
 
 
 def ring(n: int) -> float:
@@ -89,7 +89,9 @@ def one_peer_exponential(n: int) -> float:
 
 def base_graph(n: int, k: int = 1) -> float:
     """One period is the mean."""
-    return 1 / varying.base_graph_period(n, whole(k, "base_graph: k", 1))
+    if min(whole(k, "base_graph: k", 1), n) > LARGEST:  # its divisors up to k are tried one by one
+        raise ValueError(f"base_graph: k = {k:,}; give at most {LARGEST:,}")
+    return 1 / varying.base_graph_period(n, k)
 
 
 CLOSED_FORMS: dict[str, Callable[..., float]] = {

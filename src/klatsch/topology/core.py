@@ -145,7 +145,7 @@ class Topology:
         """
         # Where the mean is reached exactly, lambda_2 = 0, which a solver may only know to the root of a rounding error.
         exact = self.exact_after is not None
-        return (1.0 - (0.0 if exact else eigen.second_modulus(self.matrices))) / self.period
+        return (1.0 - (0.0 if exact else self._second_modulus)) / self.period
 
     @cached_property
     def smallest_eigenvalue(self) -> float:
@@ -172,7 +172,7 @@ class Topology:
     @cached_property
     def rounds_to_halve(self) -> int:
         """Rounds after which the distance from the mean is halved, from the worst start."""
-        return spectrum.rounds_to_halve(self.matrices, self.doubly_stochastic)
+        return spectrum.rounds_to_halve(self.matrices, self.doubly_stochastic, lambda: self._second_modulus)
 
     def effective_neighbors(self, gamma: float) -> float:
         """How many independent nodes one node seems to average over when memory decays by gamma per round.
@@ -216,6 +216,10 @@ class Topology:
         return f"<Topology {self.name}: {self.size} nodes, {self.edges} edges{period}>"
 
     # --- inside ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _second_modulus(self) -> float:
+        return eigen.second_modulus(self.matrices)
 
     @cached_property
     def _transposed(self) -> tuple[Matrix, ...]:

@@ -35,21 +35,22 @@ def exact_after(matrices: Sequence[Matrix]) -> int | None:
     return None
 
 
-def rounds_to_halve(matrices: Sequence[Matrix], doubly: bool) -> int:
+def rounds_to_halve(matrices: Sequence[Matrix], doubly: bool, second_modulus: Callable[[], float]) -> int:
     """The first t with ||P_t ... P_1 - J||_2 <= 1/2, J the averaging matrix; 0 for a single node.
 
-    Where the limit is not the mean, and for large graphs beyond 4,096 rounds, it is taken from |lambda_2|.
+    Where the limit is not the mean, and for large graphs beyond 4,096 rounds, it is taken from |lambda_2|, which is
+    only asked for there.
     """
     size, period = matrices[0].shape[0], len(matrices)
     if size == 1:
         return 0
     if period == 1 and is_normal(matrices[0]):
-        return _from_modulus(matrices)
+        return _from_modulus(second_modulus(), period)
     if doubly and size <= eigen.DENSE_LIMIT:
         return _first(_dense_test(matrices), most=None)
     if doubly and (t := _first(_sparse_test(matrices), most=FARTHEST)) <= FARTHEST:
         return t
-    return max(_from_modulus(matrices), FARTHEST + 1 if doubly else 1)
+    return max(_from_modulus(second_modulus(), period), FARTHEST + 1 if doubly else 1)
 
 
 def effective_neighbors(matrices: Sequence[Matrix], gamma: float) -> float:
@@ -68,14 +69,13 @@ def effective_neighbors(matrices: Sequence[Matrix], gamma: float) -> float:
 # --- rounds to halve ----------------------------------------------------------------------------------------------
 
 
-def _from_modulus(matrices: Sequence[Matrix]) -> int:
-    modulus = eigen.second_modulus(matrices)
+def _from_modulus(modulus: float, period: int) -> int:
     if modulus <= ZERO:
-        return len(matrices)
+        return period
     if modulus >= 1 - ZERO:
         return 2**63 - 1
     # A hair above 1/2 must not cost a round when |lambda_2| is 1/2 up to rounding.
-    return max(1, math.ceil(len(matrices) * math.log(0.5) / math.log(modulus) - 1e-9))
+    return max(1, math.ceil(period * math.log(0.5) / math.log(modulus) - 1e-9))
 
 
 def _first(holds: Callable[[int], bool], most: int | None) -> int:

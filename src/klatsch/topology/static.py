@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Links = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 LARGEST_DENSE = 5_000  # nodes that may all be linked with each other: a gigabyte or two
+MOST_DRAWN = 2_000_000  # links of a random graph: half a minute, and a gigabyte
 TRIES = 100  # how often a random graph is drawn again until it is connected
 
 
@@ -110,7 +111,7 @@ def erdos_renyi(n: int, *, p: float | None = None, seed: int = 0) -> Topology:
         seed: the same seed gives the same graph.
 
     Raises:
-        ValueError: p is not a probability, or none of 100 draws is connected.
+        ValueError: p is not a probability, there would be too many links, or none of 100 draws is connected.
     """
     import networkx as nx
 
@@ -118,6 +119,7 @@ def erdos_renyi(n: int, *, p: float | None = None, seed: int = 0) -> Topology:
     p = min(1.0, 2 * math.log(n) / n) if p is None else p
     if not isinstance(p, int | float | np.number) or not 0 <= p <= 1:
         raise ValueError(f"erdos_renyi: p = {p!r} is not a probability; choose it from 0 to 1")
+    _check_links(f"erdos_renyi: n = {n:,} with p = {p:g}", float(p) * n * (n - 1) / 2, "lower p, or take fewer nodes")
     generator = random.Random(whole(seed, "erdos_renyi: seed", 0))
     remedy = f"raise p above ln(n) / n = {math.log(n) / n:.3g}"
     graph = _drawn(f"erdos_renyi with p = {p:g}", lambda: nx.fast_gnp_random_graph(n, p, seed=generator), remedy)
@@ -133,7 +135,7 @@ def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topol
         seed: the same seed gives the same graph.
 
     Raises:
-        ValueError: no such graph exists, or none of 100 draws is connected.
+        ValueError: no such graph exists, it would have too many links, or none of 100 draws is connected.
     """
     import networkx as nx
 
@@ -148,6 +150,7 @@ def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topol
         )
     if degree < min(2, n - 1):
         raise ValueError(f"random_regular: degree = {degree} cannot connect {n} nodes; choose 2 or more")
+    _check_links(f"random_regular: n = {n:,} with degree = {degree:,}", n * degree / 2, "lower it, or take fewer nodes")
     generator = random.Random(whole(seed, "random_regular: seed", 0))
     name = f"random_regular with degree = {degree}"
     graph = _drawn(name, lambda: nx.random_regular_graph(degree, n, seed=generator), "choose degree 3 or more")
@@ -220,6 +223,11 @@ def _drawn(name: str, draw: Callable[[], nx.Graph[int]], remedy: str) -> nx.Grap
     raise ValueError(
         f"{name}: none of {TRIES} draws is connected (in the last, node {a} cannot reach node {b}); {remedy}"
     )
+
+
+def _check_links(what: str, links: float, remedy: str) -> None:
+    if links > MOST_DRAWN:
+        raise ValueError(f"{what} has about {links:,.0f} links; the most that are drawn is {MOST_DRAWN:,}: {remedy}")
 
 
 def _links(graph: nx.Graph[int]) -> Links:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from klatsch.arguments import whole
 from klatsch.topology.checks import node_count
+from klatsch.topology.closed_form import CLOSED_FORMS
 from klatsch.topology.core import Topology
-from klatsch.topology.names import TOPOLOGIES, make, options
+from klatsch.topology.names import TOPOLOGIES, make, options, spectral_gap
 
 GAMMA = 0.95  # the memory that explains deep-learning runs best in Vogels et al. 2022
 
 LARGEST_DETAILED = 20_000  # nodes beyond which the slower figures, which only some need, are left to the library
+LARGEST_SOLVED = 100_000  # nodes beyond which a gap comes from a closed form or not at all: solvers take minutes
 LARGEST_DENSE = 1000  # nodes up to which a graph with links between all of them joins a comparison
 
 
@@ -32,7 +35,7 @@ class Summary:
     symmetric: bool
     doubly_stochastic: bool
     rho: float
-    rounds_to_halve: int
+    rounds_to_halve: int | None
     exact_after: int | None
     smallest_eigenvalue: float | None
     effective_neighbors: float | None
@@ -42,8 +45,17 @@ class Summary:
     bytes_per_round_dat: int
 
 
-def summarize(topology: Topology, params: int = 1_000_000, bytes_per_parameter: int = 4) -> Summary:
-    """Compute everything a table shows about one topology."""
+def summarize(
+    topology: Topology, params: int = 1_000_000, bytes_per_parameter: int = 4, *, rho: float | None = None
+) -> Summary:
+    """Compute everything a table shows about one topology.
+
+    Args:
+        topology: the graph.
+        params: parameters of the model, for the size of messages.
+        bytes_per_parameter: 4 for float32.
+        rho: the spectral gap where a closed form is known; it is not solved for then, nor are changing graphs followed.
+    """
     if not isinstance(topology, Topology):
         raise ValueError(f"summarize takes a Topology, not a {type(topology).__name__}")
     whole(params, "params", 1)
@@ -59,8 +71,8 @@ def summarize(topology: Topology, params: int = 1_000_000, bytes_per_parameter: 
         period=topology.period,
         symmetric=topology.symmetric,
         doubly_stochastic=topology.doubly_stochastic,
-        rho=topology.spectral_gap,
-        rounds_to_halve=topology.rounds_to_halve,
+        rho=topology.spectral_gap if rho is None else rho,
+        rounds_to_halve=topology.rounds_to_halve if rho is None else _rounds_to_halve(topology.period, rho),
         exact_after=topology.exact_after,
         smallest_eigenvalue=topology.smallest_eigenvalue if static and small else None,
         effective_neighbors=topology.effective_neighbors(GAMMA) if topology.doubly_stochastic and small else None,
@@ -69,6 +81,27 @@ def summarize(topology: Topology, params: int = 1_000_000, bytes_per_parameter: 
         bytes_per_round_dsgd=round(vector),
         bytes_per_round_dat=round(2 * vector),
     )
+
+
+def beyond_solvers(name: str, n: int, lazy: bool = False) -> bool:
+    """Whether n nodes are too many to solve for the spectral gap, so that its closed form must do.
+
+    Raises:
+        ValueError: they are, and none is known.
+    """
+    if n > LARGEST_SOLVED and (lazy or name not in CLOSED_FORMS):
+        raise ValueError(
+            f"{'lazy ' if lazy else ''}{name}: no closed form of its spectral gap is known, and {n:,} nodes are too "
+            f"many to solve for it; take {LARGEST_SOLVED:,} or fewer"
+        )
+    return n > LARGEST_SOLVED
+
+
+def _rounds_to_halve(period: int, rho: float) -> int | None:
+    """For the families with closed forms: all that are static are symmetric or circulant, and shrink by 1 - rho."""
+    if period > 1:
+        return None
+    return 1 if rho >= 0.5 else math.ceil(math.log(0.5) / math.log1p(-rho) - 1e-9)
 
 
 def compare(n: int, params: int = 1_000_000, **choices: Any) -> tuple[list[Summary], dict[str, str]]:
@@ -88,13 +121,19 @@ def compare(n: int, params: int = 1_000_000, **choices: Any) -> tuple[list[Summa
             continue
         own = {key: value for key, value in choices.items() if key in options(name)}
         try:
+            closed = beyond_solvers(name, n)
+        except ValueError as refusal:
+            left_out[name] = str(refusal)
+            continue
+        try:
             topology = make(name, n, **own)
         except ValueError as refusal:
             if own and _exists(name, n):  # not the size but the option is wrong, which the caller wants to know
                 raise
             left_out[name] = str(refusal)
         else:
-            summaries.append(summarize(topology, params))
+            rho = spectral_gap(name, n, **own) if closed else None
+            summaries.append(summarize(topology, params, rho=rho))
     return sorted(summaries, key=lambda s: -s.rho), left_out
 
 

@@ -16,6 +16,7 @@ from klatsch.topology.weights import circulant, symmetric
 
 Nodes = NDArray[np.int64]
 WeightedLinks = tuple[Nodes, Nodes, NDArray[np.float64]]  # both ends and the weight of every undirected link
+MOST_LINKS = 20_000_000  # over a period: about four gigabytes
 Round = list[WeightedLinks]  # links of one round that touch different nodes
 
 
@@ -44,11 +45,20 @@ def base_graph(n: int, k: int = 1) -> Topology:
         n: number of nodes.
         k: largest number of neighbours in a round.
 
+    Raises:
+        ValueError: there would be too many links.
+
     References:
         Takezawa et al., "Beyond exponential graph: communication-efficient topologies for decentralized learning via
         finite-time convergence", 2023, Algorithms 1 (hyper-hypercube), 2 (simple) and 3.
     """
     n, k = node_count(n, "base_graph"), whole(k, "base_graph: k", 1)
+    links = n * min(k, n - 1) * base_graph_period(n, k) // 2
+    if links > MOST_LINKS:
+        raise ValueError(
+            f"base_graph: n = {n:,} with k = {k:,} has up to {links:,} links over a period; the most is "
+            f"{MOST_LINKS:,}: lower k, or take fewer nodes"
+        )
     rounds = _base(np.arange(n), k) or [[]]
     return Topology(f"base_graph(k={k})", tuple(symmetric(n, *_joined(links)) for links in rounds))
 
