@@ -200,7 +200,7 @@ def test_a_state_of_a_rule_with_momentum_brings_it():
 
 
 def test_ranks_agree_on_the_momentum_of_groups(launch):
-    ranks = launch(3, "momentum_of_a_group")
+    ranks = launch(3, "rank_frameworks.momentum_of_a_group")
     ranks.succeed()
     for rank in range(3):
         said = json.loads(ranks.wait_for(f"found-{rank}"))

@@ -87,9 +87,7 @@ def plan(
         return
     _print(found)
     if found.best.machines > 1:
-        place = "elsewhere in the probe's interval, or off by a factor of two where it came from a flag"
-        place = place if measured is not None else "off by a factor of two"
-        print(f"  - {words.span(between)} if any one of the constants is {place}")
+        print(f"  - {words.span(between, measured is not None)}")
     if checked is not None:
         _print_check(checked)
     if draw is not None:

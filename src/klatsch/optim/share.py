@@ -55,8 +55,9 @@ class Share:
             return None
         views = self.flat.views(gradients)
         wrong = [k for k, view in enumerate(views) if not is_sound(view.reshape(-1))] or [*range(len(views))]
-        more = f" (of {len(wrong)})" * (len(wrong) > 1)
-        return f"the gradient of {self.flat.described(wrong[0])}{more} is not finite, or absurd: up to {float(gradients.abs().max()):.3g}"
+        which = f"{self.flat.described(wrong[0])}{f' (of {len(wrong)})' * (len(wrong) > 1)}"
+        largest = float(gradients.abs().max())
+        return f"the gradient of {which} is not finite, or absurd: up to {largest:.3g}"
 
     def exchange(self) -> None:
         """The first half of a round.

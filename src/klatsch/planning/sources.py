@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from klatsch import problems
+from klatsch.files import json_of, text_of
+from klatsch.planning.network import TINY
+from klatsch.planning.task import MOST_PARAMS
 from klatsch.problems import Problem
 from klatsch.theory import Constants
 
@@ -104,27 +106,42 @@ def read_probe(path: Path) -> Measured:
     """What `klatsch probe --json` printed.
 
     Raises:
-        ValueError: the file is missing, or is none of these.
+        ValueError: the file is missing, is none of these, or holds what cannot have been measured.
     """
+    remedy = "write one with klatsch probe --json"
     try:
-        content = json.loads(path.read_text())
+        text = text_of(path)
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}; write one with klatsch probe --json") from None
+        raise ValueError(f"cannot read {path}: {error.strerror}; {remedy}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text; {remedy}") from None
+    try:
+        content = json_of(text)
     except ValueError:
-        raise ValueError(f"{path} is no JSON; write one with klatsch probe --json") from None
+        raise ValueError(f"{path} is no JSON; {remedy}") from None
 
-    def number(name: str, part: str = "") -> float:
+    def number(name: str, part: str = "", least: float = 0.0, most: float = 1 / TINY) -> float:
+        shown = f"{name}: {part}" if part else name
         value = content.get(name) if isinstance(content, Mapping) else None
         value = value.get(part) if part and isinstance(value, Mapping) else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-            shown = f"{name}: {part}" if part else name
-            raise ValueError(f"{path} holds no number {shown!r}; write one with klatsch probe --json")
+            raise ValueError(f"{path} holds no number {shown!r}; {remedy}")
+        if not least <= value <= most:
+            raise ValueError(f"{path}: {shown} = {value:g}; give a number from {least:g} to {most:g}, or {remedy}")
         return float(value)
 
+    def interval(name: str) -> tuple[float, float]:
+        low, value, high = (number(name, part) for part in ("low", "value", "high"))
+        if not low <= value <= max(high, TINY):
+            raise ValueError(
+                f"{path}: {name} = {value:g} is not between its low = {low:g} and its high = {high:g}; {remedy}"
+            )
+        return low, high
+
     names = ("L", "D1", "sigma", "zeta")
-    return Measured(
-        Constants(**{name: number(name, "value") for name in names}),
-        {name: (number(name, "low"), number(name, "high")) for name in names},
-        int(number("params")),
-        number("gradient_seconds"),
-    )
+    constants = Constants(**{name: number(name, "value") for name in names})
+    ranges = {name: interval(name) for name in names}
+    params = number("params", least=1, most=MOST_PARAMS)
+    if not params.is_integer():
+        raise ValueError(f"{path}: params = {params:g}; give a whole number, or {remedy}")
+    return Measured(constants, ranges, int(params), number("gradient_seconds", least=TINY))

@@ -36,11 +36,15 @@ def rounds(count: float) -> str:
     return "1 round" if count == 1 else f"{count:,.0f} rounds"
 
 
-def span(between: Span) -> str:
-    """From how many machines to how many."""
+def span(between: Span, measured: bool) -> str:
+    """What becomes of the number of machines where a constant is another; measured: by a probe, with intervals."""
+    varied = "halved or doubled"
+    if measured:
+        varied = "at an end of its interval (halved or doubled, where it came from a flag)"
     same = between.low == between.high
-    text = f"still {between.low:,} machines" if same else f"{between.low:,} to {between.high:,} machines"
-    return f"{text}, or out of reach," if between.out_of_reach else text
+    number = f"{between.low:,} machines would still" if same else f"{between.low:,} to {between.high:,} machines would"
+    reach = ", or the target would be out of reach" if between.out_of_reach else ""
+    return f"with any one of the constants {varied}, {number} be best{reach}"
 
 
 def recommendation(plan: Plan) -> str:
