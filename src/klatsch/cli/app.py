@@ -51,7 +51,8 @@ def root(
 
 
 def _complain(message: str) -> int:
-    print(f"klatsch: error: {message}", file=sys.stderr)
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)  # names of files may hold anything
+    print(f"klatsch: error: {line}", file=sys.stderr)
     return 2
 
 

@@ -11,7 +11,7 @@ from klatsch import catalogue
 from klatsch.cli import progress, terminal
 from klatsch.cli.app import app
 from klatsch.cli.data import use_folder
-from klatsch.cli.run import crew
+from klatsch.cli.run import check_first, crew
 from klatsch.cli.terminal import option, print_json
 
 if TYPE_CHECKING:
@@ -50,28 +50,35 @@ def reproduce(
     """Reproduce a figure or table of the paper."""
     from klatsch.arguments import named
     from klatsch.study import pages, paper
+    from klatsch.study.cases import expand
     from klatsch.study.execute import run_study
     from klatsch.study.reproduce import TABLES, TARGETS, page_of
     from klatsch.study.store import Origin, Store
 
     named("target", target, dict.fromkeys(TARGETS))
     named("scale", scale, paper.SCALES)
-    _make_folder(out)
     if target in TABLES:
         if epochs is not None or data is not None:
             raise ValueError(f"{target} trains nothing; leave --epochs and --data out")
         page = TABLES[target]()
         seconds = 0.0
+        _make_folder(out)
     else:
         use_folder(data)
         study = paper.study_of(target, scale, device, dtype, epochs)
         executor = crew(device, processes, dask)
-        with Store(out / "results.sqlite" if store is None else store) as opened:
+        expanded = expand(study)
+        place = out / "results.sqlite" if store is None else store
+        new = store is None and not out.is_dir()  # then there is nothing to look at yet
+        with Store(":memory:" if new else place) as opened:
+            check_first(study, expanded[0], opened, dask)
+        _make_folder(out)
+        with Store(place) as opened:
             origin = Origin(terminal.command_line(), target, scale)
             with progress.shown() as told, progress.interruptible(opened):
-                found = run_study(study, opened, executor=executor, told=told, origin=origin)
+                found = run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
             seconds = found.progress.seconds
-            page = page_of(next(s for s in opened.studies() if s.study.name == study.name), opened)
+            page = page_of(next(s for s in opened.studies() if s.study.name == study.name), opened, expanded)
     files = pages.write(page, out)
     if as_json:
         print_json(_plain(page, files))

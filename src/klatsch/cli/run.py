@@ -18,7 +18,9 @@ from klatsch.cli.terminal import number, option, print_json
 
 if TYPE_CHECKING:
     from klatsch.study import workers
+    from klatsch.study.cases import Case
     from klatsch.study.spec import Study
+    from klatsch.study.store import Store
 
 GRID = "0.0001,0.0005,0.001,0.005,0.01,0.05,0.1"  # the paper's
 
@@ -119,6 +121,7 @@ def run(
         executor = on_ranks.ranks_for(study.nodes, processes, dask)
     with Store(":memory:" if place is None else place) as opened, progress.shown() as told:
         origin = Origin(terminal.command_line())
+        check_first(study, expanded[0], opened, dask)
         with progress.interruptible(opened):
             found = run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
     if as_json:
@@ -157,15 +160,30 @@ def crew(device: str, count: int | None, dask: str | None, in_memory: bool = Fal
     """What runs the batches, as the options say."""
     from klatsch.study import workers
 
-    if count is not None and (count < 1 or dask is not None or device != "cpu"):
-        remedy = "give a number from 1 up" if count < 1 else "leave it out: a cluster and a GPU have their own"
-        raise ValueError(f"--workers {count}: {remedy}")
+    if count is not None and not 1 <= count <= workers.MOST_WORKERS:
+        raise ValueError(f"--workers {count}: give a number from 1 to {workers.MOST_WORKERS:,}")
+    if count is not None and (dask is not None or device != "cpu"):
+        raise ValueError(f"--workers {count}: leave it out: a cluster and a GPU have their own")
     if dask is not None:
         return lambda: workers.dask(dask)
-    if device != "cpu":
-        return None
-    # Threads start at once, which suits a quick look; processes are faster over hours, and one can die without harm.
-    return (lambda: workers.threads(count)) if in_memory else lambda: workers.processes(count)
+    if device == "cpu" and in_memory:
+        return lambda: workers.threads(count)  # start at once, which suits a quick look
+    return None if count is None else lambda: workers.processes(count)
+
+
+def check_first(study: Study, cases: list[Case], store: Store, dask: str | None) -> None:
+    """Refuse what cannot run before anything is written; what is done already can be shown anywhere.
+
+    Raises:
+        ValueError: the device, the data or the cluster is not there.
+    """
+    from klatsch.study import workers
+    from klatsch.study.execute import check_ready
+
+    if dask is None:
+        check_ready(study, cases, store)
+    elif not {case.key for case in cases} <= store.done():
+        workers.check_dask(dask)
 
 
 def title_of(study: Study) -> str:

@@ -69,9 +69,9 @@ def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:
         raise ValueError(f"dtype = {dtype}; choose torch.float32 or torch.float64")
     try:
         where = torch.device(device)
-        torch.empty(0, device=where)
-        if where.type not in ("cpu", "cuda"):
+        if where.type not in ("cpu", "cuda"):  # before torch tells all that its backends cannot do
             raise RuntimeError(f"{where.type} is not supported")
+        torch.empty(0, device=where)
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).splitlines()[0]
         remedy = "choose cpu, or cuda where there is one"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klatsch.files import write_atomically
+from klatsch.files import json_of, write_atomically
 
 REMEDY = "move the file away or choose another checkpoint path"
 
@@ -54,7 +54,7 @@ def read(path: Path, format_: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     try:
         with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("klatsch", "{}"))
+            header = json_of((file.metadata() or {}).get("klatsch", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged or no checkpoint ({error}); {REMEDY}") from None

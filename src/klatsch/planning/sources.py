@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,21 +46,18 @@ def problem_of(text: str, nodes: int | None = None, **options: Any) -> Problem:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    try:
+    with _explained(f"{path} cannot be run"):
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever somebody's own file may raise
-        raise ValueError(f"{path} cannot be run ({type(error).__name__}: {error}); put it right first") from None
     make = getattr(module, function, None)
     if not callable(make):
         raise ValueError(f"{path} has no function {function}; give one that returns a problem")
     takes_nodes = bool(inspect.signature(make).parameters)
     if nodes is not None and not takes_nodes:
         raise ValueError(f"{function} in {path} takes no number of nodes; leave -n out, or let it take one")
-    try:
+    with _explained(f"{text} fails"):
         made = make(NODES if nodes is None else nodes) if takes_nodes else make()
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{text} fails ({type(error).__name__}: {error}); put it right first") from None
-    if missing := [name for name in NEEDED if not hasattr(made, name)]:
+        missing = [name for name in NEEDED if not hasattr(made, name)]
+    if missing:
         raise ValueError(
             f"{text} gives a {type(made).__name__} without {', '.join(missing)}; see problems.Problem for what it needs"
         )
@@ -73,7 +71,7 @@ def _try(text: str, problem: Any) -> None:
     Raises:
         ValueError: it fails, or gives gradients of another shape.
     """
-    try:
+    with _explained(f"{text} gives a problem that fails"):
         start = torch.as_tensor(problem.start()).reshape(-1)
         M, d = int(problem.nodes), int(problem.dim)
         sizes = {"start()": start.numel() - d}
@@ -81,16 +79,23 @@ def _try(text: str, problem: Any) -> None:
             m = M if nodes is None else 1
             asked = "grad(x, 1)" if nodes is None else "grad(x, 1, [0])"
             sizes[asked] = torch.as_tensor(problem.grad(start.expand(m, 1, d), 1, nodes)).numel() - m * d
-    except (Exception, SystemExit) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise ValueError(
-            f"{text} gives a problem that fails ({type(error).__name__}: {reason}); put it right"
-        ) from None
     if wrong := [name for name, difference in sizes.items() if difference]:
         raise ValueError(
             f"{text}: {wrong[0]} of {type(problem).__name__} has another size than {M} nodes and {d} parameters say; "
             "see problems.Problem"
         )
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn whatever somebody's own code raises into one line; Ctrl-C stays what it is."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{what} ({type(error).__name__}: {reason}); put it right first") from None
 
 
 class Measured(NamedTuple):

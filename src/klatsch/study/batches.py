@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ MOST_COLUMNS = 256  # of one batch: more would only make it longer to lose
 MOST_ROUNDS = 512  # of the common period of networks in one stack, all of which are captured
 MOST_NUMBERS = 1 << 29  # of a stack on a GPU, all in all: 4 GiB in float64
 VECTORS = 12  # that a run holds of the size of its state, about
+# What even a slow machine does in a few seconds: batches to build, rounds to go through, numbers to multiply.
+QUICK_BATCHES, QUICK_ROUNDS, QUICK_NUMBERS = 64, 20_000, 1 << 30
 
 Advance = Callable[[int], None]
 
@@ -95,6 +97,16 @@ def pack(cases: Iterable[Case], device: str) -> list[Batch]:
     for block in blocks:
         stacks.setdefault(_text(_in_stack(block[0]), [_columns(case) for case in block]), []).append(block)
     return [Batch(tuple(stack), device) for blocks in stacks.values() for stack in _cut(blocks)]
+
+
+def quick(batches: Sequence[Batch]) -> bool:
+    """Whether batches are a matter of seconds even on a slow machine: less than processes take to start."""
+    dims: list[Any] = [batch.cases[0].problem_settings.get("dim") for batch in batches]
+    if None in dims or len(batches) > QUICK_BATCHES:  # images have none, and take long
+        return False
+    rounds = sum(batch.cases[0].steps for batch in batches)
+    numbers = sum(batch.work * dim**2 for batch, dim in zip(batches, dims, strict=True))
+    return rounds <= QUICK_ROUNDS and numbers <= QUICK_NUMBERS
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Case:
         """SHA-256 of all settings, defaults included: written out or left out, it is the same run."""
         facts: dict[str, Any] = {
             "revision": REVISION,
-            "problem": [self.problem, self._problem_defaults() | self.problem_options],
+            "problem": [self.problem, self.problem_settings],
             "rule": [self.rule, described(self.make_rule())],
             "topology": [self.topology, _defaults(topologies.TOPOLOGIES[self.topology]) | self.topology_options],
             "numbers": [self.lazy, self.nodes, self.seed, self.steps, self.record, self.dtype],
@@ -55,9 +55,11 @@ class Case:
             facts["spacing"] = "even"
         return hashlib.sha256(json.dumps(_plain(facts), sort_keys=True).encode()).hexdigest()
 
-    def _problem_defaults(self) -> Options:
+    @property
+    def problem_settings(self) -> Options:
+        """All options of the problem, defaults included, but for the seed."""
         defaults = _defaults(problems.PROBLEMS[self.problem])
-        return {name: value for name, value in defaults.items() if name != "seed"}  # which stands among the numbers
+        return {name: value for name, value in defaults.items() if name != "seed"} | self.problem_options
 
     @property
     def lazy(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ import torch
 from klatsch import problems
 from klatsch.engine.checks import check_place
 from klatsch.study import workers
-from klatsch.study.batches import Batch, Finished, pack
+from klatsch.study.batches import Batch, Finished, pack, quick
 from klatsch.study.cases import Case, LeftOut, expand
 from klatsch.study.sharing import BEAT, Share
 from klatsch.study.spec import Study
@@ -91,7 +91,8 @@ def execute(
         store: where results go; other processes may be at the same one, and each does what the others do not.
         device: "cpu", "cuda", ...
         executor: what runs the batches: any `concurrent.futures.Executor`, or a function such as `workers.processes`
-            that opens one, and again if its workers die. By default one process per core, or a thread for a GPU.
+            that opens one, and again if its workers die. By default one process per core (threads of this process for
+            a few seconds of work), or a thread for a GPU.
         told: is told how far it is, at the beginning and after every batch.
 
     Returns:
@@ -116,7 +117,7 @@ def execute(
                 _wait_for_others(todo, progress, tell)
                 continue
             before = progress.batches_done
-            with _opened(executor, device) as crew:
+            with _opened(executor, device, mine + todo) as crew:
                 progress.workers = crew.count
                 try:
                     lost, todo = _run(mine, todo, crew, share, progress, tell)
@@ -170,13 +171,22 @@ def run_study(
         with Store(store) as opened:
             return run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
     cases, left_out = expanded or expand(study)
-    # Before it takes an old study's place. What is done can be looked at without the device; others have their own.
-    if executor is None and not {case.key for case in cases} <= store.done():
-        check_place(getattr(torch, study.dtype), study.device)
-        problems.make_ready(study.problem.name)
+    if executor is None:  # others have their own device and data
+        check_ready(study, cases, store)
     store.remember(study, origin or Origin())
     progress = execute(cases, store, device=study.device, executor=executor, told=told)
     return StudyResult(summarize([(case.key, case) for case in cases], store), left_out, progress)
+
+
+def check_ready(study: Study, cases: Iterable[Case], store: Store) -> None:
+    """Check that this machine can do what is missing of a study, before anything is written.
+
+    Raises:
+        ValueError: there is no such device, or the data cannot be had.
+    """
+    if not {case.key for case in cases} <= store.done():
+        check_place(getattr(torch, study.dtype), study.device)
+        problems.make_ready(study.problem.name)
 
 
 def _wait_for_others(todo: list[Batch], progress: Progress, tell: Told) -> None:
@@ -298,9 +308,12 @@ def _count(progress: Progress, batch: Batch, outcome: Finished, new: int) -> Non
             progress.best = float(finals[-1, k]), batch.cases[k]
 
 
-def _opened(executor: Executor | Open | None, device: str) -> Any:
+def _opened(executor: Executor | Open | None, device: str, todo: Sequence[Batch]) -> Any:
     if isinstance(executor, Executor):
         return workers.given(executor)
     if executor is not None:
         return executor()
-    return workers.processes() if device == "cpu" else workers.threads(1)
+    if device != "cpu":
+        return workers.threads(1)
+    # Threads start at once; processes are faster over hours, and one can die without harm.
+    return workers.threads() if quick(todo) else workers.processes()

@@ -24,8 +24,9 @@ lr = [1e-4, 1e-3]                   # a grid of its own
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,8 +36,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 from klatsch import algorithms, problems
 from klatsch import topology as topologies
 from klatsch.arguments import check_options, whole
+from klatsch.files import text_of
 
 PAPER_GRID = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1)  # Section 5.1
+
+MOST_RUNS = 100_000  # of one study, which takes some seconds to write out
+MOST_SETTINGS = 1_000  # of its problem, which is tried with each
 
 Options = dict[str, Any]
 
@@ -46,7 +51,7 @@ def several(value: Any) -> Any:
     entries = list(value) if isinstance(value, list | tuple) else [value]
     if not entries:
         raise ValueError("the list is empty; give at least one entry")
-    return [entry for k, entry in enumerate(entries) if entry not in entries[:k]]
+    return list({entry if isinstance(entry, Hashable) else repr(entry): entry for entry in entries}.values())
 
 
 def _named(value: Any) -> Any:
@@ -60,7 +65,9 @@ def _by_name(value: Any) -> Any:
 def _seeds(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [whole(seed, "seed", 0) for seed in several(value)]
-    return list(range(whole(value, "seeds", 1)))
+    if (seeds := whole(value, "seeds", 1)) > MOST_RUNS:
+        raise ValueError(f"seeds = {seeds}; give a whole number up to {MOST_RUNS:,}")
+    return list(range(seeds))
 
 
 def _nodes(value: Any) -> Any:
@@ -68,11 +75,18 @@ def _nodes(value: Any) -> Any:
 
 
 def _rates(value: Any) -> Any:
-    for lr in several(value):
+    rates = several(value)
+    for lr in rates:
         if isinstance(lr, bool) or not isinstance(lr, int | float):
-            raise ValueError(f"lr = {lr!r}; give numbers above 0")
+            raise ValueError(f"lr = {short(lr)}; give numbers above 0")
         algorithms.make("dsgd", lr=lr)
-    return several(value)
+    return rates
+
+
+def _title(value: Any) -> Any:
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError("give one line of text that can be printed")
+    return value
 
 
 def _number_of(name: str, most: int = 1 << 62, optional: bool = False) -> BeforeValidator:
@@ -106,7 +120,7 @@ class ProblemEntry(Entry):
     def _known(self) -> ProblemEntry:
         known = [option for option in problems.options(self.name) if option != "seed"]
         check_options(self.name, self.model_extra or {}, known)
-        for chosen in self.combinations():
+        for chosen in combinations(self.model_extra or {}, MOST_SETTINGS):
             try:
                 problems.check(self.name, 2, **chosen)
             except (MemoryError, RuntimeError) as error:
@@ -167,7 +181,7 @@ class Study(BaseModel):
     topologies: Annotated[tuple[TopologyEntry, ...], BeforeValidator(_by_name)]
     steps: Annotated[int | None, _number_of("steps", optional=True)] = None
     epochs: Annotated[int | None, _number_of("epochs", optional=True)] = None
-    name: Annotated[str, Field(min_length=1, max_length=100)] = "study"
+    name: Annotated[str, Field(min_length=1, max_length=100), BeforeValidator(_title)] = "study"
     problem: Annotated[ProblemEntry, BeforeValidator(_named)] = Field(default_factory=ProblemEntry)
     lr: Annotated[tuple[float, ...], BeforeValidator(_rates)] = PAPER_GRID
     seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = (0, 1, 2)
@@ -176,6 +190,18 @@ class Study(BaseModel):
     device: str = "cpu"
     any_graph: StrictBool = False
     leave_out: StrictBool = False
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> Study:
+        rules = sum(count({"lr": self.lr, **(rule.model_extra or {})}) for rule in self.rules)
+        graphs = sum(count(graph.model_extra or {}) for graph in self.topologies)
+        runs = rules * graphs * count(self.problem.model_extra or {}) * len(self.nodes) * len(self.seeds)
+        if runs > MOST_RUNS:
+            raise ValueError(
+                f"a grid of {runs:,} runs; {MOST_RUNS:,} are the most: make its lists shorter, or several studies of "
+                "it, which may share a store"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_length(self) -> Study:
@@ -219,17 +245,35 @@ def counted(number: int, word: str) -> str:
     return f"1 {word}" if number == 1 else f"{number:,} {word}s"
 
 
-def combinations(options: Mapping[str, Any]) -> list[Options]:
+def combinations(options: Mapping[str, Any], most: int = MOST_RUNS) -> list[Options]:
     """All combinations of options, of which some are lists."""
+    axes = _axes(options)
+    if (number := count(options)) > most:
+        raise ValueError(f"a grid of {number:,} settings; {most:,} are the most, make its lists shorter")
+    return [dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values())]
+
+
+def count(options: Mapping[str, Any]) -> int:
+    """How many combinations there are."""
+    return math.prod(len(values) for values in _axes(options).values())
+
+
+def _axes(options: Mapping[str, Any]) -> dict[str, list[Any]]:
     for name, value in options.items():
         if isinstance(value, list | tuple) and not value:
             raise ValueError(f"{name} = []; the list is empty, give at least one entry")
-    axes = [(name, several(value)) for name, value in options.items()]
-    for name, values in axes:
+    axes = {name: several(value) for name, value in options.items()}
+    for name, values in axes.items():
         for value in values:
             if isinstance(value, list | tuple | dict):
-                raise ValueError(f"{name} = {value!r}; give a value, or a flat list of values")
-    return [dict(zip((name for name, _ in axes), chosen, strict=True)) for chosen in product(*(v for _, v in axes))]
+                raise ValueError(f"{name} = {short(value)}; give a value, or a flat list of values")
+    return axes
+
+
+def short(value: object) -> str:
+    """A value for a message, which stays one line."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def load(path: str | Path) -> Study:
@@ -240,7 +284,14 @@ def load(path: str | Path) -> Study:
     """
     path = Path(path)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return _loaded(path)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply; give a study, as in docs/studies.md") from None
+
+
+def _loaded(path: Path) -> Study:
+    try:
+        content = tomllib.loads(text_of(path))
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}; give the name of a study, a TOML file") from None
     except IsADirectoryError:
@@ -264,7 +315,7 @@ def parse(content: Mapping[str, Any], source: str = "") -> Study:
     except ValidationError as refusal:
         errors = refusal.errors(include_url=False)
         errors.sort(key=lambda error: error["type"] != "extra_forbidden")  # a misspelt key explains a missing one
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        more = f"; that is the first of {len(errors)} mistakes" if len(errors) > 1 else ""
         raise ValueError(f"{source}{_explained(errors[0])}{more}") from None
 
 
@@ -278,11 +329,10 @@ def _explained(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
     if error["type"] in ("model_type", "model_attributes_type"):
-        return f"{key} = {error['input']!r}; give a name, or a table with a name and options"
+        return f"{key} = {short(error['input'])}; give a name, or a table with a name and options"
     message: str = error["msg"].removeprefix("Value error, ")
     if key in ("steps", "epochs", "nodes", "seeds", "record", "lr") and " = " in message.split(";")[0]:
         return message  # which names the value itself
     if isinstance(error["input"], dict | Study | Entry):  # the message names the option and its value itself
         return f"{key}: {message}" if key else message
-    shown = repr(error["input"])
-    return f"{key} = {shown if len(shown) <= 60 else shown[:57] + '...'}: {message[:1].lower() + message[1:]}"
+    return f"{key} = {short(error['input'])}: {message[:1].lower() + message[1:]}"

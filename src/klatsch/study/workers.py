@@ -26,6 +26,7 @@ from klatsch.engine.threads import cores, quiet_threads
 from klatsch.study.batches import Batch, Finished, run_batch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+MOST_WORKERS = 1024  # of one machine
 
 
 class Stop(Protocol):
@@ -96,8 +97,13 @@ def threads(count: int | None = None) -> Iterator[Workers]:
     """Threads of this process: no start-up time, and enough where native code does the work."""
     number = cores() if count is None else count
     stop = threading.Event()
-    with quiet_threads(number) as executor:
-        yield Workers(executor, partial(work, stop=stop), number, stop)
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)  # also here: MKL takes the latest for all threads, and with several it rounds as it likes
+    try:
+        with quiet_threads(number) as executor:
+            yield Workers(executor, partial(work, stop=stop), number, stop)
+    finally:
+        torch.set_num_threads(usual)
 
 
 @contextmanager
@@ -107,6 +113,27 @@ def dask(address: str) -> Iterator[Workers]:
     Raises:
         ValueError: Dask is not installed, or no scheduler answers.
     """
+    with _client(address) as (client, killed):
+        executor = client.get_executor(pure=False)  # not as a context: leaving it would wait for what is cancelled
+        count = sum(client.nthreads().values())
+        # The scheduler gives a batch up that several workers died of, and cancels all when it is gone itself.
+        losses = (BrokenExecutor, CancelledError, killed)
+        yield Workers(executor, single_threaded, count, shares_files=False, losses=losses)
+
+
+def check_dask(address: str) -> None:
+    """See that a Dask cluster answers.
+
+    Raises:
+        ValueError: Dask is not installed, or no scheduler answers.
+    """
+    with _client(address):
+        pass
+
+
+@contextmanager
+def _client(address: str) -> Iterator[tuple[Any, type[BaseException]]]:
+    """A connection to a Dask scheduler, and what it raises for workers that died."""
     try:
         from distributed import Client
         from distributed.scheduler import KilledWorker
@@ -121,11 +148,7 @@ def dask(address: str) -> Iterator[Workers]:
                 f"no Dask scheduler answers at {address} ({reason}); start one with dask scheduler, or see its address"
             ) from None
         with client:
-            executor = client.get_executor(pure=False)  # not as a context: leaving it would wait for what is cancelled
-            count = sum(client.nthreads().values())
-            # The scheduler gives a batch up that several workers died of, and cancels all when it is gone itself.
-            losses = (BrokenExecutor, CancelledError, KilledWorker)
-            yield Workers(executor, single_threaded, count, shares_files=False, losses=losses)
+            yield client, KilledWorker
 
 
 @contextmanager
