@@ -1,5 +1,7 @@
 """Shared by all tests: the sizes and topologies that every property is checked on."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -68,6 +70,8 @@ def launch(tmp_path):
 def run_cli(monkeypatch, capsys):
     """Run the command line in this process; gives the exit code, stdout and stderr."""
     from klatsch.cli import main
+
+    monkeypatch.setattr("klatsch.cli.progress.LONG", math.inf)  # else slow machines tell of progress on stderr
 
     def run(*arguments):
         monkeypatch.setattr("sys.argv", ["klatsch", *map(str, arguments)])

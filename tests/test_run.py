@@ -16,7 +16,7 @@ import klatsch
 from klatsch import algorithms, pictures, problems
 from klatsch import topology as tp
 from klatsch.study import Row, demo, figures, parse, run_study, workers
-from tests.waiting import HANG, wait_until, worker_processes
+from tests.waiting import HANG, wait_until
 
 QUICK = ("--steps", 200, "--seeds", 2, "--lr", "0.0001,0.001,0.01")
 
@@ -234,11 +234,24 @@ def test_without_a_kernel_it_says_so(run_cli, monkeypatch):
     assert "slower than it could be: there is no C compiler" in run_cli("run", "-n", 4, *QUICK)[1]
 
 
-def test_an_interrupt_ends_a_comparison_at_once():
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from klatsch.cli import main
+from klatsch.study import workers
+
+real, begun = workers.run_batch, Path(sys.argv.pop())
+workers.run_batch = lambda *arguments: (begun.touch(), real(*arguments))[1]
+main()
+"""
+
+
+def test_an_interrupt_ends_a_comparison_at_once(tmp_path):
     """A real process and a real Ctrl-C, with minutes of work ahead."""
-    command = [sys.executable, "-m", "klatsch", "run", "--steps", "5000000", "-n", "16,25,36", "--seeds", "5"]
+    begun = tmp_path / "begun"
+    command = [sys.executable, "-c", INTERRUPTED, "run", "--steps", "5000000", "-n", "16,25,36", "--seeds", "5", begun]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: worker_processes(process), process)
+    wait_until(begun.exists, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=HANG)
     assert process.returncode == 130

@@ -22,7 +22,7 @@ from klatsch.study.batches import pack
 from klatsch.study.database import FORMAT
 from klatsch.study.execute import checkpoint
 from klatsch.study.store import Origin
-from tests.waiting import HANG, wait_until, worker_processes
+from tests.waiting import HANG, wait_until
 
 # A slice of the paper's figure 1: its grid and settings, 100,000 rounds.
 PAPER = """
@@ -50,6 +50,11 @@ def run(*arguments, **options):
     return process.returncode, out, err
 
 
+def complaints(err):
+    """What a study says beside how far it is, which it tells where it takes long."""
+    return [line for line in err.splitlines() if not re.match(r"projected: |\d+/\d+ batches", line)]
+
+
 def table(store, path):
     """Everything that was measured, without the times; bit by bit, since every batch is the same call each time."""
     code, _, err = run("results", store, "--curves", "--csv", path)
@@ -57,6 +62,15 @@ def table(store, path):
     with path.open() as file:
         rows = [{k: v for k, v in row.items() if k not in ("seconds", "finished")} for row in csv.DictReader(file)]
     return sorted(rows, key=lambda row: (row["key"], int(row["step"])))
+
+
+def worker_processes(driver):
+    """The workers among a driver's children, which are spawned; the resource tracker is not one of them."""
+    try:
+        children = psutil.Process(driver.pid).children()
+        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    except psutil.Error:
+        return []
 
 
 def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path):
@@ -101,7 +115,7 @@ def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path):
     process.communicate(timeout=HANG)
     if process.returncode != 0:
         code, _, err = run("run", file, "--store", store)
-        assert (code, err) == (0, "")
+        assert (code, complaints(err)) == (0, [])
     assert kills == 10
     assert saved, "no batch was ever in progress"
     assert table(store, tmp_path / "wild.csv") == table(tmp_path / "calm.sqlite", tmp_path / "calm.csv")
@@ -115,7 +129,7 @@ def test_a_killed_worker_is_replaced_and_the_study_goes_on(tmp_path):
     wait_until(lambda: list(tmp_path.glob("s.sqlite-*.safetensors")), process)  # a batch is in progress
     os.kill(worker_processes(process)[0].pid, signal.SIGKILL)
     out, err = process.communicate(timeout=HANG)
-    assert (process.returncode, err) == (0, "")
+    assert (process.returncode, complaints(err)) == (0, [])
     assert "56 runs new" in out
 
 
@@ -166,7 +180,7 @@ def test_two_processes_share_a_store(tmp_path):
     pair = [start("run", file) for _ in range(2)]
     for process in pair:
         _, err = process.communicate(timeout=HANG)
-        assert (process.returncode, err) == (0, "")
+        assert (process.returncode, complaints(err)) == (0, [])
     with Store(tmp_path / "s.sqlite") as store:
         assert len(store.runs()) == 112
     assert run("run", file)[1].splitlines()[-1].startswith("0 runs new")

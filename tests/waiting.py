@@ -2,8 +2,6 @@
 
 import time
 
-import psutil
-
 HANG = 1800  # seconds after which something is taken to hang: far beyond what a slow or busy machine needs
 
 
@@ -15,12 +13,3 @@ def wait_until(happened, process=None):
         assert time.monotonic() < deadline, f"nothing happened in {HANG} s"
         time.sleep(0.01)
     return found
-
-
-def worker_processes(driver):
-    """The workers among a driver's children, which are spawned; the resource tracker is not one of them."""
-    try:
-        children = psutil.Process(driver.pid).children()
-        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
-    except psutil.Error:
-        return []
