@@ -62,4 +62,4 @@ def test_kill_9_under_a_static_rendezvous_with_a_store_for_each_attempt(tmp_path
     assert (calm.returncode, wild.returncode) == (0, 0), wild.stderr
     assert (tmp_path / "wild" / "log-0").read_text().splitlines()[-1].startswith(f"2 {ROUNDS} ")  # begun three times
     for expected, found in zip(finals(tmp_path / "calm"), finals(tmp_path / "wild"), strict=True):
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        assert all(torch.equal(expected[name], found[name]) for name in expected)  # bits: same call
