@@ -267,7 +267,7 @@ def test_reproduce_gives_json(results, run_cli):
         (("fig1", "--scale", "huge"), "unknown scale 'huge'"),
         (("fig1", "--dtype", "float16"), "dtype = 'float16'"),
         (("fig1", "--device", "quantum"), "device = 'quantum'"),
-        (("fig1", "--workers", "0"), "--workers 0: give a number from 1 up"),
+        (("fig1", "--workers", "0"), "--workers 0: give a number from 1 to 1,024"),
     ],
 )
 def test_mistakes_are_one_line(arguments, words, run_cli, tmp_path):

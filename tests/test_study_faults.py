@@ -20,7 +20,7 @@ from safetensors import safe_open
 from klatsch.study import Store, execute, expand, load, parse, run_study, workers
 from klatsch.study.batches import pack
 from klatsch.study.database import FORMAT
-from klatsch.study.execute import checkpoint
+from klatsch.study.leftovers import checkpoint
 from klatsch.study.store import Origin
 from tests.waiting import HANG, wait_until
 

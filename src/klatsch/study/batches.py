@@ -23,7 +23,7 @@ from klatsch.engine import Result, simulate, simulate_together
 from klatsch.engine.mixing import common_period
 from klatsch.engine.sealed import CheckpointError
 from klatsch.study.cases import Case
-from klatsch.study.spec import Options
+from klatsch.study.grids import Options
 from klatsch.topology import Topology
 from klatsch.version import VERSION
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from klatsch import algorithms, problems
 from klatsch import topology as topologies
 from klatsch.columns import described
-from klatsch.study.spec import Options, Study, combinations, counted
+from klatsch.study.grids import Options, combinations, counted
+from klatsch.study.spec import Study
 from klatsch.topology import Topology
 
 REVISION = 1  # raised when the same settings give other results than before

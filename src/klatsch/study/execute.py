@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,13 @@ from klatsch.engine.checks import check_place
 from klatsch.study import workers
 from klatsch.study.batches import Batch, Finished, pack, quick
 from klatsch.study.cases import Case, LeftOut, expand
+from klatsch.study.leftovers import checkpoint, sweep
 from klatsch.study.sharing import BEAT, Share
 from klatsch.study.spec import Study
 from klatsch.study.store import Origin, Store
 from klatsch.study.summary import Row, summarize
 from klatsch.study.workers import Open, Workers
 
-STALE = 7 * 86400.0  # seconds after which a checkpoint that nobody went on from is nobody's
 POLL = 0.5  # seconds between two looks at what other processes are at
 MOST_LOSSES = 5  # times in a row that workers may die without a batch done in between
 
@@ -258,40 +256,6 @@ def _collect(
             _count(progress, batch, outcome, new)
             progress.expect([*running.values(), *todo, *lost])
             tell(progress)
-
-
-def checkpoint(store: Store, batch: Batch) -> Path | None:
-    """The file of a batch in progress, beside the store; None for a store in memory."""
-    return None if store.path == ":memory:" else Path(f"{store.path}-{batch.key}.safetensors")
-
-
-def sweep(store: Store, share: Share) -> None:
-    """Remove what killed processes left beside the store and nobody can go on from."""
-    if store.path == ":memory:":
-        return
-    place = Path(store.path)
-    name = re.compile(rf"\.?{re.escape(place.name)}-([0-9a-f]{{32}})\.safetensors(\.[0-9a-f]+)?")
-    found = {file: match for file in place.parent.iterdir() if (match := name.fullmatch(file.name))}
-    if not found:
-        return
-    in_use, unfinished = share.others(), _unfinished(store)
-    for file, match in found.items():
-        torn = match[2] is not None  # killed while it was written
-        with suppress(FileNotFoundError):  # another process was faster
-            kept = not torn and time.time() - file.stat().st_mtime < STALE
-            if match[1] not in in_use and not (kept and (unfinished is None or match[1] in unfinished)):
-                file.unlink()
-
-
-def _unfinished(store: Store) -> set[str] | None:
-    """The batches that studies in a store still have to do, by key; None where that cannot be known."""
-    done = store.done()
-    try:
-        studies = [remembered.study for remembered in store.studies()]
-        batches = [batch for study in studies for batch in pack(expand(study)[0], study.device)]
-    except ValueError:  # of another version, or without its data
-        return None
-    return {left.key for batch in batches for left in batch.without(done)}
 
 
 def _count(progress: Progress, batch: Batch, outcome: Finished, new: int) -> None:

@@ -11,9 +11,10 @@ from klatsch import problems
 from klatsch.study import figures, image_figures, image_verdicts, tables, verdicts
 from klatsch.study.cases import Case, LeftOut, expand
 from klatsch.study.claims import Verdict
+from klatsch.study.grids import counted
 from klatsch.study.pages import Page, edge_note, table_of
 from klatsch.study.paper import FIGURE_OF, IMAGE_TARGETS
-from klatsch.study.spec import Study, counted
+from klatsch.study.spec import Study
 from klatsch.study.store import Remembered, Store
 from klatsch.study.summary import Row, summarize
 

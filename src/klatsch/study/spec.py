@@ -24,10 +24,8 @@ lr = [1e-4, 1e-3]                   # a grid of its own
 from __future__ import annotations
 
 import difflib
-import math
 import tomllib
-from collections.abc import Hashable, Mapping
-from itertools import product
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,21 +35,9 @@ from klatsch import algorithms, problems
 from klatsch import topology as topologies
 from klatsch.arguments import check_options, whole
 from klatsch.files import text_of
+from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, combinations, count, counted, several, short
 
 PAPER_GRID = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1)  # Section 5.1
-
-MOST_RUNS = 100_000  # of one study, which takes some seconds to write out
-MOST_SETTINGS = 1_000  # of its problem, which is tried with each
-
-Options = dict[str, Any]
-
-
-def several(value: Any) -> Any:
-    """A list as it is, anything else as a list of one; named twice is run once."""
-    entries = list(value) if isinstance(value, list | tuple) else [value]
-    if not entries:
-        raise ValueError("the list is empty; give at least one entry")
-    return list({entry if isinstance(entry, Hashable) else repr(entry): entry for entry in entries}.values())
 
 
 def _named(value: Any) -> Any:
@@ -238,42 +224,6 @@ class Study(BaseModel):
             return "best learning rate of each rule's grid"
         (grid,) = grids
         return f"best of {len(grid)} learning rates" if len(grid) > 1 else f"learning rate {grid[0]:g}"
-
-
-def counted(number: int, word: str) -> str:
-    """A number of things in words."""
-    return f"1 {word}" if number == 1 else f"{number:,} {word}s"
-
-
-def combinations(options: Mapping[str, Any], most: int = MOST_RUNS) -> list[Options]:
-    """All combinations of options, of which some are lists."""
-    axes = _axes(options)
-    if (number := count(options)) > most:
-        raise ValueError(f"a grid of {number:,} settings; {most:,} are the most, make its lists shorter")
-    return [dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values())]
-
-
-def count(options: Mapping[str, Any]) -> int:
-    """How many combinations there are."""
-    return math.prod(len(values) for values in _axes(options).values())
-
-
-def _axes(options: Mapping[str, Any]) -> dict[str, list[Any]]:
-    for name, value in options.items():
-        if isinstance(value, list | tuple) and not value:
-            raise ValueError(f"{name} = []; the list is empty, give at least one entry")
-    axes = {name: several(value) for name, value in options.items()}
-    for name, values in axes.items():
-        for value in values:
-            if isinstance(value, list | tuple | dict):
-                raise ValueError(f"{name} = {short(value)}; give a value, or a flat list of values")
-    return axes
-
-
-def short(value: object) -> str:
-    """A value for a message, which stays one line."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def load(path: str | Path) -> Study:

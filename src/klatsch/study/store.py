@@ -6,9 +6,8 @@ Several processes may use one store: see `study/sharing.py`.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from klatsch.files import json_of
 from klatsch.study.batches import Batch, Finished
 from klatsch.study.cases import Case
+from klatsch.study.checksums import FACTS, Checksums
 from klatsch.study.database import Database
 from klatsch.study.spec import Study
 
@@ -46,10 +46,6 @@ CREATE TABLE claims (
 ) WITHOUT ROWID;
 """
 UPGRADES = {1: f"ALTER TABLE runs ADD COLUMN checksum TEXT; {TABLES[TABLES.index('CREATE TABLE owners') :]}"}
-FACTS = (
-    *("key", "problem", "rule", "topology", "nodes", "seed", "lr", "steps", "dtype", "settings", "diverged", "device"),
-    *("engine", "batch", "seconds", "environment", "finished"),
-)
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class Store:
         self.path = str(path)
         self.base = Database(self.path, TABLES, UPGRADES, read_only)
         self._sealed = False  # whether every run has a checksum, as far as this process knows
-        self._sound: dict[int, str | None] = {}  # runs that were found whole, by number, with their checksum
+        self.checksums = Checksums(self.base)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -113,8 +109,8 @@ class Store:
         with self.base.explained(), self.base.transaction():
             if not self._sealed:
                 for (number,) in self.base.execute("SELECT id FROM runs WHERE checksum IS NULL").fetchall():
-                    if self._flaw(number, None) is None:
-                        self._seal(number)
+                    if self.checksums.flaw(number, None) is None:
+                        self.checksums.seal(number)
                 self._sealed = True
             yield
 
@@ -156,7 +152,7 @@ class Store:
                         for step, value in zip(steps, values[:, k], strict=True)
                     ],
                 )
-                self._seal(number)
+                self.checksums.seal(number)
                 new += 1
         return new
 
@@ -165,7 +161,6 @@ class Store:
         for (number,) in self.base.execute("SELECT id FROM runs WHERE key = ?", [key]).fetchall():
             self.base.execute("DELETE FROM metrics WHERE run = ?", [number])
             self.base.execute("DELETE FROM runs WHERE id = ?", [number])
-            self._sound.pop(number, None)
 
     def remember(self, study: Study, origin: Origin) -> None:
         """Keep what was asked for; a study of the same name takes the place of the old one, whose runs stay."""
@@ -182,12 +177,12 @@ class Store:
     def done(self) -> set[str]:
         """The keys of all runs in the store that are whole."""
         with self.base.explained():
-            return {key for number, key, checksum in self._listed() if self._flaw(number, checksum) is None}
+            return self.checksums.keys(whole=True)
 
     def damaged(self) -> set[str]:
         """The keys of all other runs in the store."""
         with self.base.explained():
-            return {key for number, key, checksum in self._listed() if self._flaw(number, checksum) is not None}
+            return self.checksums.keys(whole=False)
 
     def studies(self) -> list[Remembered]:
         """The studies that were run, in the order of their beginning."""
@@ -209,7 +204,7 @@ class Store:
         chosen += " AND step = (SELECT steps FROM runs WHERE id = run)" if last else ""
         found: dict[str, Outcome] = {}
         with self.base.explained():
-            self._check(wanted)
+            self.checksums.check(wanted)
             for key, number, seconds in self.base.execute("SELECT key, id, seconds FROM runs").fetchall():
                 if key not in wanted:
                     continue
@@ -231,7 +226,7 @@ class Store:
             ValueError: one of them is damaged, or of another version.
         """
         with self.base.explained():
-            self._check()
+            self.checksums.check()
             rows = self.base.execute(
                 "SELECT settings, key, diverged, device, engine, seconds, finished, facts "
                 "FROM runs JOIN environments ON environments.id = environment ORDER BY runs.id"
@@ -247,61 +242,6 @@ class Store:
         with self._readable():
             return [json_of(facts) for (facts,) in rows]
 
-    # --- checking ----------------------------------------------------------------------------------------------
-
-    def _listed(self) -> list[tuple[int, str, str | None]]:
-        checksum = "checksum" if self.base.format > 1 else "NULL"
-        return self.base.execute(f"SELECT id, key, {checksum} FROM runs ORDER BY id").fetchall()
-
-    def _check(self, keys: Collection[str] | None = None) -> None:
-        """Refuse to show runs that are not what was stored, of these keys or all."""
-        listed = [(number, checksum) for number, key, checksum in self._listed() if keys is None or key in keys]
-        flaws = [(number, flaw) for number, checksum in listed if (flaw := self._flaw(number, checksum)) is not None]
-        if flaws:
-            number, flaw = flaws[0]
-            raise ValueError(
-                f"{self.path}: {len(flaws):,} of {len(listed):,} runs {'is' if len(flaws) == 1 else 'are'} damaged "
-                f"(number {number} {flaw}); bring back a copy of the store, or run the study again, which does such "
-                "runs anew"
-            )
-
-    def _flaw(self, number: int, checksum: str | None) -> str | None:
-        """What is wrong with a run, if anything; one of an older version has no checksum."""
-        if number in self._sound and self._sound[number] == checksum:
-            return None
-        facts, metrics = self._content(number)
-        if checksum is not None and checksum != _digest(facts, metrics):
-            return "does not match its checksum"
-        points: dict[str, list[int]] = {}
-        for name, step, value in metrics:
-            if not isinstance(value, float):
-                return f"has {name} = {value!r} in round {step}"
-            points.setdefault(name, []).append(step)
-        rounds, even = facts[FACTS.index("steps")], len(metrics) / max(len(points), 1)
-        if not points or any(steps[-1] != rounds or len(steps) != even for steps in points.values()):
-            return "lacks metrics"
-        try:
-            environment = json_of(facts[-1] or "null")
-        except ValueError:
-            environment = None
-        if not isinstance(environment, dict) or not {"processor", "torch"} <= environment.keys():
-            return "has an environment that cannot be read"
-        self._sound[number] = checksum
-        return None
-
-    def _seal(self, number: int) -> None:
-        checksum = _digest(*self._content(number))
-        self.base.execute("UPDATE runs SET checksum = ? WHERE id = ?", [checksum, number])
-        self._sound[number] = checksum
-
-    def _content(self, number: int) -> tuple[Any, list[Any]]:
-        """All that is stored of a run, read back: SQLite may have given a value another form."""
-        names = ", ".join(name for name in FACTS if name != "environment")
-        joined = "runs LEFT JOIN environments ON environments.id = environment"
-        facts = self.base.execute(f"SELECT {names}, facts FROM {joined} WHERE runs.id = ?", [number]).fetchone()
-        rows = self.base.execute("SELECT name, step, value FROM metrics WHERE run = ? ORDER BY name, step", [number])
-        return facts, rows.fetchall()
-
     @contextmanager
     def _readable(self) -> Iterator[None]:
         """What another version, or another hand, wrote into the tables."""
@@ -310,7 +250,3 @@ class Store:
         except (TypeError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{self.path} holds settings that this klatsch cannot read ({reason})") from None
-
-
-def _digest(facts: Any, metrics: list[Any]) -> str:
-    return hashlib.sha256(json.dumps([facts, metrics], default=repr).encode()).hexdigest()
