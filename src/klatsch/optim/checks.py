@@ -19,8 +19,11 @@ from klatsch.topology import Topology
 
 LONGEST = 30 * 86400  # seconds
 OnNonFinite = Literal["raise", "skip"]
-# What torch and its schedulers write into parameter groups, beside the options of an optimizer.
-NOTES = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+# What torch, its schedulers and timm's write into parameter groups, beside the options of an optimizer.
+NOTES = (
+    *("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
+    "lr_scale",
+)
 
 
 def settings(algorithm: Any, weight_decay: Any, timeout: Any, on_failure: Any, quorum: Any, on_nonfinite: Any) -> None:

@@ -1,7 +1,8 @@
 """Wrappers that do gossip's work before it, and so undo it: DDP and FSDP average gradients over all of their ranks.
 
 Nothing on a parameter tells that it is wrapped, and a wrapper may come before the optimizer or after it. So all live
-objects are looked through, which takes some ten milliseconds, when the optimizer is made and in its steps 1, 10, 100...
+objects are looked through, which takes up to a tenth of a second, when the optimizer is made and in its steps 1, 10,
+100...
 """
 
 from __future__ import annotations
