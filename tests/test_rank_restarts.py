@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.ranks import free_port
+from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("rank_training.py")
@@ -23,7 +24,9 @@ def torchrun(folder, restarts, how, script=SCRIPT, deaths=()):
     command += [*how, script, folder, ROUNDS, *deaths]
     unset = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    return subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [str(word) for word in command], env=environment, capture_output=True, text=True, timeout=HANG
+    )
 
 
 def static():
@@ -41,7 +44,7 @@ def test_restarts_that_would_meet_dead_ranks_are_refused_at_once(tmp_path, how):
     refusal = (
         r"ValueError: torchrun is to restart ranks \(1 times\) but keeps .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.*c10d"
     )
-    assert len(re.findall(refusal, done.stderr)) >= 1
+    assert len(re.findall(refusal, done.stderr)) >= 2  # torchrun tries it again, and that does not hang
     assert list((tmp_path / "run").iterdir()) == []  # nothing was trained or written
 
 

@@ -22,6 +22,7 @@ def check_restarts() -> None:
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if restarts == "0" or not shared or dist.get_world_size() == 1 or _has_own_store():
         return
+    _forget_addresses()
     raise ValueError(
         f"torchrun is to restart ranks ({restarts} times) but keeps the addresses of dead ones in its store, where "
         "restarted ones would look for the living; start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and "
@@ -32,9 +33,25 @@ def check_restarts() -> None:
 
 def _has_own_store() -> bool:
     """Whether the caller gave init_process_group a store; the one that it makes itself has the prefix default_pg."""
+    dist.distributed_c10d._get_default_store().set("klatsch", "is here")
+    group: Any = dist.group.WORLD
+    return not _shared_store().check([f"default_pg/{group.group_name}//klatsch"])
+
+
+def _forget_addresses() -> None:
+    """Take this attempt's addresses out of the store: torchrun starts again what was refused, and it would hang."""
+    dist.barrier()  # all have read them
+    store = _shared_store()
+    if dist.get_rank() == 0 and hasattr(store, "list_keys"):
+        for key in store.list_keys():
+            if key.startswith("default_pg/"):
+                store.delete_key(key)
+    dist.barrier()  # the first that is refused ends all others
+
+
+def _shared_store() -> Any:
+    """The store of torchrun itself, below all prefixes."""
     store: Any = dist.distributed_c10d._get_default_store()
-    store.set("klatsch", "is here")
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    group: Any = dist.group.WORLD
-    return not store.check([f"default_pg/{group.group_name}//klatsch"])
+    return store
