@@ -114,7 +114,7 @@ def execute(
             if not mine:
                 _wait_for_others(todo, progress, tell)
                 continue
-            before = progress.batches_done
+            before, progress.elsewhere = progress.batches_done, 0
             with _opened(executor, device, mine + todo) as crew:
                 progress.workers = crew.count
                 try:
