@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 import klatsch
+from klatsch.engine.survivors import Survivors
 from tests.rank_scenarios import problem_of
 from tests.ranks import say
 
@@ -77,7 +78,8 @@ def apart(folder, victims, quorum=0.0):
     """Some ranks die after ten rounds, and cut the others off from each other."""
     optimizer, x, problem = begin(on_failure="continue", quorum=quorum, timeout=20)
     model = nn.Module()
-    model.x, model.number = x, nn.Buffer(torch.tensor([float(optimizer.rank)]))
+    model.x = x
+    model.register_buffer("number", torch.tensor([float(optimizer.rank)]))
     try:
         for t in range(1, 31):
             if optimizer.rank in victims and t == 11:
@@ -90,6 +92,40 @@ def apart(folder, victims, quorum=0.0):
     except klatsch.QuorumError:
         keep(folder, optimizer, x)
         raise
+
+
+def interrupted(folder, victim):
+    """A rank dies in the middle of a sum over all of them."""
+    optimizer, x, _ = begin(on_failure="continue", start_equal=False, timeout=20)
+    model = nn.Module()
+    model.x = x
+    with torch.no_grad():
+        x.fill_(1.0)
+    x.grad = torch.zeros_like(x)
+    optimizer.step()
+    summed, asked = Survivors.summed, []
+
+    def dies(self, mine):
+        asked.append(mine)
+        if optimizer.rank == victim and len(asked) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return summed(self, mine)
+
+    Survivors.summed = dies
+    try:
+        klatsch.average_(model, parameters=True)
+    except RuntimeError as error:
+        say(folder, f"error-{optimizer.rank}", error)
+    keep(folder, optimizer, x, again=klatsch.average_(model, parameters=True).x.detach().clone())
+
+
+def hub_leaves(folder, quorum):
+    """The centre of a star goes, and the others hear nothing of each other any more."""
+    optimizer, x, problem = begin("star", on_failure="continue", quorum=quorum, timeout=20)
+    for t in range(1, 6 if optimizer.rank == 0 else 31):
+        gradient(x, problem, optimizer.rank, t)
+        optimizer.step()
+    optimizer.finish(leave=optimizer.rank == 0)
 
 
 def uneven(folder, steps, graph="ring", rule="dat", order=None, join=False, leave=(), every=None, deaths=()):

@@ -96,7 +96,8 @@ def endure(folder, victim, harm, graph="ring", on_failure="raise", timeout=60, r
         lost.append(optimizer.lost)
         if ask and t == 100:  # those who are left, and without harm
             model = nn.Module()
-            model.x, model.number = x, nn.Buffer(torch.tensor([float(rank)]))
+            model.x = x
+            model.register_buffer("number", torch.tensor([float(rank)]))
             say(folder, f"answer-{rank}", optimizer.consensus())
             say(folder, f"mean-{rank}", float(klatsch.average_(model).number))
     torch.save({"path": torch.stack(path), "lost": lost}, folder / f"path-{rank}")

@@ -118,6 +118,22 @@ def test_csv_and_parquet_in_one_file_are_refused_before_either_is_written(folder
     assert contents(folder) == before
 
 
+@pytest.mark.parametrize(
+    "name, content, kept",
+    [
+        ("train.py", "import os, sys\n", True),
+        ("numbers.json", "[1, 2]\n", True),
+        ("diary.txt", "Dear diary, today\n", True),
+        ("table.csv", "a;b\n1;2\n", False),  # as some spreadsheets write it
+        ("table.csv", "a\n1\n", False),
+    ],
+)
+def test_a_table_takes_the_place_of_a_table_only(folder, run_cli, name, content, kept):
+    (folder / name).write_text(content)
+    code, _, err = run_cli("results", "s.sqlite", "--csv", name)
+    assert (code, (folder / name).read_text() == content) == ((2, True) if kept else (0, False)), err
+
+
 def test_what_is_no_file_is_left_alone(folder, run_cli):
     os.mkfifo("pipe")
     for out in ("pipe", "/dev/null"):
@@ -133,13 +149,14 @@ def test_what_is_no_file_is_left_alone(folder, run_cli):
         (b"SQLite format 3\0" + bytes(84), "SQLite"),
         (b"\x10" + bytes(7) + b'{"w": {}}       ', "safetensors"),
         (b'{"a" : {"b": 1}}', "JSON"),  # its ninth byte is a brace, too
-        (b"topology,1 / rho ~ M^,D-SGD: M ~ N^\n", "CSV"),
-        (b"a,b\n1,2\n", "CSV"),
-        (b"# Figure 1\n", "Markdown"),
+        (b"problem,topology,nodes\n", "CSV"),
         (b"<!doctype html>\n<html>", "HTML"),
+        (b"\xef\xbb\xbf<!-- by hand -->\n<!DOCTYPE html>", "HTML"),
         (b'rules = ["dat", "dsgd"]\n', None),
         (b"[problem]\nname = 1, 2\n", None),
-        (b"# a comment, of a study\n", "Markdown"),
+        (b"# a comment, of a study\n", None),
+        (b"import os, sys\n", None),
+        (b"[1, 2]\n", None),
         (bytes(64), None),
         (b"\x7fELF\x02\x01\x01,", None),
     ],

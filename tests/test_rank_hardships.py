@@ -124,6 +124,12 @@ def test_what_counts_as_sound(dtype):
     assert is_sound(torch.ones(0, dtype=dtype))
 
 
+def test_long_vectors_are_looked_at_in_pieces(monkeypatch):
+    monkeypatch.setattr("klatsch.engine.node.PIECE", 3)
+    assert is_sound(torch.ones(7))
+    assert not is_sound(torch.tensor([1.0, 1.0, 1.0, 1.0, torch.nan, 1.0, 1.0]))
+
+
 @pytest.fixture
 def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -223,6 +229,30 @@ def test_one_lost_rank_leaves_a_ring_connected_and_a_quorum_content(tmp_path, la
         assert end["number"] == pytest.approx(sum(left) / 5)
 
 
+@pytest.mark.parametrize("victim", [1, 3])  # a parent and a leaf of the tree in which they add up
+def test_a_rank_that_dies_in_the_middle_of_a_sum_spoils_no_model(tmp_path, launch, victim):
+    ranks = launch(4, "rank_hardships.interrupted", victim=victim)
+    codes, left = ranks.codes(), [rank for rank in range(4) if rank != victim]
+    assert [codes[rank] for rank in left] == [0] * 3, [ranks.errors(rank) for rank in left]
+    for rank, end in zip(left, ends(tmp_path, left), strict=True):
+        assert "average_ needs an answer from all ranks within reach" in ranks.wait_for(f"error-{rank}")
+        torch.testing.assert_close(end["x"], torch.ones(5, dtype=torch.float64))
+        torch.testing.assert_close(end["again"], torch.ones(5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("quorum", [0.0, 0.5])
+def test_a_network_that_falls_apart_because_one_leaves_says_so_too(launch, quorum):
+    ranks = launch(4, "rank_hardships.hub_leaves", quorum=quorum)
+    assert ranks.codes() == ([0] * 4 if quorum == 0.0 else [0, 1, 1, 1]), [ranks.errors(rank) for rank in range(4)]
+    assert ranks.errors(0) == ""  # which wanted it so
+    for rank in (1, 2, 3):
+        if quorum:
+            assert f"1 of 4 ranks are left within reach (rank {rank}), and quorum = 0.5" in ranks.errors(rank)
+        else:
+            (warning,) = ranks.warnings(rank)
+            assert f"the network is no longer connected: 1 of 4 ranks are left within reach (rank {rank})" in warning
+
+
 def news(*members):
     """What every one knows after all have told each other."""
     for _ in members:
@@ -253,17 +283,17 @@ def test_the_last_round_is_the_same_for_all_whatever_the_number_of_rounds():
     graph = klatsch.topology.one_peer_exponential(8)
     nodes = [Membership(graph, rank) for rank in range(8)]
     many = (1 << 33) + 12_345  # more than a float32 holds
-    for rank, node in enumerate(nodes):
-        assert node.last_round() is None
-        node.finish(many - rank, leave=False)
+    for rank, one in enumerate(nodes):
+        assert one.last_round() is None
+        one.finish(many - rank, leave=False)
     news(*nodes)
-    assert {node.last_round() for node in nodes} == {many + 1 + lag(graph)}
+    assert {one.last_round() for one in nodes} == {many + 1 + lag(graph)}
 
 
 def test_on_a_directed_ring_nobody_hears_of_everybody_once_one_is_lost():
-    node = Membership(klatsch.topology.directed_ring(4), 2)
-    node.lose(1)
-    assert node.within_reach() == [2]
+    third = Membership(klatsch.topology.directed_ring(4), 2)
+    third.lose(1)
+    assert third.within_reach() == [2]
 
 
 # --- few batches ----------------------------------------------------------------------------------------------------

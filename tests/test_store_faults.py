@@ -120,6 +120,36 @@ def test_three_processes_share_the_work(tmp_path, start):
     assert asked(tmp_path / "s.sqlite", "SELECT count(*) FROM owners") == [(0,)]
 
 
+TOGETHER = """
+import os, sys
+from klatsch.study import Store
+from klatsch.study.sharing import Share
+
+for number in range(20):
+    ready, go = os.pipe()
+    crew = []
+    for _ in range(6):
+        if (pid := os.fork()) == 0:
+            os.close(go)
+            os.read(ready, 1)  # until the other end is closed, for all at once
+            with Store(f"{number}.sqlite") as store, Share(store) as share:
+                share.take([], 1)
+            os._exit(0)
+        crew.append(pid)
+    os.close(go)
+    for pid in crew:
+        if os.waitpid(pid, 0)[1] != 0:
+            sys.exit(1)
+    os.close(ready)
+"""
+
+
+def test_processes_that_make_a_store_together_do_not_take_it_for_damaged(tmp_path):
+    """Each looks at a file that another is just making; twenty times, since it is a matter of moments."""
+    done = subprocess.run([sys.executable, "-c", TOGETHER], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_a_killed_process_was_at_is_done_by_the_others(tmp_path, start):
     file, store = tmp_path / "s.toml", tmp_path / "s.sqlite"
     file.write_text(LONG)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from klatsch.version import VERSION
 
 if TYPE_CHECKING:
-    from klatsch import algorithms, averaging, engine, optim, planning, problems, theory, topology
+    from klatsch import algorithms, averaging, columns, engine, optim, planning, problems, theory, topology
     from klatsch.engine import Result, simulate
     from klatsch.optim import Checkpointer, Gossip, LinkError, NonFiniteError, QuorumError, average_
     from klatsch.topology import Topology
@@ -27,6 +27,7 @@ __all__ = [
     "algorithms",
     "average_",
     "averaging",
+    "columns",
     "engine",
     "optim",
     "planning",

@@ -47,6 +47,7 @@ def results(
 ) -> None:
     """Print, filter and export what a store holds."""
     from klatsch.study import export
+    from klatsch.study.grids import counted
     from klatsch.study.store import Store
 
     if curves and csv is None and parquet is None and not (every and as_json):
@@ -65,7 +66,7 @@ def results(
             for path, write in ((csv, export.to_csv), (parquet, export.to_parquet)):
                 if path is not None:
                     write(found, path)
-                    print(f"{len(found):,} lines written to {path}")
+                    print(f"{counted(len(found), 'line')} written to {path}")
         elif every and as_json:
             print_json({"runs": export.plain(export.records(opened, runs, curves))})
         elif every:

@@ -76,6 +76,8 @@ class GlooLinks:
 
     def absent(self, t: int) -> set[int]:
         """Neighbours that are lost, or have left before round t; all of them if this rank has."""
+        if not self.membership.anyone_leaves:
+            return set(self.lost)
         if self.membership.gone_by(self.rank, t):
             return self._neighbors
         return {*self.lost, *(peer for peer in self._neighbors if self.membership.gone_by(peer, t))}
@@ -258,7 +260,7 @@ class GlooLinks:
         self.take_stock(failure.round)
 
     def take_stock(self, t: int) -> None:
-        """Look at what is left of the network once a link is lost somewhere.
+        """Look at what is left of the network once a link is lost, or a rank leaves, somewhere.
 
         Raises:
             QuorumError: fewer ranks are within reach than were asked for.
@@ -266,8 +268,10 @@ class GlooLinks:
         for peer in set(self.membership.links_lost()) - self.lost.keys():  # which has given up this rank
             edge = f"{peer} -> {self.rank}"
             self._lose(peer, LinkError(self.rank, peer, edge, t, 0.0, "it goes on without this rank"))
+        if self.membership.leaving:  # which goes on without the others, as it wanted
+            return
         near, size = self.membership.within_reach(), self.topology.size
-        if len(near) < self.quorum * size and self._failure is None:
+        if len(near) / size < self.quorum and self._failure is None:
             self._failure = QuorumError(self.rank, t, near, size, self.quorum)
         if self._failure is not None:
             raise self._failure

@@ -7,6 +7,7 @@ numbers and of those that it hears, so that news travels one hop per round, with
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ class Membership:
         self._low, self._high, self._leaving, self._lost = torch.split(
             self._status, [self.size, self.size, self.size, len(pairs)]
         )
+        self._gone = self._status[2 * self.size :]  # the last two of them
 
     def __len__(self) -> int:
         return len(self._status)
@@ -49,12 +51,12 @@ class Membership:
         tail.copy_(self._status)
 
     def learn(self, tails: Iterable[Tensor]) -> bool:
-        """Take in what other ranks know; gives whether a link is lost that was not known to be."""
-        before = self._lost.clone()
+        """Take in what other ranks know; returns whether a link is lost, or a rank leaves, that was not known to."""
+        before = self._gone.clone()
         for tail in tails:
             heard = torch.nan_to_num(tail.to(self._status), nan=0.0, posinf=0.0)  # nonsense is no news
             torch.maximum(self._status, heard, out=self._status)
-        return not torch.equal(before, self._lost)
+        return not torch.equal(before, self._gone)
 
     def lose(self, peer: int) -> None:
         """Say that this rank and a neighbour go on without each other."""
@@ -77,13 +79,23 @@ class Membership:
         """Whether a neighbour has left before round t, as it had said."""
         return bool(self._leaving[peer]) and t > self._end([peer])
 
+    @property
+    def leaving(self) -> bool:
+        """Whether this rank itself leaves."""
+        return bool(self._leaving[self.rank])
+
+    @property
+    def anyone_leaves(self) -> bool:
+        """Whether any rank does."""
+        return bool(self._leaving.any())
+
     def last_round(self) -> int | None:
         """The round after which nobody needs this rank any more; None as long as that is not known.
 
         All have finished then, and all know it: news of the last one needs a round to be sent, and `lag` to arrive.
         A rank that leaves waits only until everyone has heard of that.
         """
-        if self._leaving[self.rank]:
+        if self.leaving:
             return self._end([self.rank])
         nodes = self.within_reach()
         return self._end(nodes) if bool((self._low[nodes] > 0).all()) else None
@@ -94,10 +106,15 @@ class Membership:
         return [node for node in range(self.size) if parts[node] == parts[self.rank]]
 
     def out_of_reach(self) -> list[list[int]]:
-        """Ranks that may train on without this one: several of them that no lost link parts from each other."""
+        """Ranks that may train on without this one, in groups that still hear each other.
+
+        One that is alone counts only if nobody has lost it: others have left it behind.
+        """
         parts = self._parts()
         groups = [[node for node in range(self.size) if parts[node] == part] for part in sorted(set(parts))]
-        return [group for group in groups if len(group) > 1 and self.rank not in group]
+        lost = {node for pair, k in self._number.items() if self._lost[k] for node in pair}
+        leaving = {node for node in range(self.size) if self._leaving[node]}
+        return [g for g in groups if self.rank not in g and (len(g) > 1 or not (lost | leaving).intersection(g))]
 
     def tree(self) -> tuple[int | None, list[int]]:
         """The parent and the children of this rank in a tree of all within reach, the same one on all of them."""
@@ -126,9 +143,12 @@ class Membership:
     def _end(self, nodes: list[int]) -> int:
         """The round by which all have heard that these have finished; a late one where links are missing."""
         rounds = max(int(self._high[node]) * DIGIT + int(self._low[node]) - 1 for node in nodes)
-        whole = not (bool(self._lost.any()) or bool(self._leaving.any()))
-        hops = lag(self.topology) if whole else (self.size - 1) * self.topology.period
+        hops = (self.size - 1) * self.topology.period if bool(self._gone.any()) else self._lag
         return rounds + (1 + hops if self.size > 1 else 0)
+
+    @cached_property
+    def _lag(self) -> int:
+        return lag(self.topology)
 
     def _parts(self) -> list[int]:
         """The part of the network that each rank is in: those who reach each other over links that hold."""
@@ -147,12 +167,12 @@ def lag(topology: Topology) -> int:
     if topology.period == 1:
         hops = shortest_path(topology.matrix(1), unweighted=True)
         return int(hops[np.isfinite(hops)].max())
-    worst, itself = 0, np.eye(topology.size, dtype=bool)
-    heard = [itself | (P.toarray() != 0) for P in topology.matrices]
+    worst, itself = 0, np.eye(topology.size, dtype=np.float32)  # numbers, whose product is the fast one
+    heard = [np.maximum(itself, P.toarray() != 0).astype(np.float32) for P in topology.matrices]
     for phase in range(topology.period):
         reached, back, last = itself, 0, 0  # `last`: the hops after which something new was reached
         while not reached.all() and back - last < topology.period:
-            further = reached @ heard[(phase - back) % topology.period]
+            further = np.minimum(reached @ heard[(phase - back) % topology.period], 1)
             back += 1
             last, reached = (back if (further != reached).any() else last), further
         worst = max(worst, last)

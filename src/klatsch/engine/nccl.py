@@ -1,7 +1,7 @@
 """Messages between ranks over NCCL, one process per GPU: each exchange is one batch, in the same order on all ranks.
 
-Waiting is done by the GPU's streams and not by the process. So a neighbour that is gone or late is noticed by the
-watchdog of the process group, after the group's own timeout, and not here; and seconds waited are not known.
+A neighbour that is gone or late is noticed by the watchdog of the process group, after the group's own timeout, and not
+here; and seconds waited are not known.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class NcclLinks:
 
     def absent(self, t: int) -> set[int]:
         """Ranks that have left before round t; all of them if this rank has."""
-        ranks = range(self.topology.size)
+        ranks = range(self.topology.size) if self.membership.anyone_leaves else ()
         return {peer for peer in ranks if any(self.membership.gone_by(end, t) for end in (peer, self.rank))}
 
     def refuse(self, source: int, t: int) -> None:

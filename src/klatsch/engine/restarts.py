@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+PATIENCE = timedelta(seconds=20)  # with ranks that are on their way to the same refusal
 
 
 def check_restarts() -> None:
@@ -39,14 +43,15 @@ def _has_own_store() -> bool:
 
 
 def _forget_addresses() -> None:
-    """Take this attempt's addresses out of the store: torchrun starts again what was refused, and it would hang."""
-    dist.barrier()  # all have read them
-    store = _shared_store()
-    if dist.get_rank() == 0 and hasattr(store, "list_keys"):
-        for key in store.list_keys():
-            if key.startswith("default_pg/"):
-                store.delete_key(key)
-    dist.barrier()  # the first that is refused ends all others
+    """Take this attempt's addresses out of the store: torchrun starts again what was refused, and it may hang."""
+    with suppress(RuntimeError, ValueError):  # not all ranks gossip, or it is NCCL's group, which cannot wait so
+        dist.monitored_barrier(timeout=PATIENCE)  # all have read them
+        store = _shared_store()
+        if dist.get_rank() == 0 and hasattr(store, "list_keys"):
+            for key in store.list_keys():
+                if key.startswith("default_pg/"):
+                    store.delete_key(key)
+        dist.monitored_barrier(timeout=PATIENCE)  # the first that is refused ends all others
 
 
 def _shared_store() -> Any:

@@ -40,15 +40,22 @@ class Survivors:
         self._parent, self._children = knowledge.tree()
 
     def summed(self, mine: Tensor) -> Tensor:
-        """The sum over all of them."""
-        total, parents = mine.clone(), [] if self._parent is None else [self._parent]
+        """The sum over all of them.
+
+        Raises:
+            RuntimeError: one died meanwhile; all others hear of that, too.
+        """
+        parents = [] if self._parent is None else [self._parent]
+        total = torch.cat([mine, mine.new_ones(1)])  # the last number counts who is in the sum
         for theirs in self._swap(UP, total, self._children, []):
             total += theirs
         self._swap(UP, total, [], parents)
-        for whole in self._swap(DOWN, total, parents, []):
-            total = whole
+        if parents:
+            total = next(iter(self._swap(DOWN, total, parents, [])), torch.zeros_like(total))
         self._swap(DOWN, total, [], self._children)
-        return total
+        if int(total[-1]) != len(self.ranks):
+            raise RuntimeError("a rank was lost meanwhile; ask again")
+        return total[:-1]
 
     def _swap(self, kind: int, message: Tensor, sources: list[int], targets: list[int]) -> list[Tensor]:
         tag = FIRST_TAG + (self._round * 3 + kind) % (LAST_TAG - FIRST_TAG)

@@ -40,7 +40,7 @@ def average_(model: nn.Module, *, parameters: bool = False, group: Any = None) -
     kinds = str([[str(v.dtype), list(v.shape)] for v in tensors])
     flat = torch.cat([torch.zeros(0, dtype=torch.float64), *(v.detach().double().cpu().reshape(-1) for v in tensors)])
     trainer = next((each for each in Gossip.living if any(map(each.owns, model.parameters()))), None)
-    if trainer is not None and group is None and trainer.survives:
+    if trainer is not None and trainer.survives and group is trainer.process_group:
         with trainer.together("average_") as (total, ranks):
             _agree_among(total, len(ranks), kinds)
             mean = total(flat) / len(ranks)

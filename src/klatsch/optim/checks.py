@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Literal, get_args
@@ -131,8 +130,7 @@ def trainable(parameters: Sequence[Tensor]) -> list[Tensor]:
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
         raise ValueError("no parameter requires a gradient; unfreeze some before the optimizer is made")
-    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # where none is, none is loaded
-    if any(isinstance(p, distributed) for p in trained):
+    if any(kind.__name__ == "DTensor" for p in trained for kind in type(p).__mro__):  # its module has moved
         raise ValueError(
             "parameters are DTensors, pieces into which fully_shard (FSDP2) or parallelize_module cuts a model, and "
             "cannot be gossiped yet; give every rank a whole model, without them"

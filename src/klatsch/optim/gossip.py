@@ -157,10 +157,10 @@ class Gossip(Optimizer, Joinable):
         Returns:
             The rounds without gradient.
         """
-        if self._finished:
-            return 0
-        self._finished, began, known = True, self.rounds, self._links.membership
-        known.finish(began, leave)
+        began, known = self.rounds, self._links.membership
+        if not self._finished:
+            self._finished = True
+            known.finish(began, leave)
         while (last := known.last_round()) is None or self.rounds < last:
             self._idle()
         self.drain()
@@ -179,7 +179,7 @@ class Gossip(Optimizer, Joinable):
         self._follow_schedule()
         for entry in self.param_groups:
             checks.values(entry, self.defaults)
-        # None moves before all have heard: a failure leaves them at the same round.
+        # No share moves before all have heard: a failure leaves them at the same round.
         for share in self._shares:
             share.take_in(self.param_groups, factor)
         wrong = [text for share in self._shares if (text := share.not_finite()) is not None]
@@ -246,6 +246,11 @@ class Gossip(Optimizer, Joinable):
     def rank(self) -> int:
         """Which node of the topology this is."""
         return dist.get_rank(self.group)
+
+    @property
+    def process_group(self) -> Any:
+        """The process group that it was given; None for all ranks."""
+        return self._asked
 
     @property
     def device(self) -> torch.device:

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,11 @@ from urllib.parse import quote
 FORMAT = 2
 APPLICATION = 0x6B6C6174  # "klat": tells a store from other SQLite files
 WAIT = 60.0  # seconds that a process waits for another one's transaction
+# In one statement: another process may be making the file, and two questions would see it at two moments.
+SEEN = (
+    "SELECT v.user_version, a.application_id, m.type, m.name, m.rootpage "
+    "FROM pragma_user_version v, pragma_application_id a LEFT JOIN sqlite_master m"
+)
 DAMAGED = "if it is a store, it is damaged or was edited: move it away and run again, or bring back a copy"
 
 
@@ -134,8 +140,9 @@ class Database:
     def _check_content(self, must_exist: bool) -> None:
         """Refuse what only shows when the file is open: numbers that are still in its log, tables, damage."""
         try:
-            version, ours = self._pragma("user_version"), self._pragma("application_id")
-            entries = self._base.execute("SELECT type, name, rootpage FROM sqlite_master").fetchall()
+            rows = self._base.execute(SEEN).fetchall()
+            version, ours = rows[0][:2]
+            entries = [entry for _, _, *entry in rows if entry[0] is not None]
             if version or ours or entries:
                 self._check_numbers(version, ours)
                 self._check_entries(version, entries)
@@ -147,7 +154,7 @@ class Database:
             self._base.close()
             raise
 
-    def _check_entries(self, version: int, entries: Sequence[tuple[str, str, int | None]]) -> None:
+    def _check_entries(self, version: int, entries: Sequence[Sequence[Any]]) -> None:
         """Refuse triggers and the like, which would act in our place, and a file that lacks a table."""
         for kind, name, page in entries:
             if not page:  # no data of its own: a trigger, a view, a virtual table
@@ -189,11 +196,24 @@ class Database:
             self._base.close()
             self._base, self._lacking = self._open(read_only=False), False
             self._check_content(must_exist=False)  # somebody else may have made it by now
-        for setting in ("foreign_keys = ON", "synchronous = FULL", "journal_mode = WAL"):
+        for setting in ("foreign_keys = ON", "synchronous = FULL"):
             self._base.execute(f"PRAGMA {setting}")
+        self._use_log()
         with self._whole_or_not():
             self._make()
         self._ready = True
+
+    def _use_log(self) -> None:
+        """Write ahead, once no other process is just doing the same: SQLite does not wait for that by itself."""
+        deadline = time.monotonic() + WAIT
+        while True:
+            try:
+                self._base.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)
 
     def _make(self) -> None:
         have = self.format

@@ -19,7 +19,10 @@ def several(value: Any) -> Any:
     if not entries:
         raise ValueError("the list is empty; give at least one entry")
     plain = str | int | float  # anything else is a table, or a mistake that is told later
-    return list({entry if isinstance(entry, plain) else (repr(entry),): entry for entry in entries}.values())
+    found: dict[Any, Any] = {}
+    for entry in entries:
+        found.setdefault(entry if isinstance(entry, plain) else (repr(entry),), entry)
+    return list(found.values())
 
 
 def counted(number: int, word: str) -> str:
