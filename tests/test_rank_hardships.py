@@ -244,7 +244,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_sum_spoils_no_model(tmp_path, launc
 def test_a_network_that_falls_apart_because_one_leaves_says_so_too(launch, quorum):
     ranks = launch(4, "rank_hardships.hub_leaves", quorum=quorum)
     assert ranks.codes() == ([0] * 4 if quorum == 0.0 else [0, 1, 1, 1]), [ranks.errors(rank) for rank in range(4)]
-    assert ranks.errors(0) == ""  # which wanted it so
+    assert quorum or ranks.errors(0) == ""  # which wanted it so; where the others stop, it sees them go
     for rank in (1, 2, 3):
         if quorum:
             assert f"1 of 4 ranks are left within reach (rank {rank}), and quorum = 0.5" in ranks.errors(rank)
