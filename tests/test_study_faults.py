@@ -12,6 +12,8 @@ import sqlite3
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -143,6 +145,22 @@ def test_workers_that_always_die_end_the_study_with_a_reason(tmp_path, monkeypat
     monkeypatch.setattr(workers, "ProcessPoolExecutor", Doomed)
     with pytest.raises(ValueError, match=r"worker processes died 6 times in a row.*--workers.*safe"):
         run_study(study, tmp_path / "s.sqlite", executor=lambda: workers.processes(1))
+
+
+def test_results_that_never_come_are_not_waited_for(monkeypatch):
+    """As from a Dask scheduler that was killed while it handed one over."""
+
+    class Silent:
+        def submit(self, *_):
+            return Future()
+
+    @contextmanager
+    def gone():
+        yield workers.Workers(Silent(), None, 1, alive=lambda: False)
+
+    monkeypatch.setattr(sys.modules["klatsch.study.execute"], "BEAT", 0.01)
+    with pytest.raises(ValueError, match="died 6 times in a row"):
+        run_study(parse(SMALL), executor=gone)
 
 
 def rounds_in(path):

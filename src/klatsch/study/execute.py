@@ -235,6 +235,9 @@ def _collect(
             return lost, todo
         finished = wait(running, timeout=BEAT, return_when=FIRST_COMPLETED).done
         share.beat()
+        if not finished and not crew.alive():
+            lost += running.values()
+            running.clear()
         for future in finished:
             batch = running.pop(future)
             try:

@@ -52,6 +52,7 @@ class Workers:
         stop: how to ask running batches to save themselves and end; None where they cannot be asked.
         shares_files: whether workers see the files of this machine, so that checkpoints are of use.
         losses: what a batch raises whose worker is gone.
+        alive: whether anybody is still there to bring results.
     """
 
     executor: Executor
@@ -60,6 +61,7 @@ class Workers:
     stop: Stop | None = None
     shares_files: bool = True
     losses: tuple[type[BaseException], ...] = (BrokenExecutor,)
+    alive: Callable[[], bool] = lambda: True
 
 
 Open = Callable[[], Any]  # gives a context manager of Workers
@@ -118,7 +120,9 @@ def dask(address: str) -> Iterator[Workers]:
         count = sum(client.nthreads().values())
         # The scheduler gives a batch up that several workers died of, and cancels all when it is gone itself.
         losses = (BrokenExecutor, CancelledError, killed)
-        yield Workers(executor, single_threaded, count, shares_files=False, losses=losses)
+        # A result that was on its way when the scheduler died never comes, and raises nothing either.
+        alive = lambda: client.status != "closed"  # noqa: E731
+        yield Workers(executor, single_threaded, count, shares_files=False, losses=losses, alive=alive)
 
 
 def check_dask(address: str) -> None:
