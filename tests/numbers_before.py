@@ -1,0 +1,142 @@
+"""What the update rules computed while each was written by hand: the numbers that rules made of parts must reproduce.
+
+`fixtures/numbers_before.safetensors` holds, for every case of `CASES`, the state of all nodes after 200 rounds in
+float64, as (nodes, columns, parameters):
+
+    "dat averaging=linear order=cta momentum=0.9 | ring | output"     what the rule gives out
+    "dat averaging=linear order=cta momentum=0.9 | ring | iterate"    w, for push-sum rules divided by the weight
+
+It was made with klatsch 0.2.0.dev0 as of commit e772e06, whose nine rules are still the hand-written ones of 0.1.0, by
+
+    python -m tests.numbers_before tests/fixtures/numbers_before.safetensors
+
+on x86-64 with torch 2.13.0, with `simulate(..., engine="torch")`. Do not make it again from later rules: it is there to
+compare with. A plain loop with dense products gives the same to 1e-12 of an entry's largest number.
+
+A rule of `CASES` is a name that `make` takes, except that 0.1.0 left one choice for D2 to the graph:
+
+    "d2"              D2 with the lazy matrix (I + P) / 2 in place of P
+    "d2 published"    D2 with P itself, as in the paper of Tang et al.; both graphs have eigenvalues above -1/3
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import klatsch
+from klatsch import problems
+from klatsch import topology as tp
+
+FILE = Path(__file__).with_name("fixtures") / "numbers_before.safetensors"
+ROUNDS = 200
+
+
+def pushing_ring(n=8):
+    """A directed ring on which odd nodes also send two ahead: its columns sum to 1, its rows do not."""
+    out = np.zeros((n, n))
+    for j in range(n):
+        out[[j, (j + 1) % n, *([(j + 2) % n] if j % 2 else [])], j] = 1
+    return tp.from_matrices(out / out.sum(axis=0), stochastic="columns", name="pushing ring")
+
+
+GRAPHS = {
+    "ring": tp.ring(9),
+    "torus": tp.torus(rows=3, cols=3),
+    "exponential": tp.exponential(8),
+    "base graph": tp.base_graph(9, k=2),
+    "directed ring": tp.directed_ring(9),
+    "pushing ring": pushing_ring(),
+}
+SYMMETRIC = ("ring", "torus")  # and the same in every round
+DOUBLY = (*SYMMETRIC, "exponential", "base graph", "directed ring")
+
+VARIANTS = [  # rule, options, the graphs that it accepts
+    ("dsgd", {}, DOUBLY),
+    ("dsgd", {"momentum": 0.9}, DOUBLY),
+    ("dsgd", {"average": "constant"}, DOUBLY),
+    *(
+        ("dat", {"averaging": averaging, "order": order, **momentum}, DOUBLY)
+        for averaging in ("constant", "linear", "fixed(0.9)")
+        for order in ("atc", "cta")
+        for momentum in ({}, {"momentum": 0.9})
+    ),
+    ("d2", {}, SYMMETRIC),
+    ("d2 published", {}, SYMMETRIC),
+    ("gt", {}, DOUBLY),
+    ("gt", {"average": "linear"}, DOUBLY),
+    ("sgp", {}, tuple(GRAPHS)),
+    ("decentlam", {"momentum": 0.9}, SYMMETRIC),
+    ("decentlam", {"momentum": 0.5}, SYMMETRIC),
+    ("dat-gt", {"averaging": "constant"}, DOUBLY),
+    ("dat-gt", {"averaging": "linear"}, DOUBLY),
+    ("dat-d2", {"averaging": "constant"}, SYMMETRIC),
+    ("dat-d2", {"averaging": "fixed(0.9)"}, SYMMETRIC),
+    ("dat-sgp", {"averaging": "constant"}, tuple(GRAPHS)),
+]
+SCHEDULED = [  # the variants that also run with a learning rate that falls: every rule, and momentum
+    ("dsgd", {}),
+    ("dsgd", {"momentum": 0.9}),
+    ("dat", {"averaging": "constant", "order": "atc"}),
+    ("dat", {"averaging": "linear", "order": "cta", "momentum": 0.9}),
+    ("d2", {}),
+    ("d2 published", {}),
+    ("gt", {}),
+    ("sgp", {}),
+    ("decentlam", {"momentum": 0.9}),
+    ("dat-gt", {"averaging": "linear"}),
+    ("dat-d2", {"averaging": "constant"}),
+    ("dat-sgp", {"averaging": "constant"}),
+]
+
+
+def rates(rule, options):
+    """The learning rates of a variant, all stable: one for each of two columns, and one that falls, for one column."""
+    largest = 5e-3
+    if options.get("averaging") == "linear":
+        largest /= 10  # the steps grow
+    if (rule, options.get("momentum")) == ("dat", 0.9) or (rule, options.get("averaging")) == ("dat-gt", "linear"):
+        largest /= 10
+    return [largest / 5, largest], lambda t: largest / (1 + t / 100)
+
+
+CASES = [  # rule, options, graph
+    (rule, {**options, "lr": lr}, graph)
+    for rule, options, graphs in VARIANTS
+    for lr in rates(rule, options)[: 2 if (rule, options) in SCHEDULED else 1]
+    for graph in graphs
+]
+
+
+def title(rule, options, graph):
+    """The name of a case: it tells of the learning rate only where that falls."""
+    told = {key: value for key, value in options.items() if key != "lr"}
+    told |= {"lr": "schedule"} if callable(options["lr"]) else {}
+    return " ".join([rule, *(f"{key}={value}" for key, value in told.items())]) + f" | {graph}"
+
+
+def problem(graph):
+    """The data, for as many nodes as a graph has."""
+    return problems.LeastSquares(graph.size, dim=6, noise=1.0, heterogeneity=1.0, seed=0)
+
+
+def numbers(engine="torch"):
+    """Every entry of the file, computed by the rules as they were: `make` and, for d2, the lazy graph."""
+    from klatsch import algorithms
+
+    entries = {}
+    for name, options, graph in CASES:
+        P = tp.lazy(GRAPHS[graph]) if name == "d2" else GRAPHS[graph]
+        rule = algorithms.make(name.removesuffix(" published"), **options)
+        result = klatsch.simulate(problem(P), rule, P, ROUNDS, record=[ROUNDS], engine=engine)
+        iterate = getattr(rule, "iterate", rule.query)
+        entries[f"{title(name, options, graph)} | output"] = result.output
+        entries[f"{title(name, options, graph)} | iterate"] = iterate(result.state)
+    return entries
+
+
+if __name__ == "__main__":
+    from safetensors.torch import save_file
+
+    made_with = {"made with": f"klatsch {klatsch.__version__}, hand-written rules"}
+    save_file({name: v.contiguous().clone() for name, v in numbers().items()}, sys.argv[1], made_with)
