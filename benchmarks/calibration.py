@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from klatsch import algorithms, problems, simulate, topology
+from klatsch import problems, rules, simulate, topology
 from klatsch.planning import CALIBRATION, RULES, graphs, predicted
 from klatsch.study import parse, run_study
 from klatsch.theory import Constants
@@ -98,7 +98,7 @@ def heights() -> None:
         for noise in (10.0, 0.0):
             problem = problems.LeastSquares(M, noise=noise)
             found = simulate(
-                problem, algorithms.make("dat", lr=lrs), topology.complete(M), points[-1], record=points, progress=False
+                problem, rules.make("dat", lr=lrs), topology.complete(M), points[-1], record=points, progress=False
             )
             T, D1 = np.array(points, float), float(problem.D1)
             part = noise * D1 / np.sqrt(M * T) if noise else problem.L * D1**2 / T

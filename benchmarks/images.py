@@ -128,7 +128,7 @@ def rates(M: int, batch: int, device: str, turns: int, off: bool) -> dict[str, f
 def captured(M: int, batch: int, rounds: int) -> float:
     """Samples per second of `simulate` on a GPU, with M models as the columns of eight nodes."""
     problem = ImageClassification(lenet, data(8 * 40 * batch), 8, alpha=100.0, batch=batch)
-    rule: Any = klatsch.algorithms.make("dat", lr=[LR] * (M // 8), averaging="fixed(0.9)", momentum=0.9)
+    rule: Any = klatsch.rules.make("dat", lr=[LR] * (M // 8), averaging="fixed(0.9)", momentum=0.9)
     graph = klatsch.topology.ring(8)
     choices: Any = {"record": [1], "dtype": torch.float32, "device": "cuda"}
     begun = klatsch.simulate(problem, rule, graph, 64, **choices)

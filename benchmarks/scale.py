@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from klatsch import algorithms, problems, simulate, topology
+from klatsch import problems, rules, simulate, topology
 from klatsch.planning import Task, network, plan
 from klatsch.theory import Constants
 
@@ -35,7 +35,7 @@ def run(name: str, nodes: int, rounds: int, out: mp.Queue) -> None:  # type: ign
     graph = topology.make(name, nodes)
     built = time.perf_counter() - began
     before = held()
-    rule = algorithms.make("dat", lr=1e-3)
+    rule = rules.make("dat", lr=1e-3)
     found = simulate(problem, rule, graph, rounds, record=[rounds], dtype=torch.float32, progress=False)
     out.put((built, found.seconds / rounds, before, held(), float(found.metrics["distance"][-1, 0]), found.engine))
 

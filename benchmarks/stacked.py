@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import klatsch
-from klatsch import algorithms, problems, topology
+from klatsch import problems, rules, topology
 from klatsch.engine import native
 from klatsch.engine.threads import cores
 
@@ -79,7 +79,7 @@ def simulated(
     problem: problems.LeastSquares, graph: klatsch.Topology, columns: int, rounds: int, engine: str, device: str = "cpu"
 ) -> float:
     """Seconds per round of the simulator."""
-    rule = algorithms.DAT(np.geomspace(1e-6, 1e-4, columns).tolist())
+    rule = rules.dat(np.geomspace(1e-6, 1e-4, columns).tolist())
     result = klatsch.simulate(
         problem, rule, graph, rounds, record=1, dtype=torch.float32, engine=engine, device=device, progress=False
     )

@@ -22,7 +22,7 @@ def begin(graph="ring", rule="dat", dtype=torch.float64, **options):
     problem = problem_of(dist.get_world_size())
     x = nn.Parameter(problem.start().to(dtype))
     choices = {name: options.pop(name) for name in ("order",) if name in options}
-    optimizer = klatsch.Gossip([x], klatsch.algorithms.make(rule, lr=LR, **choices), graph, **options)
+    optimizer = klatsch.Gossip([x], klatsch.rules.make(rule, lr=LR, **choices), graph, **options)
     return optimizer, x, problem
 
 

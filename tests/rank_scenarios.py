@@ -66,7 +66,7 @@ def parity(folder, device="cpu"):
     found = {}
     for label, (rule, options) in RANK_RULES.items():
         for name in RANK_GRAPHS:
-            algorithm, graph = klatsch.algorithms.make(rule, lr=LR, **options), graph_of(rule, name, size)
+            algorithm, graph = klatsch.rules.make(rule, lr=LR, **options), graph_of(rule, name, size)
             try:
                 algorithm.check_graph(graph)
             except ValueError:
@@ -85,7 +85,7 @@ def endure(folder, victim, harm, graph="ring", on_failure="raise", timeout=60, r
     rank, size = group()
     problem = problem_of(size)
     x = nn.Parameter(problem.start().clone())
-    rule = klatsch.algorithms.make("dsgd", lr=ENDURE_LR)
+    rule = klatsch.rules.make("dsgd", lr=ENDURE_LR)
     optimizer = klatsch.Gossip([x], rule, graph, timeout=timeout, on_failure=on_failure)
     path, lost = [x.detach().clone()], [()]
     for t in range(1, rounds + 1):
@@ -108,7 +108,7 @@ def mass(folder):
     """Push-sum without gradients on a directed graph, of which a rank is killed; each starts from its own value."""
     rank, _ = group()
     x = nn.Parameter(torch.full((1,), float(rank), dtype=torch.float64))
-    rule = klatsch.algorithms.make("sgp", lr=0.1)
+    rule = klatsch.rules.make("sgp", lr=0.1)
     optimizer = klatsch.Gossip([x], rule, "exponential", on_failure="continue", start_equal=False)
     kept = []
     for t in range(1, 81):
@@ -125,7 +125,7 @@ def disagree(folder, what):
     """The last rank makes something else."""
     rank, size = group()
     odd = rank == size - 1
-    rule = klatsch.algorithms.make("dsgd" if odd and what == "rule" else "dat", lr=0.2 if odd and what == "lr" else 0.1)
+    rule = klatsch.rules.make("dsgd" if odd and what == "rule" else "dat", lr=0.2 if odd and what == "lr" else 0.1)
     shape = (3, 2) if odd and what == "shapes" else (2, 3)
     dtype = torch.float64 if odd and what == "dtypes" else torch.float32
     params = [nn.Parameter(torch.ones(shape, dtype=dtype))] + [nn.Parameter(torch.ones(1))] * (odd and what == "number")
@@ -272,7 +272,7 @@ def diverge(folder):
     found = []
     for rule in ("dsgd", "dat", "gt"):
         for problem, rates in ((Poisoned(size), [0.1, 0.2]), (problem_of(size), [1e-3, 1e6, 1e300])):
-            algorithm = klatsch.algorithms.make(rule, lr=rates)
+            algorithm = klatsch.rules.make(rule, lr=rates)
             found.append(simulate_on_ranks(problem, algorithm, ring, 300, record=[7, 290], group=world))
     if rank == 0:
         torch.save([result.diverged_at for result in found], folder / "diverged")

@@ -66,7 +66,7 @@ class Absent:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
 import klatsch
-rule, graph = klatsch.algorithms.make("dat", lr=0.01), klatsch.topology.ring(4)
+rule, graph = klatsch.rules.make("dat", lr=0.01), klatsch.topology.ring(4)
 assert klatsch.simulate(klatsch.problems.LeastSquares(4), rule, graph, 9).rounds == 9
 assert klatsch.topology.make("base_graph", 6).averages_exactly
 assert klatsch.theory.largest_machines("dat", 1e6, "ring") > 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import klatsch
-from klatsch import algorithms, averaging, problems
+from klatsch import averaging, problems, rules
 from klatsch import topology as tp
 from klatsch.problems import LeastSquares, LogisticRegression, dirichlet
 
@@ -25,7 +25,7 @@ class WrongShape(LeastSquares):
 def run(**changes):
     call = {
         "problem": LeastSquares(4, dim=3),
-        "algorithm": algorithms.DAT(0.01),
+        "algorithm": rules.dat(0.01),
         "topology": tp.ring(4),
         "steps": 5,
     }
@@ -35,52 +35,52 @@ def run(**changes):
 CASES = [
     # learning rates
     *[
-        (lambda rule=rule, lr=lr: algorithms.make(rule, lr=lr), shown, "above 0")
-        for rule in algorithms.ALGORITHMS
+        (lambda rule=rule, lr=lr: rules.make(rule, lr=lr), shown, "above 0")
+        for rule in rules.RULES
         for lr, shown in ((0, "lr = 0"), (-1e-3, "lr = -0.001"), (nan, "lr = nan"), (inf, "lr = inf"))
     ],
-    (lambda: algorithms.DSGD([0.1, 0.2, -3.0]), "lr = -3 in column 2", "above 0"),
-    (lambda: algorithms.DSGD([0.1, nan]), "lr = nan in column 1", "above 0"),
-    (lambda: algorithms.DSGD([]), "shape (0,)", "one number per column"),
-    (lambda: algorithms.DSGD([[0.1, 0.2], [0.3, 0.4]]), "shape (2, 2)", "one number per column"),
-    (lambda: algorithms.DSGD("0.1"), "lr = '0.1'", "above 0"),
-    (lambda: algorithms.DSGD(None), "lr = None", "above 0"),
-    (lambda: algorithms.DSGD(True), "lr = True", "above 0"),
-    (lambda: algorithms.DSGD(lambda t: -1.0), "lr(1) = -1", "from 0 up"),
+    (lambda: rules.dsgd([0.1, 0.2, -3.0]), "lr = -3 in column 2", "above 0"),
+    (lambda: rules.dsgd([0.1, nan]), "lr = nan in column 1", "above 0"),
+    (lambda: rules.dsgd([]), "shape (0,)", "one number per column"),
+    (lambda: rules.dsgd([[0.1, 0.2], [0.3, 0.4]]), "shape (2, 2)", "one number per column"),
+    (lambda: rules.dsgd("0.1"), "lr = '0.1'", "above 0"),
+    (lambda: rules.dsgd(None), "lr = None", "above 0"),
+    (lambda: rules.dsgd(True), "lr = True", "above 0"),
+    (lambda: rules.dsgd(lambda t: -1.0), "lr(1) = -1", "from 0 up"),
     (
-        lambda: run(algorithm=algorithms.DSGD(lambda t: nan if t > 3 else 0.1), engine="torch"),
+        lambda: run(algorithm=rules.dsgd(lambda t: nan if t > 3 else 0.1), engine="torch"),
         "lr(4) = nan",
         "from 0 up",
     ),
     (
-        lambda: run(algorithm=algorithms.DSGD(lambda t: nan if t > 3 else 0.1), engine="auto"),
+        lambda: run(algorithm=rules.dsgd(lambda t: nan if t > 3 else 0.1), engine="auto"),
         "lr(4) = nan",
         "from 0 up",
     ),
-    (lambda: algorithms.make("dat"), "learning rate", "lr=0.01"),
+    (lambda: rules.make("dat"), "learning rate", "lr=0.01"),
     # other hyper-parameters
     *[
-        (lambda rule=rule, m=m: algorithms.make(rule, lr=0.1, momentum=m), f"momentum = {m}", "not including 1")
+        (lambda rule=rule, m=m: rules.make(rule, lr=0.1, momentum=m), f"momentum = {m}", "not including 1")
         for rule in ("dsgd", "dat", "decentlam")
         for m in (1, 1.5, -0.1, nan)
     ],
-    (lambda: algorithms.DAT(0.1, order="act"), "order = 'act'", "atc"),
-    (lambda: algorithms.DAT(0.1, averaging="quadratic"), "averaging = 'quadratic'", "polynomial(p)"),
-    (lambda: algorithms.DAT(0.1, averaging=3), "averaging = 3", "constant"),
-    (lambda: algorithms.DAT(0.1, averaging="fixed"), "averaging = 'fixed'", "fixed(0.9)"),
-    (lambda: algorithms.DAT(0.1, averaging="linear(2)"), "averaging = 'linear(2)'", "no number"),
-    (lambda: algorithms.DAT(0.1, averaging="polynomial(x)"), "averaging = 'polynomial(x)'", "with a number"),
+    (lambda: rules.dat(0.1, order="act"), "order = 'act'", "atc"),
+    (lambda: rules.dat(0.1, averaging="quadratic"), "averaging = 'quadratic'", "polynomial(p)"),
+    (lambda: rules.dat(0.1, averaging=3), "averaging = 3", "constant"),
+    (lambda: rules.dat(0.1, averaging="fixed"), "averaging = 'fixed'", "fixed(0.9)"),
+    (lambda: rules.dat(0.1, averaging="linear(2)"), "averaging = 'linear(2)'", "no number"),
+    (lambda: rules.dat(0.1, averaging="polynomial(x)"), "averaging = 'polynomial(x)'", "with a number"),
     (lambda: averaging.fixed(1.0), "gamma = 1.0", "not including 1"),
     (lambda: averaging.fixed(-0.1), "gamma = -0.1", "from 0"),
     (lambda: averaging.polynomial(-1), "p = -1", "from 0 up"),
     (lambda: averaging.polynomial(1.5), "p = 1.5", "whole number"),
-    (lambda: algorithms.make("dsgd", lr=0.1, order="cta"), "no option 'order'", "lr, momentum"),
-    (lambda: algorithms.make("DAT-SGD", lr=0.1), "unknown rule 'DAT-SGD'", "did you mean"),
+    (lambda: rules.make("dsgd", lr=0.1, order="cta"), "no option 'order'", "lr, momentum"),
+    (lambda: rules.make("DAT-SGD", lr=0.1), "unknown rule 'DAT-SGD'", "did you mean"),
     # runs
     *[(lambda steps=steps: run(steps=steps), f"steps = {steps!r}", "from 1 up") for steps in (0, -3, 2.5, True, "9")],
     (lambda: run(topology=tp.ring(5)), "ring has 5 nodes but the problem has 4", "same number"),
     (lambda: run(topology="ring"), "topology is a str", "topology.make"),
-    (lambda: run(algorithm="dat"), "algorithm is a str", "algorithms.make"),
+    (lambda: run(algorithm="dat"), "algorithm is a str", "rules.make"),
     (lambda: run(problem="least-squares"), "problem is a str", "LeastSquares"),
     (lambda: run(dtype=torch.float16), "torch.float16", "torch.float32"),
     (lambda: run(device="abacus"), "device = 'abacus'", "cpu"),
@@ -94,19 +94,19 @@ CASES = [
     (lambda: run(record=[]), "record = []", "from 1 to 5"),
     (lambda: run(record="all"), "record = 'all'", "list of steps"),
     (
-        lambda: run(algorithm=algorithms.DAT([0.1, 0.2, 0.3]), problem=LeastSquares(4, noise=[1, 2])),
+        lambda: run(algorithm=rules.dat([0.1, 0.2, 0.3]), problem=LeastSquares(4, noise=[1, 2])),
         "the rule has 3 columns but the problem has 2",
         "same number",
     ),
     (
-        lambda: run(algorithm=algorithms.DAT([0.1, 0.2, 0.3], momentum=[0.1, 0.2])),
+        lambda: run(algorithm=rules.dat([0.1, 0.2, 0.3], momentum=[0.1, 0.2])),
         "lr has 3 columns but momentum has 2",
         "same length",
     ),
-    (lambda: run(after=run(algorithm=algorithms.DSGD(0.1)), steps=9), "another algorithm type", "same run"),
+    (lambda: run(after=run(algorithm=rules.dsgd(0.1)), steps=9), "another algorithm type", "same run"),
     (lambda: run(after="foo"), "after is a str", "result"),
     (lambda: run(device="meta"), "device = 'meta'", "cpu"),
-    (lambda: run(algorithm=algorithms.DSGD(lambda t: [0.1] * (2 + t % 2)), steps=9), "lr(2)", "at every round"),
+    (lambda: run(algorithm=rules.dsgd(lambda t: [0.1] * (2 + t % 2)), steps=9), "lr(2)", "at every round"),
     (lambda: run(problem=WrongShape(4, dim=3)), "gradients of shape (4, 3)", "(nodes, columns, parameters)"),
     (lambda: run(after=run(), steps=5), "5 rounds are done", "give more"),
     (lambda: run().best("speed"), "no metric 'speed'", "distance"),

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 import klatsch
-from klatsch import algorithms, problems
+from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.engine import checkpoint as checkpoints
 from klatsch.engine import native, sealed
@@ -19,7 +19,7 @@ from tests.test_engine import KERNEL
 
 PROGRAM = """
 import os, signal, sys, klatsch
-from klatsch import algorithms, problems
+from klatsch import problems, rules
 path, engine, rule, steps, last, out = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5]), sys.argv[6]
 done = 0
 
@@ -30,7 +30,7 @@ def tell(rounds):
         os.kill(os.getpid(), signal.SIGKILL)
 
 result = klatsch.simulate(
-    problems.LeastSquares(6, dim=8, heterogeneity=3.0), algorithms.make(rule, lr=[0.0005, 0.001, 1e300]),
+    problems.LeastSquares(6, dim=8, heterogeneity=3.0), rules.make(rule, lr=[0.0005, 0.001, 1e300]),
     klatsch.topology.lazy(klatsch.topology.ring(6)), steps, record=40,
     checkpoint=None if path == "-" else path, checkpoint_every=0, engine=engine, progress=tell,
 )
@@ -87,7 +87,7 @@ class Watched(problems.LeastSquares):
 def simulate(tmp_path, **changes):
     call = {
         "problem": problems.LeastSquares(5, dim=4),
-        "algorithm": algorithms.DAT([0.001, 0.002]),
+        "algorithm": rules.dat([0.001, 0.002]),
         "topology": tp.ring(5),
         "steps": 60,
         "record": [10, 60],
@@ -126,10 +126,10 @@ def test_a_finished_run_is_read_and_not_run_again(tmp_path):
 
 CHANGES = {
     "problem": {"problem": problems.LeastSquares(5, dim=4, seed=1)},
-    "algorithm lr": {"algorithm": algorithms.DAT([0.001, 0.003])},
-    "algorithm averaging p": {"algorithm": algorithms.DAT([0.001, 0.002], averaging="linear")},
-    "algorithm type": {"algorithm": algorithms.DATD2([0.001, 0.002])},
-    "learning rates": {"algorithm": algorithms.DAT(lambda t: 0.001 * (1 + (t > 20)))},
+    "algorithm lr": {"algorithm": rules.dat([0.001, 0.003])},
+    "algorithm averaging p": {"algorithm": rules.dat([0.001, 0.002], averaging="linear")},
+    "algorithm type": {"algorithm": rules.dat_d2([0.001, 0.002])},
+    "learning rates": {"algorithm": rules.dat(lambda t: 0.001 * (1 + (t > 20)))},
     "topology": {"topology": tp.complete(5)},
     "steps": {"steps": 70},
     "record": {"record": [20, 60]},
@@ -141,7 +141,7 @@ if native.why_not() is None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_foreign_checkpoint_is_refused_by_name_and_left_alone(name, tmp_path):
-    simulate(tmp_path, **({"algorithm": algorithms.DAT(lambda t: 0.001)} if name == "learning rates" else {}))
+    simulate(tmp_path, **({"algorithm": rules.dat(lambda t: 0.001)} if name == "learning rates" else {}))
     path = tmp_path / "run.safetensors"
     before = path.read_bytes()
     with pytest.raises(
@@ -241,20 +241,20 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
     simulate(tmp_path)
     path = tmp_path / "run.safetensors"
     header, _ = sealed.read(path, checkpoints.FORMAT)
-    fresh = algorithms.DAT(0.1).init(torch.zeros(5, 3, 4))
+    fresh = rules.dat(0.1).init(torch.zeros(5, 3, 4))
     with pytest.raises(ValueError, match=r"damaged: the field w"):
         checkpoints.load(path, header["run"], fresh)
 
 
 def test_a_problem_that_cannot_be_told_apart_cannot_be_saved(tmp_path):
-    from tests.test_algorithms import ZeroGradients
+    from tests.test_rules import ZeroGradients
 
     with pytest.raises(ValueError, match=r"fingerprint\(\)"):
         simulate(tmp_path, problem=ZeroGradients(5))
 
 
 def test_a_run_with_momentum_and_one_after_another_can_be_saved(tmp_path):
-    rule = algorithms.DAT([0.001, 0.002], momentum=0.5)
+    rule = rules.dat([0.001, 0.002], momentum=0.5)
     half = simulate(tmp_path, algorithm=rule, steps=30, record=[10, 30], checkpoint=None)
     whole = simulate(tmp_path, algorithm=rule, record=[10, 30, 60], checkpoint=None)
     for _ in range(2):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import klatsch
-from klatsch import algorithms, problems
+from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.engine import native
 from klatsch.engine.fused import column_blocks
@@ -20,7 +20,7 @@ from klatsch.engine.mixing import StackedMix
 from klatsch.engine.progress import progress_bar
 from klatsch.engine.record import record_points
 from tests.comparisons import assert_same_to_rounding
-from tests.test_algorithms import GRAPHS, RULES, TABLE, ZeroGradients
+from tests.test_rules import GRAPHS, RULES, TABLE, ZeroGradients
 
 LINEAR = [(rule, graph) for rule, graph in TABLE if "sgp" not in rule]
 KERNEL = pytest.mark.skipif(native.why_not() is not None, reason=f"no fused engine: {native.why_not()}")
@@ -66,10 +66,10 @@ def test_any_hyper_parameter_makes_columns(rule, option, values):
     graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4)
     gammas = [0.5, 0.9, 0.95]
     choices = {option: values or klatsch.averaging.fixed(gammas)}
-    together = klatsch.simulate(problem, algorithms.make(rule, lr=0.001, **choices), graph, 40)
+    together = klatsch.simulate(problem, rules.make(rule, lr=0.001, **choices), graph, 40)
     for c in range(3):
         choices = {option: values[c] if values else klatsch.averaging.fixed(gammas[c])}
-        alone = klatsch.simulate(problem, algorithms.make(rule, lr=0.001, **choices), graph, 40)
+        alone = klatsch.simulate(problem, rules.make(rule, lr=0.001, **choices), graph, 40)
         torch.testing.assert_close(together.output[:, c], alone.output[:, 0], rtol=1e-10, atol=1e-13)
 
 
@@ -120,7 +120,7 @@ def test_a_run_continued_equals_a_run_in_one_go(rule, engine):
 @KERNEL
 def test_blocks_of_columns_change_nothing(monkeypatch):
     graph, problem = tp.one_peer_exponential(7), problems.LeastSquares(7, dim=13, noise=2.0)
-    rule = algorithms.DAT([0.001 * (k + 1) for k in range(20)])
+    rule = rules.dat([0.001 * (k + 1) for k in range(20)])
     first = klatsch.simulate(problem, rule, graph, 200, engine="fused")
     monkeypatch.setattr("klatsch.engine.fused.column_blocks", lambda *_: [slice(0, 3), slice(3, 4), slice(4, 20)])
     second = klatsch.simulate(problem, rule, graph, 200, engine="fused")
@@ -140,9 +140,9 @@ def test_blocks_cover_every_column_once(columns, threads):
 @ENGINES
 def test_a_column_that_diverges_becomes_inf_and_leaves_the_others_alone(engine, dtype):
     graph, problem = tp.ring(6), problems.LeastSquares(6, dim=5)
-    rule = algorithms.DSGD([0.001, 1.0, 0.002])
+    rule = rules.dsgd([0.001, 1.0, 0.002])
     mixed = klatsch.simulate(problem, rule, graph, 2000, dtype=dtype, engine=engine)
-    calm = klatsch.simulate(problem, algorithms.DSGD([0.001, 0.002]), graph, 2000, dtype=dtype, engine=engine)
+    calm = klatsch.simulate(problem, rules.dsgd([0.001, 0.002]), graph, 2000, dtype=dtype, engine=engine)
     assert mixed.diverged.tolist() == [False, True, False]
     assert_same_to_rounding(mixed.output[:, [0, 2]], calm.output)
     assert mixed.output[:, 1].isposinf().all()
@@ -156,21 +156,21 @@ def test_a_column_that_diverges_becomes_inf_and_leaves_the_others_alone(engine, 
 
 def test_a_diverged_column_stays_inf_when_the_run_goes_on():
     graph, problem = tp.ring(6), problems.LeastSquares(6, dim=5)
-    first = klatsch.simulate(problem, algorithms.DSGD([0.001, 1.0]), graph, 600)
-    more = klatsch.simulate(problem, algorithms.DSGD([0.001, 1.0]), graph, 900, after=first)
+    first = klatsch.simulate(problem, rules.dsgd([0.001, 1.0]), graph, 600)
+    more = klatsch.simulate(problem, rules.dsgd([0.001, 1.0]), graph, 900, after=first)
     assert first.diverged[1]
     assert more.metrics["distance"][-1].isposinf().tolist() == [False, True]
 
 
 def test_a_users_own_problem_needs_the_protocol_only():
-    result = klatsch.simulate(ZeroGradients(4), algorithms.DAT([0.1, 0.2]), tp.ring(4), 20)
+    result = klatsch.simulate(ZeroGradients(4), rules.dat([0.1, 0.2]), tp.ring(4), 20)
     assert result.engine == "torch"
     assert result.output.shape == (4, 2, 3)
     torch.testing.assert_close(result.metrics["size"], torch.full((len(result.steps), 2), 5.25, dtype=torch.float64))
 
 
 def test_a_users_own_rule_that_is_not_linear_runs_with_plain_operations():
-    class Sign(algorithms.DSGD):
+    class Sign(rules.dsgd):
         def update(self, state, grad, mix, t):
             (w,) = mix(state.w - self.lr * grad.sign())
             return state._replace(w=w)
@@ -186,8 +186,8 @@ def test_a_users_own_rule_that_is_not_linear_runs_with_plain_operations():
 @ENGINES
 def test_the_learning_rate_may_be_a_function_of_the_round(engine):
     graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4)
-    result = klatsch.simulate(problem, algorithms.DSGD(lambda t: [0.01 / t, 0.001]), graph, 50, engine=engine)
-    fixed = klatsch.simulate(problem, algorithms.DSGD(0.001), graph, 50, engine=engine)
+    result = klatsch.simulate(problem, rules.dsgd(lambda t: [0.01 / t, 0.001]), graph, 50, engine=engine)
+    fixed = klatsch.simulate(problem, rules.dsgd(0.001), graph, 50, engine=engine)
     torch.testing.assert_close(result.output[:, 1], fixed.output[:, 0], rtol=1e-12, atol=1e-14)
     w = problem.start().expand(5, 1, 4)
     mix = StackedMix(graph, dtype=torch.float64, device=torch.device("cpu"))
@@ -200,7 +200,7 @@ def test_the_learning_rate_may_be_a_function_of_the_round(engine):
 @pytest.mark.parametrize("steps", [1, 2, 50])
 def test_a_schedule_is_never_asked_beyond_the_last_round(engine, steps, tmp_path):
     table = [0.001] * steps
-    rule = algorithms.DSGD(lambda t: table[t - 1])
+    rule = rules.dsgd(lambda t: table[t - 1])
     klatsch.simulate(
         problems.LeastSquares(5, dim=4), rule, tp.ring(5), steps, engine=engine, checkpoint=tmp_path / "run"
     )
@@ -208,7 +208,7 @@ def test_a_schedule_is_never_asked_beyond_the_last_round(engine, steps, tmp_path
 
 def test_metrics_are_what_they_say():
     graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4, heterogeneity=2.0)
-    rule = algorithms.DAT(0.002)
+    rule = rules.dat(0.002)
     result = klatsch.simulate(problem, rule, graph, 9, record=[8, 9])
     before = klatsch.simulate(problem, rule, graph, 8, record=[8])
     w, x = result.state.w[:, 0], result.state.x[:, 0]
@@ -243,7 +243,7 @@ def test_record():
     assert record_points(5, 10_000) == [1, 10, 100, 1000, 10_000]
     assert record_points(50, 10)[-1] == 10
     assert record_points([7, 3], 10) == [3, 7]
-    result = klatsch.simulate(problems.LeastSquares(3, dim=2), algorithms.DSGD(0.001), tp.ring(3), 10, record=[3, 7])
+    result = klatsch.simulate(problems.LeastSquares(3, dim=2), rules.dsgd(0.001), tp.ring(3), 10, record=[3, 7])
     assert result.steps == [3, 7]
     assert result.rounds == 10
     assert result.metrics["distance"].shape == (2, 1)
@@ -262,10 +262,10 @@ def test_without_the_kernel_plain_operations_run(reason, monkeypatch, tmp_path):
             compiler.chmod(0o755)
         monkeypatch.setenv("CC", str(compiler))
     try:
-        result = klatsch.simulate(problems.LeastSquares(3), algorithms.DSGD(0.001), tp.ring(3), 10)
+        result = klatsch.simulate(problems.LeastSquares(3), rules.dsgd(0.001), tp.ring(3), 10)
         assert result.engine == "torch"
         with pytest.raises(ValueError, match="cannot run this"):
-            klatsch.simulate(problems.LeastSquares(3), algorithms.DSGD(0.001), tp.ring(3), 10, engine="fused")
+            klatsch.simulate(problems.LeastSquares(3), rules.dsgd(0.001), tp.ring(3), 10, engine="fused")
         assert native.why_not()
         assert not list((tmp_path / "cache").glob("*.so")) if (tmp_path / "cache").exists() else True
     finally:
@@ -300,7 +300,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_bar_on_a_terminal_and_silence_elsewhere(monkeypatch, capsys):
-    problem, rule, graph = problems.LeastSquares(3, dim=2), algorithms.DSGD(0.001), tp.ring(3)
+    problem, rule, graph = problems.LeastSquares(3, dim=2), rules.dsgd(0.001), tp.ring(3)
     klatsch.simulate(problem, rule, graph, 10)
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
@@ -333,7 +333,7 @@ def test_a_bar_shows_pace_and_time_left(monkeypatch):
 def test_progress_may_be_a_function():
     told = []
     problem = problems.LeastSquares(3, dim=2)
-    klatsch.simulate(problem, algorithms.DSGD(0.001), tp.ring(3), 77, progress=told.append)
+    klatsch.simulate(problem, rules.dsgd(0.001), tp.ring(3), 77, progress=told.append)
     assert sum(told) == 77
 
 
@@ -383,7 +383,7 @@ def test_mixing_is_a_product_with_the_matrix_of_the_round(graph, dtype, dense, d
         )
 
 
-class EveryThird(algorithms.DSGD):
+class EveryThird(rules.dsgd):
     """Local SGD: gossip in every third round only."""
 
     def update(self, state, grad, mix, t):
@@ -391,13 +391,13 @@ class EveryThird(algorithms.DSGD):
         return state._replace(w=mix(w)[0] if t % 3 == 0 else w)
 
 
-class WarmUp(algorithms.DSGD):
+class WarmUp(rules.dsgd):
     def update(self, state, grad, mix, t):
         (w,) = mix(state.w - self.lr * min(1.0, math.sqrt(t) / 10) * grad)
         return state._replace(w=w)
 
 
-class First(algorithms.DSGD):
+class First(rules.dsgd):
     def update(self, state, grad, mix, t):
         (w,) = mix(state.w - (10 if t == 1 else 1) * self.lr * grad)
         return state._replace(w=w)
@@ -415,7 +415,7 @@ def test_rules_that_ask_about_the_round_run_with_plain_operations(rule, record):
 
 @KERNEL
 def test_a_rule_with_a_memory_of_its_own_is_found_out():
-    class Counting(algorithms.DSGD):
+    class Counting(rules.dsgd):
         calls = 0
 
         def update(self, state, grad, mix, t):
@@ -429,7 +429,7 @@ def test_a_rule_with_a_memory_of_its_own_is_found_out():
 
 @KERNEL
 def test_a_rule_of_too_many_steps_runs_with_plain_operations():
-    class Often(algorithms.DSGD):
+    class Often(rules.dsgd):
         def update(self, state, grad, mix, t):
             w = state.w - self.lr * grad
             for _ in range(70):
@@ -445,7 +445,7 @@ def test_a_subclass_with_a_gradient_of_its_own_means_it():
             return super().gradient(x, drawn).clamp(-1, 1)
 
     results = [
-        klatsch.simulate(Clipped(4, dim=3), algorithms.DSGD(0.01), tp.ring(4), 50, record=[50], engine=engine)
+        klatsch.simulate(Clipped(4, dim=3), rules.dsgd(0.01), tp.ring(4), 50, record=[50], engine=engine)
         for engine in ("auto", "torch")
     ]
     assert_same_to_rounding(*(result.output for result in results))
@@ -466,7 +466,7 @@ def test_runs_in_several_threads_do_not_disturb_each_other():
 
 def test_numpy_numbers_are_numbers():
     problem = problems.LeastSquares(np.int64(4), dim=np.int64(3), seed=np.int32(2))
-    result = klatsch.simulate(problem, algorithms.DSGD(np.float32(0.01)), tp.ring(4), np.int64(20))
+    result = klatsch.simulate(problem, rules.dsgd(np.float32(0.01)), tp.ring(4), np.int64(20))
     assert result.rounds == 20
 
 

@@ -197,7 +197,7 @@ def test_a_run_equals_one_with_separate_modules(model):
     data, M, lr, gamma, beta = toy(), 4, 0.05, 0.9, 0.9
     problem = ImageClassification(model, data, nodes=M, alpha=0.5, batch=6, seed=3)
     graph = klatsch.topology.ring(M)
-    rule = klatsch.algorithms.make("dat", lr=lr, averaging="fixed(0.9)", momentum=beta)
+    rule = klatsch.rules.make("dat", lr=lr, averaging="fixed(0.9)", momentum=beta)
     found = klatsch.simulate(problem, rule, graph, 10, record=[10])
 
     torch.manual_seed(3)
@@ -315,14 +315,14 @@ def test_other_models_and_test_sets_are_other_problems():
     assert one.fingerprint() != ImageClassification(small, toy(), nodes=4, test=50).fingerprint()
     data = toy()
     pair = [ImageClassification(model, data, nodes=4) for model in (small, other)]
-    rule = klatsch.algorithms.make("dsgd", lr=0.1)
+    rule = klatsch.rules.make("dsgd", lr=0.1)
     with pytest.raises(ValueError, match=r"does not fit .* in one stack"):
         simulate_together(pair, rule, [klatsch.topology.ring(4)] * 2, 2)
 
 
 def test_it_learns_and_what_diverges_has_accuracy_0():
     problem = ImageClassification(small, toy(), nodes=4, alpha=0.5, batch=10, seed=0)
-    rule = klatsch.algorithms.make("dat", lr=[0.1, 1e30], averaging="fixed(0.9)")
+    rule = klatsch.rules.make("dat", lr=[0.1, 1e30], averaging="fixed(0.9)")
     result = klatsch.simulate(problem, rule, klatsch.topology.ring(4), 60, record=[1, 60], dtype=torch.float32)
     assert result.diverged.tolist() == [False, True]
     accuracy = result.metrics["accuracy"]
@@ -341,7 +341,7 @@ def test_networks_in_one_stack_are_the_same_networks(device):
         for M, alpha, seed in ((4, 0.3, 0), (2, 5.0, 1), (4, 5.0, 2))
     ]
     graphs = [klatsch.topology.ring(4), klatsch.topology.ring(2), klatsch.topology.base_graph(4, 1)]
-    rule = klatsch.algorithms.make("dsgd", lr=[0.01, 0.1], momentum=0.9)
+    rule = klatsch.rules.make("dsgd", lr=[0.01, 0.1], momentum=0.9)
     choices = {"record": [5, 40], "dtype": torch.float32, "device": device}
     together = simulate_together(problems, rule, graphs, 40, **choices)
     each = list(zip(problems, graphs, together, strict=True))
@@ -440,6 +440,6 @@ def test_lenet_learns_fashion_mnist(monkeypatch):
     problem = FashionMNIST(8, alpha=10.0, test=1_000)
     assert problem.dim == 44_470
     assert problem.epoch == problem.rounds_per_epoch(8) == 234
-    rule = klatsch.algorithms.make("dat", lr=0.01, averaging="fixed(0.9)", momentum=0.9)
+    rule = klatsch.rules.make("dat", lr=0.01, averaging="fixed(0.9)", momentum=0.9)
     result = klatsch.simulate(problem, rule, klatsch.topology.ring(8), 60, record=[60], dtype=torch.float32)
     assert result.metrics["accuracy"][0, 0] > 0.55

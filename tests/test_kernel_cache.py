@@ -17,7 +17,7 @@ import klatsch
 from klatsch.engine import native
 assert native.why_not() is None, native.why_not()
 graph = klatsch.topology.ring(3)
-print(klatsch.simulate(klatsch.problems.LeastSquares(3, dim=4), klatsch.algorithms.DSGD(0.001), graph, 30).engine)
+print(klatsch.simulate(klatsch.problems.LeastSquares(3, dim=4), klatsch.rules.dsgd(0.001), graph, 30).engine)
 """
 
 

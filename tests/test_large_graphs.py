@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from klatsch import algorithms, averaging
+from klatsch import averaging, rules
 from klatsch import topology as tp
 from klatsch.topology import eigen, summary
 
@@ -115,7 +115,7 @@ def test_absurd_degrees_of_weights_are_refused(run_cli):
         with pytest.raises(ValueError, match=f"p = {p}: weights like .* give p from 0 to 50"):
             averaging.polynomial(p)
     with pytest.raises(ValueError, match="give p from 0 to 50"):
-        algorithms.make("dat", lr=0.1, averaging="polynomial(999999999)")
+        rules.make("dat", lr=0.1, averaging="polynomial(999999999)")
     code, out, err = run_cli("run", "--averaging", "polynomial(999999999)", "--steps", 10)
     assert (code, out) == (2, "")
     assert "p = 999999999" in err

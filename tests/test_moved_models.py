@@ -59,7 +59,7 @@ def test_to_cpu_0_is_no_move(place, rule):
     ends = []
     for move in (no_move, to_cpu_0):
         model = make_model()
-        optimizer = klatsch.Gossip(model.parameters(), klatsch.algorithms.make(rule, lr=0.1))
+        optimizer = klatsch.Gossip(model.parameters(), klatsch.rules.make(rule, lr=0.1))
         train(model, optimizer, place, move)
         ends.append(values(model))
     assert all(map(torch.equal, *ends))

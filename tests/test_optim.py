@@ -267,7 +267,7 @@ RULES = {
     "d2": lambda p: D2(p, 0.1),
     "gt": lambda p: GradientTracking(p, 0.1),
     "dat-d2": lambda p: DATD2(p, 0.1),
-    "sgp": lambda p: Gossip(p, klatsch.algorithms.make("sgp", lr=0.1)),
+    "sgp": lambda p: Gossip(p, klatsch.rules.make("sgp", lr=0.1)),
 }
 
 
@@ -327,7 +327,7 @@ def test_a_state_of_something_else_is_refused(make, error):
 
 def test_a_state_with_an_average_is_refused_without():
     x = nn.Parameter(torch.ones(2))
-    saved = Gossip([x], klatsch.algorithms.make("dsgd", lr=0.1, average="linear")).state_dict()
+    saved = Gossip([x], klatsch.rules.make("dsgd", lr=0.1, average="linear")).state_dict()
     with pytest.raises(ValueError, match="has a, which this optimizer does not keep"):
         DSGD([x], 0.1).load_state_dict(saved)
 

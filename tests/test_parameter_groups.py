@@ -138,8 +138,8 @@ def test_a_momentum_of_all_groups_is_that_of_the_rule(rule):
     model = make_model()
     other = copy.deepcopy(model)
     set_by_group = [{"params": list(model.parameters()), "momentum": 0.7}]
-    train(model, Gossip(set_by_group, klatsch.algorithms.make(rule, lr=0.05, momentum=0.2)))
-    train(other, Gossip(other.parameters(), klatsch.algorithms.make(rule, lr=0.05, momentum=0.7)))
+    train(model, Gossip(set_by_group, klatsch.rules.make(rule, lr=0.05, momentum=0.2)))
+    train(other, Gossip(other.parameters(), klatsch.rules.make(rule, lr=0.05, momentum=0.7)))
     assert same(model, other)
 
 

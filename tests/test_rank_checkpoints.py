@@ -99,7 +99,7 @@ def alone():
 
 def make(folder, rule="dat", size=3, every=2, momentum=0.0, **others):
     x = nn.Parameter(torch.ones(size))
-    optimizer = klatsch.Gossip([x], klatsch.algorithms.make(rule, lr=0.1, momentum=momentum))
+    optimizer = klatsch.Gossip([x], klatsch.rules.make(rule, lr=0.1, momentum=momentum))
     checkpointer = klatsch.Checkpointer(folder, every=every)
     return x, optimizer, checkpointer, checkpointer.resume(optimizer, **others)
 

@@ -27,7 +27,7 @@ def test_gloo_with_tensors_on_a_gpu(tmp_path):
         for name in RANK_GRAPHS:
             if f"{label} | {name}" not in ranks[0]:
                 continue
-            algorithm, graph = klatsch.algorithms.make(rule, lr=LR, **options), graph_of(rule, name, 4)
+            algorithm, graph = klatsch.rules.make(rule, lr=LR, **options), graph_of(rule, name, 4)
             expected = klatsch.simulate(problem_of(4), algorithm, graph, ROUNDS, engine="torch")
             for rank, found in enumerate(ranks):
                 x = found[f"{label} | {name}"][0]

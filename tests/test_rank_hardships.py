@@ -39,7 +39,7 @@ class Idle:
 
 def expected(steps, idle, graph="ring", size=SIZE, rule="dat", **options):
     """The output of the simulation in which some gradients are zero."""
-    made = klatsch.algorithms.make(rule, lr=LR, **options)
+    made = klatsch.rules.make(rule, lr=LR, **options)
     problem, topology = Idle(problem_of(size), idle), klatsch.topology.make(graph, size)
     return klatsch.simulate(problem, made, topology, steps, engine="torch").output[:, 0]
 

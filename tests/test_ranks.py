@@ -34,7 +34,7 @@ def test_every_rule_is_compared(outcome):
 def test_ranks_are_the_rows_of_the_simulation(outcome, label, name):
     size, ranks = outcome
     rule, options = RANK_RULES[label]
-    algorithm, graph = klatsch.algorithms.make(rule, lr=LR, **options), graph_of(rule, name, size)
+    algorithm, graph = klatsch.rules.make(rule, lr=LR, **options), graph_of(rule, name, size)
     try:
         expected = klatsch.simulate(problem_of(size), algorithm, graph, ROUNDS, engine="torch")
     except ValueError:  # not defined there

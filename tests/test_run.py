@@ -13,7 +13,7 @@ from PIL import Image
 from rich.console import Console
 
 import klatsch
-from klatsch import algorithms, pictures, problems
+from klatsch import pictures, problems, rules
 from klatsch import topology as tp
 from klatsch.study import Row, demo, figures, parse, run_study, workers
 from tests.waiting import HANG, wait_until
@@ -24,7 +24,7 @@ QUICK = ("--steps", 200, "--seeds", 2, "--lr", "0.0001,0.001,0.01")
 def test_list_names_everything_with_a_line_each(run_cli):
     code, out, err = run_cli("list")
     assert (code, err) == (0, "")
-    for name in (*algorithms.ALGORITHMS, *tp.TOPOLOGIES, *problems.PROBLEMS):
+    for name in (*rules.RULES, *tp.TOPOLOGIES, *problems.PROBLEMS):
         assert re.search(rf"^ {re.escape(name)} +\w.{{10}}", out, re.M), name
 
 
@@ -46,7 +46,7 @@ def test_run_gives_json_that_agrees_with_the_library(run_cli):
         "run", "--rules", "dat", "-n", 4, *QUICK, "--averaging", "linear", "--order", "cta", "--json"
     )
     (row,) = json.loads(out)["rows"]
-    rule = algorithms.DAT([0.0001, 0.001, 0.01], averaging="linear", order="cta")
+    rule = rules.dat([0.0001, 0.001, 0.01], averaging="linear", order="cta")
     finals = [
         klatsch.simulate(problems.LeastSquares(4, seed=seed), rule, tp.ring(4), 200).metrics["distance"][-1]
         for seed in (0, 1)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import klatsch
-from klatsch import algorithms, catalogue, planning, problems, topology
+from klatsch import catalogue, planning, problems, rules, topology
 from klatsch.cli import plan as plan_command
 from klatsch.cli import run as run_command
 from klatsch.study.reproduce import TARGETS
@@ -58,7 +58,7 @@ def test_every_name_of_the_package_is_there_and_no_other():
 @pytest.mark.parametrize(
     "listed, table",
     [
-        (catalogue.RULES, algorithms.ALGORITHMS),
+        (catalogue.RULES, rules.RULES),
         (catalogue.TOPOLOGIES, topology.TOPOLOGIES),
         (catalogue.PROBLEMS, problems.PROBLEMS),
     ],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import klatsch
-from klatsch import algorithms, problems
+from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.study import Store, execute, expand, load, parse, run_study, summarize, workers
 from klatsch.study.batches import pack, run_batch
@@ -245,7 +245,7 @@ def test_a_batch_gives_what_each_run_gives_alone():
         for k, case in enumerate(batch.cases):
             problem = problems.LeastSquares(case.nodes, seed=case.seed, **case.problem_options)
             graph = tp.make(case.topology, case.nodes, **case.topology_options)
-            alone = klatsch.simulate(problem, algorithms.make(case.rule, **case.rule_options), graph, 60, record=3)
+            alone = klatsch.simulate(problem, rules.make(case.rule, **case.rule_options), graph, 60, record=3)
             assert finished.keys[k] == case.key
             assert finished.steps == alone.steps
             for name, values in alone.metrics.items():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import klatsch
-from klatsch import algorithms, problems
+from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.engine import simulate_together
 
@@ -29,7 +29,7 @@ def networks(family):
 @pytest.mark.parametrize("rule", ["dat", "dsgd", "gt"])
 def test_each_network_is_what_it_is_alone(rule, family, device):
     several, graphs = networks(family)
-    rule = algorithms.make(rule, lr=[0.01, 0.002, 0.001])
+    rule = rules.make(rule, lr=[0.01, 0.002, 0.001])
     results = simulate_together(several, rule, graphs, 200, record=[1, 13, 100, 200], device=device)
     for problem, graph, result in zip(several, graphs, results, strict=True):
         alone = klatsch.simulate(problem, rule, graph, 200, record=[1, 13, 100, 200], engine="torch")
@@ -44,7 +44,7 @@ def test_each_network_is_what_it_is_alone(rule, family, device):
 def test_a_network_that_diverges_does_not_take_the_others_along():
     calm = problems.LeastSquares.from_arrays(torch.ones(4, 1, 1) * 0.1, torch.ones(4, 1))
     wild = problems.LeastSquares.from_arrays(torch.ones(4, 1, 1) * 1e3, torch.ones(4, 1))
-    first, second = simulate_together([calm, wild], algorithms.DSGD([0.1, 0.2]), [tp.ring(4)] * 2, 200)
+    first, second = simulate_together([calm, wild], rules.dsgd([0.1, 0.2]), [tp.ring(4)] * 2, 200)
     assert not first.diverged.any()
     assert second.diverged.all()
     assert torch.isfinite(first.output).all()
@@ -55,7 +55,7 @@ def test_a_network_that_diverges_does_not_take_the_others_along():
 
 def test_a_stopped_stack_goes_on_with_the_same_bits(tmp_path):
     several, graphs = networks("one peer")
-    rule = algorithms.DAT(0.01)
+    rule = rules.dat(0.01)
     whole = simulate_together(several, rule, graphs, 300)
 
     def stop(rounds, done=[0]):  # noqa: B006
@@ -89,4 +89,4 @@ def test_a_stopped_stack_goes_on_with_the_same_bits(tmp_path):
 )
 def test_what_does_not_fit_is_refused(several, graphs, words):
     with pytest.raises(ValueError, match=words):
-        simulate_together(several, algorithms.DAT(0.01), graphs, 10)
+        simulate_together(several, rules.dat(0.01), graphs, 10)

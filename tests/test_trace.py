@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import klatsch
-from klatsch import algorithms, problems
+from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.engine.fused import assigned
 from klatsch.engine.trace import NotLinearError, coefficient_table, trace
-from tests.test_algorithms import RULES
+from tests.test_rules import RULES
 from tests.test_engine import KERNEL
 
 
@@ -122,6 +122,6 @@ def test_our_rules_are_linear_and_short(rule):
 
 @pytest.mark.parametrize("rule", ["sgp", "dat-sgp"])
 def test_push_sum_is_not(rule):
-    rule = algorithms.make(rule, lr=0.1)
+    rule = rules.make(rule, lr=0.1)
     with pytest.raises(NotLinearError):
         trace(rule, rule.init(torch.zeros(3, 2, 4)), torch.ones(1, 1, 1))

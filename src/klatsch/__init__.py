@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from klatsch.version import VERSION
 
 if TYPE_CHECKING:
-    from klatsch import algorithms, averaging, columns, engine, optim, planning, problems, theory, topology
+    from klatsch import averaging, columns, engine, optim, planning, problems, rules, theory, topology
     from klatsch.engine import Result, simulate
     from klatsch.optim import Checkpointer, Gossip, LinkError, NonFiniteError, QuorumError, average_
     from klatsch.topology import Topology
@@ -24,7 +24,6 @@ __all__ = [
     "Result",
     "Topology",
     "__version__",
-    "algorithms",
     "average_",
     "averaging",
     "columns",
@@ -32,6 +31,7 @@ __all__ = [
     "optim",
     "planning",
     "problems",
+    "rules",
     "simulate",
     "theory",
     "topology",

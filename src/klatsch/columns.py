@@ -113,6 +113,20 @@ def described(thing: object) -> object:
     return thing if isinstance(thing, str | int | float | bool | None) else repr(thing)
 
 
+def flattened(name: str, thing: object) -> dict[str, Any]:
+    """A rule and its parts as plain facts by name, so that an error can name the one that differs.
+
+    Of a rule: "rule", "base" and "averaging" are types, "lr" and "averaging p" are values.
+    """
+    if not is_dataclass(thing) or isinstance(thing, type):
+        return {name: described(thing)}
+    found: dict[str, Any] = {name: type(thing).__name__}
+    inside = "" if name in ("rule", "base") else f"{name} "
+    for field in fields(thing):
+        found |= flattened(inside + field.name, _formed(thing, field))
+    return found
+
+
 def _tensors(thing: object) -> Iterator[tuple[str, Tensor]]:
     if isinstance(thing, Tensor):
         yield "lr(1)", thing

@@ -202,13 +202,13 @@ def _from_options(
     **rest: Any,
 ) -> Study:
     """A study from the command line, where an option goes to all that have it, and what does not fit is left out."""
-    from klatsch import algorithms
+    from klatsch import rules as named_rules
     from klatsch.study import spec
     from klatsch.topology import options as topologies_options
 
     entries: dict[str, list[dict[str, Any]]] = {"rules": [], "topologies": []}
     for kind, names, options, known in (
-        ("rules", rules, rule_options, algorithms.options),
+        ("rules", rules, rule_options, named_rules.options),
         ("topologies", topologies, topology_options, topologies_options),
     ):
         for name in names:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
-import klatsch.columns as cols
-from klatsch.engine.rounds import TorchRounds
+from klatsch.engine.rounds import TorchRounds, device_of
+from klatsch.rules import State
 
 ROUNDS = 32  # per graph, or a little more to make whole periods of the topology
 
@@ -30,24 +27,24 @@ class GraphRounds:
 
     name = "cuda graph"
 
-    def __init__(self, plain: TorchRounds, state: Any) -> None:
+    def __init__(self, plain: TorchRounds, state: State) -> None:
         if not plain.gradients.draws_ahead:
             raise ValueError("the problem has no draw(t) and gradient(x, drawn)")
         self.plain, self.problem = plain, plain.gradients.problem
         period = plain.mix.period
         self.rounds = period * -(-ROUNDS // period)
-        device = state[0].device
+        device = device_of(state)
         # A chunk of draws holds whole graphs, so that filling one is a copy and no computation.
         plain.gradients.chunk = self.rounds * -(-plain.gradients.chunk // self.rounds)
         self._numbers = torch.arange(1, self.rounds + 1, dtype=torch.float64, device=device)
         self._t = self._numbers.clone()
         self._drawn = plain.gradients.drawn(0, self.rounds).clone()
-        self._state = type(state)(*(None if v is None else v.clone() for v in state))
-        self._rates = self._schedule(0)
+        self._state = {name: v.clone() for name, v in state.items()}
+        self._rates = plain.rates.between(0, self.rounds) if plain.rates.change else None
         with torch.cuda.device(device):
             self._graph = self._capture()
 
-    def advance(self, state: Any, done: int, until: int) -> Any:
+    def advance(self, state: State, done: int, until: int) -> State:
         """Rounds done + 1 to until."""
         aligned = min(until, -(-done // self.rounds) * self.rounds)
         state = self.plain.advance(state, done, aligned)
@@ -58,11 +55,11 @@ class GraphRounds:
                 for k in range(replays):
                     self._fill(aligned + k * self.rounds)
                     self._graph.replay()
-            state = type(state)(*(None if v is None else v.clone() for v in self._state))
+            state = {name: v.clone() for name, v in self._state.items()}
         return self.plain.advance(state, aligned + replays * self.rounds, until)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        kept = [None if v is None else v.clone() for v in self._state]
+        kept = {name: v.clone() for name, v in self._state.items()}
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         self._fill(0)
@@ -76,29 +73,19 @@ class GraphRounds:
         return graph
 
     def _all_rounds(self) -> None:
-        state, rule, scheduled = self._state, self.plain.rule, callable(getattr(self.plain.rule, "lr", None))
+        state, rule = self._state, self.plain.rule
         for k in range(self.rounds):
-            now = cols.replaced(rule, lr=self._rates[k]) if scheduled else rule
-            grad = self.problem.gradient(now.query(state), self._drawn[k])
-            state = now.update(state, grad, lambda *v, t=k + 1: self.plain.mix(t, *v), self._t[k])  # type: ignore[arg-type]
+            grad = self.problem.gradient(rule.query(state), self._drawn[k])
+            lr = self._rates[k] if self._rates is not None else self.plain.rates(1)
+            state = rule.update(state, grad, self.plain.mix.in_round(k + 1), self._t[k], lr)  # type: ignore[arg-type]
         self._copy(state)
 
     def _fill(self, done: int) -> None:
         torch.add(self._numbers, done, out=self._t)
         self._drawn.copy_(self.plain.gradients.drawn(done, done + self.rounds))
-        if self._rates.numel():
-            self._rates.copy_(self._schedule(done))
+        if self._rates is not None:
+            self._rates.copy_(self.plain.rates.between(done, done + self.rounds))
 
-    def _schedule(self, done: int) -> Tensor:
-        """The learning rates of the next rounds, (rounds, columns, 1); nothing if the learning rate does not change."""
-        lr = getattr(self.plain.rule, "lr", None)
-        if not callable(lr):
-            return torch.zeros(0)
-        first = next(v for v in self._state if v is not None)
-        rates = [torch.as_tensor(lr(t)).to(first).reshape(-1, 1) for t in range(done + 1, done + self.rounds + 1)]
-        return torch.stack([v.expand(first.shape[1], 1) for v in rates])
-
-    def _copy(self, source: Any) -> None:
-        for mine, other in zip(self._state, source, strict=True):
-            if mine is not None:
-                mine.copy_(other)
+    def _copy(self, source: State) -> None:
+        for name, mine in self._state.items():
+            mine.copy_(source[name])

@@ -13,8 +13,9 @@ import torch
 from klatsch.engine import sealed
 from klatsch.engine.run import Run, Snapshot
 from klatsch.engine.sealed import REMEDY, CheckpointError
+from klatsch.rules import State
 
-FORMAT = "klatsch simulation 2"
+FORMAT = "klatsch simulation 3"
 LARGEST_SHARE = 0.03  # of the time that may go into saving, where states are large
 
 
@@ -54,7 +55,7 @@ class Saver:
             self._last, self._rounds = time.monotonic(), run.now.rounds
             self._took = self._last - began if self.every else 0.0  # every = 0 asks for all of them
 
-    def restored(self, fresh: Any) -> Run | None:
+    def restored(self, fresh: State) -> Run | None:
         """The run in the file, or None if there is no file; `fresh` is a state of the run, for names and shapes."""
         if self.path is None or not self.path.exists():
             return None
@@ -66,14 +67,14 @@ class Saver:
 def save(path: Path, identity: dict[str, Any], run: Run) -> None:
     """Write a run to a file that is whole or absent."""
     now = run.now
-    tensors = {f"state.{name}": value for name, value in now.state._asdict().items() if value is not None}
+    tensors = {f"state.{name}": value for name, value in now.state.items()}
     tensors |= {f"metric.{name}": values for name, values in run.metrics.items()}
     tensors |= {"diverged": now.diverged, "diverged_at": now.diverged_at}
     header = {"format": FORMAT, "rounds": now.rounds, "seconds": now.seconds, "points": now.points, "run": identity}
     sealed.write(path, header, tensors)
 
 
-def load(path: Path, identity: dict[str, Any], fresh: Any) -> Run:
+def load(path: Path, identity: dict[str, Any], fresh: State) -> Run:
     """Read a run.
 
     Raises:
@@ -88,15 +89,15 @@ def load(path: Path, identity: dict[str, Any], fresh: Any) -> Run:
                 f"and {_short(here.get(name))} here; {REMEDY}"
             )
     fields = {}
-    for name, value in fresh._asdict().items():
+    for name, value in fresh.items():
         saved = tensors.get(f"state.{name}")
-        if getattr(value, "shape", None) != getattr(saved, "shape", None):
+        if saved is None or value.shape != saved.shape:
             raise CheckpointError(f"{path} is damaged: the field {name} of the state does not fit; {REMEDY}")
-        fields[name] = None if saved is None else saved.to(value)
+        fields[name] = saved.to(value)
     lost = tensors["diverged"].to(torch.bool), tensors["diverged_at"]
     names = [name for name in tensors if name.startswith("metric.")]
     rows = [{name.removeprefix("metric."): tensors[name][k] for name in names} for k in range(header["points"])]
-    now = Snapshot(type(fresh)(**fields), *lost, header["rounds"], header["seconds"], header["points"])
+    now = Snapshot(fields, *lost, header["rounds"], header["seconds"], header["points"])
     return Run(now, rows)
 
 

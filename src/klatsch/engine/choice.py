@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from klatsch.algorithms import Algorithm
 from klatsch.engine.captured import GraphRounds
 from klatsch.engine.fused import FusedRounds
-from klatsch.engine.rounds import Rounds, TorchRounds
+from klatsch.engine.rounds import Rounds, TorchRounds, device_of
 from klatsch.engine.trace import NotLinearError
+from klatsch.rules import Rule, State
 from klatsch.topology import Topology
 
 QUADRATIC = ("quadratic", "gradient", "draw")
 ENGINES = ("auto", "torch", "fused", "cuda graph")
 
 
-def fastest(engine: str, plain: TorchRounds, algorithm: Algorithm, topology: Topology, state: Any) -> Rounds:
+def fastest(engine: str, plain: TorchRounds, rule: Rule, topology: Topology, state: State) -> Rounds:
     """The way asked for, or the fastest for "auto".
 
     Raises:
@@ -25,10 +23,10 @@ def fastest(engine: str, plain: TorchRounds, algorithm: Algorithm, topology: Top
         raise ValueError(f"engine = {engine!r}; choose from {', '.join(ENGINES)}")
     if engine == "torch":
         return plain
-    where = state[0].device.type
+    where = device_of(state).type
     if engine == "fused" or (engine == "auto" and where == "cpu"):
         try:
-            return _fused(plain, algorithm, topology, state)
+            return _fused(plain, rule, topology, state)
         except (ValueError, OSError, NotLinearError) as reason:
             if engine == "fused":
                 raise ValueError(f"engine = 'fused' cannot run this: {reason}; use engine='auto'") from None
@@ -41,7 +39,7 @@ def fastest(engine: str, plain: TorchRounds, algorithm: Algorithm, topology: Top
     return plain
 
 
-def fastest_together(plain: TorchRounds, state: Any) -> Rounds:
+def fastest_together(plain: TorchRounds, state: State) -> Rounds:
     """The fastest way for several networks in one stack: captured on a GPU if that is possible, else plain."""
     try:
         return _captured(plain, state)
@@ -49,19 +47,19 @@ def fastest_together(plain: TorchRounds, state: Any) -> Rounds:
         return plain
 
 
-def _captured(plain: TorchRounds, state: Any) -> GraphRounds:
-    if state[0].device.type != "cuda":
+def _captured(plain: TorchRounds, state: State) -> GraphRounds:
+    if device_of(state).type != "cuda":
         raise ValueError("it runs on a GPU only, with device='cuda'")
     return GraphRounds(plain, state)  # RuntimeError: something that cannot be captured
 
 
-def _fused(plain: TorchRounds, algorithm: Algorithm, topology: Topology, state: Any) -> FusedRounds:
+def _fused(plain: TorchRounds, rule: Rule, topology: Topology, state: State) -> FusedRounds:
     problem = plain.gradients.problem
-    if state[0].device.type != "cpu":
+    if device_of(state).type != "cpu":
         raise ValueError("it runs on the CPU only")
     parts = [next((kind for kind in type(problem).__mro__ if name in vars(kind)), None) for name in QUADRATIC]
     if None in parts or len(set(parts)) > 1:  # a subclass with a gradient of its own means that gradient
         raise ValueError(f"{type(problem).__name__} is no quadratic problem")
     if not topology.row_stochastic:
         raise ValueError(f"the rows of {topology.name} do not sum to 1")
-    return FusedRounds(plain.gradients, algorithm, topology, state)
+    return FusedRounds(plain.gradients, rule, plain.rates, topology, state)

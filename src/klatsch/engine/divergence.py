@@ -8,19 +8,20 @@ failed first: the gradient, then what it mixes, then the output.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from klatsch.algorithms import Algorithm
 from klatsch.engine.rounds import Rounds, TorchRounds
+from klatsch.rules import Flow, Rule, State
 
 
 class Moment(NamedTuple):
     """A state, and after how many rounds it was reached."""
 
-    state: Any
+    state: State
     rounds: int
 
 
@@ -31,22 +32,22 @@ class Watched:
         rule: the rule itself.
     """
 
-    def __init__(self, rule: Algorithm) -> None:
+    def __init__(self, rule: Rule) -> None:
         self.rule = rule
         self._seen: list[Tensor] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rule, name)
 
-    def update(self, state: Any, grad: Tensor, mix: Any, t: int) -> Any:
+    def update(self, state: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
         """The rule's own update."""
         seen = [grad]
 
-        def watched(*tensors: Tensor) -> Any:
+        def watched(function: Any, *tensors: Tensor) -> Any:
             seen.extend(tensors)
-            return mix(*tensors)
+            return function(*tensors)
 
-        new = self.rule.update(state, grad, watched, t)
+        new = self.rule.update(state, grad, Flow(partial(watched, flow), partial(watched, flow.mix)), t, lr)
         self._seen = [*seen, self.rule.output(new)]
         return new
 
@@ -93,7 +94,7 @@ def beginnings(
         output = plain.rule.output(high.state)
         first = lost & diverged(output, networks)
         watched = Watched(plain.rule)
-        TorchRounds(plain.gradients, watched, plain.mix).one(low.state, high.rounds)
+        TorchRounds(plain.gradients, cast(Rule, watched), plain.rates, plain.mix).one(low.state, high.rounds)
         finite = watched.finite_steps(output)  # other engines round otherwise, and may be the only ones to overflow
         nodes = torch.cat([finite[own].argmin(0) for own in networks])
         found[first] = torch.stack([nodes, torch.full_like(nodes, high.rounds)], -1)[first]

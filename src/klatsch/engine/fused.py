@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 import klatsch.columns as cols
-from klatsch.algorithms import Algorithm
 from klatsch.engine import native
 from klatsch.engine.gradients import Gradients
 from klatsch.engine.mixing import exact_weights
-from klatsch.engine.rounds import scheduled
+from klatsch.engine.rounds import Rates
 from klatsch.engine.threads import quiet_threads
-from klatsch.engine.trace import NotLinearError, Program, coefficient_table, trace
+from klatsch.engine.trace import LINEAR, NotLinearError, Program, coefficient_table, trace
+from klatsch.rules import Rule, State
 from klatsch.topology import Topology
 
 WIDEST = 64  # bytes of the widest vector, which the kernel may read past the end of H
@@ -34,7 +34,8 @@ class FusedRounds:
 
     Args:
         gradients: those of a problem with `quadratic()` and `draw(t)`, in the dtype of the run.
-        algorithm: a rule that can be traced.
+        rule: a rule that can be traced.
+        rates: its learning rates.
         topology: a row-stochastic graph.
         state: a state of the run.
 
@@ -45,10 +46,10 @@ class FusedRounds:
 
     name = "fused"
 
-    def __init__(self, gradients: Gradients, algorithm: Algorithm, topology: Topology, state: Any) -> None:
-        self.gradients, self.algorithm = gradients, algorithm
-        self._state = state
-        used = [v for v in state if v is not None]
+    def __init__(self, gradients: Gradients, rule: Rule, rates: Rates, topology: Topology, state: State) -> None:
+        self.gradients, self.rates, self._state = gradients, rates.wide(), state
+        self.rule = cols.mapped(rule, lambda v: v.double().cpu())
+        used = list(state.values())
         nodes, self.columns, dim = used[0].shape
         self.dtype = used[0].dtype
         library = native.library()
@@ -72,9 +73,9 @@ class FusedRounds:
         self._pool = quiet_threads(max(1, min(len(self._blocks), threads)))
         self._drawer = quiet_threads(1)
 
-    def advance(self, state: Any, done: int, until: int) -> Any:
+    def advance(self, state: State, done: int, until: int) -> State:
         """Rounds done + 1 to until."""
-        used = [v.contiguous().numpy() for v in state if v is not None]
+        used = [v.contiguous().numpy() for v in state.values()]
         for block in self._blocks:
             block.load(used)
         while done < until:
@@ -90,8 +91,7 @@ class FusedRounds:
         results = [np.empty_like(v) for v in used]
         for block in self._blocks:
             block.store(results)
-        fields = iter(results)
-        return type(state)(*(None if v is None else torch.from_numpy(next(fields)) for v in state))
+        return {name: torch.from_numpy(v) for name, v in zip(state, results, strict=True)}
 
     def _table(self, done: int, until: int) -> NDArray[Any]:
         """The coefficients of rounds done + 1 to until, (rounds, coefficients, C)."""
@@ -99,7 +99,7 @@ class FusedRounds:
         program = self._trace(done + 1, done + rounds + 1)
         if (program.operations, program.next_state) != (self._program.operations, self._program.next_state):
             raise ValueError(
-                f"{type(self.algorithm).__name__} took other steps in round {done + 1} than before; a rule must depend "
+                f"{self.rule.name} took other steps in round {done + 1} than before; a rule must depend "
                 "on nothing but its arguments, or be run with engine='torch'"
             )
         return coefficient_table(program, rounds, self.columns, self.dtype)[: until - done].numpy()
@@ -107,11 +107,8 @@ class FusedRounds:
     def _trace(self, first: int, beyond: int) -> Program:
         """The rule as a program, with coefficients for the rounds from `first` up to but not including `beyond`."""
         times = torch.arange(first, beyond, dtype=torch.float64)[:, None, None]
-        rule = cols.mapped(self.algorithm, lambda v: v.double().cpu())
-        if callable(schedule := getattr(rule, "lr", None)):
-            rates = [torch.as_tensor(scheduled(schedule, t, self.columns)).double() for t in range(first, beyond)]
-            rule = cols.replaced(rule, lr=torch.stack([v.reshape(-1, 1).expand(self.columns, 1) for v in rates]))
-        return trace(rule, self._state, times)
+        lr = self.rates.between(first - 1, beyond - 1) if self.rates.change else self.rates(first)
+        return trace(self.rule, self._state, times, lr)
 
 
 class _Block:
@@ -149,6 +146,7 @@ class _Block:
             operations=len(operations),
             coefs=len(program.coefficients),
             query=program.query,
+            before=program.before,
             gradient=program.gradient,
             period=period,
             **{name: array.ctypes.data for name, array in self._arrays.items()},
@@ -200,19 +198,21 @@ def assigned(program: Program) -> tuple[list[int], list[int], int, int]:
     reads its own row.
     """
     operations = program.by_level()
-    last_use, last_mix = {}, dict.fromkeys(range(len(program.level)), -1)
+    last_use: dict[int, int] = {}
+    last_mix = dict.fromkeys(range(len(program.level)), -1)
     for k, operation in enumerate(operations):
         for register in operation.inputs:
             last_use[register] = k
-            if operation.mixes:
+            if operation.kind != LINEAR:
                 last_mix[register] = program.level[operation.out]
     for register in program.next_state:
         last_use[register] = len(operations)
     buffer_of = dict(zip(range(program.fields), range(program.fields), strict=True))
     owners: list[int] = list(range(program.fields))
     scratch: list[int] = []
-    results = [program.gradient, *(operation.out for operation in operations)]
-    for k, register in enumerate(results, -1):
+    results = [*enumerate(operation.out for operation in operations)]
+    results.insert(program.before, (-1, program.gradient))  # which writes over nothing
+    for k, register in results:
         pool = scratch if program.needs_rows_only(register) else owners
         free = [
             b
@@ -236,7 +236,7 @@ def encoded(program: Program) -> NDArray[np.int32]:
     table = np.zeros((len(operations), 4 + 2 * MOST_INPUTS), dtype=np.int32)
     for line, operation in zip(table, operations, strict=True):
         inputs = len(operation.inputs)
-        line[:4] = operation.mixes, program.level[operation.out], operation.out, inputs
+        line[:4] = operation.kind, program.level[operation.out], operation.out, inputs
         line[4 : 4 + inputs] = operation.inputs
         line[4 + MOST_INPUTS : 4 + MOST_INPUTS + len(operation.coefficients)] = operation.coefficients
     return table

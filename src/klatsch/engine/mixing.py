@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from scipy.sparse import block_diag, csr_array, diags_array
 from torch import Tensor
 
+from klatsch.rules import Flow
 from klatsch.topology import Topology
 
 DENSE_NODES = {"cpu": 24, "cuda": 256}  # below this a dense product is faster than a sparse one
@@ -36,14 +38,19 @@ class StackedMix:
             Q = csr_array(links - diags_array(own))
             self._Q.append(_tensor(Q, dtype, device, dense))
 
-    def __call__(self, t: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Mix each tensor with the matrix of round t."""
+    def in_round(self, t: int) -> Flow:
+        """What neighbours pull nodes by in round t."""
         Q = self._Q[(t - 1) % self.period]
-        mixed = []
-        for v in tensors:
-            flat = v.reshape(v.shape[0], -1)
-            mixed.append(torch.addmm(flat, Q, flat).reshape(v.shape))
-        return tuple(mixed)
+        return Flow(partial(_flow, Q), partial(_mix, Q))
+
+
+def _flow(Q: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple((Q @ v.reshape(v.shape[0], -1)).reshape(v.shape) for v in tensors)
+
+
+def _mix(Q: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    flat = [v.reshape(v.shape[0], -1) for v in tensors]
+    return tuple(torch.addmm(f, Q, f).reshape(v.shape) for f, v in zip(flat, tensors, strict=True))
 
 
 def common_period(topologies: Sequence[Topology]) -> int:

@@ -28,7 +28,7 @@ FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-sh
 
 NUMBERS = (
     *("rounds", "nodes", "columns", "dim", "rank", "registers", "buffers", "scratch_rows", "operations", "coefs"),
-    *("query", "gradient", "period", "first_phase"),
+    *("query", "gradient", "before", "period", "first_phase"),
 )
 POINTERS = (
     *("H", "rows", "mult", "noise", "sigma", "coef", "op", "first", "neighbour", "weight", "buffer_of", "turn"),

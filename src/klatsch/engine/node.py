@@ -1,28 +1,29 @@
 """One rank's share of a network: its part of the rule's state, and the rounds that advance it.
 
-The same `rule.update` as in simulation runs here, on slices of the vectors that stay in the cache: between two mixes a
+The same `rule.update` as in simulation runs here, on slices of the vectors that stay in the cache: between two flows a
 rule is elementwise, so a slice needs nothing but itself. Where an exchange lies in the middle of a round, the update is
-run up to that `mix` call to find what to send, and once more from the beginning when all has come.
+run up to that call of `flow` to find what to send, and once more from the beginning when all has come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from klatsch.algorithms import Algorithm
-from klatsch.engine.plan import MOST_CALLS, plan
+from klatsch.engine.plan import MOST_MESSAGES, plan
 from klatsch.engine.weights import Heard, Weights
+from klatsch.rules import Flow, Rule, State
 from klatsch.topology import Topology
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # numbers per slice: a cache's worth, or enough to hide the launches
 
 PIECE = 1 << 30  # numbers of one product: a GPU's takes no more than twice as many
 
-OTHER_CALLS = "{} does not call mix as often in every round; neighbours must know what to wait for"
+OTHER_CALLS = "{} does not call flow as often in every round; neighbours must know what to wait for"
 
 Block = slice | None  # a slice of the vectors, or all of them
 
@@ -40,8 +41,16 @@ class Links(Protocol):
     def sent(self, tag: int, t: int) -> None: ...
 
 
+class Given(NamedTuple):
+    """What a round is given, for a slice of the vectors: the rule with its settings, the gradient, the rate."""
+
+    rule: Rule
+    grad: Tensor
+    lr: Any
+
+
 class _Reached(Exception):  # noqa: N818
-    """The update has come to the mix call that was looked for."""
+    """The update has come to the call of `flow` that was looked for."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
@@ -51,7 +60,7 @@ class Node:
     """One rank's share of a network.
 
     Args:
-        rule: the update rule.
+        rule: the update rule, as it runs on the topology.
         x: where it starts; any shape that ends in the parameter axis.
         topology: who talks to whom.
         rank: which node this is.
@@ -62,7 +71,7 @@ class Node:
 
     def __init__(
         self,
-        rule: Algorithm,
+        rule: Rule,
         x: Tensor,
         topology: Topology,
         rank: int,
@@ -71,47 +80,47 @@ class Node:
         guarded: bool = False,
     ) -> None:
         self.rule, self.links, self.rounds, self.dtype = rule, links, 0, x.dtype
-        self.calls = plan(rule, x)
-        self._weights = Weights(topology, rank, x.dtype, push=getattr(rule, "push", False))
-        self._tag = channel * MOST_CALLS
+        self.plan = plan(rule, x)
+        self._weights = Weights(topology, rank, x.dtype, push=rule.push)
+        self._heard_in = [len(topology.receivers(rank, t)) > 0 for t in range(1, topology.period + 1)]
+        self._tag = channel * MOST_MESSAGES
         self._blocks = _blocks(x)
         self._begun, self._guarded = False, guarded
-        self._first_late = 1 if rule.eager else 0  # the first mix call whose message has to be computed in the round
+        early = self.plan.early
+        self._first_late = 1 if early else 0  # the first message that has to be computed in the round
+        # What travels early does so while the next state is computed, so its memory takes turns; the rest is
+        # overwritten.
+        memory = [Message(sent.shapes, x, links.tail) for sent in self.plan.messages]
+        self._turns = [memory[0], Message(self.plan.messages[0].shapes, x, links.tail)] if early else []
+        self._messages = memory[self._first_late :]
         start = rule.init(x)
-        # What is eager travels while the next state is computed, so its memory takes turns; the rest is overwritten.
-        shapes = [getattr(start, name).shape for name in rule.eager]
-        self._turns = [Message(shapes, x, links.tail) for _ in range(2)] if rule.eager else []
-        self._messages = [Message(call.shapes, x, links.tail) for call in self.calls[self._first_late :]]
-        self._start = start._replace(**dict.fromkeys(start._fields))  # no memory, just the type and the names
-        self._fields = {name: v.clone() for name, v in start._asdict().items() if v is not None}
-        self._fields |= dict(zip(rule.eager, self._turns[0].parts, strict=True)) if self._turns else {}
+        self._fields = {name: v.clone() for name, v in start.items()}
+        self._fields |= dict(zip(early, self._turns[0].parts, strict=True)) if early else {}
         self._heard: dict[int, Heard] = {}
-        self.load({name: getattr(start, name) for name in self._fields}, 0)
+        self.load(start, 0)
 
     @property
-    def state(self) -> Any:
+    def state(self) -> State:
         """The state after the last round. Its tensors are this node's own memory."""
-        return self._start._replace(**self._fields)
+        return dict(self._fields)
 
-    def load(self, fields: dict[str, Tensor], rounds: int) -> None:
+    def load(self, fields: State, rounds: int) -> None:
         """Go on from a state that was saved after so many rounds."""
         for name, value in fields.items():
             self._fields[name].copy_(value)
         self.rounds, self._begun = rounds, False
 
-    def keep_also(self, rule: Algorithm) -> None:
+    def keep_also(self, rule: Rule) -> None:
         """Keep what the same rule with other options needs beside, such as a momentum; it begins as at the start."""
-        start = rule.init(self.rule.query(self.state))
-        for name, value in start._asdict().items():
-            if value is not None and name not in self._fields:
+        for name, value in rule.init(self.rule.query(self.state)).items():
+            if name not in self._fields:
                 self._fields[name] = value.clone()
 
-    def exchange(self, gradient: Callable[[Block], Tensor], rule: Callable[[Block], Algorithm]) -> None:
+    def exchange(self, given: Callable[[Block], Given]) -> None:
         """The first half of a round: send what is to be sent, and wait for what is to come.
 
         Args:
-            gradient: gives a slice of the gradient.
-            rule: gives the rule for a slice, with this round's learning rates.
+            given: returns what the round is given, for a slice.
 
         Raises:
             LinkError: a neighbour failed; the state is still that of the round before.
@@ -120,48 +129,45 @@ class Node:
         if not self._begun:
             self._begin(t)
         self._heard = {}
-        for c in range(self._first_late, len(self.calls)):
-            self._collect(t, self.calls[c].needs)
-            self.links.sent(self._tag + c, t - 1)  # whose memory is used again
-            self._compute_message(c, t, gradient, rule)
-            self.links.send(self._tag + c, t, self._messages[c - self._first_late].whole)
-        self._collect(t, range(len(self.calls)))
+        for k in range(self._first_late, len(self.plan.messages)):
+            self._collect(t, self.plan.messages[k].needs)
+            self.links.sent(self._tag + k, t - 1)  # whose memory is used again
+            if self._heard_in[(t - 1) % len(self._heard_in)]:  # else nobody waits for it
+                self._compute_message(k, t, given)
+                self.links.send(self._tag + k, t, self._messages[k - self._first_late].whole)
+        self._collect(t, range(len(self.plan.messages)))
         if self._turns:
             self.links.sent(self._tag, t - 1)
 
     def advance(
         self,
-        gradient: Callable[[Block], Tensor],
-        rule: Callable[[Block], Algorithm],
-        arrived: Callable[[Block, Any, Algorithm], None] | None = None,
+        given: Callable[[Block], Given],
+        arrived: Callable[[Block, State, Rule], None] | None = None,
         last: bool = False,
     ) -> None:
         """The second half: compute the new state, and send what of the next round is known already.
 
         Args:
-            gradient: as in `exchange`.
-            rule: as in `exchange`.
+            given: as in `exchange`.
             arrived: is given every slice of the new state.
             last: whether no round follows, so that no message of one is sent or waited for.
         """
         t = self.rounds + 1
         following = dict(self._fields)
         if self._turns:
-            following |= dict(zip(self.rule.eager, self._turns[1].parts, strict=True))
-        single: dict[str, Tensor] = {}
+            following |= dict(zip(self.plan.early, self._turns[1].parts, strict=True))
+        single: State = {}
         for block in self._blocks:
-            here, old = rule(block), self._cut(block)
-            new = _apart(old, here.update(old, gradient(block), self._mix(block), t))
-            for name, value in new._asdict().items():
-                if value is None:
-                    continue
+            (rule, grad, lr), old = given(block), self._cut(block)
+            new = _apart(old, rule.update(old, grad, self._flow(block), t, lr))
+            for name, value in new.items():
                 place = following[name]
                 if self._is_wide(place):
                     _slice(place, block, self._wide).copy_(value)
                 else:  # the same for all slices, and still read by the next ones
                     single[name] = value
             if arrived is not None:
-                arrived(block, new, here)
+                arrived(block, new, rule)
         for name, value in single.items():
             following[name].copy_(value)
         self._fields = following
@@ -174,62 +180,68 @@ class Node:
 
     def _begin(self, t: int) -> None:
         """Make ready for all messages of round t, and send those that need no gradient."""
-        for c, call in enumerate(self.calls):
-            length = sum(shape.numel() for shape in call.shapes)
-            self.links.expect(self._tag + c, t, length, self.dtype)
+        for k, sent in enumerate(self.plan.messages):
+            self.links.expect(self._tag + k, t, sum(shape.numel() for shape in sent.shapes), self.dtype)
         if self._turns:
             self.links.send(self._tag, t, self._turns[0].whole)
         self._begun = True
 
-    def _collect(self, t: int, calls: Iterable[int]) -> None:
-        """Wait for the messages of some mix calls."""
-        for c in calls:
-            if c not in self._heard:
-                vectors = self.links.received(self._tag + c, t)
+    def _collect(self, t: int, messages: Iterable[int]) -> None:
+        """Wait for some messages."""
+        for k in messages:
+            if k not in self._heard:
+                vectors = self.links.received(self._tag + k, t)
                 if self._guarded:
                     for source in [source for source, vector in vectors if not is_sound(vector)]:
                         self.links.refuse(source, t)
                 absent = self.links.absent(t)
                 there = [(source, vector) for source, vector in vectors if source not in absent]
-                self._heard[c] = self._weights.heard(there, t, absent)
+                self._heard[k] = self._weights.heard(there, t, absent)
 
-    def _compute_message(self, c: int, t: int, gradient: Any, rule: Any) -> None:
-        """Run the update up to call c, and keep what it would mix."""
-        parts = self._messages[c - self._first_late].parts
+    def _compute_message(self, k: int, t: int, given: Callable[[Block], Given]) -> None:
+        """Run the update up to the call whose tensors message k carries, and keep them."""
+        sent, parts = self.plan.messages[k], self._messages[k - self._first_late].parts
+        places = self.plan.calls[sent.call or 0]
         for block in self._blocks:
+            (rule, grad, lr), old = given(block), self._cut(block)
             try:
-                rule(block).update(self._cut(block), gradient(block), self._mix(block, stop=c), t)
+                rule.update(old, grad, self._flow(block, stop=sent.call), t, lr)
             except _Reached as reached:
-                for part, tensor in zip(parts, reached.tensors, strict=True):
-                    _slice(part, block, self._wide).copy_(tensor)
+                for tensor, (message, place) in zip(reached.tensors, places, strict=True):
+                    if message == k:
+                        _slice(parts[place], block, self._wide).copy_(tensor)
             else:
-                raise ValueError(OTHER_CALLS.format(type(self.rule).__name__))
+                raise ValueError(OTHER_CALLS.format(self.rule.name))
+        for part, name in zip(parts[len(parts) - len(sent.fields) :], sent.fields, strict=True):
+            part.copy_(self._fields[name])
 
-    def _mix(self, block: Block, stop: int | None = None) -> Callable[..., Any]:
-        """What the rule calls as `mix`, for one slice."""
+    def _flow(self, block: Block, stop: int | None = None) -> Flow:
+        """What the rule calls as `flow`, for one slice."""
         number = 0
 
-        def mix(*tensors: Tensor) -> tuple[Tensor, ...]:
+        def exchanged(mixed: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
             nonlocal number
             c, number = number, number + 1
-            if c >= len(self.calls):
-                raise ValueError(OTHER_CALLS.format(type(self.rule).__name__))
+            if c >= len(self.plan.calls):
+                raise ValueError(OTHER_CALLS.format(self.rule.name))
             if c == stop:
                 raise _Reached(tensors)
-            if c not in self._heard:  # needed by nothing before the stop
-                return tensors
-            mixed, offset = [], 0
-            for tensor, shape in zip(tensors, self.calls[c].shapes, strict=True):
-                place = slice(offset, offset + shape.numel())
-                others = [_slice(v[place].view(shape), block, self._wide) for v in self._heard[c].vectors]
-                mixed.append(self._heard[c].mixed(tensor, others))
-                offset = place.stop
-            return tuple(mixed)
+            results = []
+            for tensor, (k, place) in zip(tensors, self.plan.calls[c], strict=True):
+                if k not in self._heard:  # needed by nothing before the stop
+                    results.append(tensor)
+                    continue
+                shapes = self.plan.messages[k].shapes
+                begin, shape, heard = sum(s.numel() for s in shapes[:place]), shapes[place], self._heard[k]
+                pieces = [vector[begin : begin + shape.numel()].view(shape) for vector in heard.vectors]
+                others = [_slice(piece, block, self._wide) for piece in pieces]
+                results.append(heard.mixed(tensor, others) if mixed else heard.flow(tensor, others))
+            return tuple(results)
 
-        return mix
+        return Flow(partial(exchanged, False), partial(exchanged, True))
 
-    def _cut(self, block: Block) -> Any:
-        return self._start._replace(**{name: _slice(v, block, self._wide) for name, v in self._fields.items()})
+    def _cut(self, block: Block) -> State:
+        return {name: _slice(v, block, self._wide) for name, v in self._fields.items()}
 
     @property
     def _wide(self) -> int:
@@ -267,13 +279,10 @@ def _blocks(x: Tensor) -> list[Block]:
     return [slice(k, min(k + size, len(x))) for k in range(0, len(x), size)] or [None]
 
 
-def _apart(old: Any, new: Any) -> Any:
+def _apart(old: State, new: State) -> State:
     """A new state, none of whose fields is the memory of another field of the old one, which is overwritten."""
-    owners = {v.data_ptr(): name for name, v in old._asdict().items() if v is not None}
-    shared = {
-        name: v.clone() for name, v in new._asdict().items() if v is not None and owners.get(v.data_ptr(), name) != name
-    }
-    return new._replace(**shared) if shared else new
+    owners = {v.data_ptr(): name for name, v in old.items()}
+    return {name: v.clone() if owners.get(v.data_ptr(), name) != name else v for name, v in new.items()}
 
 
 def _slice(v: Tensor, block: Block, wide: int) -> Tensor:

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from klatsch.algorithms import Algorithm
-from klatsch.engine.checks import check_parts, check_place, check_steps, identity, within
+from klatsch.engine.checks import check_parts, check_place, check_steps, identity
 from klatsch.engine.divergence import Watched
 from klatsch.engine.links import GlooLinks
-from klatsch.engine.node import Block, Node
+from klatsch.engine.node import Block, Given, Node
 from klatsch.engine.record import Result, measure, record_points
-from klatsch.engine.rounds import placed
+from klatsch.engine.rounds import Rates, placed
 from klatsch.engine.run import without_diverged
 from klatsch.problems import Problem
+from klatsch.rules import Rule, State
 from klatsch.topology import Topology
 
 MOST_STEPS = 1000  # within a round: a moment of a run is its round times this, plus the step
@@ -29,7 +29,7 @@ NEVER = torch.iinfo(torch.int64).max  # a moment that does not come
 
 def simulate_on_ranks(
     problem: Problem,
-    algorithm: Algorithm,
+    rule: Rule,
     topology: Topology,
     steps: int,
     record: int | Sequence[int] = 50,
@@ -47,7 +47,7 @@ def simulate_on_ranks(
 
     Args:
         problem: what the nodes minimise, the same on all ranks.
-        algorithm: the update rule; lists of hyper-parameters make columns, which travel together.
+        rule: the update rule; lists of hyper-parameters make columns, which travel together.
         topology: who talks to whom; one node per rank.
         steps: number of rounds T.
         record: number of log-spaced steps at which metrics are taken, or the steps themselves.
@@ -65,36 +65,36 @@ def simulate_on_ranks(
         ValueError: something does not fit.
         LinkError: a neighbour is gone or late.
     """
-    C, steps = check_parts(problem, algorithm, topology, any_graph), check_steps(steps)
+    (rule, C), steps = check_parts(problem, rule, topology, any_graph), check_steps(steps)
     points, where = record_points(record, steps), check_place(dtype, device)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if topology.size != size:
         raise ValueError(f"{topology.name} has {topology.size} nodes but the group has {size} ranks; one for each")
     here: Any = problem.to(dtype, where) if hasattr(problem, "to") else problem
-    rule = placed(within(algorithm, steps), dtype, where, C)
+    local, rates = placed(rule, dtype, where), Rates(rule, steps, C, dtype, where)
     x = torch.as_tensor(here.start()).to(where, dtype).expand(C, problem.dim).contiguous()
     links = GlooLinks(group, topology, where, timeout, "raise")
-    node = Node(rule, x, topology, rank, links)
+    node = Node(local, x, topology, rank, links)
     rows: list[dict[str, Tensor]] = []
     diverged = torch.zeros(C, dtype=torch.bool)
-    watched: Any = Watched(rule)
+    watched: Any = Watched(local)
     mine = torch.full((C,), NEVER)  # by column: the moment at which this node was no longer finite
     stacked: Any = None
     began = time.perf_counter()
     with torch.no_grad(), closing(links):
         for t in range(1, steps + 1):
-            grad = here.grad(rule.query(node.state)[None], t, [rank])[0]
-            node.exchange(partial(_same, grad), partial(_same, rule))
-            node.advance(partial(_same, grad), partial(_same, watched), last=t == steps)
-            lost = ~torch.isfinite(rule.output(node.state)).all(-1).cpu() & (mine == NEVER)
+            given = Given(watched, here.grad(local.query(node.state)[None], t, [rank])[0], rates(t))
+            node.exchange(partial(_whole, given))
+            node.advance(partial(_whole, given), last=t == steps)
+            lost = ~torch.isfinite(local.output(node.state)).all(-1).cpu() & (mine == NEVER)
             if lost.any():
                 mine[lost] = t * MOST_STEPS + watched.finite_steps()[lost]
             if t in points or t == steps:
-                stacked, grads = _stacked(node.state, grad, group)
+                stacked, grads = _stacked(node.state, given.grad, group)
                 if rank == 0:
-                    diverged |= ~torch.isfinite(rule.output(stacked)).all(-1).all(0).cpu()
+                    diverged |= ~torch.isfinite(local.output(stacked)).all(-1).all(0).cpu()
             if t in points and rank == 0:
-                row = {name: v.expand(C) for name, v in measure(here, rule, stacked, grads).items()}
+                row = {name: v.expand(C) for name, v in measure(here, local, stacked, grads).items()}
                 rows.append(without_diverged(row, diverged, here))
             if progress is not None:
                 progress(1)
@@ -105,25 +105,24 @@ def simulate_on_ranks(
     return Result(
         steps=points,
         metrics={name: torch.stack([row[name] for row in rows]) for name in rows[0]},
-        output=rule.output(stacked).masked_fill(diverged.to(where)[:, None], torch.inf),
+        output=local.output(stacked).masked_fill(diverged.to(where)[:, None], torch.inf),
         diverged=diverged,
         diverged_at=torch.stack([nodes, first // MOST_STEPS], -1).where(diverged[:, None], -1),
         seconds=time.perf_counter() - began,
         engine="ranks",
         state=stacked,
         rounds=steps,
-        origin=identity(problem, algorithm, topology, C, dtype),
+        origin=identity(problem, rule, topology, C, dtype),
     )
 
 
-def _same(value: Any, _: Block) -> Any:
-    return value  # a state of columns is no plain vector, and is not cut into slices
+def _whole(given: Given, _: Block) -> Given:
+    return given  # a state of columns is no plain vector, and is not cut into slices
 
 
-def _stacked(state: Any, grad: Tensor, group: Any) -> tuple[Any, Any]:
+def _stacked(state: State, grad: Tensor, group: Any) -> tuple[Any, Any]:
     """The states and gradients of all ranks as (M, C, d), on rank 0; there is nothing on the others."""
-    fields = {name: None if v is None else _gathered(v, group) for name, v in state._asdict().items()}
-    return type(state)(**fields), _gathered(grad, group)
+    return {name: _gathered(v, group) for name, v in state.items()}, _gathered(grad, group)
 
 
 def _gathered(mine: Tensor, group: Any) -> Tensor | None:

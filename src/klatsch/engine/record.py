@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from klatsch.algorithms import Algorithm
+from klatsch.rules import Rule, State
 
 MOST_SHOWN = 3  # columns that diverged, where a result is printed
 
@@ -32,7 +32,7 @@ class Result:
     diverged_at: Tensor  # (C, 2): the node and the round with which it began; -1 for columns that are finite
     seconds: float  # wall time of the rounds
     engine: str  # "fused", "cuda graph" or "torch"
-    state: Any = field(repr=False)  # the rule's state after the last round, to go on from
+    state: State = field(repr=False)  # the rule's state after the last round, to go on from
     rounds: int = 0  # rounds done
     origin: dict[str, Any] = field(default_factory=dict, repr=False)  # what tells this run from others
 
@@ -76,12 +76,10 @@ def record_points(record: int | Sequence[int], steps: int) -> list[int]:
     return whole
 
 
-def measure(problem: Any, algorithm: Algorithm, state: Any, grad: Tensor) -> dict[str, Tensor]:
+def measure(problem: Any, rule: Rule, state: State, grad: Tensor) -> dict[str, Tensor]:
     """All metrics of one step, per column, in float64; inf where a number is not finite."""
-    query = algorithm.query(state)
-    iterate = getattr(algorithm, "iterate", algorithm.query)(state)
-    found = problem.metrics(algorithm.output(state))
-    found |= {"Gamma": spread(query), "Xi": spread(iterate), "Psi": spread(grad)}
+    found = problem.metrics(rule.output(state))
+    found |= {"Gamma": spread(rule.query(state)), "Xi": spread(rule.iterate(state)), "Psi": spread(grad)}
     return {
         name: torch.nan_to_num(torch.as_tensor(value).double().cpu(), nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
         for name, value in found.items()

@@ -24,10 +24,11 @@ enum { BYTES = 16, COLS = 6, VECS = 4 };
 enum { BYTES = 16, COLS = 6, VECS = 2 };
 #endif
 enum { AHEAD = 16 }; /* rows of H to prefetch: the hardware's own guess is too late */
-enum { MAX_INPUTS = 6, MAX_REGISTERS = 64, LIN = 0, MIX = 1 };
+enum { MAX_INPUTS = 6, MAX_REGISTERS = 64, LIN = 0, MIX = 1, FLOW = 2 };
 #define INLINE static inline __attribute__((always_inline))
 
-/* LIN: out = sum_k coef[k] * in[k], elementwise.  MIX: out_i = v_i + sum_j P_ij (v_j - v_i). */
+/* LIN: out = sum_k coef[k] * in[k], elementwise.  FLOW: out_i = sum_j P_ij (v_j - v_i).
+ * MIX: out_i = v_i + FLOW. */
 typedef struct { int32_t kind, level, out, inputs, in[MAX_INPUTS], coef[MAX_INPUTS]; } operation;
 
 #define job NAME(job)
@@ -59,6 +60,7 @@ typedef struct {
     int64_t rounds, nodes, columns, dim, rank;  /* rank: R, how many rows (may be 0) */
     int64_t registers, buffers, scratch_rows, operations, coefs;
     int64_t query, gradient;        /* registers: where the gradient is taken, where it goes */
+    int64_t before;                 /* operations that come before the gradient, LINs of level 0 */
     int64_t period, first_phase;
     const T *H;                     /* (M, d, d) symmetric, and BYTES readable bytes behind it */
     const T *rows, *mult;           /* (M, R, d), (C, R) */
@@ -139,11 +141,12 @@ static void NAME(lin)(int inputs, int64_t n, const T *const *in, const T *const 
     switch (inputs) { LIN_CASE(1) LIN_CASE(2) LIN_CASE(3) LIN_CASE(4) LIN_CASE(5) LIN_CASE(6) }
 }
 
-/* nv vectors from number e on, of node i */
-INLINE void NAME(mix_of)(const int nv, int64_t e, int64_t n, int64_t i, const T *v, int degree,
+/* nv vectors from number e on, of node i; alone: the flow without the value itself */
+INLINE void NAME(mix_of)(const int alone, const int nv, int64_t e, int64_t n, int64_t i, const T *v, int degree,
                          const int32_t *neighbour, const T *weight, T *out) {
     vec own[4], sum[4];
-    for (int k = 0; k < nv; k++) sum[k] = own[k] = GET(v + i * n + e + k * V);
+    for (int k = 0; k < nv; k++) own[k] = GET(v + i * n + e + k * V);
+    for (int k = 0; k < nv; k++) sum[k] = alone ? (vec){0} : own[k];
     for (int j = 0; j < degree; j++) {
         const T *other = v + neighbour[j] * n + e;
         for (int k = 0; k < nv; k++) sum[k] += weight[j] * (GET(other + k * V) - own[k]);
@@ -151,16 +154,39 @@ INLINE void NAME(mix_of)(const int nv, int64_t e, int64_t n, int64_t i, const T 
     for (int k = 0; k < nv; k++) PUT(out + e + k * V) = sum[k];
 }
 
-static void NAME(mix)(int64_t n, int64_t i, const T *v, int degree, const int32_t *neighbour,
+INLINE void NAME(mix)(const int alone, int64_t n, int64_t i, const T *v, int degree, const int32_t *neighbour,
                       const T *weight, T *out) {
     int64_t e = 0;
-    for (; e + 4 * V <= n; e += 4 * V) NAME(mix_of)(4, e, n, i, v, degree, neighbour, weight, out);
-    for (; e + V <= n; e += V) NAME(mix_of)(1, e, n, i, v, degree, neighbour, weight, out);
-    if (e < n && n >= V) NAME(mix_of)(1, n - V, n, i, v, degree, neighbour, weight, out);
+    for (; e + 4 * V <= n; e += 4 * V) NAME(mix_of)(alone, 4, e, n, i, v, degree, neighbour, weight, out);
+    for (; e + V <= n; e += V) NAME(mix_of)(alone, 1, e, n, i, v, degree, neighbour, weight, out);
+    if (e < n && n >= V) NAME(mix_of)(alone, 1, n - V, n, i, v, degree, neighbour, weight, out);
     else for (; e < n; e++) {
-        T own = v[i * n + e], sum = own;
+        T own = v[i * n + e], sum = alone ? 0 : own;
         for (int j = 0; j < degree; j++) sum += weight[j] * (v[neighbour[j] * n + e] - own);
         out[e] = sum;
+    }
+}
+
+/* Operations from p up to end on row i; row i of register r is at base[r] + i * step[r]. */
+static void NAME(operate)(const job *q, const operation *p, const operation *end, int64_t i,
+                          T *const *base, const int64_t *step, const int32_t *first, const T *spread) {
+    const int64_t n = q->columns * q->dim;
+    const int degree = first[i + 1] - first[i];
+    const int32_t *const neighbour = q->neighbour + first[i];
+    const T *const weight = q->weight + first[i];
+    for (; p < end; p++) {
+        T *const out = base[p->out] + i * step[p->out];
+        const T *const v = base[p->in[0]];
+        if (p->kind == MIX) NAME(mix)(0, n, i, v, degree, neighbour, weight, out);
+        else if (p->kind == FLOW) NAME(mix)(1, n, i, v, degree, neighbour, weight, out);
+        else {
+            const T *in[MAX_INPUTS], *coef[MAX_INPUTS];
+            for (int k = 0; k < p->inputs; k++) {
+                in[k] = base[p->in[k]] + i * step[p->in[k]];
+                coef[k] = spread + p->coef[k] * n;
+            }
+            NAME(lin)(p->inputs, n, in, coef, out);
+        }
     }
 }
 
@@ -185,7 +211,7 @@ int NAME(klatsch_rounds)(const job *q) {
     }
 
     for (int64_t t = 0; t < q->rounds; t++) {
-        T *base[MAX_REGISTERS]; /* row i of register r is at base[r] + i * step[r] */
+        T *base[MAX_REGISTERS];
         int64_t step[MAX_REGISTERS];
         for (int r = 0; r < q->registers; r++) {
             const int b = q->buffer_of[r];
@@ -201,30 +227,18 @@ int NAME(klatsch_rounds)(const job *q) {
             for (next = o; next < end && next->level == level; next++) {}
             for (int64_t i = 0; i < M; i++) {
                 if (level == 0) { /* rows and noise act like further rows of H */
+                    NAME(operate)(q, o, o + q->before, i, base, step, first, spread);
                     T *const out = base[q->gradient] + i * step[q->gradient];
                     T *const into = step[q->gradient] ? scratch + q->scratch_rows * wide : out;
                     for (int64_t r = 0; r < R; r++)
                         memcpy(extra + r * pad, q->rows + (i * R + r) * d, d * sizeof(T));
                     if (q->noise)
                         memcpy(extra + R * pad, q->noise + (t * M + i) * d, d * sizeof(T));
-                    NAME(gradient)(C, d, base[q->query] + i * n, q->H + i * d * d,
+                    NAME(gradient)(C, d, base[q->query] + i * step[q->query], q->H + i * d * d,
                                    extras, mult, extra, pad, into);
                     if (into != out) memcpy(out, into, n * sizeof(T));
                 }
-                for (const operation *p = o; p < next; p++) {
-                    T *const out = base[p->out] + i * step[p->out];
-                    if (p->kind == MIX)
-                        NAME(mix)(n, i, base[p->in[0]], first[i + 1] - first[i],
-                                  q->neighbour + first[i], q->weight + first[i], out);
-                    else {
-                        const T *in[MAX_INPUTS], *coef[MAX_INPUTS];
-                        for (int k = 0; k < p->inputs; k++) {
-                            in[k] = base[p->in[k]] + i * step[p->in[k]];
-                            coef[k] = spread + p->coef[k] * n;
-                        }
-                        NAME(lin)(p->inputs, n, in, coef, out);
-                    }
-                }
+                NAME(operate)(q, level == 0 ? o + q->before : o, next, i, base, step, first, spread);
             }
         }
         T *turned[MAX_REGISTERS];

@@ -12,7 +12,8 @@ from torch import Tensor
 from klatsch.engine.divergence import Moment, beginnings, diverged
 from klatsch.engine.progress import Advance
 from klatsch.engine.record import measure
-from klatsch.engine.rounds import Rounds, TorchRounds
+from klatsch.engine.rounds import Rounds, TorchRounds, device_of
+from klatsch.rules import State
 
 PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is looked at
 
@@ -27,7 +28,7 @@ class Network(NamedTuple):
 class Snapshot(NamedTuple):
     """Where a run stands. It is replaced as a whole, so that an interrupt at any moment finds it consistent."""
 
-    state: Any  # the rule's NamedTuple
+    state: State
     diverged: Tensor  # bool, the columns of every network, one network after the other
     diverged_at: Tensor  # (columns, 2), the first node and round that were not finite; -1 as long as all are
     rounds: int = 0
@@ -80,7 +81,7 @@ class Run:
         lost, begun = self._losses(plain, plain, networks, state, now.rounds + 1)
         lost |= now.diverged
         if measured:
-            parts = [type(state)(*(None if v is None else v[network.nodes] for v in state)) for network in networks]
+            parts = [{name: v[network.nodes] for name, v in state.items()} for network in networks]
             found = [
                 measure(network.problem, rule, part, grad[network.nodes])
                 for network, part in zip(networks, parts, strict=True)
@@ -92,7 +93,7 @@ class Run:
         tell(1)
 
     def _losses(
-        self, plain: TorchRounds, rounds: Rounds, networks: Sequence[Network], state: Any, reached: int
+        self, plain: TorchRounds, rounds: Rounds, networks: Sequence[Network], state: State, reached: int
     ) -> tuple[Tensor, Tensor]:
         """The columns that are not finite in a later state, and where they and earlier ones began to be so."""
         now, nodes = self.now, [network.nodes for network in networks]
@@ -111,7 +112,7 @@ def without_diverged(row: dict[str, Tensor], diverged: Tensor, problem: Any) -> 
     return {name: v.masked_fill(diverged, worst.get(name, torch.inf)) for name, v in row.items()}
 
 
-def _since(began: float, state: Any) -> float:
-    if state[0].is_cuda:
-        torch.cuda.synchronize(state[0].device)  # the clock must not run ahead of the GPU
+def _since(began: float, state: State) -> float:
+    if (device := device_of(state)).type == "cuda":
+        torch.cuda.synchronize(device)  # the clock must not run ahead of the GPU
     return time.perf_counter() - began

@@ -8,23 +8,23 @@ from typing import Any
 
 import torch
 
-from klatsch.algorithms import Algorithm
 from klatsch.engine.checkpoint import Saver
-from klatsch.engine.checks import check_parts, check_place, check_steps, continued, identity, length, within
+from klatsch.engine.checks import check_parts, check_place, check_steps, continued, identity, length
 from klatsch.engine.choice import fastest
 from klatsch.engine.gradients import Gradients
 from klatsch.engine.mixing import StackedMix
 from klatsch.engine.progress import Advance, progress_bar
 from klatsch.engine.record import Result, record_points
-from klatsch.engine.rounds import Rounds, TorchRounds, placed
+from klatsch.engine.rounds import Rates, Rounds, TorchRounds, placed
 from klatsch.engine.run import Network, Run, Snapshot, unharmed
 from klatsch.problems import Problem
+from klatsch.rules import Rule
 from klatsch.topology import Topology
 
 
 def simulate(
     problem: Problem,
-    algorithm: Algorithm,
+    rule: Rule,
     topology: Topology,
     steps: int,
     record: int | Sequence[int] = 50,
@@ -42,7 +42,7 @@ def simulate(
 
     Args:
         problem: what the nodes minimise.
-        algorithm: the update rule; lists of hyper-parameters make columns.
+        rule: the update rule; lists of hyper-parameters make columns.
         topology: who talks to whom; as many nodes as the problem has.
         steps: number of rounds T in all, those done before (`after`, `checkpoint`) included.
         record: number of log-spaced steps at which metrics are taken, or the steps themselves.
@@ -61,16 +61,17 @@ def simulate(
     Raises:
         ValueError: something does not fit; the message says what, and how to put it right.
     """
-    C, steps = check_parts(problem, algorithm, topology, any_graph), check_steps(steps)
-    algorithm = within(algorithm, steps)
+    (rule, C), steps = check_parts(problem, rule, topology, any_graph), check_steps(steps)
     points, where = record_points(record, steps), check_place(dtype, device)
     here = problem.to(dtype, where) if hasattr(problem, "to") else problem
-    rule = placed(algorithm, dtype, where, C)
-    state = rule.init(torch.as_tensor(here.start()).to(where, dtype).expand(topology.size, C, problem.dim).contiguous())
-    plain = TorchRounds(Gradients(here, where.type), rule, StackedMix(topology, dtype=dtype, device=where))
-    rounds = fastest(engine, plain, algorithm, topology, state)
+    local, rates = placed(rule, dtype, where), Rates(rule, steps, C, dtype, where)
+    start = torch.as_tensor(here.start()).to(where, dtype).expand(topology.size, C, problem.dim)
+    state = local.init(start.contiguous())
+    mix = StackedMix(topology, dtype=dtype, device=where)
+    plain = TorchRounds(Gradients(here, where.type), local, rates, mix)
+    rounds = fastest(engine, plain, rule, topology, state)
 
-    origin = identity(problem, algorithm, topology, C, dtype)
+    origin = identity(problem, rule, topology, C, dtype)
     run = Run(Snapshot(state, *unharmed(C)), [])
     if after is not None:
         run = continued(after, origin, state, steps)
@@ -80,14 +81,14 @@ def simulate(
             f"a checkpoint needs to tell problems apart: give {type(problem).__name__} a method fingerprint() that "
             "returns a text which differs where the gradients differ"
         )
-    saver = Saver(checkpoint, checkpoint_every, origin | length(algorithm, steps, points, run, where.type, rounds.name))
+    saver = Saver(checkpoint, checkpoint_every, origin | length(rule, steps, points, run, where.type, rounds.name))
     run = saver.restored(state) or run
 
     network = Network(here, slice(0, topology.size))
-    title = f"{type(algorithm).__name__} on {topology.name}, {topology.size} nodes"
+    title = f"{rule.name} on {topology.name}, {topology.size} nodes"
     with progress_bar(progress, steps, run.now.rounds, title) as tell:
         drive(run, plain, rounds, [network], points, steps, saver, tell)
-    return result(run.now, run.metrics, rule, network, points, rounds.name, origin)
+    return result(run.now, run.metrics, local, network, points, rounds.name, origin)
 
 
 def drive(
@@ -116,10 +117,10 @@ def drive(
 
 
 def result(
-    now: Snapshot, metrics: Any, rule: Algorithm, network: Network, points: list[int], engine: str, origin: Any
+    now: Snapshot, metrics: Any, rule: Rule, network: Network, points: list[int], engine: str, origin: Any
 ) -> Result:
     """What one network came to; `now` and `metrics` hold its columns only."""
-    state = type(now.state)(*(None if v is None else v[network.nodes] for v in now.state))
+    state = {name: v[network.nodes] for name, v in now.state.items()}
     output = rule.output(state)
     return Result(
         steps=points,

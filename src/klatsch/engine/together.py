@@ -12,25 +12,26 @@ from pathlib import Path
 
 import torch
 
-from klatsch.algorithms import Algorithm
+import klatsch.columns as cols
 from klatsch.engine.checkpoint import Saver
-from klatsch.engine.checks import check_parts, check_place, check_steps, identity, length, within
+from klatsch.engine.checks import check_parts, check_place, check_steps, identity, length
 from klatsch.engine.choice import fastest_together
 from klatsch.engine.gradients import Gradients
 from klatsch.engine.mixing import StackedMix
 from klatsch.engine.progress import Advance, progress_bar
 from klatsch.engine.record import Result, record_points
-from klatsch.engine.rounds import TorchRounds, placed
+from klatsch.engine.rounds import Rates, TorchRounds, placed
 from klatsch.engine.run import Network, Run, Snapshot, unharmed
 from klatsch.engine.sealed import digest
 from klatsch.engine.stacked import drive, result
 from klatsch.problems import Problem
+from klatsch.rules import Rule
 from klatsch.topology import Topology
 
 
 def simulate_together(
     problems: Sequence[Problem],
-    algorithm: Algorithm,
+    rule: Rule,
     topologies: Sequence[Topology],
     steps: int,
     record: int | Sequence[int] = 50,
@@ -59,29 +60,32 @@ def simulate_together(
     if len(kinds) > 1 or not hasattr(problems[0], "joined"):
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(f"problems of type {names} cannot be run in one stack; call simulate for each of them")
-    C = max(check_parts(p, algorithm, g, any_graph) for p, g in zip(problems, topologies, strict=True))
+    fitted = [check_parts(p, rule, g, any_graph) for p, g in zip(problems, topologies, strict=True)]
+    rule, C = fitted[0][0], max(columns for _, columns in fitted)
+    if len({str(cols.flattened("rule", each)) for each, _ in fitted}) > 1:
+        raise ValueError(f"{rule.name} is another rule on each of these graphs; give graphs with the same every")
     steps = check_steps(steps)
-    algorithm = within(algorithm, steps)
     points, where = record_points(record, steps), check_place(dtype, device)
     joined = problems[0].joined(problems).to(dtype, where)
-    rule = placed(algorithm, dtype, where, C)
+    local, rates = placed(rule, dtype, where), Rates(rule, steps, C, dtype, where)
     ends = pairwise(accumulate((problem.nodes for problem in problems), initial=0))
     networks = [
         Network(problem.to(dtype, where), slice(*nodes))  # type: ignore[attr-defined]
         for problem, nodes in zip(problems, ends, strict=True)
     ]
     starts = [network.problem.start().expand(network.problem.nodes, C, joined.dim) for network in networks]
-    state = rule.init(torch.cat(starts).contiguous())
-    plain = TorchRounds(Gradients(joined, where.type), rule, StackedMix(*topologies, dtype=dtype, device=where))
+    state = local.init(torch.cat(starts).contiguous())
+    mix = StackedMix(*topologies, dtype=dtype, device=where)
+    plain = TorchRounds(Gradients(joined, where.type), local, rates, mix)
     rounds = fastest_together(plain, state)
 
-    origins = [identity(p, algorithm, g, C, dtype) for p, g in zip(problems, topologies, strict=True)]
+    origins = [identity(p, rule, g, C, dtype) for p, g in zip(problems, topologies, strict=True)]
     run = Run(Snapshot(state, *unharmed(len(networks) * C)), [])
     whole = {"networks": digest({}, {"each": origins})}
-    saver = Saver(checkpoint, checkpoint_every, whole | length(algorithm, steps, points, run, where.type, rounds.name))
+    saver = Saver(checkpoint, checkpoint_every, whole | length(rule, steps, points, run, where.type, rounds.name))
     run = saver.restored(state) or run
 
-    title = f"{type(algorithm).__name__} on {len(networks)} networks"
+    title = f"{rule.name} on {len(networks)} networks"
     with progress_bar(progress, steps, run.now.rounds, title) as tell:
         drive(run, plain, rounds, networks, points, steps, saver, tell)
     results = []
@@ -89,5 +93,5 @@ def simulate_together(
         own = slice(k * C, (k + 1) * C)
         metrics = {name: values[:, own] for name, values in run.metrics.items()}
         now = run.now._replace(diverged=run.now.diverged[own], diverged_at=run.now.diverged_at[own])
-        results.append(result(now, metrics, rule, network, points, rounds.name, origin))
+        results.append(result(now, metrics, local, network, points, rounds.name, origin))
     return results

@@ -1,6 +1,6 @@
-"""An update rule as a short list of linear steps and mixes, found by running the rule once on symbols.
+"""An update rule as a short list of linear steps and flows, found by running the rule once on symbols.
 
-Every rule here is linear in its vectors: the new state is a combination of old fields, the gradient, and mixed
+Most rules are linear in their vectors: the new state is a combination of old fields, the gradient, and flows of
 vectors, whose coefficients depend on the round and the column only. Running `update` on symbols writes the
 combinations down; they can then be computed row by row in one pass instead of one pass through memory for every
 operation. A rule that does anything else, such as the division of push-sum, raises NotLinearError and is run with
@@ -11,26 +11,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from klatsch.rules import Flow, Rule, State
+
+LINEAR, MIX, FLOW = range(3)  # kinds of operations, as the kernel numbers them
 Coefficient = float | Tensor
 
 
 class NotLinearError(TypeError):
-    """The rule does something other than adding, scaling and mixing."""
+    """The rule does something other than adding, scaling and flows."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One step of a program: `out` is the mix of one register, or a combination of some."""
+    """One step of a program: `out` is a combination of some registers, or the mix or the flow of one."""
 
-    mixes: bool
+    kind: int
     out: int
     inputs: tuple[int, ...]
-    coefficients: tuple[int, ...]  # numbers in the list of coefficients; empty for a mix
+    coefficients: tuple[int, ...]  # numbers in the list of coefficients; empty unless linear
 
 
 @dataclass
@@ -39,9 +43,10 @@ class Program:
 
     fields: int
     query: int = 0
+    before: int = 0  # operations that come before the gradient: those that make the query point
     operations: list[Operation] = field(default_factory=list)
     coefficients: list[Coefficient] = field(default_factory=list)
-    level: list[int] = field(default_factory=list)  # of each register: how many mixes lie before it
+    level: list[int] = field(default_factory=list)  # of each register: how many flows lie before it
     next_state: list[int] = field(default_factory=list)
 
     @property
@@ -58,7 +63,7 @@ class Program:
         if register < self.fields or register in self.next_state:
             return False
         users = [operation for operation in self.operations if register in operation.inputs]
-        return all(not user.mixes and self.level[user.out] == self.level[register] for user in users)
+        return all(user.kind == LINEAR and self.level[user.out] == self.level[register] for user in users)
 
     def new_register(self, level: int) -> int:
         """A fresh register."""
@@ -70,13 +75,13 @@ class Program:
         out = self.new_register(max((self.level[register] for register in terms), default=0))
         numbers = tuple(range(len(self.coefficients), len(self.coefficients) + len(terms)))
         self.coefficients += terms.values()
-        self.operations.append(Operation(False, out, tuple(terms), numbers))
+        self.operations.append(Operation(LINEAR, out, tuple(terms), numbers))
         return out
 
-    def mix(self, register: int) -> int:
-        """The register that holds the mix of a register."""
+    def exchange(self, kind: int, register: int) -> int:
+        """The register that holds the mix or the flow of a register."""
         out = self.new_register(self.level[register] + 1)
-        self.operations.append(Operation(True, out, (register,), ()))
+        self.operations.append(Operation(kind, out, (register,), ()))
         return out
 
 
@@ -134,7 +139,7 @@ class Symbol:
         raise NotLinearError(f"torch.{function.__name__} of a vector")
 
 
-def trace(rule: Any, state: Any, t: Tensor) -> Program:
+def trace(rule: Rule, state: State, t: Tensor, lr: Any) -> Program:
     """Run a rule once on symbols.
 
     Args:
@@ -142,26 +147,25 @@ def trace(rule: Any, state: Any, t: Tensor) -> Program:
         state: a state, for the names of its fields.
         t: rounds, (len(t), 1, 1): the coefficients are found for all of them at once. Two or more, so that a rule which
             asks about a single round (`if t == 1`) shows that it cannot be traced.
+        lr: the learning rates of these rounds.
 
     Raises:
         NotLinearError: the rule cannot be written that way.
     """
-    if not hasattr(state, "_fields"):
-        raise NotLinearError("the state is no NamedTuple")
-    used = [name for name in state._fields if getattr(state, name) is not None]
-    program = Program(fields=len(used))
-    symbols = {name: Symbol(program, {program.new_register(0): 1.0}) for name in used}
-    gradient = Symbol(program, {program.new_register(0): 1.0})
-    symbolic = type(state)(**{name: symbols.get(name) for name in state._fields})
+    program = Program(fields=len(state))
+    symbols: Any = {name: Symbol(program, {program.new_register(0): 1.0}) for name in state}
+    gradient: Any = Symbol(program, {program.new_register(0): 1.0})
 
-    def mix(*vectors: Any) -> tuple[Any, ...]:
-        return tuple(Symbol(program, {program.mix(vector.register()): 1.0}) for vector in vectors)
+    def exchange(kind: int, *vectors: Any) -> tuple[Any, ...]:
+        return tuple(Symbol(program, {program.exchange(kind, vector.register()): 1.0}) for vector in vectors)
 
     try:
-        program.query = rule.query(symbolic).register()
-        following = rule.update(symbolic, gradient, mix, t)
-        for name in used:
-            register = getattr(following, name).register()
+        program.query = rule.query(symbols).register()  # type: ignore[attr-defined]
+        program.before = len(program.operations)
+        flow = Flow(partial(exchange, FLOW), partial(exchange, MIX))
+        following: Any = rule.update(symbols, gradient, flow, t, lr)  # type: ignore[arg-type]
+        for name in state:
+            register = following[name].register()
             if register in program.next_state:  # two fields with one value need two places
                 register = program.combine({register: 1.0})
             program.next_state.append(register)
@@ -169,8 +173,6 @@ def trace(rule: Any, state: Any, t: Tensor) -> Program:
         raise
     except Exception as error:  # whatever a rule does to symbols or to a tensor of rounds that it cannot do
         raise NotLinearError(f"the rule cannot be written as linear steps ({error})") from error
-    if program.query >= program.fields:
-        raise NotLinearError("the query point is not a field of the state")
     return program
 
 

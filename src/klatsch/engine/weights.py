@@ -35,6 +35,20 @@ class Heard(NamedTuple):
             result = torch.lerp(v, other, weight) if k == 0 else result.add_(other - v, alpha=weight)
         return result
 
+    def flow(self, v: Tensor, others: list[Tensor]) -> Tensor:
+        """sum_j P_ij (v_j - v_i), summed as differences; for push-sum sum_j P_ij v_j - sum_k P_ki v_i."""
+        if self.away is not None:
+            result = v * -self.away
+            for weight, other in zip(self.weights, others, strict=True):
+                result.add_(other, alpha=weight)
+            return result
+        if not others:
+            return torch.zeros_like(v)
+        result = (others[0] - v).mul_(self.weights[0])
+        for weight, other in zip(self.weights[1:], others[1:], strict=True):
+            result.add_(other - v, alpha=weight)
+        return result
+
 
 class Row(NamedTuple):
     """One node's part of one gossip matrix, by node."""

@@ -29,7 +29,7 @@ from klatsch.optim.checks import settings_of
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.plain import generators, packed, set_generators, unpacked
 
-FORMAT = "klatsch ranks 1"
+FORMAT = "klatsch ranks 2"
 DAMAGED = 0  # instead of the number of ranks that a file was written for
 
 
@@ -152,8 +152,8 @@ class Checkpointer:
             "rank": optimizer.rank,
             "number of ranks": optimizer.topology.size,
             "topology": f"{optimizer.topology.name} {optimizer.topology.fingerprint[:16]}",
-            "rule": type(optimizer.algorithm).__name__,
-            "settings of the rule": {k: v for k, v in settings_of(optimizer.algorithm).items() if k != "lr"},
+            "rule": optimizer.rule.name,
+            "settings of the rule": {k: v for k, v in settings_of(optimizer.rule).items() if k != "lr"},
             "groups of parameters": [len(group["params"]) for group in optimizer.param_groups],
             "parameters": shapes,
             "others": sorted(self._others),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 import klatsch.columns as cols
-from klatsch.algorithms.core import rate
 from klatsch.arguments import named
 from klatsch.engine.links import OnFailure
-from klatsch.optim.share import has_momentum
+from klatsch.rules import Rule
+from klatsch.rules.base import rate
 from klatsch.topology import Topology
 
 LONGEST = 30 * 86400  # seconds
@@ -25,18 +24,13 @@ NOTES = (
 )
 
 
-def settings(algorithm: Any, weight_decay: Any, timeout: Any, on_failure: Any, quorum: Any, on_nonfinite: Any) -> None:
+def settings(rule: Rule, weight_decay: Any, timeout: Any, on_failure: Any, quorum: Any, on_nonfinite: Any) -> None:
     """Check what belongs to the whole optimizer.
 
     Raises:
         ValueError: with the value and the remedy.
     """
-    if not hasattr(algorithm, "update"):
-        kind = type(algorithm).__name__
-        raise ValueError(f"algorithm is a {kind}; give a rule, such as algorithms.make('dat', lr=0.1)")
-    if not hasattr(algorithm, "lr"):
-        raise ValueError(f"{type(algorithm).__name__} has no lr, which groups and schedulers set; give it one")
-    if cols.count(algorithm) > 1:
+    if cols.count(rule) > 1:
         raise ValueError("the rule has several columns; on ranks give one number for each hyper-parameter")
     number("weight_decay", weight_decay, lambda v: v >= 0, "a number from 0 up")
     number("timeout", timeout, lambda v: (v > 0) & (v <= LONGEST), f"a number of seconds above 0, at most {LONGEST:,}")
@@ -48,10 +42,9 @@ def settings(algorithm: Any, weight_decay: Any, timeout: Any, on_failure: Any, q
         raise ValueError(f"quorum = {quorum} needs on_failure='continue': else the first failure ends the training")
 
 
-def options(algorithm: Any, lr: float, weight_decay: Any) -> dict[str, float]:
+def options(rule: Rule, lr: float, weight_decay: Any) -> dict[str, float]:
     """The options of a parameter group, and what they are where it has none of its own."""
-    momentum = {"momentum": float(algorithm.momentum)} if has_momentum(algorithm) else {}
-    return {"lr": lr, "weight_decay": float(weight_decay)} | momentum
+    return {"lr": lr, "weight_decay": float(weight_decay)} | {name: float(v) for name, v in rule.settings.items()}
 
 
 def group(entry: dict[str, Any], known: dict[str, float]) -> None:
@@ -104,8 +97,8 @@ def first_rate(lr: Any) -> float:
     return float(first)
 
 
-def graph(algorithm: Any, topology: Any, size: int, any_graph: bool) -> None:
-    """Check a topology.
+def graph(rule: Rule, topology: Any, size: int, any_graph: bool) -> Rule:
+    """The rule as it runs on a topology, after a check of that.
 
     Raises:
         ValueError: it has another number of nodes than there are ranks, or the rule does not work on it.
@@ -117,8 +110,9 @@ def graph(algorithm: Any, topology: Any, size: int, any_graph: bool) -> None:
             f"{topology.name} has {topology.size} nodes but there are {size} ranks; give one of {size} nodes, its name "
             f"alone, or start {topology.size} processes (torchrun --nproc-per-node {topology.size})"
         )
-    if not any_graph and hasattr(algorithm, "check_graph"):
-        algorithm.check_graph(topology)
+    if not any_graph:
+        rule.check_graph(topology)
+    return rule.on(topology)
 
 
 def trainable(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -155,11 +149,11 @@ def names(groups: Sequence[dict[str, Any]]) -> dict[int, object]:
     return {id(p): name for p, name in zip(parameters, given or range(len(parameters)), strict=True)}
 
 
-def facts(algorithm: Any, topology: Topology, groups: Sequence[dict[str, Any]]) -> dict[str, str]:
+def facts(rule: Rule, topology: Topology, groups: Sequence[dict[str, Any]]) -> dict[str, str]:
     """What all ranks with the same kind of rule must agree on, as texts that are the same on every machine."""
     parameters = [p for entry in groups for p in entry["params"]]
     trained = [p for p in parameters if p.requires_grad]
-    settings = {f"{name} of the rule": str(value) for name, value in settings_of(algorithm).items()}
+    settings = {f"{name} of the rule": str(value) for name, value in settings_of(rule).items()}
     return settings | {
         "topology": f"{topology!r} {topology.fingerprint[:16]}",
         "number of parameters": f"{len(trained)} tensors, {sum(p.numel() for p in trained):,} numbers",
@@ -175,13 +169,11 @@ def facts(algorithm: Any, topology: Topology, groups: Sequence[dict[str, Any]]) 
     }
 
 
-def settings_of(algorithm: Any) -> dict[str, Any]:
-    """The options of a rule as plain data; none where it is no dataclass."""
-    described: Any = cols.described(algorithm) if is_dataclass(algorithm) else {}
-    return {name: value for name, value in described.items() if name != "type"}
+def settings_of(rule: Rule) -> dict[str, Any]:
+    """The options of a rule and its parts as plain data."""
+    return {name: value for name, value in cols.flattened("rule", rule).items() if name != "rule"}
 
 
-def name_of(algorithm: Any) -> str:
+def name_of(rule: Rule) -> str:
     """A rule with its options."""
-    options = ", ".join(f"{field}={getattr(algorithm, field)}" for field in settings_of(algorithm))
-    return f"{type(algorithm).__name__}({options})"
+    return f"{rule.name}({', '.join(f'{name}={value}' for name, value in settings_of(rule).items())})"

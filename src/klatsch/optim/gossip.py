@@ -21,8 +21,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from klatsch import topology as topologies
-from klatsch.algorithms import Algorithm
-from klatsch.algorithms.core import rate
 from klatsch.engine.agreement import agree, broadcast, group_of, leave, members, shown, summed
 from klatsch.engine.failures import NonFiniteError, QuorumError
 from klatsch.engine.flat import Flat, by_dtype
@@ -34,6 +32,8 @@ from klatsch.optim import checks, saved
 from klatsch.optim.checks import OnNonFinite
 from klatsch.optim.share import Share
 from klatsch.optim.wrappers import Wrappers
+from klatsch.rules import Rule
+from klatsch.rules.base import checked, rate
 from klatsch.topology import Topology
 from klatsch.version import VERSION
 
@@ -48,7 +48,7 @@ class Gossip(Optimizer, Joinable):
 
     Args:
         params: parameters, or groups of them with their own "lr", "weight_decay" and, if the rule has one, "momentum".
-        algorithm: the rule, such as algorithms.make("dat", lr=0.1); its lr is the default of the groups.
+        rule: the update rule, such as rules.make("dat", lr=0.1); its lr is the default of the groups.
         topology: a Topology with one node per rank, or the name of one.
         group: the process group; all ranks by default.
         weight_decay: added to gradients as weight_decay * x.
@@ -72,7 +72,7 @@ class Gossip(Optimizer, Joinable):
     def __init__(
         self,
         params: Any,
-        algorithm: Algorithm,
+        rule: Rule,
         topology: Topology | str = "ring",
         group: Any = None,
         *,
@@ -84,8 +84,8 @@ class Gossip(Optimizer, Joinable):
         start_equal: bool = True,
         any_graph: bool = False,
     ) -> None:
-        checks.settings(algorithm, weight_decay, timeout, on_failure, quorum, on_nonfinite)
-        rule: Any = algorithm
+        rule = checked(rule)
+        checks.settings(rule, weight_decay, timeout, on_failure, quorum, on_nonfinite)
         lr = checks.first_rate(rule.lr)
         self._made = False
         super().__init__(params, checks.options(rule, lr, weight_decay))
@@ -94,7 +94,6 @@ class Gossip(Optimizer, Joinable):
         self.on_nonfinite, self.skipped = on_nonfinite, 0
         self._finished = False
         self._idle_hooks: list[weakref.WeakMethod[Callable[[], Any]]] = []
-        self.algorithm = algorithm
         self._schedule = rule.lr if callable(rule.lr) else None
         self._follow = [entry for entry in self.param_groups if entry["lr"] == lr]
         self._scheduled = lr
@@ -104,12 +103,12 @@ class Gossip(Optimizer, Joinable):
         self._wrappers = Wrappers(trained, members(group))
         size = len(members(group))
         self.topology = topologies.make(topology, size) if isinstance(topology, str) else topology
-        checks.graph(algorithm, self.topology, size, any_graph)
+        self.rule = checks.graph(rule, self.topology, size, any_graph)
         self._asked, self.group = group, group_of(group, timeout)
         settings = {"on_failure": on_failure, "quorum": f"{quorum:g}", "start_equal": str(start_equal)}
         settings["device"] = trained[0].device.type
-        agree(self.group, {"version of klatsch": VERSION, "rule": type(algorithm).__qualname__})
-        agree(self.group, checks.facts(algorithm, self.topology, self.param_groups) | settings)
+        agree(self.group, {"version of klatsch": VERSION, "rule": rule.name})
+        agree(self.group, checks.facts(self.rule, self.topology, self.param_groups) | settings)
         flats = [Flat(same, checks.names(self.param_groups)) for same in by_dtype(trained).values()]
         if start_equal:
             for tensor in (*(flat.values for flat in flats), *(p.data for p in self._frozen)):
@@ -222,7 +221,7 @@ class Gossip(Optimizer, Joinable):
 
     def __repr__(self) -> str:
         here = f"rank {self.rank} of {self.topology.name}, {self.topology.size} nodes, round {self.rounds}"
-        return f"{super().__repr__()}\n{checks.name_of(self.algorithm)} on {here}"
+        return f"{super().__repr__()}\n{checks.name_of(self.rule)} on {here}"
 
     # --- what torch's Join asks for ------------------------------------------------------------------------------
 
@@ -399,7 +398,7 @@ class Gossip(Optimizer, Joinable):
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _make_shares(self, flats: list[Flat]) -> list[Share]:
-        return [Share(flat, self.algorithm, self.topology, self.rank, self._links, k) for k, flat in enumerate(flats)]
+        return [Share(flat, self.rule, self.topology, self.rank, self._links, k) for k, flat in enumerate(flats)]
 
     def _closed_at_end(self) -> Callable[[], Any]:
         """The last messages must leave before the optimizer or the process ends, or neighbours could not finish."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from klatsch.optim.share import Share
 
-FORMAT = 1
+FORMAT = 2  # 1 was that of the hand-written rules of 0.1.0
 
 
 def per_parameter(share: Share) -> dict[Tensor, dict[str, Tensor]]:
@@ -29,7 +29,7 @@ def header(shares: Sequence[Share]) -> dict[str, Any]:
     singles = [
         {name: v.clone() for name, v in share.vectors().items() if len(v) != len(share.flat.values)} for share in shares
     ]
-    return {"format": FORMAT, "rule": type(shares[0].rule).__name__, "rounds": shares[0].node.rounds, "single": singles}
+    return {"format": FORMAT, "rule": shares[0].rule.name, "rounds": shares[0].node.rounds, "single": singles}
 
 
 def checked(state: Any, groups: Sequence[dict[str, Any]], shares: Sequence[Share]) -> list[dict[str, Tensor]]:
@@ -39,9 +39,13 @@ def checked(state: Any, groups: Sequence[dict[str, Any]], shares: Sequence[Share
         ValueError: it is a state of something else; with what differs.
     """
     facts = state.get("gossip") if isinstance(state, dict) else None
+    if isinstance(facts, dict) and facts.get("format") == 1:
+        raise ValueError(
+            "this is a state_dict of klatsch 0.1.0, whose rules kept other vectors; load it with klatsch 0.1.0"
+        )
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise ValueError("this is no state_dict of a Gossip optimizer of this version; give what its state_dict() gave")
-    rule = type(shares[0].rule).__name__
+    rule = shares[0].rule.name
     if facts["rule"] != rule:
         raise ValueError(
             f"the state_dict is one of {facts['rule']}, but this optimizer runs {rule}; load it into one with that rule"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import klatsch.columns as cols
-from klatsch.algorithms import Algorithm
 from klatsch.engine.flat import Flat
-from klatsch.engine.node import Block, Links, Node, is_sound
+from klatsch.engine.node import Block, Given, Links, Node, is_sound
+from klatsch.rules import Rule, State
 from klatsch.topology import Topology
 
 Setting = float | Tensor  # one number for all parameters, or a vector with one for each
@@ -21,16 +19,15 @@ Setting = float | Tensor  # one number for all parameters, or a vector with one 
 class Share:
     """Parameters of one dtype, the same everywhere in the network, and this rank's part of the rule's state on them."""
 
-    def __init__(
-        self, flat: Flat, rule: Algorithm, topology: Topology, rank: int, links: Links, channel: int = 0
-    ) -> None:
+    def __init__(self, flat: Flat, rule: Rule, topology: Topology, rank: int, links: Links, channel: int = 0) -> None:
         self.flat, self.rule = flat, rule
         # Averages with small weights would stand still in half precision, so states are kept in float32 there.
         start = flat.values.float() if flat.values.element_size() < 4 else flat.values
         self.node = Node(rule, start, topology, rank, links, channel, guarded=True)
         self.dtype = start.dtype
         self._inputs: tuple[Tensor, Setting, float] = (start, 0.0, 1.0)
-        self._hyper: dict[str, Setting] = {}  # what the rule is given anew in every round
+        self._lr: Setting = 0.0
+        self._settings: dict[str, Setting] = {}  # what the rule is given anew in every round
         self.added = _kept(self._with_momentum, start) - _kept(rule, start)  # what only a group's momentum needs
 
     def take_in(self, groups: Sequence[dict[str, Any]], factor: float) -> None:
@@ -39,14 +36,14 @@ class Share:
         Raises:
             ValueError: a gradient is sparse, or a group has a momentum that the rule does not know.
         """
-        names = ("lr", "momentum") if has_momentum(self.rule) else ("lr",)
+        names = self.rule.settings
         if "momentum" not in names and any("momentum" in group for group in groups):
-            kind = type(self.rule).__name__
-            raise ValueError(f"something gave a parameter group a momentum, but {kind} has none; use DAT or DSGD")
+            raise ValueError(f"something gave a parameter group a momentum, but {self.rule.name} has none")
         if self.added and any(group["momentum"] for group in groups):
             self._keep_momentum()
         self._inputs = self.flat.bind_gradients(), self._setting(groups, "weight_decay"), factor
-        self._hyper = {name: self._setting(groups, name) for name in names}
+        self._lr = self._setting(groups, "lr")
+        self._settings = {name: self._setting(groups, name) for name in names}
 
     def not_finite(self) -> str | None:
         """What is wrong with the gradients that were taken in; None where they are finite."""
@@ -65,16 +62,16 @@ class Share:
         Raises:
             LinkError: a neighbour failed; nothing has changed yet.
         """
-        self.node.exchange(self._gradient, self._rule)
+        self.node.exchange(self._given)
 
     def advance(self) -> None:
         """The second half: the model moves to the next x."""
-        self.node.advance(self._gradient, self._rule, self._take_over)
+        self.node.advance(self._given, self._take_over)
         self.flat.mark_written()
 
-    def vectors(self) -> dict[str, Tensor]:
+    def vectors(self) -> State:
         """The fields of the state."""
-        return {name: v for name, v in self.node.state._asdict().items() if v is not None}
+        return self.node.state
 
     def load(self, vectors: dict[str, Tensor], rounds: int) -> None:
         """Go on from a state that was saved after so many rounds.
@@ -100,8 +97,7 @@ class Share:
         if not self.flat.written():
             return
         if self.node.rounds == 0:  # the model was loaded before training: start from there
-            start = self.rule.init(self.flat.values.to(self.dtype))
-            self.node.load({name: v for name, v in start._asdict().items() if v is not None}, 0)
+            self.node.load(self.rule.init(self.flat.values.to(self.dtype)), 0)
         elif not torch.equal(self.flat.values, self.rule.query(self.node.state).to(self.flat.values.dtype)):
             raise ValueError(
                 f"the parameters were changed after round {self.node.rounds}, but not by this optimizer, whose other "
@@ -119,11 +115,12 @@ class Share:
             return gradient + decay[block] * self.flat.values[block]
         return gradient + decay * self.flat.values[block] if decay else gradient
 
-    def _rule(self, block: Block) -> Algorithm:
-        here = {name: v[block] if isinstance(v, Tensor) else v for name, v in self._hyper.items()}
-        return cols.replaced(self.rule, **here)
+    def _given(self, block: Block) -> Given:
+        lr, *values = [v[block] if isinstance(v, Tensor) else v for v in (self._lr, *self._settings.values())]
+        rule = self.rule.with_settings(**dict(zip(self._settings, values, strict=True)))
+        return Given(rule, self._gradient(block), lr)
 
-    def _take_over(self, block: Block, state: Any, rule: Algorithm) -> None:
+    def _take_over(self, block: Block, state: State, rule: Rule) -> None:
         self.flat.values[block].copy_(rule.query(state))
 
     def _keep_momentum(self) -> None:
@@ -132,8 +129,8 @@ class Share:
             self.node.keep_also(self._with_momentum)
 
     @property
-    def _with_momentum(self) -> Algorithm:
-        return cols.replaced(self.rule, momentum=1.0) if has_momentum(self.rule) else self.rule
+    def _with_momentum(self) -> Rule:
+        return self.rule.with_settings(momentum=1.0) if "momentum" in self.rule.settings else self.rule
 
     def _setting(self, groups: Sequence[dict[str, Any]], name: str) -> Setting:
         if len({float(group[name]) for group in groups}) == 1:
@@ -147,11 +144,6 @@ class Share:
         return vector
 
 
-def has_momentum(rule: Any) -> bool:
-    """Whether a rule has a momentum that groups and schedulers may set."""
-    return isinstance(getattr(rule, "momentum", None), int | float) and is_dataclass(rule)
-
-
-def _kept(rule: Algorithm, x: Tensor) -> set[str]:
+def _kept(rule: Rule, x: Tensor) -> set[str]:
     """The fields of a rule's state, seen at a few numbers."""
-    return {name for name, v in rule.init(x[:1])._asdict().items() if v is not None}
+    return set(rule.init(x[:1]))

@@ -93,7 +93,7 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
     alone = _alone(task)
     lines, left_out = [], {}
     for rule in asked:
-        for name in [""] if rule.algorithm is None else names:
+        for name in [""] if rule.update is None else names:
             if rule.name == "dat-d2" and name not in graphs.SYMMETRIC:
                 left_out[f"{rule.name} on {name}"] = "it needs one symmetric matrix for all rounds"
                 continue
@@ -129,12 +129,12 @@ def _choices(
     task: Task, rule: Rule, name: str, found: Sequence[graphs.Graph], alone: float | None
 ) -> tuple[Choice, ...]:
     M, rho, degree = (np.array(column, float) for column in zip(*found, strict=True))
-    rho = rho if rule.algorithm is not None else np.ones_like(M)
+    rho = rho if rule.update is not None else np.ones_like(M)
     by, constants = task.by(rule.name), task.constants
     rounds = rounds_to(task.goal, rule, M, rho, constants, by)
     if task.samples is not None:  # more than these are not to be had
         rounds = np.where(rounds * M <= math.ceil(task.samples) * (1 + 1e-9), rounds, np.inf)
-    if rule.algorithm is None:
+    if rule.update is None:
         each = np.asarray(task.network.all_reduce_seconds(task.vector, M))
         sent = np.asarray(task.network.all_reduce_bytes(task.vector, M))
     else:

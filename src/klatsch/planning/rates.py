@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from klatsch import algorithms
-from klatsch.algorithms import Algorithm
+from klatsch import rules
+from klatsch.engine.plan import plan
 from klatsch.theory import Constants, Rate, dat_rate, dsgd_rate, gt_rate, minibatch_rate
 from klatsch.theory.rates import UNIT, Number, RateFunction
 
@@ -42,14 +43,14 @@ class Rule(NamedTuple):
 
     name: str
     rate: RateFunction
-    algorithm: Algorithm | None  # None for an all-reduce
+    update: rules.Rule | None  # None for an all-reduce
     vectors: int = 1  # that a round mixes
     proved: bool = True
 
     @property
     def eager(self) -> int:
         """Vectors that travel while the gradient is computed."""
-        return 0 if self.algorithm is None else len(self.algorithm.eager)
+        return 0 if self.update is None else len(plan(self.update, torch.zeros(1)).early)
 
     @property
     def late(self) -> int:
@@ -61,11 +62,11 @@ ALL_REDUCE = "all-reduce"
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("dsgd", dsgd_rate, algorithms.make("dsgd", lr=1.0)),
-        Rule("dat", dat_rate, algorithms.make("dat", lr=1.0), 2),
-        Rule("dat (cta)", dat_rate, algorithms.make("dat", lr=1.0, order="cta"), 2),
-        Rule("gt", gt_rate, algorithms.make("gt", lr=1.0), 2),
-        Rule("dat-d2", dat_d2_rate, algorithms.make("dat-d2", lr=1.0), 2, proved=False),
+        Rule("dsgd", dsgd_rate, rules.make("dsgd", lr=1.0)),
+        Rule("dat", dat_rate, rules.make("dat", lr=1.0), 2),
+        Rule("dat (cta)", dat_rate, rules.make("dat", lr=1.0, order="cta"), 2),
+        Rule("gt", gt_rate, rules.make("gt", lr=1.0), 2),
+        Rule("dat-d2", dat_d2_rate, rules.make("dat-d2", lr=1.0), 2, proved=False),
         Rule(ALL_REDUCE, minibatch_rate, None),
     )
 }

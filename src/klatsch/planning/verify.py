@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from klatsch import problems, topology
-from klatsch.algorithms import make
 from klatsch.engine import simulate
 from klatsch.planning.plan import Choice, Line, Plan
 from klatsch.planning.rates import RULES, predicted
+from klatsch.rules import make
 from klatsch.theory import Constants
 
 DIM = 20  # parameters of the instance
@@ -140,7 +140,7 @@ def _trial(plan: Plan, choice: Choice, rounds: int) -> Trial:
     task, rule = plan.task, RULES[choice.rule]
     guess = predicted(rule, choice.machines, rounds, choice.rho, task.constants, task.by(rule.name)).total
     lrs = [factor / task.constants.L for factor in LEARNING_RATES]
-    name = "dsgd" if rule.algorithm is None else choice.rule.removesuffix(" (cta)")
+    name = "dsgd" if rule.update is None else choice.rule.removesuffix(" (cta)")
     extra = {"order": "cta"} if choice.rule.endswith("(cta)") else {}
     graph = topology.make(choice.topology or "complete", choice.machines)
     errors = torch.stack(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from klatsch import algorithms, problems
+from klatsch import problems, rules
 from klatsch.engine import Result, simulate, simulate_together
 from klatsch.engine.mixing import common_period
 from klatsch.engine.sealed import CheckpointError
@@ -124,7 +124,7 @@ def parts(batch: Batch) -> Parts:
     """What a batch is run from."""
     first = batch.networks[0][0]
     return Parts(
-        rule=algorithms.make(first.rule, **_joined([case.rule_options for case in batch.networks[0]])),
+        rule=rules.make(first.rule, **_joined([case.rule_options for case in batch.networks[0]])),
         problems=[_problem(network) for network in batch.networks],
         graphs=[network[0].make_graph() for network in batch.networks],
         steps=first.steps,
@@ -221,7 +221,7 @@ def _joined(options: list[Options]) -> Options:
 def _columns(case: Case) -> list[Any]:
     """What may differ between the columns of a batch."""
     varying = getattr(problems.PROBLEMS[case.problem], "per_column", ())
-    rule = {name: case.rule_options.get(name) for name in algorithms.PER_COLUMN}
+    rule = {name: case.rule_options.get(name) for name in rules.PER_COLUMN}
     return [rule, {name: case.problem_options.get(name) for name in varying}]
 
 
@@ -233,7 +233,7 @@ def _shared(case: Case) -> list[Any]:
         {k: v for k, v in case.problem_options.items() if k not in varying},
         sorted(case.problem_options),
         case.rule,
-        {k: v for k, v in case.rule_options.items() if k not in algorithms.PER_COLUMN},
+        {k: v for k, v in case.rule_options.items() if k not in rules.PER_COLUMN},
         sorted(case.rule_options),
         [case.topology, case.topology_options, case.lazy],
         [case.steps, case.record, case.epochs, case.dtype, case.any_graph],

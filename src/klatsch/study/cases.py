@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from klatsch import algorithms, problems
+from klatsch import problems, rules
 from klatsch import topology as topologies
 from klatsch.columns import described
 from klatsch.study.grids import Options, combinations, counted
@@ -106,7 +106,7 @@ class Case:
 
     def make_rule(self) -> Any:
         """The update rule."""
-        return algorithms.make(self.rule, **self.rule_options)
+        return rules.make(self.rule, **self.rule_options)
 
     def make_graph(self) -> Topology:
         """The topology."""

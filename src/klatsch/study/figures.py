@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from klatsch import algorithms
+from klatsch import rules
 from klatsch.study.summary import Row
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def by_rule(rows: Sequence[Row]) -> Look:
 
     def look(row: Row) -> Style:
         k, name = labels.index(row.rule), row.rule.split(" ")[0]
-        place = list(algorithms.ALGORITHMS).index(name)
+        place = list(rules.RULES).index(name)
         variant = names[:k].count(name)
         return {
             "color": COLOURS[place % len(COLOURS)],

@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
-from klatsch import algorithms, problems
+from klatsch import problems, rules
 from klatsch import topology as topologies
 from klatsch.arguments import check_options, whole
 from klatsch.files import text_of
@@ -65,7 +65,7 @@ def _rates(value: Any) -> Any:
     for lr in rates:
         if isinstance(lr, bool) or not isinstance(lr, int | float):
             raise ValueError(f"lr = {short(lr)}; give numbers above 0")
-        algorithms.make("dsgd", lr=lr)
+        rules.make("dsgd", lr=lr)
     return rates
 
 
@@ -121,9 +121,9 @@ class RuleEntry(Entry):
 
     @model_validator(mode="after")
     def _known(self) -> RuleEntry:
-        check_options(self.name, self.model_extra or {}, algorithms.options(self.name))
+        check_options(self.name, self.model_extra or {}, rules.options(self.name))
         for chosen in self.combinations():
-            algorithms.make(self.name, **{"lr": PAPER_GRID[0], **chosen})
+            rules.make(self.name, **{"lr": PAPER_GRID[0], **chosen})
         return self
 
 

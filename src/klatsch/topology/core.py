@@ -42,6 +42,11 @@ class Topology:
     matrices: tuple[Matrix, ...]
     stochastic: Stochastic = "doubly"
     lattice: tuple[int, int] | None = None
+    every: int = 1
+
+    @property
+    def changes(self) -> bool:
+        return self.period > 1
 
     def __post_init__(self) -> None:
         if self.stochastic not in get_args(Stochastic):

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 import klatsch
-from klatsch import algorithms, averaging, problems
+from klatsch import averaging, problems, rules
 from klatsch import topology as tp
 from tests.comparisons import assert_same_to_rounding
 
 RULES = {
-    **{name: lambda lr, name=name: algorithms.make(name, lr=lr) for name in algorithms.ALGORITHMS},
-    "dsgd, momentum": lambda lr: algorithms.DSGD(lr, momentum=0.9),
-    "dsgd, averaged": lambda lr: algorithms.DSGD(lr, average="constant"),
-    "gt, averaged": lambda lr: algorithms.GradientTracking(lr, average="linear"),
-    "dat, linear": lambda lr: algorithms.DAT(lr, averaging="linear"),
-    "dat, cta": lambda lr: algorithms.DAT(lr, order="cta"),
-    "dat, momentum": lambda lr: algorithms.DAT(lr, averaging="fixed(0.9)", momentum=0.9),
-    "dat, polynomial, cta": lambda lr: algorithms.DAT(lr, averaging=averaging.polynomial(2), order="cta"),
-    "dat-gt, linear": lambda lr: algorithms.DATTracking(lr, averaging="linear"),
-    "dat-d2, linear": lambda lr: algorithms.DATD2(lr, averaging="linear"),
+    **{name: lambda lr, name=name: rules.make(name, lr=lr) for name in rules.RULES},
+    "dsgd, momentum": lambda lr: rules.dsgd(lr, momentum=0.9),
+    "dsgd, averaged": lambda lr: rules.dsgd(lr, average="constant"),
+    "gt, averaged": lambda lr: rules.gt(lr, average="linear"),
+    "dat, linear": lambda lr: rules.dat(lr, averaging="linear"),
+    "dat, cta": lambda lr: rules.dat(lr, order="cta"),
+    "dat, momentum": lambda lr: rules.dat(lr, averaging="fixed(0.9)", momentum=0.9),
+    "dat, polynomial, cta": lambda lr: rules.dat(lr, averaging=averaging.polynomial(2), order="cta"),
+    "dat-gt, linear": lambda lr: rules.dat_gt(lr, averaging="linear"),
+    "dat-d2, linear": lambda lr: rules.dat_d2(lr, averaging="linear"),
 }
 GRAPHS = {
     "ring": tp.ring(6),
@@ -125,7 +125,7 @@ def test_the_mean_follows_the_mean_gradient(rule, graph):
 def test_x_is_the_weighted_average_of_w(graph, weights, order):
     """Lemma B.1, with the weights as they are defined and not as the code computes them."""
     graph = GRAPHS[graph]
-    rule = algorithms.DAT(0.001, averaging=weights, order=order)
+    rule = rules.dat(0.001, averaging=weights, order=order)
     problem = problems.LeastSquares(graph.size, dim=5, heterogeneity=2.0)
     states = trajectory(rule, graph, problem, 60)
     w = torch.stack([state.w.mean(0) for state in states])
@@ -149,7 +149,7 @@ def test_atc_with_eager_x_is_algorithm_2(graph, weights):
     """Written out line by line as the paper prints it."""
     graph = GRAPHS[graph]
     problem = problems.LeastSquares(graph.size, dim=5, heterogeneity=2.0)
-    rule = algorithms.DAT(0.002, averaging=weights)
+    rule = rules.dat(0.002, averaging=weights)
     states = trajectory(rule, graph, problem, 50)
     w = x = states[0].x
     total = 0.0
@@ -170,7 +170,7 @@ def test_atc_with_eager_x_is_algorithm_2(graph, weights):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_on_the_complete_graph_dsgd_is_minibatch_sgd(momentum):
     problem = problems.LeastSquares(5, dim=6, heterogeneity=4.0)
-    states = trajectory(algorithms.DSGD(0.01, momentum=momentum), tp.complete(5), problem, 40)
+    states = trajectory(rules.dsgd(0.01, momentum=momentum), tp.complete(5), problem, 40)
     w, m = problem.start(), torch.zeros(6)
     for t in range(1, 41):
         m = momentum * m + problem.grad(w.expand(5, 1, 6), t).mean(0)[0]
@@ -181,7 +181,7 @@ def test_on_the_complete_graph_dsgd_is_minibatch_sgd(momentum):
 @pytest.mark.parametrize("weights", ["constant", "linear"])
 def test_on_the_complete_graph_dat_is_anytime_sgd_on_the_mean_gradient(weights):
     problem = problems.LeastSquares(5, dim=6, heterogeneity=4.0)
-    rule = algorithms.DAT(0.003, averaging=weights)
+    rule = rules.dat(0.003, averaging=weights)
     states = trajectory(rule, tp.complete(5), problem, 40)
     w = x = problem.start()
     total = 0.0
@@ -208,8 +208,8 @@ def test_one_node_works_and_learns(rule):
 def test_rules_that_look_back_find_the_optimum_of_heterogeneous_data_and_dsgd_does_not(rule):
     problem = problems.LeastSquares(8, dim=5, noise=0.0, heterogeneity=5.0)
     graph = tp.lazy(tp.ring(8))
-    found = klatsch.simulate(problem, algorithms.make(rule, lr=0.3 / problem.L), graph, 20_000)
-    lost = klatsch.simulate(problem, algorithms.make("dsgd", lr=0.3 / problem.L), graph, 20_000)
+    found = klatsch.simulate(problem, rules.make(rule, lr=0.3 / problem.L), graph, 20_000)
+    lost = klatsch.simulate(problem, rules.make("dsgd", lr=0.3 / problem.L), graph, 20_000)
     assert found.metrics["distance"][-1] < 1e-4 * lost.metrics["distance"][-1]
     assert found.metrics["Gamma"][-1] < 1e-3 * lost.metrics["Gamma"][-1]
 
@@ -234,10 +234,10 @@ def test_push_sum_finds_the_right_mean_on_a_directed_ring_with_unequal_out_degre
     def schedule(t):
         return 0.2 / problem.L / (1 + t / 100) ** 0.7
 
-    right = klatsch.simulate(problem, algorithms.make(rule, lr=schedule), columns, 20_000)
+    right = klatsch.simulate(problem, rules.make(rule, lr=schedule), columns, 20_000)
     partner = {"sgp": "dsgd", "dat-sgp": "dat"}[rule]
     for wrong_graph in (columns, rows):
-        wrong = klatsch.simulate(problem, algorithms.make(partner, lr=schedule), wrong_graph, 20_000, any_graph=True)
+        wrong = klatsch.simulate(problem, rules.make(partner, lr=schedule), wrong_graph, 20_000, any_graph=True)
         assert right.metrics["distance"][-1] < 0.02 * wrong.metrics["distance"][-1]
     weights = right.state.weight[:, 0, 0]
     assert weights.std() > 0.1
@@ -247,14 +247,14 @@ def test_push_sum_finds_the_right_mean_on_a_directed_ring_with_unequal_out_degre
 def test_decentlam_without_momentum_is_dsgd_and_with_it_does_not_amplify_the_bias():
     problem = problems.LeastSquares(8, dim=5, noise=0.0, heterogeneity=5.0)
     graph, rate = tp.ring(8), 0.05 / problem.L
-    same = trajectory(algorithms.DecentLaM(rate, momentum=0.0), graph, problem, 50)[-1]
-    torch.testing.assert_close(same.w, trajectory(algorithms.DSGD(rate), graph, problem, 50)[-1].w)
+    same = trajectory(rules.decentlam(rate, momentum=0.0), graph, problem, 50)[-1]
+    torch.testing.assert_close(same.w, trajectory(rules.dsgd(rate), graph, problem, 50)[-1].w)
     heavy = {"momentum": 0.9}
     distance = {
-        rule: klatsch.simulate(problem, algorithms.make(rule, lr=rate, **heavy), graph, 5000).metrics["distance"][-1]
+        rule: klatsch.simulate(problem, rules.make(rule, lr=rate, **heavy), graph, 5000).metrics["distance"][-1]
         for rule in ("decentlam", "dsgd")
     }
-    plain = klatsch.simulate(problem, algorithms.DSGD(rate), graph, 50_000, record=1).metrics["distance"][-1]
+    plain = klatsch.simulate(problem, rules.dsgd(rate), graph, 50_000, record=1).metrics["distance"][-1]
     assert distance["dsgd"] > 5 * distance["decentlam"]
     torch.testing.assert_close(distance["decentlam"], plain, rtol=0.02, atol=0)
 
@@ -262,7 +262,7 @@ def test_decentlam_without_momentum_is_dsgd_and_with_it_does_not_amplify_the_bia
 def test_d2_first_step_is_mixed_and_looks_back_at_the_step_not_the_gradient():
     problem = problems.LeastSquares(5, dim=3)
     graph = tp.ring(5)
-    states = trajectory(algorithms.D2(lambda t: 0.01 / t), graph, problem, 3)
+    states = trajectory(rules.d2(lambda t: 0.01 / t), graph, problem, 3)
     P = torch.tensor(graph.matrix(1).toarray())
     w = [states[0].w]
     g = [problem.grad(w[0], 1)]
@@ -285,18 +285,18 @@ def test_refused_with_the_reason(rule, graph):
     assert klatsch.simulate(problems.LeastSquares(graph.size), RULES[rule](1e-4), graph, 5, any_graph=True)
 
 
-@pytest.mark.parametrize("rule", sorted(set(algorithms.ALGORITHMS) - {"sgp", "dat-sgp"}))
+@pytest.mark.parametrize("rule", sorted(set(rules.RULES) - {"sgp", "dat-sgp"}))
 def test_a_graph_that_does_not_keep_the_mean_is_refused(rule):
     columns, _ = unequal_directed_ring()
     with pytest.raises(ValueError, match=r"pushing ring.*(sgp|static)"):
-        klatsch.simulate(problems.LeastSquares(6), algorithms.make(rule, lr=0.01), columns, 5)
+        klatsch.simulate(problems.LeastSquares(6), rules.make(rule, lr=0.01), columns, 5)
 
 
 @pytest.mark.parametrize("rule", ["sgp", "dat-sgp"])
 def test_push_sum_refuses_a_graph_that_loses_mass(rule):
     _, rows = unequal_directed_ring()
     with pytest.raises(ValueError, match=r"pulling ring.*columns"):
-        klatsch.simulate(problems.LeastSquares(6), algorithms.make(rule, lr=0.01), rows, 5)
+        klatsch.simulate(problems.LeastSquares(6), rules.make(rule, lr=0.01), rows, 5)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -333,8 +333,8 @@ def test_vectors_of_a_single_rank_are_enough(rule):
 @pytest.mark.parametrize("weights, power", [("constant", 0), ("linear", 1)])
 def test_an_averaged_output_is_the_weighted_mean_of_the_iterates_and_changes_nothing_else(kind, weights, power):
     problem, graph = problems.LeastSquares(6, dim=7, heterogeneity=3.0), tp.ring(6)
-    plain = trajectory(algorithms.make(kind, lr=0.002), graph, problem, 20)
-    rule = algorithms.make(kind, lr=0.002, average=weights)
+    plain = trajectory(rules.make(kind, lr=0.002), graph, problem, 20)
+    rule = rules.make(kind, lr=0.002, average=weights)
     states = trajectory(rule, graph, problem, 20)
     alpha = torch.arange(1, 21, dtype=torch.float64) ** power
     mean = sum(a * state.w for a, state in zip(alpha, plain[1:], strict=True)) / alpha.sum()

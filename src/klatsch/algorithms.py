@@ -1,0 +1,37 @@
+"""The former name of `klatsch.rules`, with the classes of 0.1.0 as functions; it goes with the next version."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from klatsch import rules
+
+_NOW = {
+    "ALGORITHMS": "RULES",
+    "Algorithm": "Rule",
+    "D2": "d2",
+    "DAT": "dat",
+    "DATD2": "dat_d2",
+    "DATPush": "dat_sgp",
+    "DATTracking": "dat_gt",
+    "DSGD": "dsgd",
+    "DecentLaM": "decentlam",
+    "GradientTracking": "gt",
+    "PER_COLUMN": "PER_COLUMN",
+    "PushSum": "sgp",
+    "make": "make",
+    "options": "options",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NOW:
+        raise AttributeError(f"module 'klatsch.algorithms' has no attribute {name!r}")
+    now = _NOW[name]
+    warnings.warn(
+        f"klatsch.algorithms.{name} is klatsch.rules.{now} since 0.2; klatsch.algorithms goes with the next version",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return getattr(rules, now)

@@ -1,0 +1,65 @@
+"""Update rules from three parts, and the table of their names.
+
+A direction says what a node makes of a gradient, a pattern how nodes combine, and `Anytime` where gradients are taken:
+
+    >>> from klatsch import rules
+    >>> rules.make("dat-d2", lr=0.01, averaging="linear", momentum=0.9).name
+    'dat-d2'
+    >>> rules.Anytime(rules.Corrected(0.01, rules.momentum(0.9)), "linear").name
+    'dat-d2'
+"""
+
+from klatsch.rules.averages import Anytime, Averaged
+from klatsch.rules.base import Flow, Rule, State
+from klatsch.rules.corrected import Corrected
+from klatsch.rules.directions import Direction, Momentum, momentum, sgd
+from klatsch.rules.names import (
+    PER_COLUMN,
+    RULES,
+    d2,
+    dat,
+    dat_d2,
+    dat_gt,
+    dat_sgp,
+    decentlam,
+    dsgd,
+    gt,
+    make,
+    options,
+    sgp,
+)
+from klatsch.rules.patterns import Pattern
+from klatsch.rules.plain import DecentLaM, Plain
+from klatsch.rules.push import Push
+from klatsch.rules.tracked import Tracked
+
+__all__ = [
+    "PER_COLUMN",
+    "RULES",
+    "Anytime",
+    "Averaged",
+    "Corrected",
+    "DecentLaM",
+    "Direction",
+    "Flow",
+    "Momentum",
+    "Pattern",
+    "Plain",
+    "Push",
+    "Rule",
+    "State",
+    "Tracked",
+    "d2",
+    "dat",
+    "dat_d2",
+    "dat_gt",
+    "dat_sgp",
+    "decentlam",
+    "dsgd",
+    "gt",
+    "make",
+    "momentum",
+    "options",
+    "sgd",
+    "sgp",
+]

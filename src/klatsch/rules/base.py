@@ -1,0 +1,180 @@
+"""What an update rule is: pure algebra on flat vectors that never knows where it runs.
+
+    state' = rule.update(state, grad, flow, t, lr)         t = 1, 2, 3, ...
+
+A state is a flat dictionary of named tensors that end in the parameter axis, (..., d). Inside `update` there are only
+elementwise operations and calls of `flow`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from klatsch import columns
+from klatsch.columns import Number
+
+State = dict[str, Tensor]
+LearningRate = Number | Callable[[int], Any]
+Tensors = tuple[Tensor, ...]
+
+
+class Flow:
+    """What the neighbours pull a node by in a round: flow(v)_i = sum_j P_ij (v_j - v_i).
+
+    Flows sum to zero over the nodes, so that v + flow(v) keeps the network mean. All tensors of one call travel in one
+    message. A state field that is passed as it is needs no gradient: such fields of a round travel together, early.
+
+    Args:
+        flow: returns the flows of some tensors.
+        mix: returns v + flow(v) of some tensors, where that is faster than the sum of both.
+    """
+
+    def __init__(self, flow: Callable[..., Tensors], mix: Callable[..., Tensors] | None = None) -> None:
+        self._flow, self._mix = flow, mix
+
+    def __call__(self, *tensors: Tensor) -> Tensors:
+        return self._flow(*tensors)
+
+    def mix(self, *tensors: Tensor) -> Tensors:
+        """Gossip: v_i <- sum_j P_ij v_j, which is v + flow(v)."""
+        if self._mix is not None:
+            return self._mix(*tensors)
+        return tuple(v + f for v, f in zip(tensors, self._flow(*tensors), strict=True))
+
+
+class Rule:
+    """An update rule: a frozen dataclass of hyper-parameters, of which `lr` is one.
+
+    A rule of your own derives from this class and needs an `lr`, an `update`, and an `init` if its state has more than
+    the iterate w. Fields of type float may be lists, with one number per column.
+    """
+
+    lr: Any  # a number, one per column, or a function of t; engines hand the one of the round to `update`
+    push: ClassVar[bool] = False  # keeps sums, not averages: what a node cannot pass on it must keep
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return type(self).__name__
+
+    def init(self, x: Tensor) -> State:
+        """The state at a starting point. Fields may share memory: states are never changed in place."""
+        return {"w": x}
+
+    def iterate(self, s: State) -> Tensor:
+        """The sequence that takes the steps."""
+        return self.at(s, s["w"])
+
+    def query(self, s: State) -> Tensor:
+        """Where the gradient is taken."""
+        return self.iterate(s)
+
+    def output(self, s: State) -> Tensor:
+        """What to evaluate and keep."""
+        return self.iterate(s)
+
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
+        """One round: the gradient at `query(s)` in, the next state out."""
+        raise NotImplementedError(f"{type(self).__name__} has no update(self, s, grad, flow, t, lr)")
+
+    def at(self, s: State, v: Tensor) -> Tensor:
+        """A vector of the state as a point: divided by the weight where sums are kept."""
+        return v
+
+    def check_graph(self, graph: Any, name: str | None = None) -> None:
+        """Refuse a graph on which the rule does not work.
+
+        Args:
+            graph: a topology.
+            name: what to call the rule.
+
+        Raises:
+            ValueError: with the reason and the remedy.
+        """
+
+    def on(self, graph: Any) -> Self:
+        """The rule as it runs on a graph."""
+        return self
+
+    @property
+    def settings(self) -> dict[str, Number]:
+        """Numbers that may differ between groups of parameters and from round to round, beside lr."""
+        return {"momentum": value} if isinstance(value := getattr(self, "momentum", None), int | float) else {}
+
+    def with_settings(self, **values: Any) -> Self:
+        """The rule with other ones, past the checks of its constructor; for engines."""
+        return columns.replaced(self, **values)
+
+
+def checked(rule: Any) -> Rule:
+    """A rule; an object that has all that a rule needs but is none by class becomes one.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(rule, Rule):
+        missing = [name for name in ("lr", "init", "query", "output", "update") if not hasattr(rule, name)]
+        if missing or isinstance(rule, type):
+            what = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {type(rule).__name__}"
+            what += f" without {', '.join(missing)}" if missing else ""
+            raise ValueError(
+                f"the rule is {what}; give a rule, such as "
+                "rules.make('dat', lr=0.01), or an object of your own class that derives from rules.Rule"
+            )
+        kind = type(rule)
+        rule = columns.replaced(rule)  # a copy
+        object.__setattr__(rule, "__class__", type(kind.__name__, (kind, Rule), {}))
+    try:
+        inspect.signature(rule.update).bind(*"sgftl")
+    except TypeError:
+        raise ValueError(
+            f"{rule.name}.update takes {inspect.signature(rule.update)}; since klatsch 0.2 it takes (s, grad, flow, t, "
+            "lr), where s is a dictionary and flow.mix(v) is what mix(v) was"
+        ) from None
+    learning_rate(rule.lr)
+    return rule  # type: ignore[no-any-return]
+
+
+def learning_rate(value: object) -> LearningRate:
+    """Check a learning rate: a number, one per column, or a function of the round t."""
+    if callable(value):
+        hyper_rate("lr(1)", value(1))
+        return value
+    return columns.hyper("lr", value, lambda v: v > 0, "a number above 0, such as 0.01")
+
+
+def hyper_rate(name: str, value: object) -> Number:
+    """Check what a learning-rate function returned; it may reach 0."""
+    return columns.hyper(name, value, lambda v: v >= 0, "a function that returns finite numbers from 0 up")
+
+
+def rate(lr: LearningRate, t: int) -> Any:
+    """The learning rate of round t."""
+    return hyper_rate(f"lr({t})", lr(t)) if callable(lr) else lr
+
+
+def share(name: str, value: object, most: str = "up to but not including 1") -> Number:
+    """Check a number from 0 to 1, such as a momentum."""
+    wanted = f"a number from 0 {most}, such as 0.9"
+    return columns.hyper(name, value, lambda v: (v >= 0) & ((v <= 1) if most == "to 1" else (v < 1)), wanted)
+
+
+def descend(w: Tensor, direction: Tensor, length: Any) -> Tensor:
+    """w - length * direction, in one pass through memory where the length is a number."""
+    if isinstance(w, Tensor) and isinstance(length, float):
+        return torch.sub(w, direction, alpha=length)
+    if isinstance(w, Tensor) and isinstance(length, Tensor):
+        return torch.addcmul(w, direction, length, value=-1.0)
+    return w - length * direction  # type: ignore[no-any-return]
+
+
+def blend(x: Tensor, w: Tensor, delta: Any) -> Tensor:
+    """(1 - delta) x + delta w, in one pass through memory where delta is a number."""
+    if isinstance(x, Tensor) and isinstance(delta, float):
+        return torch.lerp(x, w, delta)
+    return (1 - delta) * x + delta * w  # type: ignore[no-any-return]

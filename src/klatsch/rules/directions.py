@@ -1,0 +1,61 @@
+"""Directions: what a node makes of a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from klatsch.rules.base import State, share
+
+
+class Direction(Protocol):
+    """What a node makes of a gradient: a frozen dataclass, whose fields groups of parameters may set."""
+
+    def init(self, x: Tensor) -> State:
+        """Its part of the state."""
+        ...
+
+    def __call__(self, s: State, grad: Tensor, t: int) -> tuple[Tensor, State]:
+        """The direction of a round, and its part of the next state."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Momentum:
+    """m <- momentum m + g, a momentum of every node's own; the gradient itself where it is 0.
+
+    Args:
+        momentum: a number from 0 up to but not including 1.
+    """
+
+    momentum: Any = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "momentum", share("momentum", self.momentum))
+
+    def init(self, x: Tensor) -> State:
+        """A buffer, unless nothing needs to be remembered."""
+        return {} if isinstance(self.momentum, float) and self.momentum == 0 else {"m": x * 0.0}
+
+    def __call__(self, s: State, grad: Tensor, t: int) -> tuple[Tensor, State]:
+        """The momentum."""
+        if "m" not in s:
+            return grad, {}
+        if isinstance(grad, Tensor) and isinstance(self.momentum, float):
+            m = torch.add(grad, s["m"], alpha=self.momentum)  # in one pass through memory
+        else:
+            m = self.momentum * s["m"] + grad
+        return m, {"m": m}
+
+
+def sgd() -> Momentum:
+    """The gradient."""
+    return Momentum()
+
+
+def momentum(beta: Any) -> Momentum:
+    """The gradient, and what is left of earlier ones: m <- beta m + g."""
+    return Momentum(beta)

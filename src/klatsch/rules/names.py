@@ -1,0 +1,103 @@
+"""Rules by name: each one a product of parts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from klatsch.arguments import check_options, named
+from klatsch.rules.averages import Anytime, Averaged
+from klatsch.rules.base import Rule
+from klatsch.rules.corrected import Corrected
+from klatsch.rules.directions import momentum as inertia
+from klatsch.rules.plain import DecentLaM, Plain
+from klatsch.rules.push import Push
+from klatsch.rules.tracked import Tracked
+
+PER_COLUMN = ("lr", "momentum", "beta")  # options that may differ between the columns of one run
+
+
+def dsgd(lr: Any, momentum: Any = 0.0, average: Any = None, order: str = "atc") -> Rule:
+    """D-SGD, the baseline of the field: see `Plain`."""
+    return _given_out(Plain(lr, inertia(momentum), order), average)
+
+
+def dat(lr: Any, averaging: Any = "constant", order: str = "atc", momentum: Any = 0.0, beta: Any = 1.0) -> Rule:
+    """DAT-SGD, the paper's rule: `Anytime` over `Plain`."""
+    return Anytime(Plain(lr, inertia(momentum), order), averaging, beta)
+
+
+def d2(lr: Any, momentum: Any = 0.0, average: Any = None, lazy: bool = True) -> Rule:
+    """D2, which heterogeneity does not harm: see `Corrected`."""
+    return _given_out(Corrected(lr, inertia(momentum), lazy), average)
+
+
+def gt(lr: Any, momentum: Any = 0.0, average: Any = None) -> Rule:
+    """Gradient tracking, which heterogeneity does not harm: see `Tracked`."""
+    return _given_out(Tracked(lr, inertia(momentum)), average)
+
+
+def sgp(lr: Any, momentum: Any = 0.0, average: Any = None) -> Rule:
+    """Stochastic gradient push, for directed graphs: see `Push`."""
+    return _given_out(Push(lr, inertia(momentum)), average)
+
+
+def decentlam(lr: Any, momentum: Any = 0.9, average: Any = None) -> Rule:
+    """DecentLaM, momentum that does not amplify the differences between nodes: see `DecentLaM`."""
+    return _given_out(DecentLaM(lr, momentum), average)
+
+
+def dat_gt(lr: Any, averaging: Any = "constant", momentum: Any = 0.0, beta: Any = 1.0) -> Rule:
+    """DAT over gradient tracking: `Anytime` over `Tracked`."""
+    return Anytime(Tracked(lr, inertia(momentum)), averaging, beta)
+
+
+def dat_d2(lr: Any, averaging: Any = "constant", momentum: Any = 0.0, beta: Any = 1.0, lazy: bool = True) -> Rule:
+    """DAT over D2, without the bias that heterogeneous data cause: `Anytime` over `Corrected`."""
+    return Anytime(Corrected(lr, inertia(momentum), lazy), averaging, beta)
+
+
+def dat_sgp(lr: Any, averaging: Any = "constant", momentum: Any = 0.0, beta: Any = 1.0) -> Rule:
+    """DAT over push-sum, for directed graphs: `Anytime` over `Push`."""
+    return Anytime(Push(lr, inertia(momentum)), averaging, beta)
+
+
+RULES: dict[str, Callable[..., Rule]] = {
+    build.__name__.replace("_", "-"): build for build in (dsgd, dat, d2, gt, sgp, decentlam, dat_gt, dat_d2, dat_sgp)
+}
+
+WHY_NOT = {  # why some rules do not have an option that others have
+    "average": "it gives out x, which is an average already; choose its weights with averaging",
+    "averaging": "it takes gradients at its iterate, not at an average; use dat, dat-gt, dat-d2 or dat-sgp, or give "
+    "out an average with average",
+    "beta": "it has no average x between which and w a gradient could be taken; use dat, dat-gt, dat-d2 or dat-sgp",
+    "order": "it has the order atc only, in which its correction, its tracked gradient or its weight is defined; use "
+    "dsgd or dat",
+    "lazy": "it is stable on every graph without; use it with d2 and dat-d2, or topology.lazy(graph) for any rule",
+}
+
+
+def make(name: str, **choices: Any) -> Rule:
+    """A rule by name: `make("dat", lr=1e-3, averaging="linear", beta=0.9, momentum=0.9, order="cta")`.
+
+    Raises:
+        ValueError: the name is unknown, the rule has no such option or needs one, or a value is not allowed.
+    """
+    known = options(name)
+    for choice in choices:
+        if choice not in known and choice in WHY_NOT:
+            raise ValueError(f"{name} has no {choice}: {WHY_NOT[choice]}")
+    check_options(name, choices, known)
+    if "lr" not in choices:
+        raise ValueError(f"{name} needs a learning rate: make({name!r}, lr=0.01)")
+    return RULES[name](**choices)
+
+
+def options(name: str) -> tuple[str, ...]:
+    """The options that `make(name, ...)` takes."""
+    return tuple(inspect.signature(named("rule", name, RULES)).parameters)
+
+
+def _given_out(rule: Rule, average: Any) -> Rule:
+    return rule if average is None else Averaged(rule, average)

@@ -1,0 +1,45 @@
+"""Gradient tracking: every node follows an estimate of the network's mean gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from klatsch.rules.base import Flow, State, descend
+from klatsch.rules.patterns import Pattern, needs_doubly_stochastic
+
+
+@dataclass(frozen=True, eq=False)
+class Tracked(Pattern):
+    """Gradient tracking: y follows the mean gradient over the network, so that heterogeneity does no harm.
+
+        z <- z + flow(y);   y <- g + z;   u = w - lr s;   w <- u + flow(u)          s = direction(y)
+
+    z sums to 0 over the nodes. It is the y <- mix(y) + g - g_prev of the literature, without g_prev, and in flows.
+
+    Args:
+        lr: learning rate: a number, a list with one per column, or a function of t.
+        direction: what a node makes of the tracked gradient.
+
+    References:
+        Koloskova, Lin and Stich, "An improved analysis of gradient tracking for decentralized machine learning", 2021,
+        Algorithm 1.
+    """
+
+    short: ClassVar[str] = "gt"
+
+    def init(self, x: Tensor) -> State:
+        return super().init(x) | {"y": x * 0.0, "z": x * 0.0}
+
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
+        (f,) = flow(s["y"])
+        z = s["z"] + f
+        y = grad + z
+        step, kept = self.direction(s, y, t)
+        (w,) = flow.mix(descend(s["w"], step, lr))
+        return {"w": w, "y": y, "z": z} | kept
+
+    def check_graph(self, graph: Any, name: str | None = None) -> None:
+        needs_doubly_stochastic(graph, name or self.name)
