@@ -32,14 +32,14 @@ RANK_RULES = {
     "dat-d2": ("dat-d2", {}),
     "dat-sgp": ("dat-sgp", {}),
 }
-RANK_GRAPHS = ("ring", "torus", "one_peer_exponential", "base_graph", "directed_ring")
+RANK_GRAPHS = ("ring", "torus", "one_peer_exponential", "base_graph", "directed_ring", "ring/4", "base_graph/3")
 ROUNDS, LR = 50, 1e-3
 ENDURE_LR = 5e-3
 
 
 def graph_of(rule, name, size):
     graph = make(name, size)
-    return lazy(graph) if rule == "d2" and graph.symmetric and graph.period == 1 else graph
+    return lazy(graph) if rule == "d2" and graph.symmetric and not graph.changes else graph
 
 
 def problem_of(size, dim=5):
@@ -216,6 +216,26 @@ def last_words(folder, order):
         optimizer.step()
     if rank == 0:
         dist.destroy_process_group()
+
+
+def silent(folder, rule):
+    """Local steps: one rank begins them only when all others have ended theirs, which nobody has to wait for."""
+    rank, size = group()
+    problem = problem_of(size)
+    x = nn.Parameter(problem.start().clone())
+    optimizer = klatsch.Gossip([x], klatsch.algorithms.make(rule, lr=LR), "ring/4")
+    path, sent = [], []
+    for t in range(1, 13):
+        turn, step = divmod(t - 1, 4)
+        if rank == 0 and step == 0:
+            for other in range(1, size):
+                wait_until((folder / f"local-{turn}-{other}").exists)
+        train(optimizer, x, problem, rank, 1)
+        path.append(x.detach().clone())
+        sent.append(optimizer.bytes_sent)
+        if step == 2:
+            say(folder, f"local-{turn}-{rank}")
+    torch.save({"path": torch.stack(path), "sent": sent}, folder / f"silent-{rank}")
 
 
 def nccl(folder, backend):

@@ -300,7 +300,15 @@ def test_on_a_directed_ring_nobody_hears_of_everybody_once_one_is_lost():
 
 
 @pytest.mark.parametrize(
-    "graph, rule, order", [("ring", "dat", "atc"), ("ring", "dat", "cta"), ("one_peer_exponential", "dsgd", None)]
+    "graph, rule, order",
+    [
+        ("ring", "dat", "atc"),
+        ("ring", "dat", "cta"),
+        ("one_peer_exponential", "dsgd", None),
+        ("ring/4", "dsgd", None),
+        ("ring/4", "dat", "atc"),
+        ("base_graph/3", "dat", "cta"),
+    ],
 )
 def test_ranks_with_fewer_batches_gossip_on_until_all_are_done(tmp_path, launch, graph, rule, order):
     steps = [12, 30, 5, 17, 21]

@@ -10,6 +10,7 @@ import torch
 
 import klatsch
 from klatsch.study import Store
+from tests.comparisons import assert_same_to_rounding
 from tests.rank_scenarios import LR, RANK_GRAPHS, RANK_RULES, ROUNDS, graph_of, problem_of
 from tests.ranks import Ranks
 from tests.waiting import HANG
@@ -94,6 +95,21 @@ def test_own_starts_two_dtypes_and_groups_of_some_ranks(features):
         torch.testing.assert_close(rank["mean"], torch.ones(70_002, dtype=torch.float64), rtol=0, atol=1e-6)
     torch.testing.assert_close(features[0]["some"], torch.ones(2))
     assert "rank 1 is not in the process group" in features[1]["some"]
+
+
+@pytest.mark.parametrize("rule, first", [("dsgd", 4), ("dat", 3)])  # x of dat leaves when it is known
+def test_ranks_send_nothing_and_wait_for_nobody_in_silent_rounds(tmp_path, launch, rule, first):
+    size = 4
+    launch(size, "silent", rule=rule).succeed()
+    graph, made = klatsch.topology.make("ring/4", size), klatsch.algorithms.make(rule, lr=LR)
+    expected = klatsch.simulate(problem_of(size), made, graph, 12, engine="torch", record=[12])
+    message = 2 * 8 * (5 + 3 * size + 4)  # to 2 neighbours in float64, with what the sender knows of the network
+    for rank in range(size):
+        found = torch.load(tmp_path / f"silent-{rank}")
+        assert_same_to_rounding(found["path"][-1], made.query(expected.state)[rank, 0])
+        late = [(t // 4) * message for t in range(1, 13)]
+        eager = [((t + 1) // 4) * message for t in range(1, 13)] if first == 3 else [0] * 12
+        assert found["sent"] == [a + b for a, b in zip(late, eager, strict=True)]
 
 
 @pytest.mark.parametrize("order", ["atc", "cta"])

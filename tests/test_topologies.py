@@ -235,9 +235,9 @@ def test_numpy_integers_are_whole_numbers():
 
 def test_make_takes_options_by_name():
     assert tp.make("base_graph", 9, k=2) == tp.base_graph(9, 2)
-    assert tp.options("base_graph") == ("k",)
-    assert tp.options("ring") == ()
-    assert tp.options("torus") == ("rows", "cols")
+    assert tp.options("base_graph") == ("k", "every")
+    assert tp.options("ring") == tp.options("ring/8") == ("every",)
+    assert tp.options("torus") == ("rows", "cols", "every")
 
 
 def test_lazy_is_halfway_to_staying():

@@ -39,6 +39,8 @@ TOPOLOGIES = {
     "drawn again until connected.",
 }
 
+SILENCE = "NAME/8 of any topology, such as ring/8, gossips in every 8th round only: local steps in between."
+
 PROBLEMS = {
     "least-squares": "f_i(x) = ½ ||A_i x - b_i||², with Gaussian noise on every gradient (Section 5.1).",
     "logistic": "f_i(x) = mean over the samples (a, y) of node i of log(1 + exp(-y a'x)) + l2/2 ||x||², "

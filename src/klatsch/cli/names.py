@@ -21,3 +21,4 @@ def list_() -> None:
         for name, line in lines.items():
             table.add_row(name, line)
         console.print(table, "")
+    console.print(catalogue.SILENCE, style="dim", markup=False, highlight=False)

@@ -42,7 +42,9 @@ def plan(
     machines: Annotated[int, option("Most machines to think of.", "-n", "--machines", parser=count)] = 1024,
     efficiency: Annotated[float, option("Least speed-up per machine; 0: any.", parser=number)] = EFFICIENCY,
     rules: Annotated[str | None, typer.Option(help="Some of the rules, as dat,dsgd.", metavar="LIST")] = None,
-    families: Annotated[str | None, typer.Option("--topologies", help="Some of the graphs.", metavar="LIST")] = None,
+    families: Annotated[
+        str | None, typer.Option("--topologies", help="Some of the graphs, as ring,ring/8.", metavar="LIST")
+    ] = None,
     uncalibrated: Annotated[bool, typer.Option("--uncalibrated", help="All constants of the rates 1.")] = False,
     check: Annotated[bool, typer.Option("--verify", help="Simulate the recommendation and its neighbours.")] = False,
     draw: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.png, .svg or .pdf.")] = None,
@@ -122,6 +124,7 @@ def _print(found: Plan) -> None:
     from klatsch.planning import words
     from klatsch.planning.graphs import LARGEST_BUILT
     from klatsch.topology.closed_form import CLOSED_FORMS
+    from klatsch.topology.silence import split
 
     task, c = found.task, found.task.constants
     console = terminal.console()
@@ -143,7 +146,8 @@ def _print(found: Plan) -> None:
     terminal.print_table(
         console, title, columns, lines, ["sent per node", "per round", "speed-up"], section=lambda line: line.topology
     )
-    built = [line.topology for line in found.lines if line.topology and line.topology not in CLOSED_FORMS]
+    families = [line.topology for line in found.lines if line.topology]
+    built = [name for name in families if split(name)[0] not in CLOSED_FORMS]
     few = sorted(set(built)) if task.machines > LARGEST_BUILT else []
     for note in (
         f"sigma {c.sigma:.4g}, zeta {c.zeta:.4g}, L {c.L:.4g}, D1 {c.D1:.4g}; bandwidth "

@@ -29,7 +29,8 @@ GRID = "0.0001,0.0005,0.001,0.005,0.01,0.05,0.1"  # the paper's
     help="Run a study: FILE is a TOML file, or the options name rules, topologies and a grid to compare.\n\n"
     "Each rule gets the best learning rate of the grid on each graph and size. "
     f"Rules: {', '.join(catalogue.RULES)}. Problems: {', '.join(catalogue.PROBLEMS)}. "
-    "Names of rules, topologies and numbers in lists are separated by commas."
+    "Names of rules, topologies and numbers in lists are separated by commas; "
+    "topology ring/8 gossips in every 8th round only."
 )
 def run(
     context: typer.Context,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @app.command(
     help="Show how fast a communication graph mixes and what a round of it costs."
-    f"\n\nNAME is one of {', '.join(catalogue.TOPOLOGIES)}."
+    f"\n\nNAME is one of {', '.join(catalogue.TOPOLOGIES)}; ring/8 gossips in every 8th round only."
 )
 def topology(
     name: Annotated[str | None, typer.Argument(help="The graph to show.")] = None,
@@ -35,7 +35,7 @@ def topology(
     seed: Annotated[int | None, option("Seed of the random graphs (0).")] = None,
     lazy: Annotated[bool, typer.Option("--lazy", help="Mix with (I + P) / 2.")] = False,
     params: Annotated[int, option("Parameters of the model, in float32, for the message size.")] = 1_000_000,
-    draw: Annotated[Path | None, typer.Option(help="Draw every round to FILE.svg, .png or .pdf.")] = None,
+    draw: Annotated[Path | None, typer.Option(help="Draw every round with messages to FILE.svg, .png or .pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Show how fast a communication graph mixes and what a round of it costs."""
@@ -97,6 +97,7 @@ def _print_summary(s: Summary) -> None:
         ("nodes", f"{s.nodes:,}", ""),
         ("edges", f"{s.edges:,}", "distinct links over one period" + ("" if s.symmetric else ", one way each")),
         ("degree", f"{s.degree:,}", "most neighbours in one round"),
+        *([("every", f"{s.every:,}", "rounds from one with messages to the next")] if s.every > 1 else []),
         ("period", f"{s.period:,}", "rounds until the graphs repeat"),
         ("symmetric", _yes(s.symmetric), ""),
         ("doubly stochastic", _yes(s.doubly_stochastic), "keeps the network mean"),

@@ -23,6 +23,7 @@ from klatsch.engine.threads import quiet_threads
 from klatsch.engine.trace import LINEAR, NotLinearError, Program, coefficient_table, trace
 from klatsch.rules import Rule, State
 from klatsch.topology import Topology
+from klatsch.topology.matrix import mapped
 
 WIDEST = 64  # bytes of the widest vector, which the kernel may read past the end of H
 MOST_INPUTS, MOST_REGISTERS = 6, 64  # what the kernel has room for
@@ -245,8 +246,7 @@ def encoded(program: Program) -> NDArray[np.int32]:
 def _links(topology: Topology, dtype: torch.dtype) -> dict[str, NDArray[Any]]:
     """All matrices of a period as one list of links, without the diagonal."""
     first, neighbour, weight, count = [], [], [], 0
-    for P in topology.matrices:
-        links, _ = exact_weights(P, dtype)
+    for links, _ in mapped(topology.matrices, lambda P: exact_weights(P, dtype)):
         first.append(links.indptr + count)
         neighbour.append(links.indices)
         weight.append(links.data)

@@ -30,7 +30,7 @@ class Membership:
 
     def __init__(self, topology: Topology, rank: int) -> None:
         self.topology, self.rank, self.size = topology, rank, topology.size
-        heard = sum((abs(P) for P in topology.matrices), start=csr_array((self.size, self.size))).tocoo()
+        heard = sum((abs(P) for P in topology.speaking), start=csr_array((self.size, self.size))).tocoo()
         ways = zip(heard.coords[1].tolist(), heard.coords[0].tolist(), strict=True)
         self._ways = [(source, target) for source, target in ways if source != target]
         pairs = sorted({(min(way), max(way)) for way in self._ways})
@@ -162,18 +162,19 @@ class Membership:
 def lag(topology: Topology) -> int:
     """Rounds that a rank may be ahead of the slowest one: after t of its own, all others have done t - lag.
 
-    It is also how many rounds news needs to reach everybody.
+    It is also how many rounds news needs to reach everybody. Whenever it comes up, so many rounds hold as many in which
+    nodes talk as it has to travel.
     """
-    if topology.period == 1:
-        hops = shortest_path(topology.matrix(1), unweighted=True)
-        return int(hops[np.isfinite(hops)].max())
+    if not topology.changes:
+        hops = shortest_path(topology.speaking[0], unweighted=True)
+        return int(hops[np.isfinite(hops)].max()) * topology.every
     worst, itself = 0, np.eye(topology.size, dtype=np.float32)  # numbers, whose product is the fast one
-    heard = [np.maximum(itself, P.toarray() != 0).astype(np.float32) for P in topology.matrices]
-    for phase in range(topology.period):
+    heard = [np.maximum(itself, P.toarray() != 0).astype(np.float32) for P in topology.speaking]
+    for phase in range(len(heard)):
         reached, back, last = itself, 0, 0  # `last`: the hops after which something new was reached
-        while not reached.all() and back - last < topology.period:
-            further = np.minimum(reached @ heard[(phase - back) % topology.period], 1)
+        while not reached.all() and back - last < len(heard):
+            further = np.minimum(reached @ heard[(phase - back) % len(heard)], 1)
             back += 1
             last, reached = (back if (further != reached).any() else last), further
         worst = max(worst, last)
-    return worst
+    return worst * topology.every

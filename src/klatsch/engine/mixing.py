@@ -18,12 +18,16 @@ from torch import Tensor
 
 from klatsch.rules import Flow
 from klatsch.topology import Topology
+from klatsch.topology.matrix import mapped
 
 DENSE_NODES = {"cpu": 24, "cuda": 256}  # below this a dense product is faster than a sparse one
 
 
 class StackedMix:
-    """The gossip of a topology on tensors (M, ...), for every phase of its period; or of several, side by side."""
+    """The gossip of a topology on tensors (M, ...), for every phase of its period; or of several, side by side.
+
+    Rounds in which nobody talks cost nothing: tensors come back as they are.
+    """
 
     def __init__(self, *topologies: Topology, dtype: torch.dtype, device: torch.device) -> None:
         matrices = side_by_side(topologies)
@@ -32,11 +36,12 @@ class StackedMix:
         if len(topologies) > 1:
             dense = False  # 0 times the inf of a network that diverges would reach the others
         by_rows = all(topology.row_stochastic for topology in topologies)
-        self._Q = []
-        for P in matrices:
+
+        def less_identity(P: csr_array) -> Tensor | None:
             links, own = exact_weights(P, dtype, by_rows=by_rows)
-            Q = csr_array(links - diags_array(own))
-            self._Q.append(_tensor(Q, dtype, device, dense))
+            return _tensor(csr_array(links - diags_array(own)), dtype, device, dense) if links.nnz else None
+
+        self._Q = mapped(matrices, less_identity)
 
     def in_round(self, t: int) -> Flow:
         """What neighbours pull nodes by in round t."""
@@ -44,11 +49,15 @@ class StackedMix:
         return Flow(partial(_flow, Q), partial(_mix, Q))
 
 
-def _flow(Q: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _flow(Q: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    if Q is None:
+        return tuple(torch.zeros_like(v) for v in tensors)
     return tuple((Q @ v.reshape(v.shape[0], -1)).reshape(v.shape) for v in tensors)
 
 
-def _mix(Q: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _mix(Q: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    if Q is None:
+        return tensors
     flat = [v.reshape(v.shape[0], -1) for v in tensors]
     return tuple(torch.addmm(f, Q, f).reshape(v.shape) for f, v in zip(flat, tensors, strict=True))
 
@@ -62,8 +71,12 @@ def side_by_side(topologies: Sequence[Topology]) -> list[csr_array]:
     """The gossip matrices of several networks that do not hear each other, over their common period."""
     if len(topologies) == 1:
         return list(topologies[0].matrices)
-    rounds = range(1, common_period(topologies) + 1)
-    return [csr_array(block_diag([topology.matrix(t) for topology in topologies])) for t in rounds]
+    rounds = [[topology.matrix(t) for topology in topologies] for t in range(1, common_period(topologies) + 1)]
+    joined: dict[tuple[int, ...], csr_array] = {}  # one for all rounds that are alike, such as silent ones
+    for parts in rounds:
+        if (key := tuple(map(id, parts))) not in joined:
+            joined[key] = csr_array(block_diag(parts))
+    return [joined[tuple(map(id, parts))] for parts in rounds]
 
 
 def exact_weights(P: csr_array, dtype: torch.dtype, by_rows: bool = True) -> tuple[csr_array, np.ndarray]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from klatsch.engine.mixing import exact_weights
 from klatsch.topology import Topology
+from klatsch.topology.matrix import Matrix, mapped
 
 
 class Heard(NamedTuple):
@@ -66,16 +67,16 @@ class Weights:
 
     def __init__(self, topology: Topology, rank: int, dtype: torch.dtype, push: bool = False) -> None:
         self._by_rows = topology.row_stochastic and not push
-        self._rows = []
-        for P in topology.matrices:
+
+        def own(P: Matrix) -> Row:
             links, _ = exact_weights(P, dtype, by_rows=self._by_rows)
             row, column = links[[rank], :].tocoo(), links[:, [rank]].tocoo()
-            self._rows.append(
-                Row(
-                    dict(zip(row.coords[1].tolist(), row.data.tolist(), strict=True)),
-                    dict(zip(column.coords[0].tolist(), column.data.tolist(), strict=True)),
-                )
+            return Row(
+                dict(zip(row.coords[1].tolist(), row.data.tolist(), strict=True)),
+                dict(zip(column.coords[0].tolist(), column.data.tolist(), strict=True)),
             )
+
+        self._rows = mapped(topology.matrices, own)
 
     def heard(self, vectors: list[tuple[int, Tensor]], t: int, lost: Collection[int]) -> Heard:
         """What was heard in round t, by node, with its weights."""

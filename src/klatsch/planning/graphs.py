@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from klatsch import topology as topologies
 from klatsch.topology.closed_form import CLOSED_FORMS, nth_size
+from klatsch.topology.silence import split
 from klatsch.topology.static import lattice_shape
 
 ALL_UP_TO = 64  # sizes that are all looked at; beyond, each is about a tenth larger than the one before
@@ -24,6 +25,7 @@ class Graph(NamedTuple):
     nodes: int
     rho: float  # spectral gap
     degree: int  # most messages that a node sends in a round
+    every: int = 1  # rounds between two in which it sends any
 
 
 def log2_up(n: int) -> int:
@@ -48,6 +50,7 @@ DEGREES: dict[str, Callable[[int], int]] = {
 
 def sizes(name: str, most: int) -> list[int]:
     """Sizes of a family up to `most`: all small ones, then fewer and fewer, with powers of two, which mix fast."""
+    name, _ = split(name)
     most = most if name in CLOSED_FORMS else min(most, LARGEST_BUILT)
     every = RIPPLED_UP_TO if name in RIPPLED else ALL_UP_TO
     found, step = {1}, 1
@@ -64,11 +67,12 @@ def graph(name: str, n: int) -> Graph | None:
     """One size of a family, or None where the family refuses it."""
     if n == 1:
         return Graph(1, 1.0, 0)
+    kind, every = split(name)
     try:
-        if name in CLOSED_FORMS:
-            return Graph(n, topologies.spectral_gap(name, n), DEGREES[name](n))
+        if kind in CLOSED_FORMS:
+            return Graph(n, topologies.spectral_gap(name, n), DEGREES[kind](n), every)
         built = topologies.make(name, n)
-        return Graph(n, built.spectral_gap, built.degree)
+        return Graph(n, built.spectral_gap, built.degree, every)
     except ValueError:  # a size that the family does not have
         return None
 
@@ -81,6 +85,7 @@ def family(name: str, most: int) -> list[Graph]:
 
 def between(name: str, low: int, high: int) -> list[int]:
     """All sizes of a family strictly between two."""
+    name, _ = split(name)
     if name not in CLOSED_FORMS:
         return list(range(low + 1, high))
     first = _step(name, low)

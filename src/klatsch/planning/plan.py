@@ -81,7 +81,7 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
     Args:
         task: what is to be reached, and with what.
         rules: names of `RULES`; all by default.
-        families: names of topologies; all by default.
+        families: names of topologies, such as "ring", or "ring/8" for gossip in every 8th round; all by default.
 
     Raises:
         ValueError: a name is unknown, or the target is out of reach of the samples; it says what is not.
@@ -89,7 +89,7 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
     asked = [named("rule", name, RULES) for name in dict.fromkeys(RULES if rules is None else rules)]
     names = list(dict.fromkeys(topologies.TOPOLOGIES if families is None else families))
     for name in names:
-        named("topology", name, topologies.TOPOLOGIES)
+        topologies.builder(name)  # refuses unknown names
     alone = _alone(task)
     lines, left_out = [], {}
     for rule in asked:
@@ -128,7 +128,7 @@ def _alone(task: Task) -> Choice:
 def _choices(
     task: Task, rule: Rule, name: str, found: Sequence[graphs.Graph], alone: float | None
 ) -> tuple[Choice, ...]:
-    M, rho, degree = (np.array(column, float) for column in zip(*found, strict=True))
+    M, rho, degree, every = (np.array(column, float) for column in zip(*found, strict=True))
     rho = rho if rule.update is not None else np.ones_like(M)
     by, constants = task.by(rule.name), task.constants
     rounds = rounds_to(task.goal, rule, M, rho, constants, by)
@@ -138,8 +138,9 @@ def _choices(
         each = np.asarray(task.network.all_reduce_seconds(task.vector, M))
         sent = np.asarray(task.network.all_reduce_bytes(task.vector, M))
     else:
-        each = np.asarray(task.network.gossip_seconds(task.vector, degree, rule.eager, rule.late))
-        sent = degree * rule.vectors * task.vector
+        talking = np.asarray(task.network.gossip_seconds(task.vector, degree, rule.eager, rule.late))
+        each = task.network.gradient + (talking - task.network.gradient) / every  # the others are a gradient alone
+        sent = degree * rule.vectors * task.vector / every
     error = np.full_like(M, task.goal)
     if (N := task.samples) is not None:
         error = np.where(M <= N, predicted(rule, M, np.maximum(1.0, N / M), rho, constants, by).total, np.inf)

@@ -18,6 +18,7 @@ from klatsch.planning.plan import Choice, Line, Plan
 from klatsch.planning.rates import RULES, predicted
 from klatsch.rules import make
 from klatsch.theory import Constants
+from klatsch.topology.silence import split
 
 DIM = 20  # parameters of the instance
 LARGEST, LARGEST_DENSE = 1024, 128  # machines that are simulated; the second where all talk to all
@@ -91,7 +92,7 @@ def verify(plan: Plan) -> Verification:
     """
     best = plan.best
     line = plan.line(best.rule, best.topology) if best.machines > 1 else _of_neighbours(plan)
-    dense = line.topology in ("", "complete", "near_complete", "star")
+    dense = split(line.topology)[0] in ("", "complete", "near_complete", "star")
     most = LARGEST_DENSE if dense else LARGEST
     possible = [choice for choice in line.choices if choice.machines <= most]
     own = _nearest(possible, best.machines)

@@ -94,9 +94,11 @@ class Case:
 
     @property
     def graph_label(self) -> str:
-        """What to call the graph."""
-        words = [f"{name} {_short(value)}" for name, value in self.topology_options.items()]
+        """What to call the graph, such as "ring/8" or "base_graph (k 2)"."""
+        given = self.topology_options
+        words = [f"{name} {_short(value)}" for name, value in given.items() if name != "every"]
         name = f"lazy {self.topology}" if self.lazy_graph else self.topology
+        name = f"{name}/{given['every']}" if "every" in given else name
         return f"{name} ({', '.join(words)})" if words else name
 
     @property

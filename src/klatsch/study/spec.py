@@ -5,7 +5,7 @@ steps = 10000                       # rounds
 nodes = [4, 9, 16]
 seeds = 3                           # 0, 1, 2; or a list
 lr = [1e-3, 1e-2]                   # chosen by mean final error, for each rule, graph and size by itself
-topologies = ["ring", { name = "base_graph", k = 2 }]
+topologies = ["ring", "ring/8", { name = "base_graph", k = 2 }]    # ring/8: gossip in every 8th round
 
 [problem]
 name = "least-squares"
@@ -36,6 +36,8 @@ from klatsch import topology as topologies
 from klatsch.arguments import check_options, whole
 from klatsch.files import text_of
 from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, combinations, count, counted, several, short
+from klatsch.topology.checks import rounds_between
+from klatsch.topology.silence import split
 
 PAPER_GRID = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1)  # Section 5.1
 
@@ -132,11 +134,30 @@ class TopologyEntry(Entry):
 
     lazy: StrictBool = False  # mix with (I + P) / 2
 
+    @model_validator(mode="before")
+    @classmethod
+    def _taken_apart(cls, value: Any) -> Any:
+        """The name "ring/8" as ring with every = 8, so that both are the same runs."""
+        name = value.get("name") if isinstance(value, dict) else None
+        if not isinstance(name, str) or "/" not in name:
+            return value
+        family, every = split(name)
+        if "every" in value:
+            raise ValueError(f"{name} with every = {short(value['every'])}: its name says that; leave one of them out")
+        return {**value, "name": family, "every": every}
+
     @model_validator(mode="after")
     def _known(self) -> TopologyEntry:
         check_options(self.name, self.model_extra or {}, topologies.options(self.name))
+        for every in several((self.model_extra or {}).get("every", 1)):
+            rounds_between(every)
         self.combinations()
         return self
+
+    def combinations(self) -> list[Options]:
+        """All combinations of the options; gossip in every round is not said, as if it had been left out."""
+        found = super().combinations()
+        return [{name: value for name, value in one.items() if (name, value) != ("every", 1)} for one in found]
 
 
 class Study(BaseModel):

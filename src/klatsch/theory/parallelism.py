@@ -60,7 +60,7 @@ def largest_machines(
     Args:
         rule: "dat", "dsgd", "gt" or "minibatch".
         N: total number of samples.
-        topology: a topology's name, or your own function from M to rho.
+        topology: a topology's name, such as "ring" or "ring/8", or your own function from M to rho.
         constants: of the problem.
         choices: options of the named topology, such as k of base_graph.
     """

@@ -1,7 +1,8 @@
 """Who talks to whom, and with which weights.
 
 Every graph is one immutable `Topology`: a period of sparse gossip matrices. Make one by its function (`ring(16)`), by
-its name (`make("ring", 16)`), or from your own graph (`from_networkx`, `from_matrices`).
+its name (`make("ring", 16)`), or from your own graph (`from_networkx`, `from_matrices`). `every(graph, H)`, or the name
+"ring/8", gossips in some rounds only.
 """
 
 from klatsch.topology.closed_form import nth_size
@@ -9,6 +10,7 @@ from klatsch.topology.convert import from_networkx
 from klatsch.topology.core import Topology, from_matrices, lazy
 from klatsch.topology.drawing import draw
 from klatsch.topology.names import TOPOLOGIES, builder, make, options, spectral_gap
+from klatsch.topology.silence import every
 from klatsch.topology.static import (
     complete,
     directed_ring,
@@ -36,6 +38,7 @@ __all__ = [
     "directed_ring",
     "draw",
     "erdos_renyi",
+    "every",
     "exponential",
     "from_matrices",
     "from_networkx",

@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array, issparse
 from scipy.sparse.csgraph import breadth_first_order, connected_components
 
-from klatsch.topology.matrix import Matrix
+from klatsch.arguments import whole
+from klatsch.topology.matrix import Matrix, mapped
 from klatsch.topology.weights import SUM_TOLERANCE
 
 LARGEST = 10**6  # nodes of a graph that is built: up to a gigabyte for ring and torus, several for the others
+LONGEST = 10**6  # rounds of a period: its matrices are listed one by one
 UNLIMITED = 10**100  # for closed forms
 NO_WEIGHT = 1e-12  # a self-weight below this does not help mixing to settle
 
@@ -62,6 +64,45 @@ def canonical(P: Any, name: str) -> Matrix:
             )
     result.eliminate_zeros()
     return result
+
+
+def rounds_between(H: object, graphs: int = 1) -> int:
+    """Check a number of rounds between two mixes and make it a plain int.
+
+    Args:
+        H: the number.
+        graphs: how many matrices are used in turn.
+
+    Raises:
+        ValueError: it is none, or the period would be too long.
+    """
+    between = whole(H, "every", 1)
+    if between * graphs > LONGEST:
+        long = f", a period of {between * graphs:,} rounds" if graphs > 1 else ""
+        raise ValueError(f"every = {between:,}{long}; give a whole number of rounds from 1 to {LONGEST // graphs:,}")
+    return between
+
+
+def check_silence(name: str, matrices: Sequence[Matrix], every: object) -> int:
+    """Check that nodes talk in every so many rounds only, and give that number."""
+    between = rounds_between(every)
+    if between == 1:
+        return between
+    if len(matrices) % between:
+        raise ValueError(
+            f"{name}: {len(matrices):,} matrices with every = {between:,}; give a multiple of {between:,}, or use "
+            "topology.every"
+        )
+    silent = mapped(matrices, lambda P: bool(P.nnz == P.shape[0] and (P.diagonal() == 1.0).all()))
+    for k, is_silent in enumerate(silent, 1):
+        if k % between and not is_silent:
+            raise ValueError(
+                f"{name}, matrix {k}: not the identity, but with every = {between:,} nodes talk in every {between:,}th "
+                "round only; use topology.every"
+            )
+    if len(sizes := sorted({int(P.shape[0]) for P in matrices})) > 1:
+        raise ValueError(f"{name}: matrices of {' and '.join(map(str, sizes))} nodes; all rounds have the same nodes")
+    return between
 
 
 def _depth(rows: Any) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from klatsch.arguments import whole
 from klatsch.topology import static, varying
 from klatsch.topology.checks import LARGEST, UNLIMITED, node_count
+from klatsch.topology.silence import split
 
 
 def ring(n: int) -> float:
@@ -113,6 +114,7 @@ CLOSED_FORMS: dict[str, Callable[..., float]] = {
 
 def nth_size(name: str, s: int) -> int:
     """The s-th size (from 1) along which the family `name` keeps its shape; most families allow every size."""
+    name, _ = split(name)
     if name in ("torus", "grid"):  # r x r and r x (r + 1): a lattice of 2 x p nodes is a ring in disguise
         return 1 if s == 1 else ((s + 2) // 2) * ((s + 3) // 2)
     if name == "hypercube":

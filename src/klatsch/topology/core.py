@@ -1,8 +1,9 @@
 """The one type for every communication graph: a period of sparse gossip matrices.
 
 Round t (from 1) mixes with `topology.matrix(t)`: v_i <- sum_j P_ij v_j. Entry P_ij is what node i gives to the value
-it hears from node j. A static graph has a period of one; a time-varying graph repeats its matrices. There is no clock
-inside: the same t always gives the same matrix.
+it hears from node j. A static graph has a period of one; a time-varying graph repeats its matrices. A graph with
+local steps talks in every H-th round only, and its other matrices are the identity. There is no clock inside: the same
+t always gives the same matrix.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
 
 from klatsch.topology import checks, eigen, spectrum
-from klatsch.topology.matrix import Matrix
+from klatsch.topology.matrix import Matrix, identity, mapped
 
 Stochastic = Literal["doubly", "rows", "columns"]
 
@@ -32,10 +32,12 @@ class Topology:
         stochastic: which sums are 1: "doubly" (rows and columns: mixing keeps the network mean, what every
             averaging rule needs), "rows", or "columns" (directed graphs for push-sum).
         lattice: rows and columns where the nodes form a lattice; only drawing looks at it.
+        every: H, rounds between two mixes: nodes talk in rounds H, 2H, 3H, ..., and all other matrices are the
+            identity, best one object for all of them. `topology.every` makes such a graph from any other.
 
     Raises:
         ValueError: a matrix is not square, has a negative or non-finite entry or a wrong sum, the graph does not
-            connect all nodes, or mixing would never settle.
+            connect all nodes, mixing would never settle, or nodes talk in a round that should be silent.
     """
 
     name: str
@@ -44,17 +46,16 @@ class Topology:
     lattice: tuple[int, int] | None = None
     every: int = 1
 
-    @property
-    def changes(self) -> bool:
-        return self.period > 1
-
     def __post_init__(self) -> None:
         if self.stochastic not in get_args(Stochastic):
             raise ValueError(
                 f"{self.name}: stochastic = {self.stochastic!r}; choose from {', '.join(get_args(Stochastic))}"
             )
-        matrices = tuple(checks.canonical(P, f"{self.name}, matrix {k}") for k, P in enumerate(self.matrices, 1))
-        checks.check_matrices(self.name, matrices, self.stochastic)
+        given = tuple(self.matrices)
+        numbers = {id(P): k for k, P in reversed(list(enumerate(given, 1)))}
+        matrices = tuple(mapped(given, lambda P: checks.canonical(P, f"{self.name}, matrix {numbers[id(P)]}")))
+        object.__setattr__(self, "every", checks.check_silence(self.name, matrices, self.every))
+        checks.check_matrices(self.name, matrices[self.every - 1 :: self.every], self.stochastic)
         for P in matrices:
             for part in (P.data, P.indices, P.indptr):
                 part.flags.writeable = False
@@ -69,8 +70,17 @@ class Topology:
 
     @property
     def period(self) -> int:
-        """Number of rounds after which the matrices repeat; 1 for a static graph."""
+        """Number of rounds after which the matrices repeat; 1 for a static graph without silent rounds."""
         return len(self.matrices)
+
+    @cached_property
+    def speaking(self) -> tuple[Matrix, ...]:
+        """The matrices of the rounds in which nodes talk, in their order: all of them, unless `every` is above 1."""
+        return self.matrices[self.every - 1 :: self.every]
+
+    def speaks(self, t: int) -> bool:
+        """Whether nodes talk in round t; in all other rounds they send nothing and wait for nothing."""
+        return (self._phase(t) + 1) % self.every == 0
 
     def matrix(self, t: int) -> Matrix:
         """The gossip matrix P of round t = 1, 2, 3, ..."""
@@ -86,28 +96,33 @@ class Topology:
 
     # --- what kind of graph it is ------------------------------------------------------------------------------
 
+    @property
+    def changes(self) -> bool:
+        """Whether nodes mix with other matrices from time to time; silent rounds do not count as a change."""
+        return len(self.speaking) > 1
+
     @cached_property
     def symmetric(self) -> bool:
         """Whether every P equals its transpose, as Definition 2.4 of the paper asks."""
-        return all(eigen.is_symmetric(P) for P in self.matrices)
+        return all(eigen.is_symmetric(P) for P in self.speaking)
 
     @cached_property
     def directed(self) -> bool:
         """Whether some link carries a message one way only within a round."""
         return any(
             not np.array_equal(P.indptr, Q.indptr) or not np.array_equal(P.indices, Q.indices)
-            for P, Q in zip(self.matrices, self._transposed, strict=True)
+            for P, Q in zip(self.speaking, self._transposed[self.every - 1 :: self.every], strict=True)
         )
 
     @cached_property
     def row_stochastic(self) -> bool:
         """Whether every row sums to 1, so that mixing is averaging."""
-        return all(checks.sums_to_one(P, axis=1) for P in self.matrices)
+        return all(checks.sums_to_one(P, axis=1) for P in self.speaking)
 
     @cached_property
     def column_stochastic(self) -> bool:
         """Whether every column sums to 1, so that mixing keeps the sum over nodes."""
-        return all(checks.sums_to_one(P, axis=0) for P in self.matrices)
+        return all(checks.sums_to_one(P, axis=0) for P in self.speaking)
 
     @property
     def doubly_stochastic(self) -> bool:
@@ -117,7 +132,7 @@ class Topology:
     @cached_property
     def edges(self) -> int:
         """Distinct links used over one period: pairs of nodes, or arrows if the graph is directed."""
-        pattern = checks.union_pattern(self.matrices)
+        pattern = checks.union_pattern(self.speaking)
         arrows = int(pattern.nnz - np.count_nonzero(pattern.diagonal()))
         return arrows if self.directed else arrows // 2
 
@@ -126,14 +141,14 @@ class Topology:
         """The largest number of nodes that one node hears or is heard by in one round."""
         return max(
             int((np.diff(P.indptr) - (P.diagonal() > 0)).max())
-            for matrices in (self.matrices, self._transposed)
+            for matrices in (self.speaking, self._transposed[self.every - 1 :: self.every])
             for P in matrices
         )
 
     @cached_property
     def messages(self) -> float:
         """Messages that a node sends per round, on average over nodes and rounds."""
-        sent = sum(P.nnz - np.count_nonzero(P.diagonal()) for P in self.matrices)
+        sent = sum(P.nnz - np.count_nonzero(P.diagonal()) for P in self.speaking)
         return float(sent / (self.size * self.period))
 
     # --- how fast it mixes -------------------------------------------------------------------------------------
@@ -145,7 +160,8 @@ class Topology:
         Over a period, lambda_2 belongs to the product P_tau ... P_1. Dividing by tau makes it a gap per round, as in
         the theory of changing graphs (Koloskova et al. 2020, Assumption 4: what a period gains over its length), so
         that one formula serves both kinds. A period that averages exactly has rho = 1 / tau, which is 1 / log2(M) for
-        the 1-peer exponential graph. Property 2.6 holds with it for symmetric and circulant graphs and their products;
+        the 1-peer exponential graph. Silent rounds gain nothing and lengthen the period: with gossip in every H-th
+        round the gap is one H-th. Property 2.6 holds with it for symmetric and circulant graphs and their products;
         other directed graphs contract by |lambda_2| in the long run, and may start more slowly.
         """
         # Where the mean is reached exactly, lambda_2 = 0, which a solver may only know to the root of a rounding error.
@@ -154,20 +170,21 @@ class Topology:
 
     @cached_property
     def smallest_eigenvalue(self) -> float:
-        """The smallest eigenvalue of P; D2 needs it above -1/3 (Tang et al. 2018).
+        """The smallest eigenvalue of the one P that nodes mix with; D2 needs it above -1/3 (Tang et al. 2018).
 
         Raises:
             ValueError: the graph is time-varying or not symmetric, where the question has no answer.
         """
-        if self.period > 1 or not self.symmetric:
-            kind = "time-varying" if self.period > 1 else "not symmetric"
+        if self.changes or not self.symmetric:
+            kind = "time-varying" if self.changes else "not symmetric"
             raise ValueError(f"{self.name} is {kind}: a smallest eigenvalue needs one symmetric matrix, such as ring's")
-        return eigen.smallest_eigenvalue(self.matrices[0])
+        return eigen.smallest_eigenvalue(self.speaking[0])
 
     @cached_property
     def exact_after(self) -> int | None:
         """Rounds after which every node holds the exact mean, or None if mixing only tends to it."""
-        return spectrum.exact_after(self.matrices) if self.doubly_stochastic else None
+        mixes = spectrum.exact_after(self.speaking) if self.doubly_stochastic else None
+        return None if mixes is None else mixes * self.every
 
     @property
     def averages_exactly(self) -> bool:
@@ -177,14 +194,16 @@ class Topology:
     @cached_property
     def rounds_to_halve(self) -> int:
         """Rounds after which the distance from the mean is halved, from the worst start."""
-        return spectrum.rounds_to_halve(self.matrices, self.doubly_stochastic, lambda: self._second_modulus)
+        mixes = spectrum.rounds_to_halve(self.speaking, self.doubly_stochastic, lambda: self._second_modulus)
+        return mixes * self.every
 
     def effective_neighbors(self, gamma: float) -> float:
         """How many independent nodes one node seems to average over when memory decays by gamma per round.
 
         With x <- P (sqrt(gamma) x + noise) at every node, it is 1 / (1 - gamma), the variance of a node alone, over
         the mean variance of x (Vogels et al. 2022, "Beyond spectral gap", Section 3): near the degree + 1 for gamma = 0
-        and M for gamma -> 1. Beyond 500 nodes (2,000 if static and symmetric) it is estimated, within a few percent.
+        and M for gamma -> 1. Noise comes in silent rounds, too. Beyond 500 nodes (2,000 if static and symmetric) it is
+        estimated, within a few percent.
         """
         if not self.doubly_stochastic:
             raise ValueError(
@@ -192,15 +211,16 @@ class Topology:
             )
         if not isinstance(gamma, int | float | np.number) or not 0 <= gamma < 1:
             raise ValueError(f"gamma = {gamma!r}: choose it from 0 up to but not including 1, such as 0.95")
-        return spectrum.effective_neighbors(self.matrices, gamma)
+        return spectrum.effective_neighbors(self.speaking, gamma, self.every)
 
     # --- identity ----------------------------------------------------------------------------------------------
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the matrices: equal for equal graphs, on every machine."""
-        digest = hashlib.sha256(f"{self.size} {self.period}".encode())
-        for P in self.matrices:
+        """SHA-256 of the matrices, and of how often nodes talk: equal for equal graphs, on every machine."""
+        silence = f" every {self.every}" if self.every > 1 else ""
+        digest = hashlib.sha256(f"{self.size} {self.period}{silence}".encode())
+        for P in self.speaking:
             digest.update(P.indptr.astype("<i8").tobytes())
             digest.update(P.indices.astype("<i8").tobytes())
             digest.update(P.data.astype("<f8").tobytes())
@@ -214,21 +234,22 @@ class Topology:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through the constructor, so that a copy in another process is checked and read-only too.
-        return type(self), (self.name, self.matrices, self.stochastic, self.lattice)
+        return type(self), (self.name, self.matrices, self.stochastic, self.lattice, self.every)
 
     def __repr__(self) -> str:
-        period = f", period {self.period}" if self.period > 1 else ""
-        return f"<Topology {self.name}: {self.size} nodes, {self.edges} edges{period}>"
+        period = f", period {self.period}" if self.changes else ""
+        silence = f", every {self.every} rounds" if self.every > 1 else ""
+        return f"<Topology {self.name}: {self.size} nodes, {self.edges} edges{period}{silence}>"
 
     # --- inside ------------------------------------------------------------------------------------------------
 
     @cached_property
     def _second_modulus(self) -> float:
-        return eigen.second_modulus(self.matrices)
+        return eigen.second_modulus(self.speaking)
 
     @cached_property
     def _transposed(self) -> tuple[Matrix, ...]:
-        return tuple(checks.canonical(P.T, self.name) for P in self.matrices)
+        return tuple(mapped(self.matrices, lambda P: checks.canonical(P.T, self.name)))
 
     def _phase(self, t: int) -> int:
         if not isinstance(t, int | np.integer) or t < 1:
@@ -256,10 +277,10 @@ def lazy(topology: Topology) -> Topology:
     """The same graph with (I + P) / 2: half as fast, but no eigenvalue below 0 (what D2 wants on an even ring)."""
     if not isinstance(topology, Topology):
         raise ValueError(f"lazy takes a Topology, not a {type(topology).__name__}; make one with from_matrices")
-    size = topology.size
-    identity = csr_array((np.ones(size), np.arange(size), np.arange(size + 1)), shape=(size, size))
-    halved = tuple(checks.canonical((identity + P) / 2.0, topology.name) for P in topology.matrices)
-    return Topology(f"lazy {topology.name}", halved, topology.stochastic, topology.lattice)
+    itself, matrices = identity(topology.size), list(topology.matrices)
+    halved = [checks.canonical((itself + P) / 2.0, topology.name) for P in topology.speaking]
+    matrices[topology.every - 1 :: topology.every] = halved
+    return Topology(f"lazy {topology.name}", tuple(matrices), topology.stochastic, topology.lattice, topology.every)
 
 
 def _others(P: Matrix, i: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Pictures of a topology: one panel per round of its period."""
+"""Pictures of a topology: one panel per round of its period in which nodes talk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Positions = NDArray[np.float64]
 
 
 def draw(topology: Topology, path: str | Path) -> Path:
-    """Draw every round of the period to an SVG, PNG or PDF file.
+    """Draw every round of the period in which nodes talk to an SVG, PNG or PDF file.
 
     Raises:
         ValueError: the file has another ending, its folder does not exist, or the graph is too large to be seen.
@@ -36,7 +36,7 @@ def draw(topology: Topology, path: str | Path) -> Path:
     pictures.check_path(path)
     if topology.size > LARGEST:
         raise ValueError(f"cannot draw {topology.size} nodes so that one sees anything; choose {LARGEST} or fewer")
-    links = max(P.nnz - topology.size for P in topology.matrices) // (1 if topology.directed else 2)
+    links = max(P.nnz - topology.size for P in topology.speaking) // (1 if topology.directed else 2)
     if links > MOST_LINKS:
         raise ValueError(f"cannot draw {links:,} links so that one sees anything; take fewer nodes or a sparser graph")
     pictures.save(figure(topology), path, dpi=150, bbox_inches="tight")
@@ -47,26 +47,28 @@ def figure(topology: Topology) -> Figure:
     """The same picture as a matplotlib figure."""
     from matplotlib.figure import Figure
 
-    columns = min(5, topology.period)
-    rows = math.ceil(topology.period / columns)
-    side = 4.5 if topology.period == 1 else 3.0
+    graphs = len(topology.speaking)
+    columns = min(5, graphs)
+    rows = math.ceil(graphs / columns)
+    side = 3.0 if topology.changes else 4.5
     high, wide = topology.lattice or (1, 1)
     height = side * min(2.0, max(0.3, high / wide))
     result = Figure(figsize=(side * columns, height * rows + 0.5), layout="constrained")
     panels = result.subplots(rows, columns, squeeze=False).ravel()
     where = _positions(topology)
-    for t, panel in enumerate(panels, 1):
+    for k, panel in enumerate(panels, 1):
         panel.set_axis_off()
-        if t > topology.period:
+        if k > graphs:
             continue
+        t = k * topology.every
         panel.set_aspect("equal")
         _draw_links(panel, topology, where, t)
-        _draw_nodes(panel, where, small=topology.period > 1)
+        _draw_nodes(panel, where, small=topology.changes)
         # Room for whole nodes and bent links, also around graphs that are flat.
         span = max(float(np.ptp(where, axis=0).max()), 1.0)
         low, high = where.min(axis=0) - 0.14 * span, where.max(axis=0) + 0.14 * span
         panel.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]))
-        if topology.period > 1:
+        if topology.changes:
             panel.set_title(f"round {t} of {topology.period}", fontsize=10)
     rho = f"ρ = {topology.spectral_gap:.4g}"
     result.suptitle(f"{topology.name}, {topology.size} nodes, {rho}", fontsize=12)
@@ -77,7 +79,7 @@ def _positions(topology: Topology) -> Positions:
     nodes = np.arange(topology.size)
     if topology.lattice is not None:
         return np.stack([nodes % topology.lattice[1], -(nodes // topology.lattice[1])], axis=1).astype(np.float64)
-    hub = topology.size > 3 and topology.edges == topology.size - 1 == len(topology.neighbors(0))
+    hub = topology.size > 3 and topology.edges == topology.size - 1 == len(topology.neighbors(0, topology.every))
     angle = np.pi / 2 - 2 * np.pi * (nodes - hub) / (topology.size - hub)
     circle = np.stack([np.cos(angle), np.sin(angle)], axis=1)
     if hub or topology.size == 1:

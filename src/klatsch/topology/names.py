@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from klatsch.arguments import check_options, named
-from klatsch.topology.checks import UNLIMITED, node_count
+from klatsch.topology.checks import UNLIMITED, node_count, rounds_between
 from klatsch.topology.closed_form import CLOSED_FORMS
 from klatsch.topology.core import Topology
+from klatsch.topology.silence import every, split
 from klatsch.topology.static import (
     complete,
     directed_ring,
@@ -48,6 +49,8 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {
 def make(name: str, n: int | None = None, **choices: Any) -> Topology:
     """A topology by name: `make("ring", 16)`, `make("base_graph", 16, k=2)`, `make("torus", rows=3, cols=4)`.
 
+    `make("ring/8", 16)`, or `make("ring", 16, every=8)`, gossips in every 8th round only; see `every`.
+
     Raises:
         ValueError: the name is unknown, or the topology has no such option, or refuses n.
     """
@@ -55,20 +58,39 @@ def make(name: str, n: int | None = None, **choices: Any) -> Topology:
 
 
 def options(name: str) -> tuple[str, ...]:
-    """The options that `make(name, n, ...)` takes beside n."""
-    return tuple(inspect.signature(builder(name)).parameters)[1:]
+    """The options that `make(name, n, ...)` takes beside n; all take `every`, the rounds between two mixes."""
+    family, _ = split(name)
+    return *tuple(inspect.signature(named("topology", family, TOPOLOGIES)).parameters)[1:], "every"
 
 
 def spectral_gap(name: str, n: int, **choices: Any) -> float:
     """The spectral gap rho of `make(name, n, ...)`, by a closed form where one is known, so that n may be a million."""
     build = builder(name, choices)
-    if name not in CLOSED_FORMS:
+    family, own, between = _taken_apart(name, choices)
+    if family not in CLOSED_FORMS:
         return build(n, **choices).spectral_gap
-    return CLOSED_FORMS[name](node_count(n, name, most=UNLIMITED), **choices)
+    return CLOSED_FORMS[family](node_count(n, family, most=UNLIMITED), **own) / between
 
 
 def builder(name: str, choices: Collection[str] = ()) -> Callable[..., Topology]:
     """The function that builds a topology, after a check of its name and of the names of its options."""
-    build = named("topology", name, TOPOLOGIES)
-    check_options(name, choices, tuple(inspect.signature(build).parameters)[1:])
+    check_options(name, choices, options(name))
+
+    def build(n: int | None = None, **chosen: Any) -> Topology:
+        family, own, between = _taken_apart(name, chosen)
+        return every(TOPOLOGIES[family](n, **own), between)
+
     return build
+
+
+def _taken_apart(name: str, choices: Mapping[str, Any]) -> tuple[str, dict[str, Any], int]:
+    """The family, its own options, and the rounds between two mixes, which the name says or an option does."""
+    family, between = split(name)
+    own = {option: value for option, value in choices.items() if option != "every"}
+    if "every" in choices:
+        if "/" in name:
+            raise ValueError(
+                f"{name} with every = {choices['every']!r}: its name says that already; leave one of them out"
+            )
+        between = rounds_between(choices["every"])
+    return family, own, between

@@ -53,17 +53,29 @@ def rounds_to_halve(matrices: Sequence[Matrix], doubly: bool, second_modulus: Ca
     return max(_from_modulus(second_modulus(), period), FARTHEST + 1 if doubly else 1)
 
 
-def effective_neighbors(matrices: Sequence[Matrix], gamma: float) -> float:
-    """1 / (1 - gamma) over the mean stationary variance of x <- P (sqrt(gamma) x + noise), averaged over the period."""
+def effective_neighbors(matrices: Sequence[Matrix], gamma: float, every: int = 1) -> float:
+    """1 / (1 - gamma) over the mean stationary variance of x <- P (sqrt(gamma) x + noise), averaged over the period.
+
+    With a mix in every H-th round only, noise of variance S = 1 + gamma + ... + gamma^(H-1) has gathered between two
+    mixes, and memory has decayed by gamma^H. So the variance after a mix is S times that of gossip in all rounds with
+    gamma^H; s rounds later it has decayed by gamma^s, and noise of s rounds has come in.
+    """
+    decay = gamma ** np.arange(every)
+    gathered = float(decay.sum())
+    since = float(decay @ np.arange(every - 1, -1, -1))  # what has come in since the last mix, summed over the rounds
+    after_mix = gathered * _variance(matrices, gamma**every)
+    return 1 / (1 - gamma) / ((gathered * after_mix + since) / every)
+
+
+def _variance(matrices: Sequence[Matrix], gamma: float) -> float:
+    """The mean stationary variance, exact where the graph is small."""
     size, period = matrices[0].shape[0], len(matrices)
     if period == 1 and size <= 4 * eigen.DENSE_LIMIT and is_symmetric(matrices[0]):
         squared = np.linalg.eigvalsh(matrices[0].toarray()) ** 2
-        variance = float(np.mean(squared / (1 - gamma * squared)))
-    elif size <= eigen.DENSE_LIMIT:
-        variance = _stationary_variance(matrices, gamma)
-    else:
-        variance = _estimated_variance(matrices, gamma)
-    return 1 / (1 - gamma) / variance
+        return float(np.mean(squared / (1 - gamma * squared)))
+    if size <= eigen.DENSE_LIMIT:
+        return _stationary_variance(matrices, gamma)
+    return _estimated_variance(matrices, gamma)
 
 
 # --- rounds to halve ----------------------------------------------------------------------------------------------

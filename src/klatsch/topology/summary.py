@@ -11,6 +11,7 @@ from klatsch.topology.checks import node_count
 from klatsch.topology.closed_form import CLOSED_FORMS
 from klatsch.topology.core import Topology
 from klatsch.topology.names import TOPOLOGIES, make, options, spectral_gap
+from klatsch.topology.silence import split
 
 GAMMA = 0.95  # the memory that explains deep-learning runs best in Vogels et al. 2022
 
@@ -32,6 +33,7 @@ class Summary:
     edges: int
     degree: int
     period: int
+    every: int
     symmetric: bool
     doubly_stochastic: bool
     rho: float
@@ -61,7 +63,7 @@ def summarize(
     whole(params, "params", 1)
     whole(bytes_per_parameter, "bytes_per_parameter", 1)
     small = topology.size <= LARGEST_DETAILED
-    static = topology.period == 1 and topology.symmetric
+    static = topology.symmetric and not topology.changes
     vector = topology.messages * params * bytes_per_parameter
     return Summary(
         name=topology.name,
@@ -69,10 +71,11 @@ def summarize(
         edges=topology.edges,
         degree=topology.degree,
         period=topology.period,
+        every=topology.every,
         symmetric=topology.symmetric,
         doubly_stochastic=topology.doubly_stochastic,
         rho=topology.spectral_gap if rho is None else rho,
-        rounds_to_halve=topology.rounds_to_halve if rho is None else _rounds_to_halve(topology.period, rho),
+        rounds_to_halve=topology.rounds_to_halve if rho is None else _rounds_to_halve(topology, rho),
         exact_after=topology.exact_after,
         smallest_eigenvalue=topology.smallest_eigenvalue if static and small else None,
         effective_neighbors=topology.effective_neighbors(GAMMA) if topology.doubly_stochastic and small else None,
@@ -89,7 +92,7 @@ def beyond_solvers(name: str, n: int, lazy: bool = False) -> bool:
     Raises:
         ValueError: they are, and none is known.
     """
-    if n > LARGEST_SOLVED and (lazy or name not in CLOSED_FORMS):
+    if n > LARGEST_SOLVED and (lazy or split(name)[0] not in CLOSED_FORMS):
         raise ValueError(
             f"{'lazy ' if lazy else ''}{name}: no closed form of its spectral gap is known, and {n:,} nodes are too "
             f"many to solve for it; take {LARGEST_SOLVED:,} or fewer"
@@ -97,11 +100,12 @@ def beyond_solvers(name: str, n: int, lazy: bool = False) -> bool:
     return n > LARGEST_SOLVED
 
 
-def _rounds_to_halve(period: int, rho: float) -> int | None:
+def _rounds_to_halve(topology: Topology, rho: float) -> int | None:
     """For the families with closed forms: all that are static are symmetric or circulant, and shrink by 1 - rho."""
-    if period > 1:
+    if topology.changes:
         return None
-    return 1 if rho >= 0.5 else math.ceil(math.log(0.5) / math.log1p(-rho) - 1e-9)
+    of_mix = rho * topology.every
+    return topology.every * (1 if of_mix >= 0.5 else math.ceil(math.log(0.5) / math.log1p(-of_mix) - 1e-9))
 
 
 def compare(n: int, params: int = 1_000_000, **choices: Any) -> tuple[list[Summary], dict[str, str]]:
