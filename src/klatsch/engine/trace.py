@@ -106,7 +106,8 @@ class Symbol:
         terms = dict(self.terms)
         for register, coefficient in other.terms.items():
             terms[register] = terms[register] + coefficient if register in terms else coefficient
-        return Symbol(self.program, terms)
+        left = {register: c for register, c in terms.items() if isinstance(c, Tensor) or c != 0.0}
+        return Symbol(self.program, left or terms)
 
     def __mul__(self, factor: object) -> Symbol:
         if not isinstance(factor, int | float | Tensor):

@@ -106,7 +106,7 @@ class Anytime(Around):
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
         (x,) = flow.mix(s["x"])
         new = self.base.update(s, grad, flow, t, lr * self.averaging.alpha(t))
-        return new | {"x": blend(x, new["w"], self.averaging.delta(t))}
+        return new | {"x": blend(x, self.base.mixed(s, new), self.averaging.delta(t))}
 
 
 @dataclass(frozen=True, eq=False)

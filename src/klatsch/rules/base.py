@@ -86,6 +86,10 @@ class Rule:
         """A vector of the state as a point: divided by the weight where sums are kept."""
         return v
 
+    def mixed(self, s: State, new: State) -> Tensor:
+        """The iterate of a new state as an average sees it: with all that neighbours said of it."""
+        return new["w"]
+
     def check_graph(self, graph: Any, name: str | None = None) -> None:
         """Refuse a graph on which the rule does not work.
 

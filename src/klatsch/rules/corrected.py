@@ -56,6 +56,9 @@ class Corrected(Pattern):
         part = 0.5 if self.lazy else 1.0
         return {"w": descend(u, f, -part), "y": descend(s["y"], f, part)} | kept
 
+    def mixed(self, s: State, new: State) -> Tensor:
+        return new["w"] + (s["y"] - new["y"]) if self.lazy else new["w"]  # w took half of the flow, y the other half
+
     def on(self, graph: Any) -> Self:
         return columns.replaced(self, every=graph.every)
 
