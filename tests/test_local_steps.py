@@ -46,11 +46,11 @@ def test_nodes_talk_in_every_hth_round(name, H):
         assert silent.speaks(t) == (t % H == 0)
         found = silent.matrix(t).toarray()
         if silent.speaks(t):
-            assert np.array_equal(found, graph.matrix(t // H).toarray())
+            assert np.array_equal(found, graph.matrix(t // H).toarray())  # bits: a copy
             assert silent.neighbors(1, t).tolist() == graph.neighbors(1, t // H).tolist()
             assert silent.receivers(1, t).tolist() == graph.receivers(1, t // H).tolist()
         else:
-            assert np.array_equal(found, np.eye(graph.size))
+            assert np.array_equal(found, np.eye(graph.size))  # bits: a copy
             assert len(silent.neighbors(1, t)) == len(silent.receivers(1, t)) == 0
     for fact in ("symmetric", "directed", "row_stochastic", "column_stochastic", "edges", "degree", "lattice"):
         assert getattr(silent, fact) == getattr(graph, fact), fact

@@ -85,7 +85,7 @@ WRONG = {
     ),
     "wrong order": ('rules = [{ name = "dat", order = "up" }]\n', "order = 'up'; choose atc"),
     "unknown graph": ('topologies = ["rnig"]\n', "topologies[0]: unknown topology 'rnig'; did you mean ring?"),
-    "graph's option": ('topologies = [{ name = "ring", k = 3 }]\n', "ring has no option 'k'; it takes no option"),
+    "graph's option": ('topologies = [{ name = "ring", k = 3 }]\n', "ring has no option 'k'; it takes every"),
     "unknown problem": ('[problem]\nname = "lasso"\n', "problem: unknown problem 'lasso'"),
     "problem's option": ("[problem]\nspeed = 1\n", "problem: least-squares has no option 'speed'; it takes dim"),
     "problem's value": ("[problem]\nnoise = -1\n", "problem: noise = -1; give 0 or a positive number"),
