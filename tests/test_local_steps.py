@@ -47,8 +47,8 @@ def test_nodes_talk_in_every_hth_round(name, H):
         found = silent.matrix(t).toarray()
         if silent.speaks(t):
             assert np.array_equal(found, graph.matrix(t // H).toarray())  # bits: a copy
-            assert silent.neighbors(1, t).tolist() == graph.neighbors(1, t // H).tolist()
-            assert silent.receivers(1, t).tolist() == graph.receivers(1, t // H).tolist()
+            assert silent.neighbors(1, t).tolist() == graph.neighbors(1, t // H).tolist()  # bits: whole numbers
+            assert silent.receivers(1, t).tolist() == graph.receivers(1, t // H).tolist()  # bits: whole numbers
         else:
             assert np.array_equal(found, np.eye(graph.size))  # bits: a copy
             assert len(silent.neighbors(1, t)) == len(silent.receivers(1, t)) == 0
