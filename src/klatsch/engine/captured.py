@@ -8,6 +8,7 @@ from klatsch.engine.rounds import TorchRounds, device_of
 from klatsch.rules import State
 
 ROUNDS = 32  # per graph, or a little more to make whole periods of the topology
+MOST_ROUNDS = 512  # in one graph: it takes memory and time to capture
 
 
 class GraphRounds:
@@ -32,6 +33,8 @@ class GraphRounds:
             raise ValueError("the problem has no draw(t) and gradient(x, drawn)")
         self.plain, self.problem = plain, plain.gradients.problem
         period = plain.mix.period
+        if period > MOST_ROUNDS:
+            raise ValueError(f"the topology repeats after {period:,} rounds; a graph holds {MOST_ROUNDS} at most")
         self.rounds = period * -(-ROUNDS // period)
         device = device_of(state)
         # A chunk of draws holds whole graphs, so that filling one is a copy and no computation.

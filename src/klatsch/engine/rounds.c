@@ -154,7 +154,7 @@ INLINE void NAME(mix_of)(const int alone, const int nv, int64_t e, int64_t n, in
     for (int k = 0; k < nv; k++) PUT(out + e + k * V) = sum[k];
 }
 
-INLINE void NAME(mix)(const int alone, int64_t n, int64_t i, const T *v, int degree, const int32_t *neighbour,
+static void NAME(mix)(const int alone, int64_t n, int64_t i, const T *v, int degree, const int32_t *neighbour,
                       const T *weight, T *out) {
     int64_t e = 0;
     for (; e + 4 * V <= n; e += 4 * V) NAME(mix_of)(alone, 4, e, n, i, v, degree, neighbour, weight, out);
@@ -168,7 +168,7 @@ INLINE void NAME(mix)(const int alone, int64_t n, int64_t i, const T *v, int deg
 }
 
 /* Operations from p up to end on row i; row i of register r is at base[r] + i * step[r]. */
-static void NAME(operate)(const job *q, const operation *p, const operation *end, int64_t i,
+INLINE void NAME(operate)(const job *q, const operation *p, const operation *end, int64_t i,
                           T *const *base, const int64_t *step, const int32_t *first, const T *spread) {
     const int64_t n = q->columns * q->dim;
     const int degree = first[i + 1] - first[i];
@@ -227,7 +227,7 @@ int NAME(klatsch_rounds)(const job *q) {
             for (next = o; next < end && next->level == level; next++) {}
             for (int64_t i = 0; i < M; i++) {
                 if (level == 0) { /* rows and noise act like further rows of H */
-                    NAME(operate)(q, o, o + q->before, i, base, step, first, spread);
+                    if (q->before) NAME(operate)(q, o, o + q->before, i, base, step, first, spread);
                     T *const out = base[q->gradient] + i * step[q->gradient];
                     T *const into = step[q->gradient] ? scratch + q->scratch_rows * wide : out;
                     for (int64_t r = 0; r < R; r++)

@@ -14,6 +14,7 @@ from klatsch.arguments import named
 from klatsch.planning import graphs
 from klatsch.planning.rates import ALL_REDUCE, MOST_ROUNDS, RULES, Array, Rule, predicted, rounds_to
 from klatsch.planning.task import Task
+from klatsch.topology.silence import split
 
 ENOUGH = 1.05  # fewer machines are taken where they need hardly longer than the fastest choice
 
@@ -94,7 +95,7 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
     lines, left_out = [], {}
     for rule in asked:
         for name in [""] if rule.update is None else names:
-            if rule.name == "dat-d2" and name not in graphs.SYMMETRIC:
+            if rule.name == "dat-d2" and split(name)[0] not in graphs.SYMMETRIC:
                 left_out[f"{rule.name} on {name}"] = "it needs one symmetric matrix for all rounds"
                 continue
             found = graphs.family(name or "complete", task.machines)
