@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -308,7 +307,7 @@ def test_going_back_to_an_earlier_state():
 @pytest.mark.parametrize(
     "make, error",
     [
-        (lambda p: DSGD(p, 0.1), "one of DAT, but this optimizer runs DSGD"),
+        (lambda p: DSGD(p, 0.1), "one of dat, but this optimizer runs dsgd"),
         (lambda p: DATSGD(list(p)[:4], 0.1), r"groups of \[8\] parameters, this optimizer of \[4\]"),
         (lambda p: DATSGD([torch.nn.Parameter(torch.ones(2)) for _ in p], 0.1), r"has shape \(4, 1, 3, 3\) as w"),
         (lambda p: DATSGD(p, 0.1, momentum=0.9), r"has nothing as m of .*momentum"),
@@ -394,7 +393,7 @@ def test_what_it_knows():
     assert (optimizer.rounds, optimizer.bytes_sent, optimizer.lost, optimizer.consensus()) == (2, 0, (), 0.0)
     assert optimizer.seconds_waited >= 0
     assert "DATSGD" in repr(optimizer)
-    assert "DAT(lr=0.1, averaging=fixed(0.9), order=atc, momentum=0.0) on rank 0 of ring, 1 nodes" in repr(optimizer)
+    assert "averaging=Fixed, averaging gamma=0.9, beta=1.0) on rank 0 of ring, 1 nodes, round 2" in repr(optimizer)
 
 
 def test_average_on_one_rank_changes_nothing():
@@ -405,9 +404,9 @@ def test_average_on_one_rank_changes_nothing():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())  # bits: a copy
 
 
-class WithoutRate:
-    def update(self, state, grad, mix, t):
-        return state
+class WithoutRate(klatsch.rules.Rule):
+    def update(self, s, grad, flow, t, lr):
+        return s
 
 
 class Meta(nn.Module):
@@ -435,8 +434,11 @@ class Meta(nn.Module):
             lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1, topology=klatsch.topology.ring(4)),
             r"ring has 4 nodes but there are 1 ranks.*--nproc-per-node 4",
         ),
-        (lambda: Gossip([nn.Parameter(torch.ones(2))], "dat"), "algorithm is a str; give a rule"),
-        (lambda: Gossip([nn.Parameter(torch.ones(2))], WithoutRate()), "WithoutRate has no lr"),
+        (lambda: Gossip([nn.Parameter(torch.ones(2))], "dat"), "the rule is a str without lr"),
+        (
+            lambda: Gossip([nn.Parameter(torch.ones(2))], WithoutRate()),
+            "the rule is a WithoutRate without lr; give a rule",
+        ),
         (lambda: DSGD([nn.Parameter(torch.ones(2))], lr=0.1, timeout=[1, 2]), r"timeout = \[1, 2\]; give a number"),
         (lambda: DSGD([nn.Parameter(torch.ones(2))], lr=0.1, timeout=1e18), "at most 2,592,000"),
         (lambda: DSGD([{"params": [nn.Parameter(torch.ones(2))], "lr": [1, 2]}], lr=0.1), "a single one"),
@@ -475,24 +477,15 @@ def test_a_link_error_says_who_when_and_how_long():
 def test_fields_that_change_places():
     """A rule whose new field is the memory of an old one, which must not be overwritten before it is read."""
 
-    class State(NamedTuple):
-        w: torch.Tensor
-        previous: torch.Tensor
-
-    class Heavy:
-        lr, eager = 1.0, ()
+    class Heavy(klatsch.rules.Rule):
+        lr = 1.0
 
         def init(self, x):
-            return State(x, x)
+            return {"w": x, "previous": x}
 
-        def query(self, state):
-            return state.w
-
-        output = query
-
-        def update(self, state, grad, mix, t):
-            (w,) = mix(2 * state.w - state.previous - grad)
-            return State(w, state.w)
+        def update(self, s, grad, flow, t, lr):
+            (w,) = flow.mix(2 * s["w"] - s["previous"] - lr * grad)
+            return {"w": w, "previous": s["w"]}
 
     x = nn.Parameter(torch.zeros(2))
     optimizer = Gossip([x], Heavy())
@@ -503,30 +496,26 @@ def test_fields_that_change_places():
     torch.testing.assert_close(optimizer.vectors()[0]["previous"], torch.full((2,), -3.0))
 
 
-class Odd:
-    """A rule that mixes in every other round only, which neighbours cannot know."""
+class Odd(klatsch.rules.Rule):
+    """A rule that gossips in some rounds only, which neighbours cannot know."""
 
-    class State(NamedTuple):
-        w: torch.Tensor
+    lr = 1.0
 
-    lr, eager = 1.0, ()
+    def __init__(self, first, early):
+        self.first, self.early = first, early
 
-    def init(self, x):
-        return self.State(x)
-
-    def query(self, state):
-        return state.w
-
-    output = query
-
-    def update(self, state, grad, mix, t):
-        w = state.w - grad
-        return self.State(mix(w)[0] if t % 2 == 0 else w)
+    def update(self, s, grad, flow, t, lr):
+        v = s["w"] if self.early else s["w"] - grad
+        return {"w": flow.mix(v)[0] if t % 2 == self.first else v}
 
 
-def test_a_rule_that_mixes_in_some_rounds_only_is_refused():
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_rule_that_gossips_in_some_rounds_only_is_refused(first, early):
     x = nn.Parameter(torch.zeros(2))
-    optimizer = Gossip([x], Odd())
+    optimizer = Gossip([x], Odd(first, early))
     optimizer.step()
-    with pytest.raises(ValueError, match="Odd does not call mix as often in every round"):
-        optimizer.step()
+    for _ in range(2):  # nothing has moved
+        with pytest.raises(ValueError, match="Odd does not call flow as often in every round"):
+            optimizer.step()
+    assert optimizer.rounds == 1

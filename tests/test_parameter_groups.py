@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 import klatsch
 from klatsch.engine import node
-from klatsch.optim import D2, DATSGD, DSGD, Gossip
+from klatsch.optim import DATSGD, DSGD, Gossip
 
 STEPS = 12
 SCHEDULERS = {
@@ -91,18 +91,26 @@ def test_a_momentum_that_is_none_is_refused(value):
         DSGD([{"params": list(make_model().parameters()), "momentum": value}], lr=0.1)
 
 
+class Plain(klatsch.rules.Rule):
+    lr = 0.1
+
+    def update(self, s, grad, flow, t, lr):
+        (w,) = flow.mix(s["w"] - lr * grad)
+        return {"w": w}
+
+
 def test_a_rule_without_momentum_refuses_one():
     parameters = list(make_model().parameters())
     with pytest.raises(
         ValueError, match=r"unknown option of a parameter group 'momentum'.* There are lr, weight_decay$"
     ):
-        D2([{"params": parameters, "momentum": 0.9}], lr=0.1)
-    optimizer = D2(parameters, lr=0.1)
+        Gossip([{"params": parameters, "momentum": 0.9}], Plain())
+    optimizer = Gossip(parameters, Plain())
     for scheduler in SCHEDULERS.values():
         with pytest.raises(ValueError, match="optimizer must support momentum"):  # torch's own words
             scheduler(optimizer)
     optimizer.param_groups[0]["momentum"] = 0.9
-    with pytest.raises(ValueError, match="something gave a parameter group a momentum, but D2 has none"):
+    with pytest.raises(ValueError, match="something gave a parameter group a momentum, but Plain has none"):
         optimizer.step()
 
 

@@ -120,7 +120,7 @@ def test_ranks_that_end_at_different_times(launch, order):
 @pytest.mark.parametrize(
     "what, error",
     [
-        ("rule", "rule: ranks 0, 1 have DAT; rank 2 has DSGD;"),
+        ("rule", "rule: ranks 0, 1 have dat; rank 2 has dsgd;"),
         ("lr", "lr of the rule: ranks 0, 1 have 0.1; rank 2 has 0.2;"),
         ("topology", r"topology: ranks 0, 1 have <Topology ring.*; rank 2 has <Topology star"),
         ("number", r"number of parameters: ranks 0, 1 have 1 tensors, 6 numbers; rank 2 has 2 tensors, 7 numbers"),

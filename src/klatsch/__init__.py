@@ -10,7 +10,7 @@ from klatsch.version import VERSION
 if TYPE_CHECKING:
     from klatsch import averaging, columns, engine, optim, planning, problems, rules, theory, topology
     from klatsch.engine import Result, simulate
-    from klatsch.optim import Checkpointer, Gossip, LinkError, NonFiniteError, QuorumError, average_
+    from klatsch.optim import Checkpointer, Gossip, LinkError, NonFiniteError, QuorumError, average_, recalibrate
     from klatsch.topology import Topology
 
 __version__ = VERSION
@@ -31,6 +31,7 @@ __all__ = [
     "optim",
     "planning",
     "problems",
+    "recalibrate",
     "rules",
     "simulate",
     "theory",
@@ -46,6 +47,7 @@ _OWNERS = {
     "Result": "engine",
     "Topology": "topology",
     "average_": "optim",
+    "recalibrate": "optim",
     "simulate": "engine",
 }
 

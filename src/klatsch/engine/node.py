@@ -85,7 +85,7 @@ class Node:
         self._heard_in = [len(topology.receivers(rank, t)) > 0 for t in range(1, topology.period + 1)]
         self._tag = channel * MOST_MESSAGES
         self._blocks = _blocks(x)
-        self._begun, self._guarded = False, guarded
+        self._begun, self._guarded, self._calls = False, guarded, 0
         early = self.plan.early
         self._first_late = 1 if early else 0  # the first message that has to be computed in the round
         # What travels early does so while the next state is computed, so its memory takes turns; the rest is
@@ -109,6 +109,12 @@ class Node:
         for name, value in fields.items():
             self._fields[name].copy_(value)
         self.rounds, self._begun = rounds, False
+
+    @torch.no_grad()
+    def write(self, point: Callable[[State], Tensor], into: Tensor) -> None:
+        """Write a point of the state into a vector, in the slices of a round: the same bits that a round computes."""
+        for block in self._blocks:
+            _slice(into, block, self._wide).copy_(point(self._cut(block)))
 
     def keep_also(self, rule: Rule) -> None:
         """Keep what the same rule with other options needs beside, such as a momentum; it begins as at the start."""
@@ -160,6 +166,8 @@ class Node:
         for block in self._blocks:
             (rule, grad, lr), old = given(block), self._cut(block)
             new = _apart(old, rule.update(old, grad, self._flow(block), t, lr))
+            if self._calls != len(self.plan.calls):
+                raise ValueError(OTHER_CALLS.format(self.rule.name))
             for name, value in new.items():
                 place = following[name]
                 if self._is_wide(place):
@@ -217,11 +225,10 @@ class Node:
 
     def _flow(self, block: Block, stop: int | None = None) -> Flow:
         """What the rule calls as `flow`, for one slice."""
-        number = 0
+        self._calls = 0
 
         def exchanged(mixed: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-            nonlocal number
-            c, number = number, number + 1
+            c, self._calls = self._calls, self._calls + 1
             if c >= len(self.plan.calls):
                 raise ValueError(OTHER_CALLS.format(self.rule.name))
             if c == stop:

@@ -12,11 +12,20 @@ from torch import Tensor
 
 from klatsch.files import json_of, write_atomically
 
+OLDER = {  # formats that were, and the versions that wrote them
+    "klatsch ranks 1": "0.1.0",
+    "klatsch simulation 1": "0.1.0",
+    "klatsch simulation 2": "0.2.0 before its release",
+}
 REMEDY = "move the file away or choose another checkpoint path"
 
 
 class CheckpointError(ValueError):
     """A checkpoint that is damaged, or belongs to another run."""
+
+
+class OldCheckpointError(CheckpointError):
+    """A checkpoint of an earlier version, which can read it."""
 
 
 def write(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -48,6 +57,7 @@ def read(path: Path, format_: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The header and the tensors of a file.
 
     Raises:
+        OldCheckpointError: an earlier version wrote it.
         CheckpointError: it is damaged, or has another format.
     """
     from safetensors import SafetensorError, safe_open
@@ -58,7 +68,13 @@ def read(path: Path, format_: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged or no checkpoint ({error}); {REMEDY}") from None
-    if not isinstance(header, dict) or header.get("format") != format_:
+    known = header.get("format") if isinstance(header, dict) else None
+    if isinstance(known, str) and known != format_ and known in OLDER:
+        raise OldCheckpointError(
+            f"{path} was written by klatsch {OLDER[known]}, whose rules kept other vectors; that version reads it. Go "
+            f"on with it, or {REMEDY}"
+        )
+    if not isinstance(header, dict) or known != format_:
         raise CheckpointError(f"{path} is no checkpoint of this version of klatsch; {REMEDY}")
     if header.pop("sha256", None) != digest(tensors, header):
         raise CheckpointError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")

@@ -13,6 +13,7 @@ from typing import Any
 from klatsch import rules
 from klatsch.engine.failures import LinkError, NonFiniteError, QuorumError
 from klatsch.optim.average import average_
+from klatsch.optim.batchnorm import recalibrate
 from klatsch.optim.checkpointer import Checkpointer
 from klatsch.optim.gossip import Gossip
 from klatsch.topology import Topology
@@ -29,6 +30,7 @@ __all__ = [
     "NonFiniteError",
     "QuorumError",
     "average_",
+    "recalibrate",
 ]
 
 # Networks are no convex problem: x must forget where it was long ago. The paper's choice for them (Section 5.2).

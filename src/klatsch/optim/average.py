@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ def average_(model: nn.Module, *, parameters: bool = False, group: Any = None) -
 
     Args:
         model: the model, with the same buffers on every rank.
-        parameters: average the parameters as well: the model of the whole network, after the last step.
+        parameters: average the parameters as well: the model of the whole network. It is the mean of x, also where the
+            model held another point to train. After the last step, or, to evaluate it in between, inside
+            `with optimizer.averaged():`, which puts this rank's own point back.
         group: the process group; all ranks by default.
 
     Returns:
@@ -34,12 +37,20 @@ def average_(model: nn.Module, *, parameters: bool = False, group: Any = None) -
         ValueError: the ranks do not have the same buffers.
         RuntimeError: a rank does not answer.
     """
+    trainers = [each for each in Gossip.living if any(map(each.owns, model.parameters()))]
+    with ExitStack() as stack:
+        for each in trainers if parameters else []:
+            stack.enter_context(each.merging())
+        _average(model, trainers[0] if trainers else None, parameters, group)
+    return model
+
+
+def _average(model: nn.Module, trainer: Gossip | None, parameters: bool, group: Any) -> None:
     tensors = [b for b in model.buffers() if b.is_floating_point()]
     if parameters:
         tensors += [p for p in model.parameters() if p.is_floating_point()]
     kinds = str([[str(v.dtype), list(v.shape)] for v in tensors])
     flat = torch.cat([torch.zeros(0, dtype=torch.float64), *(v.detach().double().cpu().reshape(-1) for v in tensors)])
-    trainer = next((each for each in Gossip.living if any(map(each.owns, model.parameters()))), None)
     if trainer is not None and trainer.survives and group is trainer.process_group:
         with trainer.together("average_") as (total, ranks):
             _agree_among(total, len(ranks), kinds)
@@ -52,7 +63,6 @@ def average_(model: nn.Module, *, parameters: bool = False, group: Any = None) -
         except RuntimeError as error:
             raise RuntimeError(f"average_ needs an answer from all {size} ranks ({reason(error)})") from None
     _put(tensors, mean)
-    return model
 
 
 def _agree_among(total: Any, size: int, kinds: str) -> None:

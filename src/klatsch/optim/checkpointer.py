@@ -24,13 +24,13 @@ from klatsch.engine.agreement import gathered, who
 from klatsch.engine.failures import NonFiniteError
 from klatsch.engine.membership import lag
 from klatsch.engine.node import is_sound
-from klatsch.engine.sealed import CheckpointError
+from klatsch.engine.sealed import OLDER, CheckpointError, OldCheckpointError
 from klatsch.optim.checks import settings_of
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.plain import generators, packed, set_generators, unpacked
 
 FORMAT = "klatsch ranks 2"
-DAMAGED = 0  # instead of the number of ranks that a file was written for
+DAMAGED, OLD = 0, -1  # instead of the number of ranks that a file was written for
 
 
 class Checkpointer:
@@ -166,7 +166,7 @@ class Checkpointer:
         return {int(match[1]): path for path, match in sorted(found.items()) if match}
 
     def _looked_through(self) -> dict[int, int]:
-        """The files of this rank by round: for how many ranks they were written, or DAMAGED."""
+        """The files of this rank by round: for how many ranks they were written, or DAMAGED or OLD."""
         found = {}
         for rounds, path in self._files().items():
             try:
@@ -174,6 +174,9 @@ class Checkpointer:
                 if not _is_finite(v for name, v in tensors.items() if name.startswith("state.")):
                     raise CheckpointError(f"{path} holds a state that is not finite")
                 found[rounds] = int(header["run"]["number of ranks"])
+            except OldCheckpointError as error:
+                warnings.warn(f"{error}", RuntimeWarning, stacklevel=3)
+                found[rounds] = OLD
             except CheckpointError as error:
                 warnings.warn(f"{error}", RuntimeWarning, stacklevel=3)
                 found[rounds] = DAMAGED
@@ -186,6 +189,11 @@ class Checkpointer:
         row = torch.full((most, 2), -1, dtype=torch.int64)
         row[: len(mine)] = torch.tensor(sorted(mine.items()), dtype=torch.int64).reshape(-1, 2)
         rows = [{int(rounds): int(size) for rounds, size in theirs if rounds >= 0} for theirs in gathered(group, row)]
+        if any(OLD in theirs.values() for theirs in rows):
+            raise ValueError(
+                f"the checkpoints in {self.folder} were written by klatsch {OLDER['klatsch ranks 1']}; that version "
+                "reads them. Go on with it, or choose another folder"
+            )
         if sizes := {size for theirs in rows for size in theirs.values()} - {DAMAGED, len(rows)}:
             raise ValueError(
                 f"the checkpoints in {self.folder} are of another training: number of ranks is {sizes.pop()} there and "
@@ -267,7 +275,8 @@ def shorten(text: str, most: int) -> str:
 def _state(name: str, other: Any, optimizer: Gossip) -> Any:
     if not hasattr(other, "state_dict") or not hasattr(other, "load_state_dict"):
         raise ValueError(f"{name} is a {type(other).__name__} without state_dict(); leave it out, or give it one")
-    state = other.state_dict()
+    with optimizer.unwatched():
+        state = other.state_dict()
     if isinstance(other, nn.Module):  # the optimizer's own parameters are saved with it
         return {key: v for key, v in state.items() if not (isinstance(v, Tensor) and optimizer.owns(v))}
     return state

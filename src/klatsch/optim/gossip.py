@@ -1,8 +1,9 @@
 """Every update rule as a torch optimizer: one process is one node, and talks to its neighbours only.
 
-The model always holds x, the point where gradients are taken, and the one to evaluate and save: a rule's other vectors
-(DAT's iterate w, momentum, tracked gradients) live in the optimizer. So there is no switching between training and
-evaluation, which optimizers need that keep their average elsewhere.
+The model holds the query point, where gradients are taken; a rule's vectors (DAT's iterate w, momentum, tracked
+gradients) live in the optimizer. With most rules, and with beta = 1, the query point is x, the one to evaluate and
+save, and there is no switching between training and evaluation. With the others `eval()` puts x into the model and
+`train()` the query point back; see points.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.optim import Optimizer
 
 from klatsch import topology as topologies
 from klatsch.engine.agreement import agree, broadcast, group_of, leave, members, shown, summed
@@ -30,7 +30,9 @@ from klatsch.engine.transfers import reason
 from klatsch.engine.transport import open_links
 from klatsch.optim import checks, saved
 from klatsch.optim.checks import OnNonFinite
+from klatsch.optim.points import Points
 from klatsch.optim.share import Share
+from klatsch.optim.watch import Watch
 from klatsch.optim.wrappers import Wrappers
 from klatsch.rules import Rule
 from klatsch.rules.base import checked, rate
@@ -38,7 +40,7 @@ from klatsch.topology import Topology
 from klatsch.version import VERSION
 
 
-class Gossip(Optimizer, Joinable):
+class Gossip(Points, Joinable):
     """An update rule on this rank's parameters, gossiped with its neighbours on a topology.
 
     Make it on every rank, with the same rule, topology and shapes. Ranks start from rank 0's parameters. A parameter
@@ -46,12 +48,15 @@ class Gossip(Optimizer, Joinable):
     that are frozen when the optimizer is made stay out of it. Ranks with fewer batches than others end with `finish()`,
     or train inside torch's `Join([optimizer])`.
 
+    The model holds the point where gradients are taken. Where the rule's output x is another one (`beta` below 1, or
+    `average`), evaluate and save inside `with optimizer.averaged():`, or between `eval()` and `train()`.
+
     Args:
         params: parameters, or groups of them with their own "lr", "weight_decay" and, if the rule has one, "momentum".
         rule: the update rule, such as rules.make("dat", lr=0.1); its lr is the default of the groups.
         topology: a Topology with one node per rank, or the name of one.
         group: the process group; all ranks by default.
-        weight_decay: added to gradients as weight_decay * x.
+        weight_decay: added to gradients as weight_decay times the point where they are taken.
         timeout: seconds that a neighbour may keep this rank waiting.
         on_failure: "raise" LinkError when a neighbour is gone or late, or "continue" without it: its weight in the
             gossip matrix becomes part of this rank's own.
@@ -118,6 +123,7 @@ class Gossip(Optimizer, Joinable):
         self._links = open_links(group, own, self.topology, trained[0].device, float(timeout), on_failure, quorum)
         self._shares = self._make_shares(flats)
         self._close = self._closed_at_end()
+        self._watch = Watch(self, trained) if self.rule.apart else None
         weakref.finalize(self, leave, self.group, group)
         Gossip.living.add(self)
 
@@ -125,15 +131,19 @@ class Gossip(Optimizer, Joinable):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One round: take in the gradients, exchange messages with the neighbours, move the model to the next x.
+        """One round: take in the gradients, exchange messages with the neighbours, move the model to the next point.
 
         Raises:
+            ValueError: the model holds x since `eval()`, and not the point where gradients are taken.
             LinkError: a neighbour is gone or late, and failures are to be raised. The model and the state are still
                 those of the round before, and can be saved.
             NonFiniteError: a gradient is not finite; nothing was sent, and the state is that of the round before.
         """
         if self._finished:
             raise ValueError(f"rank {self.rank} has called finish() and takes no more steps; make a new optimizer")
+        self._check_training()
+        if self._watch is not None and self.rounds == 0:
+            self._watch.look()
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         if any(p.requires_grad for p in self._frozen):
@@ -156,6 +166,7 @@ class Gossip(Optimizer, Joinable):
         Returns:
             The rounds without gradient.
         """
+        self._check_training()
         began, known = self.rounds, self._links.membership
         if not self._finished:
             self._finished = True
@@ -173,8 +184,9 @@ class Gossip(Optimizer, Joinable):
                 hook()
 
     def _round(self, factor: float) -> None:
-        for share in self._shares:
-            share.check_untouched()
+        self._check_training()
+        self._check_untouched()
+        self._holds = "query"
         self._follow_schedule()
         for entry in self.param_groups:
             checks.values(entry, self.defaults)
@@ -257,11 +269,6 @@ class Gossip(Optimizer, Joinable):
         return self._shares[0].flat.values.device
 
     @property
-    def rounds(self) -> int:
-        """Rounds done."""
-        return self._shares[0].node.rounds
-
-    @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to its neighbours."""
         return self._links.bytes_sent
@@ -284,6 +291,7 @@ class Gossip(Optimizer, Joinable):
     def consensus(self) -> float:
         """Gamma, the mean over ranks of the squared distance of x from its network mean; all ranks must ask together.
 
+        It is that of x, the rule's output, whichever point the model holds.
         With on_failure="continue" it is that of the ranks within reach, and a warning says who they are.
 
         Raises:
@@ -292,7 +300,7 @@ class Gossip(Optimizer, Joinable):
         with self.together("consensus()") as (total, ranks):
             distance = torch.zeros(1, dtype=torch.float64)
             for share in self._shares:
-                here = share.flat.values.detach().double().cpu()
+                here = share.output().detach().double().cpu()
                 distance += (here - total(here) / len(ranks)).square().sum()
             return float(total(distance)) / len(ranks)
 
@@ -324,14 +332,6 @@ class Gossip(Optimizer, Joinable):
             why = f"from all ranks within reach, after the same round ({reason(error)})"
             raise RuntimeError(f"{what} needs an answer {why}") from None
 
-    def output(self) -> list[Tensor]:
-        """The rule's output, shaped like the trained parameters: x, or the average of iterates if it keeps one."""
-        found: dict[int, Tensor] = {}
-        for share in self._shares:
-            vector = share.rule.output(share.node.state).to(share.flat.values.dtype)
-            found |= {id(p): v.clone() for p, v in zip(share.flat.parameters, share.flat.views(vector), strict=True)}
-        return [found[id(p)] for entry in self.param_groups for p in entry["params"] if id(p) in found]
-
     # --- state -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -345,7 +345,9 @@ class Gossip(Optimizer, Joinable):
         return found | {"gossip": saved.header(self._shares)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state; on all ranks, each with its own of the same round. The model then holds its x.
+        """Go on from a state; on all ranks, each with its own of the same round.
+
+        The model then holds its x or its query point, as it did before: that is no part of the state.
 
         Raises:
             ValueError: it is no state of this rule and these parameters. Nothing is changed then.
@@ -375,13 +377,10 @@ class Gossip(Optimizer, Joinable):
             self._close = self._closed_at_end()
         for share, fields in zip(self._shares, vectors, strict=True):
             share.load(fields, rounds)
+        self._show("query" if self._holds == "query" or self._watch is None else "output")
         self._finished = False
         if self._schedule is not None and self._follow:
             self._scheduled = self._follow[0]["lr"]
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the memory of the parameters that are trained here."""
-        return any(share.flat.holds(tensor) for share in self._shares)
 
     def count_from(self, bytes_sent: int, seconds_waited: float, skipped: int = 0) -> None:
         """Go on counting from what was counted before a restart."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from klatsch.engine.node import Block, Given, Links, Node, is_sound
 from klatsch.rules import Rule, State
 from klatsch.topology import Topology
 
+Point = Literal["query", "output", "merged"]  # merged: the mean of all ranks' outputs, which `average_` puts there
 Setting = float | Tensor  # one number for all parameters, or a vector with one for each
 
 
@@ -84,25 +85,50 @@ class Share:
             self._keep_momentum()
         unsaved = {name: v.new_zeros(v.shape) for name, v in self.vectors().items() if name in self.added}
         self.node.load(unsaved | vectors, rounds)
-        self.flat.values.copy_(self.rule.query(self.node.state))
-        self.flat.written()
+        self.show("query")
 
-    def check_untouched(self) -> None:
+    def show(self, point: Point) -> None:
+        """Put a point of the state into the model."""
+        self._write(point, self.flat.values)
+        self.flat.mark_written()
+
+    def output(self) -> Tensor:
+        """x, as the model holds it or would."""
+        if not self.rule.apart or self.node.rounds == 0:  # at the start all points are what the model holds
+            return self.flat.values
+        found = torch.empty_like(self.flat.values)
+        self._write("output", found)
+        return found
+
+    def check_untouched(self, holds: Point = "query") -> None:
         """See whether somebody has written to the parameters, which belong to the optimizer since it was made.
+
+        Args:
+            holds: what they should be.
 
         Raises:
             ValueError: somebody has, and they do not fit the rest of the state; or they were moved.
         """
         self.flat.gather()
-        if not self.flat.written():
+        if not self.flat.touched:
             return
         if self.node.rounds == 0:  # the model was loaded before training: start from there
             self.node.load(self.rule.init(self.flat.values.to(self.dtype)), 0)
-        elif not torch.equal(self.flat.values, self.rule.query(self.node.state).to(self.flat.values.dtype)):
+        elif not self._shows(holds):
             raise ValueError(
                 f"the parameters were changed after round {self.node.rounds}, but not by this optimizer, whose other "
-                "vectors do not fit them any more; load its state too (load_state_dict), or make a new one"
+                "vectors do not fit them any more; load its state too (load_state_dict), make a new one, or, after "
+                "average_, put its own point back (optimizer.train())"
             )
+        self.flat.written()
+
+    def _write(self, point: Point, into: Tensor) -> None:
+        self.node.write(self.rule.query if point == "query" else self.rule.output, into)
+
+    def _shows(self, point: Point) -> bool:
+        expected = torch.empty_like(self.flat.values)
+        self._write(point, expected)
+        return point != "merged" and torch.equal(self.flat.values, expected)
 
     def _gradient(self, block: Block) -> Tensor:
         gradients, decay, factor = self._inputs

@@ -52,7 +52,7 @@ class Wrappers:
 
     def _refuse_averaging(self) -> None:
         kinds = [nn.parallel.DistributedDataParallel, *_fsdp("FullyShardedDataParallel")]
-        found = [weakref.ref(wrapper) for wrapper in _alive(kinds) if self._averages(wrapper)]
+        found = [weakref.ref(wrapper) for wrapper in alive(kinds) if self._averages(wrapper)]
         if found:
             gc.collect()  # one that nobody uses any more does no harm
         for wrapper in (reference() for reference in found):
@@ -73,7 +73,7 @@ class Wrappers:
 
     def _refuse_other_parameters(self) -> None:
         kinds = [*_fsdp("FullyShardedDataParallel"), *_fsdp("FSDPModule")]
-        if kinds and all(p.grad is None for p in self._parameters) and any(True for _ in _alive(kinds)):
+        if kinds and all(p.grad is None for p in self._parameters) and any(True for _ in alive(kinds)):
             raise ValueError(
                 "no parameter of the optimizer has a gradient: FSDP has put others in their place; train the model "
                 f"without it; {HOW}"
@@ -86,7 +86,7 @@ def _fsdp(name: str) -> list[type]:
     return [getattr(module, name)] if hasattr(module, name) else []
 
 
-def _alive(kinds: Sequence[type]) -> Iterator[Any]:
+def alive(kinds: Sequence[type]) -> Iterator[Any]:
     """All objects of some classes, and of those derived from them."""
     known = list(kinds)
     for kind in known:  # which grows

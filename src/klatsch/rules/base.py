@@ -82,6 +82,12 @@ class Rule:
         """One round: the gradient at `query(s)` in, the next state out."""
         raise NotImplementedError(f"{type(self).__name__} has no update(self, s, grad, flow, t, lr)")
 
+    @property
+    def apart(self) -> bool:
+        """Whether `output` is another point than `query`, as seen at a state of made-up numbers."""
+        s = {name: v * 0.0 + k for k, (name, v) in enumerate(self.init(torch.ones(2)).items(), 1)}
+        return not torch.equal(self.query(s), self.output(s))
+
     def at(self, s: State, v: Tensor) -> Tensor:
         """A vector of the state as a point: divided by the weight where sums are kept."""
         return v
@@ -121,15 +127,15 @@ def checked(rule: Any) -> Rule:
     Raises:
         ValueError: it is something else.
     """
+    missing = [name for name in ("lr", "init", "query", "output", "update") if not hasattr(rule, name)]
+    if missing or isinstance(rule, type):
+        what = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {type(rule).__name__}"
+        what += f" without {', '.join(missing)}" if missing else ""
+        raise ValueError(
+            f"the rule is {what}; give a rule, such as "
+            "rules.make('dat', lr=0.01), or an object of your own class that derives from rules.Rule"
+        )
     if not isinstance(rule, Rule):
-        missing = [name for name in ("lr", "init", "query", "output", "update") if not hasattr(rule, name)]
-        if missing or isinstance(rule, type):
-            what = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {type(rule).__name__}"
-            what += f" without {', '.join(missing)}" if missing else ""
-            raise ValueError(
-                f"the rule is {what}; give a rule, such as "
-                "rules.make('dat', lr=0.01), or an object of your own class that derives from rules.Rule"
-            )
         kind = type(rule)
         rule = columns.replaced(rule)  # a copy
         object.__setattr__(rule, "__class__", type(kind.__name__, (kind, Rule), {}))
