@@ -11,7 +11,7 @@ import torch
 import klatsch
 from klatsch.study import Store
 from tests.comparisons import assert_same_to_rounding
-from tests.rank_scenarios import LR, RANK_GRAPHS, RANK_RULES, ROUNDS, graph_of, problem_of
+from tests.rank_scenarios import LR, RANK_GRAPHS, RANK_RULES, ROUNDS, problem_of
 from tests.ranks import Ranks
 from tests.waiting import HANG
 
@@ -35,7 +35,7 @@ def test_every_rule_is_compared(outcome):
 def test_ranks_are_the_rows_of_the_simulation(outcome, label, name):
     size, ranks = outcome
     rule, options = RANK_RULES[label]
-    algorithm, graph = klatsch.rules.make(rule, lr=LR, **options), graph_of(rule, name, size)
+    algorithm, graph = klatsch.rules.make(rule, lr=LR, **options), klatsch.topology.make(name, size)
     try:
         expected = klatsch.simulate(problem_of(size), algorithm, graph, ROUNDS, engine="torch")
     except ValueError:  # not defined there

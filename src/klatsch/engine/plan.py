@@ -66,7 +66,7 @@ def plan(rule: Rule, x: Tensor) -> Plan:
     used = [c for c, tensors in enumerate(found) if any(id(v) in names for v in tensors)]
     needy = {c for c, tensors in enumerate(calls(*used)) if any(bool(v.isnan().any()) for v in tensors)}
     # A few numbers, such as push-sum's weight, are not worth a message of their own.
-    narrow = all(state[name].shape[-1] < x.shape[-1] for name in early)
+    narrow = all(state[name].shape[-1] < tiny.shape[-1] for name in early)
     beside = next((c for c in late if c not in needy), None) if narrow else None
 
     wide = tiny.shape[-1]

@@ -174,8 +174,7 @@ class Checkpointer:
                 if not _is_finite(v for name, v in tensors.items() if name.startswith("state.")):
                     raise CheckpointError(f"{path} holds a state that is not finite")
                 found[rounds] = int(header["run"]["number of ranks"])
-            except OldCheckpointError as error:
-                warnings.warn(f"{error}", RuntimeWarning, stacklevel=3)
+            except OldCheckpointError:
                 found[rounds] = OLD
             except CheckpointError as error:
                 warnings.warn(f"{error}", RuntimeWarning, stacklevel=3)
