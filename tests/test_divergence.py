@@ -8,8 +8,8 @@ from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.engine import simulate_together
 from tests.rank_scenarios import Poisoned, problem_of
-from tests.test_rules import RULES, trajectory
 from tests.test_engine import CUDA, ENGINES
+from tests.test_rules import RULES, trajectory
 
 HERE = [Poisoned.NODE, Poisoned.ROUND]
 FINITE = [-1, -1]

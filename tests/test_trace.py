@@ -11,8 +11,8 @@ from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.engine.fused import assigned
 from klatsch.engine.trace import NotLinearError, coefficient_table, trace
-from tests.test_rules import RULES
 from tests.test_engine import KERNEL
+from tests.test_rules import RULES
 
 
 class RandomRule:
