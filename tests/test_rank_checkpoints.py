@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import klatsch
+from klatsch.engine import sealed
 from klatsch.engine.membership import lag
+from klatsch.optim.checkpointer import FORMAT
 from klatsch.optim.plain import packed, unpacked
 from tests.waiting import HANG
 
@@ -228,3 +230,29 @@ def test_nothing_is_ever_unpickled():
     source = Path(klatsch.__file__).parent
     for path in source.rglob("*.py"):
         assert not re.search(r"\bpickle\.load|torch\.load\(|_object\(", path.read_text()), path
+
+
+def test_checkpoints_of_an_earlier_version_are_refused_by_name(tmp_path, alone):
+    advance(*make(tmp_path)[:3], 3)
+    for path in tmp_path.iterdir():
+        header, tensors = sealed.read(path, FORMAT)
+        sealed.write(path, header | {"format": "klatsch ranks 1"}, tensors)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(
+        ValueError, match=r"were written by klatsch 0\.1\.0; that version reads them\. Go on with it, or"
+    ):
+        make(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("number, version", [(1, r"0\.1\.0"), (2, r"0\.2\.0 before its release")])
+def test_a_simulation_of_an_earlier_version_is_refused_by_name(tmp_path, number, version):
+    path = tmp_path / "run.safetensors"
+    sealed.write(path, {"format": f"klatsch simulation {number}"}, {"state.w": torch.ones(2)})
+    before = path.read_bytes()
+    rule, problem = klatsch.rules.make("dat", lr=0.1), klatsch.problems.LeastSquares(4)
+    with pytest.raises(
+        ValueError, match=rf"was written by klatsch {version}, .*; that version reads it\. Go on with it"
+    ):
+        klatsch.simulate(problem, rule, klatsch.topology.ring(4), 5, checkpoint=path)
+    assert path.read_bytes() == before
