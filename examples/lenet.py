@@ -89,7 +89,7 @@ def main():
         if checkpointer:
             checkpointer.step()
         if t % given.report == 0 or t == given.rounds:
-            with torch.no_grad():
+            with torch.no_grad(), optimizer.averaged():  # x, whatever the rule
                 accuracy = (model(test_images).argmax(1) == test_labels).float().mean().cpu()
             worst, mean = accuracy.clone(), accuracy.clone()
             dist.all_reduce(worst, dist.ReduceOp.MIN)
