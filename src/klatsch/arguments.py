@@ -8,7 +8,11 @@ from typing import TypeVar
 
 import numpy as np
 
+from klatsch import own
+
 Thing = TypeVar("Thing")
+
+OWN = ("rule", "problem", "topology")  # what may be given as "file.py:name"
 
 
 def whole(value: object, name: str, least: int) -> int:
@@ -23,11 +27,13 @@ def whole(value: object, name: str, least: int) -> int:
 
 
 def named(kind: str, name: object, table: Mapping[str, Thing]) -> Thing:
-    """What a name stands for in a table.
+    """What a name stands for in a table, or in a file of one's own.
 
     Raises:
         ValueError: nothing of that name; with the nearest one, and all there are.
     """
+    if own.is_own(name) and kind in OWN:
+        return own.load(kind, str(name))  # type: ignore[no-any-return]
     if not isinstance(name, str) or name not in table:
         close = difflib.get_close_matches(str(name).lower(), table, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]}?" if close else "."

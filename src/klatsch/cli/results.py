@@ -74,13 +74,13 @@ def results(
         else:
             kinds: dict[tuple[Any, ...], list[tuple[str, Case]]] = {}
             for case, facts in runs:
-                kind = case.problem, case.length, case.dtype, case.record
+                kind = case.problem_label, case.length, case.dtype, case.record, case.source("problem")
                 kinds.setdefault(kind, []).append((facts["key"], case))
             tables = _tables(opened, kinds, metric)
             if as_json:
                 print_json({"rows": [plain(row) | {"dtype": key[2]} for key, rows in tables for row in rows]})
                 return
-            for (problem, length, dtype, _), rows in tables:
+            for (problem, length, dtype, *_), rows in tables:
                 print_rows(rows, [], f"{problem}: {rows[0].metric}, {length}, {dtype}", "cpu")
 
 
@@ -109,12 +109,13 @@ def _filtered(
     lr: str | None,
     where: list[str],
 ) -> Runs:
+    from klatsch import own
     from klatsch.arguments import named
 
     tests: list[tuple[str, Callable[[Case], Any], list[Any]]] = []
     for name, text, of, read in (
-        ("rule", rule, lambda case: (case.rule, case.label), str),
-        ("topology", topology, lambda case: (case.topology, case.graph_label), str),
+        ("rule", rule, lambda case: (own.label(case.rule), case.label), str),
+        ("topology", topology, lambda case: (own.label(case.topology), case.graph_label), str),
         ("nodes", nodes, lambda case: (case.nodes,), terminal.whole),
         ("seed", seed, lambda case: (case.seed,), terminal.whole),
         ("lr", lr, lambda case: (case.lr,), terminal.number),
@@ -155,7 +156,7 @@ def _as_number(text: str) -> str:
 
 
 def _order(case: Case) -> tuple[Any, ...]:
-    return case.problem, case.steps, case.graph_label, case.setting, case.nodes, case.label, case.lr, case.seed
+    return case.problem_label, case.steps, case.graph_label, case.setting, case.nodes, case.label, case.lr, case.seed
 
 
 def _tables(
@@ -176,10 +177,8 @@ def _tables(
 
 
 def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
-    from klatsch import problems
-
     outcomes = store.outcomes([facts["key"] for _, facts in runs], last=True)
-    shown = {case.problem: metric or problems.headline(case.problem).metric for case, _ in runs}
+    shown = {case.problem: metric or case.headline.metric for case, _ in runs}
     runs = [run for run in runs if shown[run[0].problem] in outcomes[run[1]["key"]].metrics]
     if not runs:
         there = dict.fromkeys(name for outcome in outcomes.values() for name in outcome.metrics)

@@ -89,7 +89,9 @@ def finite(value: float) -> float | None:
 
 
 def _value(name: str, row: Row) -> str:
-    return f"{row.setting[name]:g}" if name in row.setting else "-"
+    from klatsch.study.grids import shown
+
+    return shown(row.setting.get(name, "-"))
 
 
 def _varying(rows: Sequence[Row]) -> list[str]:

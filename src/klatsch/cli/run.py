@@ -191,7 +191,7 @@ def title_of(study: Study) -> str:
     """What the errors of a study are."""
     from klatsch import problems
 
-    return f"{study.problem.name}: {problems.headline(study.problem.name).text}, {study.length}, {study.choice}"
+    return f"{study.problem.label}: {problems.headline(study.problem.name).text}, {study.length}, {study.choice}"
 
 
 def _from_options(
@@ -222,7 +222,13 @@ def _from_options(
     content = {**rest, **entries, "leave_out": True}
     # Two comparisons in one store are two studies, whatever they have in common.
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:6]
-    return spec.parse({**content, "name": f"{' '.join(rules)} on {' '.join(topologies)}"[:90] + f" ({digest})"})
+    return spec.parse({**content, "name": _names(rules, topologies)[:90] + f" ({digest})"})
+
+
+def _names(rules: list[str], topologies: list[str]) -> str:
+    from klatsch import own
+
+    return f"{' '.join(map(own.label, rules))} on {' '.join(map(own.label, topologies))}"
 
 
 def _refuse_with_file(context: typer.Context) -> None:

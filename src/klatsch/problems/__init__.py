@@ -6,7 +6,10 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
+
 from klatsch.arguments import check_options, named
+from klatsch.own import explained, is_own, label
 from klatsch.problems.core import DISTANCE, Headline, Problem, Quadratic
 from klatsch.problems.images import ImageClassification
 from klatsch.problems.labelled import Images
@@ -29,6 +32,7 @@ __all__ = [
     "check",
     "dirichlet",
     "headline",
+    "kind",
     "large_is_good",
     "lenet",
     "make",
@@ -47,16 +51,24 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
 def make(name: str, nodes: int, **choices: Any) -> Problem:
     """A problem by name: `make("least-squares", 16, noise=1.0, heterogeneity=10.0)`.
 
+    A problem of your own is "file.py:Name"; the file is executed.
+
     Raises:
         ValueError: the name is unknown, the problem has no such option, or a value is not allowed.
     """
     check_options(name, choices, options(name))
-    return PROBLEMS[name](nodes, **choices)
+    with explained(name):
+        return kind(name)(nodes, **choices)
+
+
+def kind(name: str) -> Callable[..., Problem]:
+    """The class or function that makes a problem."""
+    return named("problem", name, PROBLEMS)
 
 
 def options(name: str) -> tuple[str, ...]:
     """The options that `make(name, nodes, ...)` takes beside the number of nodes."""
-    return tuple(inspect.signature(named("problem", name, PROBLEMS)).parameters)[1:]
+    return tuple(inspect.signature(kind(name)).parameters)[1:]
 
 
 def check(name: str, nodes: int, **choices: Any) -> None:
@@ -66,7 +78,11 @@ def check(name: str, nodes: int, **choices: Any) -> None:
         ValueError: the name is unknown, the problem has no such option, or a value is not allowed.
     """
     check_options(name, choices, options(name))
-    getattr(PROBLEMS[name], "check", PROBLEMS[name])(nodes, **choices)
+    with explained(name):
+        if is_own(name) and not hasattr(kind(name), "check"):
+            _check_own(name, make(name, nodes, **choices))
+        else:
+            getattr(kind(name), "check", kind(name))(nodes, **choices)
 
 
 def make_ready(name: str) -> None:
@@ -75,22 +91,49 @@ def make_ready(name: str) -> None:
     Raises:
         ValueError: it cannot be had.
     """
-    getattr(named("problem", name, PROBLEMS), "ready", lambda: None)()
+    getattr(kind(name), "ready", lambda: None)()
 
 
 def rounds_per_epoch(name: str, nodes: int, **choices: Any) -> int | None:
     """Rounds in which so many nodes go through the data of a problem once; None where it has no data set."""
-    count = getattr(named("problem", name, PROBLEMS), "rounds_per_epoch", None)
+    count = getattr(kind(name), "rounds_per_epoch", None)
     return None if count is None else int(count(nodes, **choices))
 
 
 def large_is_good(name: str) -> Collection[str]:
     """The metrics of a problem that are good when large; all others are errors of some kind."""
-    found: Collection[str] = getattr(named("problem", name, PROBLEMS), "worst", ())
+    found: Collection[str] = getattr(kind(name), "worst", ())
     return found
 
 
 def headline(name: str) -> Headline:
     """The metric of a problem by which learning rates are chosen."""
-    found: Headline = getattr(named("problem", name, PROBLEMS), "headline", DISTANCE)
+    found: Headline = getattr(kind(name), "headline", DISTANCE)
     return found
+
+
+def _check_own(name: str, problem: Any) -> None:
+    """Check that a problem of one's own has what the engines ask for.
+
+    Raises:
+        ValueError: it does not; with the remedy.
+    """
+    if missing := [part for part in ("nodes", "dim", "start", "grad", "metrics") if not hasattr(problem, part)]:
+        raise ValueError(
+            f"{label(name)} gives a {type(problem).__name__} without {', '.join(missing)}; see problems.Problem for "
+            "what it needs"
+        )
+    M, d, wanted = int(problem.nodes), int(problem.dim), headline(name).metric
+    start = torch.as_tensor(problem.start()).double().reshape(-1)
+    sizes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {"start()": (tuple(start.shape), (d,))}
+    if len(start) == d:
+        sizes["grad(x, 1)"] = tuple(problem.grad(start.expand(M, 1, d), 1).shape), (M, 1, d)
+        sizes["grad(x, 1, [0])"] = tuple(problem.grad(start.expand(1, 1, d), 1, [0]).shape), (1, 1, d)
+    for asked, (got, shape) in sizes.items():
+        if got != shape:
+            raise ValueError(f"{label(name)}: {asked} has shape {got}; give {shape}")
+    if wanted not in (there := problem.metrics(start.expand(M, 1, d))):
+        raise ValueError(
+            f"{label(name)} has no metric {wanted!r} to choose learning rates by; give {type(problem).__name__} "
+            f"headline = problems.Headline({next(iter(there), 'loss')!r}, 'what it is')"
+        )

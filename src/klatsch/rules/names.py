@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from klatsch.arguments import check_options, named
+from klatsch.own import explained
 from klatsch.rules.averages import Anytime, Averaged
-from klatsch.rules.base import Rule
+from klatsch.rules.base import Rule, checked
 from klatsch.rules.corrected import Corrected
 from klatsch.rules.directions import momentum as inertia
 from klatsch.rules.plain import DecentLaM, Plain
@@ -81,6 +82,8 @@ WHY_NOT = {  # why some rules do not have an option that others have
 def make(name: str, **choices: Any) -> Rule:
     """A rule by name: `make("dat", lr=1e-3, averaging="linear", beta=0.9, momentum=0.9, order="cta")`.
 
+    A rule of your own is "file.py:Name"; the file is executed.
+
     Raises:
         ValueError: the name is unknown, the rule has no such option or needs one, or a value is not allowed.
     """
@@ -91,7 +94,8 @@ def make(name: str, **choices: Any) -> Rule:
     check_options(name, choices, known)
     if "lr" not in choices:
         raise ValueError(f"{name} needs a learning rate: make({name!r}, lr=0.01)")
-    return RULES[name](**choices)
+    with explained(name):
+        return checked(named("rule", name, RULES)(**choices))
 
 
 def options(name: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from klatsch import problems, rules
+from klatsch import own, problems, rules
 from klatsch.engine import Result, simulate, simulate_together
 from klatsch.engine.mixing import common_period
 from klatsch.engine.sealed import CheckpointError
@@ -49,6 +49,12 @@ class Batch:
     def cases(self) -> list[Case]:
         """All runs."""
         return [case for network in self.networks for case in network]
+
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """Its problem, rule and topology, of which some may be somebody's own."""
+        first = self.networks[0][0]
+        return first.problem, first.rule, first.topology
 
     @property
     def key(self) -> str:
@@ -123,6 +129,7 @@ class Parts:
 def parts(batch: Batch) -> Parts:
     """What a batch is run from."""
     first = batch.networks[0][0]
+    first.check_sources()
     return Parts(
         rule=rules.make(first.rule, **_joined([case.rule_options for case in batch.networks[0]])),
         problems=[_problem(network) for network in batch.networks],
@@ -135,6 +142,8 @@ def parts(batch: Batch) -> Parts:
 def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Advance | None = None) -> Finished:
     """Run a batch, from its checkpoint if there is one."""
     made = parts(batch)
+    if not all(hasattr(problem, "fingerprint") for problem in made.problems):
+        checkpoint = None  # nothing would tell it from that of another problem
     choices: Any = {
         **made.choices,
         "device": batch.device,
@@ -148,12 +157,13 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Advance | 
             return simulate_together(made.problems, made.rule, made.graphs, made.steps, **choices)
         return [simulate(made.problems[0], made.rule, made.graphs[0], made.steps, **choices)]
 
-    try:
-        results = run()
-    except CheckpointError:  # of another version, or damaged: it is ours, and the rounds can be done again
-        assert checkpoint is not None
-        checkpoint.unlink(missing_ok=True)
-        results = run()
+    with own.explained(*batch.names):
+        try:
+            results = run()
+        except CheckpointError:  # of another version, or damaged: it is ours, and the rounds can be done again
+            assert checkpoint is not None
+            checkpoint.unlink(missing_ok=True)
+            results = run()
     return finished(batch, results, results[0].seconds)
 
 
@@ -209,7 +219,8 @@ def processor() -> str:
 def _problem(network: tuple[Case, ...]) -> Any:
     first = network[0]
     options = _joined([case.problem_options for case in network])
-    return problems.make(first.problem, first.nodes, seed=first.seed, **options)
+    seed = {"seed": first.seed} if "seed" in problems.options(first.problem) else {}
+    return problems.make(first.problem, first.nodes, **seed, **options)
 
 
 def _joined(options: list[Options]) -> Options:
@@ -220,20 +231,20 @@ def _joined(options: list[Options]) -> Options:
 
 def _columns(case: Case) -> list[Any]:
     """What may differ between the columns of a batch."""
-    varying = getattr(problems.PROBLEMS[case.problem], "per_column", ())
-    rule = {name: case.rule_options.get(name) for name in rules.PER_COLUMN}
+    varying = getattr(problems.kind(case.problem), "per_column", ())
+    rule = {name: case.rule_options.get(name) for name in case.per_column}
     return [rule, {name: case.problem_options.get(name) for name in varying}]
 
 
 def _shared(case: Case) -> list[Any]:
     """What all runs of a batch have in common, beside the network's size and seed."""
-    varying = getattr(problems.PROBLEMS[case.problem], "per_column", ())
+    varying = getattr(problems.kind(case.problem), "per_column", ())
     return [
         case.problem,
         {k: v for k, v in case.problem_options.items() if k not in varying},
         sorted(case.problem_options),
         case.rule,
-        {k: v for k, v in case.rule_options.items() if k not in rules.PER_COLUMN},
+        {k: v for k, v in case.rule_options.items() if k not in case.per_column},
         sorted(case.rule_options),
         [case.topology, case.topology_options, case.lazy],
         [case.steps, case.record, case.epochs, case.dtype, case.any_graph],
@@ -242,29 +253,30 @@ def _shared(case: Case) -> list[Any]:
 
 def _in_stack(case: Case) -> list[Any]:
     """What all networks of one stack have in common."""
-    own = getattr(problems.PROBLEMS[case.problem], "per_network", None)
+    own = getattr(problems.kind(case.problem), "per_network", None)
     if own is None:
         return _shared(case)
     options = {name: value for name, value in case.problem_options.items() if name not in own}
-    return _shared(replace(case, problem_options=options, topology="", topology_options={}, lazy_rule=False))
+    return _shared(replace(case, problem_options=options, topology="", topology_options={}, lazy=False))
 
 
 def _most_columns(case: Case, device: str) -> int:
     """Columns of one batch; one where they share no work, so that many small batches keep all cores busy."""
-    alone = device == "cpu" and not getattr(problems.PROBLEMS[case.problem], "columns_share", True)
+    alone = device == "cpu" and not getattr(problems.kind(case.problem), "columns_share", True)
+    alone |= own.is_own(case.rule) and not is_dataclass(case.make_rule())  # whose lists are no columns
     return 1 if alone else MOST_COLUMNS
 
 
 def _cut(blocks: list[tuple[Case, ...]]) -> list[list[tuple[Case, ...]]]:
     """Networks as stacks that fit: into memory, and into the rounds that are captured at once."""
-    if not hasattr(problems.PROBLEMS[blocks[0][0].problem], "joined"):
+    if not hasattr(problems.kind(blocks[0][0].problem), "joined"):
         return [[block] for block in blocks]
     stacks: list[list[tuple[Case, ...]]] = []
     graphs: list[Topology] = []
     size = 0
     dim = _dim(blocks[0][0])
     # Of every node: its matrix (joined, and the network's own), and the draws of the rounds that are captured.
-    own = getattr(problems.PROBLEMS[blocks[0][0].problem], "numbers_per_parameter", 2 * dim + 3 * MOST_ROUNDS)
+    own = getattr(problems.kind(blocks[0][0].problem), "numbers_per_parameter", 2 * dim + 3 * MOST_ROUNDS)
     for block in sorted(blocks, key=lambda b: (b[0].make_graph().period, b[0].nodes, b[0].seed)):
         graph = block[0].make_graph()
         numbers = block[0].nodes * dim * (VECTORS * len(block) + own)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import json
-from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from klatsch import problems, rules
+from klatsch import own, problems, rules
 from klatsch import topology as topologies
-from klatsch.columns import described
-from klatsch.study.grids import Options, combinations, counted
+from klatsch.problems import Headline
+from klatsch.study import keys
+from klatsch.study.grids import Options, combinations, counted, shown
 from klatsch.study.spec import Study
 from klatsch.topology import Topology
 
-REVISION = 1  # raised when the same settings give other results than before
+Sources = dict[str, Options]  # what is kept of parts of one's own, by name or kind: see `sources_of`
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class Case:
     rule_options: Options  # with lr
     topology: str
     topology_options: Options
-    lazy_rule: bool  # asked for by the rule: this rule alone mixes with (I + P) / 2
-    lazy_graph: bool  # asked for by the graph: all rules do
+    lazy: bool  # asked for by the graph: all rules mix with (I + P) / 2
     nodes: int
     seed: int
     steps: int
@@ -41,31 +39,42 @@ class Case:
     dtype: str
     any_graph: bool
     epochs: int | None = None  # of which `steps` follows; metrics are taken evenly then
+    sources: Sources = field(default_factory=dict)  # of its problem, rule and topology, where those have any
 
     @cached_property
     def key(self) -> str:
         """SHA-256 of all settings, defaults included: written out or left out, it is the same run."""
+        source = {kind: facts["source"] for kind, facts in self.sources.items()}
+        rule, lazy = keys.rule(self.rule, self.rule_options, self.lazy, source.get("rule"))
+        graph = self.topology_options
+        if "topology" not in source:
+            graph = keys.defaults(topologies.TOPOLOGIES[self.topology]) | graph
         facts: dict[str, Any] = {
-            "revision": REVISION,
-            "problem": [self.problem, self.problem_settings],
-            "rule": [self.rule, described(self.make_rule())],
-            "topology": [self.topology, _defaults(topologies.TOPOLOGIES[self.topology]) | self.topology_options],
-            "numbers": [self.lazy, self.nodes, self.seed, self.steps, self.record, self.dtype],
+            "revision": keys.REVISION,
+            "problem": keys.named_part(self.problem, self.problem_settings, source.get("problem")),
+            "rule": rule,
+            "topology": keys.named_part(self.topology, graph, source.get("topology")),
+            "numbers": [lazy, self.nodes, self.seed, self.steps, self.record, self.dtype],
         }
         if self.epochs is not None:
             facts["spacing"] = "even"
-        return hashlib.sha256(json.dumps(_plain(facts), sort_keys=True).encode()).hexdigest()
+        return keys.digest(facts)
+
+    @property
+    def before(self) -> Case | None:
+        """The run that its settings meant before 0.2, if that was another one."""
+        new = set(self.rule_options) - set(keys.FIELDS.get(self.rule, ("", ()))[1])
+        if self.rule not in keys.REVISIONS or new or self.sources:
+            return None
+        return replace(self, sources={"rule": {"source": keys.BEFORE}})
 
     @property
     def problem_settings(self) -> Options:
-        """All options of the problem, defaults included, but for the seed."""
-        defaults = _defaults(problems.PROBLEMS[self.problem])
+        """All options of the problem, defaults included, but for the seed; of one of one's own, those given."""
+        if "problem" in self.sources:
+            return self.problem_options
+        defaults = keys.defaults(problems.kind(self.problem))
         return {name: value for name, value in defaults.items() if name != "seed"} | self.problem_options
-
-    @property
-    def lazy(self) -> bool:
-        """Whether it mixes with (I + P) / 2."""
-        return self.lazy_rule or self.lazy_graph
 
     @property
     def lr(self) -> float:
@@ -88,23 +97,50 @@ class Case:
     def label(self) -> str:
         """What to call the rule: its name and the options that were given, such as "dat (cta)"."""
         given = {name: value for name, value in self.rule_options.items() if name != "lr"}
-        words = [str(v) if name == "order" else f"{name} {_short(v)}" for name, v in given.items()]
-        words += ["lazy"] if self.lazy_rule else []
-        return f"{self.rule} ({', '.join(words)})" if words else self.rule
+        if given.get("lazy") is True and self.rule in keys.FIELDS:  # which it is anyway
+            del given["lazy"]
+        words = [_word(name, value) for name, value in given.items()]
+        words += [keys.BEFORE] if self.source("rule") == keys.BEFORE else []
+        return _called(own.label(self.rule), words)
 
     @property
     def graph_label(self) -> str:
         """What to call the graph, such as "ring/8" or "base_graph (k 2)"."""
         given = self.topology_options
-        words = [f"{name} {_short(value)}" for name, value in given.items() if name != "every"]
-        name = f"lazy {self.topology}" if self.lazy_graph else self.topology
-        name = f"{name}/{given['every']}" if "every" in given else name
-        return f"{name} ({', '.join(words)})" if words else name
+        words = [f"{name} {shown(value)}" for name, value in given.items() if name != "every"]
+        name = ("lazy " if self.lazy else "") + own.label(self.topology)
+        return _called(f"{name}/{given['every']}" if "every" in given else name, words)
+
+    @property
+    def problem_label(self) -> str:
+        """What to call the problem."""
+        return own.label(self.problem)
 
     @property
     def setting(self) -> str:
         """What to call the problem's options, such as "noise 1, heterogeneity 10"."""
-        return ", ".join(f"{name} {_short(value)}" for name, value in self.problem_options.items())
+        return ", ".join(f"{name} {shown(value)}" for name, value in self.problem_options.items())
+
+    @property
+    def headline(self) -> Headline:
+        """The metric by which learning rates are chosen."""
+        return headline_of(self.problem, self.sources.get("problem"))
+
+    @property
+    def large_is_good(self) -> Collection[str]:
+        """The metrics that are good when large."""
+        if "problem" not in self.sources:
+            return problems.large_is_good(self.problem)
+        return list(self.sources["problem"]["large_is_good"])
+
+    def source(self, kind: str) -> str:
+        """The hash of the file that its problem, rule or topology is from; nothing for those of klatsch."""
+        return str(self.sources.get(kind, {}).get("source", ""))
+
+    @property
+    def per_column(self) -> tuple[str, ...]:
+        """Options of the rule that may differ between the columns of one run."""
+        return ("lr",) if own.is_own(self.rule) else rules.PER_COLUMN
 
     def make_rule(self) -> Any:
         """The update rule."""
@@ -112,7 +148,18 @@ class Case:
 
     def make_graph(self) -> Topology:
         """The topology."""
-        return _graph(self.topology, tuple(sorted(self.topology_options.items())), self.lazy, self.nodes)
+        options = tuple(sorted(self.topology_options.items()))
+        return _graph(self.topology, options, self.lazy, self.nodes, self.source("topology"))
+
+    def check_sources(self) -> None:
+        """Check that files of one's own are still what they were when the study was read.
+
+        Raises:
+            ValueError: one has changed or is gone.
+        """
+        for kind, name in (("problem", self.problem), ("rule", self.rule), ("topology", self.topology)):
+            if own.is_own(name) and own.digest(name) != self.source(kind):
+                raise ValueError(f"{name} has changed since the study was read; run it again")
 
 
 class LeftOut(NamedTuple):
@@ -122,12 +169,17 @@ class LeftOut(NamedTuple):
     reason: str
 
 
-def expand(study: Study) -> tuple[list[Case], list[LeftOut]]:
+def expand(study: Study, sources: Sources | None = None) -> tuple[list[Case], list[LeftOut]]:
     """The runs of a study, ordered by topology, setting, nodes, rule, learning rate and seed, and what is left out.
+
+    Args:
+        study: of `load(file)`, or made in Python.
+        sources: what was kept of parts of one's own when the study was run; then their files are not looked at.
 
     Raises:
         ValueError: something does not fit and the study does not leave it out, or nothing is left; with the reason.
     """
+    known = sources_of(study) if sources is None else sources
     cases: dict[str, Case] = {}
     left_out: list[LeftOut] = []
     for graph in study.topologies:
@@ -135,8 +187,8 @@ def expand(study: Study) -> tuple[list[Case], list[LeftOut]]:
             for setting in study.problem.combinations():
                 for nodes in study.nodes:
                     for rule in study.rules:
-                        own = {"lr": study.lr, **(rule.model_extra or {})}
-                        for rule_options in combinations(own):
+                        parts = {"problem": study.problem.name, "rule": rule.name, "topology": graph.name}
+                        for rule_options in combinations({"lr": study.lr, **(rule.model_extra or {})}):
                             first = Case(
                                 problem=study.problem.name,
                                 problem_options=setting,
@@ -144,8 +196,7 @@ def expand(study: Study) -> tuple[list[Case], list[LeftOut]]:
                                 rule_options=rule_options,
                                 topology=graph.name,
                                 topology_options=graph_options,
-                                lazy_rule=rule.lazy is True,
-                                lazy_graph=graph.lazy,
+                                lazy=graph.lazy,
                                 nodes=nodes,
                                 seed=study.seeds[0],
                                 steps=study.rounds(nodes, setting),
@@ -153,10 +204,10 @@ def expand(study: Study) -> tuple[list[Case], list[LeftOut]]:
                                 dtype=study.dtype,
                                 any_graph=study.any_graph,
                                 epochs=study.epochs,
+                                sources={kind: known[name] for kind, name in parts.items() if name in known},
                             )
-                            if rule.lazy == "auto" and _must_be_lazy(first):
-                                first = replace(first, lazy_rule=True)
-                            if (reason := refusal(first)) is not None:
+                            stored = sources is not None and bool(first.sources)
+                            if not stored and (reason := refusal(first)) is not None:
                                 left_out.append(LeftOut(nodes, reason))
                                 continue
                             for seed in study.seeds:
@@ -169,50 +220,58 @@ def expand(study: Study) -> tuple[list[Case], list[LeftOut]]:
     return list(cases.values()), left_out
 
 
-def _must_be_lazy(case: Case) -> bool:
-    """Whether a rule takes the lazy form of a graph, and not the graph itself."""
-    strict = replace(case, any_graph=False)
-    return refusal(strict) is not None and refusal(replace(strict, lazy_rule=True)) is None
+def sources_of(study: Study) -> Sources:
+    """What is to be kept of the parts of one's own in a study, by name: without it their runs would mean nothing.
+
+    That is the hash of the file, and of problems the metric by which learning rates are chosen.
+    """
+    names = [entry.name for entry in (*study.rules, *study.topologies, study.problem) if own.is_own(entry.name)]
+    found: Sources = {name: {"source": own.digest(name)} for name in names}
+    if (name := study.problem.name) in found:
+        found[name] |= {"headline": list(problems.headline(name)), "large_is_good": list(problems.large_is_good(name))}
+    return found
+
+
+def headline_of(problem: str, source: Options | None = None) -> Headline:
+    """The metric of a problem by which learning rates are chosen; `source` where its file may be gone."""
+    return problems.headline(problem) if source is None else Headline(*source["headline"])
 
 
 def refusal(case: Case) -> str | None:
     """Why a run is not possible, or None."""
-    check = getattr(problems.PROBLEMS[case.problem], "check", None)  # of problems that cannot have any size
     try:
-        if check is not None:
-            check(case.nodes, **case.problem_options)
-        graph = case.make_graph()
-        check = getattr(case.make_rule(), "check_graph", None)
-        if check is not None and not case.any_graph:
-            check(graph)
+        _check_problem(case.problem, tuple(case.problem_options.items()), case.nodes, case.source("problem"))
+        graph, rule = case.make_graph(), case.make_rule()
+        if not case.any_graph:
+            rule.check_graph(graph)
     except ValueError as reason:
         return str(reason)
     return None
 
 
 @lru_cache(maxsize=256)
-def _graph(name: str, options: tuple[tuple[str, Any], ...], lazy: bool, nodes: int) -> Topology:
-    graph = topologies.make(name, nodes, **dict(options))
+def _check_problem(name: str, options: tuple[tuple[str, Any], ...], nodes: int, source: str) -> None:
+    """Check a problem that cannot have any size, or is somebody's own."""
+    if source or hasattr(problems.kind(name), "check"):
+        problems.check(name, nodes, **dict(options))
+
+
+@lru_cache(maxsize=256)
+def _graph(name: str, options: tuple[tuple[str, Any], ...], lazy: bool, nodes: int, source: str) -> Topology:
+    with own.explained(name):
+        graph = topologies.make(name, nodes, **dict(options))
+    if not isinstance(graph, Topology):
+        raise ValueError(f"{own.label(name)} gives a {type(graph).__name__}; give a Topology, such as topology.ring(n)")
+    if graph.size != nodes:
+        raise ValueError(f"{own.label(name)} has {graph.size} nodes where {nodes} were asked for; build it from n")
     return topologies.lazy(graph) if lazy else graph
 
 
-@cache
-def _defaults(function: Any) -> Options:
-    return {
-        name: parameter.default
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
+def _called(name: str, words: list[str]) -> str:
+    return f"{name} ({', '.join(words)})" if words else name
 
 
-def _plain(value: Any) -> Any:
-    """Plain data in which 1.0 and 1 are the same, while large whole numbers stay exact."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+def _word(option: str, value: Any) -> str:
+    if option == "lazy" and value is False:
+        return "not lazy"
+    return str(value) if option == "order" else f"{option} {shown(value)}"

@@ -266,7 +266,7 @@ def _count(progress: Progress, batch: Batch, outcome: Finished, new: int) -> Non
     progress.runs_done += new  # not those that somebody else was faster with
     progress.work_done += batch.work
     progress.first = progress.first or (time.monotonic(), batch.work)
-    headline = problems.headline(batch.cases[0].problem)
+    headline = batch.cases[0].headline
     finals = outcome.metrics.get(headline.metric)
     if finals is not None:
         sign = -1.0 if headline.largest else 1.0

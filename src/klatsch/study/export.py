@@ -23,7 +23,7 @@ def records(store: Store, runs: Sequence[tuple[Case, dict[str, Any]]], curves: b
     for case, facts in runs:
         outcome = outcomes[facts["key"]]
         head: Record = {
-            "problem": case.problem,
+            "problem": case.problem_label,
             **case.problem_options,
             "topology": case.graph_label,
             "nodes": case.nodes,

@@ -140,10 +140,11 @@ def by_rule(rows: Sequence[Row]) -> Look:
     """A rule looks the same in every figure; its variants differ in the line."""
     labels = distinct(rows, lambda row: row.rule)
     names = [label.split(" ")[0] for label in labels]
+    places = list(dict.fromkeys([*rules.RULES, *names]))  # rules of one's own come after the others
 
     def look(row: Row) -> Style:
         k, name = labels.index(row.rule), row.rule.split(" ")[0]
-        place = list(rules.RULES).index(name)
+        place = places.index(name)
         variant = names[:k].count(name)
         return {
             "color": COLOURS[place % len(COLOURS)],

@@ -59,3 +59,8 @@ def short(value: object) -> str:
     """A value for a message, which stays one line."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def shown(value: object) -> str:
+    """A value for a table."""
+    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)

@@ -42,8 +42,11 @@ def _unfinished(store: Store) -> set[str] | None:
     """The batches that studies in a store still have to do, by key; None where that cannot be known."""
     done = store.done()
     try:
-        studies = [remembered.study for remembered in store.studies()]
-        batches = [batch for study in studies for batch in pack(expand(study)[0], study.device)]
+        batches = [
+            batch
+            for remembered in store.studies()
+            for batch in pack(expand(remembered.study, remembered.sources)[0], remembered.study.device)
+        ]
     except ValueError:  # of another version, or without its data
         return None
     return {left.key for batch in batches for left in batch.without(done)}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from klatsch import own
 from klatsch.engine.agreement import broadcast
 from klatsch.engine.ranks import simulate_on_ranks
 from klatsch.engine.transfers import reason
@@ -111,10 +112,12 @@ def run_together(batch: Batch) -> Finished | None:
     made, results = parts(batch), []
     for problem, graph in zip(made.problems, made.graphs, strict=True):
         group, where = _first_ranks(graph.size), {"device": _device(batch.device), **made.choices}
-        if dist.get_rank() < graph.size:
+        if dist.get_rank() >= graph.size:
+            continue
+        with own.explained(*batch.names):
             results.append(simulate_on_ranks(problem, made.rule, graph, made.steps, group=group, **where))
-    own = [result for result in results if result is not None]
-    return finished(batch, own, sum(result.seconds for result in own)) if own else None
+    mine = [result for result in results if result is not None]
+    return finished(batch, mine, sum(result.seconds for result in mine)) if mine else None
 
 
 def _device(name: str) -> torch.device:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from klatsch import pictures
 from klatsch.files import save
 from klatsch.study.claims import Verdict
+from klatsch.study.grids import shown
 from klatsch.study.summary import Row
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def table_of(rows: Sequence[Row]) -> tuple[tuple[str, ...], tuple[tuple[str, ...
     lines = [
         (
             row.topology,
-            *(f"{row.setting[name]:g}" if name in row.setting else "-" for name in settings),
+            *(shown(row.setting.get(name, "-")) for name in settings),
             str(row.nodes),
             row.rule,
             *(f"{value:.4g}" for value in (row.value, row.low, row.high)),

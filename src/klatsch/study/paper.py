@@ -25,7 +25,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"name": "dsgd", "average": "constant"},
     {"name": "gt"},
     {"name": "gt", "average": "constant"},
-    {"name": "d2", "lazy": True},
+    {"name": "d2"},
     {"name": "dat"},
     {"name": "dat", "order": "cta"},
     {"name": "dat-gt"},
@@ -37,7 +37,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 IMAGE_RULES: tuple[dict[str, Any], ...] = (
     {"name": "dat", "averaging": "fixed(0.9)", "momentum": 0.9},
     {"name": "dsgd", "momentum": 0.9},
-    {"name": "d2", "lazy": "auto"},  # the even ring needs it; on the Base-2 graph it is run as it is
+    {"name": "d2"},
 )
 MORE_IMAGE_RULES: tuple[dict[str, Any], ...] = (
     {"name": "dat", "averaging": "fixed(0.9)", "momentum": 0.9, "order": "cta"},

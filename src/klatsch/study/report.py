@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from klatsch import files, pictures
-from klatsch.study.cases import expand
 from klatsch.study.figures import VALUE
 from klatsch.study.pages import Page
-from klatsch.study.reproduce import clock, page_of
+from klatsch.study.reproduce import clock, found, page_of
 from klatsch.study.store import Store
 from klatsch.version import VERSION
 
@@ -25,7 +24,7 @@ def report(store: Store, path: Path, title: str | None = None) -> list[Page]:
     studies = store.studies()
     if not studies:
         raise ValueError(f"{store.path} holds no study; klatsch run and klatsch reproduce put them there")
-    expanded = [expand(study.study) for study in studies]
+    expanded = [found(study, store) for study in studies]
     pages = [page_of(study, store, known) for study, known in zip(studies, expanded, strict=True)]
     runs = store.runs()
     shown = {case.key for cases, _ in expanded for case in cases}

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from klatsch import problems
 from klatsch.study import figures, image_figures, image_verdicts, tables, verdicts
-from klatsch.study.cases import Case, LeftOut, expand
+from klatsch.study.cases import Case, LeftOut, expand, headline_of
 from klatsch.study.claims import Verdict
 from klatsch.study.grids import counted
 from klatsch.study.pages import Page, edge_note, table_of
@@ -33,9 +32,8 @@ IMAGE_TITLES = {
 IMAGE_NOTES = (
     "Where the paper is silent: 32 images per node and round, every node goes through its own images in a new order in "
     "every epoch, constant learning rate, LeNet with GroupNorm after each convolution, all nodes start equal.",
-    "D2 needs one symmetric matrix with eigenvalues above -1/3: where the ring does not have that it mixes with "
-    "(I + P) / 2; on the Base-2 graph, which changes from round to round, it is not defined and run as it is. An "
-    "accuracy of 0 means that a run diverged.",
+    "D2 mixes with (I + P) / 2, which suits it on every symmetric graph; on the Base-2 graph, which changes from round "
+    "to round, it is not defined and run all the same. An accuracy of 0 means that a run diverged.",
 )
 BANDS = "bands reach from the smallest to the largest seed."
 NOISE = f"sigma is noise, zeta is heterogeneity; {BANDS}"
@@ -44,9 +42,9 @@ NOISE = f"sigma is noise, zeta is heterogeneity; {BANDS}"
 def page_of(remembered: Remembered, store: Store, expanded: tuple[list[Case], list[LeftOut]] | None = None) -> Page:
     """The page of a study, from the runs that the store holds so far; `expanded` where that was done already."""
     study = remembered.study
-    cases, left_out = expanded or expand(study)
+    cases, left_out = expanded or found(remembered, store)
     rows = summarize([(case.key, case) for case in cases], store)
-    facts = (*_facts(study), _when_and_where(cases, store))
+    facts = (*_facts(remembered), _when_and_where(cases, store))
     if not rows:
         return Page(study.name, _title(remembered), facts, (), (), (), command=remembered.origin.command)
     drawn, said = _drawn(remembered, rows)
@@ -69,6 +67,16 @@ def page_of(remembered: Remembered, store: Store, expanded: tuple[list[Case], li
         ),
         command=remembered.origin.command,
     )
+
+
+def found(remembered: Remembered, store: Store) -> tuple[list[Case], list[LeftOut]]:
+    """The runs of a study, and what is left out; where the store has a run of before 0.2 only, that one."""
+    cases, left_out = expand(remembered.study, remembered.sources)
+    done = store.done()
+    old = [case.before if case.key not in done else None for case in cases]
+    return [
+        then if then is not None and then.key in done else now for now, then in zip(cases, old, strict=True)
+    ], left_out
 
 
 def _title(remembered: Remembered) -> str:
@@ -111,7 +119,8 @@ def _drawn(remembered: Remembered, rows: Sequence[Row]) -> tuple[list[tuple[str,
     return found, []
 
 
-def _facts(study: Study) -> tuple[str, ...]:
+def _facts(remembered: Remembered) -> tuple[str, ...]:
+    study = remembered.study
     grids: dict[tuple[float, ...], list[str]] = {}
     for rule, grid in study.grids:
         grids.setdefault(grid, []).append(rule)
@@ -119,11 +128,11 @@ def _facts(study: Study) -> tuple[str, ...]:
         (f"{', '.join(names)}: " if len(grids) > 1 else "") + ", ".join(f"{lr:g}" for lr in grid)
         for grid, names in grids.items()
     )
-    headline = problems.headline(study.problem.name)
+    headline = headline_of(study.problem.name, (remembered.sources or {}).get(study.problem.name))
     best = f"largest mean final {headline.metric}" if headline.largest else "smallest mean final error"
     shown = f"{headline.text[:1].upper()}{headline.text[1:]}" if headline.largest else f"Error: {headline.text}"
     return (
-        f"{study.problem.name}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.dtype}. Learning rates "
+        f"{study.problem.label}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.dtype}. Learning rates "
         f"{rates}. The one with the {best} over the seeds is chosen for each rule, graph, size and setting.",
         f"{shown}; {NOISE if study.problem.name == 'least-squares' else BANDS}",
     )
@@ -147,4 +156,4 @@ def clock(moment: str) -> str:
 
 
 def _subtitle(study: Study) -> str:
-    return f"{study.problem.name}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.choice}"
+    return f"{study.problem.label}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.choice}"

@@ -17,8 +17,10 @@ order = ["atc", "cta"]
 
 [[rules]]
 name = "d2"
-lazy = true                         # on (I + P) / 2
 lr = [1e-4, 1e-3]                   # a grid of its own
+
+[[rules]]
+name = "mine.py:Extra"              # a rule of your own, in a file beside this one, which is executed
 """
 
 from __future__ import annotations
@@ -29,9 +31,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
-from klatsch import problems, rules
+from klatsch import own, problems, rules
 from klatsch import topology as topologies
 from klatsch.arguments import check_options, whole
 from klatsch.files import text_of
@@ -42,12 +53,21 @@ from klatsch.topology.silence import split
 PAPER_GRID = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1)  # Section 5.1
 
 
-def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
+def _named(value: Any, info: ValidationInfo) -> Any:
+    """An entry as a table, in which names of files have their whole path."""
+    entry = {"name": value} if isinstance(value, str) else value
+    if isinstance(entry, Mapping) and own.is_own(entry.get("name")):
+        return {**entry, "name": own.located(entry["name"], (info.context or {}).get("folder", ""))}
+    return entry
 
 
-def _by_name(value: Any) -> Any:
-    return [_named(entry) for entry in several(value)]
+def _by_name(value: Any, info: ValidationInfo) -> Any:
+    return [_named(entry, info) for entry in several(value)]
+
+
+def _stored(info: ValidationInfo) -> bool:
+    """Whether a study comes from a store: then it was checked before it ran, and its files may be gone."""
+    return bool((info.context or {}).get("stored"))
 
 
 def _seeds(value: Any) -> Any:
@@ -98,6 +118,11 @@ class Entry(BaseModel):
         """All combinations of the options."""
         return combinations(self.model_extra or {})
 
+    @property
+    def label(self) -> str:
+        """What to call it in tables."""
+        return own.label(self.name)
+
 
 class ProblemEntry(Entry):
     """The problem: `nodes` and `seed` come from the study."""
@@ -105,10 +130,14 @@ class ProblemEntry(Entry):
     name: str = "least-squares"
 
     @model_validator(mode="after")
-    def _known(self) -> ProblemEntry:
+    def _known(self, info: ValidationInfo) -> ProblemEntry:
+        if own.is_own(self.name) and _stored(info):
+            return self
         known = [option for option in problems.options(self.name) if option != "seed"]
-        check_options(self.name, self.model_extra or {}, known)
+        check_options(self.label, self.model_extra or {}, known)
         for chosen in combinations(self.model_extra or {}, MOST_SETTINGS):
+            if own.is_own(self.name):
+                continue  # it may not have any size; `expand` asks it for those of the study
             try:
                 problems.check(self.name, 2, **chosen)
             except (MemoryError, RuntimeError) as error:
@@ -119,13 +148,19 @@ class ProblemEntry(Entry):
 class RuleEntry(Entry):
     """An update rule; without `lr` it takes the study's."""
 
-    lazy: StrictBool | Literal["auto"] = False  # this rule alone mixes with (I + P) / 2; "auto": where it has to
+    @model_validator(mode="before")
+    @classmethod
+    def _lazy_by_itself(cls, entry: Any) -> Any:
+        """Files of klatsch 0.1 may say lazy = "auto" of D2, which is lazy by itself since."""
+        if isinstance(entry, Mapping) and entry.get("lazy") == "auto" and entry.get("name") in ("d2", "dat-d2"):
+            return {option: value for option, value in entry.items() if option != "lazy"}
+        return entry
 
     @model_validator(mode="after")
-    def _known(self) -> RuleEntry:
-        check_options(self.name, self.model_extra or {}, rules.options(self.name))
-        for chosen in self.combinations():
-            rules.make(self.name, **{"lr": PAPER_GRID[0], **chosen})
+    def _known(self, info: ValidationInfo) -> RuleEntry:
+        if not (own.is_own(self.name) and _stored(info)):
+            for chosen in self.combinations():
+                rules.make(self.name, **{"lr": PAPER_GRID[0], **chosen})
         return self
 
 
@@ -139,7 +174,7 @@ class TopologyEntry(Entry):
     def _taken_apart(cls, value: Any) -> Any:
         """The name "ring/8" as ring with every = 8, so that both are the same runs."""
         name = value.get("name") if isinstance(value, dict) else None
-        if not isinstance(name, str) or "/" not in name:
+        if not isinstance(name, str) or split(name) == (name, 1):
             return value
         family, every = split(name)
         if "every" in value:
@@ -147,8 +182,9 @@ class TopologyEntry(Entry):
         return {**value, "name": family, "every": every}
 
     @model_validator(mode="after")
-    def _known(self) -> TopologyEntry:
-        check_options(self.name, self.model_extra or {}, topologies.options(self.name))
+    def _known(self, info: ValidationInfo) -> TopologyEntry:
+        if not (own.is_own(self.name) and _stored(info)):
+            check_options(self.label, self.model_extra or {}, topologies.options(self.name))
         for every in several((self.model_extra or {}).get("every", 1)):
             rounds_between(every)
         self.combinations()
@@ -215,9 +251,10 @@ class Study(BaseModel):
         if (self.steps is None) == (self.epochs is None):
             given = "both are given" if self.steps else "neither is given"
             raise ValueError(f"a study is as long as its steps or its epochs say, and {given}; give one of them")
-        if self.epochs is not None and problems.rounds_per_epoch(self.problem.name, 1) is None:
+        own_problem = own.is_own(self.problem.name)
+        if self.epochs is not None and (own_problem or problems.rounds_per_epoch(self.problem.name, 1) is None):
             raise ValueError(
-                f"epochs = {self.epochs}, but {self.problem.name} has no data set to go through; give steps"
+                f"epochs = {self.epochs}, but {self.problem.label} has no data set to go through; give steps"
             )
         return self
 
@@ -235,7 +272,7 @@ class Study(BaseModel):
     @property
     def grids(self) -> list[tuple[str, tuple[float, ...]]]:
         """The rules by name, each with the learning rates that it chooses from."""
-        return [(rule.name, tuple(several((rule.model_extra or {}).get("lr", self.lr)))) for rule in self.rules]
+        return [(rule.label, tuple(several((rule.model_extra or {}).get("lr", self.lr)))) for rule in self.rules]
 
     @property
     def choice(self) -> str:
@@ -270,11 +307,17 @@ def _loaded(path: Path) -> Study:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path} cannot be read as TOML: {error}") from None
     content.setdefault("name", path.stem)
-    return parse(content, f"{path}: ")
+    return parse(content, f"{path}: ", path.parent)
 
 
-def parse(content: Mapping[str, Any], source: str = "") -> Study:
+def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "", stored: bool = False) -> Study:
     """A study from plain data.
+
+    Args:
+        content: what a TOML file would hold.
+        source: where it is from, for the errors.
+        folder: where files of one's own are, which names such as "mine.py:Extra" speak of; the current one by default.
+        stored: it was run before, so that such files are not needed.
 
     Raises:
         ValueError: something is not allowed; one line with the source, the key, the value and the remedy.
@@ -282,7 +325,7 @@ def parse(content: Mapping[str, Any], source: str = "") -> Study:
     if not isinstance(content, Mapping):
         raise ValueError(f"{source}{content!r} is no study; give a dictionary, or load(file)")
     try:
-        return Study.model_validate(dict(content))
+        return Study.model_validate(dict(content), context={"folder": folder, "stored": stored})
     except ValidationError as refusal:
         errors = refusal.errors(include_url=False)
         errors.sort(key=lambda error: error["type"] != "extra_forbidden")  # a misspelt key explains a missing one

@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from klatsch import own
 from klatsch.files import json_of
+from klatsch.study import before, spec
 from klatsch.study.batches import Batch, Finished
-from klatsch.study.cases import Case
+from klatsch.study.cases import Case, Sources, sources_of
 from klatsch.study.checksums import FACTS, Checksums
 from klatsch.study.database import Database
 from klatsch.study.spec import Study
@@ -72,6 +74,7 @@ class Remembered:
 
     study: Study
     origin: Origin
+    sources: Sources | None = None  # what was kept of parts of one's own
 
 
 class Store:
@@ -136,7 +139,8 @@ class Store:
                     continue
                 self._forget(finished.keys[k])
                 run = (
-                    *(finished.keys[k], case.problem, case.rule, case.topology, case.nodes, case.seed, case.lr),
+                    *(finished.keys[k], *map(own.label, (case.problem, case.rule, case.topology))),
+                    *(case.nodes, case.seed, case.lr),
                     *(case.steps, case.dtype, json.dumps(asdict(case)), finished.diverged[k], batch.device),
                     *(finished.engine, batch.key, finished.seconds / len(batch.cases), environment, now),
                 )
@@ -165,11 +169,12 @@ class Store:
     def remember(self, study: Study, origin: Origin) -> None:
         """Keep what was asked for; a study of the same name takes the place of the old one, whose runs stay."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
+        content = json.dumps({**study.model_dump(mode="json"), "sources": sources_of(study)})
         with self.transaction():
             self.base.execute(
                 "INSERT INTO studies VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
                 "kind = excluded.kind, scale = excluded.scale, spec = excluded.spec, command = excluded.command",
-                [study.name, origin.kind, origin.scale, study.model_dump_json(), origin.command, now],
+                [study.name, origin.kind, origin.scale, content, origin.command, now],
             )
 
     # --- reading -----------------------------------------------------------------------------------------------
@@ -189,7 +194,7 @@ class Store:
         with self.base.explained():
             rows = self.base.execute("SELECT spec, command, kind, scale FROM studies ORDER BY begun, rowid").fetchall()
         with self._readable():
-            return [Remembered(Study.model_validate_json(spec), Origin(*rest)) for spec, *rest in rows]
+            return [_remembered(json_of(content), Origin(*rest)) for content, *rest in rows]
 
     def outcomes(
         self, keys: Iterable[str], names: Sequence[str] | None = None, last: bool = False
@@ -233,7 +238,10 @@ class Store:
             ).fetchall()
         names = ("key", "diverged", "device", "engine", "seconds", "finished", "environment")
         with self._readable():
-            return [(Case(**json_of(settings)), dict(zip(names, rest, strict=True))) for settings, *rest in rows]
+            return [
+                (Case(**before.settings_of(json_of(settings))), dict(zip(names, rest, strict=True)))
+                for settings, *rest in rows
+            ]
 
     def environments(self) -> list[dict[str, str]]:
         """The versions and machines that the runs were done with."""
@@ -250,3 +258,10 @@ class Store:
         except (TypeError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{self.path} holds settings that this klatsch cannot read ({reason})") from None
+
+
+def _remembered(content: dict[str, Any], origin: Origin) -> Remembered:
+    """A study as it was stored; one of klatsch 0.1 says nothing of sources."""
+    sources = content.pop("sources", None)
+    content = before.study_of(content) if sources is None else content
+    return Remembered(spec.parse(content, stored=True), origin, sources or {})

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from klatsch import problems
 from klatsch.study.cases import Case
+from klatsch.study.grids import shown
 from klatsch.study.store import Outcome, Store
 
 
@@ -73,7 +73,7 @@ class Row:
     @property
     def setting_text(self) -> str:
         """The problem's options in words."""
-        return ", ".join(f"{name} {value:g}" for name, value in self.setting.items())
+        return ", ".join(f"{name} {shown(value)}" for name, value in self.setting.items())
 
     @property
     def curve(self) -> NDArray[np.float64]:
@@ -102,19 +102,38 @@ def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None
     """
     runs = list(runs)
     if metric is None:
-        metric = problems.headline(runs[0][1].problem).metric if runs else "distance"
+        metric = runs[0][1].headline.metric if runs else "distance"
     outcomes = store.outcomes((key for key, _ in runs), (metric, "Gamma"))
     if outcomes and not any(metric in outcome.metrics for outcome in outcomes.values()):
         some = next(iter(store.outcomes([next(iter(outcomes))]).values()))
         raise ValueError(f"no metric {metric!r}; there are {', '.join(some.metrics)}")
-    groups: dict[tuple[str, str, int, str], list[tuple[str, Case]]] = {}
+    names = names_of(case for _, case in runs)
+    groups: dict[Any, list[tuple[str, Case]]] = {}
     for key, case in runs:
         if key in outcomes:
-            groups.setdefault((case.graph_label, case.setting, case.nodes, case.label), []).append((key, case))
-    return [_row(group, outcomes, metric) for group in groups.values()]
+            rule, graph = names(case)
+            groups.setdefault((graph, case.setting, case.nodes, rule), []).append((key, case))
+    return [_row(group, outcomes, metric, rule, graph) for (graph, _, _, rule), group in groups.items()]
 
 
-def _row(group: list[tuple[str, Case]], outcomes: Mapping[str, Outcome], metric: str) -> Row:
+def names_of(cases: Iterable[Case]) -> Callable[[Case], tuple[str, str]]:
+    """What to call the rule and the graph of each run; where a file of one's own was edited, with its version."""
+    versions: dict[str, set[str]] = {}
+    cases = list(cases)
+    for case in cases:
+        versions.setdefault(case.label, set()).add(case.source("rule"))
+        versions.setdefault(case.graph_label, set()).add(case.source("topology"))
+
+    def called(label: str, source: str) -> str:
+        return f"{label} [{source[:6]}]" if len(versions[label]) > 1 else label
+
+    return lambda case: (
+        called(case.label, case.source("rule")),
+        called(case.graph_label, case.source("topology")),
+    )
+
+
+def _row(group: list[tuple[str, Case]], outcomes: Mapping[str, Outcome], metric: str, rule: str, graph: str) -> Row:
     found = {(case.lr, case.seed): outcomes[key] for key, case in group}
     seeds_of: dict[float, list[int]] = {}
     for lr, seed in found:
@@ -127,8 +146,8 @@ def _row(group: list[tuple[str, Case]], outcomes: Mapping[str, Outcome], metric:
 
     first = group[0][1]
     return Row(
-        rule=first.label,
-        topology=first.graph_label,
+        rule=rule,
+        topology=graph,
         nodes=first.nodes,
         lrs=tuple(lrs),
         steps=tuple(int(step) for step in found[lrs[0], seeds[0]].steps),
@@ -137,6 +156,6 @@ def _row(group: list[tuple[str, Case]], outcomes: Mapping[str, Outcome], metric:
         seconds=sum(outcome.seconds for outcome in found.values()),
         setting=first.problem_options,
         metric=metric,
-        largest=metric in problems.large_is_good(first.problem),
+        largest=metric in first.large_is_good,
         epochs=first.epochs,
     )

@@ -78,7 +78,7 @@ def builder(name: str, choices: Collection[str] = ()) -> Callable[..., Topology]
 
     def build(n: int | None = None, **chosen: Any) -> Topology:
         family, own, between = _taken_apart(name, chosen)
-        return every(TOPOLOGIES[family](n, **own), between)
+        return every(named("topology", family, TOPOLOGIES)(n, **own), between)
 
     return build
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from klatsch.own import is_own
 from klatsch.topology.checks import rounds_between
 from klatsch.topology.core import Topology
 from klatsch.topology.matrix import identity
@@ -41,7 +42,9 @@ def split(name: str) -> tuple[str, int]:
     """
     if not isinstance(name, str) or "/" not in name:
         return name, 1
-    family, _, H = name.partition("/")
+    family, _, H = name.rpartition("/")
+    if is_own(H):  # a folder stands before that stroke
+        return name, 1
     if not (H.isascii() and H.isdigit() and len(H) < 10 and int(H) > 0):
         raise ValueError(
             f"topology {name!r}: {H!r} is no number of rounds; write {family}/8 for gossip in every 8th round"

@@ -1,0 +1,139 @@
+"""Parts of one's own by name: "file.py:name" is a rule, a problem or a topology of a Python file, which is executed.
+
+The file is loaded by its path, under a name that no other module has, so that two files of one name do not clash.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_lock = threading.RLock()  # batches run in threads, and each file is executed once
+
+
+def is_own(name: object) -> bool:
+    """Whether a name is one of a file."""
+    return isinstance(name, str) and ".py:" in name
+
+
+def located(name: str, folder: str | Path = "") -> str:
+    """A name with the whole path, so that processes elsewhere find it; names of klatsch's own stay as they are."""
+    if not is_own(name):
+        return name
+    path, part = _split(name)
+    return f"{os.path.abspath(Path(folder) / path.expanduser())}:{part}"
+
+
+def label(name: str) -> str:
+    """What to call it in tables, wherever the file is: "file.py:name"."""
+    return ":".join((_split(name)[0].name, _split(name)[1])) if is_own(name) else name
+
+
+def part_of(name: str) -> str:
+    """What it is called in its file."""
+    return _split(name)[1]
+
+
+def digest(name: str) -> str:
+    """SHA-256 of the file: edited, it is another part.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    return hashlib.sha256(_read(_split(name)[0])).hexdigest()
+
+
+def load(kind: str, name: str) -> Any:
+    """A class or function of a file.
+
+    Args:
+        kind: what it should be, for the errors.
+        name: "file.py:name".
+
+    Raises:
+        ValueError: there is no such file or name, or the file raises an error when it is executed.
+    """
+    path, part = _split(name)
+    module = _executed(path, _read(path))
+    found = getattr(module, part, None)
+    if callable(found):
+        return found
+    if hasattr(module, part):
+        raise ValueError(f"{part} in {path} is a {type(found).__name__}; give a class or function that makes a {kind}")
+    there = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+    close = difflib.get_close_matches(part, there, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(there) or 'no class or function'}"
+    raise ValueError(f"{path} has no {part}; {hint}")
+
+
+@contextmanager
+def explained(*names: str) -> Iterator[None]:
+    """Turn what code of one's own raises into one line with its place.
+
+    Errors of values stay what they are, and so does everything where no name is one of a file.
+    """
+    paths = [_split(name)[0] for name in names if is_own(name)]
+    try:
+        yield
+    except (ValueError, MemoryError):
+        raise
+    except Exception as error:
+        if not paths or (isinstance(error, RuntimeError) and "memory" in str(error)):
+            raise
+        raise ValueError(_told(error, paths)) from None
+
+
+def _split(name: str) -> tuple[Path, str]:
+    path, _, part = name.rpartition(":")
+    if not path.endswith(".py") or not part.isidentifier():
+        raise ValueError(f"{name!r}; give FILE.py:NAME, the class or function in a Python file")
+    return Path(path), part
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {path}; give FILE.py:NAME of a file that exists") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); give FILE.py:NAME of a Python file") from None
+
+
+def _executed(path: Path, source: bytes) -> ModuleType:
+    """The module that a file is; executed once for each content."""
+    path = Path(os.path.abspath(path))
+    unique = "klatsch_own_" + hashlib.sha256(str(path).encode() + source).hexdigest()[:24]
+    with _lock:
+        if unique in sys.modules:
+            return sys.modules[unique]
+        module = ModuleType(unique)
+        module.__file__ = str(path)
+        sys.modules[unique] = module  # where dataclasses look their annotations up
+        try:
+            exec(compile(source, str(path), "exec"), vars(module))
+        except BaseException as error:
+            del sys.modules[unique]
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise ValueError(_told(error, [path])) from None
+        return module
+
+
+def _told(error: BaseException, paths: list[Path]) -> str:
+    """One line of an error, with the last place in one of the files."""
+    names = {os.path.abspath(path) for path in paths}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in names]
+    place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ", ".join(sorted(names))
+    reason = (str(error).splitlines() or [""])[0]
+    if isinstance(error, SyntaxError) and error.filename in names:
+        place, reason = f"{error.filename}, line {error.lineno}", error.msg
+    return f"{place}: {type(error).__name__}: {reason}; put it right first"
