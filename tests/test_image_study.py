@@ -36,7 +36,7 @@ def study(**changes):
         "lr": [0.001, 0.1],
         "record": 2,
         "dtype": "float32",
-        "rules": [{"name": "dat", "averaging": "fixed(0.9)", "momentum": 0.9}, {"name": "d2", "lazy": "auto"}],
+        "rules": [{"name": "dat", "averaging": "fixed(0.9)", "momentum": 0.9}, {"name": "d2"}],
         "topologies": ["ring", "base_graph"],
         "problem": {"name": "fashion-mnist", "alpha": [0.1, 10.0], "batch": 200, "test": 200},
         "any_graph": True,
@@ -49,17 +49,6 @@ def test_more_machines_do_fewer_rounds_in_an_epoch():
     assert {(case.nodes, case.steps) for case in cases} == {(64, 12), (128, 6)}
     assert {case.length for case in cases} == {"3 epochs"}
     assert next(case for case in cases if case.nodes == 64).points == [6, 12]
-
-
-def test_lazy_where_it_has_to_be():
-    cases, _ = expand(study())
-    lazy = {(case.rule, case.topology): case.lazy for case in cases}
-    assert lazy == {
-        ("dat", "ring"): False,
-        ("dat", "base_graph"): False,
-        ("d2", "ring"): True,
-        ("d2", "base_graph"): False,
-    }
 
 
 def test_on_a_gpu_graphs_alphas_and_seeds_share_a_stack():
@@ -123,7 +112,7 @@ def as_the_paper_says():
         for alpha, dat, others in ((0.1, 0.85, 0.80), (10.0, 0.87, 0.89)):
             rows.append(row(DAT, "ring", M, dat, alpha))
             rows.append(row(DAT, "base_graph", M, dat + 0.03, alpha))
-            for rule in ("dsgd (momentum 0.9)", "d2 (lazy)"):
+            for rule in ("dsgd (momentum 0.9)", "d2"):
                 rows.append(row(rule, "ring", M, others, alpha))
                 rows.append(row(rule, "base_graph", M, others + 0.05, alpha))
     return rows
@@ -147,7 +136,7 @@ def test_ahead_means_more_than_a_percent_and_more_than_the_seeds_scatter():
 def test_what_diverged_or_was_short_decides_nothing():
     rows = [
         row(DAT, "ring", 8, 0.8),
-        row("d2 (lazy)", "ring", 8, 0.7),
+        row("d2", "ring", 8, 0.7),
         row(DAT, "base_graph", 8, 0.1),
         row("d2", "base_graph", 8, 0.0, spread=0.0),
     ]
@@ -164,8 +153,8 @@ def test_what_diverged_or_was_short_decides_nothing():
     assert image_verdicts.figure_3(level)[0].holds is None
 
 
-def test_a_rule_that_is_lazy_at_some_sizes_is_one_line():
-    rows = [row("d2" if M == 2 else "d2 (lazy)", "ring", M, 0.8) for M in (2, 4, 8)]
+def test_a_rule_that_was_not_lazy_at_some_sizes_is_one_line():
+    rows = [row("d2 (not lazy)" if M == 2 else "d2", "ring", M, 0.8) for M in (2, 4, 8)]
     figure = image_figures.accuracy_against_nodes(rows, "three")
     (line,) = [line for line in figure.axes[0].lines if line.get_label() == "d2, ring"]
     assert list(line.get_xdata()) == [2, 4, 8]
@@ -175,7 +164,7 @@ def test_verdicts_on_figure_3():
     drops = {
         DAT: (0.9, 0.89, 0.88, 0.7, 0.68),
         "dsgd (momentum 0.9)": (0.9, 0.88, 0.7, 0.65, 0.6),
-        "d2 (lazy)": (0.9, 0.7, 0.6, 0.5, 0.4),
+        "d2": (0.9, 0.7, 0.6, 0.5, 0.4),
     }
     rows = [
         row(rule, "ring", M, a) for rule, line in drops.items() for M, a in zip((2, 4, 8, 16, 32), line, strict=True)

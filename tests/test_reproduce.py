@@ -249,7 +249,7 @@ def test_beyond_has_all_variants_where_they_are_defined(results):
     rules = {line[0]: {other[4] for other in lines if other[0] == line[0]} for line in lines}
     everywhere = {"dsgd", "dsgd (average constant)", "gt", "gt (average constant)", "dat", "dat (cta)", "dat-gt"}
     assert rules["one_peer_exponential"] == everywhere
-    assert rules["ring"] == rules["torus"] == everywhere | {"d2 (lazy)", "dat-d2"}
+    assert rules["ring"] == rules["torus"] == everywhere | {"d2", "dat-d2"}
 
 
 def test_reproduce_gives_json(results, run_cli):

@@ -52,7 +52,6 @@ order = ["atc", "cta"]
 
 [[rules]]
 name = "d2"
-lazy = true
 lr = [1e-4, 1e-3]
 """
 
@@ -61,15 +60,14 @@ def test_a_file_says_what_to_run(tmp_path):
     (tmp_path / "s.toml").write_text(FILE + "\n")
     found = load(tmp_path / "s.toml")
     assert (found.name, found.steps, found.seeds, found.lr, found.dtype) == ("mine", 60, (3, 5), (0.01,), "float32")
-    with pytest.raises(ValueError, match=r"d2 on lazy base_graph\(k=2\).*leave_out = true"):
+    with pytest.raises(ValueError, match=r"d2 on base_graph\(k=2\).*leave_out = true"):
         expand(found)
     cases, left_out = expand(found.model_copy(update={"leave_out": True}))
     assert {item.nodes for item in left_out} == {4, 6}
     # dat: 2 graphs x 2 noises x 2 sizes x 2 orders x 2 seeds; d2: 1 graph x 2 noises x 2 sizes x 2 rates x 2 seeds
     assert len(cases) == 32 + 16
-    assert {case.label for case in cases} == {"dat (atc)", "dat (cta)", "d2 (lazy)"}
+    assert {case.label for case in cases} == {"dat (atc)", "dat (cta)", "d2"}
     assert {case.lr for case in cases if case.rule == "d2"} == {1e-4, 1e-3}
-    assert all(case.lazy == (case.rule == "d2") for case in cases)
 
 
 WRONG = {
@@ -184,7 +182,7 @@ def test_a_key_knows_everything_that_determines_a_result():
     for change in (
         {"rules": [{"name": "dat", "order": "cta"}]},
         {"rules": [{"name": "dat", "averaging": "linear"}]},
-        {"rules": [{"name": "dat", "lazy": True}]},
+        {"rules": [{"name": "dat", "beta": 0.9}]},
         {"rules": ["dat-gt"]},
         {"topologies": [{"name": "ring", "lazy": True}]},
         {"topologies": ["complete"]},

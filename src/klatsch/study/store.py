@@ -74,7 +74,7 @@ class Remembered:
 
     study: Study
     origin: Origin
-    sources: Sources | None = None  # what was kept of parts of one's own
+    sources: Sources | None = None  # what was kept of parts of one's own; None of klatsch 0.1
 
 
 class Store:
@@ -264,4 +264,4 @@ def _remembered(content: dict[str, Any], origin: Origin) -> Remembered:
     """A study as it was stored; one of klatsch 0.1 says nothing of sources."""
     sources = content.pop("sources", None)
     content = before.study_of(content) if sources is None else content
-    return Remembered(spec.parse(content, stored=True), origin, sources or {})
+    return Remembered(spec.parse(content, stored=True), origin, sources)
