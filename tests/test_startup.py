@@ -67,6 +67,12 @@ def test_the_catalogue_has_the_first_lines_of_the_docstrings(listed, table):
     assert list(listed.items()) == [(name, thing.__doc__.strip().splitlines()[0]) for name, thing in table.items()]
 
 
+def test_the_catalogue_has_the_options_of_the_rules():
+    assert {name: ("lr", *options) for name, options in catalogue.OPTIONS.items()} == {
+        name: rules.options(name) for name in rules.RULES
+    }
+
+
 def test_what_help_says_is_what_the_library_does():
     assert list(catalogue.NETWORKS) == list(planning.NETWORKS)
     assert catalogue.TARGETS == TARGETS
@@ -82,4 +88,5 @@ def test_the_list_prints_the_catalogue(run_cli, monkeypatch):
     _, out, _ = run_cli("list")
     for listed in (catalogue.RULES, catalogue.TOPOLOGIES, catalogue.PROBLEMS):
         for name, line in listed.items():
-            assert [name, *line.split()] in [row.split() for row in out.splitlines()]
+            options = ", ".join(catalogue.OPTIONS[name]).split() if listed is catalogue.RULES else []
+            assert [name, *line.split(), *options] in [row.split() for row in out.splitlines()]

@@ -6,16 +6,27 @@ The lines are the first ones of the docstrings; tests/test_startup.py holds them
 from __future__ import annotations
 
 RULES = {
-    "dsgd": "Decentralized SGD, the baseline of the field; mini-batch SGD on the complete graph.",
-    "dat": "Decentralized Anytime SGD (Algorithm 2); Anytime SGD on a single node.",
-    "d2": "D2: removes the heterogeneity between nodes by differences of successive steps.",
-    "gt": "Gradient tracking: y follows the mean gradient over the network, so that heterogeneity does no harm.",
-    "sgp": "Stochastic gradient push (SGP).",
-    "decentlam": "Decentralized large-batch momentum: the momentum accumulates what gossip did to the iterate as well.",
-    "dat-gt": "DAT whose step on w uses the tracked gradient. Beyond the paper, which names it as open.",
-    "dat-d2": "Anytime averaging over D2 iterates: DAT without the bias that heterogeneous data cause. "
-    "Beyond the paper.",
-    "dat-sgp": "DAT over push-sum, for directed graphs. Beyond the paper.",
+    "dsgd": "D-SGD, the baseline of the field: see `Plain`.",
+    "dat": "DAT-SGD, the paper's rule: `Anytime` over `Plain`.",
+    "d2": "D2, which heterogeneity does not harm: see `Corrected`.",
+    "gt": "Gradient tracking, which heterogeneity does not harm: see `Tracked`.",
+    "sgp": "Stochastic gradient push, for directed graphs: see `Push`.",
+    "decentlam": "DecentLaM, momentum that does not amplify the differences between nodes: see `DecentLaM`.",
+    "dat-gt": "DAT over gradient tracking: `Anytime` over `Tracked`.",
+    "dat-d2": "DAT over D2, without the bias that heterogeneous data cause: `Anytime` over `Corrected`.",
+    "dat-sgp": "DAT over push-sum, for directed graphs: `Anytime` over `Push`.",
+}
+
+OPTIONS = {  # of the rules, beside lr
+    "dsgd": ("momentum", "average", "order"),
+    "dat": ("averaging", "order", "momentum", "beta"),
+    "d2": ("momentum", "average", "lazy"),
+    "gt": ("momentum", "average"),
+    "sgp": ("momentum", "average"),
+    "decentlam": ("momentum", "average"),
+    "dat-gt": ("averaging", "momentum", "beta"),
+    "dat-d2": ("averaging", "momentum", "beta", "lazy"),
+    "dat-sgp": ("averaging", "momentum", "beta"),
 }
 
 TOPOLOGIES = {

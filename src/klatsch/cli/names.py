@@ -9,7 +9,7 @@ from klatsch.cli import terminal
 from klatsch.cli.app import app
 
 
-@app.command(name="list", help="List the rules, topologies and problems, with a line on each.")
+@app.command(name="list", help="List the rules (with their options beside lr), topologies and problems, with a line on each.")
 def list_() -> None:
     """List everything that has a name."""
     console = terminal.console()
@@ -18,7 +18,8 @@ def list_() -> None:
         table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column()
+        table.add_column(style="dim")
         for name, line in lines.items():
-            table.add_row(name, line)
+            table.add_row(name, line, ", ".join(catalogue.OPTIONS[name]) if lines is catalogue.RULES else "")
         console.print(table, "")
     console.print(catalogue.SILENCE, style="dim", markup=False, highlight=False)

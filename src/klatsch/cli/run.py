@@ -29,8 +29,8 @@ GRID = "0.0001,0.0005,0.001,0.005,0.01,0.05,0.1"  # the paper's
     help="Run a study: FILE is a TOML file, or the options name rules, topologies and a grid to compare.\n\n"
     "Each rule gets the best learning rate of the grid on each graph and size. "
     f"Rules: {', '.join(catalogue.RULES)}. Problems: {', '.join(catalogue.PROBLEMS)}. "
-    "Names of rules, topologies and numbers in lists are separated by commas; "
-    "topology ring/8 gossips in every 8th round only."
+    "Names of rules, topologies and numbers in lists are separated by commas; topology ring/8 gossips in every 8th "
+    "round only. FILE.py:NAME is a rule, topology or problem of your own; the file is executed."
 )
 def run(
     context: typer.Context,
@@ -56,13 +56,16 @@ def run(
     averaging: Annotated[
         str | None, typer.Option(help="Anytime weights: constant, linear, polynomial(2), fixed(0.9).", metavar="NAME")
     ] = None,
-    order: Annotated[str | None, typer.Option(help="Order of dat: atc or cta.", metavar="NAME")] = None,
-    momentum: Annotated[float | None, option("Local momentum, for rules that have it.", parser=number)] = None,
+    beta: Annotated[
+        str | None, typer.Option(help="Where dat rules take gradients, from w (0) to x (1).", metavar="X,...")
+    ] = None,
+    order: Annotated[str | None, typer.Option(help="Order of dat and dsgd: atc or cta.", metavar="NAME")] = None,
+    momentum: Annotated[str | None, typer.Option(help="Local momentum.", metavar="X,...")] = None,
     average: Annotated[
-        str | None, typer.Option(help="Average of the iterates that dsgd and gt give out.", metavar="NAME")
+        str | None, typer.Option(help="Average of the iterates that other rules give out.", metavar="NAME")
     ] = None,
     k: Annotated[int | None, option("Largest degree of base_graph.")] = None,
-    lazy: Annotated[bool, typer.Option("--lazy", help="Mix with (I + P) / 2.")] = False,
+    lazy: Annotated[bool, typer.Option("--lazy", help="Graphs mix with (I + P) / 2.")] = False,
     any_graph: Annotated[bool, typer.Option("--any-graph", help="Run also where a rule refuses the graph.")] = False,
     float32: Annotated[bool, typer.Option("--float32", help="Compute in float32: faster.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", metavar="NAME")] = None,
@@ -94,7 +97,9 @@ def run(
     else:
         study = _from_options(
             rules=terminal.words(rules),
-            rule_options=_given(averaging=averaging, order=order, momentum=momentum, average=average),
+            rule_options=_given(
+                averaging=averaging, order=order, average=average, beta=_numbers(beta), momentum=_numbers(momentum)
+            ),
             topologies=terminal.words(topology),
             topology_options=_given(k=k),
             lazy=lazy,
@@ -238,6 +243,14 @@ def _refuse_with_file(context: typer.Context) -> None:
         source = context.get_parameter_source(name)
         if name not in allowed and source is not None and source.name == "COMMANDLINE":
             raise ValueError(f"{parameter.opts[-1]} does not go with a study file; write it into the file")
+
+
+def _numbers(text: str | None) -> Any:
+    """A number, or a grid of them."""
+    if text is None:
+        return None
+    found = [terminal.number(word) for word in terminal.words(text)]
+    return found[0] if len(found) == 1 else found
 
 
 def _given(**options: Any) -> dict[str, Any]:
