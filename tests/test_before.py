@@ -21,13 +21,7 @@ def keys(**content):
 
 @pytest.mark.parametrize("settings, key", KEYS, ids=[f"{k}-{s['rule']}" for k, (s, _) in enumerate(KEYS)])
 def test_a_run_has_the_key_that_it_had(settings, key):
-    case = Case(**settings_of(settings))
-    assert case.key == key
-    if case.rule == "dat-d2":  # whose results are slightly different since
-        assert "before 0.2" in case.label
-        now = Case(**{**settings_of(settings), "sources": {}})
-        assert now.key != key
-        assert now.before.key == key
+    assert Case(**settings_of(settings)).key == key
 
 
 def test_the_fixture_has_every_rule_and_option():
@@ -89,7 +83,7 @@ def test_an_old_store_is_shown(store, run_cli, tmp_path):
     assert (code, err) == (0, "")
     rows = {(row["topology"], row["rule"], row["nodes"]) for row in json.loads(out)["rows"]}
     assert rows == {
-        *((graph, rule, 5) for graph in ("ring", "lazy ring") for rule in ("dat", "dsgd", "dat-d2 (before 0.2)")),
+        *((graph, rule, 5) for graph in ("ring", "lazy ring") for rule in ("dat", "dsgd", "dat-d2")),
         ("ring", "d2", 4),
         ("ring", "d2 (not lazy)", 5),  # D2 as published, which "auto" was where it could be
         ("lazy ring", "d2 (not lazy)", 5),
@@ -99,19 +93,13 @@ def test_an_old_store_is_shown(store, run_cli, tmp_path):
     code, _, err = run_cli("report", store, "-o", tmp_path / "r.html")
     assert (code, err) == (0, "")
     page = (tmp_path / "r.html").read_text()
-    for shown in ("dat-d2 (before 0.2)", "d2 (not lazy)", "<td>d2</td>"):
+    for shown in ("dat-d2", "d2 (not lazy)", "<td>d2</td>"):
         assert shown in page
 
 
-def test_an_old_store_goes_on_and_old_and_new_are_not_mixed(store, run_cli):
+def test_an_old_store_goes_on(store, run_cli):
     study = parse({**OLD, "rules": ["dat", "dsgd", "dat-d2"], "topologies": ["ring", {"name": "ring", "lazy": True}]})
     with Store(store) as opened:
         before = len(opened.done())
-        found = run_study(study, opened)
-        assert found.progress.runs_done == 2 * 2  # dat-d2 on two graphs with two rates
-        assert len(opened.done()) == before + 4
-    rows = [row for row in json.loads(run_cli("results", store, "--json")[1])["rows"] if row["topology"] == "ring"]
-    errors = {row["rule"]: row["error"] for row in rows if row["rule"].startswith("dat-d2")}
-    assert set(errors) == {"dat-d2", "dat-d2 (before 0.2)"}
-    assert errors["dat-d2"] == pytest.approx(errors["dat-d2 (before 0.2)"], rel=0.1)
-    assert errors["dat-d2"] != errors["dat-d2 (before 0.2)"]
+        assert run_study(study, opened).progress.runs_done == 0  # all of it is there
+        assert len(opened.done()) == before

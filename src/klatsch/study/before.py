@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from klatsch.study import keys
 from klatsch.study.grids import Options
 
 
@@ -21,8 +20,6 @@ def settings_of(stored: Mapping[str, Any]) -> Options:
             settings["rule_options"] = {**settings["rule_options"], "lazy": False}
         return settings
     settings["lazy"] = lazy_rule or lazy_graph
-    if settings["rule"] in keys.REVISIONS:
-        settings["sources"] = {"rule": {"source": keys.BEFORE}}
     return settings
 
 

@@ -61,14 +61,6 @@ class Case:
         return keys.digest(facts)
 
     @property
-    def before(self) -> Case | None:
-        """The run that its settings meant before 0.2, if that was another one."""
-        new = set(self.rule_options) - set(keys.FIELDS.get(self.rule, ("", ()))[1])
-        if self.rule not in keys.REVISIONS or new or self.sources:
-            return None
-        return replace(self, sources={"rule": {"source": keys.BEFORE}})
-
-    @property
     def problem_settings(self) -> Options:
         """All options of the problem, defaults included, but for the seed; of one of one's own, those given."""
         if "problem" in self.sources:
@@ -100,7 +92,6 @@ class Case:
         if given.get("lazy") is True and self.rule in keys.FIELDS:  # which it is anyway
             del given["lazy"]
         words = [_word(name, value) for name, value in given.items()]
-        words += [keys.BEFORE] if self.source("rule") == keys.BEFORE else []
         return _called(own.label(self.rule), words)
 
     @property

@@ -17,7 +17,6 @@ from klatsch.columns import described
 from klatsch.study.grids import Options
 
 REVISION = 1  # raised when the same settings give other results than before
-BEFORE = "before 0.2"  # of a run whose rule has other results since
 
 FIELDS = {  # what the rules were before 0.2, and what they had
     "dsgd": ("DSGD", ("lr", "momentum", "average")),
@@ -30,7 +29,6 @@ FIELDS = {  # what the rules were before 0.2, and what they had
     "dat-d2": ("DATD2", ("lr", "averaging")),
     "dat-sgp": ("DATPush", ("lr", "averaging")),
 }
-REVISIONS = {"dat-d2": 2}  # since 0.2 x sees the lazily mixed iterate
 
 
 def digest(facts: Options) -> str:
@@ -60,7 +58,6 @@ def rule(name: str, options: Options, lazy_graph: bool, source: str | None) -> t
         facts |= {"lazy": "twice"} if lazy and lazy_graph else {}
         return [name, facts], lazy_graph or lazy
     facts |= {"lazy": False} if not lazy else {}
-    facts |= {"revision": REVISIONS[name]} if name in REVISIONS and source != BEFORE else {}
     return [name, facts], lazy_graph
 
 

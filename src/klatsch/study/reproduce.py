@@ -70,16 +70,14 @@ def page_of(remembered: Remembered, store: Store, expanded: tuple[list[Case], li
 
 
 def found(remembered: Remembered, store: Store) -> tuple[list[Case], list[LeftOut]]:
-    """The runs of a study, and what is left out; where the store has a run of before 0.2 only, that one."""
-    study, done = remembered.study, store.done()
+    """The runs of a study, and what is left out."""
+    study = remembered.study
     if remembered.sources is None:  # of 0.1, where D2 could be lazy on some graphs and not on others: see `before`
         cases, left_out = expand(study.model_copy(update={"leave_out": True}))
+        done = store.done()
         cases = [case for case in cases if case.key in done or "lazy" not in case.rule_options]
-        left_out = left_out if study.leave_out else []
-    else:
-        cases, left_out = expand(study, remembered.sources)
-    old = [None if case.key in done else case.before for case in cases]
-    return [then if then and then.key in done else now for now, then in zip(cases, old, strict=True)], left_out
+        return cases, left_out if study.leave_out else []
+    return expand(study, remembered.sources)
 
 
 def _title(remembered: Remembered) -> str:
