@@ -9,9 +9,7 @@ from klatsch.cli import terminal
 from klatsch.cli.app import app
 
 
-@app.command(
-    name="list", help="List the rules (with their options beside lr), topologies and problems, with a line on each."
-)
+@app.command(name="list", help="List the rules (with their options beside lr), topologies and problems.")
 def list_() -> None:
     """List everything that has a name."""
     console = terminal.console()

@@ -146,8 +146,9 @@ def checked(rule: Any) -> Rule:
             f"{rule.name}.update takes {inspect.signature(rule.update)}; since klatsch 0.2 it takes (s, grad, flow, t, "
             "lr), where s is a dictionary and flow.mix(v) is what mix(v) was"
         ) from None
-    learning_rate(rule.lr)
-    return rule  # type: ignore[no-any-return]
+    lr = learning_rate(rule.lr)
+    # A list becomes a column here; rules around others hand on one that is in form already.
+    return rule if callable(lr) or isinstance(rule.lr, float | Tensor) else columns.replaced(rule, lr=lr)
 
 
 def learning_rate(value: object) -> LearningRate:
