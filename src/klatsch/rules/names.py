@@ -20,47 +20,47 @@ PER_COLUMN = ("lr", "momentum", "beta")  # options that may differ between the c
 
 
 def dsgd(lr: Any, momentum: Any = 0.0, average: Any = None, order: str = "atc") -> Rule:
-    """D-SGD, the baseline of the field: see `Plain`."""
+    """D-SGD, the baseline of the field: step along your own gradient, then average with your neighbours."""
     return _given_out(Plain(lr, inertia(momentum), order), average)
 
 
 def dat(lr: Any, averaging: Any = "constant", order: str = "atc", momentum: Any = 0.0, beta: Any = 1.0) -> Rule:
-    """DAT-SGD, the paper's rule: `Anytime` over `Plain`."""
+    """DAT-SGD, the paper's rule: D-SGD with gradients at, or near, an average x of the iterates."""
     return Anytime(Plain(lr, inertia(momentum), order), averaging, beta)
 
 
 def d2(lr: Any, momentum: Any = 0.0, average: Any = None, lazy: bool = True) -> Rule:
-    """D2, which heterogeneity does not harm: see `Corrected`."""
+    """D2, which differences between the nodes' data do not harm; on static symmetric graphs."""
     return _given_out(Corrected(lr, inertia(momentum), lazy), average)
 
 
 def gt(lr: Any, momentum: Any = 0.0, average: Any = None) -> Rule:
-    """Gradient tracking, which heterogeneity does not harm: see `Tracked`."""
+    """Gradient tracking, which differences between the nodes' data do not harm; twice the messages of D-SGD."""
     return _given_out(Tracked(lr, inertia(momentum)), average)
 
 
 def sgp(lr: Any, momentum: Any = 0.0, average: Any = None) -> Rule:
-    """Stochastic gradient push, for directed graphs: see `Push`."""
+    """Stochastic gradient push, for directed graphs."""
     return _given_out(Push(lr, inertia(momentum)), average)
 
 
 def decentlam(lr: Any, momentum: Any = 0.9, average: Any = None) -> Rule:
-    """DecentLaM, momentum that does not amplify the differences between nodes: see `DecentLaM`."""
+    """DecentLaM: momentum that does not amplify the differences between nodes."""
     return _given_out(DecentLaM(lr, momentum), average)
 
 
 def dat_gt(lr: Any, averaging: Any = "constant", momentum: Any = 0.0, beta: Any = 1.0) -> Rule:
-    """DAT over gradient tracking: `Anytime` over `Tracked`."""
+    """DAT over gradient tracking."""
     return Anytime(Tracked(lr, inertia(momentum)), averaging, beta)
 
 
 def dat_d2(lr: Any, averaging: Any = "constant", momentum: Any = 0.0, beta: Any = 1.0, lazy: bool = True) -> Rule:
-    """DAT over D2, without the bias that heterogeneous data cause: `Anytime` over `Corrected`."""
+    """DAT over D2, without the bias that data which differ between nodes cause."""
     return Anytime(Corrected(lr, inertia(momentum), lazy), averaging, beta)
 
 
 def dat_sgp(lr: Any, averaging: Any = "constant", momentum: Any = 0.0, beta: Any = 1.0) -> Rule:
-    """DAT over push-sum, for directed graphs: `Anytime` over `Push`."""
+    """DAT over push-sum, for directed graphs."""
     return Anytime(Push(lr, inertia(momentum)), averaging, beta)
 
 
