@@ -6,15 +6,15 @@ The lines are the first ones of the docstrings; tests/test_startup.py holds them
 from __future__ import annotations
 
 RULES = {
-    "dsgd": "D-SGD, the baseline of the field: see `Plain`.",
-    "dat": "DAT-SGD, the paper's rule: `Anytime` over `Plain`.",
-    "d2": "D2, which heterogeneity does not harm: see `Corrected`.",
-    "gt": "Gradient tracking, which heterogeneity does not harm: see `Tracked`.",
-    "sgp": "Stochastic gradient push, for directed graphs: see `Push`.",
-    "decentlam": "DecentLaM, momentum that does not amplify the differences between nodes: see `DecentLaM`.",
-    "dat-gt": "DAT over gradient tracking: `Anytime` over `Tracked`.",
-    "dat-d2": "DAT over D2, without the bias that heterogeneous data cause: `Anytime` over `Corrected`.",
-    "dat-sgp": "DAT over push-sum, for directed graphs: `Anytime` over `Push`.",
+    "dsgd": "D-SGD, the baseline of the field: step along your own gradient, then average with your neighbours.",
+    "dat": "DAT-SGD, the paper's rule: D-SGD with gradients at, or near, an average x of the iterates.",
+    "d2": "D2, which differences between the nodes' data do not harm; on static symmetric graphs.",
+    "gt": "Gradient tracking, which differences between the nodes' data do not harm; twice the messages of D-SGD.",
+    "sgp": "Stochastic gradient push, for directed graphs.",
+    "decentlam": "DecentLaM: momentum that does not amplify the differences between nodes.",
+    "dat-gt": "DAT over gradient tracking.",
+    "dat-d2": "DAT over D2, without the bias that data which differ between nodes cause.",
+    "dat-sgp": "DAT over push-sum, for directed graphs.",
 }
 
 OPTIONS = {  # of the rules, beside lr

@@ -208,7 +208,7 @@ def _from_options(
     **rest: Any,
 ) -> Study:
     """A study from the command line, where an option goes to all that have it, and what does not fit is left out."""
-    from klatsch import rules as named_rules
+    from klatsch.rules import names as named_rules
     from klatsch.study import spec
     from klatsch.topology import options as topologies_options
 
@@ -221,7 +221,8 @@ def _from_options(
             entries[kind].append({"name": name, **{o: v for o, v in options.items() if o in known(name)}})
         for option_ in options:
             if not any(option_ in known(name) for name in names):
-                raise ValueError(f"none of {', '.join(names)} has an option {option_!r}; leave it out")
+                why = f": {named_rules.WHY_NOT[option_]}" if option_ in named_rules.WHY_NOT else "; leave it out"
+                raise ValueError(f"none of {', '.join(names)} has an option {option_!r}{why}")
     for entry in entries["topologies"]:
         entry["lazy"] = lazy
     content = {**rest, **entries, "leave_out": True}

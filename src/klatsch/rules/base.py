@@ -148,7 +148,8 @@ def checked(rule: Any) -> Rule:
         ) from None
     lr = learning_rate(rule.lr)
     # A list becomes a column here; rules around others hand on one that is in form already.
-    return rule if callable(lr) or isinstance(rule.lr, float | Tensor) else columns.replaced(rule, lr=lr)
+    formed: Rule = rule if callable(lr) or isinstance(rule.lr, float | Tensor) else columns.replaced(rule, lr=lr)
+    return formed
 
 
 def learning_rate(value: object) -> LearningRate:
