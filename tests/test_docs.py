@@ -4,17 +4,27 @@ import contextlib
 import io
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from klatsch.study import expand, load
+from klatsch.study import Store, expand, load
 from tests.test_examples import DATA
+from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCKS = [(path, block) for path in DOCUMENTS for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.S)]
-STUDIES = ROOT / "docs" / "studies.md"
+STUDIES, OWN = ROOT / "docs" / "studies.md", ROOT / "docs" / "own.md"
+
+
+def blocks_of(path, kind="python"):
+    return re.findall(rf"```{kind}\n(.*?)```", path.read_text(), re.S)
+
+
+BLOCKS = [(path, block) for path in DOCUMENTS if path != OWN for block in blocks_of(path)]
 
 
 def commands_of(path):
@@ -27,7 +37,7 @@ def paragraphs_of(path):
     return [re.findall(r"klatsch (.+)", block) for block in blocks]
 
 
-COMMANDS = [(path, commands) for path in DOCUMENTS if path != STUDIES for commands in paragraphs_of(path)]
+COMMANDS = [(path, commands) for path in DOCUMENTS if path not in (STUDIES, OWN) for commands in paragraphs_of(path)]
 
 
 def printed_by(code):
@@ -90,6 +100,47 @@ def test_the_study_and_its_commands_work_in_this_order(run_cli, tmp_path, monkey
     assert {"errors.svg", "runs.csv", "runs.parquet", "report.html"} <= {path.name for path in tmp_path.iterdir()}
 
 
+def test_parts_of_your_own_work_as_shown(run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine, use = blocks_of(OWN)
+    Path("mine.py").write_text(mine)
+    Path("own.toml").write_text(*blocks_of(OWN, "toml"))
+    printed_by(use)
+    commands = commands_of(OWN)
+    assert len(commands) == 4
+    for command in commands:
+        code, out, err = run_cli(*shlex.split(command))
+        assert (code, err) == (0, ""), command
+        assert out
+
+
+RULES = [
+    block for path in DOCUMENTS for block in blocks_of(path) if re.search(r"^class \w+\((rules\.)?Rule\)", block, re.M)
+]
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_every_rule_that_is_shown_runs_on_ranks(code, run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(code)
+    names = re.findall(r"^class (\w+)\((?:rules\.)?Rule\)", code, re.M)
+    rules = ", ".join(f'"mine.py:{name}"' for name in names)
+    Path("s.toml").write_text(
+        f'steps = 60\nnodes = 3\nseeds = 1\nlr = [1e-3, 3e-3]\nrules = [{rules}]\ntopologies = ["ring"]'
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command = [*launcher, "-m", "klatsch", "run", "s.toml", "--engine", "ranks", "--store", "ranks.sqlite"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    assert run_cli("run", "s.toml")[0] == 0
+    with Store("ranks.sqlite") as ranks, Store("s.sqlite") as stacked:
+        keys = sorted(stacked.done())
+        found, expected = ranks.outcomes(keys), stacked.outcomes(keys)
+        assert len(found) == len(expected) == 2 * len(names)
+        for key in keys:
+            np.testing.assert_allclose(found[key].metrics["distance"], expected[key].metrics["distance"], rtol=1e-8)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
 def test_example_studies_can_be_run(path):
     cases, left_out = expand(load(path))
@@ -99,6 +150,7 @@ def test_example_studies_can_be_run(path):
 
 def test_there_is_something_to_test():
     assert len(BLOCKS) >= 4
+    assert RULES
     assert len(COMMANDS) >= 6
 
 
