@@ -15,8 +15,7 @@ FLOORS = [
     {"arguments", "pictures"},
     {"topology", "averaging", "engine.flat"},
     {"rules", "problems", "theory"},
-    {"algorithms"},
-    {"engine"},
+    {"engine", "algorithms"},  # the latter is the former name of rules
     {"planning", "study", "optim"},
     {"klatsch"},
     {"cli"},

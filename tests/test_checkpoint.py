@@ -87,7 +87,7 @@ class Watched(problems.LeastSquares):
 def simulate(tmp_path, **changes):
     call = {
         "problem": problems.LeastSquares(5, dim=4),
-        "algorithm": rules.dat([0.001, 0.002]),
+        "rule": rules.dat([0.001, 0.002]),
         "topology": tp.ring(5),
         "steps": 60,
         "record": [10, 60],
@@ -126,10 +126,10 @@ def test_a_finished_run_is_read_and_not_run_again(tmp_path):
 
 CHANGES = {
     "problem": {"problem": problems.LeastSquares(5, dim=4, seed=1)},
-    "algorithm lr": {"algorithm": rules.dat([0.001, 0.003])},
-    "algorithm averaging p": {"algorithm": rules.dat([0.001, 0.002], averaging="linear")},
-    "algorithm type": {"algorithm": rules.dat_d2([0.001, 0.002])},
-    "learning rates": {"algorithm": rules.dat(lambda t: 0.001 * (1 + (t > 20)))},
+    "lr": {"rule": rules.dat([0.001, 0.003])},
+    "averaging p": {"rule": rules.dat([0.001, 0.002], averaging="linear")},
+    "base": {"rule": rules.dat_d2([0.001, 0.002])},
+    "learning rates": {"rule": rules.dat(lambda t: 0.001 * (1 + (t > 20)))},
     "topology": {"topology": tp.complete(5)},
     "steps": {"steps": 70},
     "record": {"record": [20, 60]},
@@ -141,7 +141,7 @@ if native.why_not() is None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_foreign_checkpoint_is_refused_by_name_and_left_alone(name, tmp_path):
-    simulate(tmp_path, **({"algorithm": rules.dat(lambda t: 0.001)} if name == "learning rates" else {}))
+    simulate(tmp_path, **({"rule": rules.dat(lambda t: 0.001)} if name == "learning rates" else {}))
     path = tmp_path / "run.safetensors"
     before = path.read_bytes()
     with pytest.raises(
@@ -216,14 +216,12 @@ def test_saves_come_on_time_also_late_in_a_run(tmp_path, monkeypatch):
 def test_another_start_is_another_run(tmp_path):
     first = simulate(tmp_path, steps=30, record=[30], checkpoint=None)
     simulate(tmp_path, after=first, record=[60])
-    other = type(first)(
-        **{**vars(first), "state": type(first.state)(*(v if v is None else v + 1 for v in first.state))}
-    )
+    other = type(first)(**{**vars(first), "state": {name: v + 1 for name, v in first.state.items()}})
     with pytest.raises(ValueError, match="begun"):
         simulate(tmp_path, after=other, record=[60])
 
 
-@pytest.mark.parametrize("name", ["problem", "algorithm lr", "topology", "dtype", "algorithm type"])
+@pytest.mark.parametrize("name", ["problem", "lr", "topology", "dtype", "base"])
 def test_going_on_after_a_result_of_another_run_is_refused(name, tmp_path):
     changes = {**CHANGES[name], "steps": 30, "record": [30], "checkpoint": None}
     with pytest.raises(ValueError, match=f"another {name}"):
@@ -255,10 +253,10 @@ def test_a_problem_that_cannot_be_told_apart_cannot_be_saved(tmp_path):
 
 def test_a_run_with_momentum_and_one_after_another_can_be_saved(tmp_path):
     rule = rules.dat([0.001, 0.002], momentum=0.5)
-    half = simulate(tmp_path, algorithm=rule, steps=30, record=[10, 30], checkpoint=None)
-    whole = simulate(tmp_path, algorithm=rule, record=[10, 30, 60], checkpoint=None)
+    half = simulate(tmp_path, rule=rule, steps=30, record=[10, 30], checkpoint=None)
+    whole = simulate(tmp_path, rule=rule, record=[10, 30, 60], checkpoint=None)
     for _ in range(2):
-        rest = simulate(tmp_path, algorithm=rule, after=half, record=[60])
+        rest = simulate(tmp_path, rule=rule, after=half, record=[60])
         assert torch.equal(rest.output, whole.output)  # bits: same call
         assert rest.steps == [10, 30, 60]
         assert torch.equal(rest.metrics["Gamma"], whole.metrics["Gamma"])  # bits: same call

@@ -107,8 +107,8 @@ def test_ranks_find_what_the_simulation_finds(launch, tmp_path):
     found, ring = iter(torch.load(tmp_path / "diverged")), tp.ring(4)
     for rule in ("dsgd", "dat", "gt"):
         assert next(found).tolist() == [FINITE, HERE]
-        algorithm = rules.make(rule, lr=[1e-3, 1e6, 1e300])
-        expected = klatsch.simulate(problem_of(4), algorithm, ring, 300, record=[7, 290], engine="torch")
+        rule = rules.make(rule, lr=[1e-3, 1e6, 1e300])
+        expected = klatsch.simulate(problem_of(4), rule, ring, 300, record=[7, 290], engine="torch")
         assert expected.diverged.tolist() == [False, True, True]
         assert torch.equal(next(found), expected.diverged_at)  # bits: whole numbers
 

@@ -1,49 +1,45 @@
 """A rule of one's own, written as docs/simulation.md says: lists become columns by themselves."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 import klatsch
-from klatsch import columns
+from klatsch import columns, rules
 from tests.comparisons import assert_same_to_rounding
-
-
-class State(NamedTuple):
-    w: torch.Tensor
 
 
 @dataclass(frozen=True)
 class LocalSGD:
+    """Not derived from `rules.Rule`: what a rule needs is enough."""
+
     lr: float
     k: int = 5
     pauses: list[float] = field(default_factory=lambda: [3.0, 4.0, 5.0])  # a list that is meant as one
-    eager = ()
 
     def init(self, x):
-        return State(x)
+        return {"w": x}
 
-    def query(self, state):
-        return state.w
+    def query(self, s):
+        return s["w"]
 
     output = query
 
-    def update(self, state, grad, mix, t):
-        w = state.w - (0 if t in self.pauses else self.lr) * grad
-        return State(mix(w)[0] if t % self.k == 0 else w)
+    def update(self, s, grad, flow, t, lr):
+        w = s["w"] - (0 if t in self.pauses else lr) * grad
+        return {"w": flow.mix(w)[0] if t % self.k == 0 else w}
 
 
 @dataclass(frozen=True)
-class Plain(LocalSGD):
+class Plain(rules.Rule):
     """Which the fused engine can trace."""
 
     lr: "float | None" = None  # as `from __future__ import annotations` leaves it
 
-    def update(self, state, grad, mix, t):
-        return State(mix(state.w - self.lr * grad)[0])
+    def update(self, s, grad, flow, t, lr):
+        return {"w": flow.mix(s["w"] - lr * grad)[0]}
 
 
 @pytest.fixture
@@ -67,7 +63,7 @@ def test_a_list_of_one_is_a_number(run):
 
 def test_a_list_that_is_no_rates_says_so(run):
     with pytest.raises(
-        ValueError, match=r"lr = \[0.001, 'fast'\]; give a finite number, or a list with one number per"
+        ValueError, match=r"lr = \[0.001, 'fast'\]; give a number above 0, .* or a list with one number per"
     ):
         run(LocalSGD([0.001, "fast"]))
 

@@ -28,6 +28,7 @@ from klatsch.planning import (
 from klatsch.planning.plan import ENOUGH
 from klatsch.planning.rates import rounds_to
 from klatsch.planning.verify import instance, verify
+from klatsch.rules import Flow
 from klatsch.theory import Constants, dat_rate, largest_machines, minibatch_rate, rounds_to_error
 
 ROOT = Path(__file__).parents[1]
@@ -174,15 +175,15 @@ def test_messages_of_the_rules_are_those_they_mix():
     import torch
 
     for rule in RULES.values():
-        if rule.algorithm is not None:
+        if rule.update is not None:
             sent = []
 
-            def mix(*vectors, sent=sent):
+            def flow(*vectors, sent=sent):
                 sent.extend(vectors)
                 return vectors
 
-            state = rule.algorithm.init(torch.zeros(1, 1, 3))
-            rule.algorithm.update(state, torch.ones(1, 1, 3), mix, 1)
+            state = rule.update.init(torch.zeros(1, 1, 3))
+            rule.update.update(state, torch.ones(1, 1, 3), Flow(flow), 1, 0.1)
             assert len(sent) == rule.vectors
 
 

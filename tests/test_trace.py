@@ -1,7 +1,5 @@
 """Tracing: any rule that adds, scales and mixes becomes a program, and the kernel runs that program right."""
 
-from collections import namedtuple
-
 import numpy as np
 import pytest
 import torch
@@ -10,32 +8,35 @@ import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.engine.fused import assigned
-from klatsch.engine.trace import NotLinearError, coefficient_table, trace
+from klatsch.engine.trace import FLOW, LINEAR, NotLinearError, coefficient_table, trace
 from tests.test_engine import KERNEL
 from tests.test_rules import RULES
 
 
-class RandomRule:
-    """A rule nobody would invent: random combinations, mixes and hand-overs between fields."""
+class RandomRule(rules.Rule):
+    """A rule nobody would invent: random combinations, mixes, flows and hand-overs between fields."""
+
+    lr = 0.01
 
     def __init__(self, seed):
         self.seed = seed
         self.fields = int(np.random.default_rng(seed).integers(1, 5))
-        self.state = namedtuple("State", [f"f{k}" for k in range(self.fields)])
-
-    eager = ()
 
     def init(self, x):
-        return self.state(*(x + k for k in range(self.fields)))
+        return {f"f{k}": x + k for k in range(self.fields)}
 
-    def query(self, state):
-        return state[self.seed % self.fields]
+    def iterate(self, s):
+        return s[f"f{self.seed % self.fields}"]
 
-    output = query
+    def query(self, s):
+        """A field, or a point between two."""
+        if self.seed % 3:
+            return self.iterate(s)
+        return 0.25 * s["f0"] + 0.75 * s[f"f{self.fields - 1}"]
 
-    def update(self, state, grad, mix, t):
+    def update(self, s, grad, flow, t, lr):
         random = np.random.default_rng(self.seed)
-        known = [*state, 0.01 * grad] if random.random() < 0.5 else [*state, grad * 0.01]
+        known = [*s.values(), lr * grad] if random.random() < 0.5 else [*s.values(), grad * lr]
 
         def combination():
             chosen = random.choice(len(known), size=int(random.integers(1, min(4, len(known)) + 1)), replace=False)
@@ -49,13 +50,14 @@ class RandomRule:
 
         for _ in range(int(random.integers(1, 6))):
             kind = random.random()
+            exchange = flow if random.random() < 0.5 else flow.mix
             if kind < 0.4:
-                known += mix(*(known[int(k)] for k in random.choice(len(known), size=int(random.integers(1, 3)))))
+                known += exchange(*(known[int(k)] for k in random.choice(len(known), size=int(random.integers(1, 3)))))
             elif kind < 0.6:
-                known += mix(combination())
+                known += exchange(combination())
             else:
                 known.append(combination() * (1 - 1 / (t + 5)))
-        return self.state(*(known[int(k)] for k in random.choice(len(known), size=self.fields)))
+        return {name: known[int(random.integers(len(known)))] for name in s}
 
 
 @KERNEL
@@ -68,15 +70,14 @@ def test_random_rules_run_the_same_in_both_engines(seed):
         graph.size, dim=int(random.integers(1, 40)), noise=[1.0] * int(random.integers(1, 9))
     )
     plain, fused = (klatsch.simulate(problem, rule, graph, 25, record=[24], engine=e) for e in ("torch", "fused"))
-    for a, b in zip(plain.state, fused.state, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-11)
+    for name, expected in plain.state.items():
+        torch.testing.assert_close(fused.state[name], expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_buffers_are_never_overwritten_while_they_are_needed(seed):
     """Run a program on the buffers assigned, with whole levels at once in the worst order for the rows."""
-    rule = RandomRule(seed)
-    program = trace(rule, rule.init(torch.zeros(1, 1, 2)), torch.ones(1, 1, 1))
+    program = traced(RandomRule(seed), torch.zeros(1, 1, 2))
     buffer_of, turn, buffers, scratch = assigned(program)
     assert sorted(turn) == list(range(buffers))
     assert [turn[s] for s in range(program.fields)] == [buffer_of[r] for r in program.next_state]
@@ -85,8 +86,13 @@ def test_buffers_are_never_overwritten_while_they_are_needed(seed):
     nodes, random = 4, np.random.default_rng(seed)
     P = random.dirichlet(np.ones(nodes), size=nodes)
     start = random.normal(size=(program.fields + 1, nodes))
-    values = {k: start[k] for k in range(program.fields + 1)}  # the plain way: a place for every register
-    for operation in program.by_level():
+    values = {k: start[k] for k in range(program.fields)}  # the plain way: a place for every register
+    before, after = program.by_level()[: program.before], program.by_level()[program.before :]
+    for operation in before:
+        assert program.gradient not in operation.inputs
+        values[operation.out] = _result(operation, coefficients, P, values)
+    values[program.gradient] = start[program.fields] + values[program.query]
+    for operation in after:
         values[operation.out] = _result(operation, coefficients, P, values)
     memory = {b: np.full(nodes, np.nan) for b in range(-scratch, buffers)}
     for k in range(program.fields):
@@ -94,19 +100,26 @@ def test_buffers_are_never_overwritten_while_they_are_needed(seed):
     levels = sorted({0, *(program.level[operation.out] for operation in program.operations)})
     for level in levels:  # as the kernel does: level by level, row by row
         for i in range(nodes):
-            if level == 0:
-                memory[buffer_of[program.gradient]][i] = start[program.fields][i]
-            for operation in program.by_level():
-                if program.level[operation.out] == level:
+            for operation in (*before, None, *after):  # the gradient comes between
+                if operation is None and level == 0:
+                    point = memory[buffer_of[program.query]][i]
+                    memory[buffer_of[program.gradient]][i] = start[program.fields][i] + point
+                elif operation is not None and program.level[operation.out] == level:
                     seen = {r: memory[buffer_of[r]] for r in operation.inputs}
                     memory[buffer_of[operation.out]][i] = _result(operation, coefficients, P, seen)[i]
     for register in program.next_state:
         np.testing.assert_allclose(memory[buffer_of[register]], values[register], rtol=1e-12)
 
 
+def traced(rule, x):
+    """A rule as a program, for one round."""
+    return trace(rule, rule.init(x), torch.ones(1, 1, 1), rule.lr)
+
+
 def _result(operation, coefficients, P, values):
-    if operation.mixes:
-        return P @ values[operation.inputs[0]]
+    if operation.kind != LINEAR:
+        v = values[operation.inputs[0]]
+        return P @ v - v if operation.kind == FLOW else P @ v
     return sum(
         float(coefficients[c]) * values[r] for c, r in zip(operation.coefficients, operation.inputs, strict=True)
     )
@@ -114,14 +127,12 @@ def _result(operation, coefficients, P, values):
 
 @pytest.mark.parametrize("rule", [name for name in RULES if "sgp" not in name])
 def test_our_rules_are_linear_and_short(rule):
-    rule = RULES[rule]([0.1, 0.2])
-    program = trace(rule, rule.init(torch.zeros(3, 2, 4)), torch.ones(1, 1, 1))
-    assert len(program.operations) <= 7
+    program = traced(RULES[rule]([0.1, 0.2]), torch.zeros(3, 2, 4))
+    assert len(program.operations) <= 9
     assert max(len(operation.inputs) for operation in program.operations) <= 6
 
 
 @pytest.mark.parametrize("rule", ["sgp", "dat-sgp"])
 def test_push_sum_is_not(rule):
-    rule = rules.make(rule, lr=0.1)
     with pytest.raises(NotLinearError):
-        trace(rule, rule.init(torch.zeros(3, 2, 4)), torch.ones(1, 1, 1))
+        traced(rules.make(rule, lr=0.1), torch.zeros(3, 2, 4))

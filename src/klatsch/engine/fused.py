@@ -58,7 +58,7 @@ class FusedRounds:
         if any(v.shape != used[0].shape for v in used):
             raise NotLinearError("the fields of the state differ in shape")
         program = self._program = self._trace(1, 3)
-        if len(program.level) > MOST_REGISTERS or max(len(o.inputs) for o in program.operations) > MOST_INPUTS:
+        if len(program.level) > MOST_REGISTERS or any(len(o.inputs) > MOST_INPUTS for o in program.operations):
             raise NotLinearError(f"the rule takes more than {MOST_REGISTERS} steps, or {MOST_INPUTS} vectors in one")
         quadratic = gradients.problem.quadratic()
         H = _aligned(quadratic.H.shape, quadratic.H.numpy().dtype, behind=WIDEST)
@@ -76,7 +76,7 @@ class FusedRounds:
 
     def advance(self, state: State, done: int, until: int) -> State:
         """Rounds done + 1 to until."""
-        used = [v.contiguous().numpy() for v in state.values()]
+        used = [state[name].contiguous().numpy() for name in self._state]  # a round may return them in another order
         for block in self._blocks:
             block.load(used)
         while done < until:
@@ -92,7 +92,7 @@ class FusedRounds:
         results = [np.empty_like(v) for v in used]
         for block in self._blocks:
             block.store(results)
-        return {name: torch.from_numpy(v) for name, v in zip(state, results, strict=True)}
+        return {name: torch.from_numpy(v) for name, v in zip(self._state, results, strict=True)}
 
     def _table(self, done: int, until: int) -> NDArray[Any]:
         """The coefficients of rounds done + 1 to until, (rounds, coefficients, C)."""
