@@ -251,8 +251,6 @@ def _check_problem(name: str, options: tuple[tuple[str, Any], ...], nodes: int, 
 def _graph(name: str, options: tuple[tuple[str, Any], ...], lazy: bool, nodes: int, source: str) -> Topology:
     with own.explained(name):
         graph = topologies.make(name, nodes, **dict(options))
-    if not isinstance(graph, Topology):
-        raise ValueError(f"{own.label(name)} gives a {type(graph).__name__}; give a Topology, such as topology.ring(n)")
     if graph.size != nodes:
         raise ValueError(f"{own.label(name)} has {graph.size} nodes where {nodes} were asked for; build it from n")
     return topologies.lazy(graph) if lazy else graph

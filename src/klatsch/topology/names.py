@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from klatsch.arguments import check_options, named
+from klatsch.own import label
 from klatsch.topology.checks import UNLIMITED, node_count, rounds_between
 from klatsch.topology.closed_form import CLOSED_FORMS
 from klatsch.topology.core import Topology
@@ -78,7 +79,11 @@ def builder(name: str, choices: Collection[str] = ()) -> Callable[..., Topology]
 
     def build(n: int | None = None, **chosen: Any) -> Topology:
         family, own, between = _taken_apart(name, chosen)
-        return every(named("topology", family, TOPOLOGIES)(n, **own), between)
+        graph = named("topology", family, TOPOLOGIES)(n, **own)
+        if not isinstance(graph, Topology):
+            kind = type(graph).__name__
+            raise ValueError(f"{label(family)} gives a {kind}; give a Topology, such as topology.ring(n)")
+        return every(graph, between)
 
     return build
 
