@@ -82,11 +82,25 @@ def test_what_is_refused_is_left_out_with_the_reason_and_the_rest_runs(run_cli):
     code, out, _ = run_cli("run", "--rules", "d2,dat", "-t", "ring,torus", "-n", 7, *QUICK)
     assert code == 0
     assert "left out at 7 nodes: torus" in out
-    code, out, _ = run_cli("run", "--rules", "d2,dat", "-n", 6, *QUICK)
-    assert "left out at 6 nodes: d2 on ring: the smallest eigenvalue of P is -0.3333" in out
-    code, out, err = run_cli("run", "--rules", "d2", "-n", 6, *QUICK)
+    code, out, _ = run_cli("run", "--rules", "d2,dat", "-t", "base_graph", "-n", 6, *QUICK)
+    assert "left out at 6 nodes: d2 on base_graph(k=1): the graph is time-varying" in out
+    code, out, err = run_cli("run", "--rules", "d2", "-t", "base_graph", "-n", 6, *QUICK)
     assert (code, out) == (2, "")
-    assert "lazy" in err
+    assert "use a static graph" in err
+
+
+def test_beta_and_momentum_may_be_several(run_cli):
+    options = ("run", "--rules", "dat,dsgd", "-n", 6, *QUICK, "--json")
+    rows = json.loads(run_cli(*options, "--beta", "0.5,1", "--momentum", "0,0.5")[1])["rows"]
+    found = {row["rule"]: row["error"] for row in rows}
+    assert list(found) == [
+        *(f"dat (beta {beta}, momentum {momentum})" for beta in (0.5, 1) for momentum in (0, 0.5)),
+        *("dsgd (momentum 0)", "dsgd (momentum 0.5)"),
+    ]
+    (plain, *_) = json.loads(run_cli(*options)[1])["rows"]
+    assert found["dat (beta 1, momentum 0)"] == pytest.approx(plain["error"], rel=1e-9)
+    assert len(set(found.values())) == 6
+    assert "beta = 2" in run_cli(*options, "--beta", 2)[2]
 
 
 def test_a_rule_that_diverges_everywhere_says_so(run_cli):
@@ -136,7 +150,7 @@ BAD = {
     "wrong gamma": (("--averaging", "fixed(1)"), "gamma = 1.0"),
     "wrong order": (("--order", "random"), "order = 'random'"),
     "wrong momentum": (("--momentum", 1), "momentum = 1"),
-    "option of nobody": (("--rules", "d2", "--momentum", 0.5), "none of d2 has an option 'momentum'"),
+    "option of nobody": (("--rules", "d2", "--beta", 0.5), "none of d2 has an option 'beta': it has no average"),
     "option of another problem": (("--batch", 3), "least-squares has no option 'batch'"),
     "negative noise": (("--noise", -1), "noise = -1"),
     "wrong ending": (("--plot", "figure.gif"), ".gif"),
