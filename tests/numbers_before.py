@@ -6,26 +6,22 @@ float64, as (nodes, columns, parameters):
     "dat averaging=linear order=cta momentum=0.9 | ring | output"     what the rule gives out
     "dat averaging=linear order=cta momentum=0.9 | ring | iterate"    w, for push-sum rules divided by the weight
 
-It was made with klatsch 0.2.0.dev0 as of commit e772e06, whose nine rules are still the hand-written ones of 0.1.0, by
+It was made by klatsch 0.2.0.dev0 as of commit e772e06, whose nine rules were still the hand-written ones of 0.1.0, on
+x86-64 with torch 2.13.0 and `simulate(..., engine="torch")`. Nothing here can make it again, and nothing should: it is
+there to compare with. A plain loop with dense products gave the same to 1e-12 of an entry's largest number.
 
-    python -m tests.numbers_before tests/fixtures/numbers_before.safetensors
+A rule of `CASES` is a name that `make` takes, except that there were two kinds of D2, which the graph decided:
 
-on x86-64 with torch 2.13.0, with `simulate(..., engine="torch")`. Do not make it again from later rules: it is there to
-compare with. A plain loop with dense products gives the same to 1e-12 of an entry's largest number.
-
-A rule of `CASES` is a name that `make` takes, except that 0.1.0 left one choice for D2 to the graph:
-
-    "d2"              D2 with the lazy matrix (I + P) / 2 in place of P
+    "d2"              D2 with the lazy matrix (I + P) / 2 in place of P: it ran on `topology.lazy(graph)`
     "d2 published"    D2 with P itself, as in the paper of Tang et al.; both graphs have eigenvalues above -1/3
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
 
 import klatsch
-from klatsch import problems
+from klatsch import problems, rules
 from klatsch import topology as tp
 
 FILE = Path(__file__).with_name("fixtures") / "numbers_before.safetensors"
@@ -120,23 +116,9 @@ def problem(graph):
     return problems.LeastSquares(graph.size, dim=6, noise=1.0, heterogeneity=1.0, seed=0)
 
 
-def numbers(engine="torch"):
-    """Every entry of the file, computed by the rules as they were: `make` and, for d2, the lazy graph."""
-    from klatsch import algorithms
-
-    entries = {}
-    for name, options, graph in CASES:
-        P = tp.lazy(GRAPHS[graph]) if name == "d2" else GRAPHS[graph]
-        rule = algorithms.make(name.removesuffix(" published"), **options)
-        result = klatsch.simulate(problem(P), rule, P, ROUNDS, record=[ROUNDS], engine=engine)
-        iterate = getattr(rule, "iterate", rule.query)
-        entries[f"{title(name, options, graph)} | output"] = result.output
-        entries[f"{title(name, options, graph)} | iterate"] = iterate(result.state)
-    return entries
-
-
-if __name__ == "__main__":
-    from safetensors.torch import save_file
-
-    made_with = {"made with": f"klatsch {klatsch.__version__}, hand-written rules"}
-    save_file({name: v.contiguous().clone() for name, v in numbers().items()}, sys.argv[1], made_with)
+def numbers(rule, options, graph, engine):
+    """Both entries of a case, as the rules of today compute them."""
+    made = rules.make("d2", lazy=False, **options) if rule == "d2 published" else rules.make(rule, **options)
+    P = GRAPHS[graph]
+    result = klatsch.simulate(problem(P), made, P, ROUNDS, record=[ROUNDS], engine=engine)
+    return {"output": result.output, "iterate": made.iterate(result.state)}
