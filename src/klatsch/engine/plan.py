@@ -6,6 +6,7 @@ soon as the round before is over. Whatever else goes into one call of `flow` tra
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -44,58 +45,77 @@ def plan(rule: Rule, x: Tensor) -> Plan:
     Raises:
         ValueError: it sends too many.
     """
-    tiny = x.new_zeros(*x.shape[:-1], min(2, x.shape[-1]))
-    state = rule.init(tiny)
-    names = {id(v): name for name, v in reversed(state.items())}
-    state = {name: v if names[id(v)] == name else v.clone() for name, v in state.items()}  # told apart by identity
-    names = {id(v): name for name, v in state.items()}
+    rehearsal = _Rehearsal(rule, x)
+    found, field_of = rehearsal.calls(), rehearsal.field_of
+    early = dict.fromkeys(name for tensors in found for v in tensors if (name := field_of(v)) is not None)
+    late = [c for c, tensors in enumerate(found) if any(field_of(v) is None for v in tensors)]
+    beside = None
+    if not any(rehearsal.is_wide(rehearsal.state[name]) for name in early):
+        # A few numbers, such as push-sum's weight, are not worth a message of their own.
+        needy = rehearsal.after(c for c, tensors in enumerate(found) if any(map(field_of, tensors)))
+        beside = next((c for c in late if c not in needy), None)
 
-    def calls(*poisoned: int) -> list[tuple[Tensor, ...]]:
+    # What travels in each message: a field by its name, any other tensor by its call and its place there.
+    inside: list[list[str | tuple[int, int]]] = [[*early]] if early and beside is None else []
+    for c in late:
+        own = [(c, n) for n, v in enumerate(found[c]) if field_of(v) is None]
+        inside.append([*own, *(early if c == beside else ())])
+    if len(inside) > MOST_MESSAGES:
+        raise ValueError(f"{rule.name} sends {len(inside)} messages per round; {MOST_MESSAGES} at most")
+    place = {what: (k, n) for k, parts in enumerate(inside) for n, what in enumerate(parts)}
+    calls = [tuple(place[field_of(v) or (c, n)] for n, v in enumerate(tensors)) for c, tensors in enumerate(found)]
+    heard = [{c for c, where in enumerate(calls) if any(m == k for m, _ in where)} for k in range(len(inside))]
+    after = [rehearsal.after(some) for some in heard]
+
+    messages = []
+    for k, parts in enumerate(inside):
+        tensors = [rehearsal.state[what] if isinstance(what, str) else found[what[0]][what[1]] for what in parts]
+        call = next((what[0] for what in parts if not isinstance(what, str)), None)
+        messages.append(
+            Sent(
+                fields=tuple(what for what in parts if isinstance(what, str)),
+                call=call,
+                shapes=tuple(map(rehearsal.full, tensors)),
+                needs=tuple(j for j in range(k) if call in after[j]),
+            )
+        )
+    return Plan(tuple(messages), tuple(calls))
+
+
+class _Rehearsal:
+    """Rounds of a rule on a few numbers."""
+
+    def __init__(self, rule: Rule, x: Tensor) -> None:
+        self._rule, self._length = rule, x.shape[-1]
+        self._grad = x.new_zeros(*x.shape[:-1], min(2, x.shape[-1]))
+        # Fields may start as one tensor; each is a tensor of its own here, by which it is known.
+        self.state = {name: v.clone() for name, v in rule.init(self._grad).items()}
+        self._names = {id(v): name for name, v in self.state.items()}
+
+    def field_of(self, v: Tensor) -> str | None:
+        """The state field that a tensor is, if it is one untouched."""
+        return self._names.get(id(v))
+
+    def is_wide(self, v: Tensor) -> bool:
+        """Whether a tensor is as long as the vectors are."""
+        return v.shape[-1] == self._grad.shape[-1]
+
+    def full(self, v: Tensor) -> torch.Size:
+        """The shape of a tensor in a real round."""
+        return torch.Size([*v.shape[:-1], self._length if self.is_wide(v) else v.shape[-1]])
+
+    def calls(self, poisoned: Collection[int] = ()) -> list[tuple[Tensor, ...]]:
+        """What goes into the calls of `flow`, where some of them return NaN."""
         found: list[tuple[Tensor, ...]] = []
 
         def mix(*tensors: Tensor) -> tuple[Tensor, ...]:
             found.append(tensors)
             return tuple(v * (torch.nan if len(found) - 1 in poisoned else 1.0) for v in tensors)
 
-        rule.update(state, tiny, Flow(mix, mix), 1, rate(rule.lr, 1))
+        self._rule.update(self.state, self._grad, Flow(mix, mix), 1, rate(self._rule.lr, 1))
         return found
 
-    found = calls()
-    early = tuple(dict.fromkeys(names[id(v)] for tensors in found for v in tensors if id(v) in names))
-    late = [c for c, tensors in enumerate(found) if any(id(v) not in names for v in tensors)]
-    used = [c for c, tensors in enumerate(found) if any(id(v) in names for v in tensors)]
-    needy = {c for c, tensors in enumerate(calls(*used)) if any(bool(v.isnan().any()) for v in tensors)}
-    # A few numbers, such as push-sum's weight, are not worth a message of their own.
-    narrow = all(state[name].shape[-1] < tiny.shape[-1] for name in early)
-    beside = next((c for c in late if c not in needy), None) if narrow else None
-
-    wide = tiny.shape[-1]
-    fields = {None: early if beside is None else (), beside: early} if early else {}
-    messages = []
-    for call in [*([None] if fields.get(None) else []), *late]:
-        moved = [v for v in found[call] if id(v) not in names] if call is not None else []
-        moved += [state[name] for name in fields.get(call, ())]
-        shapes = [[*v.shape[:-1], x.shape[-1] if v.shape[-1] == wide else v.shape[-1]] for v in moved]
-        messages.append(Sent(fields.get(call, ()), call, tuple(map(torch.Size, shapes))))
-    if len(messages) > MOST_MESSAGES:
-        raise ValueError(f"{rule.name} sends {len(messages)} messages per round; {MOST_MESSAGES} at most")
-
-    places: list[tuple[tuple[int, int], ...]] = []
-    for c, tensors in enumerate(found):
-        own = [id(v) for v in tensors if id(v) not in names]
-        with_fields = next((k for k, sent in enumerate(messages) if sent.fields), 0)
-        ahead = len(messages[with_fields].shapes) - len(early) if messages else 0
-        by_call = {sent.call: k for k, sent in enumerate(messages)}
-        places.append(
-            tuple(
-                (with_fields, ahead + early.index(names[id(v)])) if id(v) in names else (by_call[c], own.index(id(v)))
-                for v in tensors
-            )
-        )
-    for k, _ in enumerate(messages):
-        heard = {c for c, where in enumerate(places) if any(message == k for message, _ in where)}
-        stained = {c for c, tensors in enumerate(calls(*heard)) if any(bool(v.isnan().any()) for v in tensors)}
-        for later, sent in enumerate(messages):
-            if later > k and sent.call in stained:
-                messages[later] = sent._replace(needs=(*sent.needs, k))
-    return Plan(tuple(messages), tuple(places))
+    def after(self, calls: Iterable[int]) -> set[int]:
+        """The calls of `flow` that need what some others return."""
+        found = self.calls(poisoned=set(calls))
+        return {c for c, tensors in enumerate(found) if any(bool(v.isnan().any()) for v in tensors)}
