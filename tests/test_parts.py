@@ -239,10 +239,9 @@ def test_flows_sum_to_zero_and_mix_adds_them(name, size, dtype):
 
 
 def test_alike_nodes_feel_no_flow():
-    """To the last bit: else constants drift in float32."""
+    """Not even one of rounding, which rules that add flows up would pile up."""
     flow = StackedMix(tp.ring(9), dtype=torch.float32, device=torch.device("cpu")).in_round(1)
-    (f,) = flow(torch.full((9, 1, 4), 0.1))
-    assert f.abs().max() < 1e-8
+    assert not flow(torch.full((9, 1, 4), 0.1))[0].any()
 
 
 def test_rules_are_short():

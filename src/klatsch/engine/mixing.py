@@ -1,7 +1,9 @@
 """Gossip of all nodes at once: v <- P v over the first axis, dense or sparse, whichever is faster at this size.
 
 It is computed as v + Q v, where Q is P less the identity and its sums are exactly zero. The plain sum drifts in
-float32, since weights like 1/3 do not add up to 1 there and 100,000 rounds compound it.
+float32, since weights like 1/3 do not add up to 1 there and 100,000 rounds compound it. A flow alone is Q times what
+distinguishes the nodes: rules add flows up, and those of large numbers that are nearly alike must not be rounded as
+large numbers are.
 """
 
 from __future__ import annotations
@@ -42,17 +44,23 @@ class StackedMix:
             return _tensor(csr_array(links - diags_array(own)), dtype, device, dense) if links.nnz else None
 
         self._Q = mapped(matrices, less_identity)
+        sizes = torch.tensor([topology.size for topology in topologies], device=device)
+        first = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)  # of each node: the first one of its network
+        self._alike = None if not by_rows else slice(0, 1) if len(topologies) == 1 else first
 
     def in_round(self, t: int) -> Flow:
         """What neighbours pull nodes by in round t."""
         Q = self._Q[(t - 1) % self.period]
-        return Flow(partial(_flow, Q), partial(_mix, Q))
+        return Flow(partial(_flow, Q, self._alike), partial(_mix, Q))
 
 
-def _flow(Q: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _flow(Q: Tensor | None, alike: slice | Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     if Q is None:
         return tuple(torch.zeros_like(v) for v in tensors)
-    return tuple((Q @ v.reshape(v.shape[0], -1)).reshape(v.shape) for v in tensors)
+    flat = [v.reshape(v.shape[0], -1) for v in tensors]
+    if alike is not None:  # the rows of Q sum to 0: what all nodes have in common may be left out
+        flat = [v - v[alike] for v in flat]
+    return tuple((Q @ f).reshape(v.shape) for f, v in zip(flat, tensors, strict=True))
 
 
 def _mix(Q: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
