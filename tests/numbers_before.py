@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 
-import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
 
@@ -116,9 +115,12 @@ def problem(graph):
     return problems.LeastSquares(graph.size, dim=6, noise=1.0, heterogeneity=1.0, seed=0)
 
 
-def numbers(rule, options, graph, engine):
-    """Both entries of a case, as the rules of today compute them."""
+def numbers(case, simulate, **choices):
+    """Both entries of a case by name, as the rules of today compute them; nothing where `simulate` gives nothing."""
+    rule, options, graph = case
     made = rules.make("d2", lazy=False, **options) if rule == "d2 published" else rules.make(rule, **options)
-    P = GRAPHS[graph]
-    result = klatsch.simulate(problem(P), made, P, ROUNDS, record=[ROUNDS], engine=engine)
-    return {"output": result.output, "iterate": made.iterate(result.state)}
+    result = simulate(problem(GRAPHS[graph]), made, GRAPHS[graph], ROUNDS, [ROUNDS], **choices)
+    if result is None:
+        return {}
+    found = {"output": result.output, "iterate": made.iterate(result.state)}
+    return {f"{title(*case)} | {part}": value for part, value in found.items()}

@@ -1,9 +1,12 @@
 """Rules made of parts compute what the hand-written ones did; `numbers_before` says how those numbers were made."""
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+import klatsch
 from tests.numbers_before import CASES, FILE, numbers, title
+from tests.ranks import Ranks
 from tests.test_engine import ENGINES
 
 BEFORE = load_file(FILE)
@@ -16,11 +19,22 @@ def test_the_file_holds_every_case():
 @ENGINES
 @pytest.mark.parametrize("case", CASES, ids=lambda case: title(*case))
 def test_the_numbers_are_those_of_the_hand_written_rules(case, engine):
-    rule = case[0]
-    if "sgp" in rule and engine == "fused":
+    if "sgp" in case[0] and engine == "fused":
         engine = "auto"  # it divides, which is no linear step
-    tolerance = 1e-9 if "d2" in rule else 1e-12  # which looked back at iterates, now it adds up flows
-    for part, found in numbers(*case, engine).items():
-        expected = BEFORE[f"{title(*case)} | {part}"]
-        assert found.shape == expected.shape
-        assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+    assert_as_before(numbers(case, klatsch.simulate, engine=engine))
+
+
+@pytest.mark.parametrize("size, graphs", [(9, ["ring"]), (8, ["pushing ring"])])
+def test_ranks_compute_them_too(size, graphs, tmp_path):
+    Ranks(tmp_path, size, "numbers", graphs=graphs).succeed()
+    found = torch.load(tmp_path / "numbers")
+    assert len(found) == 2 * sum(graph in graphs for _, _, graph in CASES)
+    assert_as_before(found)
+
+
+def assert_as_before(found):
+    for name, value in found.items():
+        expected = BEFORE[name]
+        tolerance = 1e-9 if "d2" in name else 1e-12  # which looked back at iterates, now it adds up flows
+        assert value.shape == expected.shape
+        assert (value - expected).abs().max() <= tolerance * expected.abs().max()
