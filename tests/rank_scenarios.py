@@ -235,7 +235,7 @@ def silent(folder, rule):
     rank, size = group()
     problem = problem_of(size)
     x = nn.Parameter(problem.start().clone())
-    optimizer = klatsch.Gossip([x], klatsch.algorithms.make(rule, lr=LR), "ring/4")
+    optimizer = klatsch.Gossip([x], klatsch.rules.make(rule, lr=LR), "ring/4")
     path, sent = [], []
     for t in range(1, 13):
         turn, step = divmod(t - 1, 4)

@@ -299,7 +299,7 @@ RULES = {"dsgd": {}, "dat": {}, "gt": {}, "dat cta": {"order": "cta"}, "dat-gt":
 @pytest.mark.parametrize("name", ["ring", "base_graph", "one_peer_exponential"])
 @pytest.mark.parametrize("label", RULES)
 def test_a_run_is_that_of_the_matrices_written_out(label, name, engine):
-    rule = klatsch.algorithms.make(label.split()[0], lr=[1e-3, 1e-2], **RULES[label])
+    rule = klatsch.rules.make(label.split()[0], lr=[1e-3, 1e-2], **RULES[label])
     graph = tp.make(name, 8)
     found, expected = (
         klatsch.simulate(LeastSquares(8, dim=5, seed=1), rule, silent, 53, engine=engine)
@@ -311,7 +311,7 @@ def test_a_run_is_that_of_the_matrices_written_out(label, name, engine):
 
 
 def test_push_sum_on_a_graph_that_sums_by_columns():
-    rule = klatsch.algorithms.make("sgp", lr=1e-3)
+    rule = klatsch.rules.make("sgp", lr=1e-3)
     silent = tp.every(COLUMNS, 4)
     slow = tp.from_matrices([P.toarray() for P in silent.matrices], stochastic="columns")
     found, expected = (klatsch.simulate(LeastSquares(3, dim=4), rule, graph, 40) for graph in (silent, slow))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import klatsch
 from klatsch import rules
 from klatsch.engine.plan import MOST_MESSAGES, plan
 
@@ -61,12 +62,12 @@ def test_a_rule_of_ones_own():
         ((), 1, ()),
         ((), 1, (0, 1)),
     ]
-    assert found.calls == (((0, 0), (0, 1), (1, 0)), ((2, 0),))
+    assert found.calls == (((0, 0, "u"), (0, 1, "v"), (1, 0, None)), ((2, 0, None),))
 
 
 def test_fields_that_start_as_one_tensor_are_told_apart():
     found = plan(rules.make("dat", lr=0.1, order="cta"), X)
-    assert found.calls == (((0, 0),), ((0, 1),))
+    assert found.calls == (((0, 0, "x"),), ((0, 1, "w"),))
 
 
 @dataclass(frozen=True)
@@ -88,3 +89,68 @@ def test_silent_and_chatty_rules():
     assert [m.needs for m in plan(Chatty(3), X).messages] == [(), (0,), (0, 1)]
     with pytest.raises(ValueError, match=rf"Chatty sends {MOST_MESSAGES + 1} messages per round; {MOST_MESSAGES} at"):
         plan(Chatty(MOST_MESSAGES + 1), X)
+
+
+class Later(rules.Rule):
+    """What it does in the first round is not what it does later."""
+
+    lr = 0.1
+
+    def init(self, x):
+        return {"w": x, "y": x, "g": x}
+
+
+class LaterNeeds(Later):
+    def update(self, s, grad, flow, t, lr):
+        (y,) = flow.mix(s["y"])
+        y = grad if t == 1 else y + grad - s["g"]
+        (w,) = flow.mix(s["w"] - lr * y)
+        return {"w": w, "y": y, "g": grad}
+
+
+class LaterTouched(Later):
+    def update(self, s, grad, flow, t, lr):
+        (w,) = flow.mix(s["w"] if t == 1 else 2 * s["w"] - s["y"])
+        return {"w": w - lr * grad, "y": s["w"], "g": grad}
+
+
+class Signs(Later):
+    def update(self, s, grad, flow, t, lr):
+        (y,) = flow.mix(s["y"])
+        (w,) = flow.mix(s["w"] - lr * torch.where(y > 0, y.sign(), 0.5))
+        return {"w": w, "y": y + grad, "g": grad}
+
+
+def test_what_only_later_rounds_need_is_waited_for():
+    assert plan(LaterNeeds(), X).messages[1].needs == (0,)
+
+
+def test_what_is_not_untouched_in_every_round_does_not_travel_early():
+    found = plan(LaterTouched(), X)
+    assert found.early == ()
+    assert len(found.messages) == 1
+
+
+def test_a_need_is_seen_through_any_operation():
+    assert plan(Signs(), X).messages[1].needs == (0,)
+
+
+@pytest.mark.parametrize(
+    "changed, error",
+    [
+        ({"y": None}, "returns a dictionary of w, g where the state is a dictionary of w, y, g; return all"),
+        ({"more": X}, "returns a dictionary of w, y, g, more where"),
+        ({"y": (X,)}, r"returns a tuple as y, which began as shape \(5,\); .* \(f,\) = flow\(v\)"),
+        ({"y": X[:1]}, r"returns shape \(1,\) as y, which began as shape \(5,\)"),
+    ],
+)
+def test_a_state_that_changes_its_fields_is_refused(changed, error):
+    class Forgetful(Later):
+        def update(self, s, grad, flow, t, lr):
+            return {name: v for name, v in (s | changed).items() if v is not None}
+
+    graph = klatsch.topology.ring(3)
+    with pytest.raises(ValueError, match=error):
+        plan(Forgetful(), X)
+    with pytest.raises(ValueError, match=error.split(", which")[0]):
+        klatsch.simulate(klatsch.problems.LeastSquares(3, dim=5), Forgetful(), graph, 5)

@@ -274,3 +274,23 @@ def test_the_kernel_blends_and_flows_in_every_shape(seed):
         scale = max(float(expected.abs().max()), float(plain.state["w"].abs().max()))
         worst = float((fused.state[field] - expected).abs().max())
         assert worst <= (1e-12 if dtype == torch.float64 else 1e-4) * scale, field
+
+
+def test_parts_that_keep_fields_of_one_name_are_refused():
+    @dataclass(frozen=True)
+    class Mine(rules.Rule):
+        lr: float
+
+        def init(self, x):
+            return {"w": x, "x": x}
+
+    with pytest.raises(ValueError, match="both keep a field x; give one another name"):
+        rules.Anytime(Mine(0.1)).init(torch.zeros(3))
+
+
+def test_decentlam_refuses_local_steps():
+    graph = tp.every(tp.ring(5), 4)
+    for rule in (rules.decentlam(0.1), rules.Anytime(rules.DecentLaM(0.1))):
+        with pytest.raises(ValueError, match=r"on ring/4: its momentum repeats .* use d2 or dat-d2"):
+            rule.check_graph(graph)
+    rules.decentlam(0.1, momentum=0).check_graph(graph)

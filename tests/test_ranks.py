@@ -101,7 +101,7 @@ def test_own_starts_two_dtypes_and_groups_of_some_ranks(features):
 def test_ranks_send_nothing_and_wait_for_nobody_in_silent_rounds(tmp_path, launch, rule, first):
     size = 4
     launch(size, "silent", rule=rule).succeed()
-    graph, made = klatsch.topology.make("ring/4", size), klatsch.algorithms.make(rule, lr=LR)
+    graph, made = klatsch.topology.make("ring/4", size), klatsch.rules.make(rule, lr=LR)
     expected = klatsch.simulate(problem_of(size), made, graph, 12, engine="torch", record=[12])
     message = 2 * 8 * (5 + 3 * size + 4)  # to 2 neighbours in float64, with what the sender knows of the network
     for rank in range(size):

@@ -25,6 +25,9 @@ _NOW = {
 }
 
 
+__all__ = list(_NOW)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _NOW:
         raise AttributeError(f"module 'klatsch.algorithms' has no attribute {name!r}")

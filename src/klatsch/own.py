@@ -29,6 +29,9 @@ def located(name: str, folder: str | Path = "") -> str:
     """A name with the whole path, so that processes elsewhere find it; names of klatsch's own stay as they are."""
     if not is_own(name):
         return name
+    before, _, H = name.rpartition("/")
+    if H.isdigit():  # "file.py:graph/8" is a graph of one's own in every 8th round
+        return f"{located(before, folder)}/{H}"
     path, part = _split(name)
     return f"{os.path.abspath(Path(folder) / path.expanduser())}:{part}"
 

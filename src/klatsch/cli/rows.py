@@ -43,7 +43,7 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
     seeds = " or ".join(map(str, counts)) + (" seed" if counts == [1] else " seeds")
     notes = {
         "from": f"from, to: smallest and largest of {seeds}",
-        "Gamma": "Gamma: consensus distance of the points evaluated",
+        "Gamma": "Gamma: consensus distance of the points where gradients are taken",
     }
     said = [note for name, note in notes.items() if name in shown]
     if len(shown) < len(columns):

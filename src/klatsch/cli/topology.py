@@ -104,7 +104,7 @@ def _print_summary(s: Summary) -> None:
         ("rho", f"{s.rho:.6g}", "spectral gap per round"),
         ("rounds to halve", _count(s.rounds_to_halve), "the disagreement, from the worst start"),
         ("exact after", never if s.exact_after is None else f"{s.exact_after:,}", "rounds until all hold the mean"),
-        ("smallest eigenvalue", _optional(s.smallest_eigenvalue), "D2 needs more than -1/3"),
+        ("smallest eigenvalue", _optional(s.smallest_eigenvalue), "D2 as published needs more than -1/3"),
         ("effective neighbours", _optional(s.effective_neighbors), f"for memory gamma = {GAMMA}"),
         ("messages", f"{s.messages_per_round:.4g}", "sent per node and round, on average"),
         ("bytes, D-SGD", size(s.bytes_per_round_dsgd), f"per node and round, {s.params:,} parameters"),

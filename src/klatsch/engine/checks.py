@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 import klatsch.columns as cols
+from klatsch.engine.plan import Rehearsal
 from klatsch.engine.record import Result
 from klatsch.engine.run import Run, Snapshot
 from klatsch.engine.sealed import digest
@@ -38,10 +39,11 @@ def check_parts(problem: Problem, rule: Rule, topology: Topology, any_graph: boo
         )
     if not any_graph:
         rule.check_graph(topology)
-    first = hyper_rate("lr(1)", rule.lr(1)) if callable(rule.lr) else None
+    first = hyper_rate("lr(1)", rule.lr(1)) if callable(rule.lr) else rule.lr
     C, own = cols.count(rule, first), getattr(problem, "columns", 1)
     if own != C and 1 not in (C, own):
         raise ValueError(f"the rule has {C} columns but the problem has {own}; give both the same number, or one")
+    Rehearsal(rule, torch.zeros(1, C, problem.dim, dtype=torch.float64))
     return rule.on(topology), max(C, own)
 
 

@@ -43,15 +43,15 @@ class StackedMix:
             links, own = exact_weights(P, dtype, by_rows=by_rows)
             return _tensor(csr_array(links - diags_array(own)), dtype, device, dense) if links.nnz else None
 
-        self._Q = mapped(matrices, less_identity)
+        products = mapped(matrices, less_identity)
         sizes = torch.tensor([topology.size for topology in topologies], device=device)
         first = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)  # of each node: the first one of its network
-        self._alike = None if not by_rows else slice(0, 1) if len(topologies) == 1 else first
+        alike = None if not by_rows else slice(0, 1) if len(topologies) == 1 else first
+        self._flows = mapped(products, lambda Q: Flow(partial(_flow, Q, alike), partial(_mix, Q)))
 
     def in_round(self, t: int) -> Flow:
         """What neighbours pull nodes by in round t."""
-        Q = self._Q[(t - 1) % self.period]
-        return Flow(partial(_flow, Q, self._alike), partial(_mix, Q))
+        return self._flows[(t - 1) % self.period]
 
 
 def _flow(Q: Tensor | None, alike: slice | Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # numbers per slice: a cache's worth,
 
 PIECE = 1 << 30  # numbers of one product: a GPU's takes no more than twice as many
 
-OTHER_CALLS = "{} does not call flow as often in every round; neighbours must know what to wait for"
+OTHER_CALLS = "{} does not call flow in every round as in the first; neighbours must know what to wait for"
 
 Block = slice | None  # a slice of the vectors, or all of them
 
@@ -82,7 +82,7 @@ class Node:
         self.rule, self.links, self.rounds, self.dtype = rule, links, 0, x.dtype
         self.plan = plan(rule, x)
         self._weights = Weights(topology, rank, x.dtype, push=rule.push)
-        self._heard_in = [len(topology.receivers(rank, t)) > 0 for t in range(1, topology.period + 1)]
+        self._speaks = topology.speaks
         self._tag = channel * MOST_MESSAGES
         self._blocks = _blocks(x)
         self._begun, self._guarded, self._calls = False, guarded, 0
@@ -138,7 +138,7 @@ class Node:
         for k in range(self._first_late, len(self.plan.messages)):
             self._collect(t, self.plan.messages[k].needs)
             self.links.sent(self._tag + k, t - 1)  # whose memory is used again
-            if self._heard_in[(t - 1) % len(self._heard_in)]:  # else nobody waits for it
+            if self._speaks(t):  # else nobody waits for it
                 self._compute_message(k, t, given)
                 self.links.send(self._tag + k, t, self._messages[k - self._first_late].whole)
         self._collect(t, range(len(self.plan.messages)))
@@ -165,7 +165,7 @@ class Node:
         single: State = {}
         for block in self._blocks:
             (rule, grad, lr), old = given(block), self._cut(block)
-            new = _apart(old, rule.update(old, grad, self._flow(block), t, lr))
+            new = _apart(old, rule.update(old, grad, self._flow(block, old), t, lr))
             if self._calls != len(self.plan.calls):
                 raise ValueError(OTHER_CALLS.format(self.rule.name))
             for name, value in new.items():
@@ -213,17 +213,17 @@ class Node:
         for block in self._blocks:
             (rule, grad, lr), old = given(block), self._cut(block)
             try:
-                rule.update(old, grad, self._flow(block, stop=sent.call), t, lr)
+                rule.update(old, grad, self._flow(block, old, stop=sent.call), t, lr)
             except _Reached as reached:
-                for tensor, (message, place) in zip(reached.tensors, places, strict=True):
-                    if message == k:
-                        _slice(parts[place], block, self._wide).copy_(tensor)
+                for tensor, place in zip(reached.tensors, places, strict=True):
+                    if place.message == k:
+                        _slice(parts[place.part], block, self._wide).copy_(tensor)
             else:
                 raise ValueError(OTHER_CALLS.format(self.rule.name))
         for part, name in zip(parts[len(parts) - len(sent.fields) :], sent.fields, strict=True):
             part.copy_(self._fields[name])
 
-    def _flow(self, block: Block, stop: int | None = None) -> Flow:
+    def _flow(self, block: Block, old: State, stop: int | None = None) -> Flow:
         """What the rule calls as `flow`, for one slice."""
         self._calls = 0
 
@@ -234,7 +234,9 @@ class Node:
             if c == stop:
                 raise _Reached(tensors)
             results = []
-            for tensor, (k, place) in zip(tensors, self.plan.calls[c], strict=True):
+            for tensor, (k, place, field) in zip(tensors, self.plan.calls[c], strict=True):
+                if field is not None and tensor is not old[field]:
+                    raise ValueError(OTHER_CALLS.format(self.rule.name))
                 if k not in self._heard:  # needed by nothing before the stop
                     results.append(tensor)
                     continue

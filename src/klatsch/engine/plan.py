@@ -7,6 +7,7 @@ soon as the round before is over. Whatever else goes into one call of `flow` tra
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from klatsch.rules import Flow, Rule
 from klatsch.rules.base import rate
 
 MOST_MESSAGES = 8  # in one round, for the numbering of tags
+FEW = 7  # numbers in a rehearsal: fields that are as long are taken for whole vectors
+ROUNDS = (1, 2, 3, 4, 5, 8, 1000)  # that are rehearsed
 
 
 class Sent(NamedTuple):
@@ -27,11 +30,19 @@ class Sent(NamedTuple):
     needs: tuple[int, ...] = ()  # earlier messages that have to arrive before it can be computed
 
 
+class Place(NamedTuple):
+    """Where a tensor that goes into `flow` is."""
+
+    message: int
+    part: int  # of the message
+    field: str | None  # the state field that it is, where it is one untouched
+
+
 class Plan(NamedTuple):
     """The messages of a round, and where the tensors of every call of `flow` are in them."""
 
     messages: tuple[Sent, ...]
-    calls: tuple[tuple[tuple[int, int], ...], ...]  # by call and tensor: the message, and the place within it
+    calls: tuple[tuple[Place, ...], ...]
 
     @property
     def early(self) -> tuple[str, ...]:
@@ -43,28 +54,29 @@ def plan(rule: Rule, x: Tensor) -> Plan:
     """The messages of a round of a rule that starts at x.
 
     Raises:
-        ValueError: it sends too many.
+        ValueError: it sends too many, or does not do in all rounds what it does in the first.
     """
-    rehearsal = _Rehearsal(rule, x)
-    found, field_of = rehearsal.calls(), rehearsal.field_of
-    early = dict.fromkeys(name for tensors in found for v in tensors if (name := field_of(v)) is not None)
-    late = [c for c, tensors in enumerate(found) if any(field_of(v) is None for v in tensors)]
+    rehearsal = Rehearsal(rule, x)
+    found = rehearsal.calls()
+    fields = [[rehearsal.field(c, n) for n, _ in enumerate(tensors)] for c, tensors in enumerate(found)]
+    early = dict.fromkeys(name for names in fields for name in names if name is not None)
+    late = [c for c, names in enumerate(fields) if None in names]
     beside = None
     if not any(rehearsal.is_wide(rehearsal.state[name]) for name in early):
         # A few numbers, such as push-sum's weight, are not worth a message of their own.
-        needy = rehearsal.after(c for c, tensors in enumerate(found) if any(map(field_of, tensors)))
+        needy = rehearsal.after(c for c, names in enumerate(fields) if any(names))
         beside = next((c for c in late if c not in needy), None)
 
     # What travels in each message: a field by its name, any other tensor by its call and its place there.
     inside: list[list[str | tuple[int, int]]] = [[*early]] if early and beside is None else []
     for c in late:
-        own = [(c, n) for n, v in enumerate(found[c]) if field_of(v) is None]
+        own = [(c, n) for n, name in enumerate(fields[c]) if name is None]
         inside.append([*own, *(early if c == beside else ())])
     if len(inside) > MOST_MESSAGES:
         raise ValueError(f"{rule.name} sends {len(inside)} messages per round; {MOST_MESSAGES} at most")
     place = {what: (k, n) for k, parts in enumerate(inside) for n, what in enumerate(parts)}
-    calls = [tuple(place[field_of(v) or (c, n)] for n, v in enumerate(tensors)) for c, tensors in enumerate(found)]
-    heard = [{c for c, where in enumerate(calls) if any(m == k for m, _ in where)} for k in range(len(inside))]
+    calls = [tuple(Place(*place[f or (c, n)], f) for n, f in enumerate(names)) for c, names in enumerate(fields)]
+    heard = [{c for c, where in enumerate(calls) if any(p.message == k for p in where)} for k in range(len(inside))]
     after = [rehearsal.after(some) for some in heard]
 
     messages = []
@@ -82,19 +94,47 @@ def plan(rule: Rule, x: Tensor) -> Plan:
     return Plan(tuple(messages), tuple(calls))
 
 
-class _Rehearsal:
-    """Rounds of a rule on a few numbers."""
+class _Stained(Tensor):
+    """A tensor that was computed from what some call of `flow` returned: so is whatever is computed from it."""
+
+
+class Rehearsal:
+    """Some rounds of a rule on a few numbers.
+
+    Args:
+        rule: the rule.
+        x: where it starts; only its shape counts.
+
+    Raises:
+        ValueError: the rule does not return a state like the one that it began with.
+    """
 
     def __init__(self, rule: Rule, x: Tensor) -> None:
         self._rule, self._length = rule, x.shape[-1]
-        self._grad = x.new_zeros(*x.shape[:-1], min(2, x.shape[-1]))
+        self._grad = x.new_zeros(*x.shape[:-1], min(FEW, x.shape[-1]))
+        start = rule.init(self._grad)
+        if not isinstance(start, dict) or not all(isinstance(v, Tensor) for v in start.values()):
+            raise ValueError(f"{rule.name}.init returns {_kind(start)}; return a dictionary of tensors by name")
         # Fields may start as one tensor; each is a tensor of its own here, by which it is known.
-        self.state = {name: v.clone() for name, v in rule.init(self._grad).items()}
-        self._names = {id(v): name for name, v in self.state.items()}
+        self.state = {name: v.clone() for name, v in start.items()}
+        self.calls()
 
-    def field_of(self, v: Tensor) -> str | None:
-        """The state field that a tensor is, if it is one untouched."""
-        return self._names.get(id(v))
+    def field(self, c: int, n: int) -> str | None:
+        """The state field that a tensor of a call of `flow` is in every round, if it is one untouched."""
+        names = {id(v): name for name, v in self.state.items()}
+        found = {names.get(id(calls[c][n])) for calls in self._rounds}
+        return found.pop() if len(found) == 1 else None
+
+    @cached_property
+    def _rounds(self) -> list[list[tuple[Tensor, ...]]]:
+        rounds = [self.calls(t=t) for t in ROUNDS]
+        for t, found in zip(ROUNDS, rounds, strict=True):
+            if [len(tensors) for tensors in found] != [len(tensors) for tensors in rounds[0]]:
+                raise ValueError(
+                    f"{self._rule.name} does not call flow in round {t} as in round 1; neighbours must know what to "
+                    "wait for (for local steps take topology.every)"
+                )
+        return rounds
 
     def is_wide(self, v: Tensor) -> bool:
         """Whether a tensor is as long as the vectors are."""
@@ -104,18 +144,35 @@ class _Rehearsal:
         """The shape of a tensor in a real round."""
         return torch.Size([*v.shape[:-1], self._length if self.is_wide(v) else v.shape[-1]])
 
-    def calls(self, poisoned: Collection[int] = ()) -> list[tuple[Tensor, ...]]:
-        """What goes into the calls of `flow`, where some of them return NaN."""
+    def after(self, calls: Iterable[int]) -> set[int]:
+        """The calls of `flow` that need what some others return, in any round."""
+        stained = set(calls)
+        rounds = [self.calls(stained, t) for t in ROUNDS]
+        return {c for found in rounds for c, vs in enumerate(found) if any(isinstance(v, _Stained) for v in vs)}
+
+    def calls(self, stained: Collection[int] = (), t: int = 1) -> list[tuple[Tensor, ...]]:
+        """What goes into the calls of `flow` in a round, where some of them return stained tensors."""
         found: list[tuple[Tensor, ...]] = []
 
         def mix(*tensors: Tensor) -> tuple[Tensor, ...]:
             found.append(tensors)
-            return tuple(v * (torch.nan if len(found) - 1 in poisoned else 1.0) for v in tensors)
+            return tuple(v.clone().as_subclass(_Stained) if len(found) - 1 in stained else v.clone() for v in tensors)
 
-        self._rule.update(self.state, self._grad, Flow(mix, mix), 1, rate(self._rule.lr, 1))
+        new = self._rule.update(dict(self.state), self._grad, Flow(mix, mix), t, rate(self._rule.lr, t))
+        if not isinstance(new, dict) or new.keys() != self.state.keys():
+            raise ValueError(
+                f"{self._rule.name}.update returns {_kind(new)} where the state is {_kind(self.state)}; return all of "
+                "its fields, and no others"
+            )
+        for name, v in new.items():
+            if not isinstance(v, Tensor) or v.shape != self.state[name].shape:
+                shape = f"shape {tuple(v.shape)}" if isinstance(v, Tensor) else f"a {type(v).__name__}"
+                raise ValueError(
+                    f"{self._rule.name}.update returns {shape} as {name}, which began as shape "
+                    f"{tuple(self.state[name].shape)}; fields keep their shapes (flow returns a tuple: (f,) = flow(v))"
+                )
         return found
 
-    def after(self, calls: Iterable[int]) -> set[int]:
-        """The calls of `flow` that need what some others return."""
-        found = self.calls(poisoned=set(calls))
-        return {c for c, tensors in enumerate(found) if any(bool(v.isnan().any()) for v in tensors)}
+
+def _kind(state: object) -> str:
+    return f"a dictionary of {', '.join(map(str, state))}" if isinstance(state, dict) else f"a {type(state).__name__}"

@@ -10,7 +10,7 @@ from torch import Tensor
 from klatsch import averaging as weights
 from klatsch import columns
 from klatsch.columns import Number
-from klatsch.rules.base import Flow, Rule, State, blend, checked, share
+from klatsch.rules.base import Flow, Rule, State, blend, checked, joined, share
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Anytime(Around):
     """Gradients at an average x of the base's iterates (Section 4.1), which is gossiped as well.
 
         w <- the base's step with lr alpha_t and the gradient at beta x + (1 - beta) w
-        x <- (1 - delta_t) (x + flow(x)) + delta_t w
+        x <- (1 - delta_t) (x + flow(x)) + delta_t w      with the whole flow in w, where the base takes half of it
 
     x is what you evaluate and keep. Over `Plain` it is the paper's DAT-SGD (Algorithm 2): there x mixes the average
     with w before it is gossiped, which is the same since gossip is linear; here x can travel while the gradient is
@@ -94,7 +94,7 @@ class Anytime(Around):
         return "dat" if self.base.name == "dsgd" else f"dat-{self.base.name}"
 
     def init(self, x: Tensor) -> State:
-        return self.base.init(x) | {"x": x}
+        return joined(self.name, self.base.init(x), {"x": x})
 
     def query(self, s: State) -> Tensor:
         at_average = isinstance(self.beta, float) and self.beta == 1
@@ -127,7 +127,7 @@ class Averaged(Around):
         object.__setattr__(self, "average", weights.parse(self.average))
 
     def init(self, x: Tensor) -> State:
-        return self.base.init(x) | {"a": x}
+        return joined(self.name, self.base.init(x), {"a": x})
 
     def output(self, s: State) -> Tensor:
         return s["a"]

@@ -97,15 +97,7 @@ class Rule:
         return new["w"]
 
     def check_graph(self, graph: Any, name: str | None = None) -> None:
-        """Refuse a graph on which the rule does not work.
-
-        Args:
-            graph: a topology.
-            name: what to call the rule.
-
-        Raises:
-            ValueError: with the reason and the remedy.
-        """
+        """Raise ValueError, with the remedy, where the rule does not work on a graph; `name` is what to call it."""
 
     def on(self, graph: Any) -> Self:
         """The rule as it runs on a graph."""
@@ -148,8 +140,19 @@ def checked(rule: Any) -> Rule:
         ) from None
     lr = learning_rate(rule.lr)
     # A list becomes a column here; rules around others hand on one that is in form already.
-    formed: Rule = rule if callable(lr) or isinstance(rule.lr, float | Tensor) else columns.replaced(rule, lr=lr)
-    return formed
+    formed = callable(lr) or isinstance(rule.lr, float) or getattr(rule.lr, "ndim", 0) == 2
+    return rule if formed else columns.replaced(rule, lr=lr)  # type: ignore[no-any-return]
+
+
+def joined(name: str, state: State, more: State) -> State:
+    """The states of two parts as one.
+
+    Raises:
+        ValueError: both have a field of the same name.
+    """
+    if both := state.keys() & more.keys():
+        raise ValueError(f"{name} and a part of it both keep a field {', '.join(both)}; give one another name")
+    return state | more
 
 
 def learning_rate(value: object) -> LearningRate:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from klatsch import columns
-from klatsch.rules.base import Flow, State, descend
+from klatsch.rules.base import Flow, State, descend, joined
 from klatsch.rules.patterns import Pattern, needs_static_symmetric
 
 
@@ -47,7 +47,7 @@ class Corrected(Pattern):
             raise ValueError(f"lazy = {self.lazy!r}; give true, or false for D2 as published")
 
     def init(self, x: Tensor) -> State:
-        return super().init(x) | {"y": x * 0.0}
+        return joined(self.name, super().init(x), {"y": x * 0.0})
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
         step, kept = self.direction(s, grad, t)

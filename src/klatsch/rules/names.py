@@ -75,7 +75,8 @@ WHY_NOT = {  # why some rules do not have an option that others have
     "beta": "it has no average x between which and w a gradient could be taken; use dat, dat-gt, dat-d2 or dat-sgp",
     "order": "it has the order atc only, in which its correction, its tracked gradient or its weight is defined; use "
     "dsgd or dat",
-    "lazy": "it is stable on every graph without; use it with d2 and dat-d2, or topology.lazy(graph) for any rule",
+    "lazy": "it is stable on every graph without; d2 and dat-d2 have it, and any rule can mix with a lazy graph: "
+    "topology.lazy(graph), or lazy = true of the topology in a study",
 }
 
 

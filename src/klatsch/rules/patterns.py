@@ -9,7 +9,7 @@ from torch import Tensor
 
 from klatsch import columns
 from klatsch.columns import Number
-from klatsch.rules.base import Rule, State, learning_rate
+from klatsch.rules.base import Rule, State, joined, learning_rate
 from klatsch.rules.directions import Direction, sgd
 
 
@@ -28,7 +28,7 @@ class Pattern(Rule):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lr", learning_rate(self.lr))
-        if not callable(self.direction):
+        if not hasattr(self.direction, "init"):
             raise ValueError(f"direction = {self.direction!r}; give one, such as rules.momentum(0.9)")
 
     @property
@@ -36,7 +36,7 @@ class Pattern(Rule):
         return self.short
 
     def init(self, x: Tensor) -> State:
-        return {"w": x} | self.direction.init(x)
+        return joined(self.name, {"w": x}, self.direction.init(x))
 
     @property
     def settings(self) -> dict[str, Number]:

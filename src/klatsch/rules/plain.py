@@ -91,3 +91,8 @@ class DecentLaM(Rule):
 
     def check_graph(self, graph: Any, name: str | None = None) -> None:
         needs_static_symmetric(graph, name or self.name)  # momentum remembers what the last round's matrix did
+        if graph.every > 1 and not (isinstance(self.momentum, float) and self.momentum == 0):
+            raise ValueError(
+                f"{name or self.name} on {graph.name}: its momentum repeats the flow of a round with gossip in the "
+                "silent ones, and diverges; use d2 or dat-d2 for local steps"
+            )

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from klatsch.rules.base import Flow, State, descend
+from klatsch.rules.base import Flow, State, descend, joined
 from klatsch.rules.patterns import Pattern
 
 
@@ -34,7 +34,7 @@ class Push(Pattern):
     push: ClassVar[bool] = True
 
     def init(self, x: Tensor) -> State:
-        return super().init(x) | {"weight": x[..., :1] * 0.0 + 1.0}
+        return joined(self.name, super().init(x), {"weight": x[..., :1] * 0.0 + 1.0})
 
     def at(self, s: State, v: Tensor) -> Tensor:
         return v / s["weight"]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from klatsch.rules.base import Flow, State, descend
+from klatsch.rules.base import Flow, State, descend, joined
 from klatsch.rules.patterns import Pattern, needs_doubly_stochastic
 
 
@@ -31,7 +31,7 @@ class Tracked(Pattern):
     short: ClassVar[str] = "gt"
 
     def init(self, x: Tensor) -> State:
-        return super().init(x) | {"y": x * 0.0, "z": x * 0.0}
+        return joined(self.name, super().init(x), {"y": x * 0.0, "z": x * 0.0})
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
         (f,) = flow(s["y"])

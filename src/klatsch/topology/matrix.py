@@ -9,6 +9,7 @@ from scipy.sparse import csr_array
 # In quotes, since older versions of SciPy do not take the element type at run time.
 Matrix: TypeAlias = "csr_array[np.float64]"
 
+Thing = TypeVar("Thing")
 Made = TypeVar("Made")
 
 
@@ -17,7 +18,7 @@ def identity(size: int) -> Matrix:
     return csr_array((np.ones(size), np.arange(size), np.arange(size + 1)), shape=(size, size))
 
 
-def mapped(matrices: Sequence[Matrix], make: Callable[[Matrix], Made]) -> list[Made]:
+def mapped(things: Sequence[Thing], make: Callable[[Thing], Made]) -> list[Made]:
     """make(P) of every P, computed once where the same object stands many times, as in silent rounds."""
-    made = {number: make(P) for number, P in {id(P): P for P in matrices}.items()}
-    return [made[id(P)] for P in matrices]
+    made = {number: make(P) for number, P in {id(P): P for P in things}.items()}
+    return [made[id(P)] for P in things]

@@ -93,7 +93,7 @@ def _taken_apart(name: str, choices: Mapping[str, Any]) -> tuple[str, dict[str, 
     family, between = split(name)
     own = {option: value for option, value in choices.items() if option != "every"}
     if "every" in choices:
-        if "/" in name:
+        if family != name:
             raise ValueError(
                 f"{name} with every = {choices['every']!r}: its name says that already; leave one of them out"
             )
