@@ -3,7 +3,10 @@
 Run: .venv/bin/python benchmarks/precision.py [--rounds 100000] [--engines torch,fused,ranks] [--rules dat,d2]
 
 Least squares with noise and heterogeneity on a ring of 9 (ranks: 3 processes over gloo), the same draws in both. A
-ratio of 1 means that rounding does not show beside the noise; of several learning rates the worst ratio is told.
+ratio of 1 means that rounding does not show beside the noise. The error is that of the best learning rate.
+
+What float32 loses in the end is the average x: it moves by (w - x) / t, and stands still once that is less than half of
+its last digit. It shows where errors are small and steps as well: with beta = 0.9 at the smallest learning rate.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "d2 on ring/16": ("d2", {}, "ring/16"),
     "dat-d2, beta 0.9 on ring/16": ("dat-d2", {"beta": 0.9}, "ring/16"),
 }
-RATES = (0.01, 0.05)  # over L
+RATES = (0.01, 0.05, 0.2)  # over L
 ENGINES = {"torch": 9, "fused": 9, "ranks": 3}  # with the nodes of their rings
 
 
@@ -50,10 +53,10 @@ def line(case: str, engine: str, rounds: int, group: Any = None) -> str:
     exact, rough = (errors(case, engine, rounds, dtype, group) for dtype in (torch.float64, torch.float32))
     if not len(exact):
         return ""
-    worst = int((rough / exact).log().abs().argmax())
-    ratio = float(rough[worst] / exact[worst])
-    verdict = "" if 1 / 1.1 <= ratio <= 1.1 else "   beyond 1.1"
-    return f"{case:28} {engine:6} {float(exact[worst]):10.3e} {float(rough[worst]):10.3e} {ratio:8.4f}{verdict}"
+    ratios, best = rough / exact, int(exact.argmin())
+    each = " ".join(f"{float(ratio):8.4f}" for ratio in ratios)
+    verdict = "" if 1 / 1.1 <= ratios[best] <= 1.1 else "   beyond 1.1 at the best"
+    return f"{case:28} {engine:6} {float(exact[best]):10.3e} {each}{verdict}"
 
 
 def on_a_rank(rank: int, cases: list[str], rounds: int, meeting: str) -> None:
@@ -75,12 +78,13 @@ def main() -> None:
     choices = parser.parse_args()
     wanted = tuple(choices.rules.split(",")) if choices.rules else ("",)
     cases = [case for case in CASES if case.startswith(wanted)]
-    print(f"{'rule':28} {'engine':6} {'float64':>10} {'float32':>10} {'ratio':>8}   {choices.rounds:,} rounds")
+    ratios = " ".join(f"{f'{rate:g}/L':>8}" for rate in RATES)
+    print(f"{'rule':28} {'engine':6} {'float64':>10} {ratios}   float32's error over it, {choices.rounds:,} rounds")
     for engine in choices.engines.split(","):
         if engine == "ranks":
             with tempfile.TemporaryDirectory() as folder:
                 arguments = (cases, choices.rounds, str(Path(folder) / "meeting"))
-                torch.multiprocessing.spawn(on_a_rank, arguments, ENGINES["ranks"])  # type: ignore[no-untyped-call]
+                torch.multiprocessing.spawn(on_a_rank, arguments, ENGINES["ranks"])  # type: ignore[attr-defined, no-untyped-call]
             continue
         for case in cases:
             if engine == "fused" and "sgp" in case:
