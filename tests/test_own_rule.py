@@ -71,3 +71,28 @@ def test_a_list_that_is_no_rates_says_so(run):
 def test_columns_tell_runs_apart():
     assert columns.described(Plain([1e-3, 2e-3]))["lr"] == [1e-3, 2e-3]
     assert columns.count(Plain([1e-3, 2e-3])) == 2
+
+
+def test_a_plain_object_goes_on_from_its_own_result():
+    class Plain:
+        def __init__(self, lr):
+            self.lr = lr
+
+        def init(self, x):
+            return {"w": x}
+
+        def query(self, s):
+            return s["w"]
+
+        output = query
+
+        def update(self, s, grad, flow, t, lr):
+            return {"w": flow.mix(s["w"] - lr * grad)[0]}
+
+    problem, graph = klatsch.problems.LeastSquares(5, dim=3), klatsch.topology.ring(5)
+    first = klatsch.simulate(problem, Plain([1e-3, 2e-3]), graph, 20)
+    more = klatsch.simulate(problem, Plain([1e-3, 2e-3]), graph, 40, after=first)
+    expected = klatsch.simulate(problem, klatsch.rules.dsgd([1e-3, 2e-3]), graph, 40)
+    torch.testing.assert_close(more.output, expected.output, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="another lr"):
+        klatsch.simulate(problem, Plain([1e-3, 3e-3]), graph, 40, after=first)

@@ -118,12 +118,16 @@ def flattened(name: str, thing: object) -> dict[str, Any]:
 
     Of a rule: "rule", "base" and "averaging" are types, "lr" and "averaging p" are values.
     """
-    if not is_dataclass(thing) or isinstance(thing, type):
+    is_rule = name in ("rule", "base")
+    if is_dataclass(thing) and not isinstance(thing, type):
+        parts = {field.name: _formed(thing, field) for field in fields(thing)}
+    elif is_rule and hasattr(thing, "__dict__"):  # one of somebody's own may be any object
+        parts = vars(thing)
+    else:
         return {name: described(thing)}
     found: dict[str, Any] = {name: type(thing).__name__}
-    inside = "" if name in ("rule", "base") else f"{name} "
-    for field in fields(thing):
-        found |= flattened(inside + field.name, _formed(thing, field))
+    for part, value in parts.items():
+        found |= flattened(part if is_rule else f"{name} {part}", value)
     return found
 
 

@@ -117,8 +117,8 @@ class Share:
         elif not self._shows(holds):
             raise ValueError(
                 f"the parameters were changed after round {self.node.rounds}, but not by this optimizer, whose other "
-                "vectors do not fit them any more; load its state too (load_state_dict), make a new one, or, after "
-                "average_, put its own point back (optimizer.train())"
+                "vectors do not fit them any more; load its state too (load_state_dict), make a new one, or put its "
+                "own point back: optimizer.train() after average_, else load_state_dict(optimizer.state_dict())"
             )
         self.flat.written()
 
