@@ -66,8 +66,7 @@ def _flow(Q: Tensor | None, alike: slice | Tensor | None, *tensors: Tensor) -> t
 def _mix(Q: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     if Q is None:
         return tensors
-    flat = [v.reshape(v.shape[0], -1) for v in tensors]
-    return tuple(torch.addmm(f, Q, f).reshape(v.shape) for f, v in zip(flat, tensors, strict=True))
+    return tuple([torch.addmm(f := v.reshape(v.shape[0], -1), Q, f).reshape(v.shape) for v in tensors])
 
 
 def common_period(topologies: Sequence[Topology]) -> int:

@@ -57,7 +57,7 @@ def plan(rule: Rule, x: Tensor) -> Plan:
         ValueError: it sends too many, or does not do in all rounds what it does in the first.
     """
     rehearsal = Rehearsal(rule, x)
-    found = rehearsal.calls()
+    found = rehearsal.rounds[0]
     fields = [[rehearsal.field(c, n) for n, _ in enumerate(tensors)] for c, tensors in enumerate(found)]
     early = dict.fromkeys(name for names in fields for name in names if name is not None)
     late = [c for c, names in enumerate(fields) if None in names]
@@ -122,11 +122,16 @@ class Rehearsal:
     def field(self, c: int, n: int) -> str | None:
         """The state field that a tensor of a call of `flow` is in every round, if it is one untouched."""
         names = {id(v): name for name, v in self.state.items()}
-        found = {names.get(id(calls[c][n])) for calls in self._rounds}
+        found = {names.get(id(calls[c][n])) for calls in self.rounds}
         return found.pop() if len(found) == 1 else None
 
     @cached_property
-    def _rounds(self) -> list[list[tuple[Tensor, ...]]]:
+    def rounds(self) -> list[list[tuple[Tensor, ...]]]:
+        """What goes into the calls of `flow` in several rounds.
+
+        Raises:
+            ValueError: the calls of a round are others than those of the first.
+        """
         rounds = [self.calls(t=t) for t in ROUNDS]
         for t, found in zip(ROUNDS, rounds, strict=True):
             if [len(tensors) for tensors in found] != [len(tensors) for tensors in rounds[0]]:

@@ -24,7 +24,7 @@ class Pattern(Rule):
 
     lr: Any
     direction: Direction = field(default_factory=sgd)
-    short: ClassVar[str]  # the name of the pattern with the plain gradient
+    short: ClassVar[str] = ""  # the name of the pattern, if it is not that of the class
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lr", learning_rate(self.lr))
@@ -33,7 +33,7 @@ class Pattern(Rule):
 
     @property
     def name(self) -> str:
-        return self.short
+        return self.short or super().name
 
     def init(self, x: Tensor) -> State:
         return joined(self.name, {"w": x}, self.direction.init(x))
