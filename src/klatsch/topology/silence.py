@@ -42,7 +42,7 @@ def split(name: str) -> tuple[str, int]:
     """
     if not isinstance(name, str) or "/" not in name:
         return name, 1
-    family, _, H = name.rpartition("/")
+    family, _, H = name.rpartition("/") if is_own(name) else name.partition("/")
     if is_own(H):  # a folder stands before that stroke
         return name, 1
     if not (H.isascii() and H.isdigit() and len(H) < 10 and int(H) > 0):
