@@ -90,7 +90,7 @@ def make(name: str, **choices: Any) -> Rule:
     """
     known = options(name)
     for choice in choices:
-        if choice not in known and choice in WHY_NOT:
+        if name in RULES and choice not in known and choice in WHY_NOT:
             raise ValueError(f"{name} has no {choice}: {WHY_NOT[choice]}")
     check_options(name, choices, known)
     if "lr" not in choices:
