@@ -19,8 +19,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from klatsch.engine import node
 from klatsch.optim import share
+from klatsch.ranks import node
 from ranks import MODELS, Training
 
 PORT = "29578"

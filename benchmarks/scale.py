@@ -18,7 +18,9 @@ from pathlib import Path
 import torch
 
 from klatsch import problems, rules, simulate, topology
-from klatsch.planning import Task, network, plan
+from klatsch.planning import Task
+from klatsch.planning import hardware as network
+from klatsch.planning import planner as plan
 from klatsch.theory import Constants
 
 GRAPHS = ("ring", "torus", "one_peer_exponential", "base_graph")

@@ -16,8 +16,8 @@ import torch
 
 import klatsch
 from klatsch import problems, rules, topology
-from klatsch.engine import native
-from klatsch.engine.threads import cores
+from klatsch.simulation import native
+from klatsch.simulation.threads import cores
 
 DIM, REPEATS = 50, 5
 

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
-from klatsch.engine.threads import cores
-from klatsch.study import Store, execute, expand, paper
+from klatsch.paper import experiments as paper
+from klatsch.simulation.threads import cores
+from klatsch.study import Store, execute, expand
 from klatsch.study.batches import Batch, pack, run_batch
 
 PAPER_ROUNDS = 100_000

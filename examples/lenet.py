@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import klatsch
-from klatsch.problems import dirichlet, fashion_mnist
+from klatsch.problems import dirichlet
+from klatsch.problems.images.classification import fashion_mnist
 from klatsch.problems.partition import check_alpha
 
 

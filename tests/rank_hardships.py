@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 import klatsch
-from klatsch.engine.survivors import Survivors
+from klatsch.ranks.survivors import Survivors
 from tests.rank_scenarios import problem_of
 from tests.ranks import say
 

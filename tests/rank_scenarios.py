@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import klatsch
-from klatsch.engine import node
-from klatsch.engine.ranks import simulate_on_ranks
 from klatsch.problems import LeastSquares
+from klatsch.ranks import node
+from klatsch.study.rank_runs import simulate_on_ranks
 from klatsch.topology import make
 from tests import numbers_before
 from tests.ranks import say

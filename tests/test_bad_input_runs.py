@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import klatsch
-from klatsch import averaging, problems, rules
+from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.problems import LeastSquares, LogisticRegression, dirichlet
+from klatsch.rules import averaging
 
 nan, inf = float("nan"), float("inf")
 A, b = np.ones((3, 4, 2)), np.ones((3, 4))

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 
 import klatsch
-from klatsch import problems, rules
+from klatsch import problems, rules, sealed
 from klatsch import topology as tp
-from klatsch.engine import checkpoint as checkpoints
-from klatsch.engine import native, sealed
+from klatsch.simulation import checkpoint as checkpoints
+from klatsch.simulation import native
 from tests.test_engine import KERNEL
 
 PROGRAM = """
@@ -208,7 +208,7 @@ def test_saves_come_on_time_also_late_in_a_run(tmp_path, monkeypatch):
     """Log-spaced points leave long stretches at the end, which must not become one piece."""
     pieces, problem = [], Watched(5, dim=4)
     problem.to = lambda *_: problem
-    monkeypatch.setattr("klatsch.engine.run.time.perf_counter", lambda: 1e-3 * problem.rounds)  # 1 ms per round
+    monkeypatch.setattr("klatsch.simulation.driver.time.perf_counter", lambda: 1e-3 * problem.rounds)  # 1 ms per round
     simulate(tmp_path, problem=problem, steps=20_000, record=30, progress=pieces.append, checkpoint=None)
     assert max(pieces) == 256  # 128 rounds take less than 0.2 s, 256 take more
 

@@ -6,7 +6,7 @@ import torch
 import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
-from klatsch.engine.mixing import StackedMix
+from klatsch.simulation.mixing import StackedMix
 from tests.test_engine import ENGINES
 
 GRAPHS = {"ring": tp.ring(9), "even ring": tp.ring(8), "torus": tp.torus(9), "star": tp.star(6), "grid": tp.grid(12)}

@@ -6,7 +6,7 @@ import torch
 import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
-from klatsch.engine import simulate_together
+from klatsch.simulation import simulate_together
 from tests.rank_scenarios import Poisoned, problem_of
 from tests.test_engine import CUDA, ENGINES
 from tests.test_rules import RULES, trajectory

@@ -14,12 +14,12 @@ import torch
 import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
-from klatsch.engine import native
-from klatsch.engine.fused import column_blocks
-from klatsch.engine.gradients import Gradients
-from klatsch.engine.mixing import StackedMix
-from klatsch.engine.progress import progress_bar
-from klatsch.engine.record import record_points
+from klatsch.simulation import native
+from klatsch.simulation.fused import column_blocks
+from klatsch.simulation.gradients import Gradients
+from klatsch.simulation.mixing import StackedMix
+from klatsch.simulation.progress import progress_bar
+from klatsch.simulation.record import record_points
 from tests.comparisons import assert_same_to_rounding
 from tests.test_rules import GRAPHS, RULES, TABLE, ZeroGradients
 
@@ -74,10 +74,10 @@ def test_columns_equal_the_same_runs_done_one_by_one(rule):
 def test_any_hyper_parameter_makes_columns(rule, option, values):
     graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4)
     gammas = [0.5, 0.9, 0.95]
-    choices = {option: values or klatsch.averaging.fixed(gammas)}
+    choices = {option: values or klatsch.rules.averaging.fixed(gammas)}
     together = klatsch.simulate(problem, rules.make(rule, lr=0.001, **choices), graph, 40)
     for c in range(3):
-        choices = {option: values[c] if values else klatsch.averaging.fixed(gammas[c])}
+        choices = {option: values[c] if values else klatsch.rules.averaging.fixed(gammas[c])}
         alone = klatsch.simulate(problem, rules.make(rule, lr=0.001, **choices), graph, 40)
         torch.testing.assert_close(together.output[:, c], alone.output[:, 0], rtol=1e-10, atol=1e-13)
 
@@ -132,7 +132,7 @@ def test_blocks_of_columns_change_nothing(monkeypatch):
     graph, problem = tp.one_peer_exponential(7), problems.LeastSquares(7, dim=13, noise=2.0)
     rule = rules.dat([0.001 * (k + 1) for k in range(20)])
     first = klatsch.simulate(problem, rule, graph, 200, engine="fused")
-    monkeypatch.setattr("klatsch.engine.fused.column_blocks", lambda *_: [slice(0, 3), slice(3, 4), slice(4, 20)])
+    monkeypatch.setattr("klatsch.simulation.fused.column_blocks", lambda *_: [slice(0, 3), slice(3, 4), slice(4, 20)])
     second = klatsch.simulate(problem, rule, graph, 200, engine="fused")
     assert_same_to_rounding(second.output, first.output)
 
@@ -381,7 +381,7 @@ LARGE = {
 @pytest.mark.parametrize("graph", LARGE)
 def test_mixing_is_a_product_with_the_matrix_of_the_round(graph, dtype, dense, device, monkeypatch):
     graph = LARGE[graph]
-    monkeypatch.setattr("klatsch.engine.mixing.DENSE_NODES", dict.fromkeys(("cpu", "cuda"), 1000 if dense else 0))
+    monkeypatch.setattr("klatsch.simulation.mixing.DENSE_NODES", dict.fromkeys(("cpu", "cuda"), 1000 if dense else 0))
     mix = StackedMix(graph, dtype=dtype, device=torch.device(device))
     v = torch.randn(graph.size, 2, 3, dtype=dtype)
     for t in (1, 2, 3, 9):

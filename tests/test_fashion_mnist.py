@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from klatsch.problems import fashion_mnist
-from klatsch.problems.fashion_mnist import CONTENT, load
+from klatsch.problems.images import fashion_mnist
+from klatsch.problems.images.fashion_mnist import CONTENT, load
 from tests.test_examples import DATA
 
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="name the folder with Fashion-MNIST in $KLATSCH_DATA")

@@ -229,7 +229,7 @@ def test_a_checkpoint_whose_header_is_nested_deeply_is_damaged(tmp_path):
     import torch
     from safetensors.torch import save_file
 
-    from klatsch.engine import sealed
+    from klatsch import sealed
 
     save_file({"w": torch.zeros(1)}, tmp_path / "c.safetensors", metadata={"klatsch": nested(50_000)})
     with pytest.raises(sealed.CheckpointError, match="damaged or no checkpoint"):

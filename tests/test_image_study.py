@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from klatsch import problems
-from klatsch.study import Row, Store, expand, image_figures, image_verdicts, paper, parse, run_study
+from klatsch.paper import experiments as paper
+from klatsch.paper import image_figures, image_verdicts
+from klatsch.paper.reproduce import page_of
+from klatsch.study import Row, Store, expand, parse, run_study
 from klatsch.study.batches import pack
-from klatsch.study.reproduce import page_of
 from klatsch.study.store import Origin
 from tests.test_fashion_mnist import DATA, needs_data
 from tests.test_run import check_picture

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import klatsch
-from klatsch.engine import simulate_together
 from klatsch.problems import FashionMNIST, ImageClassification, Images, lenet
-from klatsch.problems.stacks import Stacked, grouped, rows
+from klatsch.problems.images.stacks import Stacked, grouped, rows
+from klatsch.simulation import simulate_together
 from tests.test_fashion_mnist import needs_data
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
@@ -291,7 +291,7 @@ def test_metrics_are_those_of_plain_evaluation():
 
 @pytest.mark.parametrize("nodes", [2, 4, 6, 10])
 def test_the_training_loss_is_measured_on_images_of_all_nodes(monkeypatch, nodes):
-    monkeypatch.setattr("klatsch.problems.images.LOSS_SAMPLES", 60)
+    monkeypatch.setattr("klatsch.problems.images.classification.LOSS_SAMPLES", 60)
     problem = ImageClassification(small, toy(), nodes=nodes, batch=5)
     seen = set(problem._seen.tolist())
     counts = [len(seen & set(shard.tolist())) for shard in problem.shards]

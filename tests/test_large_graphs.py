@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from klatsch import averaging, rules
+from klatsch import rules
 from klatsch import topology as tp
+from klatsch.rules import averaging
 from klatsch.topology import eigen, summary
 
 

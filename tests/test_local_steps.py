@@ -11,9 +11,9 @@ import torch
 
 import klatsch
 from klatsch import topology as tp
-from klatsch.engine.membership import lag
-from klatsch.engine.mixing import StackedMix
 from klatsch.problems import LeastSquares
+from klatsch.ranks.membership import lag
+from klatsch.simulation.mixing import StackedMix
 from klatsch.study import cases, spec
 from tests.comparisons import assert_same_to_rounding
 from tests.conftest import product

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import klatsch
-from klatsch.engine import node
-from klatsch.engine.agreement import leave
-from klatsch.engine.links import LinkError
 from klatsch.optim import D2, DATD2, DATSGD, DSGD, Gossip, GradientTracking
+from klatsch.ranks import node
+from klatsch.ranks.agreement import leave
+from klatsch.ranks.links import LinkError
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import klatsch
-from klatsch.engine import node
 from klatsch.optim import DATD2, DATSGD, Gossip
+from klatsch.ranks import node
 
 IN_EVAL = r"the model holds x, to evaluate or save, since optimizer.eval\(\).*call optimizer.train\(\) before"
 WRONG_POINT = r"while it holds the point at which gradients are taken, and not x"

@@ -11,8 +11,8 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 import klatsch
-from klatsch.engine import node
 from klatsch.optim import DATSGD, DSGD, Gossip
+from klatsch.ranks import node
 
 STEPS = 12
 SCHEDULERS = {

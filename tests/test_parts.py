@@ -12,7 +12,7 @@ import torch
 import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
-from klatsch.engine.mixing import StackedMix
+from klatsch.simulation.mixing import StackedMix
 from tests.comparisons import assert_same_to_rounding
 from tests.test_engine import KERNEL
 from tests.test_rules import trajectory

@@ -25,8 +25,8 @@ from klatsch.planning import (
     robust,
     words,
 )
-from klatsch.planning.plan import ENOUGH
-from klatsch.planning.rates import rounds_to
+from klatsch.planning.planner import ENOUGH
+from klatsch.planning.predictions import rounds_to
 from klatsch.planning.verify import instance, verify
 from klatsch.rules import Flow
 from klatsch.theory import Constants, dat_rate, largest_machines, minibatch_rate, rounds_to_error

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import klatsch
-from klatsch.engine import sealed
-from klatsch.engine.membership import lag
+from klatsch import sealed
 from klatsch.optim.checkpointer import FORMAT
 from klatsch.optim.plain import packed, unpacked
+from klatsch.ranks.membership import lag
 from tests.waiting import HANG
 
 SCRIPT = Path(__file__).with_name("rank_training.py")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import klatsch
-from klatsch.engine.membership import Membership, lag
-from klatsch.engine.node import is_sound
+from klatsch.ranks.membership import Membership, lag
+from klatsch.ranks.node import is_sound
 from tests.rank_hardships import LR
 from tests.rank_scenarios import problem_of
 
@@ -125,7 +125,7 @@ def test_what_counts_as_sound(dtype):
 
 
 def test_long_vectors_are_looked_at_in_pieces(monkeypatch):
-    monkeypatch.setattr("klatsch.engine.node.PIECE", 3)
+    monkeypatch.setattr("klatsch.ranks.node.PIECE", 3)
     assert is_sound(torch.ones(7))
     assert not is_sound(torch.tensor([1.0, 1.0, 1.0, 1.0, torch.nan, 1.0, 1.0]))
 

@@ -9,6 +9,8 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
+from klatsch.paper.report import inline_svg
+from klatsch.paper.reproduce import page_of
 from klatsch.study import (
     Row,
     Store,
@@ -24,8 +26,6 @@ from klatsch.study import (
     verdicts,
     workers,
 )
-from klatsch.study.report import inline_svg
-from klatsch.study.reproduce import page_of
 from klatsch.study.store import Origin
 from tests.test_run import check_picture
 from tests.waiting import HANG

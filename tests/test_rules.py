@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import klatsch
-from klatsch import averaging, problems, rules
+from klatsch import problems, rules
 from klatsch import topology as tp
-from klatsch.engine.plan import plan
+from klatsch.channels.rehearsal import plan
+from klatsch.rules import averaging
 from klatsch.rules.base import rate
 from tests.comparisons import assert_same_to_rounding
 

@@ -15,7 +15,8 @@ from rich.console import Console
 import klatsch
 from klatsch import pictures, problems, rules
 from klatsch import topology as tp
-from klatsch.study import Row, demo, figures, parse, run_study, workers
+from klatsch.paper import demo, figures
+from klatsch.study import Row, parse, run_study, workers
 from tests.waiting import HANG, wait_until
 
 QUICK = ("--steps", 200, "--seeds", 2, "--lr", "0.0001,0.001,0.01")
@@ -244,7 +245,7 @@ def test_a_graph_that_a_rule_refuses_can_be_asked_for(run_cli):
 
 
 def test_without_a_kernel_it_says_so(run_cli, monkeypatch):
-    monkeypatch.setattr("klatsch.engine.native.why_not", lambda: "there is no C compiler; install gcc or clang")
+    monkeypatch.setattr("klatsch.simulation.native.why_not", lambda: "there is no C compiler; install gcc or clang")
     assert "slower than it could be: there is no C compiler" in run_cli("run", "-n", 4, *QUICK)[1]
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import klatsch
-from klatsch import averaging, problems, rules
+from klatsch import problems, rules
 from klatsch import topology as tp
+from klatsch.rules import averaging
 from tests.test_engine import ENGINES
 from tests.test_rules import trajectory
 

@@ -9,7 +9,7 @@ import klatsch
 from klatsch import catalogue, planning, problems, rules, topology
 from klatsch.cli import plan as plan_command
 from klatsch.cli import run as run_command
-from klatsch.study.reproduce import TARGETS
+from klatsch.paper.reproduce import TARGETS
 from klatsch.study.spec import PAPER_GRID
 
 HEAVY = {"torch", "numpy", "scipy", "networkx", "matplotlib", "jinja2", "safetensors", "sqlite3"}
@@ -49,7 +49,7 @@ def test_every_name_of_the_package_is_there_and_no_other():
     for name in klatsch.__all__:
         assert getattr(klatsch, name) is not None
         assert name in dir(klatsch)
-    assert klatsch.simulate is klatsch.engine.simulate
+    assert klatsch.simulate is klatsch.simulation.simulate
     assert klatsch.Gossip is klatsch.optim.Gossip
     with pytest.raises(AttributeError, match="module 'klatsch' has no attribute 'simulat'"):
         klatsch.simulat  # noqa: B018

@@ -6,7 +6,7 @@ import torch
 import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
-from klatsch.engine import simulate_together
+from klatsch.simulation import simulate_together
 
 CONFIGS = {"noise": [1.0, 10.0, 1.0], "heterogeneity": [1.0, 1.0, 10.0]}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

@@ -7,8 +7,8 @@ import torch
 import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
-from klatsch.engine.fused import assigned
-from klatsch.engine.trace import FLOW, LINEAR, NotLinearError, coefficient_table, trace
+from klatsch.simulation.fused import assigned
+from klatsch.simulation.trace import FLOW, LINEAR, NotLinearError, coefficient_table, trace
 from tests.test_engine import KERNEL
 from tests.test_rules import RULES
 

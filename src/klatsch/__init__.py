@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from klatsch.version import VERSION
 
 if TYPE_CHECKING:
-    from klatsch import averaging, columns, engine, optim, planning, problems, rules, theory, topology
-    from klatsch.engine import Result, simulate
+    from klatsch import columns, optim, planning, problems, rules, simulation, theory, topology
     from klatsch.optim import Checkpointer, Gossip, LinkError, NonFiniteError, QuorumError, average_, recalibrate
+    from klatsch.rules import averaging
+    from klatsch.simulation import Result, simulate
     from klatsch.topology import Topology
 
 __version__ = VERSION
@@ -27,13 +28,13 @@ __all__ = [
     "average_",
     "averaging",
     "columns",
-    "engine",
     "optim",
     "planning",
     "problems",
     "recalibrate",
     "rules",
     "simulate",
+    "simulation",
     "theory",
     "topology",
 ]
@@ -44,11 +45,11 @@ _OWNERS = {
     "LinkError": "optim",
     "NonFiniteError": "optim",
     "QuorumError": "optim",
-    "Result": "engine",
+    "Result": "simulation",
     "Topology": "topology",
     "average_": "optim",
     "recalibrate": "optim",
-    "simulate": "engine",
+    "simulate": "simulation",
 }
 
 

@@ -25,7 +25,7 @@ def overview(context: typer.Context) -> None:
 
 def use_folder(folder: Path | None) -> None:
     """Have this process and its workers read the data set from a folder."""
-    from klatsch.problems import fashion_mnist
+    from klatsch.problems.images import fashion_mnist
 
     if folder is not None:
         fashion_mnist.load(folder, download=False)  # a wrong one shows at once
@@ -37,7 +37,7 @@ def fetch(
     folder: Annotated[Path | None, typer.Option("--data", help="Folder of its four files.", metavar="FOLDER")] = None,
 ) -> None:
     """Fetch and verify the data set."""
-    from klatsch.problems import fashion_mnist
+    from klatsch.problems.images import fashion_mnist
 
     place = fashion_mnist.find(folder)
     images = fashion_mnist.load(place)
@@ -57,9 +57,9 @@ def show(
     import numpy as np
 
     from klatsch import pictures, problems
-    from klatsch.problems import fashion_mnist
-    from klatsch.problems.images import check_sizes
-    from klatsch.study import histogram
+    from klatsch.paper import histogram
+    from klatsch.problems.images import fashion_mnist
+    from klatsch.problems.images.classification import check_sizes
 
     if draw is not None:
         pictures.check_path(draw)

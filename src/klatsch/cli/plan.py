@@ -52,7 +52,8 @@ def plan(
 ) -> None:
     """Plan."""
     from klatsch import pictures, planning
-    from klatsch.planning import figures, robust, sources, words
+    from klatsch.planning import curves as figures
+    from klatsch.planning import robust, sources, words
     from klatsch.planning.verify import verify
 
     if draw is not None:

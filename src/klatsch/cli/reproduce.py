@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from klatsch import catalogue
-from klatsch.cli import progress, terminal
+from klatsch.cli import narration as progress
+from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.data import use_folder
 from klatsch.cli.run import check_first, crew
 from klatsch.cli.terminal import option, print_json
 
 if TYPE_CHECKING:
-    from klatsch.study.pages import Page
+    from klatsch.paper.pages import Page
 
 COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
 
@@ -49,10 +50,11 @@ def reproduce(
 ) -> None:
     """Reproduce a figure or table of the paper."""
     from klatsch.arguments import named
-    from klatsch.study import pages, paper
+    from klatsch.paper import experiments as paper
+    from klatsch.paper import pages
+    from klatsch.paper.reproduce import TABLES, TARGETS, page_of
     from klatsch.study.cases import expand
     from klatsch.study.execute import run_study
-    from klatsch.study.reproduce import TABLES, TARGETS, page_of
     from klatsch.study.store import Origin, Store
 
     named("target", target, dict.fromkeys(TARGETS))

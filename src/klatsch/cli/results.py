@@ -91,7 +91,7 @@ def report(
     title: Annotated[str | None, typer.Option(help="Its title.", metavar="TEXT")] = None,
 ) -> None:
     """Write a report."""
-    from klatsch.study.report import report as write_report
+    from klatsch.paper.report import report as write_report
     from klatsch.study.store import Store
 
     files.check_output(out, "HTML", store)

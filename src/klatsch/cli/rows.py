@@ -22,7 +22,7 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
     Raises:
         ValueError: there is no row.
     """
-    from klatsch.engine import native
+    from klatsch.simulation import native
 
     if not rows:
         raise ValueError("no run is finished yet")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from klatsch import catalogue
-from klatsch.cli import progress, terminal
+from klatsch.cli import narration as progress
+from klatsch.cli import terminal
 from klatsch.cli.app import app
 from klatsch.cli.data import use_folder
 from klatsch.cli.rows import plain, print_rows
@@ -83,7 +84,8 @@ def run(
     """Run a study."""
     from klatsch import pictures
     from klatsch.arguments import named
-    from klatsch.study import figures, on_ranks, spec
+    from klatsch.paper import figures
+    from klatsch.study import on_ranks, spec
     from klatsch.study.cases import expand
     from klatsch.study.execute import run_study
     from klatsch.study.store import Origin, Store
@@ -152,7 +154,7 @@ def demo(
     seeds: Annotated[int, option("Number of seeds.", "--seeds")] = 2,
 ) -> None:
     """Run the demo."""
-    from klatsch.study import demo as demos
+    from klatsch.paper import demo as demos
 
     study = demos.plan(steps, seeds)
     with progress.shown() as told:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from klatsch import rules
-from klatsch.engine.failures import LinkError, NonFiniteError, QuorumError
 from klatsch.optim.average import average_
 from klatsch.optim.batchnorm import recalibrate
 from klatsch.optim.checkpointer import Checkpointer
 from klatsch.optim.gossip import Gossip
+from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError
 from klatsch.topology import Topology
 
 __all__ = [

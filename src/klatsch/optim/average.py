@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from klatsch.engine.agreement import agree, members, summed
-from klatsch.engine.transfers import reason
 from klatsch.optim.gossip import Gossip
+from klatsch.ranks.agreement import agree, members, summed
+from klatsch.ranks.transfers import reason
 
 
 @torch.no_grad()

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from klatsch import sealed
 from klatsch.arguments import whole
-from klatsch.engine import sealed
-from klatsch.engine.agreement import gathered, who
-from klatsch.engine.failures import NonFiniteError
-from klatsch.engine.membership import lag
-from klatsch.engine.node import is_sound
-from klatsch.engine.sealed import OLDER, CheckpointError, OldCheckpointError
 from klatsch.optim.checks import settings_of
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.plain import generators, packed, set_generators, unpacked
+from klatsch.ranks.agreement import gathered, who
+from klatsch.ranks.failures import NonFiniteError
+from klatsch.ranks.membership import lag
+from klatsch.ranks.node import is_sound
+from klatsch.sealed import OLDER, CheckpointError, OldCheckpointError
 
 FORMAT = "klatsch ranks 2"
 DAMAGED, OLD = 0, -1  # instead of the number of ranks that a file was written for

@@ -21,19 +21,19 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from klatsch import topology as topologies
-from klatsch.engine.agreement import agree, broadcast, group_of, leave, members, shown, summed
-from klatsch.engine.failures import NonFiniteError, QuorumError
-from klatsch.engine.flat import Flat, by_dtype
-from klatsch.engine.links import GlooLinks, OnFailure
-from klatsch.engine.survivors import Survivors
-from klatsch.engine.transfers import reason
-from klatsch.engine.transport import open_links
 from klatsch.optim import checks, saved
 from klatsch.optim.checks import OnNonFinite
+from klatsch.optim.flat import Flat, by_dtype
 from klatsch.optim.points import Points
 from klatsch.optim.share import Share
 from klatsch.optim.watch import Watch
 from klatsch.optim.wrappers import Wrappers
+from klatsch.ranks.agreement import agree, broadcast, group_of, leave, members, shown, summed
+from klatsch.ranks.failures import NonFiniteError, QuorumError
+from klatsch.ranks.links import GlooLinks, OnFailure
+from klatsch.ranks.survivors import Survivors
+from klatsch.ranks.transfers import reason
+from klatsch.ranks.transport import open_links
 from klatsch.rules import Rule
 from klatsch.rules.base import checked, rate
 from klatsch.topology import Topology

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from klatsch.engine.flat import Flat
-from klatsch.engine.node import Block, Given, Links, Node, is_sound
+from klatsch.optim.flat import Flat
+from klatsch.ranks.node import Block, Given, Links, Node, is_sound
 from klatsch.rules import Rule, State
 from klatsch.topology import Topology
 

@@ -1,10 +1,10 @@
 """How many machines pay: the theory with measured constants, and a cost model of the network."""
 
 from klatsch.planning.estimates import Estimate, Probe, Stage
-from klatsch.planning.network import NETWORKS, Network, network
-from klatsch.planning.plan import Choice, Line, Plan, plan
+from klatsch.planning.hardware import NETWORKS, Network, network
+from klatsch.planning.planner import Choice, Line, Plan, plan
+from klatsch.planning.predictions import CALIBRATION, RULES, UNCALIBRATED, Calibration, predicted
 from klatsch.planning.probe import probe
-from klatsch.planning.rates import CALIBRATION, RULES, UNCALIBRATED, Calibration, predicted
 from klatsch.planning.task import Task
 
 __all__ = [

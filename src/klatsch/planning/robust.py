@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
-from klatsch.planning.plan import Plan, plan
+from klatsch.planning.planner import Plan, plan
 
 Ranges = Mapping[str, tuple[float, float]]
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from klatsch.arguments import whole
-from klatsch.planning.network import TINY, Network
-from klatsch.planning.rates import ALL_REDUCE, CALIBRATION, RULES, Calibration, predicted
+from klatsch.planning.hardware import TINY, Network
+from klatsch.planning.predictions import ALL_REDUCE, CALIBRATION, RULES, Calibration, predicted
 from klatsch.theory import Constants
 from klatsch.theory.rates import check
 

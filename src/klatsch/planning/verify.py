@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from klatsch import problems, topology
-from klatsch.engine import simulate
-from klatsch.planning.plan import Choice, Line, Plan
-from klatsch.planning.rates import RULES, predicted
+from klatsch.planning.planner import Choice, Line, Plan
+from klatsch.planning.predictions import RULES, predicted
 from klatsch.rules import make
+from klatsch.simulation import simulate
 from klatsch.theory import Constants
 from klatsch.topology.silence import split
 

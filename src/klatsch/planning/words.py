@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from klatsch.planning.plan import Choice, Plan
-from klatsch.planning.rates import RULES, predicted
+from klatsch.planning.planner import Choice, Plan
+from klatsch.planning.predictions import RULES, predicted
 from klatsch.planning.robust import Span
 from klatsch.planning.verify import Verification
 

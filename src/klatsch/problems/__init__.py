@@ -10,13 +10,13 @@ import torch
 
 from klatsch.arguments import check_options, named
 from klatsch.own import explained, is_own, label
-from klatsch.problems.core import DISTANCE, Headline, Problem, Quadratic
-from klatsch.problems.images import ImageClassification
-from klatsch.problems.labelled import Images
+from klatsch.problems.base import DISTANCE, Headline, Problem, Quadratic
+from klatsch.problems.images.classification import ImageClassification
+from klatsch.problems.images.labelled import Images
+from klatsch.problems.images.networks import lenet
+from klatsch.problems.images.paper_images import FashionMNIST
 from klatsch.problems.least_squares import LeastSquares
 from klatsch.problems.logistic import LogisticRegression
-from klatsch.problems.networks import lenet
-from klatsch.problems.paper_images import FashionMNIST
 from klatsch.problems.partition import dirichlet
 
 __all__ = [

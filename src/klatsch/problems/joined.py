@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from klatsch.problems import draws
-from klatsch.problems.networks import architecture
+from klatsch.problems.images.networks import architecture
 
 
 class JoinedLeastSquares:

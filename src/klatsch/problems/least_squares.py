@@ -11,8 +11,9 @@ from torch import Tensor
 
 from klatsch import columns as cols
 from klatsch.arguments import whole
-from klatsch.problems import core, draws
-from klatsch.problems.core import Quadratic
+from klatsch.problems import base as core
+from klatsch.problems import draws
+from klatsch.problems.base import Quadratic
 from klatsch.problems.joined import JoinedLeastSquares
 
 NOT_NEGATIVE = "0 or a positive number, or a list with one per column"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from klatsch.arguments import whole
-from klatsch.problems import core, draws
+from klatsch.problems import base as core
+from klatsch.problems import draws
 from klatsch.problems.partition import dirichlet
 
 

@@ -7,9 +7,9 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from klatsch import averaging as weights
 from klatsch import columns
 from klatsch.columns import Number
+from klatsch.rules import averaging as weights
 from klatsch.rules.base import Flow, Rule, State, blend, checked, joined, share
 
 

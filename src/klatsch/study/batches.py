@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 
 from klatsch import own, problems, rules
-from klatsch.engine import Result, simulate, simulate_together
-from klatsch.engine.mixing import common_period
-from klatsch.engine.sealed import CheckpointError
+from klatsch.sealed import CheckpointError
+from klatsch.simulation import Result, simulate, simulate_together
+from klatsch.simulation.mixing import common_period
 from klatsch.study.cases import Case
 from klatsch.study.grids import Options
 from klatsch.topology import Topology

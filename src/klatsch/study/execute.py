@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from klatsch import problems
-from klatsch.engine.checks import check_place
+from klatsch.simulation.preparation import check_place
 from klatsch.study import workers
 from klatsch.study.batches import Batch, Finished, pack, quick
 from klatsch.study.cases import Case, LeftOut, expand

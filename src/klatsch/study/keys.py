@@ -12,8 +12,9 @@ import json
 from functools import cache
 from typing import Any
 
-from klatsch import averaging, own, rules
+from klatsch import own, rules
 from klatsch.columns import described
+from klatsch.rules import averaging
 from klatsch.study.grids import Options
 
 REVISION = 1  # raised when the same settings give other results than before

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from klatsch import own
-from klatsch.engine.agreement import broadcast
-from klatsch.engine.ranks import simulate_on_ranks
-from klatsch.engine.transfers import reason
+from klatsch.ranks.agreement import broadcast
+from klatsch.ranks.transfers import reason
 from klatsch.study.batches import Batch, Finished, finished, parts
 from klatsch.study.cases import Case
+from klatsch.study.rank_runs import simulate_on_ranks
 from klatsch.study.workers import Open, Workers
 
 PATIENCE = timedelta(days=30)  # ranks that a small network leaves idle wait for the next batch

@@ -7,8 +7,8 @@ its name (`make("ring", 16)`), or from your own graph (`from_networkx`, `from_ma
 
 from klatsch.topology.closed_form import nth_size
 from klatsch.topology.convert import from_networkx
-from klatsch.topology.core import Topology, from_matrices, lazy
 from klatsch.topology.drawing import draw
+from klatsch.topology.graph import Topology, from_matrices, lazy
 from klatsch.topology.names import TOPOLOGIES, builder, make, options, spectral_gap
 from klatsch.topology.silence import every
 from klatsch.topology.static import (

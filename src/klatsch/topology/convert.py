@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from klatsch.topology import checks
-from klatsch.topology.core import Stochastic, Topology
+from klatsch.topology.graph import Stochastic, Topology
 from klatsch.topology.matrix import Matrix
 from klatsch.topology.weights import SUM_TOLERANCE, metropolis_hastings, with_self_weights
 

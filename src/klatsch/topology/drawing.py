@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from klatsch import pictures
-from klatsch.topology.core import Topology
+from klatsch.topology.graph import Topology
 
 if TYPE_CHECKING:  # drawing libraries are only loaded by those who draw
     from matplotlib.axes import Axes

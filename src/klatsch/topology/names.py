@@ -10,7 +10,7 @@ from klatsch.arguments import check_options, named
 from klatsch.own import label
 from klatsch.topology.checks import UNLIMITED, node_count, rounds_between
 from klatsch.topology.closed_form import CLOSED_FORMS
-from klatsch.topology.core import Topology
+from klatsch.topology.graph import Topology
 from klatsch.topology.silence import every, split
 from klatsch.topology.static import (
     complete,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from klatsch.own import is_own
 from klatsch.topology.checks import rounds_between
-from klatsch.topology.core import Topology
+from klatsch.topology.graph import Topology
 from klatsch.topology.matrix import identity
 
 

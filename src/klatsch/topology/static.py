@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from klatsch.arguments import whole
 from klatsch.topology.checks import LARGEST, UNLIMITED, node_count
-from klatsch.topology.core import Topology
+from klatsch.topology.graph import Topology
 from klatsch.topology.weights import circulant, metropolis_hastings
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from klatsch.arguments import whole
 from klatsch.topology.checks import node_count
-from klatsch.topology.core import Topology
+from klatsch.topology.graph import Topology
 from klatsch.topology.static import powers_of_two_below
 from klatsch.topology.weights import circulant, symmetric
 

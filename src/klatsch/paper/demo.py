@@ -1,0 +1,98 @@
+"""The demo: how many machines help? DAT-SGD against D-SGD on three graphs, in about a minute."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from klatsch import pictures
+from klatsch.paper import figures
+from klatsch.study import workers
+from klatsch.study.cases import LeftOut
+from klatsch.study.execute import Told, run_study
+from klatsch.study.spec import PAPER_GRID, Study, parse
+from klatsch.study.summary import Row
+
+NODES = (4, 9, 25, 49)
+# Below the paper's grid, whose smallest learning rate is still too large for D-SGD here.
+SMALLER = (2e-6, 5e-6, 1e-5, 5e-5)
+TITLE = "Least squares, heterogeneous data: error after {steps:,} rounds, learning rate chosen for each point"
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What the demo found."""
+
+    rows: list[Row]
+    left_out: list[LeftOut]
+    sentence: str
+    files: tuple[Path, ...]
+
+
+def plan(steps: int = 20_000, seeds: int = 2) -> Study:
+    """The runs of the demo: the paper's problem (Section 5.1) with sigma = 1 and zeta = 10."""
+    return parse(
+        {
+            "name": "demo",
+            "rules": ["dsgd", "dat", "dat-d2", "gt"],
+            "topologies": ["ring", "torus", "one_peer_exponential"],
+            "nodes": NODES,
+            "steps": steps,
+            "seeds": seeds,
+            "lr": (*SMALLER, *PAPER_GRID),
+            "problem": {"name": "least-squares", "noise": 1.0, "heterogeneity": 10.0},
+            "dtype": "float32",
+            "leave_out": True,
+        }
+    )
+
+
+def demo(runs: Study, folder: Path, told: Told | None = None) -> Demo:
+    """Run the demo and save its figure as PNG and SVG."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}; make it first, or give another with --out")
+    found = run_study(runs, executor=workers.threads, told=told)
+    figure = figures.error_against_nodes(found.rows, TITLE.format(steps=runs.steps))
+    files = tuple(folder / f"klatsch-demo{suffix}" for suffix in (".png", ".svg"))
+    for file in files:
+        pictures.save(figure, file, dpi=160)
+    return Demo(found.rows, found.left_out, sentence(found.rows), files)
+
+
+def sentence(rows: list[Row]) -> str:
+    """What the figures say, in words."""
+    few, many = min(row.nodes for row in rows), max(row.nodes for row in rows)
+    error = {(row.rule, row.topology, row.nodes): row.value for row in rows}
+    rules, topologies = ([*dict.fromkeys(getattr(row, name) for row in rows)] for name in ("rule", "topology"))
+    both = {(rule, t) for rule in rules for t in topologies if {(rule, t, few), (rule, t, many)} <= error.keys()}
+    helped = {(rule, t) for rule, t in both if error[rule, t, many] < 0.8 * error[rule, t, few]}
+    where = {rule: " and ".join(t for t in topologies if (rule, t) in helped) or "nowhere" for rule in rules}
+    lines = [
+        f"Going from {few} to {many} machines lowers the error of "
+        + "; of ".join(f"{rule} {'on ' * (place != 'nowhere')}{place}" for rule, place in where.items())
+        + ". In numbers:"
+    ]
+    for topology in topologies:
+        moves = [
+            f"{rule} {_moved(error[rule, topology, few], error[rule, topology, many])}"
+            for rule in rules
+            if (rule, topology) in both
+        ]
+        lines.append(f"  {topology}: {', '.join(moves)}")
+    leads = [f"{_times(error['dsgd', t, many] / error['dat', t, many])} on {t}" for t in topologies]
+    lines.append(f"At {many} machines dsgd's error is that of dat times {', '.join(leads)}.")
+    return "\n".join(lines)
+
+
+def _moved(first: float, last: float) -> str:
+    if not (math.isfinite(first) and math.isfinite(last)):
+        return "diverges"
+    ratio = last / first
+    if 0.8 < ratio < 1.25:
+        return "stays"
+    return f"grows {_times(ratio)}-fold" if ratio > 1 else f"falls to 1/{_times(1 / ratio)}"
+
+
+def _times(ratio: float) -> str:
+    return f"{float(f'{ratio:.2g}'):,.0f}" if math.isfinite(ratio) and ratio >= 10 else f"{ratio:.2g}"

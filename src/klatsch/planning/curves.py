@@ -1,0 +1,84 @@
+"""A plan as a picture: error and time against the number of machines, with the point to take."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import TYPE_CHECKING
+
+from klatsch.planning.planner import Line, Plan
+from klatsch.planning.words import recommendation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which most colour-blind people can tell apart.
+COLOURS = {
+    "dsgd": "#0072B2",
+    "dat": "#D55E00",
+    "dat (cta)": "#009E73",
+    "gt": "#CC79A7",
+    "dat-d2": "#56B4E9",
+    "all-reduce": "#E69F00",
+}
+HIGHEST = 30  # times the goal: errors above are off the picture
+
+
+def curves(plan: Plan, topology: str | None = None) -> Figure:
+    """The rules on one family of graphs, and the all-reduce: predicted error, and time to the goal, against M.
+
+    Args:
+        plan: what was predicted.
+        topology: the family; the recommended one by default.
+    """
+    from matplotlib.figure import Figure
+
+    shown = _lines(plan, topology)
+    task, best = plan.task, plan.best
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for line in shown:
+        label = f"{line.rule}, {line.topology}" if line.topology else line.rule
+        dashes = "--" if not line.topology else ":" if line.rule.endswith("(cta)") else "-"  # curves may coincide
+        width = 1.8 if len(line.choices) < 300 else 1.0  # many sizes ripple
+        style = {"color": COLOURS[line.rule], "linewidth": width, "linestyle": dashes, "label": label}
+        machines = [choice.machines for choice in line.choices]
+        values = [choice.error if task.samples else choice.rounds for choice in line.choices]
+        left.plot(machines, [v if math.isfinite(v) else math.nan for v in values], **style)
+        seconds = [choice.seconds if math.isfinite(choice.seconds) else math.nan for choice in line.choices]
+        right.plot(machines, seconds, **style)
+    mark = {"color": "#000000", "marker": "*", "markersize": 14, "linestyle": "none", "zorder": 5}
+    left.plot([best.machines], [best.error if task.samples else best.rounds], **mark)
+    right.plot([best.machines], [best.seconds], label="recommended", **mark)
+    right.axhline(plan.alone.seconds, color="#999999", linestyle=":", linewidth=1.2, label="one machine")
+    if task.samples:
+        left.axhline(task.goal, color="#999999", linestyle="--", linewidth=1.2)
+        lowest = min(choice.error for line in shown for choice in line.choices)
+        highest = max(e for line in shown for choice in line.choices if (e := choice.error) < math.inf)
+        if lowest > 0:
+            left.set_ylim(min(lowest, task.goal) / 1.2, max(min(highest, HIGHEST * task.goal), task.goal) * 1.2)
+        left.annotate("goal", (1, task.goal), fontsize=8, color="#666666", va="bottom")
+    left.set_ylabel(
+        f"predicted error with {task.samples:,.3g} samples" if task.samples else "predicted rounds to target"
+    )
+    right.set_ylabel(f"predicted seconds to error {task.goal:.3g}")
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log" if task.goal > 0 else "linear")
+        axis.set_xlim(0.9, 1.1 * max(2, *(choice.machines for line in shown for choice in line.choices)))
+        axis.xaxis.set_major_formatter("{x:,g}")
+        axis.set_xlabel("machines M")
+        axis.grid(True, linewidth=0.4, alpha=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("\n".join(textwrap.wrap(recommendation(plan), 130)), fontsize=10)
+    handles, labels = right.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=9)
+    return figure
+
+
+def _lines(plan: Plan, topology: str | None) -> list[Line]:
+    """Rules on the family asked for, or on that of the recommended choice, or on the fastest one."""
+    if topology is None:
+        choices = sorted(plan.lines, key=lambda line: line.best.seconds)
+        topology = plan.best.topology or next((line.topology for line in choices if line.topology), "")
+    return [line for line in plan.lines if line.topology in ("", topology)]

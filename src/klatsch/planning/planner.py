@@ -1,0 +1,191 @@
+"""How many machines, on which graph, with which rule: every choice predicted, and the one to take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from klatsch import topology as topologies
+from klatsch.arguments import named
+from klatsch.planning import graphs
+from klatsch.planning.predictions import ALL_REDUCE, MOST_ROUNDS, RULES, Array, Rule, predicted, rounds_to
+from klatsch.planning.task import Task
+from klatsch.topology.silence import split
+
+ENOUGH = 1.05  # fewer machines are taken where they need hardly longer than the fastest choice
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A rule on a graph with M machines, and what is predicted of it."""
+
+    rule: str
+    topology: str  # "" for an all-reduce
+    machines: int
+    rho: float
+    rounds: float  # to the goal; inf where it is never reached
+    seconds_per_round: float
+    seconds: float
+    bytes_per_node: float  # sent until the goal is reached
+    error: float  # with the budget of samples; that of the goal where there is no budget
+    speedup: float  # over one machine
+
+    @property
+    def title(self) -> str:
+        """As in a sentence."""
+        if self.machines == 1:
+            return "one machine"
+        return f"{self.rule} on {self.topology}" if self.topology else self.rule
+
+
+@dataclass(frozen=True)
+class Line:
+    """A rule on a family of graphs: all sizes, the fastest of them, and how many machines keep the statistical rate."""
+
+    rule: str
+    topology: str
+    choices: tuple[Choice, ...]
+    best: Choice
+    largest: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every rule on every family, and the choice to take."""
+
+    task: Task
+    lines: tuple[Line, ...]
+    alone: Choice  # one machine
+    best: Choice
+    left_out: Mapping[str, str]  # "rule on topology": why
+
+    def line(self, rule: str, topology: str = "") -> Line:
+        """The line of a rule on a family of graphs.
+
+        Raises:
+            ValueError: there is none.
+        """
+        lines = {(line.rule, line.topology): line for line in self.lines}
+        if (rule, topology) not in lines:
+            known = ", ".join(f"{a} on {b}" if b else a for a, b in lines)
+            raise ValueError(f"no line of {rule!r} on {topology!r}; there are {known}")
+        return lines[rule, topology]
+
+
+def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[str] | None = None) -> Plan:
+    """Predict every rule on every family of graphs, and choose.
+
+    Args:
+        task: what is to be reached, and with what.
+        rules: names of `RULES`; all by default.
+        families: names of topologies, such as "ring", or "ring/8" for gossip in every 8th round; all by default.
+
+    Raises:
+        ValueError: a name is unknown, or the target is out of reach of the samples; it says what is not.
+    """
+    asked = [named("rule", name, RULES) for name in dict.fromkeys(RULES if rules is None else rules)]
+    names = list(dict.fromkeys(topologies.TOPOLOGIES if families is None else families))
+    for name in names:
+        topologies.builder(name)  # refuses unknown names
+    alone = _alone(task)
+    lines, left_out = [], {}
+    for rule in asked:
+        for name in [""] if rule.update is None else names:
+            if rule.name == "dat-d2" and split(name)[0] not in graphs.SYMMETRIC:
+                left_out[f"{rule.name} on {name}"] = "it needs one symmetric matrix for all rounds"
+                continue
+            found = graphs.family(name or "complete", task.machines)
+            choices = _choices(task, rule, name, found, alone.seconds)
+            if len(choices) == 1 and task.machines > 1:
+                left_out[f"{rule.name} on {name}"] = f"it has no graph of 2 to {task.machines:,} nodes"
+                continue
+            lines.append(Line(rule.name, name, choices, _fastest(task, choices), _largest(task, rule, name, choices)))
+    if not lines:
+        why = (
+            "; ".join(f"{what}: {reason}" for what, reason in left_out.items()) or "no rule, or no topology, was named"
+        )
+        raise ValueError(f"nothing is left to plan with ({why}); name others")
+    every = [alone, *(choice for line in lines for choice in line.choices)]
+    if not any(math.isfinite(choice.seconds) for choice in every):
+        near = min(every, key=lambda choice: choice.error)
+        how = near.title if near.machines == 1 else f"{near.title}, {near.machines:,} machines"
+        if task.samples is None:
+            raise ValueError(f"target = {task.goal:g} takes more than {MOST_ROUNDS:g} rounds; give a larger one")
+        raise ValueError(
+            f"target = {task.goal:g} is out of reach of {task.samples:g} samples: at best they bring "
+            f"{near.error:.3g} ({how}); give more samples, or a larger target"
+        )
+    return Plan(task, tuple(lines), alone, _fastest(task, every), left_out)
+
+
+def _alone(task: Task) -> Choice:
+    return _choices(task, RULES[ALL_REDUCE], "", [graphs.Graph(1, 1.0, 0)], None)[0]
+
+
+def _choices(
+    task: Task, rule: Rule, name: str, found: Sequence[graphs.Graph], alone: float | None
+) -> tuple[Choice, ...]:
+    M, rho, degree, every = (np.array(column, float) for column in zip(*found, strict=True))
+    rho = rho if rule.update is not None else np.ones_like(M)
+    by, constants = task.by(rule.name), task.constants
+    rounds = rounds_to(task.goal, rule, M, rho, constants, by)
+    if task.samples is not None:  # more than these are not to be had
+        rounds = np.where(rounds * M <= math.ceil(task.samples) * (1 + 1e-9), rounds, np.inf)
+    if rule.update is None:
+        each = np.asarray(task.network.all_reduce_seconds(task.vector, M))
+        sent = np.asarray(task.network.all_reduce_bytes(task.vector, M))
+    else:
+        talking = np.asarray(task.network.gossip_seconds(task.vector, degree, rule.eager, rule.late))
+        each = task.network.gradient + (talking - task.network.gradient) / every  # the others are a gradient alone
+        sent = degree * rule.vectors * task.vector / every
+    error = np.full_like(M, task.goal)
+    if (N := task.samples) is not None:
+        error = np.where(M <= N, predicted(rule, M, np.maximum(1.0, N / M), rho, constants, by).total, np.inf)
+    sent = np.where(np.isfinite(rounds), rounds, 0.0) * sent
+    seconds = rounds * each
+    reached = np.isfinite(seconds)
+    speedup = np.ones_like(M) if alone is None else np.where(reached, alone / np.where(reached, seconds, 1.0), 0.0)
+    columns = (M, rho, rounds, each, seconds, sent, error, speedup)
+    rows = zip(*(np.asarray(column).tolist() for column in columns), strict=True)
+    return tuple(Choice(rule.name, name, int(m), *numbers) for m, *numbers in rows)
+
+
+def _fastest(task: Task, choices: Sequence[Choice]) -> Choice:
+    """The fastest choice whose machines pay, or one with fewer machines that needs hardly longer."""
+    paying = [
+        choice for choice in choices if choice.machines == 1 or choice.speedup >= task.efficiency * choice.machines
+    ]
+    soonest = min(choice.seconds for choice in paying)
+    return min(
+        (choice for choice in paying if choice.seconds <= ENOUGH * soonest),
+        key=lambda choice: (choice.machines, choice.seconds, choice.bytes_per_node),
+    )
+
+
+def _largest(task: Task, rule: Rule, name: str, choices: Sequence[Choice]) -> int:
+    """The largest M up to `task.machines` at which noise is still the larger half of the error."""
+    if (N := task.budget) is None or task.constants.sigma * task.constants.D1 == 0:
+        return 1
+
+    def pays(M: Array, rho: Array) -> Any:
+        parts = predicted(rule, M, np.maximum(1.0, N / M), rho, task.constants, task.by(rule.name))
+        return (parts.network + parts.optimization <= parts.statistical) & (M <= N)
+
+    M, rho = np.array([c.machines for c in choices], float), np.array([c.rho for c in choices])
+    good = np.flatnonzero(pays(M, rho))
+    if not len(good):
+        return 1
+    low = int(choices[good[-1]].machines)
+    high = choices[good[-1] + 1].machines if good[-1] + 1 < len(choices) else low
+    passed_over = graphs.between(name or "complete", low, high)
+    while passed_over:  # halved: gaps that ripple may hide a larger one
+        size = passed_over[len(passed_over) // 2]
+        one = graphs.graph(name or "complete", size)
+        good_too = one is not None and pays(np.array([float(size)]), np.array([one.rho if name else 1.0]))[0]
+        low = size if good_too else low
+        passed_over = [other for other in passed_over if (other > size if good_too else other < size)]
+    return low

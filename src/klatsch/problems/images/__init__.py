@@ -1,0 +1,1 @@
+"""Image classification: data, models, and many models in one stack."""

@@ -1,0 +1,281 @@
+"""Image classification with a neural network over label-skewed data: all nodes' models in one tensor."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from klatsch.arguments import whole
+from klatsch.problems import base as core
+from klatsch.problems import draws
+from klatsch.problems.images import convolutions, fashion_mnist
+from klatsch.problems.images.labelled import Images
+from klatsch.problems.images.networks import architecture, lenet, made
+from klatsch.problems.images.stacks import Stacked
+from klatsch.problems.joined import JoinedImages
+from klatsch.problems.partition import dirichlet
+
+MODELS_AT_ONCE = {"cpu": 64, "cuda": 288}  # that train: beyond these, more in one stack are not faster any more
+EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 9}  # that are evaluated, always as many on a GPU: each size is compiled
+IMAGES_AT_ONCE = 2_000  # that each of them evaluates
+LOSS_SAMPLES = 2_000  # of the training images, on which the training loss is measured
+
+
+class ImageClassification:
+    """f_i(x) = mean over the images of node i of the cross-entropy of a model with parameters x.
+
+    A stochastic gradient is that of a mini-batch. Every node goes through its own images in random order, epoch after
+    epoch; which batch it sees is a function of (seed, round, node). Pixels are scaled to mean 0 and variance 1.
+
+    Args:
+        model: a torch.nn.Module without buffers, whose parameters are the start; or a function that makes one, which
+            then starts according to the seed. A LeNet by default.
+        data: `Images`, the folder of Fashion-MNIST's four files, or None to look for them.
+        nodes: number of nodes M.
+        alpha: how label-skewed the nodes are: Dirichlet(alpha) over the classes; small is skewed.
+        batch: images per node and round.
+        seed: of start, partition and mini-batches.
+        test: on how many of the test images accuracy is measured; all by default.
+
+    Raises:
+        ValueError: something does not fit; with the remedy.
+    """
+
+    columns = 1
+    per_column: tuple[str, ...] = ()
+    per_network = ("alpha",)  # what may differ between networks in one stack, beside size, seed and graph
+    columns_share = False  # every column is a model of its own
+    numbers_per_parameter = 0  # that a node holds beside its states: the images are shared by all
+    worst: ClassVar = {"accuracy": 0.0, "accuracy_min": 0.0, "accuracy_max": 0.0, "accuracy_of_mean": 0.0}
+    headline = core.Headline("accuracy", "test accuracy, mean over nodes", largest=True)
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module] = lenet,
+        data: Images | str | Path | None = None,
+        nodes: int = 8,
+        alpha: float = 0.1,
+        batch: int = 32,
+        seed: int = 0,
+        test: int | None = None,
+    ) -> None:
+        M, self.batch, self.seed = whole(nodes, "nodes", 1), whole(batch, "batch", 1), whole(seed, "seed", 0)
+        data = Images(*data) if isinstance(data, tuple) and len(data) == 4 else fashion_mnist.load(data)
+        data.check()
+        check_sizes(M, self.batch, len(data.labels))
+        self.shards = torch.as_tensor(dirichlet(data.labels.numpy(), M, alpha, self.seed))  # (M, n)
+        self.alpha, self.classes = float(alpha), int(torch.cat([data.labels, data.test_labels]).max()) + 1
+        number = check_test(test, len(data.test_labels))
+        self._content, shift, factor = _known(data)
+        self._stacked = Stacked(made(model, self.seed), shift, factor)
+        self._start = self._stacked.start()
+        self._data = data._replace(test_images=data.test_images[:number], test_labels=data.test_labels[:number])
+        self._check_model()
+
+    # --- what an engine asks -----------------------------------------------------------------------------------
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes M."""
+        return self.shards.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """Number of parameters d."""
+        return self._stacked.dim
+
+    @property
+    def drawn(self) -> int:
+        """Numbers drawn per node and round."""
+        return self.batch
+
+    @property
+    def epoch(self) -> int:
+        """Rounds per epoch: what does not fill a batch at the end of one is left out of it."""
+        return self.shards.shape[1] // self.batch
+
+    def start(self) -> Tensor:
+        """The parameters of the fresh model, (d,), the same for all nodes."""
+        return self._start
+
+    def draw(self, t: Tensor) -> Tensor:
+        """The numbers of the images of rounds t, (len(t), M, batch)."""
+        return self.drawn_for(t, torch.arange(self.nodes))
+
+    def drawn_for(self, t: Tensor, nodes: Tensor) -> Tensor:
+        """The numbers of the images of rounds t for some nodes, (len(t), len(nodes), batch)."""
+        device = self._data.images.device
+        t, nodes = t.to(device), nodes.to(device)
+        epochs, which = torch.unique((t - 1) // self.epoch, return_inverse=True)
+        n = self.shards.shape[1]
+        keys = draws.whole_numbers(self.seed, draws.BATCHES, epochs, nodes, n, 1 << 32)
+        orders = keys.argsort(dim=-1, stable=True)  # (epochs, nodes, n): a random order of every node's own images
+        first = (t - 1) % self.epoch * self.batch
+        places = first[:, None] + torch.arange(self.batch, device=device)
+        rows = torch.arange(len(nodes), device=device)[:, None]
+        own = orders[which[:, None, None], rows, places[:, None, :]]
+        return self.shards.to(device)[nodes][rows, own]
+
+    def gradient(self, x: Tensor, drawn: Tensor) -> Tensor:
+        """The gradients at x, (M, C, d), on the images of these numbers, (M, batch)."""
+        M, C, d = x.shape
+        numbers = drawn[:, None].expand(-1, C, -1).reshape(M * C, -1)
+        return self._slope(x.reshape(M * C, d), numbers).view(M, C, d)
+
+    def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
+        """Stochastic gradients of round t at x, (m, C, d), (m, d) or, for a single node, (d,)."""
+        asked = core.chosen(nodes, self.nodes)
+        points = core.points(x, len(asked), self.dim, self.columns)
+        drawn = self.drawn_for(torch.tensor([t]), asked)[0]
+        return self.gradient(points, drawn.to(x.device)).reshape(x.shape)
+
+    # --- how good a point is -----------------------------------------------------------------------------------
+
+    def metrics(self, x: Tensor) -> dict[str, Tensor]:
+        """Test accuracy as mean, smallest and largest over nodes and of the averaged model; training loss, mean."""
+        M, C, d = x.shape
+        right = self._right(torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d)).view(M + 1, C)
+        of_nodes, of_mean = right[:M], right[M]
+        return {
+            "accuracy": of_nodes.mean(0),
+            "accuracy_min": of_nodes.amin(0),
+            "accuracy_max": of_nodes.amax(0),
+            "accuracy_of_mean": of_mean,
+            "train_loss": self._training_loss(x.reshape(-1, d)).view(M, C).mean(0),
+        }
+
+    @torch.no_grad()
+    def _right(self, models: Tensor) -> Tensor:
+        right = torch.zeros(len(models), dtype=torch.float64, device=models.device)
+        for some, part in self._parts(len(self._data.test_labels), len(models)):
+            guesses = self._logits(models[some], self._data.test_images[part]).argmax(-1)
+            right[some] += (guesses == self._data.test_labels[part]).sum(-1)
+        return right / len(self._data.test_labels)
+
+    @torch.no_grad()
+    def _training_loss(self, models: Tensor) -> Tensor:
+        total = torch.zeros(len(models), dtype=torch.float64, device=models.device)
+        for some, part in self._parts(len(self._seen), len(models)):
+            logits = self._logits(models[some], self._data.images[self._seen[part]])
+            labels = self._data.labels[self._seen[part]].expand(len(logits), -1)
+            losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            total[some] += losses.view(labels.shape).sum(1)
+        return total / len(self._seen)
+
+    @cached_property
+    def _seen(self) -> Tensor:
+        """The training images on which the loss is measured: as many from every node, about, as it may be."""
+        own = self.shards.reshape(-1)  # node by node, each in random order
+        count = min(LOSS_SAMPLES, len(own))
+        return own[torch.arange(count) * len(own) // count].to(self._data.images.device)
+
+    def _parts(self, count: int, models: int) -> list[tuple[slice, slice]]:
+        """Models and images in portions; of the images in equal ones where that is possible."""
+        some = EVALUATED_AT_ONCE[self._data.images.device.type]
+        size = equal_parts(count, IMAGES_AT_ONCE)
+        return [
+            (slice(s, min(s + some, models)), slice(k, min(k + size, count)))
+            for s in range(0, models, some)
+            for k in range(0, count, size)
+        ]
+
+    # --- the models --------------------------------------------------------------------------------------------
+
+    def _slope(self, x: Tensor, numbers: Tensor) -> Tensor:
+        """The gradients of models x, (S, d), on the images of these numbers, (S, batch)."""
+        size = equal_parts(len(x), MODELS_AT_ONCE[x.device.type])
+        loss, found = self._stacked.fast("loss", x.device), []
+        for models, chosen in zip(torch.split(x, size), torch.split(numbers, size), strict=True):
+            images, labels = self._data.images[chosen], self._data.labels[chosen]
+            with torch.enable_grad(), convolutions.torchs_own():
+                leaf = models.detach().requires_grad_()
+                found.append(torch.autograd.grad(loss(leaf, images, labels), leaf)[0])
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _logits(self, models: Tensor, images: Tensor) -> Tensor:
+        count = len(models)
+        if models.is_cuda:  # filled up to the size that is compiled
+            models = torch.cat([models, models[:1].expand(EVALUATED_AT_ONCE["cuda"] - count, -1)])
+        with convolutions.torchs_own():
+            return self._stacked.fast("logits", models.device)(models, images)[:count]
+
+    def _check_model(self) -> None:
+        sample = self._data.images[:2]
+        try:
+            shape = tuple(self._stacked.logits(self._start[None], sample).shape)
+        except Exception as error:  # whatever somebody's own model may raise
+            pixels, reason = " by ".join(map(str, sample.shape[1:])), (str(error).splitlines() or [""])[0]
+            raise ValueError(
+                f"the model does not take images of {pixels} numbers and give one tensor ({type(error).__name__}: "
+                f"{reason}); give one that does"
+            ) from None
+        if len(shape) != 3 or shape[:2] != (1, 2) or shape[2] < self.classes:
+            raise ValueError(
+                f"the model gives {shape[2:] or shape} numbers per image, but there are {self.classes} classes; "
+                "let its last layer have one output per class"
+            )
+
+    # --- elsewhere ---------------------------------------------------------------------------------------------
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> ImageClassification:
+        """The same problem on another device, with its start in another dtype."""
+        other = copy.copy(self)
+        other._data = Images(*(tensor.to(device) for tensor in self._data))
+        other._start = self._start.to(device, dtype)
+        other.__dict__.pop("_seen", None)
+        return other
+
+    @staticmethod
+    def joined(problems: Sequence[ImageClassification]) -> JoinedImages:
+        """Several such problems as one stack, for `simulate_together`."""
+        return JoinedImages(problems)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that determines the gradients."""
+        facts = f"{self._content} {architecture(self._stacked.module)} {len(self._data.test_labels)}"
+        number = int(hashlib.sha256(facts.encode()).hexdigest()[:15], 16)
+        return core.digest(self.shards, self.batch, self.seed, self._start.cpu().double(), number)
+
+    def __repr__(self) -> str:
+        return (
+            f"<ImageClassification: {self.nodes} nodes, {self.dim} parameters, alpha {self.alpha:g}, "
+            f"batch {self.batch}, seed {self.seed}>"
+        )
+
+
+@lru_cache(maxsize=4)
+def _known(data: Images) -> tuple[str, float, float]:
+    """The digest of a data set and the scale of its pixels, found once for all problems that share it."""
+    return core.digest(*data), *data.scale()
+
+
+def equal_parts(count: int, most: int) -> int:
+    """The size of portions of at most `most`: one that leaves nothing over, if that is not much smaller."""
+    size = next(size for size in range(min(most, count), 0, -1) if count % size == 0)
+    return size if 2 * size >= min(most, count) else min(most, count)
+
+
+def check_sizes(nodes: int, batch: int, samples: int) -> None:
+    """Refuse more nodes than images, and batches larger than a node's share."""
+    if samples < nodes:
+        raise ValueError(f"nodes = {nodes}, but there are {samples:,} images; give at most as many nodes")
+    if batch > samples // nodes:
+        raise ValueError(
+            f"batch = {batch}, but each of {nodes} nodes has {samples // nodes} of the {samples:,} images; "
+            "give a smaller batch, or fewer nodes"
+        )
+
+
+def check_test(test: int | None, count: int) -> int:
+    """How many of the test images to use."""
+    if (number := whole(count if test is None else test, "test", 1)) > count:
+        raise ValueError(f"test = {number}, but there are {count:,} test images; give at most as many")
+    return number

@@ -1,0 +1,179 @@
+"""Fashion-MNIST (Xiao et al. 2017, MIT licence): found on this machine or downloaded, and verified in any case.
+
+Looked for, in this order: the folder given, $KLATSCH_DATA, the user's cache, and where the Debian package
+dataset-fashion-mnist puts it; else it is downloaded into the cache. What counts is the SHA-256 of the decompressed
+content, since compressed files differ between mirrors.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import urllib.request
+import zlib
+from functools import lru_cache
+from http.client import HTTPException
+from pathlib import Path
+
+import torch
+
+from klatsch.files import save
+from klatsch.problems.images.labelled import Images
+
+VARIABLE = "KLATSCH_DATA"
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+MIRRORS = (
+    "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+)
+CONTENT = {  # SHA-256 of the decompressed files
+    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+SAMPLES, TEST_SAMPLES = 60_000, 10_000
+LARGEST = 60_000_000  # bytes of any of them: more is not worth decompressing
+SECONDS = 60.0  # that a mirror may keep silent
+CLASSES = (
+    *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
+    *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
+)
+
+
+def remedy() -> str:
+    """The ways to get the data set, in words."""
+    return (
+        f"put its four files into {cache()}, give their folder with --data (or data=) or in the environment variable "
+        f"{VARIABLE}, or install the Debian package dataset-fashion-mnist"
+    )
+
+
+def load(folder: str | Path | None = None, download: bool = True) -> Images:
+    """Fashion-MNIST: 60,000 images of 28 by 28 pixels to learn from, 10,000 to test on, in ten classes.
+
+    Args:
+        folder: where the four files are, packed (.gz) or not; by default they are looked for, see above.
+        download: whether to fetch them if they are nowhere.
+
+    Raises:
+        ValueError: they are nowhere, or not what they should be; with the ways to get them.
+    """
+    return _read(find(folder, download))
+
+
+def find(folder: str | Path | None = None, download: bool = True) -> Path:
+    """The folder of the data set, see `load`; its content is not looked at yet."""
+    if folder is not None and not isinstance(folder, str | Path):
+        raise ValueError(
+            f"data is a {type(folder).__name__}; give Images, the name of a folder, or None to look for it"
+        )
+    given = folder if folder is not None else os.environ.get(VARIABLE) or None
+    if given is not None:
+        return _folder(Path(given), "--data" if folder is not None else f"${VARIABLE}")
+    for place in (cache(), DEBIAN):
+        if all(_file(place, name) is not None for name in CONTENT):
+            return place
+    if not download:
+        raise ValueError(f"Fashion-MNIST is not on this machine; {remedy()}")
+    return _download(cache())
+
+
+def cache() -> Path:
+    """The folder of the user's cache that downloads go to."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "klatsch" / "fashion-mnist"
+
+
+@lru_cache(maxsize=1)
+def _read(folder: Path) -> Images:
+    content = {name: _content(folder, name) for name in CONTENT}
+    tensors = []
+    for name, data in content.items():
+        # The content is what it should be, so its shape need not be read from it: a header, then one byte a number.
+        if "images" in name:
+            tensors.append(torch.frombuffer(bytearray(data[16:]), dtype=torch.uint8).view(-1, 1, 28, 28))
+        else:
+            tensors.append(torch.frombuffer(bytearray(data[8:]), dtype=torch.uint8).long())
+    return Images(*tensors)
+
+
+def _folder(place: Path, source: str) -> Path:
+    if not place.is_dir():
+        raise ValueError(f"{source} = {place} is no folder; {remedy()}")
+    missing = [name for name in CONTENT if _file(place, name) is None]
+    if missing:
+        raise ValueError(f"{source} = {place} has no {missing[0]}.gz; {remedy()}")
+    return place
+
+
+def _file(folder: Path, name: str) -> Path | None:
+    found = (folder / f"{name}.gz", folder / name)
+    return next((path for path in found if path.is_file()), None)
+
+
+def _content(folder: Path, name: str) -> bytes:
+    path = _file(folder, name)
+    if path is None:
+        raise ValueError(f"{folder} has no {name}.gz any more; {remedy()}")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; {remedy()}") from None
+    return _verified(data, name, str(path))
+
+
+def _verified(data: bytes, name: str, source: str) -> bytes:
+    """The decompressed content of a file.
+
+    Raises:
+        ValueError: it is not what it should be.
+    """
+    packed = data[:2] == b"\x1f\x8b"
+    try:
+        content = _unpacked(data) if packed else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(
+            f"{source} is damaged or cut off ({error}) and is not used; replace it, or {remedy()}"
+        ) from None
+    if hashlib.sha256(content).hexdigest() != CONTENT[name]:
+        raise ValueError(
+            f"{source} is not {name} of Fashion-MNIST (its SHA-256 differs, {len(content):,} bytes) and is not used; "
+            f"replace it, or {remedy()}"
+        )
+    return content
+
+
+def _unpacked(data: bytes) -> bytes:
+    unpacker = zlib.decompressobj(wbits=31)
+    content = unpacker.decompress(data, LARGEST)  # no more, however much a file claims to hold
+    if not unpacker.eof:
+        raise EOFError("its end is missing" if not unpacker.unconsumed_tail else "it is too large")
+    return content
+
+
+def _download(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {folder}: {error.strerror}; {remedy()}") from None
+    for name in CONTENT:
+        if _file(folder, name) is None:
+            save(folder / f"{name}.gz", gzip.compress(_fetched(name), mtime=0), "gzip")
+    return folder
+
+
+def _fetched(name: str) -> bytes:
+    """The content of a file from the first mirror that has it."""
+    failures = []
+    for mirror in MIRRORS:
+        try:
+            with urllib.request.urlopen(f"{mirror}{name}.gz", timeout=SECONDS) as answer:
+                return _verified(answer.read(LARGEST), name, f"{mirror}{name}.gz")
+        except (OSError, HTTPException, ValueError) as error:  # no network, or something else than asked for
+            reason = getattr(error, "reason", error)  # what urllib wraps
+            failures.append(f"{mirror.split('/')[2]}: {str(reason).partition('; ')[0] or type(error).__name__}")
+    raise ValueError(
+        f"Fashion-MNIST is not on this machine and cannot be downloaded ({', '.join(failures)}); {remedy()}"
+    )

@@ -1,0 +1,245 @@
+"""Many models of one architecture, each with its own parameters, evaluated as one: parameters are rows (S, d).
+
+Models made of known layers run as grouped convolutions and batched products, all S of them in one operation per layer.
+Any other module runs through torch.func, which is slower but needs to know nothing about it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from klatsch.problems.images.networks import architecture
+
+ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
+POOLS = (nn.MaxPool2d, nn.AvgPool2d)
+
+
+class Stacked:
+    """S models of one architecture: `stacked(x, images)` gives the logits (S, B, classes) of images (S, B, ...).
+
+    Args:
+        module: the architecture; its own parameters are the starting point.
+        shift: what is subtracted from pixels.
+        factor: what they are multiplied with then.
+    """
+
+    def __init__(self, module: nn.Module, shift: float = 0.0, factor: float = 1.0) -> None:
+        self.module, self.shift, self.factor = module, shift, factor
+        self.shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        self.sizes = [shape.numel() for shape in self.shapes.values()]
+        self.layers = _layers(module)
+
+    @property
+    def dim(self) -> int:
+        """Number of parameters d of one model."""
+        return sum(self.sizes)
+
+    def start(self) -> Tensor:
+        """The parameters of the module, (d,)."""
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.module.parameters()])
+
+    def __call__(self, x: Tensor, images: Tensor) -> Tensor:
+        """The logits (S, B, classes) of models x, (S, d), on images (S, B, channels, height, width)."""
+        pixels = (images.to(x.dtype) - self.shift) * self.factor
+        if self.layers is None:
+            return self._one_by_one(x, pixels)
+        parts = torch.split(x, self.sizes, dim=1)  # one operation: its gradient is one concatenation
+        run = rows if x.is_cuda else grouped
+        return run(self.layers, dict(zip(self.shapes, parts, strict=True)), pixels)
+
+    def logits(self, x: Tensor, images: Tensor) -> Tensor:
+        """The logits (S, B, classes) of models x, (S, d), on the same images (B, ...) for all."""
+        return self(x, images.expand(len(x), *images.shape))
+
+    def loss(self, x: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+        """The sum over models of their mean loss: models share nothing, so its gradient is each model's own."""
+        logits = self(x, images)
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.shape[1]
+
+    def fast(self, name: str, device: torch.device) -> Callable[..., Tensor]:
+        """`logits` or `loss`; compiled on a GPU, where launching an operation takes longer than the operation."""
+        if device.type != "cuda" or self.layers is None:
+            return getattr(self, name)  # type: ignore[no-any-return]
+        # By architecture: networks that differ in data and start share what is compiled.
+        key = (name, architecture(self.module), self.shift, self.factor)
+        if key not in _compiled:
+            # It advises TensorFloat32, but full float32 is meant; and tells of what it could not do even faster.
+            warnings.filterwarnings("ignore", module=r"torch\._inductor")
+            _compiled[key] = torch.compile(getattr(self, name), dynamic=False)
+        return _compiled[key]
+
+    def _one_by_one(self, x: Tensor, pixels: Tensor) -> Tensor:
+        def logits(vector: Tensor, batch: Tensor) -> Any:
+            pieces = torch.split(vector, self.sizes)
+            values = {n: piece.view(s) for (n, s), piece in zip(self.shapes.items(), pieces, strict=True)}
+            return torch.func.functional_call(self.module, values, (batch,))
+
+        return torch.func.vmap(logits)(x, pixels)  # type: ignore[no-any-return]
+
+
+_compiled: dict[Any, Callable[..., Tensor]] = {}
+Layers = list[tuple[str, nn.Module]]
+Values = dict[str, Tensor]
+
+
+def _layers(module: nn.Module) -> Layers | None:
+    """The layers of a model that is a plain chain of known ones: images first, then vectors; else None."""
+    found = _listed(module, "")
+    named = {name for name, _ in module.named_parameters()}  # of which tied ones have one name only
+    if not all(
+        _known(layer) and {f"{name}.{p}" for p, _ in layer.named_parameters()} <= named for name, layer in found
+    ):
+        return None
+    flat = [k for k, (_, layer) in enumerate(found) if isinstance(layer, nn.Flatten)]
+    spatial = [k for k, (_, layer) in enumerate(found) if isinstance(layer, (nn.Conv2d, nn.GroupNorm, *POOLS))]
+    linear = [k for k, (_, layer) in enumerate(found) if isinstance(layer, nn.Linear)]
+    if not flat or any(k > flat[0] for k in spatial) or any(k < flat[0] for k in linear):
+        return None
+    return [pair for k, pair in enumerate(found) if k not in flat[1:]]  # vectors are flat already
+
+
+def _listed(module: nn.Module, prefix: str) -> Layers:
+    """The parts of a chain in order, those that occur twice included, which named_children would leave out."""
+    if type(module) is not nn.Sequential or _hooked(module):  # a class of its own may do something else
+        return [(prefix.removesuffix("."), module)]
+    parts = ((name, part) for name, part in module._modules.items() if part is not None)
+    return [pair for name, part in parts for pair in _listed(part, f"{prefix}{name}.")]
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def _known(part: nn.Module) -> bool:
+    """Whether a layer is one that is written down here, with nothing about it that is not."""
+    if _hooked(part) or any(name not in ("weight", "bias") for name, _ in part.named_parameters()):
+        return False
+    if type(part) is nn.Conv2d:
+        simple = part.groups == 1 and part.dilation == (1, 1) and part.padding_mode == "zeros"
+        return simple and not isinstance(part.padding, str)
+    if type(part) is nn.Flatten:
+        return part.start_dim == 1 and part.end_dim == -1
+    return type(part) in (nn.Linear, nn.GroupNorm, *POOLS, *ELEMENTWISE)
+
+
+def grouped(layers: Layers, values: Values, images: Tensor) -> Tensor:
+    """All models at once, with a group of channels for each: activations are (B, S channels, height, width)."""
+    S, B = images.shape[:2]
+    v = images.transpose(0, 1).flatten(1, 2)
+    for name, layer in layers:
+        weight, bias = values.get(f"{name}.weight"), values.get(f"{name}.bias")
+        if isinstance(layer, nn.Conv2d):
+            assert weight is not None
+            kernels = weight.reshape(-1, *layer.weight.shape[1:])
+            v = functional.conv2d(v, kernels, _row(bias), layer.stride, layer.padding, groups=S)
+        elif isinstance(layer, nn.GroupNorm):
+            v = functional.group_norm(v, S * layer.num_groups, _row(weight), _row(bias), layer.eps)
+        elif isinstance(layer, nn.Flatten):
+            v = v.reshape(B, S, -1).transpose(0, 1)
+        elif isinstance(layer, nn.Linear):
+            v = _linear(v, layer, weight, bias)
+        else:
+            v = layer(v)
+    return v
+
+
+def rows(layers: Layers, values: Values, images: Tensor) -> Tensor:
+    """All models at once on a GPU: activations are (S, B, height, channels, width).
+
+    Grouped convolutions are slow there. Some columns of a row of the result depend on a small window of the image, so a
+    convolution is one product with a banded matrix, the same for all windows: more arithmetic, but large and regular.
+    All that is between two products can be compiled into few launches.
+    """
+    S, B = images.shape[:2]
+    v = images.transpose(2, 3)
+    for name, layer in layers:
+        weight, bias = values.get(f"{name}.weight"), values.get(f"{name}.bias")
+        if isinstance(layer, nn.Conv2d):
+            v = _convolution(v, layer, weight, bias)
+        elif isinstance(layer, nn.GroupNorm):
+            v = _group_norm(v, layer, weight, bias)
+        elif isinstance(layer, nn.Flatten):
+            v = v.transpose(2, 3).reshape(S, B, -1)
+        elif isinstance(layer, nn.Linear):
+            v = _linear(v, layer, weight, None)
+            v = v if bias is None else v + bias[:, None]
+        elif isinstance(layer, POOLS):
+            v = _pool(v, layer)
+        else:
+            v = layer(v)
+    return v
+
+
+def _convolution(v: Tensor, layer: nn.Conv2d, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    assert weight is not None
+    assert not isinstance(layer.padding, str)
+    if any(layer.padding):
+        v = functional.pad(v, (layer.padding[1], layer.padding[1], 0, 0, layer.padding[0], layer.padding[0]))
+    S, B, _, channels, wide = v.shape
+    (high, across), (down, right), outputs = layer.kernel_size, layer.stride, layer.out_channels
+    strip = _strip((wide - across) // right + 1)  # columns of the result that are computed from one window
+    window = (strip - 1) * right + across
+    seen = v.unfold(2, high, down).unfold(4, window, strip * right)  # (S, B, rows, channels, strips, high, window)
+    strips = seen.shape[4]
+    flat = seen.permute(0, 1, 2, 4, 5, 3, 6).reshape(S, -1, high * channels * window)
+    band = (weight.reshape(-1, across) @ _shifts(strip, window, across, right, v)).view(
+        S, outputs, channels, high, strip, window
+    )
+    band = band.permute(0, 3, 2, 5, 1, 4).reshape(S, high * channels * window, outputs * strip)
+    out = (flat @ band).view(S, B, -1, strips, outputs, strip).transpose(3, 4).flatten(4)
+    return out if bias is None else out + bias.view(S, 1, 1, outputs, 1)  # which is compiled into what follows
+
+
+def _strip(columns: int) -> int:
+    """How many columns to compute at once: in narrow strips less of the band is zero, in wide ones less is copied."""
+    for size in (8, 7, 6, 5, 4, 3):
+        if columns % size == 0 and size < columns:
+            return size
+    return columns
+
+
+def _shifts(strip: int, window: int, across: int, right: int, like: Tensor) -> Tensor:
+    """Where the kernel lies for each column of a strip: (across, strip window), ones and zeros.
+
+    A product with it lays the kernel into the band. The same by padding and cutting takes the compiler a minute.
+    """
+    columns = torch.arange(strip, device=like.device)[:, None] * right
+    places = columns + torch.arange(across, device=like.device)[:, None, None]
+    return (places == torch.arange(window, device=like.device)).to(like.dtype).view(across, -1)
+
+
+def _group_norm(v: Tensor, layer: nn.GroupNorm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    # Axes are split, never joined: the compiler takes long to see through that.
+    parts = v.reshape(*v.shape[:3], layer.num_groups, -1, v.shape[4])
+    apart = parts - parts.mean((2, 4, 5), keepdim=True)
+    v = (apart * torch.rsqrt(apart.square().mean((2, 4, 5), keepdim=True) + layer.eps)).flatten(3, 4)
+    v = v if weight is None else v * weight[:, None, None, :, None]
+    return v if bias is None else v + bias[:, None, None, :, None]
+
+
+def _pool(v: Tensor, layer: Any) -> Tensor:
+    size = layer.kernel_size
+    plain = isinstance(size, int) and layer.stride == size and not layer.padding and not layer.ceil_mode
+    if plain and getattr(layer, "dilation", 1) == 1 and getattr(layer, "divisor_override", None) is None:
+        high, wide = v.shape[2] // size, v.shape[4] // size
+        tiles = v[:, :, : high * size, :, : wide * size]
+        tiles = tiles.reshape(*v.shape[:2], high, size, v.shape[3], wide, size)
+        return tiles.amax((3, 6)) if isinstance(layer, nn.MaxPool2d) else tiles.mean((3, 6))
+    pooled: Tensor = layer(v.transpose(2, 3).flatten(0, 1))
+    return pooled.view(*v.shape[:2], *pooled.shape[1:]).transpose(2, 3)
+
+
+def _linear(v: Tensor, layer: nn.Linear, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    assert weight is not None
+    matrix = weight.view(-1, layer.out_features, layer.in_features).mT
+    return v @ matrix if bias is None else torch.baddbmm(bias[:, None], v, matrix)
+
+
+def _row(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.reshape(-1)

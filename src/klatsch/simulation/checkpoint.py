@@ -1,0 +1,106 @@
+"""A run in one file: safetensors with a header and a checksum, written atomically, refused if damaged or foreign."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from klatsch import sealed
+from klatsch.rules import State
+from klatsch.sealed import REMEDY, CheckpointError
+from klatsch.simulation.driver import Run, Snapshot
+
+FORMAT = "klatsch simulation 3"
+LARGEST_SHARE = 0.03  # of the time that may go into saving, where states are large
+
+
+class Saver:
+    """Writes a run to a file every so many seconds, or does nothing where no file is wanted.
+
+    Where a save takes long, they are further apart, so that they cost little in all.
+
+    Args:
+        path: the file, or None.
+        every: seconds between two saves.
+        identity: what determines the result, as plain data; a run with any other does not go on from this file.
+
+    Raises:
+        ValueError: nothing can be written there, which shows before the first round.
+    """
+
+    def __init__(self, path: str | Path | None, every: float, identity: dict[str, Any]) -> None:
+        self.path = None if path is None else Path(path)
+        self.every, self.identity = every, identity
+        if isinstance(every, bool) or not isinstance(every, int | float) or not 0 <= every < math.inf:
+            raise ValueError(f"checkpoint_every = {every!r}; give a number of seconds from 0 up")
+        if self.path is not None and (self.path.is_dir() or not self.path.parent.is_dir()):
+            raise ValueError(f"checkpoint = {path}: give the name of a file in a folder that exists")
+        self._last, self._rounds, self._took = time.monotonic(), -1, 0.0
+
+    def perhaps(self, run: Run) -> None:
+        """Save if it is time."""
+        if time.monotonic() - self._last >= max(self.every, self._took / LARGEST_SHARE):
+            self.now(run)
+
+    def now(self, run: Run) -> None:
+        """Save, unless the file holds just this."""
+        if self.path is not None and run.now.rounds != self._rounds:
+            began = time.monotonic()
+            save(self.path, self.identity, run)
+            self._last, self._rounds = time.monotonic(), run.now.rounds
+            self._took = self._last - began if self.every else 0.0  # every = 0 asks for all of them
+
+    def restored(self, fresh: State) -> Run | None:
+        """The run in the file, or None if there is no file; `fresh` is a state of the run, for names and shapes."""
+        if self.path is None or not self.path.exists():
+            return None
+        run = load(self.path, self.identity, fresh)
+        self._rounds = run.now.rounds
+        return run
+
+
+def save(path: Path, identity: dict[str, Any], run: Run) -> None:
+    """Write a run to a file that is whole or absent."""
+    now = run.now
+    tensors = {f"state.{name}": value for name, value in now.state.items()}
+    tensors |= {f"metric.{name}": values for name, values in run.metrics.items()}
+    tensors |= {"diverged": now.diverged, "diverged_at": now.diverged_at}
+    header = {"format": FORMAT, "rounds": now.rounds, "seconds": now.seconds, "points": now.points, "run": identity}
+    sealed.write(path, header, tensors)
+
+
+def load(path: Path, identity: dict[str, Any], fresh: State) -> Run:
+    """Read a run.
+
+    Raises:
+        CheckpointError: the file is damaged, or of another run; it says which setting differs. The file stays.
+    """
+    header, tensors = sealed.read(path, FORMAT)
+    here, there = json.loads(json.dumps(identity)), header["run"]
+    for name in {**here, **there}:
+        if here.get(name) != there.get(name):
+            raise CheckpointError(
+                f"{path} belongs to another run: {name} is {_short(there.get(name))} there "
+                f"and {_short(here.get(name))} here; {REMEDY}"
+            )
+    fields = {}
+    for name, value in fresh.items():
+        saved = tensors.get(f"state.{name}")
+        if saved is None or value.shape != saved.shape:
+            raise CheckpointError(f"{path} is damaged: the field {name} of the state does not fit; {REMEDY}")
+        fields[name] = saved.to(value)
+    lost = tensors["diverged"].to(torch.bool), tensors["diverged_at"]
+    names = [name for name in tensors if name.startswith("metric.")]
+    rows = [{name.removeprefix("metric."): tensors[name][k] for name in names} for k in range(header["points"])]
+    now = Snapshot(fields, *lost, header["rounds"], header["seconds"], header["points"])
+    return Run(now, rows)
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,265 @@
+"""Rounds in native code: a traced rule on a quadratic problem, many rounds per call, a block of columns per thread.
+
+The kernel keeps a block of columns in the cache for all rounds of a call, and there is no Python between rounds.
+Columns never touch each other, so how they are cut into blocks changes a result by rounding at most.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import klatsch.columns as cols
+from klatsch.rules import Rule, State
+from klatsch.simulation import native
+from klatsch.simulation.gradients import Gradients
+from klatsch.simulation.rounds import Rates
+from klatsch.simulation.threads import quiet_threads
+from klatsch.simulation.trace import LINEAR, NotLinearError, Program, coefficient_table, trace
+from klatsch.topology import Topology
+from klatsch.topology.matrix import exact_weights, mapped
+
+WIDEST = 64  # bytes of the widest vector, which the kernel may read past the end of H
+MOST_INPUTS, MOST_REGISTERS = 6, 64  # what the kernel has room for
+CACHE = 2 << 20  # bytes of the second-level cache of a core, on machines of these years
+
+
+class FusedRounds:
+    """Rounds in native code.
+
+    Args:
+        gradients: those of a problem with `quadratic()` and `draw(t)`, in the dtype of the run.
+        rule: a rule that can be traced.
+        rates: its learning rates.
+        topology: a row-stochastic graph.
+        state: a state of the run.
+
+    Raises:
+        OSError: there is no kernel on this machine.
+        NotLinearError: the rule cannot be traced.
+    """
+
+    name = "fused"
+
+    def __init__(self, gradients: Gradients, rule: Rule, rates: Rates, topology: Topology, state: State) -> None:
+        self.gradients, self.rates, self._state = gradients, rates.wide(), state
+        self.rule = cols.mapped(rule, lambda v: v.double().cpu())
+        used = list(state.values())
+        nodes, self.columns, dim = used[0].shape
+        self.dtype = used[0].dtype
+        library = native.library()
+        kernel = library.klatsch_rounds_f32 if self.dtype == torch.float32 else library.klatsch_rounds_f64
+        if any(v.shape != used[0].shape for v in used):
+            raise NotLinearError("the fields of the state differ in shape")
+        program = self._program = self._trace(1, 3)
+        if len(program.level) > MOST_REGISTERS or any(len(o.inputs) > MOST_INPUTS for o in program.operations):
+            raise NotLinearError(f"the rule takes more than {MOST_REGISTERS} steps, or {MOST_INPUTS} vectors in one")
+        quadratic = gradients.problem.quadratic()
+        H = _aligned(quadratic.H.shape, quadratic.H.numpy().dtype, behind=WIDEST)
+        H[...] = quadratic.H.numpy()
+        shared = {"H": H, "rows": quadratic.rows.numpy(), **_links(topology, self.dtype)}
+        scale, noise = quadratic.scale.expand(self.columns, -1), quadratic.noise.expand(self.columns)
+        threads = torch.get_num_threads()
+        self._blocks = []
+        for part in column_blocks(self.columns, nodes, dim, used[0].element_size(), threads):
+            own = {"mult": scale[part].contiguous().numpy(), "sigma": noise[part].contiguous().numpy()}
+            width = part.stop - part.start
+            self._blocks.append(_Block(kernel, program, (nodes, width, dim), shared | own, part, topology.period))
+        self._pool = quiet_threads(max(1, min(len(self._blocks), threads)))
+        self._drawer = quiet_threads(1)
+
+    def advance(self, state: State, done: int, until: int) -> State:
+        """Rounds done + 1 to until."""
+        used = [state[name].contiguous().numpy() for name in self._state]  # a round may return them in another order
+        for block in self._blocks:
+            block.load(used)
+        while done < until:
+            end = min(until, (done // self.gradients.chunk + 1) * self.gradients.chunk)
+            table = self._table(done, end)
+            drawn = np.ascontiguousarray(self.gradients.drawn(done, end).numpy())
+            running = [self._pool.submit(block.run, table, drawn, done) for block in self._blocks]
+            self.gradients.draw_next(done, self._drawer)  # while the blocks are running
+            for run in running:
+                run.result()
+            done = end
+        # Copies by NumPy, here and in the blocks: torch would start threads for them, which spin in the kernel's way.
+        results = [np.empty_like(v) for v in used]
+        for block in self._blocks:
+            block.store(results)
+        return {name: torch.from_numpy(v) for name, v in zip(self._state, results, strict=True)}
+
+    def _table(self, done: int, until: int) -> NDArray[Any]:
+        """The coefficients of rounds done + 1 to until, (rounds, coefficients, C)."""
+        rounds = max(2, until - done)
+        program = self._trace(done + 1, done + rounds + 1)
+        if (program.operations, program.next_state) != (self._program.operations, self._program.next_state):
+            raise ValueError(
+                f"{self.rule.name} took other steps in round {done + 1} than before; a rule must depend "
+                "on nothing but its arguments, or be run with engine='torch'"
+            )
+        return coefficient_table(program, rounds, self.columns, self.dtype)[: until - done].numpy()
+
+    def _trace(self, first: int, beyond: int) -> Program:
+        """The rule as a program, with coefficients for the rounds from `first` up to but not including `beyond`."""
+        times = torch.arange(first, beyond, dtype=torch.float64)[:, None, None]
+        lr = self.rates.between(first - 1, beyond - 1) if self.rates.change else self.rates(first)
+        return trace(self.rule, self._state, times, lr)
+
+
+class _Block:
+    """A block of columns: its buffers, and everything that the kernel is told."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        program: Program,
+        shape: tuple[int, int, int],
+        arrays: dict[str, NDArray[Any]],
+        part: slice,
+        period: int,
+    ) -> None:
+        self.kernel, self.part, self.fields, self.period = kernel, part, program.fields, period
+        buffer_of, turn, buffers, scratch_rows = assigned(program)
+        self._buffers = [_aligned(shape, arrays["H"].dtype) for _ in range(buffers)]
+        self._table = np.array([v.ctypes.data for v in self._buffers], dtype=np.uintp)
+        operations = encoded(program)
+        self._arrays = {  # kept alive as long as the job points to them
+            **arrays,
+            "op": operations,
+            "buffer_of": np.array(buffer_of, dtype=np.int32),
+            "turn": np.array(turn, dtype=np.int32),
+            "buffer": self._table,
+        }
+        self._job = native.Job(
+            nodes=shape[0],
+            columns=shape[1],
+            dim=shape[2],
+            rank=arrays["rows"].shape[1],
+            registers=len(program.level),
+            buffers=buffers,
+            scratch_rows=scratch_rows,
+            operations=len(operations),
+            coefs=len(program.coefficients),
+            query=program.query,
+            before=program.before,
+            gradient=program.gradient,
+            period=period,
+            **{name: array.ctypes.data for name, array in self._arrays.items()},
+        )
+
+    def run(self, table: NDArray[Any], drawn: NDArray[Any], done: int) -> None:
+        """The rounds after `done`: coefficients (rounds, coefficients, all columns), drawn (rounds, M, d)."""
+        own = np.ascontiguousarray(table[:, :, self.part])
+        job = self._job
+        job.rounds, job.first_phase = len(own), done % self.period
+        job.coef, job.noise = own.ctypes.data, drawn.ctypes.data
+        if self.kernel(ctypes.byref(job)):
+            raise MemoryError("not enough memory for a simulation of that size; choose fewer nodes or columns")
+
+    def load(self, states: list[NDArray[Any]]) -> None:
+        """Take this block's columns of all fields, (M, C, d) each."""
+        for buffer, whole in zip(self._current(), states, strict=True):
+            buffer[...] = whole[:, self.part]
+
+    def store(self, states: list[NDArray[Any]]) -> None:
+        """Put this block's columns back."""
+        for buffer, whole in zip(self._current(), states, strict=True):
+            whole[:, self.part] = buffer
+
+    def _current(self) -> list[NDArray[Any]]:
+        where = {v.ctypes.data: v for v in self._buffers}  # the kernel turns the table, not the memory
+        return [where[int(address)] for address in self._table[: self.fields]]
+
+
+def column_blocks(columns: int, nodes: int, dim: int, bytes_each: int, threads: int) -> list[slice]:
+    """Columns in blocks that stay in the cache for all rounds, at least one per thread.
+
+    H is read in every round. Where it fits the cache of a core, a block may take what is left of it; where it does
+    not, wide blocks spread the cost of reading it. Multiples of 8 columns fill the vectors best; the optimum is flat.
+    """
+    left = CACHE - nodes * dim * dim * bytes_each
+    width = min(16, max(8, left // (4 * nodes * dim * bytes_each) // 4 * 4)) if left > 0 else 40
+    count = -(-columns // width)
+    count = min(columns, -(-count // threads) * threads)
+    edges = [k * columns // count for k in range(count + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def assigned(program: Program) -> tuple[list[int], list[int], int, int]:
+    """Memory for registers: the buffer of each (-1 - k: scratch row k), how buffers turn after a round, how many.
+
+    A result may take the buffer of a register that does not outlive the round, that no later operation reads, and that
+    is mixed in earlier levels only: neighbours read whole columns of nodes at any time of their level, a combination
+    reads its own row.
+    """
+    operations = program.by_level()
+    last_use: dict[int, int] = {}
+    last_mix = dict.fromkeys(range(len(program.level)), -1)
+    for k, operation in enumerate(operations):
+        for register in operation.inputs:
+            last_use[register] = k
+            if operation.kind != LINEAR:
+                last_mix[register] = program.level[operation.out]
+    for register in program.next_state:
+        last_use[register] = len(operations)
+    buffer_of = dict(zip(range(program.fields), range(program.fields), strict=True))
+    owners: list[int] = list(range(program.fields))
+    scratch: list[int] = []
+    results = [*enumerate(operation.out for operation in operations)]
+    results.insert(program.before, (-1, program.gradient))  # which writes over nothing
+    for k, register in results:
+        pool = scratch if program.needs_rows_only(register) else owners
+        free = [
+            b
+            for b, owner in enumerate(pool)
+            if k >= 0 and last_use.get(owner, -1) <= k and last_mix[owner] < program.level[register]
+        ]
+        if free:
+            pool[free[0]] = register
+        else:
+            free = [len(pool)]
+            pool.append(register)
+        buffer_of[register] = -1 - free[0] if pool is scratch else free[0]
+    turn = [buffer_of[register] for register in program.next_state]
+    turn += sorted(set(range(len(owners))) - set(turn))
+    return [buffer_of[register] for register in range(len(program.level))], turn, len(owners), len(scratch)
+
+
+def encoded(program: Program) -> NDArray[np.int32]:
+    """Operations as the kernel reads them: kind, level, out, number of inputs, six inputs, six coefficients."""
+    operations = program.by_level()
+    table = np.zeros((len(operations), 4 + 2 * MOST_INPUTS), dtype=np.int32)
+    for line, operation in zip(table, operations, strict=True):
+        inputs = len(operation.inputs)
+        line[:4] = operation.kind, program.level[operation.out], operation.out, inputs
+        line[4 : 4 + inputs] = operation.inputs
+        line[4 + MOST_INPUTS : 4 + MOST_INPUTS + len(operation.coefficients)] = operation.coefficients
+    return table
+
+
+def _links(topology: Topology, dtype: torch.dtype) -> dict[str, NDArray[Any]]:
+    """All matrices of a period as one list of links, without the diagonal."""
+    first, neighbour, weight, count = [], [], [], 0
+    for links, _ in mapped(topology.matrices, lambda P: exact_weights(P, dtype)):
+        first.append(links.indptr + count)
+        neighbour.append(links.indices)
+        weight.append(links.data)
+        count += links.nnz
+    return {
+        "first": np.concatenate(first).astype(np.int32),
+        "neighbour": np.concatenate([*neighbour, [0]]).astype(np.int32),  # never empty
+        "weight": np.concatenate([*weight, [0.0]]).astype(np.float32 if dtype == torch.float32 else np.float64),
+    }
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any, behind: int = 0) -> NDArray[Any]:
+    """Memory that starts where a vector may start, with so many bytes behind it that may be read."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + behind + WIDEST, dtype=np.uint8)
+    begin = -raw.ctypes.data % WIDEST
+    return np.asarray(raw[begin : begin + size].view(dtype).reshape(shape))

@@ -1,0 +1,101 @@
+"""Gossip of all nodes at once: v <- P v over the first axis, dense or sparse, whichever is faster at this size.
+
+It is computed as v + Q v, where Q is P less the identity and its sums are exactly zero. The plain sum drifts in
+float32, since weights like 1/3 do not add up to 1 there and 100,000 rounds compound it. A flow alone is Q times what
+distinguishes the nodes: rules add flows up, and those of large numbers that are nearly alike must not be rounded as
+large numbers are.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from scipy.sparse import block_diag, csr_array, diags_array
+from torch import Tensor
+
+from klatsch.rules import Flow
+from klatsch.topology import Topology
+from klatsch.topology.matrix import exact_weights, mapped
+
+DENSE_NODES = {"cpu": 24, "cuda": 256}  # below this a dense product is faster than a sparse one
+
+
+class StackedMix:
+    """The gossip of a topology on tensors (M, ...), for every phase of its period; or of several, side by side.
+
+    Rounds in which nobody talks cost nothing: tensors come back as they are.
+    """
+
+    def __init__(self, *topologies: Topology, dtype: torch.dtype, device: torch.device) -> None:
+        matrices = side_by_side(topologies)
+        self.period, size = len(matrices), matrices[0].shape[0]
+        dense = size <= DENSE_NODES[device.type] or 4 * max(P.nnz for P in matrices) > size**2
+        if len(topologies) > 1:
+            dense = False  # 0 times the inf of a network that diverges would reach the others
+        by_rows = all(topology.row_stochastic for topology in topologies)
+
+        def less_identity(P: csr_array) -> Tensor | None:
+            links, own = exact_weights(P, dtype, by_rows=by_rows)
+            return _tensor(csr_array(links - diags_array(own)), dtype, device, dense) if links.nnz else None
+
+        products = mapped(matrices, less_identity)
+        sizes = torch.tensor([topology.size for topology in topologies], device=device)
+        first = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)  # of each node: the first one of its network
+        alike = None if not by_rows else slice(0, 1) if len(topologies) == 1 else first
+        self._flows = mapped(products, lambda Q: Flow(partial(_flow, Q, alike), partial(_mix, Q)))
+
+    def in_round(self, t: int) -> Flow:
+        """What neighbours pull nodes by in round t."""
+        return self._flows[(t - 1) % self.period]
+
+
+def _flow(Q: Tensor | None, alike: slice | Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    if Q is None:
+        return tuple(torch.zeros_like(v) for v in tensors)
+    flat = [v.reshape(v.shape[0], -1) for v in tensors]
+    if alike is not None:  # the rows of Q sum to 0: what all nodes have in common may be left out
+        flat = [v - v[alike] for v in flat]
+    return tuple((Q @ f).reshape(v.shape) for f, v in zip(flat, tensors, strict=True))
+
+
+def _mix(Q: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    if Q is None:
+        return tensors
+    return tuple([torch.addmm(f := v.reshape(v.shape[0], -1), Q, f).reshape(v.shape) for v in tensors])
+
+
+def common_period(topologies: Sequence[Topology]) -> int:
+    """Rounds after which all of them repeat."""
+    return math.lcm(*(topology.period for topology in topologies))
+
+
+def side_by_side(topologies: Sequence[Topology]) -> list[csr_array]:
+    """The gossip matrices of several networks that do not hear each other, over their common period."""
+    if len(topologies) == 1:
+        return list(topologies[0].matrices)
+    rounds = [[topology.matrix(t) for topology in topologies] for t in range(1, common_period(topologies) + 1)]
+    joined: dict[tuple[int, ...], csr_array] = {}  # one for all rounds that are alike, such as silent ones
+    for parts in rounds:
+        if (key := tuple(map(id, parts))) not in joined:
+            joined[key] = csr_array(block_diag(parts))
+    return [joined[tuple(map(id, parts))] for parts in rounds]
+
+
+def _tensor(Q: csr_array, dtype: torch.dtype, device: torch.device, dense: bool) -> Tensor:
+    if dense:
+        return torch.tensor(Q.toarray(), dtype=dtype, device=device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta|invariant checks are)")
+        return torch.sparse_csr_tensor(
+            torch.tensor(Q.indptr.astype(np.int32)),
+            torch.tensor(Q.indices.astype(np.int32)),
+            torch.tensor(Q.data, dtype=dtype),
+            size=Q.shape,
+            device=device,
+            check_invariants=True,
+        )

@@ -1,0 +1,172 @@
+"""The kernel kernel.c: built by the machine's own C compiler at first use, kept in a cache, loaded with ctypes.
+
+Without a compiler there is no kernel, and simulations run with plain torch operations. KLATSCH_NATIVE=0 turns it off,
+KLATSCH_CACHE names another folder for it, CC another compiler ("gcc", or with options as "gcc -O2").
+
+The name of the file holds the checksum of its content: code that was damaged, or that others may have written, is never
+loaded but built again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+from klatsch.files import write_atomically
+
+SOURCE = Path(__file__).with_name("kernel.c")
+FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
+
+NUMBERS = (
+    *("rounds", "nodes", "columns", "dim", "rank", "registers", "buffers", "scratch_rows", "operations", "coefs"),
+    *("query", "gradient", "before", "period", "first_phase"),
+)
+POINTERS = (
+    *("H", "rows", "mult", "noise", "sigma", "coef", "op", "first", "neighbour", "weight", "buffer_of", "turn"),
+    "buffer",
+)
+
+
+class Job(ctypes.Structure):
+    """The struct `job` of kernel.c."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in NUMBERS] + [(name, ctypes.c_void_p) for name in POINTERS]
+
+
+def library() -> ctypes.CDLL:
+    """The kernel.
+
+    Raises:
+        OSError: it cannot be built or loaded here; with the reason.
+    """
+    found = _library()
+    if isinstance(found, str):
+        raise OSError(found)
+    return found
+
+
+def why_not() -> str | None:
+    """The reason why there is no kernel, or None if there is one."""
+    found = _library()
+    return found if isinstance(found, str) else None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """The kernel, or the reason why there is none; asked once, since a compiler that fails would fail again."""
+    if os.environ.get("KLATSCH_NATIVE") == "0":
+        return "it is turned off by KLATSCH_NATIVE=0"
+    try:
+        compiler = _compiler()
+        folder, key = _folder(), _key(compiler)
+        # What may be in the way is not removed, since another process may just have put it right.
+        kernel = _loaded(folder, key)
+        if kernel is None:
+            _build(compiler, folder, key)
+            kernel = _loaded(folder, key)
+        if kernel is None:
+            return f"the kernel in {folder} was damaged as soon as it was built"
+        for function in (kernel.klatsch_rounds_f32, kernel.klatsch_rounds_f64):
+            function.argtypes, function.restype = [ctypes.POINTER(Job)], ctypes.c_int
+    except subprocess.TimeoutExpired as error:
+        return f"{error.cmd[0]} took more than {error.timeout:.0f} seconds"
+    except (OSError, AttributeError) as error:
+        return str(error)
+    return kernel
+
+
+def _compiler() -> list[str]:
+    """The compiler as a command."""
+    given = os.environ.get("CC") or "cc"
+    try:
+        name, *options = shlex.split(given)
+        path = shutil.which(name)
+    except ValueError:  # no word, or a quotation mark that nothing closes
+        path = None
+    if path is None:
+        raise OSError(f"there is no C compiler {given!r}; install gcc or clang")
+    return [path, *options]
+
+
+def _loaded(folder: Path, key: str) -> ctypes.CDLL | None:
+    """A kernel of the cache that is whole and ours, or None."""
+    for path in sorted(folder.glob(f"rounds-{key}-*.so")):
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:  # a link, or gone
+            continue
+        if _whole(file, path.stem):
+            # The very file that was read, even if another takes its name now; it stays open as long as it is used.
+            same = Path(f"/proc/self/fd/{file}")
+            return ctypes.CDLL(str(same if same.exists() else path))
+        os.close(file)
+    return None
+
+
+def _whole(file: int, name: str) -> bool:
+    """Whether an open file holds what its name says, and nobody else could have written it."""
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or not _ours(status):
+        return False
+    with os.fdopen(os.dup(file), "rb") as content:
+        return name.endswith(f"-{_checksum(content.read())}")
+
+
+def _build(compiler: list[str], folder: Path, key: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as place:
+        built = Path(place, "rounds.so")
+        command = [*compiler, *FLAGS, "-o", str(built), str(SOURCE)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            raise OSError(f"{compiler[0]} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        content = built.read_bytes()
+    write_atomically(folder / f"rounds-{key}-{_checksum(content)}.so", content, mode=0o600)
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _ours(status: os.stat_result) -> bool:
+    """Whether nobody else may write to it."""
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _key(compiler: list[str]) -> str:
+    """What the code depends on: source, flags, compiler and processor (a home folder may serve many machines)."""
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    processor = platform.processor()
+    if (facts := Path("/proc/cpuinfo")).exists():
+        kinds = ("model name", "flags", "Features", "CPU part")
+        processor = "".join(sorted({line for line in facts.read_text().splitlines() if line.startswith(kinds)}))
+    parts = (SOURCE.read_text(), *compiler[1:], *FLAGS, version, platform.machine(), processor)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _folder() -> Path:
+    """The cache, if nobody else can put code there; else a folder of this process only."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = Path(os.environ.get("KLATSCH_CACHE") or cache / "klatsch")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _ours(folder.stat()) and os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError, AttributeError):  # no such right, no home, or no user numbers on this system
+        pass
+    return _private_folder()
+
+
+@functools.cache
+def _private_folder() -> Path:
+    holder = tempfile.TemporaryDirectory(prefix="klatsch-")
+    _private_folder.holder = holder  # type: ignore[attr-defined]  # removed when the process ends
+    return Path(holder.name)
