@@ -53,7 +53,7 @@ def product(graph):
 @pytest.fixture
 def launch(tmp_path):
     """Start ranks that run a scenario; none of them outlives the test."""
-    from tests.ranks import Ranks
+    from tests.support.processes import Ranks
 
     started = []
 

@@ -47,6 +47,7 @@ _OWNERS = {
     "QuorumError": "optim",
     "Result": "simulation",
     "Topology": "topology",
+    "averaging": "rules",
     "average_": "optim",
     "recalibrate": "optim",
     "simulate": "simulation",

@@ -1,6 +1,6 @@
 """Everything that has a name, with a line on each, for those who only print it: nothing is loaded to read this.
 
-The lines are the first ones of the docstrings; tests/test_startup.py holds them, and the order, to the real tables.
+The lines are the first ones of the docstrings; tests/house/test_startup.py holds them to the real tables.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def render(pages: Sequence[Page], environments: Sequence[dict[str, str]], summar
     except ModuleNotFoundError as error:
         raise ValueError("a report needs Jinja: pip install jinja2") from error
     templates = Environment(
-        loader=PackageLoader("klatsch.study"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("klatsch.paper"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     pictures_of = {
         page.name: [

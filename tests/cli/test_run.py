@@ -1,0 +1,296 @@
+"""klatsch list, run and demo, and the comparison behind them."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+import klatsch
+from klatsch import pictures, problems, rules
+from klatsch import topology as tp
+from klatsch.paper import demo, figures
+from klatsch.study import Row, parse, run_study, workers
+from tests.support.waiting import HANG, wait_until
+
+QUICK = ("--steps", 200, "--seeds", 2, "--lr", "0.0001,0.001,0.01")
+
+
+def test_list_names_everything_with_a_line_each(run_cli):
+    code, out, err = run_cli("list")
+    assert (code, err) == (0, "")
+    for name in (*rules.RULES, *tp.TOPOLOGIES, *problems.PROBLEMS):
+        assert re.search(rf"^ {re.escape(name)} +\w.{{10}}", out, re.M), name
+
+
+def test_run_prints_the_error_the_learning_rate_and_the_spread(run_cli):
+    code, out, err = run_cli("run", "--rules", "dat,dsgd", "-t", "ring,torus", "-n", "4,9", *QUICK)
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines() if line.startswith((" ring", " torus"))]
+    assert [row[:3] for row in rows] == [
+        [topology, nodes, rule] for topology in ("ring", "torus") for nodes in ("4", "9") for rule in ("dat", "dsgd")
+    ]
+    for row in rows:
+        error, low, high = float(row[3]), float(row[5]), float(row[6])
+        assert low <= error <= high
+        assert row[4].rstrip("*") in ("0.0001", "0.001", "0.01")
+
+
+def test_run_gives_json_that_agrees_with_the_library(run_cli):
+    code, out, _ = run_cli(
+        "run", "--rules", "dat", "-n", 4, *QUICK, "--averaging", "linear", "--order", "cta", "--json"
+    )
+    (row,) = json.loads(out)["rows"]
+    rule = rules.dat([0.0001, 0.001, 0.01], averaging="linear", order="cta")
+    finals = [
+        klatsch.simulate(problems.LeastSquares(4, seed=seed), rule, tp.ring(4), 200).metrics["distance"][-1]
+        for seed in (0, 1)
+    ]
+    mean = np.mean([values.numpy() for values in finals], axis=0)
+    assert code == 0
+    assert row["lr"] == (0.0001, 0.001, 0.01)[mean.argmin()]
+    assert row["error"] == pytest.approx(mean.min(), rel=1e-9)
+    assert row["curve"][-1] == pytest.approx(row["error"])
+    assert row["steps"][-1] == 200
+    assert list(row["final_by_lr"]) == ["0.0001", "0.001", "0.01"]
+
+
+def test_options_reach_problem_rule_and_graph(run_cli):
+    arguments = ("run", "--rules", "dsgd", "-n", 6, "--steps", 50, "--seeds", 1, "--lr", 0.001, "--json")
+    plain = json.loads(run_cli(*arguments)[1])["rows"][0]["error"]
+    for option in (
+        ("--noise", 5),
+        ("--heterogeneity", 9),
+        ("--dim", 5),
+        ("--momentum", 0.5),
+        ("--lazy",),
+        ("-t", "base_graph", "--k", 2),
+        ("--problem", "logistic", "--batch", 4, "--alpha", 1),
+    ):
+        assert json.loads(run_cli(*arguments, *option)[1])["rows"][0]["error"] != plain, option
+    rough = json.loads(run_cli(*arguments, "--float32")[1])["rows"][0]["error"]
+    assert rough == pytest.approx(plain, rel=1e-3)
+    assert rough != plain
+
+
+def test_what_is_refused_is_left_out_with_the_reason_and_the_rest_runs(run_cli):
+    code, out, _ = run_cli("run", "--rules", "d2,dat", "-t", "ring,torus", "-n", 7, *QUICK)
+    assert code == 0
+    assert "left out at 7 nodes: torus" in out
+    code, out, _ = run_cli("run", "--rules", "d2,dat", "-t", "base_graph", "-n", 6, *QUICK)
+    assert "left out at 6 nodes: d2 on base_graph(k=1): the graph is time-varying" in out
+    code, out, err = run_cli("run", "--rules", "d2", "-t", "base_graph", "-n", 6, *QUICK)
+    assert (code, out) == (2, "")
+    assert "use a static graph" in err
+
+
+def test_beta_and_momentum_may_be_several(run_cli):
+    options = ("run", "--rules", "dat,dsgd", "-n", 6, *QUICK, "--json")
+    rows = json.loads(run_cli(*options, "--beta", "0.5,1", "--momentum", "0,0.5")[1])["rows"]
+    found = {row["rule"]: row["error"] for row in rows}
+    assert list(found) == [
+        *(f"dat (beta {beta}, momentum {momentum})" for beta in (0.5, 1) for momentum in (0, 0.5)),
+        *("dsgd (momentum 0)", "dsgd (momentum 0.5)"),
+    ]
+    (plain, *_) = json.loads(run_cli(*options)[1])["rows"]
+    assert found["dat (beta 1, momentum 0)"] == pytest.approx(plain["error"], rel=1e-9)
+    assert len(set(found.values())) == 6
+    assert "beta = 2" in run_cli(*options, "--beta", 2)[2]
+
+
+def test_a_rule_that_diverges_everywhere_says_so(run_cli):
+    arguments = ("run", "--rules", "dsgd", "-n", 4, "--steps", 1000, "--seeds", 1, "--lr", "1,2")
+    assert "diverged" in run_cli(*arguments)[1]
+    row = json.loads(run_cli(*arguments, "--json")[1])["rows"][0]
+    assert row["error"] is None
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+@pytest.mark.parametrize("nodes", ["4", "4,9"])
+def test_run_draws(suffix, nodes, run_cli, tmp_path):
+    path = tmp_path / f"figure{suffix}"
+    code, out, _ = run_cli("run", "--rules", "dat,dsgd", "-n", nodes, *QUICK, "--plot", path)
+    assert code == 0
+    assert f"drawn to {path}" in out
+    check_picture(path)
+
+
+def check_picture(path):
+    content = path.read_bytes()
+    if path.suffix == ".svg":
+        assert ElementTree.fromstring(content).tag.endswith("svg")
+    elif path.suffix == ".png":
+        pixels = np.asarray(Image.open(path).convert("L"))
+        assert min(pixels.shape) > 300
+        assert 0.02 < (pixels < 250).mean() < 0.5  # neither empty nor full
+    else:
+        assert content.startswith(b"%PDF")
+
+
+BAD = {
+    "unknown rule": (("--rules", "adam"), "unknown rule 'adam'"),
+    "misspelt rule": (("--rules", "dta"), "did you mean dat"),
+    "no rule": (("--rules", ","), "at least one"),
+    "unknown topology": (("-t", "rnig"), "did you mean ring"),
+    "unknown problem": (("--problem", "lasso"), "unknown problem 'lasso'"),
+    "zero lr": (("--lr", "0"), "lr = 0"),
+    "negative lr": (("--lr", "0.1,-1"), "lr = -1.0; give a number above 0"),
+    "nan lr": (("--lr", "nan"), "lr = nan"),
+    "no number": (("--lr", "fast"), "'fast' is not a number"),
+    "no steps": (("--steps", 0), "steps = 0"),
+    "no seeds": (("--seeds", 0), "seeds = 0"),
+    "no nodes": (("-n", 0), "0"),
+    "half a node": (("-n", "2.5"), "'2.5' is not a whole number"),
+    "wrong averaging": (("--averaging", "cubic"), "averaging = 'cubic'"),
+    "wrong gamma": (("--averaging", "fixed(1)"), "gamma = 1.0"),
+    "wrong order": (("--order", "random"), "order = 'random'"),
+    "wrong momentum": (("--momentum", 1), "momentum = 1"),
+    "option of nobody": (("--rules", "d2", "--beta", 0.5), "none of d2 has an option 'beta': it has no average"),
+    "option of another problem": (("--batch", 3), "least-squares has no option 'batch'"),
+    "negative noise": (("--noise", -1), "noise = -1"),
+    "wrong ending": (("--plot", "figure.gif"), ".gif"),
+    "no such folder": (("--plot", "nowhere/figure.png"), "no folder"),
+    "no such device": (("--device", "quantum"), "device = 'quantum'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_mistake_is_one_line_and_exit_code_2(case, run_cli):
+    options, words = BAD[case]
+    code, out, err = run_cli("run", "-n", 4, "--steps", 50, "--seeds", 1, *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("klatsch: error: ")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+@pytest.fixture(scope="module")
+def small_demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    return demo.demo(demo.plan(steps=400, seeds=1), folder), folder
+
+
+def test_the_demo_runs_the_promised_grid_and_draws(small_demo):
+    found, folder = small_demo
+    assert {(row.rule, row.topology, row.nodes) for row in found.rows} == {
+        (rule, topology, nodes)
+        for rule in ("dsgd", "dat", "dat-d2", "gt")
+        for topology in ("ring", "torus", "one_peer_exponential")
+        for nodes in (4, 9, 25, 49)
+        if (rule, topology) != ("dat-d2", "one_peer_exponential")
+    }
+    assert all("symmetric" in reason for _, reason in found.left_out)
+    assert {path.name for path in folder.iterdir()} == {"klatsch-demo.png", "klatsch-demo.svg"}
+    for path in found.files:
+        check_picture(path)
+
+
+def row(rule, topology, nodes, error):
+    curves = np.full((1, 1, 1), error)
+    return Row(rule, topology, nodes, lrs=(0.1,), steps=(1,), curves=curves, consensus=curves, seconds=0.0)
+
+
+def test_the_demos_sentence_tells_the_numbers():
+    rows = [
+        *(row("dsgd", "ring", n, e) for n, e in ((4, 1e-4), (9, 7.0), (49, 0.0171))),
+        *(row("dat", "ring", n, e) for n, e in ((4, 3e-5), (9, 7.0), (49, 3.1e-5))),
+        *(row("d2", "ring", n, e) for n, e in ((4, 3e-5), (49, np.inf))),
+        *(row("dsgd", "torus", n, e) for n, e in ((4, 8e-4), (49, 4e-4))),
+        *(row("dat", "torus", n, e) for n, e in ((4, 4.4e-4), (49, 1e-5))),
+    ]
+    assert demo.sentence(rows).splitlines() == [
+        "Going from 4 to 49 machines lowers the error of dsgd on torus; of dat on torus; of d2 nowhere. In numbers:",
+        "  ring: dsgd grows 170-fold, dat stays, d2 diverges",
+        "  torus: dsgd falls to 1/2, dat falls to 1/44",
+        "At 49 machines dsgd's error is that of dat times 550 on ring, 40 on torus.",
+    ]
+
+
+def test_the_same_figure_is_the_same_file(tmp_path):
+    for kind in ("svg", "png", "pdf"):
+        for name in ("a", "b"):
+            figure = figures.error_against_nodes([row("dat", "ring", n, 1 / n) for n in (4, 9)], "title")
+            pictures.save(figure, tmp_path / f"{name}.{kind}")
+        assert (tmp_path / f"a.{kind}").read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
+
+
+def test_the_demo_on_the_command_line(run_cli, tmp_path):
+    code, out, err = run_cli("demo", "--steps", 60, "--seeds", 1, "--out", tmp_path)
+    assert (code, err) == (0, "")
+    assert "klatsch-demo.png" in out
+    code, _, err = run_cli("demo", "--out", tmp_path / "nowhere")
+    assert code == 2
+    assert "no folder" in err
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_tables_fit_the_terminal(width, run_cli, monkeypatch):
+    monkeypatch.setattr("klatsch.cli.terminal.console", lambda: Console(width=width))
+    _, out, _ = run_cli("run", "--rules", "dat,decentlam", "-t", "one_peer_exponential,ring", "-n", 8, *QUICK)
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= width
+    assert ("Gamma:" in out) == (" Gamma" in out.splitlines()[3])
+
+
+def test_a_graph_that_a_rule_refuses_can_be_asked_for(run_cli):
+    code, out, _ = run_cli("run", "--rules", "d2,d2", "-t", "base_graph", "-n", "6,6", *QUICK, "--any-graph", "--json")
+    assert code == 0
+    assert len(json.loads(out)["rows"]) == 1
+
+
+def test_without_a_kernel_it_says_so(run_cli, monkeypatch):
+    monkeypatch.setattr("klatsch.simulation.native.why_not", lambda: "there is no C compiler; install gcc or clang")
+    assert "slower than it could be: there is no C compiler" in run_cli("run", "-n", 4, *QUICK)[1]
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from klatsch.cli import main
+from klatsch.study import workers
+
+real, begun = workers.run_batch, Path(sys.argv.pop())
+workers.run_batch = lambda *arguments: (begun.touch(), real(*arguments))[1]
+main()
+"""
+
+
+def test_an_interrupt_ends_a_comparison_at_once(tmp_path):
+    """A real process and a real Ctrl-C, with minutes of work ahead."""
+    begun = tmp_path / "begun"
+    command = [sys.executable, "-c", INTERRUPTED, "run", "--steps", "5000000", "-n", "16,25,36", "--seeds", "5", begun]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(begun.exists, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=HANG)
+    assert process.returncode == 130
+    assert (out, err) == ("", "")
+
+
+def test_a_comparison_treats_all_rules_alike():
+    study = parse(
+        {
+            "rules": ["dat", "gt"],
+            "topologies": "ring",
+            "nodes": 5,
+            "steps": 100,
+            "seeds": 2,
+            "lr": [0.001, 0.01],
+            "record": 3,
+        }
+    )
+    told = []
+    found = run_study(study, executor=workers.threads, told=lambda progress: told.append(progress.runs_done))
+    assert not found.left_out
+    assert told == [0, 2, 4, 6, 8]  # two rules, two seeds, two learning rates each
+    assert [row.rule for row in found.rows] == ["dat", "gt"]
+    for row in found.rows:
+        assert row.curves.shape == (2, len(row.steps), 2)
+        assert row.value == pytest.approx(row.final.mean(axis=0).min())
+        assert row.at_edge

@@ -1,0 +1,85 @@
+"""The rooms and who may enter them: imports point one way, and `import klatsch` needs four libraries only."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "klatsch"
+
+# A room may import from itself and from rooms on a lower floor; only the doors at the top may import the package.
+FLOORS = [
+    {"own", "files", "columns", "catalogue", "version"},
+    {"arguments", "pictures", "sealed"},
+    {"topology"},
+    {"rules", "problems", "theory"},
+    {"channels", "algorithms"},  # the latter is the former name of rules
+    {"simulation", "ranks"},
+    {"planning", "study", "optim"},
+    {"klatsch", "paper"},
+    {"cli"},
+    {"__main__"},
+]
+FORBIDDEN = {("rules", "topology")}  # rules are pure algebra
+
+
+def room(module):
+    parts = module.split(".")[1:]
+    return parts[0] if parts else "klatsch"
+
+
+def floor(name):
+    return next(height for height, rooms in enumerate(FLOORS) if name in rooms)
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: say klatsch.… instead of a relative import"
+            submodules = [f"klatsch.{alias.name}" for alias in node.names] if node.module == "klatsch" else []
+            yield from submodules or [node.module]
+
+
+def test_imports_point_one_way():
+    checked = 0
+    for path in sorted(SOURCE.rglob("*.py")):
+        here = room(".".join(["klatsch", *path.relative_to(SOURCE).with_suffix("").parts]).removesuffix(".__init__"))
+        for module in imported_modules(path):
+            there = room(module)
+            if module.split(".")[0] == "klatsch" and here != there:
+                checked += 1
+                assert floor(there) < floor(here), f"{path.name} in {here} imports {module}"
+                assert (here, there) not in FORBIDDEN, f"{path.name} in {here} imports {module}"
+    assert checked >= 6
+
+
+def test_import_klatsch_needs_four_libraries_only():
+    """Everything else may be absent: the terminal, plotting and report libraries belong to those who use them."""
+    program = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"typer", "rich", "pydantic", "matplotlib", "jinja2", "safetensors", "PIL"}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+import klatsch
+rule, graph = klatsch.rules.make("dat", lr=0.01), klatsch.topology.ring(4)
+assert klatsch.simulate(klatsch.problems.LeastSquares(4), rule, graph, 9).rounds == 9
+assert klatsch.topology.make("base_graph", 6).averages_exactly
+assert klatsch.theory.largest_machines("dat", 1e6, "ring") > 1
+try:
+    import rich
+except ModuleNotFoundError:
+    print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "done\n", done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_files_stay_readable(path):
+    assert len(path.read_text().splitlines()) <= 450

@@ -1,0 +1,169 @@
+"""What the documents show is true: code runs, printed output is what comes out, commands work."""
+
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from klatsch.study import Store, expand, load
+from tests.house.test_examples import DATA
+from tests.support.waiting import HANG
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+STUDIES, OWN = ROOT / "docs" / "studies.md", ROOT / "docs" / "own.md"
+
+
+def blocks_of(path, kind="python"):
+    return re.findall(rf"```{kind}\n(.*?)```", path.read_text(), re.S)
+
+
+BLOCKS = [(path, block) for path in DOCUMENTS if path != OWN for block in blocks_of(path)]
+
+
+def commands_of(path):
+    return [command.strip() for command in re.findall(r"^ {4}(?:\.venv/bin/)?klatsch (.+)$", path.read_text(), re.M)]
+
+
+def paragraphs_of(path):
+    """Commands that stand together: one may need what the one before it wrote."""
+    blocks = re.findall(r"(?:^ {4}(?:\.venv/bin/)?klatsch .+\n)+", path.read_text(), re.M)
+    return [re.findall(r"klatsch (.+)", block) for block in blocks]
+
+
+COMMANDS = [(path, commands) for path in DOCUMENTS if path not in (STUDIES, OWN) for commands in paragraphs_of(path)]
+
+
+def printed_by(code):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "document", "exec"), {})
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "path, code", BLOCKS[1:], ids=[f"{path.name}-{k}" for k, (path, _) in enumerate(BLOCKS[1:], 1)]
+)
+def test_code_runs(path, code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed_by(code)
+
+
+def test_the_readme_shows_what_its_ten_lines_print():  # the first block
+    readme = (ROOT / "README.md").read_text()
+    code, shown = (re.search(rf"```{kind}\n(.*?)```", readme, re.S).group(1) for kind in ("python", "text"))
+    assert len(code.splitlines()) <= 10
+    assert printed_by(code) == shown
+
+
+@pytest.mark.parametrize("path, commands", COMMANDS, ids=[f"{path.name}-{block[0]}" for path, block in COMMANDS])
+def test_commands_work(path, commands, run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if any(command.startswith("data ") for command in commands):
+        if not DATA.is_dir():
+            pytest.skip("name the folder with Fashion-MNIST in $KLATSCH_DATA")
+        monkeypatch.setenv("KLATSCH_DATA", str(DATA))
+    for command in commands:
+        code, out, err = run_cli(*shlex.split(command))
+        assert (code, err) == (0, ""), command
+        assert out
+
+
+def test_the_image_study_can_be_run(tmp_path, monkeypatch):
+    if not DATA.is_dir():
+        pytest.skip("name the folder with Fashion-MNIST in $KLATSCH_DATA")
+    monkeypatch.setenv("KLATSCH_DATA", str(DATA))
+    (study,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "images.md").read_text(), re.S)
+    (tmp_path / "images.toml").write_text(study)
+    cases, left_out = expand(load(tmp_path / "images.toml"))
+    assert len(cases) == 16
+    assert not left_out
+
+
+def test_the_study_and_its_commands_work_in_this_order(run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (study,) = re.findall(r"```toml\n(.*?)```", STUDIES.read_text(), re.S)
+    Path("study.toml").write_text(study)
+    commands = commands_of(STUDIES)
+    assert len(commands) >= 6
+    for command in commands:
+        code, out, err = run_cli(*shlex.split(command))
+        assert (code, err) == (0, ""), command
+        assert out
+    assert "0 runs new" in run_cli("run", "study.toml")[1]
+    assert {"errors.svg", "runs.csv", "runs.parquet", "report.html"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_parts_of_your_own_work_as_shown(run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine, use = blocks_of(OWN)
+    Path("mine.py").write_text(mine)
+    Path("own.toml").write_text(*blocks_of(OWN, "toml"))
+    printed_by(use)
+    commands = commands_of(OWN)
+    assert len(commands) == 4
+    for command in commands:
+        code, out, err = run_cli(*shlex.split(command))
+        assert (code, err) == (0, ""), command
+        assert out
+
+
+RULES = [
+    block for path in DOCUMENTS for block in blocks_of(path) if re.search(r"^class \w+\((rules\.)?Rule\)", block, re.M)
+]
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_every_rule_that_is_shown_runs_on_ranks(code, run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(code)
+    names = re.findall(r"^class (\w+)\((?:rules\.)?Rule\)", code, re.M)
+    rules = ", ".join(f'"mine.py:{name}"' for name in names)
+    Path("s.toml").write_text(
+        f'steps = 60\nnodes = 3\nseeds = 1\nlr = [1e-3, 3e-3]\nrules = [{rules}]\ntopologies = ["ring"]'
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command = [*launcher, "-m", "klatsch", "run", "s.toml", "--engine", "ranks", "--store", "ranks.sqlite"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    assert run_cli("run", "s.toml")[0] == 0
+    with Store("ranks.sqlite") as ranks, Store("s.sqlite") as stacked:
+        keys = sorted(stacked.done())
+        found, expected = ranks.outcomes(keys), stacked.outcomes(keys)
+        assert len(found) == len(expected) == 2 * len(names)
+        for key in keys:
+            np.testing.assert_allclose(found[key].metrics["distance"], expected[key].metrics["distance"], rtol=1e-8)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_example_studies_can_be_run(path):
+    cases, left_out = expand(load(path))
+    assert cases
+    assert not left_out
+
+
+def test_there_is_something_to_test():
+    assert len(BLOCKS) >= 4
+    assert RULES
+    assert len(COMMANDS) >= 6
+
+
+@pytest.mark.parametrize(
+    "path", [*DOCUMENTS, *ROOT.glob("*.md"), *(ROOT / "docs" / "results").glob("*.md")], ids=lambda path: path.name
+)
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+def test_make_targets_named_in_the_documents_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"^ {4}make (\w+)", path.read_text(), re.M):
+            assert f"\n{target}:" in makefile, target

@@ -1,0 +1,83 @@
+"""DDP and FSDP around a model that gossips on the same ranks are refused, also in frameworks; in nodes they stay."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import klatsch
+from tests.support import rank_frameworks
+
+NO_PARAMETERS = "no parameter of the optimizer has a gradient: FSDP has put others in their place"
+REFUSED = {
+    "ddp_before": "DistributedDataParallel is around this model",
+    "ddp_after": "DistributedDataParallel is around this model",
+    "ddp_late": "DistributedDataParallel is around this model",
+    "ddp_late_and_silent": "DistributedDataParallel is around this model",
+    "ddp_compiled": "DistributedDataParallel is around this model",
+    "fsdp_before": "FullyShardedDataParallel is around this model",
+    "fsdp_before_with_own_parameters": "FullyShardedDataParallel is around this model",
+    "fsdp_after": NO_PARAMETERS,
+    "fsdp_after_with_own_parameters": "FullyShardedDataParallel is around this model",
+    "fsdp2_before": "parameters are DTensors, pieces into which fully_shard (FSDP2)",
+    "fsdp2_after": NO_PARAMETERS,
+}
+ALLOWED = ("plain", "ddp_of_another_model", "ddp_that_is_gone", "ddp_of_one_rank")
+
+
+def found(ranks, size):
+    return [json.loads(ranks.wait_for(f"found-{rank}")) for rank in range(size)]
+
+
+def test_wrappers_that_average_before_gossip_are_refused_and_others_are_not(launch):
+    ranks = launch(3, "rank_frameworks.wrapped", cases=[*REFUSED, *ALLOWED])
+    ranks.succeed()
+    for answers in found(ranks, 3):
+        for case, start in REFUSED.items():
+            assert str(answers[case]).startswith(start), (case, answers[case])
+            assert "train the model without it" in answers[case] or "give every rank a whole model" in answers[case]
+        assert all(answers[case] > 1e-6 for case in ALLOWED), answers  # ranks with other data stay apart
+
+
+def inside_nodes_one_by_one():
+    """The same training with plain algebra: two nodes, whose gradients are the means of two ranks."""
+    P = torch.tensor(klatsch.topology.lazy(klatsch.topology.ring(2)).matrices[0].toarray(), dtype=torch.float32)
+    models = [rank_frameworks.make_model(seed=0) for _ in range(2)]
+    for t in range(rank_frameworks.ROUNDS):
+        moved = []
+        for node, model in enumerate(models):
+            model.zero_grad()
+            for rank in (2 * node, 2 * node + 1):
+                inputs, targets = rank_frameworks.batch(rank, t)
+                ((model(inputs) - targets).square().mean() / 2).backward()
+            gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+            moved.append(rank_frameworks.flat(model) - rank_frameworks.LR * gradient)
+        for model, x in zip(models, P @ torch.stack(moved), strict=True):
+            torch.nn.utils.vector_to_parameters(x, model.parameters())
+    return [rank_frameworks.flat(model) for model in models]
+
+
+@pytest.mark.parametrize("kind", ["ddp before", "ddp after", "fsdp"])
+def test_inside_a_node_they_do_what_they_are_made_for(launch, tmp_path, kind):
+    ranks = launch(4, "rank_frameworks.inside_nodes", kind=kind)
+    ranks.succeed()
+    expected = inside_nodes_one_by_one()
+    for rank, consensus in enumerate(found(ranks, 4)):
+        assert consensus > 1e-6
+        x = torch.load(tmp_path / f"x-{rank}", weights_only=True)
+        torch.testing.assert_close(x, expected[rank // 2], rtol=1e-5, atol=1e-6)  # gradients are added in another order
+
+
+@pytest.mark.parametrize("package, scenario", [("lightning",) * 2, ("accelerate",) * 2, ("transformers", "trainer")])
+@pytest.mark.parametrize("alone", [False, True], ids=["with its DDP", "as the document says"])
+def test_frameworks(launch, package, scenario, alone):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    ranks = launch(3, f"rank_frameworks.{scenario}", alone=alone)
+    ranks.succeed()
+    for answer in found(ranks, 3):
+        if alone:
+            assert answer > 1e-6
+        else:
+            assert answer.startswith("DistributedDataParallel is around this model on ranks that gossip")

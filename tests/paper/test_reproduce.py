@@ -1,0 +1,425 @@
+"""The paper's figures and tables: verdicts on numbers that are known, pages as files, a report in a real browser."""
+
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from klatsch.paper import claims, figures, pages, tables, verdicts
+from klatsch.paper import experiments as paper
+from klatsch.paper.report import inline_svg
+from klatsch.paper.reproduce import page_of
+from klatsch.study import Row, Store, execute, expand, parse, run_study, workers
+from klatsch.study.store import Origin
+from tests.cli.test_run import check_picture
+from tests.support.waiting import HANG
+
+SETTINGS = [{"noise": n, "heterogeneity": h} for n in (1.0, 10.0) for h in (1.0, 10.0)]
+SIZES = (4, 9, 16, 25, 36, 49, 64, 81, 100)
+
+
+def row(rule, topology, nodes, error, setting=SETTINGS[0], spread=0.01, steps=100_000, early=None):
+    """A row whose seeds scatter around an error by a share."""
+    final = error * np.array([1 - spread, 1.0, 1 + spread])
+    curves = np.stack([np.full(3, 2.0), np.full(3, early if early is not None else 1.0), final], axis=1)[:, :, None]
+    return Row(rule, topology, nodes, (0.1,), (1, 100, steps), curves, curves, 1.0, setting)
+
+
+def points(errors, **options):
+    return {M: row("dat", "ring", M, error, **options) for M, error in errors.items()}
+
+
+@pytest.mark.parametrize(
+    "claim, errors, holds",
+    [
+        (claims.grows_from(9), {4: 5.0, 9: 1.0, 16: 2.0, 25: 3.0}, True),
+        (claims.grows_from(4), {4: 5.0, 9: 1.0, 16: 2.0, 25: 3.0}, False),
+        (claims.grows_from(4), {4: 1.0, 9: 1.02, 16: 1.1}, False),  # hardly grows at all
+        (claims.falls(), {4: 4.0, 9: 2.0, 16: 1.0}, True),
+        (claims.falls(), {4: 4.0, 9: 1.0, 16: 2.0}, False),
+        (claims.falls(9), {4: 4.0, 9: 1.0, 16: 2.0}, True),
+        (claims.falls(), {4: 4.0, 9: 1.0, 16: 1.04}, True),  # within the slack
+        (claims.flat, {4: 1.0, 9: 1.9}, True),
+        (claims.flat, {4: 1.0, 9: 2.1}, False),
+        (claims.turns(25, 49), {4: 3.0, 25: 1.0, 49: 1.1, 100: 2.0}, True),
+        (claims.turns(25, 49), {4: 3.0, 25: 2.0, 49: 1.0, 100: 2.0}, False),
+        (claims.turns(25, 49), {4: 3.0, 25: 1.0, 49: 1.05, 100: 1.1}, False),
+        (claims.never_helps(4), {4: 1.0, 100: 2.0}, True),
+        (claims.never_helps(4), {4: 2.0, 100: 1.0}, False),
+        (claims.never_helps(4), {4: 2.0, 9: 1.0, 100: 3.0}, False),
+        (claims.never_helps(9), {4: 2.0, 9: 1.0, 100: 3.0}, True),
+        (claims.last_is_worse, {4: 1.0, 9: 9.0, 100: 2.0}, True),
+        (claims.last_is_worse, {4: 2.0, 9: 9.0, 100: 1.0}, False),
+        (claims.step(9, 25, up=False), {9: 2.0, 25: 1.0}, True),
+        (claims.step(9, 25, up=False), {9: 1.0, 25: 2.0}, False),
+        (claims.step(9, 25, up=True), {9: 1.0, 25: 2.0}, True),
+        (claims.no_ceiling, {4: 3.0, 25: 1.0, 256: 1.2}, True),
+        (claims.no_ceiling, {4: 3.0, 25: 1.0, 256: 1.3}, False),
+    ],
+)
+def test_what_is_said_of_errors(claim, errors, holds):
+    assert claim(points(errors))[0] is holds
+
+
+def test_small_steps_add_up():
+    """Each is within the scatter of the seeds, all of them together are not."""
+    errors = {4: 4.0, 9: 1.0, 16: 1.2, 25: 1.45, 36: 1.75}
+    assert claims.falls()(points(errors, spread=0.1))[0] is False
+    assert claims.falls(16)(points(errors, spread=0.1))[0] is True
+
+
+def test_a_step_within_the_scatter_of_the_seeds_is_forgiven():
+    errors = {4: 4.0, 9: 1.0, 16: 1.2}
+    assert claims.falls()(points(errors, spread=0.01))[0] is False
+    assert claims.falls()(points(errors, spread=0.2))[0] is True
+
+
+def as_the_paper_says():
+    """Numbers for which every sentence of the paper holds."""
+    rows = []
+    for setting in SETTINGS:
+        for k, M in enumerate(SIZES):
+            early = 1.0 / M
+            rows += [
+                row("dsgd", "ring", M, 1e-4 * 2**k, setting, early=early),
+                row("dsgd", "torus", M, 1e-4 if M == 4 else 1e-5 * 2**k, setting, early=early),
+                row("dsgd", "one_peer_exponential", M, 1e-4, setting, early=early),
+                row("dat", "torus", M, 1e-5 / M, setting),
+                row("dat", "one_peer_exponential", M, 1e-5 / M, setting),
+                row("dat", "ring", M, 1e-5 / M if M <= 25 else 1e-8 * M, setting),
+            ]
+    return rows
+
+
+def test_numbers_as_the_paper_has_them_pass_every_sentence():
+    rows = as_the_paper_says()
+    found = verdicts.figure_1(rows)
+    assert [(v.claim, v.holds) for v in found] == [(v.claim, True) for v in found]
+    assert len(found) == 8
+    for kind, topology in paper.FIGURE_OF.items():
+        mine = [r for r in rows if r.topology == topology]
+        found = verdicts.figures_4_to_6(mine, topology)
+        assert all(v.holds for v in found), (kind, [(v.claim, v.figures) for v in found if not v.holds])
+
+
+def test_every_sentence_can_fail():
+    """With the sizes in reverse nothing of what the paper says is true, but that a flat line is flat."""
+    mirrored = dict(zip(SIZES, reversed(SIZES), strict=True))
+    rows = [
+        row(r.rule, r.topology, mirrored[r.nodes], r.value, r.setting, early=float(r.curves[0, 1, 0]))
+        for r in as_the_paper_says()
+        if (r.rule, r.topology) != ("dat", "ring")  # which has a minimum in reverse as well
+    ]
+    rows += [row("dat", "ring", M, 1e-6 * M, setting) for setting in SETTINGS for M in SIZES]
+    for verdict in verdicts.figure_1(rows):
+        if "exponential" not in verdict.claim or "DAT" in verdict.claim:
+            assert verdict.holds is False, verdict.claim
+    steep = [row("dsgd", "one_peer_exponential", M, 1e-6 * M, s, early=float(M)) for s in SETTINGS for M in SIZES]
+    steep += [row("dat", "one_peer_exponential", M, 1e-6 * M, s) for s in SETTINGS for M in SIZES]
+    found = {v.claim.split(",")[0]: v.holds for v in verdicts.figures_4_to_6(steep, "one_peer_exponential")}
+    assert found["D-SGD is better with larger M in the first rounds"] is False
+    assert found["D-SGD is so also in relation to where it starts (the start is nearer for larger M)"] is False
+    assert found["D-SGD ends at about the same error for all M"] is False
+    assert found["DAT improves steadily with M"] is False
+
+
+def test_one_panel_of_four_is_enough_to_deny_and_is_named():
+    rows = [
+        r
+        if (r.setting, r.nodes, r.rule, r.topology) != (SETTINGS[1], 100, "dat", "torus")
+        else row("dat", "torus", 100, 1.0, SETTINGS[1])
+        for r in as_the_paper_says()
+    ]
+    verdict = next(v for v in verdicts.figure_1(rows) if v.claim == "DAT improves steadily with M on the torus")
+    assert verdict.holds is False
+    assert verdict.word == "does not hold"
+    assert verdict.figures[0] == "yes in 3 of 4 panels"
+    assert verdict.figures[2].startswith("noise 1, heterogeneity 10: no, 4: 2.5e-06")
+
+
+def test_too_few_rounds_or_other_sizes_decide_nothing():
+    short = [row(r.rule, r.topology, r.nodes, r.value, r.setting, steps=20_000) for r in as_the_paper_says()]
+    found = {v.claim: v.holds for v in verdicts.figure_1(short)}
+    assert [holds for claim, holds in found.items() if "ring up to" in claim or "threshold" in claim] == [None, None]
+    assert found["D-SGD gets worse with M on the ring from M = 4"] is True
+    gone = [r if r.setting == SETTINGS[0] else row(r.rule, r.topology, r.nodes, np.inf, r.setting) for r in short]
+    assert {v.claim: v.holds for v in verdicts.figure_1(gone)}["D-SGD gets worse with M on the ring from M = 4"] is None
+    few = [r for r in as_the_paper_says() if r.nodes == 4]
+    assert {v.holds for v in verdicts.figures_4_to_6([r for r in few if r.topology == "ring"], "ring")} == {None}
+
+
+def test_beyond_answers_its_two_questions():
+    rows = []
+    for setting in SETTINGS:
+        for M in (4, 25, 256):
+            rows += [
+                row("dat", "ring", M, 1.0 if M == 256 else 1.0 / M, setting),
+                row("dat (cta)", "ring", M, 1.5 if M == 256 else 1.5 / M, setting),
+                row("dat-d2", "ring", M, 1.0 / M, setting),
+                row("dsgd", "ring", M, 1.0 * M, setting),
+                row("dsgd (average constant)", "ring", M, 0.5 * M, setting),
+            ]
+    found = {v.claim: v.holds for v in verdicts.beyond(rows)}
+    assert found["dat has no ceiling on the ring: its error does not grow up to M = 256"] is False
+    assert found["dat-d2 has no ceiling on the ring: its error does not grow up to M = 256"] is True
+    assert found["cta costs accuracy: dat (cta) is worse than dat"] is True
+    assert found["the average of dsgd's iterates is better than the last one"] is True
+
+
+@pytest.mark.parametrize("name, rows", [("table1", 3), ("table2", 11)])
+def test_tables_agree_with_the_paper(name, rows, run_cli, tmp_path):
+    code, out, err = run_cli("reproduce", name, "--out", tmp_path)
+    assert (code, err) == (0, "")
+    assert "does not hold" not in out
+    page = {"table1": tables.table_1, "table2": tables.table_2}[name]()
+    assert len(page.table) == rows
+    assert all(verdict.holds for verdict in page.verdicts)
+    for suffix in (".png", ".svg", ".pdf"):
+        check_picture(tmp_path / f"{name}{suffix}")
+
+
+def test_a_wrong_exponent_would_show(monkeypatch):
+    monkeypatch.setitem(tables.TABLE_1, "ring", (2, 1 / 8, 1 / 5))
+    assert [v.holds for v in tables.table_1().verdicts].count(False) == 1
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+TINY = {"nodes": (4, 9, 25), "steps": 300, "seeds": 2}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A folder with every figure at a tiny scale, made by the commands themselves."""
+    folder = tmp_path_factory.mktemp("paper")
+    patch = pytest.MonkeyPatch()
+    patch.setitem(paper.SCALES, "quick", TINY)
+    patch.setitem(paper.BEYOND_SCALES, "quick", TINY | {"nodes": (4, 9), "seeds": 1})
+    patch.setattr(workers, "processes", workers.threads)  # no start-up time: processes are tested elsewhere
+    from klatsch.cli import main
+
+    for target in ("fig1", "fig4", "fig5", "fig6", "beyond"):
+        patch.setattr("sys.argv", ["klatsch", "reproduce", target, "--out", str(folder)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+    yield folder
+    patch.undo()
+
+
+def test_reproduce_writes_figures_numbers_and_verdicts(results):
+    for name in ("fig1-quick", "fig4-quick", "fig5-quick", "fig6-quick", "beyond-quick"):
+        for suffix in (".png", ".svg", ".pdf"):
+            check_picture(results / f"{name}{suffix}")
+        text = (results / f"{name}.md").read_text()
+        assert f"klatsch reproduce {name.split('-')[0]}" in text
+        assert re.search(r"\*\*(holds|does not hold|not decided)\*\*", text)
+        assert (results / f"{name}.csv").read_text().startswith("topology,noise,heterogeneity,M,rule,error,from,to,lr,")
+    lines = (results / "fig1-quick.csv").read_text().splitlines()
+    assert len(lines) == 1 + 3 * 4 * 3 * 2
+
+
+def test_figures_4_to_6_use_the_runs_of_figure_1(results):
+    with Store(results / "results.sqlite") as store:
+        studies = {s.origin.kind: s for s in store.studies()}
+        runs = store.runs()
+    assert set(studies) == {"fig1", "fig4", "fig5", "fig6", "beyond"}
+    one = [case for case, _ in runs if case.nodes == 25]
+    assert len(one) == 3 * 2 * 4 * 7 * 2  # once, though three figures ask for them
+
+
+def test_beyond_has_all_variants_where_they_are_defined(results):
+    lines = [line.split(",") for line in (results / "beyond-quick.csv").read_text().splitlines()[1:]]
+    rules = {line[0]: {other[4] for other in lines if other[0] == line[0]} for line in lines}
+    everywhere = {"dsgd", "dsgd (average constant)", "gt", "gt (average constant)", "dat", "dat (cta)", "dat-gt"}
+    assert rules["one_peer_exponential"] == everywhere
+    assert rules["ring"] == rules["torus"] == everywhere | {"d2", "dat-d2"}
+
+
+def test_reproduce_gives_json(results, run_cli):
+    code, out, _ = run_cli("reproduce", "fig1", "--out", results, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert len(found["verdicts"]) == 8
+    assert {v["holds"] for v in found["verdicts"]} <= {True, False, None}
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("fig7",), "unknown target 'fig7'"),
+        (("fig1", "--scale", "huge"), "unknown scale 'huge'"),
+        (("fig1", "--dtype", "float16"), "dtype = 'float16'"),
+        (("fig1", "--device", "quantum"), "device = 'quantum'"),
+        (("fig1", "--workers", "0"), "--workers 0: give a number from 1 to 1,024"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, words, run_cli, tmp_path):
+    code, out, err = run_cli("reproduce", *arguments, "--out", tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+PROBE = """
+<script>
+addEventListener("error", event => document.title += " ERROR " + event.message);
+addEventListener("load", () => {
+  const boxes = [...document.querySelectorAll("figure svg")].map(svg => svg.getBoundingClientRect());
+  document.body.setAttribute("data-probe", JSON.stringify({
+    figures: boxes.map(box => [Math.round(box.width), Math.round(box.height)]),
+    wide: document.documentElement.scrollWidth, window: innerWidth, title: document.title,
+    text: document.querySelector("main").innerText.length,
+    values: document.querySelectorAll("g.value > title").length,
+    twice: (ids => ids.filter((id, k) => ids.indexOf(id) !== k))([...document.querySelectorAll("[id]")].map(e => e.id)),
+  }));
+});
+</script>
+"""
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+
+
+def browse(page, tmp_path, *options):
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0", *options, page.as_uri(),
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_real_browser_shows_the_report(width, results, tmp_path, run_cli):
+    code, out, err = run_cli("report", results / "results.sqlite", "-o", tmp_path / "report.html")
+    assert (code, err) == (0, "")
+    assert "5 pages" in out
+    html = (tmp_path / "report.html").read_text()
+    (tmp_path / "probed.html").write_text(html.replace("</head>", PROBE + "</head>"))
+    shown = browse(tmp_path / "probed.html", tmp_path, "--dump-dom", f"--window-size={width},900")
+    assert "CONSOLE" not in shown.stderr, shown.stderr
+    found = json.loads(
+        re.search(r'data-probe="([^"]*)"', shown.stdout).group(1).replace("&quot;", '"').replace("&amp;", "&")
+    )
+    assert len(found["figures"]) == 5
+    assert all(w > 250 and h > 150 for w, h in found["figures"])
+    assert found["wide"] <= max(found["window"], 500)  # nothing sticks out: figures and tables scroll by themselves
+    assert found["text"] > 3000
+    assert found["values"] >= 3 * 4 * 3 * 2
+    assert found["twice"] == []
+    assert "ERROR" not in found["title"]
+    for words in ("Verdicts", "All numbers", "Environment", "klatsch reproduce fig1", "torch"):
+        assert words in html
+
+
+@needs_browser
+def test_the_report_prints(results, tmp_path, run_cli):
+    run_cli("report", results / "results.sqlite", "-o", tmp_path / "report.html")
+    browse(tmp_path / "report.html", tmp_path, f"--print-to-pdf={tmp_path / 'report.pdf'}")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert (tmp_path / "report.pdf").stat().st_size > 50_000
+
+
+def test_the_report_is_self_contained_and_escapes_what_it_shows(tmp_path, run_cli):
+    study = tmp_path / "s.toml"
+    study.write_text(
+        'name = "<script>alert(1)</script>"\nsteps = 50\nnodes = 4\nrules = ["dat"]\ntopologies = ["ring"]\n'
+    )
+    assert run_cli("run", study)[0] == 0
+    code, out, _ = run_cli("report", tmp_path / "s.sqlite", "-o", tmp_path / "r.html", "--title", "A & B")
+    assert (code, out) == (0, f"1 page of results written to {tmp_path / 'r.html'}\n")
+    html = (tmp_path / "r.html").read_text()
+    assert "<script>alert" not in html
+    assert "A &amp; B" in html
+    assert not re.search(r'(src|href)="https?:', html)
+    assert "@import" not in html
+
+
+def test_svg_in_a_page_has_ids_of_its_own():
+    figure = tables.table_1().figures[0][1]
+    from klatsch import pictures
+
+    text = pictures.render(figure, ".svg").decode()
+    one, two = (inline_svg(text, name) for name in ("one", "two"))
+    ids = [set(re.findall(r'\bid="([^"]+)"', svg)) for svg in (one, two)]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+    for svg in (one, two):
+        root = ElementTree.fromstring(svg)
+        known = {element.get("id") for element in root.iter()}
+        for reference in re.findall(r'(?:href="#|url\(#)([^")]+)', svg):
+            assert reference in known
+
+
+def test_a_page_without_runs_says_what_to_do(tmp_path, run_cli):
+    cases, _ = expand(parse({"steps": 5, "nodes": 4, "rules": ["dat"], "topologies": ["ring"]}))
+    with Store(tmp_path / "s.sqlite") as store:
+        execute(cases, store, executor=workers.threads)  # runs, but of no study
+    code, _, err = run_cli("report", tmp_path / "s.sqlite", "-o", tmp_path / "r.html")
+    assert code == 2
+    assert "holds no study" in err
+    code, _, err = run_cli("report", tmp_path / "s.sqlite", "-o", tmp_path / "nowhere" / "r.html")
+    assert code == 2
+    assert "folder that exists" in err
+
+
+def test_a_report_shows_what_is_there_of_a_study_that_is_not_finished(tmp_path, run_cli):
+    path = tmp_path / "s.sqlite"
+    content = {"steps": 50, "nodes": [6, 8], "rules": ["dat"], "topologies": ["ring"], "lr": [0.01], "record": 3}
+    done, begun = parse({**content, "name": "done"}), parse({**content, "name": "begun", "steps": 60})
+    half = paper.study_of("fig1", "quick").model_copy(update={"steps": 50, "nodes": (4, 9)})
+    curves = paper.study_of("fig4", "quick").model_copy(update={"steps": 50, "nodes": (6, 8), "name": "odd"})
+    with Store(path) as store:
+        run_study(done, store, executor=workers.threads)
+        store.remember(begun, Origin("klatsch run begun.toml"))
+        store.remember(half, Origin("klatsch reproduce fig1", "fig1", "quick"))
+        execute([case for case in expand(half)[0] if case.rule == "dat"], store, executor=workers.threads)
+        origin = Origin("klatsch reproduce fig4", "fig4", "quick")
+        run_study(curves, store, executor=workers.threads, origin=origin)
+    code, out, err = run_cli("report", path, "-o", tmp_path / "r.html")
+    assert (code, err) == (0, "")
+    assert "4 pages" in out
+    html = (tmp_path / "r.html").read_text()
+    assert "None of its 6 runs is finished." in html
+    assert f"{len(expand(half)[0]) // 2:,} of {len(expand(half)[0]):,} runs" in html
+    assert "not decided" in html
+
+
+def test_a_wrong_device_does_not_take_the_place_of_what_is_done(results, run_cli):
+    with Store(results / "results.sqlite", read_only=True) as store:
+        before = store.studies()
+    code, _, err = run_cli("reproduce", "fig1", "--out", results, "--device", "tpu", "--dtype", "float64")
+    assert code == 2
+    assert "device = 'tpu'" in err
+    with Store(results / "results.sqlite", read_only=True) as store:
+        assert store.studies() == before
+
+
+def test_a_page_tells_the_learning_rates_that_were_tried(tmp_path):
+    content = {"steps": 50, "nodes": 4, "topologies": ["ring"], "record": 3}
+    study = parse({**content, "rules": [{"name": "dat", "lr": [0.01, 0.02]}, {"name": "dsgd", "lr": 1e-5}]})
+    with Store(tmp_path / "s.sqlite") as store:
+        run_study(study, store, executor=workers.threads)
+        page = page_of(store.studies()[0], store)
+    assert "Learning rates dat: 0.01, 0.02; dsgd: 1e-05. " in page.facts[0]
+    assert study.choice == "best learning rate of each rule's grid"
+
+
+def test_every_line_is_in_the_legend():
+    rows = [row("dat", "one_peer_exponential", M, 1 / M) for M in (4, 9)]
+    rows += [row(rule, "ring", M, 1 / M) for rule in ("dat", "d2") for M in (4, 9)]
+    (legend,) = figures.error_against_nodes(rows, "title").legends
+    assert [text.get_text() for text in legend.get_texts()] == ["dat", "d2"]
+
+
+def test_pages_say_when_a_learning_rate_lies_at_the_edge():
+    edge = Row("dsgd", "ring", 4, (0.1, 0.2), (1,), np.array([[[1.0, 2.0]]]), np.zeros((1, 1, 2)), 0.0)
+    assert "dsgd in 1 of 1 points" in pages.edge_note([edge])[0]

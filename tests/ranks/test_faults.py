@@ -1,0 +1,126 @@
+"""Ranks that are killed or stopped: real signals to real processes."""
+
+import re
+import signal
+
+import pytest
+import torch
+
+from tests.support.rank_scenarios import ENDURE_LR, problem_of
+
+SIZE, ROUNDS = 5, 150
+LATE = 20  # seconds: what a healthy rank on a busy machine may take for a round without being called late
+
+
+def folded(victim, survivors):
+    """The ring of five without the victim: what its neighbours gave to it they keep."""
+    P = torch.zeros(SIZE, SIZE, dtype=torch.float64)
+    for i in range(SIZE):
+        for j in ((i - 1) % SIZE, (i + 1) % SIZE):
+            if victim not in (i, j):
+                P[i, j] = 1 / 3
+    P += torch.diag(1 - P.sum(1))
+    return P[survivors][:, survivors]
+
+
+def others(victim):
+    return [rank for rank in range(SIZE) if rank != victim]
+
+
+def beside(victim):
+    return [(victim - 1) % SIZE, (victim + 1) % SIZE]
+
+
+@pytest.mark.parametrize("victim", [2, 0])  # rank 0 is also the host of the store
+def test_the_others_go_on_without_a_killed_rank(tmp_path, launch, victim):
+    ranks = launch(SIZE, "endure", victim=victim, harm="SIGKILL", on_failure="continue", timeout=LATE, ask=True)
+    codes, survivors = ranks.codes(), others(victim)
+    assert [codes[rank] for rank in survivors] == [0] * 4, [ranks.errors(rank) for rank in survivors]
+    assert codes[victim] == -signal.SIGKILL
+    found = {rank: torch.load(tmp_path / f"path-{rank}") for rank in survivors}
+    for rank in survivors:
+        assert found[rank]["lost"][-1] == ((victim,) if rank in beside(victim) else ())
+    there = torch.stack([found[rank]["path"][100] for rank in survivors])
+    gamma = float((there - there.mean(0)).square().sum(-1).mean())
+    for rank in survivors:
+        assert float((tmp_path / f"answer-{rank}").read_text()) == pytest.approx(gamma, rel=1e-9)
+        assert float((tmp_path / f"mean-{rank}").read_text()) == pytest.approx(sum(survivors) / 4)
+
+    P = folded(victim, survivors)
+    assert torch.allclose(P, P.T)
+    assert torch.allclose(P.sum(0), torch.ones(4, dtype=torch.float64))
+    alone = [t for t in range(ROUNDS + 1) if all(victim in found[rank]["lost"][t] for rank in beside(victim))]
+    assert 40 <= alone[0] <= 43
+    problem = problem_of(SIZE)
+    points = torch.stack([found[rank]["path"] for rank in survivors])  # (4, rounds + 1, d)
+    for t in alone[:-1]:
+        half = points[:, t] - ENDURE_LR * problem.grad(points[:, t], t + 1, survivors)
+        torch.testing.assert_close(points[:, t + 1], P @ half, rtol=0, atol=1e-12)
+        torch.testing.assert_close(points[:, t + 1].mean(0), half.mean(0))
+    calm = type(problem)(SIZE, dim=problem.dim, noise=0.0, heterogeneity=1.0, seed=3)
+    slopes = [
+        float(calm.grad(points[:, t].mean(0).expand(4, -1), 1, survivors).mean(0).norm()) for t in (alone[0], ROUNDS)
+    ]
+    assert slopes[1] < 0.9 * slopes[0]  # the loss of those who are left still falls
+    for rank in beside(victim):
+        warning, *rest = ranks.warnings(rank)
+        assert [text.split()[0] for text in rest] == ["consensus()", "average_"]
+        assert re.fullmatch(
+            rf"rank {rank}, round 4\d: neighbour {victim} is gone \(.+\); waited [\d.]+ s on edge .+; "
+            "going on without it, its weight is this rank's own now",
+            warning,
+        )
+
+
+def test_a_killed_rank_ends_its_neighbours_with_a_reason(launch):
+    ranks = launch(SIZE, "endure", victim=2, harm="SIGKILL")
+    assert ranks.codes() == [1, 1, -signal.SIGKILL, 1, 1]
+    for rank in (1, 3):
+        assert re.search(
+            rf"LinkError: rank {rank}, round 4\d: neighbour 2 is gone \(.*(closed|reset).*\); "
+            rf"waited [\d.]+ s on edge (2 -> {rank}|{rank} -> 2); see what ended it",
+            ranks.errors(rank),
+        )
+
+
+def test_a_stopped_rank_is_late_and_not_gone(launch):
+    ranks = launch(SIZE, "endure", victim=2, harm="SIGSTOP", timeout=LATE)
+    for rank in (1, 3):
+        ranks.wait_for(f"code-{rank}")
+        (waited,) = re.findall(
+            rf"LinkError: rank {rank}, round 4\d: neighbour 2 is late: its connection is open, but nothing moves; "
+            r"waited ([\d.]+) s on edge",
+            ranks.errors(rank),
+        )
+        assert float(waited) >= LATE
+    for rank in (0, 4):  # which waited for those who waited, and did not blame them
+        ranks.wait_for(f"code-{rank}")
+        assert re.search(r"neighbour \d is gone", ranks.errors(rank))
+    ranks.kill(2)
+    assert ranks.codes() == [1, 1, -signal.SIGKILL, 1, 1]  # none crashes on its way out
+
+
+@pytest.mark.parametrize("graph", ["ring", "one_peer_exponential"])
+def test_a_late_rank_is_left_behind_and_ends_alone(tmp_path, launch, graph):
+    ranks = launch(SIZE, "endure", victim=2, harm="SIGSTOP", graph=graph, on_failure="continue", timeout=LATE)
+    ranks.has_stopped(2)
+    for rank in others(2):
+        ranks.wait_for(f"end-{rank}")
+    ranks.go_on(2)
+    assert ranks.codes() == [0] * SIZE, [ranks.errors(rank) for rank in range(SIZE)]
+    for rank in others(2):  # no healthy rank is given up
+        assert torch.load(tmp_path / f"path-{rank}")["lost"][-1] in ((), (2,))
+    assert re.search(r"neighbour 2 is late", ranks.errors(1))
+    assert len(torch.load(tmp_path / "path-2")["lost"][-1]) >= 2
+
+
+def test_push_sum_keeps_its_mass_when_a_rank_is_killed(tmp_path, launch):
+    """What a rank would have pushed to the dead one it keeps, value and weight alike."""
+    ranks = launch(SIZE, "mass")
+    codes = ranks.codes()
+    assert [codes[rank] for rank in others(2)] == [0] * 4, [ranks.errors(rank) for rank in others(2)]
+    w, weight, x = torch.stack([torch.load(tmp_path / f"mass-{rank}") for rank in others(2)]).unbind(-1)  # (4, rounds)
+    for kept in (w, weight):
+        torch.testing.assert_close(kept[:, 20:].sum(0), kept[:, -1].sum().expand(60))
+    torch.testing.assert_close(x[:, -1], (w[:, -1].sum() / weight[:, -1].sum()).expand(4))  # they agree
+    assert weight[:, -1].std() > 1e-3  # where mass is kept by some, weights are no longer alike

@@ -1,0 +1,372 @@
+"""Gradients that are not finite, networks that fall apart, ranks with few batches: real processes, real signals."""
+
+import math
+import re
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import klatsch
+from klatsch.ranks.membership import Membership, lag
+from klatsch.ranks.node import is_sound
+from tests.support.rank_hardships import LR
+from tests.support.rank_scenarios import problem_of
+
+SIZE = 5
+
+
+class Idle:
+    """A problem whose nodes have no gradient in some rounds."""
+
+    def __init__(self, problem, idle):
+        self.problem, self.idle = problem, idle
+
+    def __getattr__(self, name):
+        if name in ("to", "draw", "gradient", "quadratic"):  # else the engine would not call grad
+            raise AttributeError(name)
+        return getattr(self.problem, name)
+
+    def grad(self, x, t, nodes=None):
+        found = self.problem.grad(x, t)
+        for node in range(self.problem.nodes):
+            if self.idle(node, t):
+                found[node] = 0.0
+        return found
+
+
+def expected(steps, idle, graph="ring", size=SIZE, rule="dat", **options):
+    """The output of the simulation in which some gradients are zero."""
+    made = klatsch.rules.make(rule, lr=LR, **options)
+    problem, topology = Idle(problem_of(size), idle), klatsch.topology.make(graph, size)
+    return klatsch.simulate(problem, made, topology, steps, engine="torch").output[:, 0]
+
+
+def ends(folder, ranks=range(SIZE)):
+    return [torch.load(folder / f"end-{rank}", weights_only=True) for rank in ranks]
+
+
+# --- gradients that are not finite ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", ["nan", "inf", "absurd"])
+@pytest.mark.parametrize("every", [None, 3])
+def test_a_gradient_that_is_not_finite_ends_the_training_before_anything_is_sent(tmp_path, launch, harm, every):
+    ranks = launch(SIZE, "rank_hardships.poison", harm=harm, every=every)
+    assert ranks.codes() == [1] * SIZE
+    assert re.search(
+        r"NonFiniteError: rank 2, round 10: the gradient of parameter 0 of shape \(5,\) is not finite, or absurd: "
+        r"up to (nan|inf|1e\+25); nothing was sent; see the loss",
+        ranks.errors(2),
+    )
+    found = ends(tmp_path)
+    assert found[2]["rounds"] == 9
+    assert torch.equal(found[2]["x"], found[2]["before"])  # bits: a copy
+    for rank in (0, 1, 3, 4):
+        assert "LinkError" in ranks.errors(rank)
+        assert bool(torch.isfinite(found[rank]["x"]).all())
+    if every is not None:  # what was saved is good, and goes on
+        again = launch(SIZE, "rank_hardships.poison", harm=harm, every=every, at=())
+        again.succeed()
+        assert {int(again.wait_for(f"resumed-{rank}")) for rank in range(SIZE)} <= {6, 9}
+        for rank, end in enumerate(ends(tmp_path)):
+            wanted = expected(30, lambda node, t: False)[rank]
+            torch.testing.assert_close(end["x"].double(), wanted, rtol=1e-4, atol=1e-5)  # float32 against float64
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_a_gradient_that_is_not_finite_is_skipped_counted_and_warned_of_once(tmp_path, launch, every):
+    ranks = launch(SIZE, "rank_hardships.poison", harm="nan", on_nonfinite="skip", every=every, at=(10, 20))
+    ranks.succeed()
+    wanted = expected(30, lambda node, t: node == 2 and t in (10, 20))
+    for rank, end in enumerate(ends(tmp_path)):
+        torch.testing.assert_close(end["x"].double(), wanted[rank], rtol=1e-4, atol=1e-5)  # float32 against float64
+        assert end["skipped"] == (2 if rank == 2 else 0)
+    (warning,) = ranks.warnings(2)
+    assert "rank 2, round 10: the gradient of parameter 0" in warning
+    assert "a round without gradient instead" in warning
+    if every is not None:  # the count belongs to the checkpoint
+        launch(SIZE, "rank_hardships.poison", harm="nan", on_nonfinite="skip", every=every, at=()).succeed()
+        assert ends(tmp_path)[2]["skipped"] == 2
+
+
+def test_a_receiver_refuses_what_is_not_finite_and_names_the_sender(tmp_path, launch):
+    ranks = launch(SIZE, "rank_hardships.nonsense", on_failure="raise")
+    assert 1 in ranks.codes()
+    for rank in (1, 3):
+        assert re.search(
+            rf"MessageError: rank {rank}, round 10: neighbour 2 has sent numbers that are not finite; see what it "
+            "computes, resume from a Checkpointer, or go on without it",
+            ranks.errors(rank),
+        )
+    for rank in (0, 1, 3, 4):
+        assert bool(torch.isfinite(ends(tmp_path)[rank]["x"]).all())
+
+
+def test_the_others_go_on_without_a_rank_that_sends_nonsense(tmp_path, launch):
+    ranks = launch(SIZE, "rank_hardships.nonsense", on_failure="continue")
+    assert [code for rank, code in enumerate(ranks.codes()) if rank != 2] == [0] * 4, ranks.errors(1)
+    found = ends(tmp_path)
+    for rank in (0, 1, 3, 4):
+        assert bool(torch.isfinite(found[rank]["x"]).all())
+        assert found[rank]["lost"] == ((2,) if rank in (1, 3) else ())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_what_counts_as_sound(dtype):
+    vector = torch.full((1000,), 100.0, dtype=dtype)
+    assert is_sound(vector)  # whose squares float16 could not add up
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        vector[777] = wrong
+        assert not is_sound(vector)
+    assert is_sound(torch.ones(0, dtype=dtype))
+
+
+def test_long_vectors_are_looked_at_in_pieces(monkeypatch):
+    monkeypatch.setattr("klatsch.ranks.node.PIECE", 3)
+    assert is_sound(torch.ones(7))
+    assert not is_sound(torch.tensor([1.0, 1.0, 1.0, 1.0, torch.nan, 1.0, 1.0]))
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_after_a_refused_gradient_the_round_can_be_taken_again(alone):
+    x = nn.Parameter(torch.ones(3))
+    optimizer = klatsch.optim.DATSGD([x], lr=0.1, momentum=0.9)
+    x.grad = torch.tensor([1.0, torch.nan, 1.0])
+    with pytest.raises(klatsch.NonFiniteError) as error:
+        optimizer.step()
+    assert (error.value.rank, error.value.round, optimizer.rounds) == (0, 1, 0)
+    assert torch.equal(x.detach(), torch.ones(3))  # bits: a copy
+    x.grad.fill_(1.0)
+    optimizer.step()
+    assert optimizer.rounds == 1
+    assert optimizer.skipped == 0
+
+
+def test_a_scheduler_that_sets_a_rate_that_is_no_number_is_refused(alone):
+    x = nn.Parameter(torch.ones(3))
+    optimizer = klatsch.optim.DATSGD([x], lr=0.1)
+    optimizer.param_groups[0]["lr"] = math.nan
+    with pytest.raises(ValueError, match="lr of a parameter group = nan; give a number from 0 up"):
+        optimizer.step()
+    assert optimizer.rounds == 0
+
+
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"on_nonfinite": "ignore"}, "on_nonfinite = 'ignore'; choose from raise, skip"),
+        ({"quorum": 2, "on_failure": "continue"}, "quorum = 2; give a share of all ranks from 0 to 1"),
+        ({"quorum": 0.5}, "quorum = 0.5 needs on_failure='continue'"),
+    ],
+)
+def test_bad_input(alone, options, error):
+    with pytest.raises(ValueError, match=error):
+        klatsch.optim.DATSGD([nn.Parameter(torch.ones(3))], lr=0.1, **options)
+
+
+def test_a_rank_that_has_finished_takes_no_more_steps_until_a_state_is_loaded(alone):
+    x = nn.Parameter(torch.ones(3))
+    optimizer = klatsch.optim.DATSGD([x], lr=0.1)
+    x.grad = torch.ones(3)
+    optimizer.step()
+    before = optimizer.state_dict()
+    assert optimizer.finish() == 0  # there is nobody to wait for
+    with pytest.raises(ValueError, match=r"rank 0 has called finish\(\) and takes no more steps"):
+        optimizer.step()
+    optimizer.load_state_dict(before)
+    optimizer.step()
+    assert optimizer.rounds == 2
+
+
+# --- networks that fall apart ---------------------------------------------------------------------------------------
+
+
+def test_a_network_that_falls_apart_says_so_and_each_part_answers_for_itself(tmp_path, launch):
+    victims, parts = (0, 3), ([1, 2], [4, 5])  # rank 0 takes the store of the process group with it
+    ranks = launch(6, "rank_hardships.apart", victims=victims)
+    codes = ranks.codes()
+    assert codes == [-signal.SIGKILL, 0, 0, -signal.SIGKILL, 0, 0], [ranks.errors(rank) for rank in (1, 2, 4, 5)]
+    for part in parts:
+        found = ends(tmp_path, part)
+        own = torch.stack([end["own"] for end in found])
+        gamma = float((own - own.mean(0)).square().sum(-1).mean())
+        for rank, end in zip(part, found, strict=True):
+            (warning,) = [text for text in ranks.warnings(rank) if "no longer connected" in text]
+            assert f"2 of 6 ranks are left within reach (ranks {part[0]}, {part[1]})" in warning
+            assert any(f"consensus() is that of 2 of 6 ranks (ranks {part[0]}" in text for text in ranks.warnings(rank))
+            assert end["consensus"] == pytest.approx(gamma, rel=1e-9)
+            torch.testing.assert_close(end["x"], own.mean(0))
+            assert end["number"] == pytest.approx(sum(part) / 2)
+
+
+def test_a_quorum_stops_what_is_left(tmp_path, launch):
+    ranks = launch(6, "rank_hardships.apart", victims=(0, 3), quorum=0.5)
+    assert ranks.codes() == [-signal.SIGKILL, 1, 1, -signal.SIGKILL, 1, 1]
+    for rank in (1, 2, 4, 5):
+        assert re.search(
+            rf"QuorumError: rank {rank}, round \d+: [12] of 6 ranks are left within reach \(ranks? .*\), and quorum = "
+            "0.5 asks for more; see what ended the others",
+            ranks.errors(rank),
+        )
+        assert bool(torch.isfinite(ends(tmp_path, [rank])[0]["x"]).all())
+
+
+def test_one_lost_rank_leaves_a_ring_connected_and_a_quorum_content(tmp_path, launch):
+    ranks = launch(6, "rank_hardships.apart", victims=(4,), quorum=0.8)
+    codes, left = ranks.codes(), [0, 1, 2, 3, 5]
+    assert [codes[rank] for rank in left] == [0] * 5, [ranks.errors(rank) for rank in left]
+    for rank, end in zip(left, ends(tmp_path, left), strict=True):
+        assert not any("no longer connected" in text for text in ranks.warnings(rank))
+        assert end["number"] == pytest.approx(sum(left) / 5)
+
+
+@pytest.mark.parametrize("victim", [1, 3])  # a parent and a leaf of the tree in which they add up
+def test_a_rank_that_dies_in_the_middle_of_a_sum_spoils_no_model(tmp_path, launch, victim):
+    ranks = launch(4, "rank_hardships.interrupted", victim=victim)
+    codes, left = ranks.codes(), [rank for rank in range(4) if rank != victim]
+    assert [codes[rank] for rank in left] == [0] * 3, [ranks.errors(rank) for rank in left]
+    for rank, end in zip(left, ends(tmp_path, left), strict=True):
+        assert "average_ needs an answer from all ranks within reach" in ranks.wait_for(f"error-{rank}")
+        torch.testing.assert_close(end["x"], torch.ones(5, dtype=torch.float64))
+        torch.testing.assert_close(end["again"], torch.ones(5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("quorum", [0.0, 0.5])
+def test_a_network_that_falls_apart_because_one_leaves_says_so_too(launch, quorum):
+    ranks = launch(4, "rank_hardships.hub_leaves", quorum=quorum)
+    assert ranks.codes() == ([0] * 4 if quorum == 0.0 else [0, 1, 1, 1]), [ranks.errors(rank) for rank in range(4)]
+    assert quorum or ranks.errors(0) == ""  # which wanted it so; where the others stop, it sees them go
+    for rank in (1, 2, 3):
+        if quorum:
+            assert f"1 of 4 ranks are left within reach (rank {rank}), and quorum = 0.5" in ranks.errors(rank)
+        else:
+            (warning,) = ranks.warnings(rank)
+            assert f"the network is no longer connected: 1 of 4 ranks are left within reach (rank {rank})" in warning
+
+
+def news(*members):
+    """What every one knows after all have told each other."""
+    for _ in members:
+        for one in members:
+            tail = torch.zeros(len(one), dtype=torch.float32)
+            one.tell(tail)
+            for other in members:
+                other.learn([tail])
+
+
+def test_what_is_known_of_a_network():
+    ring = klatsch.topology.ring(6)
+    nodes = [Membership(ring, rank) for rank in range(6)]
+    assert nodes[0].within_reach() == list(range(6))
+    assert nodes[0].out_of_reach() == []
+    nodes[1].lose(0)
+    nodes[2].lose(3)
+    news(*nodes[1:3])
+    assert nodes[1].within_reach() == nodes[2].within_reach() == [1, 2]
+    assert nodes[1].out_of_reach() == [[0, 3, 4, 5]]
+    assert (nodes[1].tree(), nodes[2].tree()) == ((None, [2]), (1, []))
+    assert nodes[1].links_lost() == [0]
+    assert not nodes[1].learn([torch.full((len(nodes[1]),), torch.nan)])  # nonsense is no news
+    assert nodes[1].within_reach() == [1, 2]
+
+
+def test_the_last_round_is_the_same_for_all_whatever_the_number_of_rounds():
+    graph = klatsch.topology.one_peer_exponential(8)
+    nodes = [Membership(graph, rank) for rank in range(8)]
+    many = (1 << 33) + 12_345  # more than a float32 holds
+    for rank, one in enumerate(nodes):
+        assert one.last_round() is None
+        one.finish(many - rank, leave=False)
+    news(*nodes)
+    assert {one.last_round() for one in nodes} == {many + 1 + lag(graph)}
+
+
+def test_on_a_directed_ring_nobody_hears_of_everybody_once_one_is_lost():
+    third = Membership(klatsch.topology.directed_ring(4), 2)
+    third.lose(1)
+    assert third.within_reach() == [2]
+
+
+# --- few batches ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "graph, rule, order",
+    [
+        ("ring", "dat", "atc"),
+        ("ring", "dat", "cta"),
+        ("one_peer_exponential", "dsgd", None),
+        ("ring/4", "dsgd", None),
+        ("ring/4", "dat", "atc"),
+        ("base_graph/3", "dat", "cta"),
+    ],
+)
+def test_ranks_with_fewer_batches_gossip_on_until_all_are_done(tmp_path, launch, graph, rule, order):
+    steps = [12, 30, 5, 17, 21]
+    options = {} if order is None else {"order": order}
+    ranks = launch(SIZE, "rank_hardships.uneven", steps=steps, graph=graph, rule=rule, **options)
+    ranks.succeed()
+    last = 30 + 1 + lag(klatsch.topology.make(graph, SIZE))
+    wanted = expected(last, lambda node, t: t > steps[node], graph, rule=rule, **options)
+    for rank, end in enumerate(ends(tmp_path)):
+        assert end["rounds"] == last == steps[rank] + int(ranks.wait_for(f"idle-{rank}"))
+        torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
+        assert ranks.errors(rank) == ""
+
+
+def test_join_of_torch(tmp_path, launch):
+    steps = [12, 30, 5, 17, 21]
+    ranks = launch(SIZE, "rank_hardships.uneven", steps=steps, join=True)
+    ranks.succeed()
+    wanted = expected(30, lambda node, t: t > steps[node])
+    for rank, end in enumerate(ends(tmp_path)):
+        assert end["rounds"] == 30
+        torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_rank_that_leaves_is_missed_by_nobody(tmp_path, launch, every):
+    """Its neighbours keep the weight that it had, from the round on that it had named."""
+    steps = [5, 30, 30, 30, 30]
+    ranks = launch(SIZE, "rank_hardships.uneven", steps=steps, graph=f"ring/{every}", rule="dsgd", leave=[0])
+    ranks.succeed()
+    found, left = ends(tmp_path), 5 + 1 + (SIZE - 1) * every
+    assert [end["rounds"] for end in found] == [left] + 4 * [30 + 1 + (SIZE - 1) * every]
+    problem, x = problem_of(SIZE), problem_of(SIZE).start().expand(SIZE, -1).clone()
+    P = torch.tensor(klatsch.topology.ring(SIZE).matrix(1).toarray())
+    for t in range(1, found[1]["rounds"] + 1):
+        grad = problem.grad(x, t, range(SIZE))
+        grad[[node for node in range(SIZE) if t > steps[node]]] = 0.0
+        if t == left + 1:
+            P[0], P[:, 0] = 0, 0
+            P += torch.diag(1 - P.sum(1))
+        x = x - LR * grad
+        x = P @ x if t % every == 0 else x
+    for rank, end in enumerate(found[1:], start=1):
+        torch.testing.assert_close(end["x"], x[rank], rtol=1e-9, atol=1e-12)  # sums in another order
+        assert ranks.errors(rank) == ""
+
+
+def test_kill_9_while_some_are_done_already_loses_nothing(tmp_path, launch):
+    steps = [8, 30, 30, 30, 30]
+    ranks = launch(SIZE, "rank_hardships.uneven", steps=steps, every=4, deaths=[[3, 23]])
+    assert -signal.SIGKILL in ranks.codes()
+    again = launch(SIZE, "rank_hardships.uneven", steps=steps, every=4, deaths=[[3, 23]])
+    again.succeed()
+    for rank in range(SIZE):
+        assert {path.name for path in tmp_path.glob(f"resumed-{rank}-*")} <= {
+            f"resumed-{rank}-{done}" for done in (0, 16, 20)
+        }
+    # The rank that was done says so again, at the round that it resumes from.
+    wanted = expected(ends(tmp_path)[1]["rounds"], lambda node, t: t > steps[node])
+    for rank, end in enumerate(ends(tmp_path)):
+        torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order

@@ -1,0 +1,195 @@
+"""Ranks and rows are the same numbers: real processes over gloo against the stacked engine."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import klatsch
+from klatsch.study import Store
+from tests.support.comparisons import assert_same_to_rounding
+from tests.support.processes import Ranks
+from tests.support.rank_scenarios import LR, RANK_GRAPHS, RANK_RULES, ROUNDS, problem_of
+from tests.support.waiting import HANG
+
+SIZES = (4, 6)
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def outcome(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(f"parity{request.param}")
+    Ranks(folder, request.param, "parity").succeed()
+    return request.param, [torch.load(folder / f"parity-{rank}") for rank in range(request.param)]
+
+
+def test_every_rule_is_compared(outcome):
+    assert len(outcome[1][0]) >= 50
+    assert {key.split(" | ")[0] for key in outcome[1][0]} == set(RANK_RULES)
+
+
+@pytest.mark.parametrize("name", RANK_GRAPHS)
+@pytest.mark.parametrize("label", RANK_RULES)
+def test_ranks_are_the_rows_of_the_simulation(outcome, label, name):
+    size, ranks = outcome
+    rule, options = RANK_RULES[label]
+    algorithm, graph = klatsch.rules.make(rule, lr=LR, **options), klatsch.topology.make(name, size)
+    try:
+        expected = klatsch.simulate(problem_of(size), algorithm, graph, ROUNDS, engine="torch")
+    except ValueError:  # not defined there
+        assert f"{label} | {name}" not in ranks[0]
+        return
+    for rank, found in enumerate(ranks):
+        x, output = found[f"{label} | {name}"]
+        torch.testing.assert_close(x, algorithm.query(expected.state)[rank, 0], rtol=0, atol=1e-10)
+        torch.testing.assert_close(output, expected.output[rank, 0], rtol=0, atol=1e-10)
+        assert x.abs().max() > 0.01
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("features")
+    Ranks(folder, 3, "features").succeed()
+    return [torch.load(folder / f"features-{rank}") for rank in range(3)]
+
+
+def test_all_start_from_rank_0(features):
+    assert not torch.equal(features[1]["own"][0], features[0]["own"][0])
+    for rank in features:
+        assert all(torch.equal(p, q) for p, q in zip(rank["start"], features[0]["own"], strict=True))  # bits: a copy
+
+
+def test_consensus_and_bytes(features):
+    x = torch.stack([rank["x"] for rank in features]).double()
+    gamma = float((x - x.mean(0)).square().sum(-1).mean())
+    assert gamma > 1e-6
+    for rank in features:
+        assert rank["consensus"] == pytest.approx(gamma, rel=1e-6)
+        # w in 4 rounds and x, which has left for the fifth as well, to 2 neighbours in float32, each with what its
+        # sender knows of the network: 3 numbers of every rank, 1 of every link
+        assert rank["bytes"] == (4 + 5) * 2 * 4 * (x.shape[1] + 3 * 3 + 3)
+
+
+def test_running_statistics_are_averaged_on_request(features):
+    mean = torch.stack([rank["statistics"] for rank in features]).mean(0)
+    for rank in features:
+        assert not torch.allclose(rank["statistics"], mean)
+        torch.testing.assert_close(rank["averaged"], mean)
+        torch.testing.assert_close(rank["network"], torch.stack([r["again"] for r in features]).mean(0))
+
+
+def test_a_live_network_goes_back_to_an_earlier_state(features):
+    for rank in features:
+        assert torch.equal(rank["first"], rank["again"])  # bits: same call
+
+
+def test_inf_on_one_rank_keeps_all_in_step(features):
+    mean = torch.stack([rank["scaled"] for rank in features]).mean(0)
+    torch.testing.assert_close(mean, torch.full((3,), 1 - 0.1 * (4 - 1 / 3)))
+
+
+def test_own_starts_two_dtypes_and_groups_of_some_ranks(features):
+    for rank in features:
+        torch.testing.assert_close(rank["mean"], torch.ones(70_002, dtype=torch.float64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(features[0]["some"], torch.ones(2))
+    assert "rank 1 is not in the process group" in features[1]["some"]
+
+
+@pytest.mark.parametrize("rule, first", [("dsgd", 4), ("dat", 3)])  # x of dat leaves when it is known
+def test_ranks_send_nothing_and_wait_for_nobody_in_silent_rounds(tmp_path, launch, rule, first):
+    size = 4
+    launch(size, "silent", rule=rule).succeed()
+    graph, made = klatsch.topology.make("ring/4", size), klatsch.rules.make(rule, lr=LR)
+    expected = klatsch.simulate(problem_of(size), made, graph, 12, engine="torch", record=[12])
+    message = 2 * 8 * (5 + 3 * size + 4)  # to 2 neighbours in float64, with what the sender knows of the network
+    for rank in range(size):
+        found = torch.load(tmp_path / f"silent-{rank}")
+        assert_same_to_rounding(found["path"][-1], made.query(expected.state)[rank, 0])
+        late = [(t // 4) * message for t in range(1, 13)]
+        eager = [((t + 1) // 4) * message for t in range(1, 13)] if first == 3 else [0] * 12
+        assert found["sent"] == [a + b for a, b in zip(late, eager, strict=True)]
+
+
+@pytest.mark.parametrize("order", ["atc", "cta"])
+def test_ranks_that_end_at_different_times(launch, order):
+    launch(4, "last_words", order=order).succeed()
+
+
+@pytest.mark.parametrize(
+    "what, error",
+    [
+        ("rule", "rule: ranks 0, 1 have dat; rank 2 has dsgd;"),
+        ("lr", "lr of the rule: ranks 0, 1 have 0.1; rank 2 has 0.2;"),
+        ("topology", r"topology: ranks 0, 1 have <Topology ring.*; rank 2 has <Topology star"),
+        ("number", r"number of parameters: ranks 0, 1 have 1 tensors, 6 numbers; rank 2 has 2 tensors, 7 numbers"),
+        ("shapes", r"shapes: ranks 0, 1 have \[\[2, 3\]\]; rank 2 has \[\[3, 2\]\]"),
+        ("dtypes", r"dtypes: ranks 0, 1 have \['torch.float32'\]; rank 2 has \['torch.float64'\]"),
+    ],
+)
+def test_disagreement_names_ranks_and_field(launch, what, error):
+    ranks = launch(3, "disagree", what=what)
+    assert ranks.codes() == [1, 1, 1]
+    for rank in range(3):
+        assert re.search(f"ValueError: the ranks do not agree on the {error}", ranks.errors(rank))
+
+
+def test_a_rank_that_does_not_come(launch):
+    ranks = launch(3, "disagree", what="absent")
+    assert ranks.codes() == [1, 1, 0]
+    assert re.search(r"rank 1: not all of the 3 ranks came to the same place within 4 s", ranks.errors(1))
+
+
+STUDY = """
+name = "on ranks"
+nodes = [2, 3]
+steps = 60
+record = 5
+lr = [1e-3, 1e-2]
+seeds = [0, 1]
+problem = {name = "least-squares", dim = 7, noise = [0.5, 1.0]}
+rules = ["dat", {name = "gt", average = "constant"}]
+topologies = ["ring", "one_peer_exponential"]
+"""
+
+
+def test_a_study_on_ranks_fills_the_same_store(tmp_path, run_cli):
+    file = tmp_path / "study.toml"
+    file.write_text(STUDY)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command = [*launcher, "-m", "klatsch", "run", str(file), "--engine", "ranks"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    assert "64 runs new" in done.stdout
+    assert done.stdout.count("one_peer_exponential") == 8  # rank 0 alone prints
+    code, _, err = run_cli("run", file, "--store", tmp_path / "stacked.sqlite", "--workers", "1")
+    assert (code, err) == (0, "")
+    with Store(tmp_path / "study.sqlite") as ranks, Store(tmp_path / "stacked.sqlite") as stacked:
+        keys = sorted(ranks.done())
+        assert keys == sorted(stacked.done())
+        both = ranks.outcomes(keys), stacked.outcomes(keys)
+        for found, expected in ((both[0][key].metrics, both[1][key].metrics) for key in keys):
+            assert found.keys() == expected.keys()
+            for name in found:
+                np.testing.assert_allclose(found[name], expected[name], rtol=1e-8, atol=1e-12, err_msg=name)
+        assert {facts["engine"] for _, facts in ranks.runs()} == {"ranks"}
+
+
+def test_a_study_that_needs_more_ranks(tmp_path):
+    file = tmp_path / "study.toml"
+    file.write_text(STUDY)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "klatsch", "run", str(file), "--engine", "ranks"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    assert re.search(r"klatsch: error: the study has networks of 3 nodes, but there are 2 ranks; start", done.stderr)
+    assert not (tmp_path / "study.sqlite").exists()
+
+
+def test_ranks_need_torchrun(tmp_path, run_cli, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    code, _, err = run_cli("run", "study.toml", "--engine", "ranks")
+    assert code == 2
+    assert err.startswith("klatsch: error: --engine ranks needs several processes; start it with torchrun")
+    code, _, err = run_cli("run", "study.toml", "--engine", "rank")
+    assert "unknown engine 'rank'; did you mean ranks?" in err

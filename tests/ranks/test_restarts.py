@@ -1,0 +1,68 @@
+"""Restarts by torchrun: where its store would lead ranks to dead ones they are refused, elsewhere they work."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.processes import free_port
+from tests.support.waiting import HANG
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parents[1] / "support" / "rank_training.py"
+DOCUMENT = ROOT / "docs" / "cluster.md"
+RANKS, ROUNDS = 3, 40
+
+
+def torchrun(folder, restarts, how, script=SCRIPT, deaths=()):
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", RANKS, "--max-restarts", restarts]
+    command += [*how, script, folder, ROUNDS, *deaths]
+    unset = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    return subprocess.run(
+        [str(word) for word in command], env=environment, capture_output=True, text=True, timeout=HANG
+    )
+
+
+def static():
+    return ["--master-port", free_port()]
+
+
+def finals(folder):
+    return [torch.load(folder / f"final-{rank}", weights_only=True)["model"] for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("how", [static, lambda: ["--standalone"]], ids=["static", "c10d with a shared store"])
+def test_restarts_that_would_meet_dead_ranks_are_refused_at_once(tmp_path, how):
+    done = torchrun(tmp_path / "run", 1, how())
+    assert done.returncode != 0
+    refusal = (
+        r"ValueError: torchrun is to restart ranks \(1 times\) but keeps .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.*c10d"
+    )
+    assert len(re.findall(refusal, done.stderr)) >= 2  # torchrun tries it again, and that does not hang
+    assert list((tmp_path / "run").iterdir()) == []  # nothing was trained or written
+
+
+def test_a_static_rendezvous_without_restarts_works(tmp_path):
+    done = torchrun(tmp_path / "run", 0, static())
+    assert done.returncode == 0, done.stderr
+
+
+def test_kill_9_under_a_static_rendezvous_with_a_store_for_each_attempt(tmp_path):
+    """As the document says."""
+    (recipe,) = re.findall(r"```py\n(.*?)```", DOCUMENT.read_text(), re.S)
+    plain = SCRIPT.read_text()
+    assert plain.count('dist.init_process_group("gloo")\n') == 1
+    script = tmp_path / "train.py"
+    script.write_text(plain.replace('dist.init_process_group("gloo")\n', recipe))
+    calm = torchrun(tmp_path / "calm", 0, static())
+    wild = torchrun(tmp_path / "wild", 2, static(), script, ["0 1 13", "1 2 30"])  # attempt, rank, round
+    assert (calm.returncode, wild.returncode) == (0, 0), wild.stderr
+    assert (tmp_path / "wild" / "log-0").read_text().splitlines()[-1].startswith(f"2 {ROUNDS} ")  # begun three times
+    for expected, found in zip(finals(tmp_path / "calm"), finals(tmp_path / "wild"), strict=True):
+        assert all(torch.equal(expected[name], found[name]) for name in expected)  # bits: same call

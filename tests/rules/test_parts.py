@@ -1,0 +1,296 @@
+"""Rules from parts: every product of a pattern, a direction and an average, and what makes no sense together."""
+
+import itertools
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import klatsch
+from klatsch import problems, rules
+from klatsch import topology as tp
+from klatsch.simulation.mixing import StackedMix
+from tests.rules.test_rules import trajectory
+from tests.simulation.test_simulate import KERNEL
+from tests.support.comparisons import assert_same_to_rounding
+
+PATTERNS = {
+    "plain": rules.Plain,
+    "plain, cta": lambda lr, direction: rules.Plain(lr, direction, "cta"),
+    "corrected": rules.Corrected,
+    "corrected, published": lambda lr, direction: rules.Corrected(lr, direction, lazy=False),
+    "tracked": rules.Tracked,
+    "push": rules.Push,
+}
+MOMENTA = {"sgd": 0.0, "momentum": 0.7}
+AROUND = {
+    "nothing": lambda base: base,
+    "anytime": lambda base: rules.Anytime(base, "linear"),
+    "beta 0.9": lambda base: rules.Anytime(base, "constant", 0.9),
+    "averaged": lambda base: rules.Averaged(base, "linear"),
+}
+PRODUCTS = list(itertools.product(PATTERNS, MOMENTA, AROUND))
+products = pytest.mark.parametrize("pattern, direction, around", PRODUCTS)
+LINEAR = [product for product in PRODUCTS if product[0] != "push"]
+RING = tp.ring(7)  # odd: D2 as published wants no eigenvalue of -1/3
+
+
+def build(pattern, direction, around, lr=5e-4):
+    return AROUND[around](PATTERNS[pattern](lr, rules.momentum(MOMENTA[direction])))
+
+
+def least_squares(graph, **choices):
+    return problems.LeastSquares(graph.size, **{"dim": 6, "heterogeneity": 3.0, **choices})
+
+
+@products
+def test_every_product_learns(pattern, direction, around):
+    problem = least_squares(RING, noise=0.0)
+    lr = (0.001 if (direction, around) == ("momentum", "anytime") else 0.02) / problem.L  # whose steps grow with t
+    result = klatsch.simulate(problem, build(pattern, direction, around, lr), RING, 400, record=[1, 400])
+    assert result.metrics["distance"][1] < 0.8 * result.metrics["distance"][0]
+
+
+@products
+def test_torch_is_the_plain_loop(pattern, direction, around):
+    rule, problem = build(pattern, direction, around), least_squares(RING)
+    state = trajectory(rule, RING, problem, 40)[-1]
+    found = klatsch.simulate(problem, rule, RING, 40, record=[3, 17, 40], engine="torch")
+    assert set(found.state) == set(state)
+    for name, expected in state.items():
+        torch.testing.assert_close(found.state[name], expected, rtol=1e-10, atol=1e-12)
+
+
+@KERNEL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("pattern, direction, around", LINEAR)
+def test_fused_is_torch(pattern, direction, around, dtype):
+    """All products of linear parts; rounds that are recorded change the order of a state's fields."""
+    rule, problem = build(pattern, direction, around, [5e-4, 1e-3]), least_squares(RING, noise=[1.0, 0.3])
+    plain, fused = (
+        klatsch.simulate(problem, rule, RING, 40, record=[3, 17, 40], engine=engine, dtype=dtype)
+        for engine in ("torch", "fused")
+    )
+    for name, expected in plain.state.items():
+        torch.testing.assert_close(
+            fused.state[name] / expected.abs().max(),
+            expected / expected.abs().max(),
+            rtol=0,
+            atol=1e-12 if dtype == torch.float64 else 1e-4,
+        )
+
+
+@KERNEL
+@pytest.mark.parametrize("around", AROUND)
+def test_fused_says_why_it_cannot_run_push_sum(around):
+    with pytest.raises(ValueError, match=r"fused.* (differ in shape|divided)"):
+        klatsch.simulate(least_squares(RING), build("push", "sgd", around), RING, 5, engine="fused")
+
+
+# --- columns and schedules ----------------------------------------------------------------------------------------
+
+COLUMNS = {"lr": [2e-4, 5e-4, 1e-3], "momentum": [0.0, 0.5, 0.9], "beta": [1.0, 0.9, 0.3]}
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("fused", marks=KERNEL)])
+@pytest.mark.parametrize("varied", [("lr",), ("momentum",), ("beta",), ("lr", "momentum", "beta")])
+@pytest.mark.parametrize("name", ["dat", "dat-gt", "dat-d2", "dat-sgp"])
+def test_a_list_per_column_is_as_many_single_runs(name, varied, engine):
+    engine = "auto" if name == "dat-sgp" and engine == "fused" else engine
+    problem = least_squares(RING)
+    choices = {"lr": 5e-4, "momentum": 0.5, "beta": 0.8} | {key: COLUMNS[key] for key in varied}
+    together = klatsch.simulate(problem, rules.make(name, **choices), RING, 60, engine=engine)
+    for c in range(3):
+        single = choices | {key: COLUMNS[key][c] for key in varied}
+        alone = klatsch.simulate(problem, rules.make(name, **single), RING, 60, engine=engine)
+        torch.testing.assert_close(together.output[:, [c]], alone.output, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("fused", marks=KERNEL)])
+@pytest.mark.parametrize("name", ["dsgd", "dat", "d2", "dat-d2", "gt", "dat-gt", "decentlam"])
+def test_schedules_per_column(name, engine):
+    problem, schedules = least_squares(RING), (lambda t: 1e-3 / (1 + t / 20), lambda t: 5e-4)
+    rule = rules.make(name, lr=lambda t: [lr(t) for lr in schedules])
+    together = klatsch.simulate(problem, rule, RING, 60, engine=engine)
+    for c, lr in enumerate(schedules):
+        alone = klatsch.simulate(problem, rules.make(name, lr=lr), RING, 60, engine=engine)
+        torch.testing.assert_close(together.output[:, [c]], alone.output, rtol=1e-10, atol=1e-13)
+    constant = klatsch.simulate(problem, rules.make(name, lr=5e-4), RING, 60, engine=engine)
+    assert_same_to_rounding(alone.output, constant.output)
+
+
+# --- what makes no sense ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: rules.make("dat", lr=0.1, average="linear"), "dat has no average: it gives out x, .* already"),
+        (lambda: rules.make("dat-gt", lr=0.1, average="linear"), "dat-gt has no average: it gives out x"),
+        (lambda: rules.make("dsgd", lr=0.1, beta=0.9), "dsgd has no beta: it has no average x"),
+        (lambda: rules.make("gt", lr=0.1, beta=0.9), "gt has no beta: .* use dat, dat-gt"),
+        (
+            lambda: rules.make("d2", lr=0.1, averaging="linear"),
+            "d2 has no averaging: it takes gradients at its",
+        ),
+        (lambda: rules.make("d2", lr=0.1, order="cta"), "d2 has no order: it has the order atc only"),
+        (lambda: rules.make("gt", lr=0.1, order="cta"), "gt has no order: it has the order atc only"),
+        (lambda: rules.make("dsgd", lr=0.1, lazy=True), r"dsgd has no lazy: .* topology.lazy\(graph\)"),
+        (lambda: rules.make("dat", lr=0.1, lazy=True), "dat has no lazy: "),
+        (lambda: rules.make("dat", lr=0.1, momentun=0.9), "momentun.*momentum"),
+        (lambda: rules.make("dta", lr=0.1), "unknown rule 'dta'; did you mean dat"),
+        (lambda: rules.make("dat"), r"dat needs a learning rate: make\('dat', lr=0.01\)"),
+        (lambda: rules.dat(0.1, order="act"), "order = 'act'; choose atc"),
+        (lambda: rules.d2(0.1, lazy="auto"), "lazy = 'auto'; give true, or false for D2 as published"),
+        (lambda: rules.dat(0.1, beta=1.1), "beta = 1.1; give a number from 0 to 1"),
+        (lambda: rules.dat(0.1, beta=[0.5, -1.0]), "beta = -1 in column 1; give a number from 0 to 1"),
+        (lambda: rules.dat(0.1, momentum=1.0), "momentum = 1.0; give a number from 0 up to but not including 1"),
+        (lambda: rules.dat(-0.1), "lr = -0.1; give a number above 0"),
+        (lambda: rules.Plain(0.1, 0.9), r"direction = 0.9; give one, such as rules.momentum\(0.9\)"),
+        (lambda: rules.Anytime(rules.dat(0.1)), "dat gives out an average already; give the pattern alone"),
+        (lambda: rules.Anytime(rules.gt(0.1, average="linear")), "gt gives out an average already"),
+        (lambda: rules.Averaged(rules.dat_d2(0.1)), "dat-d2 gives out an average already"),
+        (lambda: rules.Anytime(rules.Plain), "the rule is the class Plain"),
+        (lambda: rules.Anytime(0.1), "the rule is a float without lr, init, query, output, update"),
+    ],
+)
+def test_refused_with_the_reason(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+class OldState(tuple):
+    """States were named tuples."""
+
+
+@dataclass(frozen=True)
+class OldStyle:
+    """A rule as 0.1 wanted it."""
+
+    lr: float
+    eager = ()
+
+    def init(self, x):
+        return OldState((x,))
+
+    def query(self, state):
+        return state[0]
+
+    output = query
+
+    def update(self, state, grad, mix, t):
+        return OldState(mix(state[0] - self.lr * grad))
+
+
+def test_rules_of_the_old_style_are_refused():
+    with pytest.raises(ValueError, match=r"OldStyle.update takes \(state, grad, mix, t\); since klatsch 0.2 it takes"):
+        klatsch.simulate(least_squares(RING), OldStyle(0.1), RING, 5)
+
+
+OLD_NAMES = {
+    "DSGD": "dsgd", "DAT": "dat", "D2": "d2", "GradientTracking": "gt", "PushSum": "sgp", "DecentLaM": "decentlam",
+    "DATTracking": "dat-gt", "DATD2": "dat-d2", "DATPush": "dat-sgp",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("old", OLD_NAMES)
+def test_the_old_names_warn_and_work(old):
+    with pytest.warns(DeprecationWarning, match=rf"klatsch.algorithms.{old} is klatsch.rules.\w+ since 0.2"):
+        rule = getattr(klatsch.algorithms, old)(5e-4)
+    assert rule.name == OLD_NAMES[old]
+    with pytest.warns(DeprecationWarning, match="klatsch.algorithms.make is klatsch.rules.make"):
+        made = klatsch.algorithms.make(OLD_NAMES[old], lr=5e-4)
+    problem = least_squares(RING)
+    found, expected = (klatsch.simulate(problem, each, RING, 20) for each in (rule, made))
+    assert_same_to_rounding(found.output, expected.output)
+    with pytest.raises(AttributeError, match=r"no attribute 'Nothing'"):
+        klatsch.algorithms.Nothing  # noqa: B018
+
+
+def test_the_new_names_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rules.make("dat", lr=0.1)
+
+
+# --- flows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["ring", "star", "torus", "base_graph", "directed_ring", "one_peer_exponential"])
+@pytest.mark.parametrize("size", [9, 36])  # dense and sparse
+def test_flows_sum_to_zero_and_mix_adds_them(name, size, dtype):
+    graph = tp.make(name, size)
+    flows = StackedMix(graph, dtype=dtype, device=torch.device("cpu"))
+    v = torch.randn(size, 2, 5, dtype=dtype, generator=torch.Generator().manual_seed(0)) + 100
+    for t in range(1, graph.period + 2):
+        flow = flows.in_round(t)
+        (f,), (mixed,), (both, other) = flow(v), flow.mix(v), flow(v, 2 * v)
+        unit = torch.finfo(dtype).eps
+        assert f.abs().max() > 0.1
+        assert f.sum(0).abs().max() < 100 * size * unit
+        assert_same_to_rounding(mixed, v + f)
+        assert_same_to_rounding(both, f)
+        assert_same_to_rounding(other / 2, f)
+        assert_same_to_rounding(rules.Flow(flow).mix(v)[0], mixed)
+
+
+def test_alike_nodes_feel_no_flow():
+    """Not even one of rounding, which rules that add flows up would pile up."""
+    flow = StackedMix(tp.ring(9), dtype=torch.float32, device=torch.device("cpu")).in_round(1)
+    assert not flow(torch.full((9, 1, 4), 0.1))[0].any()
+
+
+def test_rules_are_short():
+    """Nine names, with beta, local steps and free products, in fewer lines than the hand-written rules had."""
+    files = Path(rules.__file__).parent.glob("*.py")
+    assert sum(len(path.read_text().splitlines()) for path in files) < 908
+
+
+# --- the kernel ---------------------------------------------------------------------------------------------------
+
+
+@KERNEL
+@pytest.mark.parametrize("seed", range(40))
+def test_the_kernel_blends_and_flows_in_every_shape(seed):
+    """Query points between fields, and flows, against plain operations; rows end inside vectors, or are shorter."""
+    random = np.random.default_rng(seed)
+    M, C, d = int(random.integers(1, 12)), int(random.integers(1, 20)), int(random.integers(1, 50))
+    dtype = (torch.float32, torch.float64)[seed % 2]
+    name = ("dat", "dat-d2", "dat-gt", "d2")[seed % 4]
+    beta = {} if name == "d2" else {"beta": random.uniform(0, 1, C).tolist() if seed % 3 else 0.6}
+    lr = (5e-4 * random.uniform(0.1, 1, C)).tolist()
+    graph = tp.ring(M) if "d2" in name else (tp.base_graph, tp.complete, tp.directed_ring)[seed % 3](M)
+    problem = problems.LeastSquares(M, dim=d, heterogeneity=2.0, seed=seed)
+    rule = rules.make(name, lr=lr, momentum=0.5, **beta)
+    plain, fused = (
+        klatsch.simulate(problem, rule, graph, 30, record=[29], dtype=dtype, engine=engine)
+        for engine in ("torch", "fused")
+    )
+    for field, expected in plain.state.items():
+        scale = max(float(expected.abs().max()), float(plain.state["w"].abs().max()))
+        worst = float((fused.state[field] - expected).abs().max())
+        assert worst <= (1e-12 if dtype == torch.float64 else 1e-4) * scale, field
+
+
+def test_parts_that_keep_fields_of_one_name_are_refused():
+    @dataclass(frozen=True)
+    class Mine(rules.Rule):
+        lr: float
+
+        def init(self, x):
+            return {"w": x, "x": x}
+
+    with pytest.raises(ValueError, match="both keep a field x; give one another name"):
+        rules.Anytime(Mine(0.1)).init(torch.zeros(3))
+
+
+def test_decentlam_refuses_local_steps():
+    graph = tp.every(tp.ring(5), 4)
+    for rule in (rules.decentlam(0.1), rules.Anytime(rules.DecentLaM(0.1))):
+        with pytest.raises(ValueError, match=r"on ring/4: its momentum repeats .* use d2 or dat-d2"):
+            rule.check_graph(graph)
+    rules.decentlam(0.1, momentum=0).check_graph(graph)

@@ -1,0 +1,95 @@
+"""A query point between w and x: the network mean is Schedule-Free SGD on the mean gradient, whatever the pattern."""
+
+import pytest
+import torch
+
+import klatsch
+from klatsch import problems, rules
+from klatsch import topology as tp
+from klatsch.rules import averaging
+from tests.rules.test_rules import trajectory
+from tests.simulation.test_simulate import ENGINES
+
+PATTERNS = {
+    "plain": ("dat", {}),
+    "plain, cta": ("dat", {"order": "cta"}),
+    "corrected": ("dat-d2", {}),
+    "corrected, published": ("dat-d2", {"lazy": False}),
+    "tracked": ("dat-gt", {}),
+}
+GRAPHS = {"ring": tp.ring(7), "base graph": tp.base_graph(6), "torus": tp.torus(9)}
+CASES = [(pattern, graph) for pattern in PATTERNS for graph in GRAPHS if "corr" not in pattern or graph != "base graph"]
+STEPS = 80
+
+
+def schedule_free(start, gradient, lr, weights, beta, momentum):
+    """Defazio et al., 2024: z takes the steps, x averages it, and gradients are taken at y."""
+    z, x, m, path = start, start, torch.zeros_like(start), []
+    for t in range(1, STEPS + 1):
+        y = (1 - beta) * z + beta * x
+        m = momentum * m + gradient(t, y)
+        z = z - lr * weights.alpha(t) * m
+        x = (1 - weights.delta(t)) * x + weights.delta(t) * z
+        path.append((x, z))
+    return path
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("weights", ["constant", "linear"])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("pattern, graph", CASES)
+def test_the_mean_is_schedule_free_sgd_on_the_mean_gradient(pattern, graph, beta, weights, momentum):
+    name, options = PATTERNS[pattern]
+    graph, lr = GRAPHS[graph], 1e-3 if weights == "constant" else 5e-5
+    problem = problems.LeastSquares(graph.size, dim=5, heterogeneity=2.0)
+    rule = rules.make(name, lr=lr, averaging=weights, beta=beta, momentum=momentum, **options)
+    states = trajectory(rule, graph, problem, STEPS)
+
+    def mean_gradient(t, y):
+        """At every node's own query point, of which y is to be the mean."""
+        query = rule.query(states[t - 1])
+        torch.testing.assert_close(query.mean(0), y, rtol=0, atol=1e-12)
+        return problem.grad(query, t).mean(0)
+
+    start = problem.start().double().expand(1, problem.dim)
+    path = schedule_free(start, mean_gradient, lr, averaging.parse(weights), beta, momentum)
+    for state, (x, z) in zip(states[1:], path, strict=True):
+        torch.testing.assert_close(state["x"].mean(0), x, rtol=0, atol=1e-12 * max(1.0, float(x.abs().max())))
+        torch.testing.assert_close(state["w"].mean(0), z, rtol=0, atol=1e-12 * max(1.0, float(z.abs().max())))
+        assert torch.equal(rule.output(state), state["x"])  # bits: a copy
+
+
+@ENGINES
+@pytest.mark.parametrize("name", ["dat", "dat-gt", "dat-d2"])
+def test_on_the_complete_graph_every_node_is_schedule_free_sgd(name, engine):
+    """With one node's gradients alike everywhere, nothing is left of the network at all."""
+    A, b = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(0)).double(), torch.ones(1, 8).double()
+    problem, graph = problems.LeastSquares.from_arrays(A.expand(5, 8, 4), b.expand(5, 8)), tp.complete(5)
+    lr, beta = 0.02 / problem.L, 0.8
+    found = klatsch.simulate(problem, rules.make(name, lr=lr, beta=beta), graph, STEPS, engine=engine)
+
+    def gradient(t, y):
+        return problem.grad(y.expand(5, 1, 4), t)[0]
+
+    x, z = schedule_free(problem.start().double().expand(1, 4), gradient, lr, averaging.constant(), beta, 0.0)[-1]
+    torch.testing.assert_close(found.output, x.expand(5, 1, 4), rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(found.state["w"], z.expand(5, 1, 4), rtol=1e-11, atol=1e-13)
+
+
+@ENGINES
+@pytest.mark.parametrize("name", ["dat", "dat-gt", "dat-d2"])
+def test_beta_moves_the_query_point(name, engine):
+    """1 is the paper, 0 the base with an average beside it, and one between them is neither."""
+    graph = tp.ring(7)
+    problem = problems.LeastSquares(7, dim=5, heterogeneity=2.0)
+
+    def run(rule):
+        return klatsch.simulate(problem, rule, graph, 60, engine=engine)
+
+    at_x, between, at_w = (run(rules.make(name, lr=1e-3, beta=beta)) for beta in (1.0, 0.5, 0.0))
+    paper = run(rules.make(name, lr=1e-3))
+    base = run(rules.make({"dat": "dsgd"}.get(name, name.removeprefix("dat-")), lr=1e-3))
+    torch.testing.assert_close(at_x.output, paper.output, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(at_w.state["w"], base.state["w"], rtol=1e-11, atol=1e-13)
+    for one in (at_x, at_w):
+        assert (between.output - one.output).abs().max() > 1e-4 * one.output.abs().max()

@@ -1,0 +1,22 @@
+"""float32 errs as float64 does: a short version of benchmarks/precision.py, which goes ten times as far."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.simulation.test_simulate import ENGINES
+
+SPEC = importlib.util.spec_from_file_location("precision", Path(__file__).parents[2] / "benchmarks" / "precision.py")
+precision = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(precision)
+
+
+@ENGINES
+@pytest.mark.parametrize("case", precision.CASES)
+def test_float32_errs_as_float64(case, engine):
+    engine = "torch" if "sgp" in case else engine
+    exact, rough = (precision.errors(case, engine, 10_000, dtype) for dtype in (torch.float64, torch.float32))
+    assert exact.isfinite().all()
+    torch.testing.assert_close(rough, exact, rtol=0.1, atol=0)

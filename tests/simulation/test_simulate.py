@@ -1,0 +1,490 @@
+"""The simulator: columns, engines, dtypes, recording, divergence, going on."""
+
+import io
+import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+
+import klatsch
+from klatsch import problems, rules
+from klatsch import topology as tp
+from klatsch.simulation import native
+from klatsch.simulation.fused import column_blocks
+from klatsch.simulation.gradients import Gradients
+from klatsch.simulation.mixing import StackedMix
+from klatsch.simulation.progress import progress_bar
+from klatsch.simulation.record import record_points
+from tests.rules.test_rules import GRAPHS, RULES, TABLE, ZeroGradients
+from tests.support.comparisons import assert_same_to_rounding
+
+
+@dataclass(frozen=True)
+class Own(rules.Rule):
+    """A rule of a user's own, but for its update."""
+
+    lr: float
+
+
+LINEAR = [(rule, graph) for rule, graph in TABLE if "sgp" not in rule]
+KERNEL = pytest.mark.skipif(native.why_not() is not None, reason=f"no fused engine: {native.why_not()}")
+ENGINES = pytest.mark.parametrize("engine", ["torch", pytest.param("fused", marks=KERNEL)])
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+@KERNEL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rule, graph", LINEAR)
+def test_the_fused_engine_equals_plain_operations(rule, graph, dtype):
+    small = 0.01 if "polynomial" in rule else 1.0  # its weights grow with the square of t
+    rule, graph = RULES[rule]([0.0005 * small, 0.002 * small, 0.004 * small]), GRAPHS[graph]
+    problem = problems.LeastSquares(graph.size, dim=19, noise=[1.0, 0.0, 3.0], heterogeneity=2.0)
+    plain, fused = (
+        klatsch.simulate(problem, rule, graph, 41, record=[2, 40], dtype=dtype, engine=engine)
+        for engine in ("torch", "fused")
+    )
+    assert (plain.engine, fused.engine) == ("torch", "fused")
+    tolerance = {torch.float32: 2e-4, torch.float64: 1e-11}[dtype]
+    scale = plain.output.abs().amax()
+    torch.testing.assert_close(fused.output / scale, plain.output / scale, rtol=0, atol=tolerance)
+    for name in plain.metrics:
+        torch.testing.assert_close(fused.metrics[name], plain.metrics[name], rtol=100 * tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_columns_equal_the_same_runs_done_one_by_one(rule):
+    graph, rates = GRAPHS["lazy ring"], [0.001, 0.004, 0.0005, 0.002]
+    sigmas, zetas = [1.0, 0.0, 10.0, 2.0], [0.0, 5.0, 1.0, 3.0]
+    problem = problems.LeastSquares(6, dim=8, noise=sigmas, heterogeneity=zetas)
+    together = klatsch.simulate(problem, RULES[rule](rates), graph, 60, record=4)
+    for c, (rate, sigma, zeta) in enumerate(zip(rates, sigmas, zetas, strict=True)):
+        one = problems.LeastSquares(6, dim=8, noise=sigma, heterogeneity=zeta)
+        alone = klatsch.simulate(one, RULES[rule](rate), graph, 60, record=4)
+        torch.testing.assert_close(together.output[:, c], alone.output[:, 0], rtol=1e-10, atol=1e-12)
+        for name, values in alone.metrics.items():
+            torch.testing.assert_close(together.metrics[name][:, c], values[:, 0], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule, option, values", [("dsgd", "momentum", [0.0, 0.5, 0.9]), ("dat", "averaging", None)])
+def test_any_hyper_parameter_makes_columns(rule, option, values):
+    graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4)
+    gammas = [0.5, 0.9, 0.95]
+    choices = {option: values or klatsch.rules.averaging.fixed(gammas)}
+    together = klatsch.simulate(problem, rules.make(rule, lr=0.001, **choices), graph, 40)
+    for c in range(3):
+        choices = {option: values[c] if values else klatsch.rules.averaging.fixed(gammas[c])}
+        alone = klatsch.simulate(problem, rules.make(rule, lr=0.001, **choices), graph, 40)
+        torch.testing.assert_close(together.output[:, c], alone.output[:, 0], rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_float32_stays_near_float64(rule):
+    graph = tp.ring(9)
+    problem = problems.LeastSquares(9, heterogeneity=0.1)
+    slow = {"dat, momentum": 0.005, "dat, linear": 0.01, "dat-d2, linear": 0.01, "dat, polynomial, cta": 1e-5}
+    rate = slow.get(rule, 0.1) / problem.L
+    exact, rough = (
+        klatsch.simulate(problem, RULES[rule](rate), graph, 2000, dtype=dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert rough.output.dtype == torch.float32
+    assert exact.metrics["distance"][-1] < 0.5 * exact.metrics["distance"][0]
+    near = exact.metrics["distance"] > 1e-6  # below, rounding errors of float32 are seen
+    torch.testing.assert_close(rough.metrics["distance"][near], exact.metrics["distance"][near], rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("name", ["ring", "star", "grid", "base_graph", "complete"])
+def test_mixing_does_not_drift_in_float32(name):
+    """100,000 rounds; a plain sum with weights like 1/3 drifts by 1e-3 here."""
+    graph = tp.make(name, 9)
+    mix = StackedMix(graph, dtype=torch.float32, device=torch.device("cpu"))
+    v = torch.randn(9, 1, 8, generator=torch.Generator().manual_seed(0)) + 3
+    mean = v.double().mean(0)
+    for t in range(1, 100_001):
+        (v,) = mix.in_round(t).mix(v)
+    assert ((v.double().mean(0) - mean) / mean).abs().max() < 1e-5
+    assert (v - v.mean(0)).abs().max() < 1e-5
+
+
+@ENGINES
+@pytest.mark.parametrize("rule", RULES)
+def test_a_run_continued_equals_a_run_in_one_go(rule, engine):
+    if engine == "fused" and "sgp" in rule:
+        engine = "auto"
+    graph, problem = GRAPHS["lazy ring"], problems.LeastSquares(6, dim=7)
+    choices = {"record": [10, 30, 47, 60], "engine": engine}
+    whole = klatsch.simulate(problem, RULES[rule]([0.001, 0.002]), graph, 60, **choices)
+    half = klatsch.simulate(problem, RULES[rule]([0.001, 0.002]), graph, 30, record=[10, 30], engine=engine)
+    rest = klatsch.simulate(problem, RULES[rule]([0.001, 0.002]), graph, 60, after=half, **choices)
+    assert rest.steps == whole.steps == [10, 30, 47, 60]
+    assert torch.equal(rest.output, whole.output)  # bits: same call
+    for name, values in whole.metrics.items():
+        assert torch.equal(rest.metrics[name], values)  # bits: same call
+
+
+@KERNEL
+def test_blocks_of_columns_change_nothing(monkeypatch):
+    graph, problem = tp.one_peer_exponential(7), problems.LeastSquares(7, dim=13, noise=2.0)
+    rule = rules.dat([0.001 * (k + 1) for k in range(20)])
+    first = klatsch.simulate(problem, rule, graph, 200, engine="fused")
+    monkeypatch.setattr("klatsch.simulation.fused.column_blocks", lambda *_: [slice(0, 3), slice(3, 4), slice(4, 20)])
+    second = klatsch.simulate(problem, rule, graph, 200, engine="fused")
+    assert_same_to_rounding(second.output, first.output)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 7, 28, 168])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_blocks_cover_every_column_once(columns, threads):
+    blocks = column_blocks(columns, 100, 50, 4, threads)
+    covered = [c for block in blocks for c in range(columns)[block]]
+    assert covered == list(range(columns))
+    assert len(blocks) >= min(threads, columns)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@ENGINES
+def test_a_column_that_diverges_becomes_inf_and_leaves_the_others_alone(engine, dtype):
+    graph, problem = tp.ring(6), problems.LeastSquares(6, dim=5)
+    rule = rules.dsgd([0.001, 1.0, 0.002])
+    mixed = klatsch.simulate(problem, rule, graph, 2000, dtype=dtype, engine=engine)
+    calm = klatsch.simulate(problem, rules.dsgd([0.001, 0.002]), graph, 2000, dtype=dtype, engine=engine)
+    assert mixed.diverged.tolist() == [False, True, False]
+    assert_same_to_rounding(mixed.output[:, [0, 2]], calm.output)
+    assert mixed.output[:, 1].isposinf().all()
+    for name, values in mixed.metrics.items():
+        assert not values.isnan().any()
+        assert values[-1, 1].isposinf(), name
+        assert values[:, [0, 2]].isfinite().all()
+        assert_same_to_rounding(values[:, [0, 2]], calm.metrics[name], dtype)
+    assert mixed.best() in (0, 2)
+
+
+def test_a_diverged_column_stays_inf_when_the_run_goes_on():
+    graph, problem = tp.ring(6), problems.LeastSquares(6, dim=5)
+    first = klatsch.simulate(problem, rules.dsgd([0.001, 1.0]), graph, 600)
+    more = klatsch.simulate(problem, rules.dsgd([0.001, 1.0]), graph, 900, after=first)
+    assert first.diverged[1]
+    assert more.metrics["distance"][-1].isposinf().tolist() == [False, True]
+
+
+def test_a_users_own_problem_needs_the_protocol_only():
+    result = klatsch.simulate(ZeroGradients(4), rules.dat([0.1, 0.2]), tp.ring(4), 20)
+    assert result.engine == "torch"
+    assert result.output.shape == (4, 2, 3)
+    torch.testing.assert_close(result.metrics["size"], torch.full((len(result.steps), 2), 5.25, dtype=torch.float64))
+
+
+def test_a_users_own_rule_that_is_not_linear_runs_with_plain_operations():
+    class Sign(Own):
+        def update(self, s, grad, flow, t, lr):
+            (w,) = flow.mix(s["w"] - lr * grad.sign())
+            return {"w": w}
+
+    problem = problems.LeastSquares(4, dim=3)
+    result = klatsch.simulate(problem, Sign(0.001), tp.ring(4), 500)
+    assert result.engine == "torch"
+    assert result.metrics["distance"][-1] < 0.7 * result.metrics["distance"][0]
+    with pytest.raises(ValueError, match=r"fused.*(sign|no C compiler|turned off)"):
+        klatsch.simulate(problem, Sign(0.001), tp.ring(4), 5, engine="fused")
+
+
+@ENGINES
+def test_the_learning_rate_may_be_a_function_of_the_round(engine):
+    graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4)
+    result = klatsch.simulate(problem, rules.dsgd(lambda t: [0.01 / t, 0.001]), graph, 50, engine=engine)
+    fixed = klatsch.simulate(problem, rules.dsgd(0.001), graph, 50, engine=engine)
+    torch.testing.assert_close(result.output[:, 1], fixed.output[:, 0], rtol=1e-12, atol=1e-14)
+    w = problem.start().expand(5, 1, 4)
+    mix = StackedMix(graph, dtype=torch.float64, device=torch.device("cpu"))
+    for t in range(1, 51):
+        (w,) = mix.in_round(t).mix(w - 0.01 / t * problem.grad(w, t))
+    torch.testing.assert_close(result.output[:, :1], w, rtol=1e-12, atol=1e-14)
+
+
+@ENGINES
+@pytest.mark.parametrize("steps", [1, 2, 50])
+def test_a_schedule_is_never_asked_beyond_the_last_round(engine, steps, tmp_path):
+    table = [0.001] * steps
+    rule = rules.dsgd(lambda t: table[t - 1])
+    klatsch.simulate(
+        problems.LeastSquares(5, dim=4), rule, tp.ring(5), steps, engine=engine, checkpoint=tmp_path / "run"
+    )
+
+
+def test_metrics_are_what_they_say():
+    graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4, heterogeneity=2.0)
+    rule = rules.dat(0.002)
+    result = klatsch.simulate(problem, rule, graph, 9, record=[8, 9])
+    before = klatsch.simulate(problem, rule, graph, 8, record=[8])
+    w, x = result.state["w"][:, 0], result.state["x"][:, 0]
+    last = {name: values[-1, 0] for name, values in result.metrics.items()}
+
+    def loss(point):
+        return (
+            sum(
+                0.5 * point @ H @ point + (scale @ rows) @ point
+                for H, rows, scale in zip(
+                    problem.quadratic().H,
+                    problem.quadratic().rows,
+                    problem.quadratic().scale.expand(5, -1),
+                    strict=True,
+                )
+            )
+            / 5
+        )
+
+    best = loss(problem.optimum[0])
+    torch.testing.assert_close(last["distance"], sum((x[i] - problem.optimum[0]).norm() ** 2 for i in range(5)) / 5)
+    torch.testing.assert_close(last["loss_gap"], loss(x.mean(0)) - best, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(last["worst_loss_gap"], max(loss(x[i]) for i in range(5)) - best, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(last["Gamma"], sum((x[i] - x.mean(0)).norm() ** 2 for i in range(5)) / 5)
+    torch.testing.assert_close(last["Xi"], sum((w[i] - w.mean(0)).norm() ** 2 for i in range(5)) / 5)
+    g = problem.grad(before.state["x"], 9)[:, 0]
+    torch.testing.assert_close(last["Psi"], sum((g[i] - g.mean(0)).norm() ** 2 for i in range(5)) / 5)
+
+
+def test_record():
+    assert record_points(1, 70) == [70]
+    assert record_points(5, 10_000) == [1, 10, 100, 1000, 10_000]
+    assert record_points(50, 10)[-1] == 10
+    assert record_points([7, 3], 10) == [3, 7]
+    result = klatsch.simulate(problems.LeastSquares(3, dim=2), rules.dsgd(0.001), tp.ring(3), 10, record=[3, 7])
+    assert result.steps == [3, 7]
+    assert result.rounds == 10
+    assert result.metrics["distance"].shape == (2, 1)
+
+
+@pytest.mark.parametrize("reason", ["switched off", "no compiler", "broken compiler"])
+def test_without_the_kernel_plain_operations_run(reason, monkeypatch, tmp_path):
+    native._library.cache_clear()
+    monkeypatch.setenv("KLATSCH_CACHE", str(tmp_path / "cache"))
+    if reason == "switched off":
+        monkeypatch.setenv("KLATSCH_NATIVE", "0")
+    else:
+        compiler = tmp_path / "cc"
+        if reason == "broken compiler":
+            compiler.write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
+            compiler.chmod(0o755)
+        monkeypatch.setenv("CC", str(compiler))
+    try:
+        result = klatsch.simulate(problems.LeastSquares(3), rules.dsgd(0.001), tp.ring(3), 10)
+        assert result.engine == "torch"
+        with pytest.raises(ValueError, match="cannot run this"):
+            klatsch.simulate(problems.LeastSquares(3), rules.dsgd(0.001), tp.ring(3), 10, engine="fused")
+        assert native.why_not()
+        assert not list((tmp_path / "cache").glob("*.so")) if (tmp_path / "cache").exists() else True
+    finally:
+        native._library.cache_clear()
+
+
+@KERNEL
+def test_the_kernel_is_built_once_and_never_in_a_folder_that_others_may_write_to(monkeypatch, tmp_path):
+    native._library.cache_clear()
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("KLATSCH_CACHE", str(folder))
+    try:
+        native.library()
+        (built,) = folder.iterdir()
+        stamp = built.stat().st_mtime_ns
+        native._library.cache_clear()
+        native.library()
+        assert [built] == list(folder.iterdir())
+        assert built.stat().st_mtime_ns == stamp
+        native._library.cache_clear()
+        built.unlink()
+        folder.chmod(0o777)
+        native.library()
+        assert not list(folder.iterdir())
+    finally:
+        native._library.cache_clear()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_on_a_terminal_and_silence_elsewhere(monkeypatch, capsys):
+    problem, rule, graph = problems.LeastSquares(3, dim=2), rules.dsgd(0.001), tp.ring(3)
+    klatsch.simulate(problem, rule, graph, 10)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    klatsch.simulate(problem, rule, graph, 10)
+    assert "dsgd on ring, 3 nodes" in screen.getvalue()
+    silent = Terminal()
+    monkeypatch.setattr(sys, "stderr", silent)
+    klatsch.simulate(problem, rule, graph, 10, progress=False)
+    assert silent.getvalue() == ""
+
+
+def test_a_bar_shows_pace_and_time_left(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    import time
+
+    with progress_bar(True, 100, 0, "title") as tell:
+        for _ in range(4):
+            time.sleep(0.15)
+            tell(20)
+    assert "rounds/s" in screen.getvalue()
+    assert "80/100" in screen.getvalue()
+
+
+def test_progress_may_be_a_function():
+    told = []
+    problem = problems.LeastSquares(3, dim=2)
+    klatsch.simulate(problem, rules.dsgd(0.001), tp.ring(3), 77, progress=told.append)
+    assert sum(told) == 77
+
+
+@pytest.mark.parametrize("engine", ["auto", "torch"])
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("rule, graph", TABLE if torch.cuda.is_available() else TABLE[:1])
+def test_on_a_gpu_the_numbers_are_the_same(rule, graph, device, engine):
+    graph = GRAPHS[graph]
+    problem = problems.LeastSquares(graph.size, dim=9)
+    small = 0.01 if "polynomial" in rule else 1.0
+    make = RULES[rule]
+    for rule in (make([0.001 * small, 0.002 * small]), make(lambda t: [0.001 * small, 0.002 * small / t])):
+        here = klatsch.simulate(problem, rule, graph, 150)
+        there = klatsch.simulate(problem, rule, graph, 150, device=device, engine=engine)
+        assert there.engine == ("cuda graph" if engine == "auto" else "torch")
+        torch.testing.assert_close(there.output.cpu(), here.output, rtol=1e-9, atol=1e-11)
+
+
+LARGE = {
+    "ring": tp.ring(40),
+    "directed ring": tp.directed_ring(30),
+    "one peer": tp.one_peer_exponential(33),
+    "base graph": tp.base_graph(26),
+    "random": tp.erdos_renyi(50, p=0.1),
+    "pushing": tp.from_networkx(nx.gn_graph(30, seed=1).reverse().to_undirected().to_directed(), stochastic="columns"),
+    "arrows": tp.from_networkx(
+        nx.DiGraph([(k, (k + s) % 30) for k in range(30) for s in (1, 1 + k % 3)]), stochastic="columns"
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("graph", LARGE)
+def test_mixing_is_a_product_with_the_matrix_of_the_round(graph, dtype, dense, device, monkeypatch):
+    graph = LARGE[graph]
+    monkeypatch.setattr("klatsch.simulation.mixing.DENSE_NODES", dict.fromkeys(("cpu", "cuda"), 1000 if dense else 0))
+    mix = StackedMix(graph, dtype=dtype, device=torch.device(device))
+    v = torch.randn(graph.size, 2, 3, dtype=dtype)
+    for t in (1, 2, 3, 9):
+        flow, close = mix.in_round(t), {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 1e-14}
+        (mixed,), (pulled,) = flow.mix(v.to(device)), flow(v.to(device))
+        expected = torch.tensordot(torch.tensor(graph.matrix(t).toarray()), v.double(), 1)
+        torch.testing.assert_close(mixed.cpu().double(), expected, **close)
+        torch.testing.assert_close(pulled.cpu().double(), expected - v.double(), **close)
+
+
+class EveryThird(Own):
+    """Local SGD: gossip in every third round only."""
+
+    def update(self, s, grad, flow, t, lr):
+        w = s["w"] - lr * grad
+        return {"w": flow.mix(w)[0] if t % 3 == 0 else w}
+
+
+class WarmUp(Own):
+    def update(self, s, grad, flow, t, lr):
+        (w,) = flow.mix(s["w"] - lr * min(1.0, math.sqrt(t) / 10) * grad)
+        return {"w": w}
+
+
+class First(Own):
+    def update(self, s, grad, flow, t, lr):
+        (w,) = flow.mix(s["w"] - (10 if t == 1 else 1) * lr * grad)
+        return {"w": w}
+
+
+@pytest.mark.parametrize("rule", [EveryThird, WarmUp, First])
+@pytest.mark.parametrize("record", [[2, 4, 6, 8], [40], range(1, 41)])
+def test_rules_that_ask_about_the_round_run_with_plain_operations(rule, record):
+    problem, graph = problems.LeastSquares(5, dim=4), tp.ring(5)
+    result = klatsch.simulate(problem, rule([0.001, 0.002]), graph, 40, record=record)
+    plain = klatsch.simulate(problem, rule([0.001, 0.002]), graph, 40, record=record, engine="torch")
+    assert result.engine == "torch"
+    assert_same_to_rounding(result.output, plain.output)
+
+
+@KERNEL
+def test_a_rule_with_a_memory_of_its_own_is_found_out():
+    class Counting(Own):
+        calls = 0
+
+        def update(self, s, grad, flow, t, lr):
+            Counting.calls += 1
+            w = s["w"] - lr * grad
+            return {"w": flow.mix(w)[0] if Counting.calls % 2 else flow.mix(flow.mix(w)[0])[0]}
+
+    with pytest.raises(ValueError, match=r"Counting took other steps.*engine='torch'"):
+        klatsch.simulate(problems.LeastSquares(4, dim=3), Counting(0.001), tp.ring(4), 50)
+
+
+@KERNEL
+def test_a_rule_of_too_many_steps_runs_with_plain_operations():
+    class Often(Own):
+        def update(self, s, grad, flow, t, lr):
+            w = s["w"] - lr * grad
+            for _ in range(70):
+                (w,) = flow.mix(w)
+            return {"w": w}
+
+    assert klatsch.simulate(problems.LeastSquares(4, dim=3), Often(0.001), tp.ring(4), 9).engine == "torch"
+
+
+def test_a_subclass_with_a_gradient_of_its_own_means_it():
+    class Clipped(problems.LeastSquares):
+        def gradient(self, x, drawn):
+            return super().gradient(x, drawn).clamp(-1, 1)
+
+    results = [
+        klatsch.simulate(Clipped(4, dim=3), rules.dsgd(0.01), tp.ring(4), 50, record=[50], engine=engine)
+        for engine in ("auto", "torch")
+    ]
+    assert_same_to_rounding(*(result.output for result in results))
+
+
+def test_runs_in_several_threads_do_not_disturb_each_other():
+    problem, graph = problems.LeastSquares(6, dim=8), tp.ring(6)
+    alone = [klatsch.simulate(problem, RULES[rule](0.001), graph, 300).output for rule in ("dat", "gt", "dsgd")]
+    with ThreadPoolExecutor(3) as pool:
+        together = list(
+            pool.map(
+                lambda rule: klatsch.simulate(problem, RULES[rule](0.001), graph, 300).output, ("dat", "gt", "dsgd")
+            )
+        )
+    for found, expected in zip(together, alone, strict=True):
+        assert_same_to_rounding(found, expected)
+
+
+def test_numpy_numbers_are_numbers():
+    problem = problems.LeastSquares(np.int64(4), dim=np.int64(3), seed=np.int32(2))
+    result = klatsch.simulate(problem, rules.dsgd(np.float32(0.01)), tp.ring(4), np.int64(20))
+    assert result.rounds == 20
+
+
+def test_draws_of_the_past_are_forgotten():
+    gradients = Gradients(problems.LeastSquares(3, dim=2))
+    gradients.chunk = 10
+    with ThreadPoolExecutor(1) as pool:
+        for done in range(0, 200, 10):
+            expected = gradients.problem.draw(torch.arange(done + 1, done + 11))
+            assert torch.equal(gradients.drawn(done, done + 10), expected)  # bits: same call
+            gradients.draw_next(done, pool)
+            assert len(gradients._chunks) <= 2

@@ -1,0 +1,105 @@
+"""What klatsch 0.1 kept: keys of runs that are the same today, and a store whose settings say `lazy_rule`."""
+
+import json
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from klatsch.study import Case, Store, expand, parse, run_study
+from klatsch.study.before import settings_of
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+KEYS = json.loads((FIXTURES / "keys_before.json").read_text())  # settings of runs and their keys, as 0.1 had them
+OLD = {"name": "old", "steps": 40, "nodes": 5, "seeds": 1, "record": 2, "lr": [0.001, 0.01], "problem": {"dim": 4}}
+
+
+def keys(**content):
+    return {case.key for case in expand(parse({**OLD, **content}))[0]}
+
+
+@pytest.mark.parametrize("settings, key", KEYS, ids=[f"{k}-{s['rule']}" for k, (s, _) in enumerate(KEYS)])
+def test_a_run_has_the_key_that_it_had(settings, key):
+    assert Case(**settings_of(settings)).key == key
+
+
+def test_the_fixture_has_every_rule_and_option():
+    assert len(KEYS) >= 40
+    assert len({settings["rule"] for settings, _ in KEYS}) == 9
+    options = {(s["rule"], name) for s, _ in KEYS for name in s["rule_options"]}
+    assert {("dsgd", "average"), ("dat", "order"), ("gt", "average"), ("dat-sgp", "averaging")} <= options
+
+
+def test_d2_is_lazy_by_itself_once_or_twice():
+    lazy_ring = [{"name": "ring", "lazy": True}]
+    once = keys(rules=["d2"], topologies=["ring"])
+    assert once == keys(rules=[{"name": "d2", "lazy": True}], topologies=["ring"])
+    assert once == keys(rules=[{"name": "d2", "lazy": False}], topologies=lazy_ring)  # the same numbers
+    never = keys(rules=[{"name": "d2", "lazy": False}], topologies=["ring"])
+    twice = keys(rules=["d2"], topologies=lazy_ring)
+    assert len(once | never | twice) == 6
+
+
+def test_new_options_enter_a_key_only_where_they_differ():
+    for rule, changes in {
+        "dat": {"beta": 0.9},
+        "d2": {"momentum": 0.9, "average": "constant"},
+        "gt": {"momentum": 0.9},
+        "dsgd": {"order": "cta"},
+        "dat-d2": {"beta": 0.5, "momentum": 0.9, "lazy": False},
+    }.items():
+        plain = keys(rules=[rule], topologies=["ring"])
+        standard = {"beta": 1, "momentum": 0, "order": "atc", "lazy": True}
+        for option, value in changes.items():
+            assert not plain & keys(rules=[{"name": rule, option: value}], topologies=["ring"])
+            if option in standard:
+                assert plain == keys(rules=[{"name": rule, option: standard[option]}], topologies=["ring"])
+
+
+def test_files_of_before_may_say_auto():
+    assert keys(rules=[{"name": "d2", "lazy": "auto"}], topologies=["ring"]) == keys(rules=["d2"], topologies=["ring"])
+    for lazy in (True, "auto"):
+        with pytest.raises(ValueError, match=r"dat has no lazy: .* topology.lazy\(graph\)"):
+            parse({**OLD, "rules": [{"name": "dat", "lazy": lazy}], "topologies": ["ring"]})
+
+
+@pytest.fixture(params=[1, 2])
+def store(request, tmp_path):
+    """A store that klatsch wrote before 0.2, in the format of 0.1.0 and in the one after."""
+    path = tmp_path / "old.sqlite"
+    shutil.copy(FIXTURES / "store_before.sqlite", path)
+    if request.param == 1:
+        base = sqlite3.connect(path)
+        base.executescript(
+            "ALTER TABLE runs DROP COLUMN checksum; DROP TABLE claims; DROP TABLE owners; PRAGMA user_version = 1"
+        )
+        base.close()
+    return path
+
+
+def test_an_old_store_is_shown(store, run_cli, tmp_path):
+    code, out, err = run_cli("results", store, "--json")
+    assert (code, err) == (0, "")
+    rows = {(row["topology"], row["rule"], row["nodes"]) for row in json.loads(out)["rows"]}
+    assert rows == {
+        *((graph, rule, 5) for graph in ("ring", "lazy ring") for rule in ("dat", "dsgd", "dat-d2")),
+        ("ring", "d2", 4),
+        ("ring", "d2 (not lazy)", 5),  # D2 as published, which "auto" was where it could be
+        ("lazy ring", "d2 (not lazy)", 5),
+        ("lazy torus", "d2 (not lazy)", 4),  # the lazy graph has done what D2 does by itself today
+        ("lazy torus", "dat", 4),
+    }
+    code, _, err = run_cli("report", store, "-o", tmp_path / "r.html")
+    assert (code, err) == (0, "")
+    page = (tmp_path / "r.html").read_text()
+    for shown in ("dat-d2", "d2 (not lazy)", "<td>d2</td>"):
+        assert shown in page
+
+
+def test_an_old_store_goes_on(store, run_cli):
+    study = parse({**OLD, "rules": ["dat", "dsgd", "dat-d2"], "topologies": ["ring", {"name": "ring", "lazy": True}]})
+    with Store(store) as opened:
+        before = len(opened.done())
+        assert run_study(study, opened).progress.runs_done == 0  # all of it is there
+        assert len(opened.done()) == before

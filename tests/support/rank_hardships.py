@@ -1,0 +1,157 @@
+"""What ranks go through in the tests of hardships: gradients not finite, networks that fall apart, few batches."""
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+import klatsch
+from klatsch.ranks.survivors import Survivors
+from tests.support.processes import say
+from tests.support.rank_scenarios import problem_of
+
+LR = 1e-3
+HARMS = {"nan": torch.nan, "inf": -torch.inf, "absurd": 1e25}
+
+
+def begin(graph="ring", rule="dat", dtype=torch.float64, **options):
+    dist.init_process_group("gloo")
+    problem = problem_of(dist.get_world_size())
+    x = nn.Parameter(problem.start().to(dtype))
+    choices = {name: options.pop(name) for name in ("order",) if name in options}
+    optimizer = klatsch.Gossip([x], klatsch.rules.make(rule, lr=LR, **choices), graph, **options)
+    return optimizer, x, problem
+
+
+def gradient(x, problem, rank, t):
+    x.grad = problem.grad(x.detach()[None].double(), t, [rank])[0].to(x.dtype)
+
+
+def keep(folder, optimizer, x, **more):
+    torch.save({"x": x.detach(), "rounds": optimizer.rounds} | more, folder / f"end-{optimizer.rank}")
+
+
+def poison(folder, harm, on_nonfinite="raise", every=None, at=(10,), rounds=30):
+    """Rank 2 has a gradient that is not finite in some rounds."""
+    optimizer, x, problem = begin(on_nonfinite=on_nonfinite, dtype=torch.float32, timeout=60)
+    checkpointer = None if every is None else klatsch.Checkpointer(folder / "checkpoints", every=every)
+    resumed = 0 if checkpointer is None else checkpointer.resume(optimizer)
+    say(folder, f"resumed-{optimizer.rank}", resumed)
+    path = [x.detach().clone()]
+    try:
+        while optimizer.rounds < rounds:
+            t = optimizer.rounds + 1
+            gradient(x, problem, optimizer.rank, t)
+            if optimizer.rank == 2 and t in at:
+                x.grad[1] = HARMS[harm]
+            optimizer.step()
+            path.append(x.detach().clone())
+            if checkpointer is not None:
+                checkpointer.step()
+    finally:
+        keep(folder, optimizer, x, before=path[-1], skipped=optimizer.skipped)
+
+
+def nonsense(folder, on_failure):
+    """Rank 2 sends what it must not in round 10."""
+    optimizer, x, problem = begin(on_failure=on_failure, timeout=10)
+    send = optimizer._links.send
+
+    def spoilt(tag, t, message):
+        if t == 10 and optimizer.rank == 2:
+            message[1] = torch.nan
+        send(tag, t, message)
+
+    optimizer._links.send = spoilt
+    try:
+        for t in range(1, 31):
+            gradient(x, problem, optimizer.rank, t)
+            optimizer.step()
+    finally:
+        keep(folder, optimizer, x, lost=optimizer.lost)
+
+
+def apart(folder, victims, quorum=0.0):
+    """Some ranks die after ten rounds, and cut the others off from each other."""
+    optimizer, x, problem = begin(on_failure="continue", quorum=quorum, timeout=20)
+    model = nn.Module()
+    model.x = x
+    model.register_buffer("number", torch.tensor([float(optimizer.rank)]))
+    try:
+        for t in range(1, 31):
+            if optimizer.rank in victims and t == 11:
+                os.kill(os.getpid(), signal.SIGKILL)
+            gradient(x, problem, optimizer.rank, t)
+            optimizer.step()
+        consensus, own = optimizer.consensus(), x.detach().clone()
+        klatsch.average_(model, parameters=True)
+        keep(folder, optimizer, x, consensus=consensus, own=own, number=float(model.number))
+    except klatsch.QuorumError:
+        keep(folder, optimizer, x)
+        raise
+
+
+def interrupted(folder, victim):
+    """A rank dies in the middle of a sum over all of them."""
+    optimizer, x, _ = begin(on_failure="continue", start_equal=False, timeout=20)
+    model = nn.Module()
+    model.x = x
+    with torch.no_grad():
+        x.fill_(1.0)
+    x.grad = torch.zeros_like(x)
+    optimizer.step()
+    summed, asked = Survivors.summed, []
+
+    def dies(self, mine):
+        asked.append(mine)
+        if optimizer.rank == victim and len(asked) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return summed(self, mine)
+
+    Survivors.summed = dies
+    try:
+        klatsch.average_(model, parameters=True)
+    except RuntimeError as error:
+        say(folder, f"error-{optimizer.rank}", error)
+    keep(folder, optimizer, x, again=klatsch.average_(model, parameters=True).x.detach().clone())
+
+
+def hub_leaves(folder, quorum):
+    """The centre of a star goes, and the others hear nothing of each other any more."""
+    optimizer, x, problem = begin("star", on_failure="continue", quorum=quorum, timeout=20)
+    for t in range(1, 6 if optimizer.rank == 0 else 31):
+        gradient(x, problem, optimizer.rank, t)
+        optimizer.step()
+    optimizer.finish(leave=optimizer.rank == 0)
+
+
+def uneven(folder, steps, graph="ring", rule="dat", order=None, join=False, leave=(), every=None, deaths=()):
+    """Every rank has its own number of batches."""
+    options = {} if order is None else {"order": order}
+    optimizer, x, problem = begin(graph, rule, timeout=60, **options)
+    checkpointer = None if every is None else klatsch.Checkpointer(folder / "checkpoints", every=every)
+    done = 0 if checkpointer is None else checkpointer.resume(optimizer)
+    say(folder, f"resumed-{optimizer.rank}-{done}")
+
+    def train():
+        for t in range(done + 1, steps[optimizer.rank] + 1):
+            if [optimizer.rank, t] in deaths and done == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            gradient(x, problem, optimizer.rank, t)
+            optimizer.step()
+            if checkpointer is not None:
+                checkpointer.step()
+
+    if join:
+        with Join([optimizer]):
+            train()
+        idle = optimizer.rounds - steps[optimizer.rank]
+    else:
+        train()
+        idle = optimizer.finish(leave=optimizer.rank in leave)
+        assert optimizer.finish() == 0
+    say(folder, f"idle-{optimizer.rank}", idle)
+    keep(folder, optimizer, x, consensus=optimizer.consensus() if not leave else 0.0, lost=optimizer.lost)

@@ -1,0 +1,311 @@
+"""What ranks do in the tests: each function runs in every process, after the fork."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import klatsch
+from klatsch.problems import LeastSquares
+from klatsch.ranks import node
+from klatsch.study.rank_runs import simulate_on_ranks
+from klatsch.topology import make
+from tests.support import numbers_before
+from tests.support.processes import say
+from tests.support.waiting import wait_until
+
+RANK_RULES = {
+    "dsgd": ("dsgd", {}),
+    "dsgd momentum": ("dsgd", {"momentum": 0.9, "average": "constant"}),
+    "dat": ("dat", {}),
+    "dat linear momentum": ("dat", {"averaging": "linear", "momentum": 0.5}),
+    "dat cta": ("dat", {"order": "cta"}),
+    "dat fixed cta": ("dat", {"order": "cta", "averaging": "fixed(0.9)", "momentum": 0.5}),
+    "d2": ("d2", {}),
+    "gt": ("gt", {}),
+    "gt average": ("gt", {"average": "linear"}),
+    "sgp": ("sgp", {}),
+    "decentlam": ("decentlam", {"momentum": 0.5}),
+    "dat-gt": ("dat-gt", {}),
+    "dat-d2": ("dat-d2", {}),
+    "dat-sgp": ("dat-sgp", {}),
+    "dat beta": ("dat", {"beta": 0.9, "averaging": "linear", "momentum": 0.5}),
+    "dat cta beta": ("dat", {"beta": 0.9, "order": "cta"}),
+    "dat-gt beta": ("dat-gt", {"beta": 0.9}),
+    "dat-d2 beta": ("dat-d2", {"beta": 0.9}),
+    "dat-sgp beta": ("dat-sgp", {"beta": 0.9}),
+}
+RANK_GRAPHS = ("ring", "torus", "one_peer_exponential", "base_graph", "directed_ring", "ring/4", "base_graph/3")
+ROUNDS, LR = 50, 1e-3
+ENDURE_LR = 5e-3
+
+
+def problem_of(size, dim=5):
+    return LeastSquares(size, dim=dim, noise=1.0, heterogeneity=1.0, seed=3)
+
+
+def group():
+    dist.init_process_group("gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def train(optimizer, parameter, problem, rank, rounds):
+    """Rounds of the problem's own stochastic gradients."""
+    for _ in range(rounds):
+        t = optimizer.rounds + 1
+        parameter.grad = problem.grad(parameter.detach()[None].double().cpu(), t, [rank])[0].to(parameter)
+        optimizer.step()
+
+
+def parity(folder, device="cpu"):
+    """Every rule on every graph that it is defined on, in one group after the other."""
+    rank, size = group()
+    node.BLOCK["cpu"] = 2  # several slices, the last one shorter
+    found = {}
+    for label, (rule, options) in RANK_RULES.items():
+        for name in RANK_GRAPHS:
+            algorithm, graph = klatsch.rules.make(rule, lr=LR, **options), make(name, size)
+            try:
+                algorithm.check_graph(graph)
+            except ValueError:
+                continue
+            problem = problem_of(size)
+            x = nn.Parameter(problem.start().to(device, copy=True))
+            optimizer = klatsch.Gossip([x], algorithm, graph)
+            train(optimizer, x, problem, rank, ROUNDS)
+            found[f"{label} | {name}"] = torch.stack([x.detach(), optimizer.output()[0]]).cpu()
+    torch.save(found, folder / f"parity-{rank}")
+    say(folder, f"done-{rank}", os.getpid())
+
+
+def numbers(folder, graphs):
+    """What the rules computed when they were written by hand, on graphs of as many nodes as there are ranks."""
+    rank, _ = group()
+    found = {}
+    for case in numbers_before.CASES:
+        if case[2] in graphs:
+            found |= numbers_before.numbers(case, simulate_on_ranks, group=dist.group.WORLD)
+    if rank == 0:
+        torch.save(found, folder / "numbers")
+
+
+def endure(folder, victim, harm, graph="ring", on_failure="raise", timeout=60, rounds=150, ask=False):
+    """A run in which one rank kills or stops itself after 40 rounds; every point that the others pass is kept."""
+    rank, size = group()
+    problem = problem_of(size)
+    x = nn.Parameter(problem.start().clone())
+    rule = klatsch.rules.make("dsgd", lr=ENDURE_LR)
+    optimizer = klatsch.Gossip([x], rule, graph, timeout=timeout, on_failure=on_failure)
+    path, lost = [x.detach().clone()], [()]
+    for t in range(1, rounds + 1):
+        if rank == victim and t == 41:
+            os.kill(os.getpid(), getattr(signal, harm))
+        train(optimizer, x, problem, rank, 1)
+        path.append(x.detach().clone())
+        lost.append(optimizer.lost)
+        if ask and t == 100:  # those who are left, and without harm
+            model = nn.Module()
+            model.x = x
+            model.register_buffer("number", torch.tensor([float(rank)]))
+            say(folder, f"answer-{rank}", optimizer.consensus())
+            say(folder, f"mean-{rank}", float(klatsch.average_(model).number))
+    torch.save({"path": torch.stack(path), "lost": lost}, folder / f"path-{rank}")
+    say(folder, f"end-{rank}")
+
+
+def mass(folder):
+    """Push-sum without gradients on a directed graph, of which a rank is killed; each starts from its own value."""
+    rank, _ = group()
+    x = nn.Parameter(torch.full((1,), float(rank), dtype=torch.float64))
+    rule = klatsch.rules.make("sgp", lr=0.1)
+    optimizer = klatsch.Gossip([x], rule, "exponential", on_failure="continue", start_equal=False)
+    kept = []
+    for t in range(1, 81):
+        if rank == 2 and t == 11:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x.grad = torch.zeros_like(x)
+        optimizer.step()
+        (fields,) = optimizer.vectors()
+        kept.append(torch.cat([fields["w"], fields["weight"], x.detach()]))
+    torch.save(torch.stack(kept), folder / f"mass-{rank}")
+
+
+def disagree(folder, what):
+    """The last rank makes something else."""
+    rank, size = group()
+    odd = rank == size - 1
+    rule = klatsch.rules.make("dsgd" if odd and what == "rule" else "dat", lr=0.2 if odd and what == "lr" else 0.1)
+    shape = (3, 2) if odd and what == "shapes" else (2, 3)
+    dtype = torch.float64 if odd and what == "dtypes" else torch.float32
+    params = [nn.Parameter(torch.ones(shape, dtype=dtype))] + [nn.Parameter(torch.ones(1))] * (odd and what == "number")
+    graph = "star" if odd and what == "topology" else "ring"
+    if odd and what == "absent":
+        for other in range(size - 1):  # which end without this one
+            wait_until((folder / f"code-{other}").exists)
+        return
+    klatsch.Gossip(params, rule, graph, timeout=4 if what == "absent" else 60)
+
+
+def features(folder):
+    """What needs several ranks and no fault."""
+    rank, size = group()
+    found = {}
+
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    found["own"] = [p.detach().clone() for p in model.parameters()]
+    ring = klatsch.topology.lazy(klatsch.topology.ring(size))  # three on a plain ring agree at once
+    optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, momentum=0.9, topology=ring)
+    found["start"] = [p.detach().clone() for p in model.parameters()]
+    inputs, targets = torch.randn(8, 4), torch.randn(8, 2)
+
+    def step():
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(4):
+        step()
+    found["x"] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    found["consensus"], found["bytes"] = optimizer.consensus(), optimizer.bytes_sent
+    found["statistics"] = model[1].running_mean.clone()
+    klatsch.average_(model)
+    found["averaged"] = model[1].running_mean.clone()
+
+    saved = optimizer.state_dict()  # back to here from a later round, with messages on their way
+    for _ in range(3):
+        step()
+    found["first"] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    optimizer.load_state_dict(saved)
+    for _ in range(3):
+        step()
+    found["again"] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    klatsch.average_(model, parameters=True)
+    found["network"] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    p = nn.Parameter(torch.ones(3))  # a scaler that finds inf on one rank only
+    scaled = klatsch.optim.DSGD([p], lr=0.1, topology="one_peer_exponential")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for t in range(4):
+        scaled.zero_grad()
+        scaler.scale((p * (torch.inf if t == 2 and rank == 1 else 1.0)).sum()).backward()
+        scaler.step(scaled)
+        scaler.update()
+    found["scaled"] = p.detach().clone()
+
+    q = nn.Parameter(torch.full((2,), float(rank)))  # each from its own start; two dtypes; a group of some ranks
+    r = nn.Parameter(torch.full((70_000,), float(rank), dtype=torch.float64))
+    apart = klatsch.optim.DSGD([q, r], lr=0.1, topology="complete", start_equal=False)
+    apart.step()
+    found["mean"] = torch.cat([q.detach().double(), r.detach()])
+
+    even = dist.new_group([0, 2])
+    if rank in (0, 2):
+        s = nn.Parameter(torch.full((2,), float(rank)))
+        some = klatsch.optim.DSGD([s], lr=0.1, topology="complete", start_equal=False, group=even)
+        some.step()
+        found["some"] = s.detach().clone()
+    else:
+        try:
+            klatsch.optim.DSGD([nn.Parameter(torch.ones(1))], lr=0.1, group=even)
+        except ValueError as error:
+            found["some"] = str(error)
+    torch.save(found, folder / f"features-{rank}")
+    dist.destroy_process_group()
+
+
+def last_words(folder, order):
+    """Ranks that end at different times; nobody waits for a round that nobody takes."""
+    rank, _ = group()
+    x = nn.Parameter(torch.ones(200_000))
+    optimizer = klatsch.optim.DATSGD([x], lr=0.1, order=order, topology="directed_ring")
+    for _ in range(5):
+        time.sleep(0.2 * rank)
+        x.grad = torch.ones(200_000)
+        optimizer.step()
+    if rank == 0:
+        dist.destroy_process_group()
+
+
+def silent(folder, rule):
+    """Local steps: one rank begins them only when all others have ended theirs, which nobody has to wait for."""
+    rank, size = group()
+    problem = problem_of(size)
+    x = nn.Parameter(problem.start().clone())
+    optimizer = klatsch.Gossip([x], klatsch.rules.make(rule, lr=LR), "ring/4")
+    path, sent = [], []
+    for t in range(1, 13):
+        turn, step = divmod(t - 1, 4)
+        if rank == 0 and step == 0:
+            for other in range(1, size):
+                wait_until((folder / f"local-{turn}-{other}").exists)
+        train(optimizer, x, problem, rank, 1)
+        path.append(x.detach().clone())
+        sent.append(optimizer.bytes_sent)
+        if step == 2:
+            say(folder, f"local-{turn}-{rank}")
+    torch.save({"path": torch.stack(path), "sent": sent}, folder / f"silent-{rank}")
+
+
+def nccl(folder, backend):
+    """One process on one GPU, which is all that NCCL can do there; the same on the CPU beside it."""
+    dist.init_process_group(backend)
+    ends = {}
+    for device in ("cuda", "cpu") if "gloo" in backend else ("cuda",):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(device)
+        inputs = torch.randn(16, 4).to(device)
+        optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, momentum=0.9, order="cta")
+        checkpointer = klatsch.Checkpointer(folder / f"checkpoints-{device}", every=3)
+        checkpointer.resume(optimizer, model=model)
+        scaler = torch.amp.GradScaler(device, init_scale=64.0)
+        for _ in range(10):
+            optimizer.zero_grad()
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            checkpointer.step()
+        klatsch.average_(model, parameters=True)
+        assert optimizer.consensus() == 0.0
+        ends[device] = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
+    torch.save(ends, folder / "ends")
+    dist.destroy_process_group()
+
+
+class Poisoned:
+    """A problem of which node 2 has a gradient that is not a number, in round 37 and in the last column."""
+
+    NODE, ROUND = 2, 37
+
+    def __init__(self, nodes):
+        self.nodes, self.dim = nodes, 3
+
+    def start(self):
+        return torch.ones(3, dtype=torch.float64)
+
+    def grad(self, x, t, nodes=None):
+        gradients = x - torch.arange(3, dtype=x.dtype, device=x.device)
+        asked = list(range(self.nodes) if nodes is None else nodes)
+        if t == self.ROUND and self.NODE in asked:
+            gradients[asked.index(self.NODE), -1, 1] = torch.nan
+        return gradients
+
+    def metrics(self, x):
+        return {"size": x.square().sum(-1).mean(0)}
+
+
+def diverge(folder):
+    """Columns that diverge: by a gradient that is not a number, and by learning rates that are too large."""
+    rank, size = group()
+    world, ring = dist.group.WORLD, make("ring", size)
+    found = []
+    for rule in ("dsgd", "dat", "gt"):
+        for problem, rates in ((Poisoned(size), [0.1, 0.2]), (problem_of(size), [1e-3, 1e6, 1e300])):
+            algorithm = klatsch.rules.make(rule, lr=rates)
+            found.append(simulate_on_ranks(problem, algorithm, ring, 300, record=[7, 290], group=world))
+    if rank == 0:
+        torch.save([result.diverged_at for result in found], folder / "diverged")
+    dist.destroy_process_group()
