@@ -144,6 +144,11 @@ def checked(rule: Any) -> Rule:
     return rule if formed else columns.replaced(rule, lr=lr)  # type: ignore[no-any-return]
 
 
+def each(function: Callable[[Tensor], Tensor], state: State) -> State:
+    """A state with every field replaced by function(field)."""
+    return {name: function(v) for name, v in state.items()}
+
+
 def joined(name: str, state: State, more: State) -> State:
     """The states of two parts as one.
 
