@@ -234,7 +234,7 @@ def test_every_node_goes_through_its_own_images_once_per_epoch():
     assert not torch.equal(drawn[: problem.epoch], drawn[problem.epoch :])
     later = problem.draw(torch.tensor([problem.epoch + 2]))[0]
     assert torch.equal(later, drawn[problem.epoch + 1])  # bits: whole numbers
-    alone = problem.drawn_for(torch.tensor([5]), torch.tensor([2]))[0, 0]
+    alone = problem.part([2]).draw(torch.tensor([5]))[0, 0]
     assert torch.equal(alone, drawn[4, 2])  # bits: whole numbers
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from klatsch.arguments import whole
 from klatsch.planning.estimates import Estimate, Probe, Stage
-from klatsch.problems import Problem
+from klatsch.problems import Problem, adopted
 
 LEAST_SAMPLES = 4  # two blocks of two
 POWER_STEPS, NOISY_STEPS = 300, 20  # of power iteration at most; the second where every product takes many rounds
@@ -41,8 +41,9 @@ def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
     """
     whole(rounds, "rounds", 1)
     whole(samples, "samples", LEAST_SAMPLES)
-    if getattr(problem, "columns", 1) != 1:
-        raise ValueError(f"the problem has {problem.columns} columns; give one noise and one heterogeneity")  # type: ignore[attr-defined]
+    problem = adopted(problem)
+    if problem.columns != 1:
+        raise ValueError(f"the problem has {problem.columns} columns; give one noise and one heterogeneity")
     ask = _Gradients(problem)
     start = torch.as_tensor(problem.start()).reshape(-1)
     seconds = _seconds(ask, start)
@@ -51,7 +52,7 @@ def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
         raise ValueError(
             f"{type(problem).__name__} has no curvature at its start; the theory is of problems that have some"
         )
-    known = getattr(problem, "optimum", None)
+    known = problem.optimum
     if known is not None:
         end = torch.as_tensor(known).reshape(-1).to(start)
         halfway, distance = (start + end) / 2, float((end - start).norm())
@@ -78,7 +79,7 @@ class _Gradients:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.taken, self.round = problem, 0, 0
-        self.exact = getattr(problem, "exact", None)
+        self.exact = problem.exact
 
     def new_rounds(self, count: int) -> list[int]:
         """Numbers of rounds that were not asked for before."""

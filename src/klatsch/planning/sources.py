@@ -18,9 +18,6 @@ from klatsch.planning.task import MOST_PARAMS
 from klatsch.problems import Problem
 from klatsch.theory import Constants
 
-NEEDED = ("nodes", "dim", "start", "grad", "metrics")
-
-
 NODES = 16  # where nothing is said
 
 
@@ -56,16 +53,12 @@ def problem_of(text: str, nodes: int | None = None, **options: Any) -> Problem:
         raise ValueError(f"{function} in {path} takes no number of nodes; leave -n out, or let it take one")
     with _explained(f"{text} fails"):
         made = make(NODES if nodes is None else nodes) if takes_nodes else make()
-        missing = [name for name in NEEDED if not hasattr(made, name)]
-    if missing:
-        raise ValueError(
-            f"{text} gives a {type(made).__name__} without {', '.join(missing)}; see problems.Problem for what it needs"
-        )
-    _try(text, made)
-    return made  # type: ignore[no-any-return]
+    problem = problems.adopted(made, f"{text} gives")
+    _try(text, problem)
+    return problem
 
 
-def _try(text: str, problem: Any) -> None:
+def _try(text: str, problem: Problem) -> None:
     """Ask a problem of somebody's own what the probe will ask it.
 
     Raises:

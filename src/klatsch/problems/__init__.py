@@ -10,7 +10,7 @@ import torch
 
 from klatsch.arguments import check_options, named
 from klatsch.own import explained, is_own, label
-from klatsch.problems.base import DISTANCE, Headline, Problem, Quadratic
+from klatsch.problems.base import Headline, Problem, Quadratic, adopted, derived
 from klatsch.problems.images.classification import ImageClassification
 from klatsch.problems.images.labelled import Images
 from klatsch.problems.images.networks import lenet
@@ -29,7 +29,9 @@ __all__ = [
     "LogisticRegression",
     "Problem",
     "Quadratic",
+    "adopted",
     "check",
+    "declared",
     "dirichlet",
     "headline",
     "kind",
@@ -58,12 +60,18 @@ def make(name: str, nodes: int, **choices: Any) -> Problem:
     """
     check_options(name, choices, options(name))
     with explained(name):
-        return kind(name)(nodes, **choices)
+        return adopted(kind(name)(nodes, **choices), f"{label(name)} gives")
 
 
 def kind(name: str) -> Callable[..., Problem]:
     """The class or function that makes a problem."""
     return named("problem", name, PROBLEMS)
+
+
+def declared(name: str) -> type[Problem]:
+    """What is known of a problem before one is made, with the defaults where your own class or function says less."""
+    found = kind(name)
+    return found if isinstance(found, type) and issubclass(found, Problem) else derived(found, label(name))
 
 
 def options(name: str) -> tuple[str, ...]:
@@ -79,10 +87,12 @@ def check(name: str, nodes: int, **choices: Any) -> None:
     """
     check_options(name, choices, options(name))
     with explained(name):
-        if is_own(name) and not hasattr(kind(name), "check"):
-            _check_own(name, make(name, nodes, **choices))
+        if check := declared(name).check:
+            check(nodes, **choices)
+        elif is_own(name):
+            _check_own(name, kind(name)(nodes, **choices))
         else:
-            getattr(kind(name), "check", kind(name))(nodes, **choices)
+            make(name, nodes, **choices)
 
 
 def make_ready(name: str) -> None:
@@ -91,25 +101,24 @@ def make_ready(name: str) -> None:
     Raises:
         ValueError: it cannot be had.
     """
-    getattr(kind(name), "ready", lambda: None)()
+    if ready := declared(name).ready:
+        ready()
 
 
 def rounds_per_epoch(name: str, nodes: int, **choices: Any) -> int | None:
     """Rounds in which so many nodes go through the data of a problem once; None where it has no data set."""
-    count = getattr(kind(name), "rounds_per_epoch", None)
+    count = declared(name).rounds_per_epoch
     return None if count is None else int(count(nodes, **choices))
 
 
 def large_is_good(name: str) -> Collection[str]:
     """The metrics of a problem that are good when large; all others are errors of some kind."""
-    found: Collection[str] = getattr(kind(name), "worst", ())
-    return found
+    return declared(name).worst
 
 
 def headline(name: str) -> Headline:
     """The metric of a problem by which learning rates are chosen."""
-    found: Headline = getattr(kind(name), "headline", DISTANCE)
-    return found
+    return declared(name).headline
 
 
 def _check_own(name: str, problem: Any) -> None:
@@ -118,11 +127,7 @@ def _check_own(name: str, problem: Any) -> None:
     Raises:
         ValueError: it does not; with the remedy.
     """
-    if missing := [part for part in ("nodes", "dim", "start", "grad", "metrics") if not hasattr(problem, part)]:
-        raise ValueError(
-            f"{label(name)} gives a {type(problem).__name__} without {', '.join(missing)}; see problems.Problem for "
-            "what it needs"
-        )
+    problem = adopted(problem, f"{label(name)} gives")
     M, d, wanted = int(problem.nodes), int(problem.dim), headline(name).metric
     start = torch.as_tensor(problem.start()).double().reshape(-1)
     sizes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {"start()": (tuple(start.shape), (d,))}

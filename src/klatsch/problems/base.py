@@ -2,65 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-
-class Problem(Protocol):
-    """A stochastic problem spread over nodes. This is all that the engines need.
-
-    Randomness is a function of (seed, t, node): asked again it gives the same numbers, and for one node alone the same
-    to rounding. Problems may offer more, which makes runs faster: see `Drawing` and `Quadratic`.
-    """
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes M."""
-        ...
-
-    @property
-    def dim(self) -> int:
-        """Number of parameters d."""
-        ...
-
-    def start(self) -> Tensor:
-        """One common starting point, (d,)."""
-        ...
-
-    def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
-        """Stochastic gradients of round t: x is (len(nodes), ..., d), all nodes where `nodes` is None."""
-        ...
-
-    def metrics(self, x: Tensor) -> dict[str, Tensor]:
-        """How good the points x, (M, C, d), are: one number per column, by name."""
-        ...
-
-
-class Drawing(Protocol):
-    """A problem that can draw the randomness of many rounds at once, and live in any dtype and on any device."""
-
-    columns: int  # C, where the problem itself differs between columns; else 1
-
-    def to(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """The same problem with its tensors elsewhere."""
-        ...
-
-    def draw(self, t: Tensor) -> Tensor:
-        """The randomness of rounds t, (len(t), M, ...)."""
-        ...
-
-    def gradient(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """The gradients of one round at x, (M, C, d), from what was drawn for it, (M, ...)."""
-        ...
-
-    def fingerprint(self) -> str:
-        """SHA-256 of everything that determines the gradients."""
-        ...
+Made = TypeVar("Made")
 
 
 class Headline(NamedTuple):
@@ -81,6 +34,184 @@ class Quadratic(NamedTuple):
     rows: Tensor  # (M, R, d)
     scale: Tensor  # (C, R)
     noise: Tensor  # (C,)
+
+
+class Problem(ABC):
+    """A stochastic problem spread over nodes: what it must have, and what it may have besides, with defaults.
+
+    Randomness is a function of (seed, t, node): asked again it gives the same numbers, and for one node alone the same
+    to rounding. Your own problem derives from this class, or is any object with `nodes`, `dim`, `start`, `grad` and
+    `metrics`: see `adopted`.
+    """
+
+    nodes: int  # M
+    dim: int  # d, the number of parameters
+    columns: int = 1  # C, where the problem itself differs between the columns of a run
+    optimum: Tensor | None = None  # (C, d), where it is known
+    drawn: int | None = None  # numbers drawn per node and round; d if it is not said
+    exact: Callable[[Tensor], Tensor] | None = None  # the gradients at x, (M, C, d), without noise
+
+    # What is known of a kind of problem before one is made.
+    headline: Headline = DISTANCE
+    worst: Mapping[str, float] = MappingProxyType({})  # of the metrics that are good when large: their worst value
+    per_column: tuple[str, ...] = ()  # options that may differ between the columns of one run
+    per_network: tuple[str, ...] | None = None  # options that may differ between networks in one stack, beside the seed
+    columns_share: bool = True  # whether the columns of a run share work
+    numbers_per_parameter: int | None = None  # that a node holds beside its states; None: a matrix, and its draws
+    check: Callable[..., None] | None = (
+        None  # refuses (nodes, **options) without the data, which may have to be fetched
+    )
+    rounds_per_epoch: Callable[..., int] | None = None  # of (nodes, **options), where there is a data set
+    joined: Callable[[Sequence[Any]], Problem] | None = None  # several such problems as one stack of nodes
+    ready: Callable[[], object] | None = None  # fetches the data, once, before many processes want them
+
+    @abstractmethod
+    def start(self) -> Tensor:
+        """One common starting point, (d,)."""
+
+    @abstractmethod
+    def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
+        """Stochastic gradients of round t: x is (len(nodes), ..., d), all nodes where `nodes` is None."""
+
+    @abstractmethod
+    def metrics(self, x: Tensor) -> dict[str, Tensor]:
+        """How good the points x, (M, C, d), are: one number per column, by name."""
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Problem:
+        """The same problem with its tensors elsewhere."""
+        return self
+
+    def fingerprint(self) -> str | None:
+        """SHA-256 of everything that determines the gradients; None where nothing tells two problems apart."""
+        return None
+
+    @property
+    def draws_ahead(self) -> bool:
+        """Whether the randomness of many rounds can be drawn at once, which is faster."""
+        return type(self).draw is not Problem.draw and type(self).gradient is not Problem.gradient
+
+    def draw(self, t: Tensor) -> Tensor:
+        """The randomness of rounds t, (len(t), M, ...)."""
+        raise NotImplementedError
+
+    def gradient(self, x: Tensor, drawn: Tensor) -> Tensor:
+        """The gradients of one round at x, (M, C, d), from what was drawn for it, (M, ...)."""
+        raise NotImplementedError
+
+    def quadratic(self) -> Quadratic | None:
+        """The parts of the gradient, for the fused engine; None where it has none."""
+        return None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.nodes} nodes, {self.dim} parameters>"
+
+
+class Drawing(Problem):
+    """A problem whose gradients are a formula of what is drawn, written once for all nodes and for some."""
+
+    seed: int
+    numbers: Tensor  # of the nodes: the addresses of their draws
+    of_nodes: ClassVar[tuple[str, ...]]  # fields whose first axis are the nodes
+
+    def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
+        """Stochastic gradients of round t at x, (m, C, d), for these m nodes (all by default).
+
+        Where the problem has one column, x may also be (m, d), or (d,) for a single node.
+        """
+        here = self if nodes is None else self.part(nodes)
+        at = points(x, here.nodes, self.dim, self.columns)
+        here = here.to(x.dtype, x.device)
+        return here.gradient(at, here.draw(torch.tensor([t]))[0]).reshape(x.shape)
+
+    def part(self, nodes: Sequence[int]) -> Self:
+        """The same problem as some nodes see it."""
+        asked = chosen(nodes, self.nodes)
+        return changed(self, nodes=len(asked), **{k: vars(self)[k][asked] for k in ("numbers", *self.of_nodes)})
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Self:
+        """The same problem with its tensors in another dtype or on another device."""
+        tensors = {name: v for name, v in vars(self).items() if isinstance(v, Tensor)}
+        moved = {k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in tensors.items()}
+        return changed(self, **moved)
+
+
+class Convex(Drawing):
+    """A problem with one known optimum, which starts at the origin."""
+
+    optimum: Tensor
+    sha256: str
+
+    @property
+    def D1(self) -> Tensor:
+        """The distance ||w_1 - x*|| of the start from the optimum, per column."""
+        return self.optimum.square().sum(-1).sqrt()
+
+    @property
+    def zeta(self) -> Tensor:
+        """Heterogeneity at the optimum, sqrt(1/M sum_i ||grad f_i(x*)||²), per column; measured, not the argument."""
+        return self.exact(self.optimum.expand(self.nodes, -1, -1)).square().sum(-1).mean(0).sqrt()
+
+    def start(self) -> Tensor:
+        """The origin."""
+        return torch.zeros_like(self.optimum[0])
+
+    def exact(self, x: Tensor) -> Tensor:
+        """The gradients at x, (M, C, d), without noise."""
+        return self.gradient(x, None)
+
+    def gradient(self, x: Tensor, drawn: Tensor | None) -> Tensor:
+        """The gradients at x, (M, C, d); exact where nothing is drawn."""
+        raise NotImplementedError
+
+    def loss_gap(self, x: Tensor) -> Tensor:
+        """f(x) - f* for points (..., C, d)."""
+        raise NotImplementedError
+
+    def metrics(self, x: Tensor) -> dict[str, Tensor]:
+        """Squared distance to the optimum, mean over nodes; loss gap at the network mean and at the worst node."""
+        return {
+            "distance": (x - self.optimum).square().sum(-1).mean(0),
+            "loss_gap": self.loss_gap(x.mean(0)),
+            "worst_loss_gap": self.loss_gap(x).amax(0),
+        }
+
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that determines the gradients."""
+        return self.sha256
+
+
+NEEDED = ("nodes", "dim", "start", "grad", "metrics")
+DECLARED = {name for name in (*vars(Problem), *Problem.__annotations__) if not name.startswith("_")}
+
+
+def adopted(problem: Any, source: str = "problem is") -> Problem:
+    """A problem; any object that has what a problem needs becomes one."""
+    if missing := [part for part in NEEDED if part not in dir(problem)]:
+        raise ValueError(
+            f"{source} a {type(problem).__name__} without {', '.join(missing)}; give a problem, such as "
+            "problems.LeastSquares(16), or see problems.Problem for what your own needs"
+        )
+    if isinstance(problem, Problem):
+        return problem
+    kind = derived(problem, type(problem).__name__)
+    if "to" in vars(kind):
+        kind.to = lambda self, dtype, device: adopted(problem.to(dtype, device))  # type: ignore[method-assign]
+    if " object at 0x" not in repr(problem):  # which says where it is in memory, not what it is
+        kind.__repr__ = lambda self: repr(problem)  # type: ignore[method-assign]
+    return kind()
+
+
+def derived(thing: object, name: str) -> type[Problem]:
+    """A problem's class of what a user's object, class or function has of what `Problem` declares."""
+    offered = {part: getattr(thing, part) for part in dir(thing) if part in DECLARED}
+    return type(name, (Problem,), {k: staticmethod(v) if callable(v) else v for k, v in offered.items()})
+
+
+def changed(problem: Made, **values: object) -> Made:
+    """A copy with other values of some fields."""
+    other = copy.copy(problem)
+    vars(other).update(values)
+    return other
 
 
 def chosen(nodes: Sequence[int] | None, count: int) -> Tensor:

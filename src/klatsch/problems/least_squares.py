@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +12,11 @@ from klatsch import columns as cols
 from klatsch.arguments import whole
 from klatsch.problems import base as core
 from klatsch.problems import draws
-from klatsch.problems.base import Quadratic
-from klatsch.problems.joined import JoinedLeastSquares
 
 NOT_NEGATIVE = "0 or a positive number, or a list with one per column"
 
 
-class LeastSquares:
+class LeastSquares(core.Convex):
     """f_i(x) = ½ ||A_i x - b_i||², with Gaussian noise on every gradient (Section 5.1).
 
         A_i standard normal (d x d);   b_i = A_i (x# - delta_i);   x# ~ N(0, I/d);   delta_i ~ N(0, zeta² I/d)
@@ -36,7 +33,8 @@ class LeastSquares:
         seed: of data and noise.
     """
 
-    per_column = ("noise", "heterogeneity")  # options that may differ between the columns of one run
+    per_column = ("noise", "heterogeneity")
+    of_nodes = ("_H", "_offset")
 
     def __init__(self, nodes: int, dim: int = 50, noise: Any = 1.0, heterogeneity: Any = 1.0, seed: int = 0) -> None:
         M, d = whole(nodes, "nodes", 1), whole(dim, "dim", 1)
@@ -86,111 +84,58 @@ class LeastSquares:
             raise ValueError(
                 f"noise has {len(sigma)} columns and heterogeneity {len(scale)}; give both the same number, or one"
             )
-        self.seed = seed
-        self.columns = C
+        self.nodes, self.dim, self.columns, self.seed = len(H), H.shape[-1], C, seed
+        self.numbers, self._seeds = torch.arange(len(H)), torch.tensor([seed])
         self.sigma = sigma.expand(C).contiguous()
-        self._quadratic = Quadratic(H, rows, scale.expand(C, -1).contiguous(), self.sigma / H.shape[-1] ** 0.5)
-        self._offset: Tensor = self._quadratic.scale @ rows  # (M, C, d): the gradients at 0
+        self._H, self._rows, self._scale = H, rows, scale.expand(C, -1).contiguous()
+        self._noise = self.sigma / self.dim**0.5
+        self._offset = self._scale @ rows  # (M, C, d): the gradients at 0
         self._mean_H: Tensor = H.mean(0)
-        self.optimum: Tensor = -torch.linalg.lstsq(self._mean_H, self._offset.mean(0).mT, driver="gelsd").solution.mT
-        self._fingerprint = core.digest(*self._quadratic, seed)
-
-    # --- what the theory asks of a problem ---------------------------------------------------------------------
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes M."""
-        return self._quadratic.H.shape[0]
-
-    @property
-    def dim(self) -> int:
-        """Number of parameters d."""
-        return self._quadratic.H.shape[-1]
+        self.optimum = -torch.linalg.lstsq(self._mean_H, self._offset.mean(0).mT, driver="gelsd").solution.mT
+        self.sha256 = core.digest(H, rows, self._scale, self._noise, seed)
 
     @property
     def L(self) -> float:
         """Smoothness: the largest eigenvalue of any A_i' A_i (Assumption 2.1)."""
-        return float(torch.linalg.eigvalsh(self._quadratic.H.double()).max())
-
-    @property
-    def D1(self) -> Tensor:
-        """The distance ||w_1 - x*|| of the start from the optimum, per column."""
-        return self.optimum.square().sum(-1).sqrt()
-
-    @property
-    def zeta(self) -> Tensor:
-        """Heterogeneity at the optimum, sqrt(1/M sum_i ||grad f_i(x*)||²), per column; measured, not the argument."""
-        exact: Tensor = self.gradient(self.optimum.expand(self.nodes, -1, -1), None)
-        return exact.square().sum(-1).mean(0).sqrt()
-
-    # --- gradients ---------------------------------------------------------------------------------------------
-
-    def start(self) -> Tensor:
-        """The origin."""
-        return torch.zeros(self.dim, dtype=self._quadratic.H.dtype, device=self._quadratic.H.device)
+        return float(torch.linalg.eigvalsh(self._H.double()).max())
 
     def draw(self, t: Tensor) -> Tensor:
         """Standard normals for rounds t, (len(t), M, d)."""
-        q = self._quadratic
-        every = torch.arange(self.nodes, device=q.H.device)
-        return draws.normals(self.seed, draws.NOISE, t.to(q.H.device), every, self.dim, q.H.dtype)
+        t = t.to(self.numbers.device)
+        return draws.normals(self._seeds, draws.NOISE, t, self.numbers, self.dim, self._H.dtype)
 
     def gradient(self, x: Tensor, drawn: Tensor | None) -> Tensor:
         """The gradients at x, (M, C, d), exact where nothing is drawn."""
-        g = torch.baddbmm(self._offset, x, self._quadratic.H)  # few operations: on a GPU each one is a launch
-        return g if drawn is None else g.addcmul_(self._quadratic.noise[:, None], drawn[:, None, :])
+        g = torch.baddbmm(self._offset, x, self._H)  # few operations: on a GPU each one is a launch
+        return g if drawn is None else g.addcmul_(self._noise[:, None], drawn[:, None, :])
 
-    def exact(self, x: Tensor) -> Tensor:
-        """The gradients at x, (M, C, d), without noise."""
-        return self.gradient(x, None)
-
-    def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
-        """Stochastic gradients of round t at x, (m, C, d), for these m nodes (all by default).
-
-        Where the problem has one column, x may also be (m, d), or (d,) for a single node.
-        """
-        asked = core.chosen(nodes, self.nodes)
-        points = core.points(x, len(asked), self.dim, self.columns)
-        drawn = draws.normals(self.seed, draws.NOISE, torch.tensor([t]), asked, self.dim)[0].to(x)
-        asked = asked.to(self._quadratic.H.device)
-        H, offset = (v[asked].to(x) for v in (self._quadratic.H, self._offset))
-        return (points @ H + offset + self._quadratic.noise.to(x)[:, None] * drawn[:, None, :]).reshape(x.shape)
-
-    def quadratic(self) -> Quadratic:
-        """The parts of the gradient, for the fused engine."""
-        return self._quadratic
+    def quadratic(self) -> core.Quadratic | None:
+        """The parts of the gradient, for the fused engine; None in a subclass that changes the gradient."""
+        same = type(self).gradient is LeastSquares.gradient and type(self).draw is LeastSquares.draw
+        return core.Quadratic(self._H, self._rows, self._scale, self._noise) if same else None
 
     @staticmethod
-    def joined(problems: Sequence[LeastSquares]) -> JoinedLeastSquares:
-        """Several such problems as one stack, for `simulate_together`."""
-        return JoinedLeastSquares(problems)
-
-    # --- how good a point is -----------------------------------------------------------------------------------
+    def joined(problems: Sequence[LeastSquares]) -> LeastSquares:
+        """Several networks side by side, for `simulate_together`: their gradients, while each has its own metrics."""
+        first = problems[0]
+        for other in problems[1:]:
+            if other.dim != first.dim or not torch.equal(other.sigma, first.sigma):
+                raise ValueError(
+                    f"{other!r} does not fit {first!r} in one stack: give all the same parameters and noise levels"
+                )
+        return core.changed(
+            first,
+            nodes=sum(p.nodes for p in problems),
+            numbers=torch.cat([p.numbers for p in problems]),  # every node draws as it does in its own network
+            _seeds=torch.cat([p._seeds.expand(p.nodes) for p in problems]),
+            _H=torch.cat([p._H for p in problems]),
+            _offset=torch.cat([p._offset for p in problems]),
+        )
 
     def loss_gap(self, x: Tensor) -> Tensor:
         """f(x) - f* for points (..., C, d): ½ (x - x*)' H (x - x*), free of cancellation."""
         apart = x - self.optimum
         return 0.5 * ((apart @ self._mean_H) * apart).sum(-1)
-
-    def metrics(self, x: Tensor) -> dict[str, Tensor]:
-        """Squared distance to the optimum, mean over nodes; loss gap at the network mean and at the worst node."""
-        return {
-            "distance": (x - self.optimum).square().sum(-1).mean(0),
-            "loss_gap": self.loss_gap(x.mean(0)),
-            "worst_loss_gap": self.loss_gap(x).amax(0),
-        }
-
-    def to(self, dtype: torch.dtype, device: torch.device) -> LeastSquares:
-        """The same problem with its tensors in another dtype or on another device."""
-        other = copy.copy(self)
-        other._quadratic = Quadratic(*(tensor.to(device, dtype) for tensor in self._quadratic))
-        own = (self._offset, self._mean_H, self.optimum)
-        other._offset, other._mean_H, other.optimum = (v.to(device, dtype) for v in own)
-        return other
-
-    def fingerprint(self) -> str:
-        """SHA-256 of everything that determines the gradients."""
-        return self._fingerprint
 
     def __repr__(self) -> str:
         return f"<LeastSquares: {self.nodes} nodes, {self.dim} parameters, {self.columns} columns, seed {self.seed}>"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ from klatsch.problems import draws
 from klatsch.problems.partition import dirichlet
 
 
-class LogisticRegression:
+class LogisticRegression(core.Convex):
     """f_i(x) = mean over the samples (a, y) of node i of log(1 + exp(-y a'x)) + l2/2 ||x||², with y = 1 or -1.
 
     A stochastic gradient is that of a mini-batch, drawn with replacement from the node's own samples. The
@@ -32,8 +30,7 @@ class LogisticRegression:
         seed: of data, partition and mini-batches.
     """
 
-    columns = 1
-    per_column = ()
+    of_nodes = ("_signed",)
 
     def __init__(
         self,
@@ -106,25 +103,14 @@ class LogisticRegression:
     def _fill(self, features: Tensor, labels: Tensor, shards: Any, batch: int, l2: float, seed: int) -> None:
         if isinstance(l2, bool) or not isinstance(l2, int | float | np.number) or not 0 < l2 < np.inf:
             raise ValueError(f"l2 = {l2!r}; give a number above 0, such as 0.01, so that there is one optimum")
-        self.seed, self.batch, self.l2 = seed, whole(batch, "batch", 1), float(l2)
         shards = torch.as_tensor(shards)
         # y a instead of a and y: the loss of a sample depends on their product only.
         self._signed = features[shards] * (2.0 * labels[shards] - 1.0)[:, :, None]  # (M, n, d)
-        self.labels = labels[shards]
-        self.optimum: Tensor = self._newton()
-        self._fingerprint = core.digest(self._signed, self.batch, torch.tensor(self.l2, dtype=torch.float64), seed)
-
-    # --- what the theory asks of a problem ---------------------------------------------------------------------
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes M."""
-        return self._signed.shape[0]
-
-    @property
-    def dim(self) -> int:
-        """Number of parameters d."""
-        return self._signed.shape[-1]
+        self.nodes, _, self.dim = self._signed.shape
+        self.labels, self.numbers = labels[shards], torch.arange(self.nodes)
+        self.seed, self.batch, self.l2 = seed, whole(batch, "batch", 1), float(l2)
+        self.optimum = self._newton()
+        self.sha256 = core.digest(self._signed, self.batch, torch.tensor(self.l2, dtype=torch.float64), seed)
 
     @property
     def L(self) -> float:
@@ -132,52 +118,21 @@ class LogisticRegression:
         A = self._signed.double()
         return float(torch.linalg.eigvalsh(A.mT @ A / A.shape[1]).max() / 4) + self.l2
 
-    @property
-    def D1(self) -> Tensor:
-        """The distance ||w_1 - x*|| of the start from the optimum."""
-        return self.optimum.square().sum(-1).sqrt()
-
-    @property
-    def zeta(self) -> Tensor:
-        """Heterogeneity at the optimum, sqrt(1/M sum_i ||grad f_i(x*)||²)."""
-        exact: Tensor = self._slope(self.optimum.expand(self.nodes, 1, -1), self._signed)
-        return exact.square().sum(-1).mean(0).sqrt()
-
-    # --- gradients ---------------------------------------------------------------------------------------------
-
-    def start(self) -> Tensor:
-        """The origin."""
-        return torch.zeros(self.dim, dtype=self._signed.dtype, device=self._signed.device)
-
     def draw(self, t: Tensor) -> Tensor:
         """The samples of the mini-batches of rounds t, (len(t), M, batch)."""
-        device = self._signed.device
-        return self._batches(t.to(device), torch.arange(self.nodes, device=device))
+        t, samples = t.to(self.numbers.device), self._signed.shape[1]
+        return draws.whole_numbers(self.seed, draws.BATCHES, t, self.numbers, self.batch, samples)
 
     def gradient(self, x: Tensor, drawn: Tensor | None) -> Tensor:
         """The gradients at x, (M, C, d), on all samples where nothing is drawn."""
-        return self._slope(x, self._signed if drawn is None else _picked(self._signed, drawn))
-
-    def exact(self, x: Tensor) -> Tensor:
-        """The gradients at x, (M, C, d), of all samples."""
-        return self.gradient(x, None)
-
-    def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
-        """Stochastic gradients of round t at x, (m, C, d), (m, d) or, for a single node, (d,)."""
-        asked = core.chosen(nodes, self.nodes)
-        points = core.points(x, len(asked), self.dim, self.columns)
-        drawn = self._batches(torch.tensor([t]), asked)[0].to(x.device)
-        samples = self._signed[asked.to(self._signed.device)].to(x)
-        return self._slope(points, _picked(samples, drawn)).reshape(x.shape)
-
-    def _batches(self, t: Tensor, nodes: Tensor) -> Tensor:
-        return draws.whole_numbers(self.seed, draws.BATCHES, t, nodes, self.batch, self._signed.shape[1])
+        samples = self._signed
+        if drawn is not None:
+            samples = samples.gather(1, drawn[:, :, None].expand(-1, -1, self.dim))
+        return self._slope(x, samples)
 
     def _slope(self, x: Tensor, samples: Tensor) -> Tensor:
-        wrong = torch.sigmoid(-(x @ samples.mT))  # (M, C, n): how far each sample is from being explained
-        return self.l2 * x - wrong @ samples / samples.shape[1]
-
-    # --- how good a point is -----------------------------------------------------------------------------------
+        wrong = torch.sigmoid(-(x @ samples.mT))  # (..., C, n): how far each sample is from being explained
+        return self.l2 * x - wrong @ samples / samples.shape[-2]
 
     def loss(self, x: Tensor) -> Tensor:
         """f(x) for points (..., d)."""
@@ -187,14 +142,9 @@ class LogisticRegression:
         losses = [torch.nn.functional.softplus(-(part @ samples.mT)).mean(-1) for part in torch.split(flat, rows)]
         return (torch.cat(losses) + 0.5 * self.l2 * flat.square().sum(-1)).reshape(x.shape[:-1])
 
-    def metrics(self, x: Tensor) -> dict[str, Tensor]:
-        """Squared distance to the optimum, mean over nodes; loss gap at the network mean and at the worst node."""
-        best = self.loss(self.optimum)[0]
-        return {
-            "distance": (x - self.optimum).square().sum(-1).mean(0),
-            "loss_gap": (self.loss(x.mean(0)) - best).clamp(min=0),
-            "worst_loss_gap": (self.loss(x).amax(0) - best).clamp(min=0),
-        }
+    def loss_gap(self, x: Tensor) -> Tensor:
+        """f(x) - f* for points (..., d)."""
+        return (self.loss(x) - self.loss(self.optimum)[0]).clamp(min=0)
 
     def _newton(self) -> Tensor:
         """The optimum (1, d), by Newton's method with halved steps, until a step is below 1e-12."""
@@ -202,7 +152,7 @@ class LogisticRegression:
         x = torch.zeros(1, self.dim, dtype=samples.dtype)
         for _ in range(100):
             chance = torch.sigmoid(-(x @ samples.mT))[0]
-            slope = self.l2 * x - chance[None] @ samples / len(samples)
+            slope = self._slope(x, samples)
             curvature = (samples.mT * (chance * (1 - chance))) @ samples / len(samples)
             curvature += self.l2 * torch.eye(self.dim, dtype=samples.dtype)
             step = torch.linalg.solve(curvature, slope[0])
@@ -214,20 +164,5 @@ class LogisticRegression:
                 break
         return x
 
-    def to(self, dtype: torch.dtype, device: torch.device) -> LogisticRegression:
-        """The same problem with its tensors in another dtype or on another device."""
-        other = copy.copy(self)
-        other._signed, other.optimum = (v.to(device, dtype) for v in (self._signed, self.optimum))
-        return other
-
-    def fingerprint(self) -> str:
-        """SHA-256 of everything that determines the gradients."""
-        return self._fingerprint
-
     def __repr__(self) -> str:
         return f"<LogisticRegression: {self.nodes} nodes, {self.dim} parameters, batch {self.batch}, seed {self.seed}>"
-
-
-def _picked(samples: Tensor, drawn: Tensor) -> Tensor:
-    """The samples (m, batch, d) that were drawn, (m, batch), out of (m, n, d)."""
-    return samples.gather(1, drawn[:, :, None].expand(-1, -1, samples.shape[-1]))

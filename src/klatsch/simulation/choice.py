@@ -9,7 +9,6 @@ from klatsch.simulation.rounds import Rounds, TorchRounds, device_of
 from klatsch.simulation.trace import NotLinearError
 from klatsch.topology import Topology
 
-QUADRATIC = ("quadratic", "gradient", "draw")
 ENGINES = ("auto", "torch", "fused", "cuda graph")
 
 
@@ -57,8 +56,7 @@ def _fused(plain: TorchRounds, rule: Rule, topology: Topology, state: State) -> 
     problem = plain.gradients.problem
     if device_of(state).type != "cpu":
         raise ValueError("it runs on the CPU only")
-    parts = [next((kind for kind in type(problem).__mro__ if name in vars(kind)), None) for name in QUADRATIC]
-    if None in parts or len(set(parts)) > 1:  # a subclass with a gradient of its own means that gradient
+    if problem.quadratic() is None:
         raise ValueError(f"{type(problem).__name__} is no quadratic problem")
     if not topology.row_stochastic:
         raise ValueError(f"the rows of {topology.name} do not sum to 1")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from klatsch.problems import Problem
 from klatsch.rules import State
 from klatsch.simulation.divergence import Moment, beginnings, diverged
 from klatsch.simulation.progress import Advance
@@ -21,7 +22,7 @@ PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is 
 class Network(NamedTuple):
     """One of the networks that a run advances: its problem, and which rows of the state are its nodes."""
 
-    problem: Any
+    problem: Problem
     nodes: slice
 
 
@@ -106,10 +107,9 @@ class Run:
         return lost, begun.where(new[:, None], now.diverged_at)
 
 
-def without_diverged(row: dict[str, Tensor], diverged: Tensor, problem: Any) -> dict[str, Tensor]:
+def without_diverged(row: dict[str, Tensor], diverged: Tensor, problem: Problem) -> dict[str, Tensor]:
     """Metrics in which a column that diverged has the worst value there is: inf, unless the problem knows another."""
-    worst = getattr(problem, "worst", {})
-    return {name: v.masked_fill(diverged, worst.get(name, torch.inf)) for name, v in row.items()}
+    return {name: v.masked_fill(diverged, problem.worst.get(name, torch.inf)) for name, v in row.items()}
 
 
 def _since(began: float, state: State) -> float:

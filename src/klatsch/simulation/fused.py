@@ -60,6 +60,7 @@ class FusedRounds:
         if len(program.level) > MOST_REGISTERS or any(len(o.inputs) > MOST_INPUTS for o in program.operations):
             raise NotLinearError(f"the rule takes more than {MOST_REGISTERS} steps, or {MOST_INPUTS} vectors in one")
         quadratic = gradients.problem.quadratic()
+        assert quadratic is not None
         H = _aligned(quadratic.H.shape, quadratic.H.numpy().dtype, behind=WIDEST)
         H[...] = quadratic.H.numpy()
         shared = {"H": H, "rows": quadratic.rows.numpy(), **_links(topology, self.dtype)}

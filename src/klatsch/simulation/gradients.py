@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor, Future
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from klatsch.problems import Problem
 
 MOST_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 24}  # drawn at once: a cache's worth, or enough to hide the launches
 
@@ -14,17 +15,17 @@ MOST_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 24}  # drawn at once: a cache's wor
 class Gradients:
     """`gradients(x, t)`: the stochastic gradients of round t at x, (M, C, d)."""
 
-    def __init__(self, problem: Any, device: str = "cpu") -> None:
+    def __init__(self, problem: Problem, device: str = "cpu") -> None:
         self.problem = problem
-        self.draws_ahead = hasattr(problem, "draw") and hasattr(problem, "gradient")
-        numbers = problem.nodes * getattr(problem, "drawn", problem.dim)  # per round
+        self.draws_ahead = problem.draws_ahead
+        numbers = problem.nodes * (problem.drawn or problem.dim)  # per round
         self.chunk = max(1, min(1000, MOST_NUMBERS[device] // numbers))  # rounds drawn at once
         self._chunks: dict[int, Future[Tensor]] = {}
 
     def __call__(self, x: Tensor, t: int) -> Tensor:
         if not self.draws_ahead:
-            return self.problem.grad(x, t)  # type: ignore[no-any-return]
-        return self.problem.gradient(x, self.drawn(t - 1, t)[0])  # type: ignore[no-any-return]
+            return self.problem.grad(x, t)
+        return self.problem.gradient(x, self.drawn(t - 1, t)[0])
 
     def drawn(self, done: int, until: int) -> Tensor:
         """What was drawn for rounds done + 1 to until, which lie in one chunk."""
@@ -48,5 +49,4 @@ class Gradients:
 
     def _draw(self, number: int) -> Tensor:
         first = number * self.chunk + 1
-        drawn: Tensor = self.problem.draw(torch.arange(first, first + self.chunk))
-        return drawn
+        return self.problem.draw(torch.arange(first, first + self.chunk))

@@ -27,12 +27,6 @@ def check_parts(problem: Problem, rule: Rule, topology: Topology, any_graph: boo
     if not isinstance(topology, Topology):
         raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, such as topology.make('ring', 16)")
     rule = checked(rule)
-    missing = [name for name in ("nodes", "dim", "start", "grad", "metrics") if not hasattr(problem, name)]
-    if missing:
-        raise ValueError(
-            f"problem is a {type(problem).__name__} without {', '.join(missing)}; give a problem, such as "
-            "problems.LeastSquares(16), or see problems.Problem for what one of your own needs"
-        )
     if topology.size != problem.nodes:
         raise ValueError(
             f"{topology.name} has {topology.size} nodes but the problem has {problem.nodes}; give both the same number"
@@ -40,7 +34,7 @@ def check_parts(problem: Problem, rule: Rule, topology: Topology, any_graph: boo
     if not any_graph:
         rule.check_graph(topology)
     first = hyper_rate("lr(1)", rule.lr(1)) if callable(rule.lr) else rule.lr
-    C, own = cols.count(rule, first), getattr(problem, "columns", 1)
+    C, own = cols.count(rule, first), problem.columns
     if own != C and 1 not in (C, own):
         raise ValueError(f"the rule has {C} columns but the problem has {own}; give both the same number, or one")
     Rehearsal(rule, torch.zeros(1, C, problem.dim, dtype=torch.float64))
@@ -78,10 +72,10 @@ def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:
     return where
 
 
-def identity(problem: Any, rule: Rule, topology: Topology, C: int, dtype: torch.dtype) -> dict[str, Any]:
+def identity(problem: Problem, rule: Rule, topology: Topology, C: int, dtype: torch.dtype) -> dict[str, Any]:
     """What tells one run from another, whatever its length, as plain data."""
     return {
-        "problem": f"{problem!r} {problem.fingerprint()}" if hasattr(problem, "fingerprint") else None,
+        "problem": None if (told := problem.fingerprint()) is None else f"{problem!r} {told}",
         **cols.flattened("rule", rule),
         "topology": f"{topology!r} {topology.fingerprint}",
         "columns": C,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from klatsch.problems import Problem
+from klatsch.problems import Problem, adopted
 from klatsch.rules import Rule
 from klatsch.simulation.checkpoint import Saver
 from klatsch.simulation.choice import fastest
@@ -61,9 +61,10 @@ def simulate(
     Raises:
         ValueError: something does not fit; the message says what, and how to put it right.
     """
+    problem = adopted(problem)
     (rule, C), steps = check_parts(problem, rule, topology, any_graph), check_steps(steps)
     points, where = record_points(record, steps), check_place(dtype, device)
-    here = problem.to(dtype, where) if hasattr(problem, "to") else problem
+    here = problem.to(dtype, where)
     local, rates = placed(rule, dtype, where), Rates(rule, steps, C, dtype, where)
     start = torch.as_tensor(here.start()).to(where, dtype).expand(topology.size, C, problem.dim)
     state = local.init(start.contiguous())

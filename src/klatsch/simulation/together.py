@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import klatsch.columns as cols
-from klatsch.problems import Problem
+from klatsch.problems import Problem, adopted
 from klatsch.rules import Rule
 from klatsch.sealed import digest
 from klatsch.simulation.checkpoint import Saver
@@ -57,7 +57,9 @@ def simulate_together(
     if not problems or len(problems) != len(topologies):
         raise ValueError(f"{len(problems)} problems and {len(topologies)} topologies; give one topology per problem")
     kinds = {type(problem) for problem in problems}
-    if len(kinds) > 1 or not hasattr(problems[0], "joined"):
+    problems = [adopted(problem) for problem in problems]
+    join = problems[0].joined
+    if len(kinds) > 1 or join is None:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(f"problems of type {names} cannot be run in one stack; call simulate for each of them")
     fitted = [check_parts(p, rule, g, any_graph) for p, g in zip(problems, topologies, strict=True)]
@@ -66,13 +68,10 @@ def simulate_together(
         raise ValueError(f"{rule.name} is another rule on each of these graphs; give graphs with the same every")
     steps = check_steps(steps)
     points, where = record_points(record, steps), check_place(dtype, device)
-    joined = problems[0].joined(problems).to(dtype, where)
+    joined = join(problems).to(dtype, where)
     local, rates = placed(rule, dtype, where), Rates(rule, steps, C, dtype, where)
     ends = pairwise(accumulate((problem.nodes for problem in problems), initial=0))
-    networks = [
-        Network(problem.to(dtype, where), slice(*nodes))  # type: ignore[attr-defined]
-        for problem, nodes in zip(problems, ends, strict=True)
-    ]
+    networks = [Network(problem.to(dtype, where), slice(*nodes)) for problem, nodes in zip(problems, ends, strict=True)]
     starts = [network.problem.start().expand(network.problem.nodes, C, joined.dim) for network in networks]
     state = local.init(torch.cat(starts).contiguous())
     mix = StackedMix(*topologies, dtype=dtype, device=where)

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from klatsch import own, problems, rules
+from klatsch.problems import Problem
 from klatsch.sealed import CheckpointError
 from klatsch.simulation import Result, simulate, simulate_together
 from klatsch.simulation.mixing import common_period
@@ -120,7 +121,7 @@ class Parts:
     """What a batch is run from: one rule for all networks, and of each network its problem and graph."""
 
     rule: Any
-    problems: list[Any]
+    problems: list[Problem]
     graphs: list[Topology]
     steps: int
     choices: dict[str, Any]  # of `simulate`
@@ -142,7 +143,7 @@ def parts(batch: Batch) -> Parts:
 def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Advance | None = None) -> Finished:
     """Run a batch, from its checkpoint if there is one."""
     made = parts(batch)
-    if not all(hasattr(problem, "fingerprint") for problem in made.problems):
+    if any(problem.fingerprint() is None for problem in made.problems):
         checkpoint = None  # nothing would tell it from that of another problem
     choices: Any = {
         **made.choices,
@@ -216,7 +217,7 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _problem(network: tuple[Case, ...]) -> Any:
+def _problem(network: tuple[Case, ...]) -> Problem:
     first = network[0]
     options = _joined([case.problem_options for case in network])
     seed = {"seed": first.seed} if "seed" in problems.options(first.problem) else {}
@@ -231,14 +232,14 @@ def _joined(options: list[Options]) -> Options:
 
 def _columns(case: Case) -> list[Any]:
     """What may differ between the columns of a batch."""
-    varying = getattr(problems.kind(case.problem), "per_column", ())
+    varying = problems.declared(case.problem).per_column
     rule = {name: case.rule_options.get(name) for name in case.per_column}
     return [rule, {name: case.problem_options.get(name) for name in varying}]
 
 
 def _shared(case: Case) -> list[Any]:
     """What all runs of a batch have in common, beside the network's size and seed."""
-    varying = getattr(problems.kind(case.problem), "per_column", ())
+    varying = problems.declared(case.problem).per_column
     return [
         case.problem,
         {k: v for k, v in case.problem_options.items() if k not in varying},
@@ -253,7 +254,7 @@ def _shared(case: Case) -> list[Any]:
 
 def _in_stack(case: Case) -> list[Any]:
     """What all networks of one stack have in common."""
-    own = getattr(problems.kind(case.problem), "per_network", None)
+    own = problems.declared(case.problem).per_network
     if own is None:
         return _shared(case)
     options = {name: value for name, value in case.problem_options.items() if name not in own}
@@ -262,21 +263,23 @@ def _in_stack(case: Case) -> list[Any]:
 
 def _most_columns(case: Case, device: str) -> int:
     """Columns of one batch; one where they share no work, so that many small batches keep all cores busy."""
-    alone = device == "cpu" and not getattr(problems.kind(case.problem), "columns_share", True)
+    alone = device == "cpu" and not problems.declared(case.problem).columns_share
     alone |= own.is_own(case.rule) and not is_dataclass(case.make_rule())  # whose lists are no columns
     return 1 if alone else MOST_COLUMNS
 
 
 def _cut(blocks: list[tuple[Case, ...]]) -> list[list[tuple[Case, ...]]]:
     """Networks as stacks that fit: into memory, and into the rounds that are captured at once."""
-    if not hasattr(problems.kind(blocks[0][0].problem), "joined"):
+    problem = problems.declared(blocks[0][0].problem)
+    if problem.joined is None:
         return [[block] for block in blocks]
     stacks: list[list[tuple[Case, ...]]] = []
     graphs: list[Topology] = []
     size = 0
     dim = _dim(blocks[0][0])
     # Of every node: its matrix (joined, and the network's own), and the draws of the rounds that are captured.
-    own = getattr(problems.kind(blocks[0][0].problem), "numbers_per_parameter", 2 * dim + 3 * MOST_ROUNDS)
+    own = problem.numbers_per_parameter
+    own = 2 * dim + 3 * MOST_ROUNDS if own is None else own
     for block in sorted(blocks, key=lambda b: (b[0].make_graph().period, b[0].nodes, b[0].seed)):
         graph = block[0].make_graph()
         numbers = block[0].nodes * dim * (VECTORS * len(block) + own)

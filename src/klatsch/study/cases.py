@@ -243,7 +243,7 @@ def refusal(case: Case) -> str | None:
 @lru_cache(maxsize=256)
 def _check_problem(name: str, options: tuple[tuple[str, Any], ...], nodes: int, source: str) -> None:
     """Check a problem that cannot have any size, or is somebody's own."""
-    if source or hasattr(problems.kind(name), "check"):
+    if source or problems.declared(name).check:
         problems.check(name, nodes, **dict(options))
 
 

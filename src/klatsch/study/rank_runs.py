@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from klatsch.problems import Problem
+from klatsch.problems import Problem, adopted
 from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.node import Block, Given, Node
 from klatsch.rules import Rule, State
@@ -65,12 +65,13 @@ def simulate_on_ranks(
         ValueError: something does not fit.
         LinkError: a neighbour is gone or late.
     """
+    problem = adopted(problem)
     (rule, C), steps = check_parts(problem, rule, topology, any_graph), check_steps(steps)
     points, where = record_points(record, steps), check_place(dtype, device)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if topology.size != size:
         raise ValueError(f"{topology.name} has {topology.size} nodes but the group has {size} ranks; one for each")
-    here: Any = problem.to(dtype, where) if hasattr(problem, "to") else problem
+    here = problem.to(dtype, where)
     local, rates = placed(rule, dtype, where), Rates(rule, steps, C, dtype, where)
     x = torch.as_tensor(here.start()).to(where, dtype).expand(C, problem.dim).contiguous()
     links = GlooLinks(group, topology, where, timeout, "raise")

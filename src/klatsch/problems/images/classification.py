@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from klatsch.problems.images import convolutions, fashion_mnist
 from klatsch.problems.images.labelled import Images
 from klatsch.problems.images.networks import architecture, lenet, made
 from klatsch.problems.images.stacks import Stacked
-from klatsch.problems.joined import JoinedImages
 from klatsch.problems.partition import dirichlet
 
 MODELS_AT_ONCE = {"cpu": 64, "cuda": 288}  # that train: beyond these, more in one stack are not faster any more
@@ -29,7 +27,7 @@ IMAGES_AT_ONCE = 2_000  # that each of them evaluates
 LOSS_SAMPLES = 2_000  # of the training images, on which the training loss is measured
 
 
-class ImageClassification:
+class ImageClassification(core.Drawing):
     """f_i(x) = mean over the images of node i of the cross-entropy of a model with parameters x.
 
     A stochastic gradient is that of a mini-batch. Every node goes through its own images in random order, epoch after
@@ -49,12 +47,11 @@ class ImageClassification:
         ValueError: something does not fit; with the remedy.
     """
 
-    columns = 1
-    per_column: tuple[str, ...] = ()
-    per_network = ("alpha",)  # what may differ between networks in one stack, beside size, seed and graph
+    of_nodes = ("shards",)
+    per_network = ("alpha",)
     columns_share = False  # every column is a model of its own
-    numbers_per_parameter = 0  # that a node holds beside its states: the images are shared by all
-    worst: ClassVar = {"accuracy": 0.0, "accuracy_min": 0.0, "accuracy_max": 0.0, "accuracy_of_mean": 0.0}
+    numbers_per_parameter = 0  # the images are shared by all
+    worst = dict.fromkeys(("accuracy", "accuracy_min", "accuracy_max", "accuracy_of_mean"), 0.0)
     headline = core.Headline("accuracy", "test accuracy, mean over nodes", largest=True)
 
     def __init__(
@@ -72,35 +69,15 @@ class ImageClassification:
         data.check()
         check_sizes(M, self.batch, len(data.labels))
         self.shards = torch.as_tensor(dirichlet(data.labels.numpy(), M, alpha, self.seed))  # (M, n)
+        self.nodes, self.numbers, self.drawn = M, torch.arange(M), self.batch
+        self.epoch = self.shards.shape[1] // self.batch  # rounds; the rest of the images wait for the next epoch
         self.alpha, self.classes = float(alpha), int(torch.cat([data.labels, data.test_labels]).max()) + 1
         number = check_test(test, len(data.test_labels))
         self._content, shift, factor = _known(data)
         self._stacked = Stacked(made(model, self.seed), shift, factor)
-        self._start = self._stacked.start()
+        self._start, self.dim = self._stacked.start(), self._stacked.dim
         self._data = data._replace(test_images=data.test_images[:number], test_labels=data.test_labels[:number])
         self._check_model()
-
-    # --- what an engine asks -----------------------------------------------------------------------------------
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes M."""
-        return self.shards.shape[0]
-
-    @property
-    def dim(self) -> int:
-        """Number of parameters d."""
-        return self._stacked.dim
-
-    @property
-    def drawn(self) -> int:
-        """Numbers drawn per node and round."""
-        return self.batch
-
-    @property
-    def epoch(self) -> int:
-        """Rounds per epoch: what does not fill a batch at the end of one is left out of it."""
-        return self.shards.shape[1] // self.batch
 
     def start(self) -> Tensor:
         """The parameters of the fresh model, (d,), the same for all nodes."""
@@ -108,34 +85,21 @@ class ImageClassification:
 
     def draw(self, t: Tensor) -> Tensor:
         """The numbers of the images of rounds t, (len(t), M, batch)."""
-        return self.drawn_for(t, torch.arange(self.nodes))
-
-    def drawn_for(self, t: Tensor, nodes: Tensor) -> Tensor:
-        """The numbers of the images of rounds t for some nodes, (len(t), len(nodes), batch)."""
-        device = self._data.images.device
-        t, nodes = t.to(device), nodes.to(device)
+        device = self.shards.device
+        t, n = t.to(device), self.shards.shape[1]
         epochs, which = torch.unique((t - 1) // self.epoch, return_inverse=True)
-        n = self.shards.shape[1]
-        keys = draws.whole_numbers(self.seed, draws.BATCHES, epochs, nodes, n, 1 << 32)
-        orders = keys.argsort(dim=-1, stable=True)  # (epochs, nodes, n): a random order of every node's own images
+        keys = draws.whole_numbers(self.seed, draws.BATCHES, epochs, self.numbers, n, 1 << 32)
+        orders = keys.argsort(dim=-1, stable=True)  # (epochs, M, n): a random order of every node's own images
         first = (t - 1) % self.epoch * self.batch
         places = first[:, None] + torch.arange(self.batch, device=device)
-        rows = torch.arange(len(nodes), device=device)[:, None]
-        own = orders[which[:, None, None], rows, places[:, None, :]]
-        return self.shards.to(device)[nodes][rows, own]
+        rows = torch.arange(self.nodes, device=device)[:, None]
+        return self.shards[rows, orders[which[:, None, None], rows, places[:, None, :]]]
 
     def gradient(self, x: Tensor, drawn: Tensor) -> Tensor:
         """The gradients at x, (M, C, d), on the images of these numbers, (M, batch)."""
         M, C, d = x.shape
         numbers = drawn[:, None].expand(-1, C, -1).reshape(M * C, -1)
         return self._slope(x.reshape(M * C, d), numbers).view(M, C, d)
-
-    def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
-        """Stochastic gradients of round t at x, (m, C, d), (m, d) or, for a single node, (d,)."""
-        asked = core.chosen(nodes, self.nodes)
-        points = core.points(x, len(asked), self.dim, self.columns)
-        drawn = self.drawn_for(torch.tensor([t]), asked)[0]
-        return self.gradient(points, drawn.to(x.device)).reshape(x.shape)
 
     # --- how good a point is -----------------------------------------------------------------------------------
 
@@ -175,7 +139,7 @@ class ImageClassification:
         """The training images on which the loss is measured: as many from every node, about, as it may be."""
         own = self.shards.reshape(-1)  # node by node, each in random order
         count = min(LOSS_SAMPLES, len(own))
-        return own[torch.arange(count) * len(own) // count].to(self._data.images.device)
+        return own[torch.arange(count, device=own.device) * len(own) // count]
 
     def _parts(self, count: int, models: int) -> list[tuple[slice, slice]]:
         """Models and images in portions; of the images in equal ones where that is possible."""
@@ -223,32 +187,50 @@ class ImageClassification:
                 "let its last layer have one output per class"
             )
 
-    # --- elsewhere ---------------------------------------------------------------------------------------------
-
-    def to(self, dtype: torch.dtype, device: torch.device) -> ImageClassification:
+    def to(self, dtype: torch.dtype, device: torch.device) -> Self:
         """The same problem on another device, with its start in another dtype."""
-        other = copy.copy(self)
-        other._data = Images(*(tensor.to(device) for tensor in self._data))
-        other._start = self._start.to(device, dtype)
-        other.__dict__.pop("_seen", None)
-        return other
+        return core.changed(super().to(dtype, device), _data=Images(*(tensor.to(device) for tensor in self._data)))
 
     @staticmethod
-    def joined(problems: Sequence[ImageClassification]) -> JoinedImages:
-        """Several such problems as one stack, for `simulate_together`."""
-        return JoinedImages(problems)
+    def joined(problems: Sequence[ImageClassification]) -> ImageClassification:
+        """Several networks side by side, for `simulate_together`: their gradients, while each has its own metrics."""
+        return _Joined(problems)
 
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the gradients."""
         facts = f"{self._content} {architecture(self._stacked.module)} {len(self._data.test_labels)}"
         number = int(hashlib.sha256(facts.encode()).hexdigest()[:15], 16)
-        return core.digest(self.shards, self.batch, self.seed, self._start.cpu().double(), number)
+        return core.digest(self.shards.cpu(), self.batch, self.seed, self._start.cpu().double(), number)
 
     def __repr__(self) -> str:
         return (
             f"<ImageClassification: {self.nodes} nodes, {self.dim} parameters, alpha {self.alpha:g}, "
             f"batch {self.batch}, seed {self.seed}>"
         )
+
+
+class _Joined(ImageClassification):
+    """Several problems of one model and one data set, whose nodes have shards of different sizes."""
+
+    def __init__(self, problems: Sequence[ImageClassification]) -> None:
+        first = problems[0]
+        for other in problems[1:]:
+            same = other.batch == first.batch and other._data.images is first._data.images
+            if not same or architecture(other._stacked.module) != architecture(first._stacked.module):
+                raise ValueError(
+                    f"{other!r} does not fit {first!r} in one stack: give all the same model, data and batch"
+                )
+        vars(self).update(vars(first), nodes=sum(problem.nodes for problem in problems))
+        self.problems = list(problems)
+
+    def draw(self, t: Tensor) -> Tensor:
+        return torch.cat([problem.draw(t) for problem in self.problems], dim=1)
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Self:
+        other = super().to(dtype, device)
+        # One copy of the images for all.
+        parts = [core.changed(core.Drawing.to(p, dtype, device), _data=other._data) for p in self.problems]
+        return core.changed(other, problems=parts)
 
 
 @lru_cache(maxsize=4)
