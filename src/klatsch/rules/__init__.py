@@ -9,7 +9,7 @@ A direction says what a node makes of a gradient, a pattern how nodes combine, a
     'dat-d2'
 """
 
-from klatsch.rules.averages import Anytime, Averaged
+from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import Flow, Rule, State
 from klatsch.rules.corrected import Corrected
 from klatsch.rules.directions import Direction, Momentum, momentum, sgd

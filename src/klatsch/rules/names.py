@@ -8,7 +8,7 @@ from typing import Any
 
 from klatsch.arguments import check_options, named
 from klatsch.own import explained
-from klatsch.rules.averages import Anytime, Averaged
+from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import Rule, checked
 from klatsch.rules.corrected import Corrected
 from klatsch.rules.directions import momentum as inertia
