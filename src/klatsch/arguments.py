@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -15,23 +16,24 @@ Thing = TypeVar("Thing")
 OWN = ("rule", "problem", "topology")  # what may be given as "file.py:name"
 
 
-def whole(value: object, name: str, least: int) -> int:
-    """Check a whole number and make it a plain int.
-
-    Raises:
-        ValueError: it is none, or out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value < 1 << 63:
-        raise ValueError(f"{name} = {value!r}; give a whole number from {least} up")
+def whole(value: object, name: str, least: int, most: int = (1 << 63) - 1) -> int:
+    """Check a whole number and make it a plain int."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
+        bounds = f"from {least} up" if most == (1 << 63) - 1 else f"from {least} to {most}"
+        raise ValueError(f"{name} = {shown(value)}; give a whole number {bounds}")
     return int(value)
 
 
-def named(kind: str, name: object, table: Mapping[str, Thing]) -> Thing:
-    """What a name stands for in a table, or in a file of one's own.
+def number(name: str, value: object, holds: Callable[[float], bool], wanted: str) -> float:
+    """Check a finite number and make it a plain float; `wanted` is the remedy, for the error."""
+    real = isinstance(value, int | float | np.number) and not isinstance(value, bool | np.complexfloating)
+    if not real or not abs(value) <= sys.float_info.max or not holds(float(value)):  # type: ignore[arg-type]
+        raise ValueError(f"{name} = {shown(value)}; give {wanted}")
+    return float(value)  # type: ignore[arg-type]
 
-    Raises:
-        ValueError: nothing of that name; with the nearest one, and all there are.
-    """
+
+def named(kind: str, name: object, table: Mapping[str, Thing]) -> Thing:
+    """What a name stands for in a table, or in a user's file."""
     if own.is_own(name) and kind in OWN:
         return own.load(kind, str(name))  # type: ignore[no-any-return]
     if not isinstance(name, str) or name not in table:
@@ -42,12 +44,14 @@ def named(kind: str, name: object, table: Mapping[str, Thing]) -> Thing:
 
 
 def check_options(owner: str, given: Collection[str], known: Collection[str]) -> None:
-    """Refuse an option that something does not have.
-
-    Raises:
-        ValueError: with the first such option, and those there are.
-    """
+    """Refuse an option that something does not have."""
     for option in given:
         if option not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no option beside n"
             raise ValueError(f"{owner} has no option {option!r}; {takes}")
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from torch import Tensor
 
 from klatsch import columns
-from klatsch.columns import Number
-from klatsch.rules import averaging as weights
-from klatsch.rules.base import Flow, Rule, State, blend, checked, joined, share
+from klatsch.columns import Given, Number
+from klatsch.rules.averaging import Averaging, constant, parse
+from klatsch.rules.base import Flow, Graph, Rule, State, blend, checked, joined, share
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,11 +21,11 @@ class Around(Rule):
 
     def __post_init__(self) -> None:
         if isinstance(self.base, Around):
-            raise ValueError(f"{self.base.name} gives out an average already; give the pattern alone")
-        object.__setattr__(self, "base", checked(self.base))
+            raise ValueError(f"{self.base.name} returns an average already; give the pattern alone")
+        columns.settle(self, base=checked(self.base))
 
     @property
-    def lr(self) -> Any:
+    def lr(self) -> Given:
         return self.base.lr
 
     @property
@@ -45,17 +45,17 @@ class Around(Rule):
     def query(self, s: State) -> Tensor:
         return self.base.query(s)
 
-    def check_graph(self, graph: Any, name: str | None = None) -> None:
+    def check_graph(self, graph: Graph, name: str = "") -> None:
         self.base.check_graph(graph, name or self.name)
 
-    def on(self, graph: Any) -> Self:
+    def on(self, graph: Graph) -> Self:
         return columns.replaced(self, base=self.base.on(graph))
 
     @property
     def settings(self) -> dict[str, Number]:
         return self.base.settings
 
-    def with_settings(self, **values: Any) -> Self:
+    def with_settings(self, **values: Number) -> Self:
         return columns.replaced(self, base=self.base.with_settings(**values))
 
 
@@ -81,13 +81,12 @@ class Anytime(Around):
         Defazio et al., "The road less scheduled", 2024, for beta < 1.
     """
 
-    averaging: Any = field(default_factory=weights.constant)
-    beta: Any = 1.0
+    averaging: Averaging = field(default_factory=constant)
+    beta: Given = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "averaging", weights.parse(self.averaging))
-        object.__setattr__(self, "beta", share("beta", self.beta, "to 1"))
+        columns.settle(self, averaging=parse(self.averaging), beta=share("beta", self.beta, "to 1"))
 
     @property
     def name(self) -> str:
@@ -103,7 +102,7 @@ class Anytime(Around):
     def output(self, s: State) -> Tensor:
         return self.at(s, s["x"])
 
-    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         (x,) = flow.mix(s["x"])
         new = self.base.update(s, grad, flow, t, lr * self.averaging.alpha(t))
         return new | {"x": blend(x, self.base.mixed(s, new), self.averaging.delta(t))}
@@ -111,7 +110,7 @@ class Anytime(Around):
 
 @dataclass(frozen=True, eq=False)
 class Averaged(Around):
-    """The base itself, which gives out the average of its iterates instead of the last one.
+    """The base itself, but it returns the average of its iterates instead of the last one.
 
         a <- (1 - delta_t) a + delta_t w
 
@@ -120,11 +119,11 @@ class Averaged(Around):
         average: weights: constant (all alike), linear, polynomial(p) or fixed(gamma).
     """
 
-    average: Any = field(default_factory=weights.constant)
+    average: Averaging = field(default_factory=constant)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "average", weights.parse(self.average))
+        columns.settle(self, average=parse(self.average))
 
     def init(self, x: Tensor) -> State:
         return joined(self.name, self.base.init(x), {"a": x})
@@ -132,6 +131,6 @@ class Averaged(Around):
     def output(self, s: State) -> Tensor:
         return s["a"]
 
-    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         new = self.base.update(s, grad, flow, t, lr)
         return new | {"a": blend(s["a"], self.base.iterate(new), self.average.delta(t))}

@@ -13,22 +13,27 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 from klatsch import columns
-from klatsch.columns import Number
+from klatsch.arguments import whole
+from klatsch.columns import Given, Number
 
+Rounds = int | Tensor  # the round t = 1, 2, 3, ..., or several
 LARGEST_DEGREE = 50  # up to here alpha_t is a number for a million rounds; it grows like t^p
 
 
+@runtime_checkable
 class Averaging(Protocol):
-    """Anytime weights as functions of the round t = 1, 2, 3, ... (a number, or a tensor of rounds)."""
+    """Anytime weights as functions of the round."""
 
-    def alpha(self, t: Any) -> Any:
+    def alpha(self, t: Rounds) -> Number:
         """The weight alpha_t, which also scales the step on w."""
         ...
 
-    def delta(self, t: Any) -> Any:
+    def delta(self, t: Rounds) -> Number:
         """The share delta_t of the new iterate in the average."""
         ...
 
@@ -44,28 +49,22 @@ class Polynomial:
     p: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.p, bool) or not isinstance(self.p, int) or self.p < 0:
-            raise ValueError(f"polynomial(p) with p = {self.p!r}; give a whole number from 0 up")
-        if self.p > LARGEST_DEGREE:
+        if whole(self.p, "polynomial(p) with p", 0) > LARGEST_DEGREE:
             raise ValueError(
                 f"polynomial(p) with p = {self.p}: weights like t^{self.p} soon exceed every number; "
                 f"give p from 0 to {LARGEST_DEGREE}, such as 2"
             )
 
-    def alpha(self, t: Any) -> Any:
-        """The product t (t + 1) ... (t + p - 1); 1 for p = 0.
-
-        Raises:
-            ValueError: it exceeds every number.
-        """
-        product: Any = 1.0
+    def alpha(self, t: Rounds) -> Number:
+        """The product t (t + 1) ... (t + p - 1); 1 for p = 0."""
+        product: Number = 1.0
         for k in range(self.p):
             product = product * (t + k)
         if isinstance(product, float) and math.isinf(product):
             raise ValueError(f"polynomial({self.p}) at round {t}: its weight exceeds every number; give a smaller p")
         return product
 
-    def delta(self, t: Any) -> Any:
+    def delta(self, t: Rounds) -> Number:
         """(p + 1) / (t + p)."""
         return (self.p + 1) / (t + self.p)
 
@@ -81,13 +80,13 @@ class Fixed:
 
     def __post_init__(self) -> None:
         wanted = "a number from 0 up to but not including 1, such as 0.9"
-        object.__setattr__(self, "gamma", columns.hyper("gamma", self.gamma, lambda v: (v >= 0) & (v < 1), wanted))
+        columns.settle(self, gamma=columns.hyper("gamma", self.gamma, lambda v: (v >= 0) & (v < 1), wanted))
 
-    def alpha(self, t: Any) -> Any:
+    def alpha(self, t: Rounds) -> Number:
         """1, at every round."""
         return 1.0
 
-    def delta(self, t: Any) -> Any:
+    def delta(self, t: Rounds) -> Number:
         """1 - gamma, at every round."""
         return 1.0 - self.gamma
 
@@ -110,7 +109,7 @@ def polynomial(p: int) -> Polynomial:
     return Polynomial(p)
 
 
-def fixed(gamma: Any) -> Fixed:
+def fixed(gamma: Given) -> Fixed:
     """alpha_t = 1, delta_t = 1 - gamma (the paper's image runs use gamma = 0.9)."""
     return Fixed(gamma)
 
@@ -119,12 +118,8 @@ NAMES = {"constant": constant, "linear": linear, "polynomial": polynomial, "fixe
 
 
 def parse(text: object) -> Averaging:
-    """Weights from a word, for command lines and study files: "linear", "polynomial(2)", "fixed(0.9)".
-
-    Raises:
-        ValueError: nothing of that name, or a wrong number in brackets.
-    """
-    if hasattr(text, "alpha") and hasattr(text, "delta"):
+    """Weights from a word, for command lines and study files: "linear", "polynomial(2)", "fixed(0.9)"."""
+    if isinstance(text, Averaging):
         return text
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*([-+.\w]*)\s*\))?\s*", text) if isinstance(text, str) else None
     if match is None or match[1] not in NAMES:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from klatsch import columns
-from klatsch.columns import Number
+from klatsch.columns import Given, Number
 
 State = dict[str, Tensor]
-LearningRate = Number | Callable[[int], Any]
+LearningRate = Number | Callable[[int], Given]
 Tensors = tuple[Tensor, ...]
 
 
@@ -47,14 +47,35 @@ class Flow:
         return tuple(v + f for v, f in zip(tensors, self._flow(*tensors), strict=True))
 
 
+class Graph(Protocol):
+    """What a rule asks of a topology."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def doubly_stochastic(self) -> bool: ...
+    @property
+    def column_stochastic(self) -> bool: ...
+    @property
+    def symmetric(self) -> bool: ...
+    @property
+    def directed(self) -> bool: ...
+    @property
+    def changes(self) -> bool: ...
+    @property
+    def every(self) -> int: ...
+    @property
+    def smallest_eigenvalue(self) -> float: ...
+
+
 class Rule:
     """An update rule: a frozen dataclass of hyper-parameters, of which `lr` is one.
 
-    A rule of your own derives from this class and needs an `lr`, an `update`, and an `init` if its state has more than
-    the iterate w. Fields of type float may be lists, with one number per column.
+    Your own rule derives from this class and needs an `lr`, an `update`, and an `init` if its state has more than the
+    iterate w. Fields of type float may be lists, with one number per column.
     """
 
-    lr: Any  # a number, one per column, or a function of t; engines hand the one of the round to `update`
+    lr: Given  # a number, one per column, or a function of t; engines hand the one of the round to `update`
     push: ClassVar[bool] = False  # keeps sums, not averages: what a node cannot pass on it must keep
 
     @property
@@ -78,7 +99,7 @@ class Rule:
         """What to evaluate and keep."""
         return self.iterate(s)
 
-    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         """One round: the gradient at `query(s)` in, the next state out."""
         raise NotImplementedError(f"{type(self).__name__} has no update(self, s, grad, flow, t, lr)")
 
@@ -93,33 +114,29 @@ class Rule:
         return v
 
     def mixed(self, s: State, new: State) -> Tensor:
-        """The iterate of a new state as an average sees it: with all that neighbours said of it."""
+        """The iterate of a new state as an average sees it: after a whole flow."""
         return new["w"]
 
-    def check_graph(self, graph: Any, name: str | None = None) -> None:
-        """Raise ValueError, with the remedy, where the rule does not work on a graph; `name` is what to call it."""
+    def check_graph(self, graph: Graph, name: str = "") -> None:
+        """Refuse a graph that the rule does not work on; `name` is what to call the rule."""
 
-    def on(self, graph: Any) -> Self:
+    def on(self, graph: Graph) -> Self:
         """The rule as it runs on a graph."""
         return self
 
     @property
     def settings(self) -> dict[str, Number]:
         """Numbers that may differ between groups of parameters and from round to round, beside lr."""
-        return {"momentum": value} if isinstance(value := getattr(self, "momentum", None), int | float) else {}
+        return {name: v for name, v in vars(self).items() if name == "momentum" and isinstance(v, int | float)}
 
-    def with_settings(self, **values: Any) -> Self:
-        """The rule with other ones, past the checks of its constructor; for engines."""
+    def with_settings(self, **values: Number) -> Self:
+        """The rule with other settings, past the checks of its constructor; for engines."""
         return columns.replaced(self, **values)
 
 
-def checked(rule: Any) -> Rule:
-    """A rule; an object that has all that a rule needs but is none by class becomes one.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    missing = [name for name in ("lr", "init", "query", "output", "update") if not hasattr(rule, name)]
+def checked(rule: object) -> Rule:
+    """A rule; any object that has all that a rule needs becomes one."""
+    missing = [name for name in ("lr", "init", "query", "output", "update") if name not in dir(rule)]
     if missing or isinstance(rule, type):
         what = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {type(rule).__name__}"
         what += f" without {', '.join(missing)}" if missing else ""
@@ -130,7 +147,8 @@ def checked(rule: Any) -> Rule:
     if not isinstance(rule, Rule):
         kind = type(rule)
         rule = columns.replaced(rule)  # a copy
-        object.__setattr__(rule, "__class__", type(kind.__name__, (kind, Rule), {}))
+        columns.settle(rule, __class__=type(kind.__name__, (kind, Rule), {}))
+        assert isinstance(rule, Rule)
     try:
         inspect.signature(rule.update).bind(*"sgftl")
     except TypeError:
@@ -140,8 +158,8 @@ def checked(rule: Any) -> Rule:
         ) from None
     lr = learning_rate(rule.lr)
     # A list becomes a column here; rules around others hand on one that is in form already.
-    formed = callable(lr) or isinstance(rule.lr, float) or getattr(rule.lr, "ndim", 0) == 2
-    return rule if formed else columns.replaced(rule, lr=lr)  # type: ignore[no-any-return]
+    formed = callable(lr) or isinstance(rule.lr, float) or (isinstance(rule.lr, Tensor) and rule.lr.ndim == 2)
+    return rule if formed else columns.replaced(rule, lr=lr)
 
 
 def each(function: Callable[[Tensor], Tensor], state: State) -> State:
@@ -150,51 +168,44 @@ def each(function: Callable[[Tensor], Tensor], state: State) -> State:
 
 
 def joined(name: str, state: State, more: State) -> State:
-    """The states of two parts as one.
-
-    Raises:
-        ValueError: both have a field of the same name.
-    """
+    """The states of two parts as one."""
     if both := state.keys() & more.keys():
         raise ValueError(f"{name} and a part of it both keep a field {', '.join(both)}; give one another name")
     return state | more
 
 
-def learning_rate(value: object) -> LearningRate:
+def learning_rate(value: Given) -> LearningRate:
     """Check a learning rate: a number, one per column, or a function of the round t."""
     if callable(value):
-        hyper_rate("lr(1)", value(1))
-        return value
+        rate(value, 1)
+        return value  # type: ignore[no-any-return]
     return columns.hyper("lr", value, lambda v: v > 0, "a number above 0, such as 0.01")
 
 
-def hyper_rate(name: str, value: object) -> Number:
-    """Check what a learning-rate function returned; it may reach 0."""
-    return columns.hyper(name, value, lambda v: v >= 0, "a function that returns finite numbers from 0 up")
+def rate(lr: LearningRate, t: int) -> Given:
+    """The learning rate of round t, which may be 0 where a function returns it."""
+    if not callable(lr):
+        return lr
+    return columns.hyper(f"lr({t})", lr(t), lambda v: v >= 0, "a function that returns finite numbers from 0 up")
 
 
-def rate(lr: LearningRate, t: int) -> Any:
-    """The learning rate of round t."""
-    return hyper_rate(f"lr({t})", lr(t)) if callable(lr) else lr
-
-
-def share(name: str, value: object, most: str = "up to but not including 1") -> Number:
+def share(name: str, value: Given, most: str = "up to but not including 1") -> Number:
     """Check a number from 0 to 1, such as a momentum."""
     wanted = f"a number from 0 {most}, such as 0.9"
     return columns.hyper(name, value, lambda v: (v >= 0) & ((v <= 1) if most == "to 1" else (v < 1)), wanted)
 
 
-def descend(w: Tensor, direction: Tensor, length: Any) -> Tensor:
+def descend(w: Tensor, direction: Tensor, length: Number) -> Tensor:
     """w - length * direction, in one pass through memory where the length is a number."""
     if isinstance(w, Tensor) and isinstance(length, float):
         return torch.sub(w, direction, alpha=length)
     if isinstance(w, Tensor) and isinstance(length, Tensor):
         return torch.addcmul(w, direction, length, value=-1.0)
-    return w - length * direction  # type: ignore[no-any-return]
+    return w - length * direction
 
 
-def blend(x: Tensor, w: Tensor, delta: Any) -> Tensor:
+def blend(x: Tensor, w: Tensor, delta: Number) -> Tensor:
     """(1 - delta) x + delta w, in one pass through memory where delta is a number."""
     if isinstance(x, Tensor) and isinstance(delta, float):
         return torch.lerp(x, w, delta)
-    return (1 - delta) * x + delta * w  # type: ignore[no-any-return]
+    return (1 - delta) * x + delta * w

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
 from klatsch import columns
-from klatsch.rules.base import Flow, State, descend, joined
+from klatsch.columns import Number
+from klatsch.rules.base import Flow, Graph, State, descend, joined
 from klatsch.rules.patterns import Pattern, needs_static_symmetric
 
 
@@ -27,8 +28,7 @@ class Corrected(Pattern):
     stays, while y / H steers the steps.
 
     Args:
-        lr: learning rate: a number, a list with one per column, or a function of t.
-        direction: what a node makes of its gradient.
+        lr, direction: see `Pattern`.
         lazy: halve the flow; without, it is D2 as published, which not every graph suits.
         every: H, rounds between two mixes; taken from the graph.
 
@@ -49,7 +49,7 @@ class Corrected(Pattern):
     def init(self, x: Tensor) -> State:
         return joined(self.name, super().init(x), {"y": x * 0.0})
 
-    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         step, kept = self.direction(s, grad, t)
         u = descend(descend(s["w"], step, lr), s["y"], 1.0 / self.every)
         (f,) = flow(u)
@@ -59,10 +59,10 @@ class Corrected(Pattern):
     def mixed(self, s: State, new: State) -> Tensor:
         return new["w"] + (s["y"] - new["y"]) if self.lazy else new["w"]  # w took half of the flow, y the other half
 
-    def on(self, graph: Any) -> Self:
+    def on(self, graph: Graph) -> Self:
         return columns.replaced(self, every=graph.every)
 
-    def check_graph(self, graph: Any, name: str | None = None) -> None:
+    def check_graph(self, graph: Graph, name: str = "") -> None:
         name = name or self.name
         needs_static_symmetric(graph, name)
         # Rounding may lift an even ring's -1/3 above it.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from klatsch import columns
+from klatsch.columns import Given
 from klatsch.rules.base import State, share
 
 
+@runtime_checkable
 class Direction(Protocol):
     """What a node makes of a gradient: a frozen dataclass, whose fields groups of parameters may set."""
 
@@ -31,10 +34,10 @@ class Momentum:
         momentum: a number from 0 up to but not including 1.
     """
 
-    momentum: Any = 0.0
+    momentum: Given = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "momentum", share("momentum", self.momentum))
+        columns.settle(self, momentum=share("momentum", self.momentum))
 
     def init(self, x: Tensor) -> State:
         """A buffer, unless nothing needs to be remembered."""
@@ -56,6 +59,6 @@ def sgd() -> Momentum:
     return Momentum()
 
 
-def momentum(beta: Any) -> Momentum:
+def momentum(beta: Given) -> Momentum:
     """The gradient, and what is left of earlier ones: m <- beta m + g."""
     return Momentum(beta)

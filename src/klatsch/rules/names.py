@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 from klatsch.arguments import check_options, named
+from klatsch.columns import Given
 from klatsch.own import explained
 from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import Rule, checked
@@ -19,47 +19,49 @@ from klatsch.rules.tracked import Tracked
 PER_COLUMN = ("lr", "momentum", "beta")  # options that may differ between the columns of one run
 
 
-def dsgd(lr: Any, momentum: Any = 0.0, average: Any = None, order: str = "atc") -> Rule:
+def dsgd(lr: Given, momentum: Given = 0.0, average: Given = None, order: str = "atc") -> Rule:
     """D-SGD, the baseline of the field: step along your own gradient, then average with your neighbours."""
-    return _given_out(Plain(lr, inertia(momentum), order), average)
+    return _averaged(Plain(lr, inertia(momentum), order), average)
 
 
-def dat(lr: Any, averaging: Any = "constant", order: str = "atc", momentum: Any = 0.0, beta: Any = 1.0) -> Rule:
+def dat(lr: Given, averaging: Given = "constant", order: str = "atc", momentum: Given = 0.0, beta: Given = 1.0) -> Rule:
     """DAT-SGD, the paper's rule: D-SGD with gradients at, or near, an average x of the iterates."""
     return Anytime(Plain(lr, inertia(momentum), order), averaging, beta)
 
 
-def d2(lr: Any, momentum: Any = 0.0, average: Any = None, lazy: bool = True) -> Rule:
+def d2(lr: Given, momentum: Given = 0.0, average: Given = None, lazy: bool = True) -> Rule:
     """D2, which differences between the nodes' data do not harm; on static symmetric graphs."""
-    return _given_out(Corrected(lr, inertia(momentum), lazy), average)
+    return _averaged(Corrected(lr, inertia(momentum), lazy), average)
 
 
-def gt(lr: Any, momentum: Any = 0.0, average: Any = None) -> Rule:
+def gt(lr: Given, momentum: Given = 0.0, average: Given = None) -> Rule:
     """Gradient tracking, which differences between the nodes' data do not harm; twice the messages of D-SGD."""
-    return _given_out(Tracked(lr, inertia(momentum)), average)
+    return _averaged(Tracked(lr, inertia(momentum)), average)
 
 
-def sgp(lr: Any, momentum: Any = 0.0, average: Any = None) -> Rule:
+def sgp(lr: Given, momentum: Given = 0.0, average: Given = None) -> Rule:
     """Stochastic gradient push, for directed graphs."""
-    return _given_out(Push(lr, inertia(momentum)), average)
+    return _averaged(Push(lr, inertia(momentum)), average)
 
 
-def decentlam(lr: Any, momentum: Any = 0.9, average: Any = None) -> Rule:
+def decentlam(lr: Given, momentum: Given = 0.9, average: Given = None) -> Rule:
     """DecentLaM: momentum that does not amplify the differences between nodes."""
-    return _given_out(DecentLaM(lr, momentum), average)
+    return _averaged(DecentLaM(lr, momentum), average)
 
 
-def dat_gt(lr: Any, averaging: Any = "constant", momentum: Any = 0.0, beta: Any = 1.0) -> Rule:
+def dat_gt(lr: Given, averaging: Given = "constant", momentum: Given = 0.0, beta: Given = 1.0) -> Rule:
     """DAT over gradient tracking."""
     return Anytime(Tracked(lr, inertia(momentum)), averaging, beta)
 
 
-def dat_d2(lr: Any, averaging: Any = "constant", momentum: Any = 0.0, beta: Any = 1.0, lazy: bool = True) -> Rule:
+def dat_d2(
+    lr: Given, averaging: Given = "constant", momentum: Given = 0.0, beta: Given = 1.0, lazy: bool = True
+) -> Rule:
     """DAT over D2, without the bias that data which differ between nodes cause."""
     return Anytime(Corrected(lr, inertia(momentum), lazy), averaging, beta)
 
 
-def dat_sgp(lr: Any, averaging: Any = "constant", momentum: Any = 0.0, beta: Any = 1.0) -> Rule:
+def dat_sgp(lr: Given, averaging: Given = "constant", momentum: Given = 0.0, beta: Given = 1.0) -> Rule:
     """DAT over push-sum, for directed graphs."""
     return Anytime(Push(lr, inertia(momentum)), averaging, beta)
 
@@ -80,13 +82,10 @@ WHY_NOT = {  # why some rules do not have an option that others have
 }
 
 
-def make(name: str, **choices: Any) -> Rule:
+def make(name: str, **choices: Given) -> Rule:
     """A rule by name: `make("dat", lr=1e-3, averaging="linear", beta=0.9, momentum=0.9, order="cta")`.
 
-    A rule of your own is "file.py:Name"; the file is executed.
-
-    Raises:
-        ValueError: the name is unknown, the rule has no such option or needs one, or a value is not allowed.
+    Your own rule is "file.py:Name"; the file is executed.
     """
     known = options(name)
     for choice in choices:
@@ -104,5 +103,5 @@ def options(name: str) -> tuple[str, ...]:
     return tuple(inspect.signature(named("rule", name, RULES)).parameters)
 
 
-def _given_out(rule: Rule, average: Any) -> Rule:
+def _averaged(rule: Rule, average: Given) -> Rule:
     return rule if average is None else Averaged(rule, average)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
 
 from torch import Tensor
 
 from klatsch import columns
-from klatsch.columns import Number
-from klatsch.rules.base import Rule, State, joined, learning_rate
+from klatsch.columns import Given, Number
+from klatsch.rules.base import Graph, Rule, State, joined, learning_rate
 from klatsch.rules.directions import Direction, sgd
 
 
@@ -22,13 +22,13 @@ class Pattern(Rule):
         direction: what a node makes of its gradient; the gradient itself by default.
     """
 
-    lr: Any
+    lr: Given
     direction: Direction = field(default_factory=sgd)
     short: ClassVar[str] = ""  # the name of the pattern, if it is not that of the class
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", learning_rate(self.lr))
-        if not hasattr(self.direction, "init"):
+        columns.settle(self, lr=learning_rate(self.lr))
+        if not isinstance(self.direction, Direction):
             raise ValueError(f"direction = {self.direction!r}; give one, such as rules.momentum(0.9)")
 
     @property
@@ -40,13 +40,16 @@ class Pattern(Rule):
 
     @property
     def settings(self) -> dict[str, Number]:
-        return {f.name: getattr(self.direction, f.name) for f in fields(self.direction)}  # type: ignore[arg-type]
+        return dict(vars(self.direction))
 
-    def with_settings(self, **values: Any) -> Self:
+    def with_settings(self, **values: Number) -> Self:
         return columns.replaced(self, direction=columns.replaced(self.direction, **values))
 
+    def check_graph(self, graph: Graph, name: str = "") -> None:
+        needs_doubly_stochastic(graph, name or self.name)
 
-def needs_doubly_stochastic(graph: Any, rule: str) -> None:
+
+def needs_doubly_stochastic(graph: Graph, rule: str) -> None:
     """Refuse a graph that does not keep the network mean."""
     if not graph.doubly_stochastic:
         raise ValueError(
@@ -56,7 +59,7 @@ def needs_doubly_stochastic(graph: Any, rule: str) -> None:
         )
 
 
-def needs_static_symmetric(graph: Any, rule: str) -> None:
+def needs_static_symmetric(graph: Graph, rule: str) -> None:
     """Refuse a graph that is directed or changes: rules that look back at the last round are not stable there."""
     if graph.changes or not graph.symmetric:
         kinds = {"directed": graph.directed, "time-varying": graph.changes, "not symmetric": not graph.symmetric}

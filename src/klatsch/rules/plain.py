@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from klatsch.rules.base import Flow, Rule, State, descend, learning_rate, share
-from klatsch.rules.patterns import Pattern, needs_doubly_stochastic, needs_static_symmetric
+from klatsch import columns
+from klatsch.columns import Given, Number
+from klatsch.rules.base import Flow, Graph, Rule, State, descend, learning_rate, share
+from klatsch.rules.patterns import Pattern, needs_static_symmetric
 
 ORDERS = ("atc", "cta")
 
@@ -23,8 +25,7 @@ class Plain(Pattern):
     In cta the iterate travels while the gradient is computed.
 
     Args:
-        lr: learning rate: a number, a list with one per column, or a function of t.
-        direction: what a node makes of its gradient.
+        lr, direction: see `Pattern`.
         order: "atc" (adapt, then combine) or "cta" (combine, then adapt).
 
     References:
@@ -39,7 +40,7 @@ class Plain(Pattern):
         if self.order not in ORDERS:
             raise ValueError(f"order = {self.order!r}; choose atc (adapt, then combine) or cta (combine, then adapt)")
 
-    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         step, kept = self.direction(s, grad, t)
         if self.order == "atc":
             (w,) = flow.mix(descend(s["w"], step, lr))
@@ -47,9 +48,6 @@ class Plain(Pattern):
             (w,) = flow.mix(s["w"])
             w = descend(w, step, lr)
         return {"w": w} | kept
-
-    def check_graph(self, graph: Any, name: str | None = None) -> None:
-        needs_doubly_stochastic(graph, name or self.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +68,11 @@ class DecentLaM(Rule):
         Yuan et al., "DecentLaM: decentralized momentum SGD for large-batch deep training", 2021.
     """
 
-    lr: Any
-    momentum: Any = 0.9
+    lr: Given
+    momentum: Given = 0.9
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", learning_rate(self.lr))
-        object.__setattr__(self, "momentum", share("momentum", self.momentum))
+        columns.settle(self, lr=learning_rate(self.lr), momentum=share("momentum", self.momentum))
 
     @property
     def name(self) -> str:
@@ -84,12 +81,12 @@ class DecentLaM(Rule):
     def init(self, x: Tensor) -> State:
         return {"w": x, "v": x * 0.0}
 
-    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         (mixed,) = flow.mix(descend(s["w"], grad, lr))
         v = self.momentum * s["v"] + s["w"] - mixed
         return {"w": s["w"] - v, "v": v}
 
-    def check_graph(self, graph: Any, name: str | None = None) -> None:
+    def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_static_symmetric(graph, name or self.name)  # momentum remembers what the last round's matrix did
         if graph.every > 1 and not (isinstance(self.momentum, float) and self.momentum == 0):
             raise ValueError(

@@ -8,11 +8,12 @@ and divides by it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from klatsch.rules.base import Flow, State, descend, joined
+from klatsch.columns import Number
+from klatsch.rules.base import Flow, Graph, State, descend, joined
 from klatsch.rules.patterns import Pattern
 
 
@@ -23,8 +24,7 @@ class Push(Pattern):
         u = w - lr s;   w <- u + flow(u);   weight <- weight + flow(weight)         s = direction(g(w / weight))
 
     Args:
-        lr: learning rate: a number, a list with one per column, or a function of t.
-        direction: what a node makes of its gradient.
+        lr, direction: see `Pattern`.
 
     References:
         Assran et al., "Stochastic gradient push for distributed deep learning", 2019, Algorithm 1.
@@ -39,13 +39,13 @@ class Push(Pattern):
     def at(self, s: State, v: Tensor) -> Tensor:
         return v / s["weight"]
 
-    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         (weight,) = flow.mix(s["weight"])
         step, kept = self.direction(s, grad, t)
         (w,) = flow.mix(descend(s["w"], step, lr))
         return {"w": w, "weight": weight} | kept
 
-    def check_graph(self, graph: Any, name: str | None = None) -> None:
+    def check_graph(self, graph: Graph, name: str = "") -> None:
         if not graph.column_stochastic:
             name = name or self.name
             raise ValueError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
+from klatsch.columns import Number
 from klatsch.rules.base import Flow, State, descend, joined
-from klatsch.rules.patterns import Pattern, needs_doubly_stochastic
+from klatsch.rules.patterns import Pattern
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +21,7 @@ class Tracked(Pattern):
     z sums to 0 over the nodes. It is the y <- mix(y) + g - g_prev of the literature, without g_prev, and in flows.
 
     Args:
-        lr: learning rate: a number, a list with one per column, or a function of t.
+        lr: see `Pattern`.
         direction: what a node makes of the tracked gradient.
 
     References:
@@ -33,13 +34,10 @@ class Tracked(Pattern):
     def init(self, x: Tensor) -> State:
         return joined(self.name, super().init(x), {"y": x * 0.0, "z": x * 0.0})
 
-    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Any) -> State:
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         (f,) = flow(s["y"])
         z = s["z"] + f
         y = grad + z
         step, kept = self.direction(s, y, t)
         (w,) = flow.mix(descend(s["w"], step, lr))
         return {"w": w, "y": y, "z": z} | kept
-
-    def check_graph(self, graph: Any, name: str | None = None) -> None:
-        needs_doubly_stochastic(graph, name or self.name)

@@ -11,7 +11,7 @@ import klatsch.columns as cols
 from klatsch.channels.rehearsal import Rehearsal
 from klatsch.problems import Problem
 from klatsch.rules import Rule, State
-from klatsch.rules.base import checked, hyper_rate
+from klatsch.rules.base import checked, rate
 from klatsch.sealed import digest
 from klatsch.simulation.driver import Run, Snapshot
 from klatsch.simulation.record import Result
@@ -33,7 +33,7 @@ def check_parts(problem: Problem, rule: Rule, topology: Topology, any_graph: boo
         )
     if not any_graph:
         rule.check_graph(topology)
-    first = hyper_rate("lr(1)", rule.lr(1)) if callable(rule.lr) else rule.lr
+    first = rate(rule.lr, 1)
     C, own = cols.count(rule, first), problem.columns
     if own != C and 1 not in (C, own):
         raise ValueError(f"the rule has {C} columns but the problem has {own}; give both the same number, or one")
