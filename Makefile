@@ -1,4 +1,4 @@
-# make test | demo | lint | bench | bench-ranks: each builds .venv first if it is missing or stale.
+# make quick | test | soak | demo | lint | bench | bench-ranks: each builds .venv first if it is missing or stale.
 
 # The first Python that is new enough; `make PYTHON=/path/to/python` overrides the choice.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -6,10 +6,20 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 BIN := .venv/bin
 STAMP := .venv/.complete
 
-.PHONY: test demo lint format bench bench-ranks clean
+# Tests run on all cores, up to eight.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+.PHONY: quick test soak demo lint format bench bench-ranks clean
+
+quick: $(STAMP)
+	$(PYTEST) -m "not (processes or browser or documents or soak)"
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not soak" --durations=25
+
+soak: $(STAMP)
+	$(PYTEST) -m soak --durations=5
 
 demo: $(STAMP)
 	$(BIN)/python -m klatsch demo

@@ -3,8 +3,6 @@
 import json
 import re
 import signal
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -261,11 +259,11 @@ main()
 """
 
 
-def test_an_interrupt_ends_a_comparison_at_once(tmp_path):
+def test_an_interrupt_ends_a_comparison_at_once(tmp_path, python):
     """A real process and a real Ctrl-C, with minutes of work ahead."""
     begun = tmp_path / "begun"
-    command = [sys.executable, "-c", INTERRUPTED, "run", "--steps", "5000000", "-n", "16,25,36", "--seeds", "5", begun]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = ("run", "--steps", "5000000", "-n", "16,25,36", "--seeds", "5", begun)
+    process = python("-c", INTERRUPTED, *words)
     wait_until(begun.exists, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=HANG)

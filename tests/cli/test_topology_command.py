@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -86,16 +85,14 @@ def test_a_large_comparison_leaves_out_what_would_fill_the_memory(run_cli):
     assert "joins a comparison up to 1,000 nodes" in json.loads(out)["left_out"]["complete"]
 
 
-def test_the_command_is_installed_and_prints_its_version():
+def test_the_command_is_installed_and_prints_its_version(prepared):
     for command in ([sys.executable, "-m", "klatsch"], [str(Path(sys.executable).with_name("klatsch"))]):
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+        done = prepared.program(*command, "--version").done()
         assert done.stdout == f"klatsch {__version__}\n"
 
 
-def test_a_mistake_ends_a_real_process_with_exit_code_2_and_no_traceback():
-    done = subprocess.run(
-        [sys.executable, "-m", "klatsch", "topology", "torus", "-n", "7"], capture_output=True, text=True
-    )
+def test_a_mistake_ends_a_real_process_with_exit_code_2_and_no_traceback(start):
+    done = start("topology", "torus", "-n", "7").done()
     assert done.returncode == 2
     assert done.stdout == ""
     assert "Traceback" not in done.stderr

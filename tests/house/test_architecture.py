@@ -1,7 +1,6 @@
 """The rooms and who may enter them: imports point one way, and `import klatsch` needs four libraries only."""
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def test_imports_point_one_way():
     assert checked >= 6
 
 
-def test_import_klatsch_needs_four_libraries_only():
+def test_import_klatsch_needs_four_libraries_only(prepared):
     """Everything else may be absent: the terminal, plotting and report libraries belong to those who use them."""
     program = """
 import sys
@@ -77,7 +76,7 @@ try:
 except ModuleNotFoundError:
     print("done")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = prepared.program(sys.executable, "-c", program).done()
     assert done.stdout == "done\n", done.stderr
 
 

@@ -4,8 +4,6 @@ import contextlib
 import io
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,8 @@ import pytest
 
 from klatsch.study import Store, expand, load
 from tests.house.test_examples import DATA
-from tests.support.waiting import HANG
+
+pytestmark = pytest.mark.documents
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -120,7 +119,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("code", RULES)
-def test_every_rule_that_is_shown_runs_on_ranks(code, run_cli, tmp_path, monkeypatch):
+def test_every_rule_that_is_shown_runs_on_ranks(code, run_cli, prepared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(code)
     names = re.findall(r"^class (\w+)\((?:rules\.)?Rule\)", code, re.M)
@@ -128,10 +127,8 @@ def test_every_rule_that_is_shown_runs_on_ranks(code, run_cli, tmp_path, monkeyp
     Path("s.toml").write_text(
         f'steps = 60\nnodes = 3\nseeds = 1\nlr = [1e-3, 3e-3]\nrules = [{rules}]\ntopologies = ["ring"]'
     )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command = [*launcher, "-m", "klatsch", "run", "s.toml", "--engine", "ranks", "--store", "ranks.sqlite"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
-    assert done.returncode == 0, done.stderr
+    on_ranks = prepared.ranks(3, "-m", "klatsch", "run", "s.toml", "--engine", "ranks", "--store", "ranks.sqlite")
+    assert [rank.done().returncode for rank in on_ranks] == [0] * 3, on_ranks[0].stderr
     assert run_cli("run", "s.toml")[0] == 0
     with Store("ranks.sqlite") as ranks, Store("s.sqlite") as stacked:
         keys = sorted(stacked.done())

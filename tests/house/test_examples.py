@@ -3,27 +3,27 @@
 import difflib
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import HANG
+pytestmark = pytest.mark.documents
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 DATA = Path(os.environ.get("KLATSCH_DATA", ROOT.parent / "shared" / "fashion-mnist"))
 
 
-def torchrun(ranks, *command, cwd=ROOT):
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *command]
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [str(word) for word in words], capture_output=True, text=True, timeout=HANG, env=environment, cwd=cwd
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def printed(prepared):
+    """What ranks print that run a script."""
+
+    def run(size, *words):
+        ranks = prepared.ranks(size, *words)
+        assert [rank.done().returncode for rank in ranks] == [0] * size, ranks[0].stderr
+        return "".join(rank.stdout for rank in ranks)
+
+    return run
 
 
 def test_the_readme_shows_the_difference_between_the_two_scripts():
@@ -35,34 +35,31 @@ def test_the_readme_shows_the_difference_between_the_two_scripts():
     assert len(added) <= 10
 
 
-def test_quickstart():
-    command = [sys.executable, EXAMPLES / "single.py"]
-    alone = os.environ | {"OMP_NUM_THREADS": "1"}
-    single = subprocess.run(command, capture_output=True, text=True, timeout=HANG, env=alone)
+def test_quickstart(python, torchrun):
+    single = python(EXAMPLES / "single.py").done()
     assert float(re.fullmatch(r"test accuracy (0\.\d+|1.000)\n", single.stdout)[1]) > 0.95
-    out = torchrun(4, EXAMPLES / "quickstart.py")
-    found = re.findall(r"rank \d of 4: test accuracy ([\d.]+), distance from the others ([\d.e-]+)", out)
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    done = torchrun(4, "--standalone", EXAMPLES / "quickstart.py", env=environment)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"rank \d of 4: test accuracy ([\d.]+), distance from the others ([\d.e-]+)", done.stdout)
     assert len(found) == 4
     assert all(float(accuracy) > 0.95 for accuracy, _ in found)
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="name the folder with Fashion-MNIST in $KLATSCH_DATA")
 @pytest.mark.parametrize("options", [["--order", "cta"], ["--rule", "dat-d2"]])
-def test_lenet(tmp_path, options):
+def test_lenet(tmp_path, printed, options):
     command = [EXAMPLES / "lenet.py", "--data", DATA, "--report", "100", *options, "--checkpoints", tmp_path]
-    out = torchrun(2, *command, "--rounds", "100", "--alpha", "1")
+    out = printed(2, *command, "--rounds", "100", "--alpha", "1")
     (accuracy,) = re.findall(r"round 100: accuracy (0\.\d+) \(worst machine 0\.\d+\), consensus .*, sent \d+ MB", out)
     assert float(accuracy) > 0.4
     assert len(list(tmp_path.glob("rank0000?-round0000000100.safetensors"))) == 2
-    out = torchrun(2, *command, "--rounds", "200", "--alpha", "1")
-
+    out = printed(2, *command, "--rounds", "200", "--alpha", "1")
     assert out.startswith("going on from round 100\nround 200: ")
 
 
-def test_lenet_without_data(tmp_path):
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "lenet.py", "--data", tmp_path], capture_output=True, text=True, timeout=HANG
-    )
+def test_lenet_without_data(tmp_path, python):
+    done = python(EXAMPLES / "lenet.py", "--data", tmp_path).done()
     assert done.returncode == 2
     assert f"--data = {tmp_path} has no train-images-idx3-ubyte.gz; put its four files into" in done.stderr
     assert "Traceback" not in done.stderr

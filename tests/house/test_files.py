@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -33,7 +31,7 @@ def test_a_failed_write_keeps_the_old_content(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_killed_in_the_middle_leaves_a_whole_file(tmp_path):
+def test_killed_in_the_middle_leaves_a_whole_file(tmp_path, python):
     """A process that writes two contents in turns is killed with -9 again and again."""
     path = tmp_path / "a.bin"
     program = (
@@ -42,7 +40,7 @@ def test_killed_in_the_middle_leaves_a_whole_file(tmp_path):
         "    for byte in (b'a', b'b'): write_atomically(Path(sys.argv[1]), byte * 3_000_000)\n"
     )
     for k in range(5):
-        writer = subprocess.Popen([sys.executable, "-c", program, str(path)])
+        writer = python("-c", program, path)
         wait_until(path.exists, writer)
         time.sleep(0.05 + 0.013 * k)  # some moment or other
         writer.send_signal(signal.SIGKILL)

@@ -1,6 +1,5 @@
 """What starting loads: help, the version and the list need no torch, and the catalogue says what the tables say."""
 
-import subprocess
 import sys
 
 import pytest
@@ -19,14 +18,20 @@ COMMANDS = (
 )
 
 
-def loaded(*arguments):
-    """The modules that a real process loads."""
-    done = subprocess.run([sys.executable, "-X", "importtime", *arguments], capture_output=True, text=True, check=True)
-    return {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+@pytest.fixture
+def loaded(prepared):
+    """The modules that a new interpreter loads."""
+
+    def load(*words):
+        done = prepared.program(sys.executable, "-X", "importtime", *words).done()
+        assert done.returncode == 0, done.stderr
+        return {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+    return load
 
 
 @pytest.mark.parametrize("arguments", ["--version", "--help", "", "list", *(f"{name} --help" for name in COMMANDS)])
-def test_help_the_version_and_the_list_need_nothing_heavy(arguments):
+def test_help_the_version_and_the_list_need_nothing_heavy(arguments, loaded):
     found = loaded("-m", "klatsch", *arguments.split())
     assert "klatsch.cli.app" in found  # or nothing would have been looked at
     assert found & HEAVY == set()
@@ -38,7 +43,7 @@ def test_every_command_is_asked_for_its_help(run_cli):
     assert shown - {""} == {name.split()[0] for name in COMMANDS}
 
 
-def test_import_klatsch_loads_what_is_asked_for():
+def test_import_klatsch_loads_what_is_asked_for(loaded):
     assert loaded("-c", "import klatsch") & (HEAVY | {"rich", "typer", "pydantic"}) == set()
     everything = loaded("-c", "from klatsch import *; simulate, Gossip, planning.plan")
     assert {"torch", "scipy.sparse"} <= everything

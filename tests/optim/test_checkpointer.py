@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,20 +14,17 @@ from klatsch import sealed
 from klatsch.optim.checkpointer import FORMAT
 from klatsch.optim.plain import packed, unpacked
 from klatsch.ranks.membership import lag
-from tests.support.waiting import HANG
 
 SCRIPT = Path(__file__).parents[1] / "support" / "rank_training.py"
 RANKS, ROUNDS = 3, 100
 
 
-def torchrun(folder, restarts=0, deaths=()):
+def train(prepared, folder, restarts=0, deaths=()):
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", RANKS, "--max-restarts", restarts]
-    command += ["--standalone", SCRIPT, folder, ROUNDS, *deaths]
     # Without this, restarted workers read addresses of dead ones from the store that torchrun shares with them.
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([str(word) for word in command], env=environment, **pipes)
+    words = ("--max-restarts", restarts, "--standalone", SCRIPT, folder, ROUNDS, *deaths)
+    return prepared.torchrun(RANKS, *words, env=environment)
 
 
 def lines(folder, rank):
@@ -49,11 +44,11 @@ def same(a, b):
     return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, list | tuple) else a == b
 
 
-def test_kill_9_under_torchrun_and_the_result_is_identical(tmp_path):
-    calm = torchrun(tmp_path / "calm")
-    wild = torchrun(tmp_path / "wild", restarts=2, deaths=["0 1 33", "1 2 70"])  # attempt, rank, round
+def test_kill_9_under_torchrun_and_the_result_is_identical(tmp_path, prepared):
+    calm = train(prepared, tmp_path / "calm")
+    wild = train(prepared, tmp_path / "wild", restarts=2, deaths=["0 1 33", "1 2 70"])  # attempt, rank, round
     for process in (calm, wild):
-        _, errors = process.communicate(timeout=HANG)
+        _, errors = process.communicate()
         assert process.returncode == 0, errors
     for expected, found in zip(finals(tmp_path / "calm"), finals(tmp_path / "wild"), strict=True):
         assert same(expected, found)

@@ -7,9 +7,9 @@ from tests.support.processes import Ranks
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(prepared, tmp_path_factory):
     folder = tmp_path_factory.mktemp("points")
-    Ranks(folder, 3, "rank_points.points").succeed()
+    Ranks(prepared, folder, 3, "rank_points.points").succeed()
     return [torch.load(folder / f"points-{rank}", weights_only=True) for rank in range(3)]
 
 

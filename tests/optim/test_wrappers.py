@@ -74,7 +74,7 @@ def test_inside_a_node_they_do_what_they_are_made_for(launch, tmp_path, kind):
 def test_frameworks(launch, package, scenario, alone):
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    ranks = launch(3, f"rank_frameworks.{scenario}", alone=alone)
+    ranks = launch(3, f"rank_frameworks.{scenario}", preload=[package], alone=alone)
     ranks.succeed()
     for answer in found(ranks, 3):
         if alone:

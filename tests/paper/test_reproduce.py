@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -16,7 +15,6 @@ from klatsch.paper.reproduce import page_of
 from klatsch.study import Row, Store, execute, expand, parse, run_study, workers
 from klatsch.study.store import Origin
 from tests.cli.test_run import check_picture
-from tests.support.waiting import HANG
 
 SETTINGS = [{"noise": n, "heterogeneity": h} for n in (1.0, 10.0) for h in (1.0, 10.0)]
 SIZES = (4, 9, 16, 25, 36, 49, 64, 81, 100)
@@ -287,24 +285,26 @@ BROWSER = next(
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 
 
-def browse(page, tmp_path, *options):
+@pytest.fixture
+def browse(prepared, tmp_path):
+    """Open a page in Chromium."""
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
-        f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0", *options, page.as_uri(),
+        f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0",
     ]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    return lambda page, *options: prepared.program(*command, *options, page.as_uri()).done()
 
 
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
-def test_a_real_browser_shows_the_report(width, results, tmp_path, run_cli):
+def test_a_real_browser_shows_the_report(width, results, browse, tmp_path, run_cli):
     code, out, err = run_cli("report", results / "results.sqlite", "-o", tmp_path / "report.html")
     assert (code, err) == (0, "")
     assert "5 pages" in out
     html = (tmp_path / "report.html").read_text()
     (tmp_path / "probed.html").write_text(html.replace("</head>", PROBE + "</head>"))
-    shown = browse(tmp_path / "probed.html", tmp_path, "--dump-dom", f"--window-size={width},900")
+    shown = browse(tmp_path / "probed.html", "--dump-dom", f"--window-size={width},900")
     assert "CONSOLE" not in shown.stderr, shown.stderr
     found = json.loads(
         re.search(r'data-probe="([^"]*)"', shown.stdout).group(1).replace("&quot;", '"').replace("&amp;", "&")
@@ -321,9 +321,9 @@ def test_a_real_browser_shows_the_report(width, results, tmp_path, run_cli):
 
 
 @needs_browser
-def test_the_report_prints(results, tmp_path, run_cli):
+def test_the_report_prints(results, browse, tmp_path, run_cli):
     run_cli("report", results / "results.sqlite", "-o", tmp_path / "report.html")
-    browse(tmp_path / "report.html", tmp_path, f"--print-to-pdf={tmp_path / 'report.pdf'}")
+    browse(tmp_path / "report.html", f"--print-to-pdf={tmp_path / 'report.pdf'}")
     assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
     assert (tmp_path / "report.pdf").stat().st_size > 50_000
 

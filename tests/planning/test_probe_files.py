@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -15,14 +13,8 @@ ESTIMATE = {"value": 1.0, "low": 0.5, "high": 2.0, "samples": 10}
 PROBE = dict.fromkeys(("L", "D1", "sigma", "zeta"), ESTIMATE) | {"params": 100, "gradient_seconds": 0.1}
 
 
-def plan(path):
-    """Run the command as a user would; what hangs is ended after ten minutes."""
-    command = [sys.executable, "-m", "klatsch", "plan", str(path), "--samples", "1e4"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
-
-
 @pytest.mark.parametrize("kind", ["/dev/zero", "a pipe", "a huge file", "deep"])
-def test_what_has_no_end_is_refused(kind, tmp_path):
+def test_what_has_no_end_is_refused(kind, start, tmp_path):
     path, says = tmp_path / "probe.json", "is no plain file, but a device or a pipe"
     if kind == "/dev/zero":
         path = kind
@@ -35,7 +27,7 @@ def test_what_has_no_end_is_refused(kind, tmp_path):
     else:
         path.write_text("[" * 50_000)
         says = "is no JSON; write one with klatsch probe --json"
-    done = plan(path)
+    done = start("plan", path, "--samples", "1e4").done()
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"klatsch: error: {path} {says}")
     assert done.stderr.count("\n") == 1

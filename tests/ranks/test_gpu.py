@@ -4,23 +4,22 @@ import pytest
 import torch
 
 import klatsch
-from tests.support.processes import Ranks
 from tests.support.rank_scenarios import LR, RANK_GRAPHS, RANK_RULES, ROUNDS, problem_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_one_process_over_nccl(tmp_path, backend):
-    Ranks(tmp_path, 1, "nccl", backend=backend).succeed()
+def test_one_process_over_nccl(tmp_path, launch, backend):
+    launch(1, "nccl", backend=backend).succeed()
     ends = torch.load(tmp_path / "ends")
     assert torch.isfinite(ends["cuda"]).all()
     if "cpu" in ends:
         torch.testing.assert_close(ends["cuda"], ends["cpu"], rtol=1e-3, atol=1e-4)
 
 
-def test_gloo_with_tensors_on_a_gpu(tmp_path):
-    Ranks(tmp_path, 4, "parity", device="cuda").succeed()
+def test_gloo_with_tensors_on_a_gpu(tmp_path, launch):
+    launch(4, "parity", device="cuda").succeed()
     ranks = [torch.load(tmp_path / f"parity-{rank}") for rank in range(4)]
     assert len(ranks[0]) > 30
     for label, (rule, options) in RANK_RULES.items():

@@ -1,8 +1,6 @@
 """Ranks and rows are the same numbers: real processes over gloo against the stacked engine."""
 
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,15 +11,14 @@ from klatsch.study import Store
 from tests.support.comparisons import assert_same_to_rounding
 from tests.support.processes import Ranks
 from tests.support.rank_scenarios import LR, RANK_GRAPHS, RANK_RULES, ROUNDS, problem_of
-from tests.support.waiting import HANG
 
 SIZES = (4, 6)
 
 
 @pytest.fixture(scope="module", params=SIZES)
-def outcome(request, tmp_path_factory):
+def outcome(request, prepared, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"parity{request.param}")
-    Ranks(folder, request.param, "parity").succeed()
+    Ranks(prepared, folder, request.param, "parity").succeed()
     return request.param, [torch.load(folder / f"parity-{rank}") for rank in range(request.param)]
 
 
@@ -49,9 +46,9 @@ def test_ranks_are_the_rows_of_the_simulation(outcome, label, name):
 
 
 @pytest.fixture(scope="module")
-def features(tmp_path_factory):
+def features(prepared, tmp_path_factory):
     folder = tmp_path_factory.mktemp("features")
-    Ranks(folder, 3, "features").succeed()
+    Ranks(prepared, folder, 3, "features").succeed()
     return [torch.load(folder / f"features-{rank}") for rank in range(3)]
 
 
@@ -154,12 +151,10 @@ topologies = ["ring", "one_peer_exponential"]
 """
 
 
-def test_a_study_on_ranks_fills_the_same_store(tmp_path, run_cli):
+def test_a_study_on_ranks_fills_the_same_store(tmp_path, torchrun, run_cli):
     file = tmp_path / "study.toml"
     file.write_text(STUDY)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command = [*launcher, "-m", "klatsch", "run", str(file), "--engine", "ranks"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    done = torchrun(3, "--standalone", "-m", "klatsch", "run", file, "--engine", "ranks")
     assert done.returncode == 0, done.stderr
     assert "64 runs new" in done.stdout
     assert done.stdout.count("one_peer_exponential") == 8  # rank 0 alone prints
@@ -176,13 +171,12 @@ def test_a_study_on_ranks_fills_the_same_store(tmp_path, run_cli):
         assert {facts["engine"] for _, facts in ranks.runs()} == {"ranks"}
 
 
-def test_a_study_that_needs_more_ranks(tmp_path):
+def test_a_study_that_needs_more_ranks(tmp_path, prepared):
     file = tmp_path / "study.toml"
     file.write_text(STUDY)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "klatsch", "run", str(file), "--engine", "ranks"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
-    assert re.search(r"klatsch: error: the study has networks of 3 nodes, but there are 2 ranks; start", done.stderr)
+    pair = prepared.ranks(2, "-m", "klatsch", "run", file, "--engine", "ranks")
+    errors = "".join(rank.done().stderr for rank in pair)
+    assert "klatsch: error: the study has networks of 3 nodes, but there are 2 ranks; start" in errors
     assert not (tmp_path / "study.sqlite").exists()
 
 

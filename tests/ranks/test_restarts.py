@@ -2,15 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-from tests.support.processes import free_port
-from tests.support.waiting import HANG
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parents[1] / "support" / "rank_training.py"
@@ -18,28 +13,28 @@ DOCUMENT = ROOT / "docs" / "cluster.md"
 RANKS, ROUNDS = 3, 40
 
 
-def torchrun(folder, restarts, how, script=SCRIPT, deaths=()):
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", RANKS, "--max-restarts", restarts]
-    command += [*how, script, folder, ROUNDS, *deaths]
-    unset = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    return subprocess.run(
-        [str(word) for word in command], env=environment, capture_output=True, text=True, timeout=HANG
-    )
+@pytest.fixture
+def train(prepared):
+    """Start a training under torchrun, by a rendezvous that is static unless told otherwise."""
 
+    def start(folder, restarts, how=None, script=SCRIPT, deaths=()):
+        folder.mkdir(exist_ok=True)
+        unset = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "MASTER_ADDR", "MASTER_PORT")
+        environment = {name: value for name, value in os.environ.items() if name not in unset}
+        how = how or ("--master-port", prepared.free_port())
+        words = ("--max-restarts", restarts, *how, script, folder, ROUNDS, *deaths)
+        return prepared.torchrun(RANKS, *words, env=environment)
 
-def static():
-    return ["--master-port", free_port()]
+    return start
 
 
 def finals(folder):
     return [torch.load(folder / f"final-{rank}", weights_only=True)["model"] for rank in range(RANKS)]
 
 
-@pytest.mark.parametrize("how", [static, lambda: ["--standalone"]], ids=["static", "c10d with a shared store"])
-def test_restarts_that_would_meet_dead_ranks_are_refused_at_once(tmp_path, how):
-    done = torchrun(tmp_path / "run", 1, how())
+@pytest.mark.parametrize("how", [None, ["--standalone"]], ids=["static", "c10d with a shared store"])
+def test_restarts_that_would_meet_dead_ranks_are_refused_at_once(tmp_path, train, how):
+    done = train(tmp_path / "run", 1, how).done()
     assert done.returncode != 0
     refusal = (
         r"ValueError: torchrun is to restart ranks \(1 times\) but keeps .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.*c10d"
@@ -48,21 +43,21 @@ def test_restarts_that_would_meet_dead_ranks_are_refused_at_once(tmp_path, how):
     assert list((tmp_path / "run").iterdir()) == []  # nothing was trained or written
 
 
-def test_a_static_rendezvous_without_restarts_works(tmp_path):
-    done = torchrun(tmp_path / "run", 0, static())
+def test_a_static_rendezvous_without_restarts_works(tmp_path, train):
+    done = train(tmp_path / "run", 0).done()
     assert done.returncode == 0, done.stderr
 
 
-def test_kill_9_under_a_static_rendezvous_with_a_store_for_each_attempt(tmp_path):
+def test_kill_9_under_a_static_rendezvous_with_a_store_for_each_attempt(tmp_path, train):
     """As the document says."""
     (recipe,) = re.findall(r"```py\n(.*?)```", DOCUMENT.read_text(), re.S)
     plain = SCRIPT.read_text()
     assert plain.count('dist.init_process_group("gloo")\n') == 1
     script = tmp_path / "train.py"
     script.write_text(plain.replace('dist.init_process_group("gloo")\n', recipe))
-    calm = torchrun(tmp_path / "calm", 0, static())
-    wild = torchrun(tmp_path / "wild", 2, static(), script, ["0 1 13", "1 2 30"])  # attempt, rank, round
-    assert (calm.returncode, wild.returncode) == (0, 0), wild.stderr
+    calm = train(tmp_path / "calm", 0)
+    wild = train(tmp_path / "wild", 2, None, script, ["0 1 13", "1 2 30"])  # attempt, rank, round
+    assert (calm.done().returncode, wild.done().returncode) == (0, 0), wild.stderr
     assert (tmp_path / "wild" / "log-0").read_text().splitlines()[-1].startswith(f"2 {ROUNDS} ")  # begun three times
     for expected, found in zip(finals(tmp_path / "calm"), finals(tmp_path / "wild"), strict=True):
         assert all(torch.equal(expected[name], found[name]) for name in expected)  # bits: same call

@@ -7,7 +7,6 @@ from safetensors.torch import load_file
 import klatsch
 from tests.simulation.test_simulate import ENGINES
 from tests.support.numbers_before import CASES, FILE, numbers, title
-from tests.support.processes import Ranks
 
 BEFORE = load_file(FILE)
 
@@ -25,8 +24,8 @@ def test_the_numbers_are_those_of_the_hand_written_rules(case, engine):
 
 
 @pytest.mark.parametrize("size, graphs", [(9, ["ring"]), (8, ["pushing ring"])])
-def test_ranks_compute_them_too(size, graphs, tmp_path):
-    Ranks(tmp_path, size, "numbers", graphs=graphs).succeed()
+def test_ranks_compute_them_too(size, graphs, launch, tmp_path):
+    launch(size, "numbers", graphs=graphs).succeed()
     found = torch.load(tmp_path / "numbers")
     assert len(found) == 2 * sum(graph in graphs for _, _, graph in CASES)
     assert_as_before(found)

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -39,24 +37,23 @@ torch.save({"output": result.output, **result.metrics}, out)
 """
 
 
-def run(path, engine, rule, steps, last, out):
+def run(python, path, engine, rule, steps, last, out):
     """The exit code of a process that kills itself once it is beyond the round `last`."""
-    command = [sys.executable, "-c", PROGRAM, path, engine, rule, steps, last, out]
-    return subprocess.run([str(word) for word in command]).returncode
+    return python("-c", PROGRAM, path, engine, rule, steps, last, out).done().returncode
 
 
 @pytest.mark.parametrize(
     "engine, rule, steps", [("torch", "dat", 6000), pytest.param("fused", "dat-d2", 400_000, marks=KERNEL)]
 )
-def test_killed_and_started_again_it_ends_with_the_same_bits(engine, rule, steps, tmp_path):
-    assert run("-", engine, rule, steps, steps, tmp_path / "straight") == 0
+def test_killed_and_started_again_it_ends_with_the_same_bits(engine, rule, steps, python, tmp_path):
+    assert run(python, "-", engine, rule, steps, steps, tmp_path / "straight") == 0
     saved = tmp_path / "run.safetensors"
     stops = []
     for last in (steps // 5, 2 * steps // 5, 3 * steps // 5):
-        assert run(saved, engine, rule, steps, last, tmp_path / "killed") == -signal.SIGKILL
+        assert run(python, saved, engine, rule, steps, last, tmp_path / "killed") == -signal.SIGKILL
         stops.append(rounds_in(saved))
     assert 0 < stops[0] < stops[1] < stops[2] < steps, stops
-    assert run(saved, engine, rule, steps, steps, tmp_path / "resumed") == 0
+    assert run(python, saved, engine, rule, steps, steps, tmp_path / "resumed") == 0
     straight, resumed = (torch.load(tmp_path / name, weights_only=True) for name in ("straight", "resumed"))
     assert straight.keys() == resumed.keys()
     for name, values in straight.items():

@@ -3,8 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -22,12 +20,14 @@ print(klatsch.simulate(klatsch.problems.LeastSquares(3, dim=4), klatsch.rules.ds
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(prepared, tmp_path_factory):
     """A cache with a kernel, as a process with loose habits made it."""
     folder = tmp_path_factory.mktemp("kernel") / "cache"
     before = os.umask(0o002)
     try:
-        assert simulate(folder, CC=f"{shutil.which(os.environ.get('CC') or 'cc')} -O2 -DTOLD='a b'") == "fused\n"
+        assert (
+            simulate(prepared, folder, CC=f"{shutil.which(os.environ.get('CC') or 'cc')} -O2 -DTOLD='a b'") == "fused\n"
+        )
     finally:
         os.umask(before)
     return folder
@@ -39,10 +39,10 @@ def cache(whole, tmp_path, monkeypatch):
     return shutil.copytree(whole, tmp_path / "cache")
 
 
-def simulate(cache, **variables):
+def simulate(prepared, cache, **variables):
     """Run a small simulation in a process of its own; gives what it printed, or its signal and its errors."""
     environment = os.environ | {"KLATSCH_CACHE": str(cache), **variables}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    done = prepared.python("-c", PROGRAM, env=environment).done()
     return done.stdout if done.returncode == 0 else (done.returncode, done.stderr)
 
 
@@ -91,19 +91,19 @@ def foreign(path):
 
 
 @pytest.mark.parametrize("damage", [truncated, zeroed, empty])
-def test_a_damaged_kernel_is_built_again(damage, cache):
+def test_a_damaged_kernel_is_built_again(damage, cache, prepared):
     damage(kernel(cache))
-    assert simulate(cache) == "fused\n"
+    assert simulate(prepared, cache) == "fused\n"
     again = kernel(cache)
     assert again.name.endswith(f"-{native._checksum(again.read_bytes())}.so")
     assert list(cache.iterdir()) == [again]
 
 
-def test_a_whole_one_is_not_built_again(cache):
+def test_a_whole_one_is_not_built_again(cache, prepared):
     """With a loose umask and with options of the compiler, as the fixture made it."""
     assert kernel(cache).stat().st_mode & 0o777 == 0o600
     stamp = kernel(cache).stat().st_mtime_ns
-    assert simulate(cache) == "fused\n"
+    assert simulate(prepared, cache) == "fused\n"
     assert kernel(cache).stat().st_mtime_ns == stamp
 
 
@@ -117,9 +117,9 @@ def test_what_is_damaged_or_may_be_of_others_is_not_loaded(damage, cache, tmp_pa
     assert native._loaded(damaged, key) is None
 
 
-def test_what_is_in_the_way_is_replaced(cache):
+def test_what_is_in_the_way_is_replaced(cache, prepared):
     a_link(kernel(cache))
-    assert simulate(cache) == "fused\n"
+    assert simulate(prepared, cache) == "fused\n"
     assert not kernel(cache).is_symlink()
 
 

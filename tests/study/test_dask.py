@@ -1,17 +1,16 @@
 """Studies on a Dask cluster: a real scheduler and two worker processes."""
 
 import os
-import re
 import signal
-import subprocess
 import sys
 
 import pytest
 import torch
 
 from klatsch.study import Store, parse, run_study, workers
+from tests.support.cluster import Cluster
 from tests.support.comparisons import assert_same_to_rounding
-from tests.support.waiting import HANG, wait_until
+from tests.support.waiting import wait_until
 
 Client = pytest.importorskip("distributed", reason="needs Dask: pip install 'klatsch[dask]'").Client
 
@@ -27,51 +26,9 @@ problem = { noise = [1.0, 10.0] }
 """
 
 
-class Cluster:
-    """A scheduler and two workers with one thread each, as processes."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.scheduler = self._start("scheduler", "--port", "0", "--no-dashboard", "--host", "127.0.0.1")
-        self.address = self._line(self.scheduler, r"Scheduler at:\s+(\S+)")
-        self.workers = [self.worker() for _ in range(2)]
-
-    def worker(self):
-        process = self._start("worker", self.address, "--nthreads", "1", "--no-nanny", "--no-dashboard")
-        self._line(process, r"Registered to:\s+(\S+)")
-        return process
-
-    def _start(self, *arguments):
-        return subprocess.Popen(
-            [sys.executable, "-m", "dask", *arguments],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self.folder,
-        )
-
-    def _line(self, process, pattern):
-        for line in process.stderr:
-            if found := re.search(pattern, line):
-                return found.group(1)
-        raise AssertionError(f"{process.args} ended")
-
-    def close(self):
-        for process in (*self.workers, self.scheduler):
-            process.kill()
-            process.communicate()
-
-
 @pytest.fixture
-def cluster(tmp_path):
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.close()
-
-
-def start(file, address):
-    command = [sys.executable, "-m", "klatsch", "run", str(file), "--dask", address]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def cluster(prepared, tmp_path):
+    return Cluster(prepared, tmp_path)
 
 
 def errors(store):
@@ -81,14 +38,14 @@ def errors(store):
         return {key: outcome.metrics["distance"] for key, outcome in found.items()}
 
 
-def test_a_study_on_a_cluster_of_which_a_worker_is_killed(cluster, tmp_path):
+def test_a_study_on_a_cluster_of_which_a_worker_is_killed(cluster, start, tmp_path):
     file = tmp_path / "s.toml"
     file.write_text(STUDY)
-    process = start(file, cluster.address)
+    process = start("run", file, "--dask", cluster.address)
     store = tmp_path / "s.sqlite"
     wait_until(lambda: len(_done(store)) >= 14, process)  # the first batch is back
     os.kill(cluster.workers[0].pid, signal.SIGKILL)  # with a batch in its hands
-    out, err = process.communicate(timeout=HANG)
+    out, err = process.communicate()
     assert process.returncode == 0, err
     assert "112 runs new" in out
     run_study(parse(_content(file)), tmp_path / "here.sqlite", executor=workers.threads)
@@ -99,28 +56,28 @@ def test_a_study_on_a_cluster_of_which_a_worker_is_killed(cluster, tmp_path):
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_a_scheduler_that_is_gone_ends_the_study_with_one_line(cluster, tmp_path):
+def test_a_scheduler_that_is_gone_ends_the_study_with_one_line(cluster, start, tmp_path):
     file = tmp_path / "s.toml"
     file.write_text(STUDY)
-    process = start(file, cluster.address)
+    process = start("run", file, "--dask", cluster.address)
     store = tmp_path / "s.sqlite"
     wait_until(lambda: _done(store), process)
     cluster.scheduler.kill()
-    out, err = process.communicate(timeout=HANG)
+    out, err = process.communicate()
     assert (process.returncode, out) == (2, "")
     assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("klatsch: error: ")
     assert _done(store)
 
 
-def test_ctrl_c_ends_it_at_once(cluster, tmp_path):
+def test_ctrl_c_ends_it_at_once(cluster, start, tmp_path):
     file = tmp_path / "s.toml"
     file.write_text(STUDY.replace("20000", "400000"))
-    process = start(file, cluster.address)
+    process = start("run", file, "--dask", cluster.address)
     with Client(cluster.address, set_as_default=False) as client:
         wait_until(lambda: any(client.processing().values()), process)  # with minutes of work ahead
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=HANG)
+    out, err = process.communicate()
     assert (process.returncode, out) == (130, "")
     assert err.startswith("stopped; ")
     assert err.count("\n") == 1

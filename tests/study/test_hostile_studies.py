@@ -3,8 +3,6 @@
 import math
 import os
 import sqlite3
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -168,15 +166,12 @@ def test_a_grid_without_end_is_counted_and_refused(case, never_expanded):
         parse({**SMALL, **changes})
 
 
-def klatsch(*arguments):
-    """A process of its own, which must end by itself; no terminal, and no writer at the other end of a pipe."""
-    done = subprocess.run(
-        [sys.executable, "-m", "klatsch", *map(str, arguments)], capture_output=True, text=True, timeout=300
-    )
-    return done.returncode, done.stdout, done.stderr
+def test_what_has_no_end_is_no_study_and_no_store(study_file, tmp_path, start):
+    def klatsch(*arguments):
+        """A process of its own, which must end by itself; no terminal, and no writer at the other end of a pipe."""
+        done = start(*arguments).done()
+        return done.returncode, done.stdout, done.stderr
 
-
-def test_what_has_no_end_is_no_study_and_no_store(study_file, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/zero", tmp_path / "pipe"):
         refused(klatsch("run", path), f"{path} is no plain file, but a device or a pipe")

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +17,6 @@ from klatsch.study.batches import pack
 from klatsch.study.store import Origin
 from tests.cli.test_run import check_picture
 from tests.problems.test_fashion_mnist import DATA, needs_data
-from tests.support.waiting import HANG
 
 pytestmark = needs_data
 
@@ -62,7 +59,7 @@ def test_on_a_gpu_graphs_alphas_and_seeds_share_a_stack():
     assert {case.key for stack in stacks for case in stack.cases} == {case.key for case in cases}
 
 
-def test_learning_rates_are_chosen_by_accuracy(tmp_path):
+def test_learning_rates_are_chosen_by_accuracy(tmp_path, start):
     tiny = {"name": "fashion-mnist", "alpha": [1.0, 10.0], "test": 500}
     small = study(nodes=4, topologies="ring", rules=["dsgd"], lr=[1e-9, 0.1], epochs=None, steps=40, problem=tiny)
     with Store(tmp_path / "s.sqlite") as store:
@@ -77,13 +74,13 @@ def test_learning_rates_are_chosen_by_accuracy(tmp_path):
             {"steps": 5, "nodes": 4, "rules": "dat", "topologies": "ring", "seeds": 1, "lr": 0.01, "record": 2}
         )
         run_study(other, store)
-    check_a_store_of_two_problems(tmp_path / "s.sqlite", tmp_path)
+    check_a_store_of_two_problems(start, tmp_path / "s.sqlite", tmp_path)
     assert "accuracy" in page.header
     assert "largest mean final accuracy" in page.facts[0]
     assert found.progress.best[0] == max(row.final.max() for row in found.rows)
 
 
-def check_a_store_of_two_problems(store, folder):
+def check_a_store_of_two_problems(start, store, folder):
     """Everything in it can be looked at, also where the data set is not."""
     nowhere = os.environ | {"KLATSCH_DATA": "/nowhere"}
     for words, found in (
@@ -93,8 +90,7 @@ def check_a_store_of_two_problems(store, folder):
         (("results", str(store), "--all", "--metric", "distance"), ("distance",)),
         (("report", str(store), "-o", str(folder / "r.html")), ("2 pages",)),
     ):
-        command = [sys.executable, "-m", "klatsch", *words]
-        done = subprocess.run(command, capture_output=True, text=True, env=nowhere)
+        done = start(*words, env=nowhere).done()
         assert (done.returncode, done.stderr) == (0, "")
         assert all(word in done.stdout for word in found), done.stdout
 
@@ -248,17 +244,13 @@ def test_a_study_without_its_data_says_so_before_anything_runs(tmp_path, monkeyp
         assert not store.studies()
 
 
-def klatsch(*words, folder=None):
-    return subprocess.run([sys.executable, "-m", "klatsch", *words], capture_output=True, text=True, cwd=folder)
-
-
-def test_data_show(tmp_path):
-    done = klatsch("data", "show", "-n", "6", "--alpha", "0.1", "--draw", str(tmp_path / "h.png"), "--json")
+def test_data_show(tmp_path, start):
+    done = start("data", "show", "-n", "6", "--alpha", "0.1", "--draw", str(tmp_path / "h.png"), "--json").done()
     counts = np.array(json.loads(done.stdout)["counts"])
     assert counts.shape == (6, 10)
     assert set(counts.sum(axis=1)) == {10_000}
     check_picture(tmp_path / "h.png")
-    table = klatsch("data", "show", "-n", "6").stdout
+    table = start("data", "show", "-n", "6").done().stdout
     assert "ankle boot" in table
     assert "alpha = 0.1" in table
 
@@ -276,15 +268,15 @@ def test_data_show(tmp_path):
         (("run", "--problem", "fashion-mnist", "--steps", "3", "--epochs", "1"), "both are given"),
     ],
 )
-def test_command_line_refuses_in_one_line(tmp_path, words, found):
-    done = klatsch(*words, folder=tmp_path)
+def test_command_line_refuses_in_one_line(tmp_path, start, words, found):
+    done = start(*words, cwd=tmp_path).done()
     assert done.returncode == 2
     assert found in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_the_same_on_ranks(tmp_path):
-    """torchrun with one process per node gives the accuracies of the simulation."""
+def test_the_same_on_ranks(tmp_path, prepared):
+    """Processes, one per node, gives the accuracies of the simulation."""
     file = tmp_path / "images.toml"
     file.write_text(
         'steps = 6\nnodes = 2\nseeds = 1\nlr = [0.05]\nrecord = 2\ndtype = "float32"\ntopologies = "ring"\n'
@@ -293,9 +285,9 @@ def test_the_same_on_ranks(tmp_path):
     outcomes = []
     for engine in ("stacked", "ranks"):
         store = tmp_path / f"{engine}.sqlite"
-        words = ["-m", "klatsch", "run", str(file), "--engine", engine, "--store", str(store)]
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        subprocess.run([sys.executable, *(launcher if engine == "ranks" else []), *words], check=True, timeout=HANG)
+        words = ["-m", "klatsch", "run", file, "--engine", engine, "--store", store]
+        started = prepared.ranks(2, *words) if engine == "ranks" else [prepared.python(*words)]
+        assert [process.done().returncode for process in started] == [0] * len(started), started[0].stderr
         with Store(store, read_only=True) as opened:
             outcomes.append({facts["key"]: opened.outcomes([facts["key"]]) for _, facts in opened.runs()})
     stacked, ranks = outcomes

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ import pytest
 import klatsch
 from klatsch import own, problems, rules, topology
 from klatsch.study import Store, expand, load, parse, run_study, workers
-from tests.support.waiting import HANG
+from tests.support.cluster import Cluster
 
 EXTRA = '''from dataclasses import dataclass
 
@@ -105,7 +103,7 @@ def same(found, expected):
         np.testing.assert_allclose(found[run], expected[run], rtol=1e-8)
 
 
-def test_a_rule_in_a_file_runs_everywhere_with_the_same_numbers(folder, run_cli):
+def test_a_rule_in_a_file_runs_everywhere_with_the_same_numbers(folder, run_cli, prepared):
     assert len(EXTRA.splitlines()) <= 25
     rates, expected = (1e-3, 4e-3), {}
     for seed in (0, 1):  # in Python, both learning rates at once
@@ -119,10 +117,8 @@ def test_a_rule_in_a_file_runs_everywhere_with_the_same_numbers(folder, run_cli)
     assert "8 runs new" in out
     same(errors("study.sqlite"), expected)
 
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command = [*launcher, "-m", "klatsch", "run", "study.toml", "--engine", "ranks", "--store", "ranks.sqlite"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)  # on real ranks
-    assert done.returncode == 0, done.stderr
+    ranks = prepared.ranks(3, "-m", "klatsch", "run", "study.toml", "--engine", "ranks", "--store", "ranks.sqlite")
+    assert [rank.done().returncode for rank in ranks] == [0] * 3, ranks[0].stderr
     same(errors("ranks.sqlite"), expected)
 
     options = [
@@ -246,16 +242,11 @@ def test_other_options_of_a_rule_are_rows_and_functions_make_rules(folder):
         parse({**content, "rules": [{"name": "mine.py:Extra", "fast": 1}]})
 
 
-def test_a_dask_cluster_runs_parts_of_ones_own(folder, run_cli):
+def test_a_dask_cluster_runs_parts_of_ones_own(folder, run_cli, prepared):
     pytest.importorskip("distributed", reason="needs Dask: pip install 'klatsch[dask]'")
-    from tests.study.test_dask import Cluster
-
     (folder / "workers").mkdir()
-    cluster = Cluster(folder / "workers")  # whose current folder is another one
-    try:
-        code, _, err = run_cli("run", "study.toml", "--dask", cluster.address, "--store", "dask.sqlite")
-    finally:
-        cluster.close()
+    cluster = Cluster(prepared, folder / "workers")  # whose current folder is another one
+    code, _, err = run_cli("run", "study.toml", "--dask", cluster.address, "--store", "dask.sqlite")
     assert (code, err) == (0, "")
     assert run_cli("run", "study.toml")[0] == 0
     same(errors("dask.sqlite"), errors("study.sqlite"))

@@ -3,8 +3,6 @@
 import re
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -30,25 +28,9 @@ problem = { noise = [1.0, 10.0], heterogeneity = [1.0, 10.0] }
 RUNS = 224  # of LONG, in 8 batches
 
 
-@pytest.fixture
-def start():
-    """Start the command line as a process of its own; none outlives the test."""
-    started = []
-
-    def begin(*arguments):
-        command = [sys.executable, "-m", "klatsch", *map(str, arguments)]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
 def new_runs(process):
     """How many runs a process says it has done."""
-    out, err = process.communicate(timeout=600)
+    out, err = process.communicate()
     assert process.returncode == 0, err
     return int(re.search(r"^([\d,]+) runs new", out, re.M)[1].replace(",", ""))
 
@@ -144,9 +126,9 @@ for number in range(20):
 """
 
 
-def test_processes_that_make_a_store_together_do_not_take_it_for_damaged(tmp_path):
+def test_processes_that_make_a_store_together_do_not_take_it_for_damaged(tmp_path, python):
     """Each looks at a file that another is just making; twenty times, since it is a matter of moments."""
-    done = subprocess.run([sys.executable, "-c", TOGETHER], cwd=tmp_path, capture_output=True, text=True)
+    done = python("-c", TOGETHER, cwd=tmp_path).done()
     assert done.returncode == 0, done.stderr
 
 

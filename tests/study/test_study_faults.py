@@ -38,18 +38,6 @@ topologies = ["ring"]
 problem = { noise = [1.0, 10.0], heterogeneity = [1.0, 10.0] }
 """
 SMALL = {"steps": 50, "nodes": [4, 6], "seeds": 2, "lr": [0.001, 0.01], "rules": ["dat"], "topologies": ["ring"]}
-KLATSCH = [sys.executable, "-m", "klatsch"]
-
-
-def start(*arguments, **options):
-    command = [*KLATSCH, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
-def run(*arguments, **options):
-    process = start(*arguments, **options)
-    out, err = process.communicate(timeout=HANG)
-    return process.returncode, out, err
 
 
 def complaints(err):
@@ -57,29 +45,30 @@ def complaints(err):
     return [line for line in err.splitlines() if not re.match(r"projected: |\d+/\d+ batches", line)]
 
 
-def table(store, path):
+def table(start, store, path):
     """Everything that was measured, without the times; bit by bit, since every batch is the same call each time."""
-    code, _, err = run("results", store, "--curves", "--csv", path)
-    assert (code, err) == (0, "")
+    done = start("results", store, "--curves", "--csv", path).done()
+    assert (done.returncode, done.stderr) == (0, "")
     with path.open() as file:
         rows = [{k: v for k, v in row.items() if k not in ("seconds", "finished")} for row in csv.DictReader(file)]
     return sorted(rows, key=lambda row: (row["key"], int(row["step"])))
 
 
 def worker_processes(driver):
-    """The workers among a driver's children, which are spawned; the resource tracker is not one of them."""
+    """The workers among a driver's children; the resource tracker is not one of them."""
     try:
         children = psutil.Process(driver.pid).children()
-        return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
     except psutil.Error:
         return []
 
 
-def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path):
+@pytest.mark.soak
+def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path, start):
     """Workers and the driver in turn, at random moments."""
     file = tmp_path / "s.toml"
     file.write_text(PAPER)
-    assert run("run", file, "--store", tmp_path / "calm.sqlite")[0] == 0
+    assert start("run", file, "--store", tmp_path / "calm.sqlite").done().returncode == 0
     store, moments, kills, saved = tmp_path / "wild.sqlite", random.Random(7), 0, 0
 
     def progress():
@@ -89,7 +78,7 @@ def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path):
 
     for attempt in range(100):
         before = progress()
-        process = start("run", file, "--store", store)
+        process = start("run", file, "--store", store, spawn=True)
         wait_until(lambda p=process: worker_processes(p) or p.poll() is not None)
         if attempt % 3:  # every third time while they are starting
             wait_until(lambda p=process, b=before: progress() != b or p.poll() is not None)
@@ -116,15 +105,15 @@ def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path):
         assert not psutil.wait_procs(crew, timeout=HANG)[1], "workers outlive their driver"
     process.communicate(timeout=HANG)
     if process.returncode != 0:
-        code, _, err = run("run", file, "--store", store)
-        assert (code, complaints(err)) == (0, [])
+        again = start("run", file, "--store", store).done()
+        assert (again.returncode, complaints(again.stderr)) == (0, [])
     assert kills == 10
     assert saved, "no batch was ever in progress"
-    assert table(store, tmp_path / "wild.csv") == table(tmp_path / "calm.sqlite", tmp_path / "calm.csv")
+    assert table(start, store, tmp_path / "wild.csv") == table(start, tmp_path / "calm.sqlite", tmp_path / "calm.csv")
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_a_killed_worker_is_replaced_and_the_study_goes_on(tmp_path):
+def test_a_killed_worker_is_replaced_and_the_study_goes_on(tmp_path, start):
     file = tmp_path / "s.toml"
     file.write_text(PAPER.replace("[25, 36]", "25"))
     process = start("run", file)
@@ -168,10 +157,10 @@ def rounds_in(path):
         return json.loads(checkpoint.metadata()["klatsch"])["rounds"]
 
 
-def test_ctrl_c_saves_what_is_in_progress(tmp_path):
+def test_ctrl_c_saves_what_is_in_progress(tmp_path, start):
     file = tmp_path / "s.toml"
     file.write_text(PAPER)
-    process = start("run", file, start_new_session=True)
+    process = start("run", file)
     saved = wait_until(lambda: list(tmp_path.glob("s.sqlite-*.safetensors")), process)
     before = rounds_in(saved[0])
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all processes of the group
@@ -181,10 +170,10 @@ def test_ctrl_c_saves_what_is_in_progress(tmp_path):
     assert before < rounds_in(saved[0]) < 100_000
 
 
-def test_ctrl_c_while_workers_are_starting_is_quiet(tmp_path):
+def test_ctrl_c_while_workers_are_starting_is_quiet(tmp_path, start):
     file = tmp_path / "s.toml"
     file.write_text(PAPER)
-    process = start("run", file, start_new_session=True)
+    process = start("run", file, spawn=True)
     wait_until(lambda: worker_processes(process), process)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=HANG)
@@ -192,7 +181,7 @@ def test_ctrl_c_while_workers_are_starting_is_quiet(tmp_path):
     assert re.fullmatch(r"stopped; .*\n", err)
 
 
-def test_two_processes_share_a_store(tmp_path):
+def test_two_processes_share_a_store(tmp_path, start):
     file = tmp_path / "s.toml"
     file.write_text(PAPER.replace("100000", "1000"))
     pair = [start("run", file) for _ in range(2)]
@@ -201,7 +190,7 @@ def test_two_processes_share_a_store(tmp_path):
         assert (process.returncode, complaints(err)) == (0, [])
     with Store(tmp_path / "s.sqlite") as store:
         assert len(store.runs()) == 112
-    assert run("run", file)[1].splitlines()[-1].startswith("0 runs new")
+    assert start("run", file).done().stdout.splitlines()[-1].startswith("0 runs new")
 
 
 def test_a_checkpoint_that_cannot_be_used_is_thrown_away(tmp_path):
