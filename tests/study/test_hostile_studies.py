@@ -396,6 +396,7 @@ def opened(monkeypatch):
     return found
 
 
+@pytest.mark.processes
 def test_a_study_of_seconds_runs_in_the_driver(study_file, tmp_path, run_cli, opened):
     for options in ((), ("--workers", 1)):
         store = tmp_path / f"{len(options)}.sqlite"

@@ -144,6 +144,7 @@ def test_a_rule_in_a_file_runs_everywhere_with_the_same_numbers(folder, run_cli,
         assert error == pytest.approx(np.mean([expected[float(lr), seed][-1] for seed in (0, 1)]), rel=1e-8)
 
 
+@pytest.mark.processes
 def test_a_problem_and_a_topology_in_a_file(folder, run_cli):
     options = ("-t", "parts.py:band", "--problem", "parts.py:Wishes", "-n", "6,7", "--steps", 100, "--seeds", 2)
     code, out, err = run_cli("run", "--rules", "dsgd,gt", *options, "--store", "s.sqlite", "--workers", 2)
@@ -329,6 +330,7 @@ def test_what_is_wrong_with_topologies_and_problems_is_one_line(folder, run_cli)
         assert re.search(message, err), err
 
 
+@pytest.mark.processes
 def test_an_error_in_the_middle_of_a_run_has_a_place(folder, run_cli):
     (folder / "mine.py").write_text(EXTRA.replace("(mixed,) =", "t > 3 and s['u']\n        (mixed,) ="))
     for more in ((), ("--workers", 1)):

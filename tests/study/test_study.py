@@ -323,6 +323,7 @@ def test_rows_are_ordered_and_choose_by_the_mean_over_seeds():
         assert row.lr == row.lrs[row.final.mean(axis=0).argmin()]
 
 
+@pytest.mark.processes
 def test_any_executor_will_do(tmp_path):
     reference = run_study(study(), executor=workers.threads).rows
     with ThreadPoolExecutor(2) as pool:

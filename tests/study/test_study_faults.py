@@ -124,6 +124,7 @@ def test_a_killed_worker_is_replaced_and_the_study_goes_on(tmp_path, start):
     assert "56 runs new" in out
 
 
+@pytest.mark.processes
 def test_workers_that_always_die_end_the_study_with_a_reason(tmp_path, monkeypatch):
     study = parse(SMALL)
 

@@ -392,7 +392,7 @@ def fork_workers():
         for end in sorted({*kept, 1 << 10}):
             os.closerange(last + 1, end)
             last = end
-        code = 1
+        sys.argv, code = ["-c", os.fsdecode(words[-1])], 1
         try:
             exec(words[-2], {})
         except SystemExit as end:
