@@ -14,6 +14,7 @@ from torch import nn
 import klatsch
 from klatsch.optim import DATD2, DATSGD, Gossip
 from klatsch.ranks import node
+from tests.support.rank_points import held, step
 
 IN_EVAL = r"the model holds x, to evaluate or save, since optimizer.eval\(\).*call optimizer.train\(\) before"
 WRONG_POINT = r"while it holds the point at which gradients are taken, and not x"
@@ -60,15 +61,8 @@ def make_model(*norm, seed=0):
 def train(model, optimizer, first=0, last=4, after=lambda: None):
     for t in range(first, last):
         torch.manual_seed(t)
-        inputs = torch.randn(8, 5)
-        optimizer.zero_grad()
-        (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, torch.randn(8, 5))
         after()
-
-
-def held(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def x_of(optimizer):

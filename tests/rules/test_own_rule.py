@@ -11,13 +11,8 @@ from klatsch import columns, rules
 from tests.support.comparisons import assert_same_to_rounding
 
 
-@dataclass(frozen=True)
-class LocalSGD:
+class Bare:
     """Not derived from `rules.Rule`: what a rule needs is enough."""
-
-    lr: float
-    k: int = 5
-    pauses: list[float] = field(default_factory=lambda: [3.0, 4.0, 5.0])  # a list that is meant as one
 
     def init(self, x):
         return {"w": x}
@@ -26,6 +21,13 @@ class LocalSGD:
         return s["w"]
 
     output = query
+
+
+@dataclass(frozen=True)
+class LocalSGD(Bare):
+    lr: float
+    k: int = 5
+    pauses: list[float] = field(default_factory=lambda: [3.0, 4.0, 5.0])  # a list that is meant as one
 
     def update(self, s, grad, flow, t, lr):
         w = s["w"] - (0 if t in self.pauses else lr) * grad
@@ -74,17 +76,9 @@ def test_columns_tell_runs_apart():
 
 
 def test_a_plain_object_goes_on_from_its_own_result():
-    class Plain:
+    class Plain(Bare):
         def __init__(self, lr):
             self.lr = lr
-
-        def init(self, x):
-            return {"w": x}
-
-        def query(self, s):
-            return s["w"]
-
-        output = query
 
         def update(self, s, grad, flow, t, lr):
             return {"w": flow.mix(s["w"] - lr * grad)[0]}

@@ -24,13 +24,16 @@ def make(rank):
     return model, klatsch.Gossip(groups, rule, ring, weight_decay=0.01)
 
 
+def step(model, optimizer, inputs):
+    optimizer.zero_grad()
+    (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+
+
 def train(model, optimizer, rank, last, after=lambda: None):
     while optimizer.rounds < last:
         numbers = torch.Generator().manual_seed(100 * rank + optimizer.rounds)
-        inputs = torch.randn(8, 4, generator=numbers, dtype=torch.float64)
-        optimizer.zero_grad()
-        (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
-        optimizer.step()
+        step(model, optimizer, torch.randn(8, 4, generator=numbers, dtype=torch.float64))
         after()
 
 
