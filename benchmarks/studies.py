@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from klatsch.paper import experiments as paper
+from klatsch.paper import targets as paper
 from klatsch.simulation.threads import cores
 from klatsch.study import Store, execute, expand
 from klatsch.study.batches import Batch, pack, run_batch

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from klatsch.paper import claims, figures, pages, tables, verdicts
-from klatsch.paper import experiments as paper
+from klatsch.paper import targets as paper
 from klatsch.paper.report import inline_svg
 from klatsch.paper.reproduce import page_of
 from klatsch.study import Row, Store, execute, expand, parse, run_study, workers

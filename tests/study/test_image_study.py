@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from klatsch import problems
-from klatsch.paper import experiments as paper
 from klatsch.paper import image_figures, image_verdicts
+from klatsch.paper import targets as paper
 from klatsch.paper.reproduce import page_of
 from klatsch.study import Row, Store, expand, parse, run_study
 from klatsch.study.batches import pack

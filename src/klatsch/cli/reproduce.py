@@ -50,8 +50,8 @@ def reproduce(
 ) -> None:
     """Reproduce a figure or table of the paper."""
     from klatsch.arguments import named
-    from klatsch.paper import experiments as paper
     from klatsch.paper import pages
+    from klatsch.paper import targets as paper
     from klatsch.paper.reproduce import TABLES, TARGETS, page_of
     from klatsch.study.cases import expand
     from klatsch.study.execute import run_study

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from klatsch.paper import figures, image_figures, image_verdicts, tables, verdicts
 from klatsch.paper.claims import Verdict
-from klatsch.paper.experiments import FIGURE_OF, IMAGE_TARGETS
 from klatsch.paper.pages import Page, edge_note, table_of
+from klatsch.paper.targets import FIGURE_OF, IMAGE_TARGETS
 from klatsch.study.cases import Case, LeftOut, expand, headline_of
 from klatsch.study.grids import counted
 from klatsch.study.spec import Study
