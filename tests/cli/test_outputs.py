@@ -42,13 +42,29 @@ WRITERS = {
     "report": ["report", "s.sqlite", "-o", "OUT"],
     "csv": ["results", "s.sqlite", "--csv", "OUT"],
     "parquet": ["results", "s.sqlite", "--parquet", "OUT"],
-    "probe": ["probe", "least-squares", "-n", 2, "--dim", 2, "--samples", 4, "-o", "OUT"],
+    "probe": ["probe", "least-squares", "-n", 2, "--set", "dim=2", "--samples", 4, "-o", "OUT"],
 }
 PLAN = ["--samples", "1e4", "--sigma", 1, "--zeta", 1, "--L", 1, "--D1", 1, "-n", 4, "--rules", "dat"]
 DRAWERS = {
     "plan": ["plan", *PLAN, "--topologies", "ring", "--plot", "OUT"],
     "topology": ["topology", "ring", "-n", 4, "--draw", "OUT"],
-    "run": ["run", "--rules", "dat", "-n", 3, "--steps", 4, "--lr", 0.01, "--seeds", 1, "--dim", 2, "--plot", "OUT"],
+    "run": [
+        "run",
+        "--rules",
+        "dat",
+        "-n",
+        3,
+        "--steps",
+        4,
+        "--lr",
+        0.01,
+        "--seeds",
+        1,
+        "--set",
+        "dim=2",
+        "--plot",
+        "OUT",
+    ],
 }
 
 

@@ -42,7 +42,7 @@ def test_run_prints_the_error_the_learning_rate_and_the_spread(run_cli):
 
 def test_run_gives_json_that_agrees_with_the_library(run_cli):
     code, out, _ = run_cli(
-        "run", "--rules", "dat", "-n", 4, *QUICK, "--averaging", "linear", "--order", "cta", "--json"
+        "run", "--rules", "dat", "-n", 4, *QUICK, "--set", "averaging=linear", "--set", "order=cta", "--json"
     )
     (row,) = json.loads(out)["rows"]
     rule = rules.dat([0.0001, 0.001, 0.01], averaging="linear", order="cta")
@@ -63,13 +63,13 @@ def test_options_reach_problem_rule_and_graph(run_cli):
     arguments = ("run", "--rules", "dsgd", "-n", 6, "--steps", 50, "--seeds", 1, "--lr", 0.001, "--json")
     plain = json.loads(run_cli(*arguments)[1])["rows"][0]["error"]
     for option in (
-        ("--noise", 5),
-        ("--heterogeneity", 9),
-        ("--dim", 5),
-        ("--momentum", 0.5),
+        ("--set", "noise=5"),
+        ("--set", "heterogeneity=9"),
+        ("--set", "dim=5"),
+        ("--set", "momentum=0.5"),
         ("--lazy",),
-        ("-t", "base_graph", "--k", 2),
-        ("--problem", "logistic", "--batch", 4, "--alpha", 1),
+        ("-t", "base_graph", "--set", "k=2"),
+        ("--problem", "logistic", "--set", "batch=4", "--set", "alpha=1"),
     ):
         assert json.loads(run_cli(*arguments, *option)[1])["rows"][0]["error"] != plain, option
     rough = json.loads(run_cli(*arguments, "--float32")[1])["rows"][0]["error"]
@@ -90,7 +90,7 @@ def test_what_is_refused_is_left_out_with_the_reason_and_the_rest_runs(run_cli):
 
 def test_beta_and_momentum_may_be_several(run_cli):
     options = ("run", "--rules", "dat,dsgd", "-n", 6, *QUICK, "--json")
-    rows = json.loads(run_cli(*options, "--beta", "0.5,1", "--momentum", "0,0.5")[1])["rows"]
+    rows = json.loads(run_cli(*options, "--set", "beta=0.5,1", "--set", "momentum=0,0.5")[1])["rows"]
     found = {row["rule"]: row["error"] for row in rows}
     assert list(found) == [
         *(f"dat (beta {beta}, momentum {momentum})" for beta in (0.5, 1) for momentum in (0, 0.5)),
@@ -99,7 +99,7 @@ def test_beta_and_momentum_may_be_several(run_cli):
     (plain, *_) = json.loads(run_cli(*options)[1])["rows"]
     assert found["dat (beta 1, momentum 0)"] == pytest.approx(plain["error"], rel=1e-9)
     assert len(set(found.values())) == 6
-    assert "beta = 2" in run_cli(*options, "--beta", 2)[2]
+    assert "beta = 2" in run_cli(*options, "--set", "beta=2")[2]
 
 
 def test_a_rule_that_diverges_everywhere_says_so(run_cli):
@@ -145,13 +145,19 @@ BAD = {
     "no seeds": (("--seeds", 0), "seeds = 0"),
     "no nodes": (("-n", 0), "0"),
     "half a node": (("-n", "2.5"), "'2.5' is not a whole number"),
-    "wrong averaging": (("--averaging", "cubic"), "averaging = 'cubic'"),
-    "wrong gamma": (("--averaging", "fixed(1)"), "gamma = 1.0"),
-    "wrong order": (("--order", "random"), "order = 'random'"),
-    "wrong momentum": (("--momentum", 1), "momentum = 1"),
-    "option of nobody": (("--rules", "d2", "--beta", 0.5), "none of d2 has an option 'beta': it has no average"),
-    "option of another problem": (("--batch", 3), "least-squares has no option 'batch'"),
-    "negative noise": (("--noise", -1), "noise = -1"),
+    "wrong averaging": (("--set", "averaging=cubic"), "averaging = 'cubic'"),
+    "wrong gamma": (("--set", "averaging=fixed(1)"), "gamma = 1.0"),
+    "wrong order": (("--set", "order=random"), "order = 'random'"),
+    "wrong momentum": (("--set", "momentum=1"), "momentum = 1"),
+    "option of nobody": (
+        ("--rules", "d2", "--set", "beta=0.5"),
+        "--set beta: none of d2, ring, least-squares has an option 'beta': it has no average",
+    ),
+    "option of another problem": (
+        ("--set", "batch=3"),
+        "none of dat, dsgd, ring, least-squares has an option 'batch'; there are averaging, order, momentum, beta",
+    ),
+    "negative noise": (("--set", "noise=-1"), "noise = -1"),
     "wrong ending": (("--plot", "figure.gif"), ".gif"),
     "no such folder": (("--plot", "nowhere/figure.png"), "no folder"),
     "no such device": (("--device", "quantum"), "device = 'quantum'"),
@@ -171,7 +177,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(case, run_cli):
 @pytest.fixture(scope="module")
 def small_demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
-    return demo.demo(demo.plan(steps=400, seeds=1), folder), folder
+    return demo.demo(demo.study(steps=400, seeds=1), folder), folder
 
 
 def test_the_demo_runs_the_promised_grid_and_draws(small_demo):

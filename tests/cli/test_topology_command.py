@@ -13,7 +13,7 @@ from klatsch import topology as tp
 
 
 def test_one_table(run_cli):
-    code, out, err = run_cli("topology", "base_graph", "-n", 25, "--k", 1, "--params", 44_426)
+    code, out, err = run_cli("topology", "base_graph", "-n", 25, "--set", "k=1", "--params", 44_426)
     assert (code, err) == (0, "")
     cells = {row.split("│")[1].strip(): row.split("│")[2].strip() for row in out.splitlines() if row.startswith("│")}
     graph = tp.base_graph(25)
@@ -31,7 +31,7 @@ def test_one_table(run_cli):
 
 
 def test_json_says_the_same(run_cli):
-    code, out, _ = run_cli("topology", "torus", "--rows", 3, "--cols", 4, "--json")
+    code, out, _ = run_cli("topology", "torus", "--set", "rows=3", "--set", "cols=4", "--json")
     facts = json.loads(out)
     assert code == 0
     assert facts["nodes"] == 12
@@ -42,9 +42,9 @@ def test_json_says_the_same(run_cli):
 
 
 def test_options_reach_the_graph(run_cli):
-    _, out, _ = run_cli("topology", "random_regular", "-n", 30, "--degree", 6, "--seed", 9, "--json")
+    _, out, _ = run_cli("topology", "random_regular", "-n", 30, "--set", "degree=6", "--set", "seed=9", "--json")
     assert json.loads(out)["rho"] == tp.random_regular(30, degree=6, seed=9).spectral_gap
-    _, out, _ = run_cli("topology", "erdos_renyi", "-n", 30, "--p", 0.5, "--json")
+    _, out, _ = run_cli("topology", "erdos_renyi", "-n", 30, "--set", "p=0.5", "--json")
     assert json.loads(out)["edges"] == tp.erdos_renyi(30, p=0.5).edges
     _, out, _ = run_cli("topology", "ring", "-n", 6, "--lazy", "--json")
     assert json.loads(out)["smallest_eigenvalue"] == pytest.approx(1 / 3)

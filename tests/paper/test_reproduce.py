@@ -8,15 +8,15 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
-from klatsch.paper import claims, figures, pages, tables, verdicts
+from klatsch.paper import claims, figures, pages, tables
 from klatsch.paper import targets as paper
-from klatsch.paper.report import inline_svg
-from klatsch.paper.reproduce import page_of
+from klatsch.paper.report import inline_svg, page_of
 from klatsch.study import Row, Store, execute, expand, parse, run_study, workers
 from klatsch.study.store import Origin
 from tests.cli.test_run import check_picture
 
 SETTINGS = [{"noise": n, "heterogeneity": h} for n in (1.0, 10.0) for h in (1.0, 10.0)]
+FIGURE_OF = {"fig4": "ring", "fig5": "torus", "fig6": "one_peer_exponential"}
 SIZES = (4, 9, 16, 25, 36, 49, 64, 81, 100)
 
 
@@ -25,6 +25,10 @@ def row(rule, topology, nodes, error, setting=SETTINGS[0], spread=0.01, steps=10
     final = error * np.array([1 - spread, 1.0, 1 + spread])
     curves = np.stack([np.full(3, 2.0), np.full(3, early if early is not None else 1.0), final], axis=1)[:, :, None]
     return Row(rule, topology, nodes, (0.1,), (1, 100, steps), curves, curves, 1.0, setting)
+
+
+def verdicts(target, rows):
+    return [sentence.check(rows) for sentence in paper.TARGETS[target].sentences(rows)]
 
 
 def points(errors, **options):
@@ -95,12 +99,12 @@ def as_the_paper_says():
 
 def test_numbers_as_the_paper_has_them_pass_every_sentence():
     rows = as_the_paper_says()
-    found = verdicts.figure_1(rows)
+    found = verdicts("fig1", rows)
     assert [(v.claim, v.holds) for v in found] == [(v.claim, True) for v in found]
     assert len(found) == 8
-    for kind, topology in paper.FIGURE_OF.items():
+    for kind, topology in FIGURE_OF.items():
         mine = [r for r in rows if r.topology == topology]
-        found = verdicts.figures_4_to_6(mine, topology)
+        found = verdicts(kind, mine)
         assert all(v.holds for v in found), (kind, [(v.claim, v.figures) for v in found if not v.holds])
 
 
@@ -113,12 +117,12 @@ def test_every_sentence_can_fail():
         if (r.rule, r.topology) != ("dat", "ring")  # which has a minimum in reverse as well
     ]
     rows += [row("dat", "ring", M, 1e-6 * M, setting) for setting in SETTINGS for M in SIZES]
-    for verdict in verdicts.figure_1(rows):
+    for verdict in verdicts("fig1", rows):
         if "exponential" not in verdict.claim or "DAT" in verdict.claim:
             assert verdict.holds is False, verdict.claim
     steep = [row("dsgd", "one_peer_exponential", M, 1e-6 * M, s, early=float(M)) for s in SETTINGS for M in SIZES]
     steep += [row("dat", "one_peer_exponential", M, 1e-6 * M, s) for s in SETTINGS for M in SIZES]
-    found = {v.claim.split(",")[0]: v.holds for v in verdicts.figures_4_to_6(steep, "one_peer_exponential")}
+    found = {v.claim.split(",")[0]: v.holds for v in verdicts("fig6", steep)}
     assert found["D-SGD is better with larger M in the first rounds"] is False
     assert found["D-SGD is so also in relation to where it starts (the start is nearer for larger M)"] is False
     assert found["D-SGD ends at about the same error for all M"] is False
@@ -132,7 +136,7 @@ def test_one_panel_of_four_is_enough_to_deny_and_is_named():
         else row("dat", "torus", 100, 1.0, SETTINGS[1])
         for r in as_the_paper_says()
     ]
-    verdict = next(v for v in verdicts.figure_1(rows) if v.claim == "DAT improves steadily with M on the torus")
+    verdict = next(v for v in verdicts("fig1", rows) if v.claim == "DAT improves steadily with M on the torus")
     assert verdict.holds is False
     assert verdict.word == "does not hold"
     assert verdict.figures[0] == "yes in 3 of 4 panels"
@@ -141,13 +145,13 @@ def test_one_panel_of_four_is_enough_to_deny_and_is_named():
 
 def test_too_few_rounds_or_other_sizes_decide_nothing():
     short = [row(r.rule, r.topology, r.nodes, r.value, r.setting, steps=20_000) for r in as_the_paper_says()]
-    found = {v.claim: v.holds for v in verdicts.figure_1(short)}
+    found = {v.claim: v.holds for v in verdicts("fig1", short)}
     assert [holds for claim, holds in found.items() if "ring up to" in claim or "threshold" in claim] == [None, None]
     assert found["D-SGD gets worse with M on the ring from M = 4"] is True
     gone = [r if r.setting == SETTINGS[0] else row(r.rule, r.topology, r.nodes, np.inf, r.setting) for r in short]
-    assert {v.claim: v.holds for v in verdicts.figure_1(gone)}["D-SGD gets worse with M on the ring from M = 4"] is None
+    assert {v.claim: v.holds for v in verdicts("fig1", gone)}["D-SGD gets worse with M on the ring from M = 4"] is None
     few = [r for r in as_the_paper_says() if r.nodes == 4]
-    assert {v.holds for v in verdicts.figures_4_to_6([r for r in few if r.topology == "ring"], "ring")} == {None}
+    assert {v.holds for v in verdicts("fig4", [r for r in few if r.topology == "ring"])} == {None}
 
 
 def test_beyond_answers_its_two_questions():
@@ -161,7 +165,7 @@ def test_beyond_answers_its_two_questions():
                 row("dsgd", "ring", M, 1.0 * M, setting),
                 row("dsgd (average constant)", "ring", M, 0.5 * M, setting),
             ]
-    found = {v.claim: v.holds for v in verdicts.beyond(rows)}
+    found = {v.claim: v.holds for v in verdicts("beyond", rows)}
     assert found["dat has no ceiling on the ring: its error does not grow up to M = 256"] is False
     assert found["dat-d2 has no ceiling on the ring: its error does not grow up to M = 256"] is True
     assert found["cta costs accuracy: dat (cta) is worse than dat"] is True

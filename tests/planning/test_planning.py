@@ -365,7 +365,7 @@ def test_verification_of_one_machine():
 
 def test_probe_and_plan_from_the_command_line(run_cli, tmp_path):
     file, picture = tmp_path / "probe.json", tmp_path / "plan.png"
-    code, out, err = run_cli("probe", "least-squares", "-n", 8, "--noise", 5, "-o", file)
+    code, out, err = run_cli("probe", "least-squares", "-n", 8, "--set", "noise=5", "-o", file)
     assert (code, err) == (0, "")
     assert "LeastSquares, 8 nodes, 50 parameters" in out
     code, out, err = run_cli("plan", file, "--samples", "1e5", "--machines", 64, "--verify", "--plot", picture)
@@ -436,7 +436,7 @@ def test_bad_input(run_cli, arguments, message):
     "arguments, message",
     [
         (("sqares",), "unknown problem 'sqares'"),
-        (("least-squares", "--alpha", 1), "least-squares has no option 'alpha'"),
+        (("least-squares", "--set", "alpha=1"), "least-squares has no option 'alpha'"),
         (("least-squares", "-n", 0), "nodes = 0"),
         (("absent.py:make",), "there is no file absent.py"),
         (("least-squares", "--samples", 1), "samples = 1; give a whole number from 4 up"),

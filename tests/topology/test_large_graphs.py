@@ -28,7 +28,7 @@ def no_solver(monkeypatch):
     "arguments",
     [
         ("ring", "-n", 1_000_000),
-        ("torus", "--rows", 500, "--cols", 500),
+        ("torus", "--set", "rows=500", "--set", "cols=500"),
         ("star", "-n", 1_000_000),
         ("directed_ring", "-n", 100_001),
         ("hypercube", "-n", 1 << 17),
@@ -66,15 +66,21 @@ def test_rounds_to_halve_by_the_closed_form_are_those_of_the_solver(name):
         ("grid -n 1000000", "grid: no closed form of its spectral gap is known, and 1,000,000 nodes are too many"),
         ("ring -n 1000000 --lazy", "lazy ring: no closed form"),
         ("random_regular -n 1000000", "take 100,000 or fewer"),
-        ("erdos_renyi -n 1000000 --p 0.9", "take 100,000 or fewer"),
-        ("erdos_renyi -n 100000 --p 0.9", "about 4,499,955,000 links; the most that are drawn is 2,000,000: lower p"),
-        ("random_regular -n 100000 --degree 10000", "about 500,000,000 links; the most that are drawn is 2,000,000"),
-        ("base_graph -n 1000000 --k 1000000", "k = 1,000,000 has up to 499,999,500,000 links over a period"),
-        ("base_graph -n 9999 --k 9223372036854775807", "lower k, or take fewer nodes"),
+        ("erdos_renyi -n 1000000 --set p=0.9", "take 100,000 or fewer"),
+        (
+            "erdos_renyi -n 100000 --set p=0.9",
+            "about 4,499,955,000 links; the most that are drawn is 2,000,000: lower p",
+        ),
+        (
+            "random_regular -n 100000 --set degree=10000",
+            "about 500,000,000 links; the most that are drawn is 2,000,000",
+        ),
+        ("base_graph -n 1000000 --set k=1000000", "k = 1,000,000 has up to 499,999,500,000 links over a period"),
+        ("base_graph -n 9999 --set k=9223372036854775807", "lower k, or take fewer nodes"),
         ("complete -n 1000000", "the most is 5,000"),
         ("near_complete -n 1000000", "the most is 5,000"),
         ("exponential -n 1000000000", "the most is 1,000,000"),
-        ("base_graph -n 1000000000000 --k 1000000000000", "the most is 1,000,000"),
+        ("base_graph -n 1000000000000 --set k=1000000000000", "the most is 1,000,000"),
         ("ringg -n 1000000", "did you mean ring?"),
     ],
 )
@@ -117,7 +123,7 @@ def test_absurd_degrees_of_weights_are_refused(run_cli):
             averaging.polynomial(p)
     with pytest.raises(ValueError, match="give p from 0 to 50"):
         rules.make("dat", lr=0.1, averaging="polynomial(999999999)")
-    code, out, err = run_cli("run", "--averaging", "polynomial(999999999)", "--steps", 10)
+    code, out, err = run_cli("run", "--set", "averaging=polynomial(999999999)", "--steps", 10)
     assert (code, out) == (2, "")
     assert "p = 999999999" in err
     assert math.isfinite(averaging.polynomial(50).alpha(1_000_000))

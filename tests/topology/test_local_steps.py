@@ -279,7 +279,7 @@ def test_on_the_command_line(run_cli, tmp_path):
     assert "ring/8, 16 nodes" in out
     assert any(line.split()[1:4] == ["every", "│", "8"] for line in out.splitlines())
     options = ("--steps", 40, "--seeds", 1, "-n", 8, "--lr", 0.01, "--store", tmp_path / "runs.sqlite")
-    code, out, err = run_cli("run", "--topology", "ring/4,base_graph/2", "--k", 2, *options)
+    code, out, err = run_cli("run", "--topology", "ring/4,base_graph/2", "--set", "k=2", *options)
     assert (code, err) == (0, "")
     assert "ring/4" in out
     assert "base_graph/2 (k 2)" in out

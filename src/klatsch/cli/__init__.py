@@ -3,17 +3,7 @@
 A command loads what it works with when it is called, so that help and the version do not wait for torch.
 """
 
-from klatsch.cli import data, names, plan, probe, reproduce, results, run, topology
+from klatsch.cli import data, plan, probe, reproduce, results, run, topology  # importing a file adds its commands
 from klatsch.cli.app import main
 
-__all__ = [
-    "data",
-    "main",
-    "names",
-    "plan",
-    "probe",
-    "reproduce",
-    "results",
-    "run",
-    "topology",
-]  # importing a file of commands adds them
+__all__ = ["data", "main", "plan", "probe", "reproduce", "results", "run", "topology"]

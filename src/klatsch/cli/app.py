@@ -1,24 +1,77 @@
-"""The command line: thin commands over the library. A user's mistake is one line on stderr and exit code 2."""
+"""The command line: thin commands over the library. A user's mistake is one short message and exit code 2."""
 
 from __future__ import annotations
 
+import inspect
+import shutil
 import sys
-from typing import Annotated, NoReturn
+import textwrap
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Annotated, NoReturn, TypeVar, get_type_hints
 
 import typer
+from rich.table import Table
 
+from klatsch import catalogue
+from klatsch.cli import terminal
 from klatsch.version import VERSION
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def _after_help(examples: tuple[str, ...]) -> str:
+    return "\n\n".join(("Examples:", *(f"klatsch {example}" for example in examples)))
+
 
 app = typer.Typer(
     name="klatsch",
     help="Train models over a network of machines that talk only to their neighbours.",
+    epilog=_after_help(("demo", "list", "run --rules dat,dsgd --topology ring -n 16 --set heterogeneity=10")),
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
+def command(*examples: str, help_: str, name: str | None = None, to: typer.Typer = app) -> Callable[[Command], Command]:
+    """Register a command, whose help ends with examples; a dataclass among its parameters is a group of options."""
+
+    def register(function: Command) -> Command:
+        to.command(name=name or function.__name__, help=help_, epilog=_after_help(examples))(_flat(function))
+        return function
+
+    return register
+
+
+def _flat(function: Callable[..., None]) -> Callable[..., None]:
+    """The same function with the fields of its dataclasses as parameters."""
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
+    flat = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for group, parameter in inspect.signature(function).parameters.items()
+        for name, default, annotation in (
+            _options_of(groups[group]) if group in groups else [(group, parameter.default, hints[group])]
+        )
+    ]
+
+    def called(**given: object) -> None:
+        for group, kind in groups.items():
+            given[group] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        function(**given)
+
+    called.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
+    called.__doc__ = function.__doc__
+    return called
+
+
+def _options_of(group: type) -> list[tuple[str, object, object]]:
+    hints = get_type_hints(group, include_extras=True)
+    return [(field.name, field.default, hints[field.name]) for field in fields(group)]
+
+
 def main() -> NoReturn:
-    """Run the command line; every error that a user can cause ends in one line and exit code 2."""
+    """Run the command line; every error that a user can cause ends in a message and exit code 2."""
     try:
         code = app(standalone_mode=False)
     except (ValueError, OSError) as error:
@@ -30,8 +83,19 @@ def main() -> NoReturn:
     except Exception as error:  # a usage error; typer brings its own copy of click, or click's, so ask what it can do
         if not hasattr(error, "format_message"):
             raise
-        code = _complain(f"{error.format_message()} (see {_command_of(error)} --help)")
+        context = getattr(error, "ctx", None)
+        code = _complain(f"{error.format_message()} (see {context.command_path if context else 'klatsch'} --help)")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(message: str) -> int:
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)  # names of files may hold anything
+    text = f"klatsch: error: {line}"
+    if sys.stderr.isatty():  # logs and programs get one line
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    print(text, file=sys.stderr)
+    return 2
 
 
 @app.callback(invoke_without_command=True)
@@ -47,15 +111,22 @@ def root(
         print(context.get_help())
 
 
-# --- errors -------------------------------------------------------------------------------------------------------
-
-
-def _complain(message: str) -> int:
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)  # names of files may hold anything
-    print(f"klatsch: error: {line}", file=sys.stderr)
-    return 2
-
-
-def _command_of(error: Exception) -> str:
-    context = getattr(error, "ctx", None)
-    return context.command_path if context is not None else "klatsch"
+@command(
+    "list",
+    "run --rules gt,dat-gt --set momentum=0.9",
+    name="list",
+    help_="List the rules (with their options beside lr), topologies and problems.",
+)
+def list_names() -> None:
+    """List everything that has a name."""
+    console = terminal.console()
+    tables = {"rules": catalogue.RULES, "topologies": catalogue.TOPOLOGIES, "problems": catalogue.PROBLEMS}
+    for title, lines in tables.items():
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        table.add_column(style="dim")
+        for name, line in lines.items():
+            table.add_row(name, line, ", ".join(catalogue.OPTIONS[name]) if lines is catalogue.RULES else "")
+        console.print(table, "")
+    terminal.note(console, catalogue.SILENCE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from klatsch.study.execute import Progress, Told
@@ -17,9 +17,14 @@ TENTHS = 10  # lines in the log of a long study
 
 @contextmanager
 def shown() -> Iterator[Told]:
-    """Give a function that is told how far a study is."""
+    """A function to call with the progress of a study."""
     if sys.stderr.isatty():
-        with _bar() as bar:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        columns = BarColumn(), TextColumn("{task.fields[facts]}")
+        with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=1, facts="")
             yield lambda progress: bar.update(
                 task, total=max(progress.work, 1), completed=progress.work_done, facts=facts(progress)
@@ -44,7 +49,7 @@ def shown() -> Iterator[Told]:
 
 @contextmanager
 def interruptible(store: Store) -> Iterator[None]:
-    """Say at Ctrl-C what is safe, and how to go on."""
+    """On Ctrl-C say what is safe, and how to go on."""
     try:
         yield
     except KeyboardInterrupt:
@@ -62,7 +67,7 @@ def facts(progress: Progress) -> str:
     if (left := progress.seconds_left) is not None and left > 0:
         parts.append(f"{words(left)} left")
     if progress.elsewhere:
-        parts.append(f"waiting for {progress.elsewhere} that other processes are at")
+        parts.append(f"waiting for {progress.elsewhere} that other processes run")
     if progress.best is not None:
         error, case = progress.best
         parts.append(f"best {error:.2g} ({case.label}, {case.graph_label}, M={case.nodes}, lr {case.lr:g})")
@@ -74,11 +79,3 @@ def words(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _bar() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    return Bar(BarColumn(), TextColumn("{task.fields[facts]}"), console=Console(stderr=True), transient=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from klatsch.cli import terminal
 
@@ -17,19 +17,22 @@ EXPENDABLE = ("Gamma", "to", "from", "nodes")  # what a narrow terminal loses fi
 
 
 def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu") -> None:
-    """Print one line per row, and what it does not say by itself.
-
-    Raises:
-        ValueError: there is no row.
-    """
+    """Print one line per row, and what it does not say by itself."""
     from klatsch.simulation import native
+    from klatsch.study.grids import shown
 
     if not rows:
         raise ValueError("no run is finished yet")
+
+    def setting(name: str, row: Row) -> str:
+        return shown(row.setting.get(name, "-"))
+
     console = terminal.console()
+    settings = dict.fromkeys(name for row in rows for name in row.setting)
+    varying = [name for name in settings if len({row.setting.get(name) for row in rows}) > 1]
     columns: dict[str, Callable[[Row], str]] = {
         "topology": lambda row: row.topology,
-        **{name: partial(_value, name) for name in _varying(rows)},
+        **{name: partial(setting, name) for name in varying},
         "nodes": lambda row: str(row.nodes),
         "rule": lambda row: row.rule,
         rows[0].title: lambda row: "diverged" if row.diverged else short(row.value),
@@ -38,27 +41,27 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
         "to": lambda row: short(row.high),
         "Gamma": lambda row: short(float(row.consensus[:, -1, row.best].mean())),
     }
-    shown = terminal.print_table(console, title, columns, rows, EXPENDABLE, lambda row: row.topology)
+    kept = terminal.print_table(console, title, columns, rows, EXPENDABLE, lambda row: row.topology)
     counts = sorted({len(row.curves) for row in rows})
     seeds = " or ".join(map(str, counts)) + (" seed" if counts == [1] else " seeds")
     notes = {
         "from": f"from, to: smallest and largest of {seeds}",
         "Gamma": "Gamma: consensus distance of the points where gradients are taken",
     }
-    said = [note for name, note in notes.items() if name in shown]
-    if len(shown) < len(columns):
-        said.append("a wider terminal, or --json, shows more columns")
+    said = [note for name, note in notes.items() if name in kept]
+    if len(kept) < len(columns):
+        said.append(terminal.WIDER)
     console.print("; ".join(said), style="dim")
     if any(row.at_edge for row in rows):
         console.print("* the smallest or largest learning rate tried: a better one may lie beyond", style="dim")
     for reason in dict.fromkeys(item.reason for item in left_out):
         sizes = ", ".join(str(item.nodes) for item in left_out if item.reason == reason)
-        console.print(f"left out at {sizes} nodes: {reason}", style="dim", markup=False, highlight=False)
+        terminal.note(console, f"left out at {sizes} nodes: {reason}")
     if native.why_not() is not None and device == "cpu":
-        console.print(f"slower than it could be: {native.why_not()}", style="dim", markup=False, highlight=False)
+        terminal.note(console, f"slower than it could be: {native.why_not()}")
 
 
-def plain(row: Row) -> dict[str, Any]:
+def plain(row: Row) -> dict[str, object]:
     """A row as JSON can hold it."""
     return {
         "rule": row.rule,
@@ -86,15 +89,3 @@ def short(value: float) -> str:
 def finite(value: float) -> float | None:
     """A number for JSON, which has no infinity."""
     return float(value) if math.isfinite(value) else None
-
-
-def _value(name: str, row: Row) -> str:
-    from klatsch.study.grids import shown
-
-    return shown(row.setting.get(name, "-"))
-
-
-def _varying(rows: Sequence[Row]) -> list[str]:
-    """The problem's options that differ between rows."""
-    names = dict.fromkeys(name for row in rows for name in row.setting)
-    return [name for name in names if len({row.setting.get(name) for row in rows}) > 1]

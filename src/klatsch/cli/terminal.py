@@ -6,7 +6,8 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -18,6 +19,7 @@ Thing = TypeVar("Thing")
 
 LEFT = ("topology", "rule", "study", "engine")  # headings of words; all others are of numbers
 STRONG = {"rule": "bold"}
+WIDER = "a wider terminal, or --json, shows more columns"
 
 
 def whole(text: str | int) -> int:
@@ -41,9 +43,18 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def option(help_: str, *names: str, parser: Callable[[str], Any] = whole) -> Any:
+def option(help_: str, *names: str, parser: Callable[[str], object] = whole) -> Any:
     """An option that takes a number."""
     return typer.Option(*names, help=help_, parser=parser, metavar="X" if parser is number else "N")
+
+
+def text(help_: str, *names: str, metavar: str = "NAME") -> Any:
+    """An option that takes a text."""
+    return typer.Option(*names, help=help_, metavar=metavar)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Data = Annotated[Path | None, text("Folder of Fashion-MNIST's four files (else looked for).", "--data", metavar="DIR")]
 
 
 def console() -> Console:
@@ -52,12 +63,17 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 140)
 
 
+def note(console: Console, line: str, style: str = "dim") -> None:
+    """Print a line as it is."""
+    console.print(line, style=style, markup=False, highlight=False)
+
+
 def command_line() -> str:
     """What was typed, to be kept with the results."""
     return shlex.join(["klatsch", *sys.argv[1:]])
 
 
-def print_json(content: dict[str, Any]) -> None:
+def print_json(content: Mapping[str, object]) -> None:
     """Print for programs."""
     print(json.dumps(content, indent=2, allow_nan=False))
 
@@ -70,15 +86,9 @@ def print_table(
     expendable: Sequence[str],
     section: Callable[[Thing], object] | None = None,
 ) -> list[str]:
-    """Print a line per thing; gives the columns shown, since a narrow terminal loses columns, not digits.
+    """Print a line per thing; returns the headings shown, since a narrow terminal loses columns, not digits.
 
-    Args:
-        console: where to.
-        title: above the table.
-        columns: how to print a thing, by heading.
-        things: what to print.
-        expendable: headings that may go, the first one first.
-        section: where this changes, a line is drawn.
+    Headings that are `expendable` may go, the first one first; where `section` changes, a line is drawn.
     """
     kept, gone = list(columns), list(expendable)
 

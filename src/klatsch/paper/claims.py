@@ -1,24 +1,29 @@
-"""Sentences about errors, checked: whether they grow, fall, turn or stay, panel by panel.
+"""Sentences about errors and accuracies, checked panel by panel: a sentence holds if it holds in every panel.
 
-A verdict looks at every panel (sigma, zeta) by itself and holds if it holds in all of them. Errors are means over the
-seeds at the chosen learning rate. "Grows" and "falls" forgive a step in the other direction that is within SLACK, or
-within the scatter of the seeds (their ranges overlap); in all, the change must be CHANGE or more. "About the same" is
-within FLAT.
+A panel is one setting of the problem: (sigma, zeta) or alpha. Values are means over the seeds at the chosen learning
+rate. "Grows" and "falls" forgive a step in the other direction that is within SLACK, or within the scatter of the seeds
+(their ranges overlap); overall the change must be CHANGE or more. "About the same" is within FLAT. Of accuracies,
+"ahead" is by more than LEVEL and more than the seeds scatter; "level" is within LEVEL. What diverged decides nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
+from statistics import median
 
 from klatsch.study.summary import Row
 
 SLACK, CHANGE, FLAT = 1.05, 1.25, 2.0
+LEVEL = 0.01  # of accuracy: one percent of the test images
+EPOCHS, SEEDS = 20, 2  # fewer decide nothing about accuracies
 
 Points = dict[int, Row]  # of one rule on one graph, by number of machines
 Answer = tuple[bool | None, str]  # whether it holds in a panel (None: cannot be told), and the figures that decide
+OfPoints = Callable[[Points], Answer]
+OfRows = Callable[[Sequence[Row]], Answer]
 
 
 @dataclass(frozen=True)
@@ -36,29 +41,79 @@ class Verdict:
         return {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
 
 
-# --- what can be said of errors by number of machines ---------------------------------------------------------------
+@dataclass(frozen=True)
+class Sentence:
+    """What is said of a figure, where, and how to check it in one panel; fewer rounds decide nothing."""
+
+    claim: str
+    find: OfRows
+    source: str
+    rounds: int = 1
+    about: Callable[[Row], bool] = lambda row: True
+
+    def check(self, rows: Sequence[Row]) -> Verdict:
+        """Check it in every panel."""
+        rows = [row for row in rows if self.about(row)]
+        if not rows:
+            return Verdict(self.claim, self.source, None, ("was not run",))
+        images = "alpha" in rows[0].setting
+        panels: dict[str, list[Row]] = {}
+        for row in rows:
+            panels.setdefault(f"alpha {row.setting['alpha']:g}" if images else row.setting_text, []).append(row)
+        found = {panel: self.find(mine) for panel, mine in panels.items()}
+        known = [holds for holds, _ in found.values() if holds is not None]
+        word = {None: "", True: "" if images else "yes, ", False: "" if images else "no, "}
+        figures = [f"{panel}: {word[holds]}{text}" for panel, (holds, text) in found.items()]
+        short = self._too_short(rows, images)
+        if short or (all(known) and len(known) < len(found)):  # nothing speaks against it, but not all is known
+            return Verdict(self.claim, self.source, None, (*short, *figures))
+        if 0 < sum(known) < len(found) and not images:
+            figures.insert(0, f"yes in {sum(known)} of {len(found)} panels")
+        return Verdict(self.claim, self.source, all(known), tuple(figures))
+
+    def _too_short(self, rows: Sequence[Row], images: bool) -> list[str]:
+        if images:
+            epochs, seeds = min(row.epochs or 0 for row in rows), min(len(row.curves) for row in rows)
+            needs = f"needs {EPOCHS} epochs and {SEEDS} seeds, these are {epochs} and {seeds}"
+            return [needs] if epochs < EPOCHS or seeds < SEEDS else []
+        steps = min(row.steps[-1] for row in rows)
+        return [f"needs {self.rounds:,} rounds, these are {steps:,}"] if steps < self.rounds else []
 
 
-def grows_from(first: int) -> Callable[[Points], Answer]:
+# --- errors of one rule on one graph, by number of machines ---------------------------------------------------------
+
+
+def points_of(rule: str, topology: str, find: OfPoints) -> OfRows:
+    """Look at one rule on one topology."""
+
+    def found(rows: Sequence[Row]) -> Answer:
+        points = {row.nodes: row for row in rows if (row.rule, row.topology) == (rule, topology)}
+        if len(points) < 2 or not all(math.isfinite(row.value) for row in points.values()):
+            return None, f"{rule} has no finite error at every size" if points else f"{rule} was not run"
+        try:
+            return find(points)
+        except (KeyError, IndexError):
+            return None, _other_sizes(points)
+
+    return found
+
+
+def grows_from(first: int) -> OfPoints:
     """Whether the error grows from a number of machines on."""
-
-    def found(points: Points) -> Answer:
-        line = _at_least_two([points[M] for M in sorted(points) if first <= M])
-        steady = not any(clearly_above(earlier, later) for earlier, later in combinations(line, 2))
-        return steady and line[-1].value >= CHANGE * line[0].value, _course(points)
-
-    return found
+    return lambda points: (_steady(points, lambda M: first <= M, up=True), _course(points))
 
 
-def falls(last: int | None = None) -> Callable[[Points], Answer]:
+def falls(last: float = math.inf) -> OfPoints:
     """Whether the error falls up to a number of machines."""
+    return lambda points: (_steady(points, lambda M: last >= M, up=False), _course(points))
 
-    def found(points: Points) -> Answer:
-        line = _at_least_two([points[M] for M in sorted(points) if last is None or last >= M])
-        steady = not any(clearly_above(later, earlier) for earlier, later in combinations(line, 2))
-        return steady and line[-1].value <= line[0].value / CHANGE, _course(points)
 
-    return found
+def _steady(points: Points, within: Callable[[int], bool], up: bool) -> bool:
+    line = [points[M] for M in sorted(points, reverse=not up) if within(M)]
+    if len(line) < 2:
+        raise IndexError("a trend needs two sizes")
+    back = any(clearly_above(earlier, later) for earlier, later in combinations(line, 2))
+    return not back and line[-1].value >= CHANGE * line[0].value
 
 
 def flat(points: Points) -> Answer:
@@ -68,22 +123,22 @@ def flat(points: Points) -> Answer:
     return ratio <= FLAT, f"largest over smallest {ratio:.3g}; {_course(points)}"
 
 
-def turns(low: int, high: int) -> Callable[[Points], Answer]:
+def turns(low: int, high: int) -> OfPoints:
     """Whether the error is smallest somewhere between two sizes, and grows beyond."""
 
     def found(points: Points) -> Answer:
-        return low <= best_size(points) < high and not no_ceiling(points)[0], no_ceiling(points)[1]
+        flat_beyond, text = no_ceiling(points)
+        return low <= best_size(points) < high and not flat_beyond, text
 
     return found
 
 
-def never_helps(first: int) -> Callable[[Points], Answer]:
-    """Whether no number of machines above the first is better than that."""
-
-    def found(points: Points) -> Answer:
-        return not any(clearly_above(points[first], row) for M, row in points.items() if first < M), _course(points)
-
-    return found
+def never_helps(first: int) -> OfPoints:
+    """Whether no number of machines above the first is better."""
+    return lambda points: (
+        not any(clearly_above(points[first], row) for M, row in points.items() if first < M),
+        _course(points),
+    )
 
 
 def last_is_worse(points: Points) -> Answer:
@@ -91,7 +146,7 @@ def last_is_worse(points: Points) -> Answer:
     return step(min(points), max(points), up=True)(points)
 
 
-def step(low: int, high: int, up: bool) -> Callable[[Points], Answer]:
+def step(low: int, high: int, up: bool) -> OfPoints:
     """Whether the error grows, or falls, from one size to another."""
 
     def found(points: Points) -> Answer:
@@ -109,10 +164,9 @@ def no_ceiling(points: Points) -> Answer:
     return ratio <= CHANGE, f"smallest at M = {best}, {ratio:.3g} times that at {last}; {_course(points)}"
 
 
-def _at_least_two(line: list[Row]) -> list[Row]:
-    if len(line) < 2:
-        raise IndexError("one size is no course")
-    return line
+def best_size(points: Points) -> int:
+    """The number of machines with the smallest error."""
+    return min(points, key=lambda M: points[M].value)
 
 
 def clearly_above(one: Row, other: Row) -> bool:
@@ -120,51 +174,154 @@ def clearly_above(one: Row, other: Row) -> bool:
     return one.value > SLACK * other.value and one.low > other.high
 
 
-# --- panels ---------------------------------------------------------------------------------------------------------
+def _course(points: Points) -> str:
+    return ", ".join(f"{M}: {points[M].value:.3g}" for M in sorted(points))
 
 
-def per_panel(
-    claim: str, source: str, rows: Sequence[Row], find: Callable[[Sequence[Row]], Answer], rounds: int = 1
-) -> Verdict:
-    """A sentence, checked in every panel; not decided where the runs have fewer rounds than it is about."""
-    steps = min(row.steps[-1] for row in rows)
-    panels: dict[str, list[Row]] = {}
-    for row in rows:
-        panels.setdefault(row.setting_text, []).append(row)
-    found = {panel: find(mine) for panel, mine in panels.items()}
-    known = [holds for holds, _ in found.values() if holds is not None]
-    figures = [
-        f"{panel}: {'' if holds is None else 'yes' if holds else 'no'}{', ' * (holds is not None)}{text}"
-        for panel, (holds, text) in found.items()
-    ]
-    if steps < rounds:
-        figures.insert(0, f"needs {rounds:,} rounds, these are {steps:,}")
-    if steps < rounds or (all(known) and len(known) < len(found)):  # nothing speaks against it, but not all is known
-        return Verdict(claim, source, None, tuple(figures))
-    if 0 < sum(known) < len(found):
-        figures.insert(0, f"yes in {sum(known)} of {len(found)} panels")
-    return Verdict(claim, source, all(known), tuple(figures))
+def _other_sizes(points: Points) -> str:
+    return f"sizes {', '.join(map(str, sorted(points)))} are not those that the sentence is about"
 
 
-def points_of(rule: str, topology: str, find: Callable[[Points], Answer]) -> Callable[[Sequence[Row]], Answer]:
-    """Look at one rule on one topology."""
+# --- errors of several rules ----------------------------------------------------------------------------------------
+
+
+def larger_best_size(rows: Sequence[Row]) -> Answer:
+    """Whether dat is best at more machines than dsgd, on every graph."""
+    texts, holds = [], True
+    for topology in dict.fromkeys(row.topology for row in rows):
+        of = {rule: {r.nodes: r for r in rows if (r.rule, r.topology) == (rule, topology)} for rule in ("dsgd", "dat")}
+        if not all(of.values()):
+            return None, f"dat or dsgd was not run on {topology}"
+        best = {rule: best_size(points) for rule, points in of.items()}
+        holds = holds and best["dat"] > best["dsgd"]
+        texts.append(f"{topology}: dat is best at M = {best['dat']}, dsgd at {best['dsgd']}")
+    return holds, "; ".join(texts)
+
+
+def first_rounds(relative: bool) -> OfRows:
+    """Whether dsgd on the most machines is ahead of the fewest at some early round, each at its own learning rate."""
 
     def found(rows: Sequence[Row]) -> Answer:
-        points = {row.nodes: row for row in rows if (row.rule, row.topology) == (rule, topology)}
-        if len(points) < 2 or not all(math.isfinite(row.value) for row in points.values()):
-            return None, f"{rule} has no finite error at every size" if points else f"{rule} was not run"
-        try:
-            return find(points)
-        except (KeyError, IndexError):
-            return None, f"sizes {', '.join(map(str, sorted(points)))} are not those that the sentence is about"
+        mine = {row.nodes: row for row in rows if row.rule == "dsgd"}
+        if len(mine) < 2:
+            return None, "dsgd was not run at two sizes"
+        few, many = mine[min(mine)], mine[max(mine)]
+        first, last = few.curve.mean(axis=0), many.curve.mean(axis=0)
+        if relative:
+            first, last = first / first[0], last / last[0]
+        better = [t for t, a, b in zip(few.steps, first, last, strict=True) if b < a / SLACK]
+        text = f"M = {many.nodes} against {few.nodes}: "
+        if not better:
+            return False, text + "never better"
+        return better[0] <= few.steps[-1] // 10, text + f"better from round {better[0]:,} to {better[-1]:,}"
 
     return found
 
 
-def best_size(points: Points) -> int:
-    """The number of machines with the smallest error."""
-    return min(points, key=lambda M: points[M].value)
+def cta_is_worse(rows: Sequence[Row]) -> Answer:
+    """Whether dat (cta) has a larger error than dat."""
+    if not (ratios := _ratios(rows, "dat (cta)", "dat")):
+        return None, "was not run"
+    middle, (high, where) = median(ratio for ratio, _ in ratios), max(ratios, key=lambda pair: pair[0])
+    return middle > SLACK, f"{middle:.3g} times dat's error in the middle, at most {high:.3g} ({where})"
 
 
-def _course(points: Points) -> str:
-    return ", ".join(f"{M}: {points[M].value:.3g}" for M in sorted(points))
+def average_is_better(rule: str) -> OfRows:
+    """Whether the average of a rule's iterates has a smaller error than the last one."""
+
+    def found(rows: Sequence[Row]) -> Answer:
+        if not (ratios := _ratios(rows, f"{rule} (average constant)", rule)):
+            return None, "was not run"
+        middle, low, high = median(ratio for ratio, _ in ratios), min(ratios), max(ratios)
+        range_ = f"from {low[0]:.3g} ({low[1]}) to {high[0]:.3g} ({high[1]})"
+        return middle < 1, f"{middle:.3g} times in the middle, {range_}"
+
+    return found
+
+
+def _ratios(rows: Sequence[Row], above: str, below: str) -> list[tuple[float, str]]:
+    error = {(row.rule, row.topology, row.nodes): row.value for row in rows}
+    pairs = [
+        (error[above, t, M] / error[below, t, M], f"{t}, M = {M}")
+        for rule, t, M in error
+        if rule == below and (above, t, M) in error
+    ]
+    return [pair for pair in pairs if math.isfinite(pair[0])]
+
+
+# --- accuracies -----------------------------------------------------------------------------------------------------
+
+
+def family(row: Row) -> str:
+    """The name of a rule where all have the paper's momentum and averaging: "dat", "dat (cta)", "d2"."""
+    return row.rule.partition(" (")[0] + (" (cta)" if "cta" in row.rule else "")
+
+
+def ahead(one: str, other: str) -> OfRows:
+    """Whether one rule is ahead of another on every graph and at every size."""
+
+    def found(rows: Sequence[Row]) -> Answer:
+        of = {(family(row), row.topology, row.nodes): row for row in rows}
+        pairs = [(a, of[other, t, M]) for (name, t, M), a in of.items() if name == one and (other, t, M) in of]
+        if not pairs:
+            return None, f"{one} and {other} were not run on the same graph"
+        texts = [f"{a.topology}, M = {a.nodes}: {_percent(a)} against {_percent(b)}" for a, b in pairs]
+        met = [a.value > b.value + LEVEL and a.low > b.high for a, b in pairs if not a.diverged and not b.diverged]
+        return all(met) if met else None, f"yes in {sum(met)} of {len(met)}: {'; '.join(texts)}"
+
+    return found
+
+
+def ring_is_level(nodes: int) -> OfRows:
+    """Whether dat on the ring is level with the other rules on the Base-2 graph."""
+
+    def found(rows: Sequence[Row]) -> Answer:
+        mine = [row for row in rows if (family(row), row.topology, row.nodes) == ("dat", "ring", nodes)]
+        base = [row for row in rows if (row.topology, row.nodes) == ("base_graph", nodes) and family(row) != "dat"]
+        if not mine or not base:
+            return None, "ring and base_graph were not both run"
+        texts = [f"{family(row)} on base_graph {_percent(row)}" for row in base]
+        level = [mine[0].value >= row.value - LEVEL for row in base if not row.diverged]
+        return all(level) if level else None, f"dat on ring {_percent(mine[0])}; {', '.join(texts)}"
+
+    return found
+
+
+def largest_drop(rule: str, low: int, high: int) -> OfRows:
+    """Whether a rule on the ring loses most accuracy between two sizes."""
+
+    def found(rows: Sequence[Row]) -> Answer:
+        points = {row.nodes: row for row in rows if (family(row), row.topology) == (rule, "ring")}
+        if not {low, high, 16} <= set(points):
+            return None, _other_sizes(points)
+        drops = {(a, b): points[a].value - points[b].value for a, b in pairwise(sorted(points))}
+        worst = max(drops, key=lambda pair: drops[pair])
+        if drops[worst] <= LEVEL:
+            return None, f"no drop of more than {LEVEL:.0%}"
+        course = ", ".join(f"{M}: {points[M].value:.1%}" for M in sorted(points))
+        return worst == (low, high), f"largest drop from {worst[0]} to {worst[1]}; {course}"
+
+    return found
+
+
+def leads(rule: str) -> OfRows:
+    """Whether a rule is the best, or level with it, on every graph and at every size."""
+
+    def places(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+        for place in dict.fromkeys((row.topology, row.nodes) for row in rows):
+            here = [row for row in rows if (row.topology, row.nodes) == place]
+            yield from ((row, max(here, key=lambda row: row.value)) for row in here if family(row) == rule)
+
+    def found(rows: Sequence[Row]) -> Answer:
+        texts = [
+            f"{mine.topology}, M = {mine.nodes}: {_percent(mine)}, best is {family(best)} {_percent(best)}"
+            for mine, best in places(rows)
+        ]
+        holds = all(mine.value >= best.value - LEVEL for mine, best in places(rows))
+        return (holds, "; ".join(texts)) if texts else (None, f"{rule} was not run")
+
+    return found
+
+
+def _percent(row: Row) -> str:
+    return "diverged" if row.diverged else f"{row.value:.1%} ({row.low:.1%} to {row.high:.1%})"

@@ -30,7 +30,7 @@ class Demo:
     files: tuple[Path, ...]
 
 
-def plan(steps: int = 20_000, seeds: int = 2) -> Study:
+def study(steps: int = 20_000, seeds: int = 2) -> Study:
     """The runs of the demo: the paper's problem (Section 5.1) with sigma = 1 and zeta = 10."""
     return parse(
         {
@@ -64,22 +64,15 @@ def sentence(rows: list[Row]) -> str:
     """What the figures say, in words."""
     few, many = min(row.nodes for row in rows), max(row.nodes for row in rows)
     error = {(row.rule, row.topology, row.nodes): row.value for row in rows}
-    rules, topologies = ([*dict.fromkeys(getattr(row, name) for row in rows)] for name in ("rule", "topology"))
+    rules, topologies = dict.fromkeys(row.rule for row in rows), dict.fromkeys(row.topology for row in rows)
     both = {(rule, t) for rule in rules for t in topologies if {(rule, t, few), (rule, t, many)} <= error.keys()}
     helped = {(rule, t) for rule, t in both if error[rule, t, many] < 0.8 * error[rule, t, few]}
     where = {rule: " and ".join(t for t in topologies if (rule, t) in helped) or "nowhere" for rule in rules}
-    lines = [
-        f"Going from {few} to {many} machines lowers the error of "
-        + "; of ".join(f"{rule} {'on ' * (place != 'nowhere')}{place}" for rule, place in where.items())
-        + ". In numbers:"
-    ]
-    for topology in topologies:
-        moves = [
-            f"{rule} {_moved(error[rule, topology, few], error[rule, topology, many])}"
-            for rule in rules
-            if (rule, topology) in both
-        ]
-        lines.append(f"  {topology}: {', '.join(moves)}")
+    lowers = "; of ".join(f"{rule} {'on ' * (place != 'nowhere')}{place}" for rule, place in where.items())
+    lines = [f"Going from {few} to {many} machines lowers the error of {lowers}. In numbers:"]
+    for t in topologies:
+        moves = [f"{rule} {_moved(error[rule, t, few], error[rule, t, many])}" for rule in rules if (rule, t) in both]
+        lines.append(f"  {t}: {', '.join(moves)}")
     leads = [f"{_times(error['dsgd', t, many] / error['dat', t, many])} on {t}" for t in topologies]
     lines.append(f"At {many} machines dsgd's error is that of dat times {', '.join(leads)}.")
     return "\n".join(lines)

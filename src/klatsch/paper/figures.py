@@ -1,31 +1,48 @@
-"""Figures of studies, in the style of a paper: log axes, seeds as a band, units on the axes."""
+"""Figures of studies, in the style of a paper: seeds as a band, units on the axes, one look per rule.
+
+Rows of one caption share a panel, rows of one label are a line.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from klatsch import rules
+from klatsch.paper.claims import family
 from klatsch.study.summary import Row
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart; one marker per rule for print.
 COLOURS = ("#0072B2", "#D55E00", "#999999", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#009E73", "#F0E442")
 GRAPH_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*h"
-DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
-VALUE = "value: "  # an element of this id carries a text, which a report shows where one points
+DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+VALUE = "value: "  # an element with this id carries a text, which a report shows where one points
 
 ERROR = r"$\frac{1}{M}\sum_i \|x_T^i - x^*\|^2$"
 SYMBOLS = {"noise": r"$\sigma$", "heterogeneity": r"$\zeta$"}
+ACCURACY = "test accuracy, mean over nodes"
 
-Style = dict[str, Any]
+
+class Style(TypedDict, total=False):
+    """How matplotlib draws a line."""
+
+    color: object
+    marker: str
+    linestyle: object
+
+
+Text = Callable[[Row], str]
 Look = Callable[[Row], Style]
+Value = TypeVar("Value")
 
 
 def error_against_nodes(rows: Sequence[Row], title: str, look: Look | None = None) -> Figure:
@@ -33,35 +50,14 @@ def error_against_nodes(rows: Sequence[Row], title: str, look: Look | None = Non
 
     With `look`, which says how a row is drawn, all topologies share the panels of their settings.
     """
-    shared = look is not None
-    describe = _describer(rows)
-    settings = distinct(rows, lambda row: describe(row.setting))
-    topologies = distinct(rows, lambda row: row.topology)
-    places = [(setting, topology) for setting in settings for topology in (["" if shared else t for t in topologies])]
-    places = list(dict.fromkeys(places))
-    look = look or by_rule(rows)
-    wide = 2 if shared else min(4, len(topologies))
-    figure, axes = panels(len(places), wide, title, log=not rows[0].largest)
-    nodes = sorted({row.nodes for row in rows})
-    for axis, (setting, topology) in zip(axes, places, strict=True):
-        mine = [row for row in rows if describe(row.setting) == setting and topology in ("", row.topology)]
-        for rule, graph in distinct(mine, lambda row: (row.rule, row.topology)):
-            line = [row for row in mine if (row.rule, row.topology) == (rule, graph)]
-            label = f"{rule}, {graph}" if shared else rule
-            line_of_seeds(axis, label, [row.nodes for row in line], _spread(line), look(line[0]))
-            for row in line:
-                mark(axis, row, row.nodes, row.final[:, row.best])
-        axis.set_xscale("log")
-        axis.set_xticks(nodes, [str(n) for n in nodes], fontsize=10 if len(nodes) < 8 else 7.5)
-        axis.minorticks_off()
-        axis.set_xlabel("machines M")
-        axis.set_title(
-            ", ".join(part for part in (topology, setting if len(settings) > 1 else "") if part), fontsize=10
-        )
-    for axis in axes[::wide]:
-        axis.set_ylabel("final " + _quantity(rows[0], ERROR))
-    legend(figure, axes)
-    return figure
+    setting, wide = _settings(rows), min(4, len({row.topology for row in rows}))
+    settings = _distinct(rows, setting)
+    rows = sorted(rows, key=lambda row: settings.index(setting(row)))
+    quantity = _quantity(rows[0], ERROR)
+    if look is not None:
+        return _against_nodes(rows, title, setting, _rule_and_graph, look, 2, quantity)
+    caption = lambda row: _joined(row.topology, setting(row))  # noqa: E731
+    return _against_nodes(rows, title, caption, lambda row: row.rule, by_rule(rows), wide, quantity)
 
 
 def error_against_rounds(rows: Sequence[Row], title: str, look: Look | None = None) -> Figure:
@@ -69,59 +65,96 @@ def error_against_rounds(rows: Sequence[Row], title: str, look: Look | None = No
 
     With `look`, which says how a row is drawn, all sizes share the panels of their settings.
     """
-    shared = look is not None
-    describe = _describer(rows)
+    setting, quantity = _settings(rows), _quantity(rows[0], ERROR.replace("_T", "_t"))
+    if look is not None:
+        label: Text = lambda row: f"{row.rule}, M = {row.nodes}"  # noqa: E731
+        return _against_rounds(rows, title, setting, label, look, 2, quantity)
+    caption = lambda row: _joined(f"{row.topology}, {row.nodes} machines", setting(row))  # noqa: E731
+    label, wide = lambda row: f"{row.rule}, lr {row.lr:g}", min(3, len(_distinct(rows, caption)))
+    return _against_rounds(rows, title, caption, label, by_rule(rows), wide, quantity, legends=True)
 
-    def place(row: Row) -> tuple[str, str, int]:
-        return describe(row.setting), "" if shared else row.topology, 0 if shared else row.nodes
 
-    places = distinct(rows, place)
-    look = look or by_rule(rows)
-    wide = 2 if shared else min(3, len(places))
-    figure, axes = panels(len(places), wide, title, log=not rows[0].largest)
-    several = len({setting for setting, _, _ in places}) > 1
-    for axis, panel in zip(axes, places, strict=True):
-        for row in (row for row in rows if place(row) == panel):
-            curve = row.curve
-            label = f"{row.rule}, M = {row.nodes}" if shared else f"{row.rule}, lr {row.lr:g}"
-            spread = (curve.mean(0), curve.min(0), curve.max(0))
-            when = row.steps if row.epochs is None else [row.epochs * step / row.steps[-1] for step in row.steps]
-            line_of_seeds(axis, label, when, spread, look(row) | {"marker": ""})
-            for k in range(len(row.steps) - 1, -1, -6):
-                mark(axis, row, when[k], curve[:, k], f" after {row.steps[k]:,} rounds")
-        axis.set_xscale("log" if rows[0].epochs is None else "linear")
-        axis.set_xlabel("rounds t" if rows[0].epochs is None else "epochs")
-        where = "" if shared else f"{panel[1]}, {panel[2]} machines"
-        axis.set_title(", ".join(part for part in (where, panel[0] if several else "") if part), fontsize=10)
-        if not shared:
-            axis.legend(frameon=False, fontsize="small")
-    for axis in axes[::wide]:
-        axis.set_ylabel(_quantity(rows[0], ERROR.replace("_T", "_t")))
-    if shared:
-        legend(figure, axes)
+def accuracy_against_epochs(rows: Sequence[Row], title: str) -> Figure:
+    """Figure 2: a row of panels per number of machines, a column per alpha; colours are rules, lines are graphs."""
+    ordered = sorted(rows, key=lambda row: (row.nodes, row.setting["alpha"]))
+    label = lambda row: _family_and_graph(row) + " (diverged)" * row.diverged  # noqa: E731
+    caption = lambda row: f"{row.nodes} machines, {_alpha(row)}"  # noqa: E731
+    wide = len(_distinct(rows, _alpha))
+    figure = _against_rounds(ordered, title, caption, label, by_family(rows), wide, ACCURACY, marks=3)
+    figure.axes[0].set_ylim(*_limits([row.curve for row in rows]))  # which all panels share
     return figure
+
+
+def accuracy_against_nodes(rows: Sequence[Row], title: str) -> Figure:
+    """Figure 3: the final accuracy against the number of machines, a panel per alpha."""
+    ordered, wide = sorted(rows, key=lambda row: row.setting["alpha"]), len(_distinct(rows, _alpha))
+    figure = _against_nodes(ordered, title, _alpha, _family_and_graph, by_family(rows), wide, ACCURACY)
+    figure.axes[0].set_ylim(*_limits([np.array([row.low, row.high]) for row in rows]))
+    return figure
+
+
+def classes_of_nodes(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> Figure:
+    """A bar per node, made of its classes; counts are (nodes, classes)."""
+    from matplotlib import colormaps
+    from matplotlib import figure as figures
+
+    nodes, few = np.arange(len(counts)), len(counts) <= 24
+    figure = figures.Figure(figsize=(7.5, 1.6 + (0.26 if few else 0.14) * len(counts)), layout="constrained")
+    axis = figure.subplots()
+    ends = counts.cumsum(axis=1)
+    for k, name in enumerate(classes):
+        colour, left = colormaps["tab10"](k % 10), ends[:, k] - counts[:, k]
+        axis.barh(nodes, counts[:, k], left=left, height=0.72, color=colour, label=name)
+    axis.set_yticks(nodes, [str(node) for node in nodes], fontsize=8 if few else 5)
+    axis.set_ylim(len(counts) - 0.5, -0.5)
+    axis.set_xlim(0, float(ends.max()))
+    axis.set_xlabel("images")
+    axis.set_ylabel("node")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(title, fontsize=10)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    return figure
+
+
+# --- what a row is called and how it looks --------------------------------------------------------------------------
+
+
+def _settings(rows: Sequence[Row]) -> Text:
+    """The setting of a row by the options that differ between rows, in the paper's letters."""
+    names = dict.fromkeys(name for row in rows for name in row.setting)
+    varying = [name for name in names if len({row.setting.get(name) for row in rows}) > 1]
+    return lambda row: ", ".join(
+        f"{SYMBOLS.get(name, name)} = {row.setting[name]:g}" for name in varying if name in row.setting
+    )
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _alpha(row: Row) -> str:
+    return f"alpha = {row.setting['alpha']:g}"
+
+
+def _rule_and_graph(row: Row) -> str:
+    return f"{row.rule}, {row.topology}"
+
+
+def _family_and_graph(row: Row) -> str:
+    return f"{family(row)}, {row.topology}"
 
 
 def _quantity(row: Row, formula: str) -> str:
     return f"error  {formula}" if row.metric == "distance" else row.metric
 
 
-def _describer(rows: Sequence[Row]) -> Callable[[Mapping[str, Any]], str]:
-    """How to call settings: by the options that differ between rows, in the paper's letters."""
-    names = dict.fromkeys(name for row in rows for name in row.setting)
-    varying = [name for name in names if len({row.setting.get(name) for row in rows}) > 1]
-    return lambda setting: ", ".join(
-        f"{SYMBOLS.get(name, name)} = {setting[name]:g}" for name in varying if name in setting
-    )
-
-
 def colour_of_topology(rows: Sequence[Row]) -> Look:
     """One colour per topology, one line style and marker per rule."""
-    topologies, rules = distinct(rows, lambda row: row.topology), distinct(rows, lambda row: row.rule)
+    topologies, rules = _distinct(rows, lambda row: row.topology), _distinct(rows, lambda row: row.rule)
     return lambda row: {
-        "color": GRAPH_COLOURS[topologies.index(row.topology) % len(GRAPH_COLOURS)],
-        "linestyle": DASHES[rules.index(row.rule) % len(DASHES)],
-        "marker": MARKERS[rules.index(row.rule) % len(MARKERS)],
+        "color": _cycled(GRAPH_COLOURS, topologies.index(row.topology)),
+        "linestyle": _cycled(DASHES, rules.index(row.rule)),
+        "marker": _cycled(MARKERS, rules.index(row.rule)),
     }
 
 
@@ -129,78 +162,145 @@ def colour_of_size(rows: Sequence[Row]) -> Look:
     """One shade per number of machines, dark for many; one line style per rule."""
     from matplotlib import colormaps
 
-    nodes, rules = sorted({row.nodes for row in rows}), distinct(rows, lambda row: row.rule)
+    nodes, rules = sorted({row.nodes for row in rows}), _distinct(rows, lambda row: row.rule)
     return lambda row: {
         "color": colormaps["viridis_r"](0.15 + 0.85 * nodes.index(row.nodes) / max(1, len(nodes) - 1)),
-        "linestyle": DASHES[rules.index(row.rule) % len(DASHES)],
+        "linestyle": _cycled(DASHES, rules.index(row.rule)),
     }
 
 
 def by_rule(rows: Sequence[Row]) -> Look:
     """A rule looks the same in every figure; its variants differ in the line."""
-    labels = distinct(rows, lambda row: row.rule)
+    labels = _distinct(rows, lambda row: row.rule)
     names = [label.split(" ")[0] for label in labels]
-    places = list(dict.fromkeys([*rules.RULES, *names]))  # rules of one's own come after the others
+    places = list(dict.fromkeys([*rules.RULES, *names]))  # custom rules come after the others
 
     def look(row: Row) -> Style:
-        k, name = labels.index(row.rule), row.rule.split(" ")[0]
-        place = places.index(name)
-        variant = names[:k].count(name)
-        return {
-            "color": COLOURS[place % len(COLOURS)],
-            "marker": MARKERS[place % len(MARKERS)],
-            "linestyle": DASHES[variant % len(DASHES)],
-        }
+        name = row.rule.split(" ")[0]
+        place, variant = places.index(name), names[: labels.index(row.rule)].count(name)
+        return _style(place, variant)
 
     return look
 
 
-def panels(count: int, wide: int, title: str, log: bool = True) -> tuple[Figure, Any]:
-    """A figure with so many panels, side by side as far as `wide` allows."""
+def by_family(rows: Sequence[Row]) -> Look:
+    """One colour and marker per rule, one kind of line per graph."""
+    families, graphs = _distinct(rows, family), _distinct(rows, lambda row: row.topology)
+    return lambda row: _style(families.index(family(row)), graphs.index(row.topology))
+
+
+def _style(colour: int, line: int) -> Style:
+    return {
+        "color": _cycled(COLOURS, colour),
+        "marker": _cycled(MARKERS, colour),
+        "linestyle": _cycled(DASHES, line),
+    }
+
+
+def _cycled(values: Sequence[Value], k: int) -> Value:
+    return values[k % len(values)]
+
+
+# --- drawing --------------------------------------------------------------------------------------------------------
+
+
+def _against_nodes(
+    rows: Sequence[Row], title: str, caption: Text, label: Text, look: Look, wide: int, quantity: str
+) -> Figure:
+    figure, panels = _panels(rows, title, caption, wide, f"final {quantity}")
+    nodes = sorted({row.nodes for row in rows})
+    for axis, mine in panels:
+        for name in _distinct(mine, label):
+            line = [row for row in mine if label(row) == name]
+            ends = np.array([[row.value, row.low, row.high] for row in line]).T
+            _line_of_seeds(axis, name, [row.nodes for row in line], ends, look(line[0]))
+            for row in line:
+                _mark(axis, row, row.nodes, row.final[:, row.best])
+        axis.set_xscale("log")
+        axis.set_xticks(nodes, [str(n) for n in nodes], fontsize=10 if len(nodes) < 8 else 7.5)
+        axis.minorticks_off()
+        axis.set_xlabel("machines M")
+    _legend(figure)
+    return figure
+
+
+def _against_rounds(
+    rows: Sequence[Row], title: str, caption: Text, label: Text, look: Look, wide: int, quantity: str,
+    marks: int = 6, legends: bool = False,
+) -> Figure:  # fmt: skip
+    """Courses with a value to point at in every `marks`-th point; with `legends`, every panel has its own."""
+    figure, panels = _panels(rows, title, caption, wide, quantity)
+    rounds = rows[0].epochs is None
+    for axis, mine in panels:
+        for row in mine:
+            when = row.steps if row.epochs is None else [row.epochs * step / row.steps[-1] for step in row.steps]
+            spread = np.stack((row.curve.mean(0), row.curve.min(0), row.curve.max(0)))
+            _line_of_seeds(axis, label(row), when, spread, look(row) | {"marker": ""})
+            for k in range(len(row.steps) - 1, -1, -marks):
+                after = f"{row.steps[k]:,} rounds" if marks == 6 else f"{when[k]:.3g} epochs"
+                _mark(axis, row, when[k], row.curve[:, k], f" after {after}")
+        axis.set_xscale("log" if rounds else "linear")
+        axis.set_xlabel("rounds t" if rounds else "epochs")
+        if legends:
+            axis.legend(frameon=False, fontsize="small")
+    if not legends:
+        _legend(figure)
+    return figure
+
+
+def _panels(
+    rows: Sequence[Row], title: str, caption: Text, wide: int, quantity: str
+) -> tuple[Figure, list[tuple[Axes, list[Row]]]]:
+    """A figure with a panel per caption, side by side as far as `wide` allows, and the rows of each."""
     # The object, not pyplot: no window system is asked for, and nothing is kept alive.
     from matplotlib import figure as figures
 
-    high = -(-count // wide)
+    captions = _distinct(rows, caption)
+    count, high = len(captions), -(-len(captions) // wide)
     figure = figures.Figure(figsize=(1.2 + 3.2 * min(wide, count), 0.9 + 3.0 * high), layout="constrained")
     axes = figure.subplots(high, wide, sharey=True, squeeze=False).flatten()
     for axis in axes[count:]:
         axis.remove()
-    for axis in axes[:count]:
-        axis.set_yscale("log" if log else "linear")
+    for axis, text in zip(axes[:count], captions, strict=True):
+        axis.set_yscale("linear" if rows[0].largest else "log")
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
+        axis.set_title(text, fontsize=10)
+    for axis in axes[:count:wide]:
+        axis.set_ylabel(quantity)
     figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=10)
-    return figure, axes[:count]
+    return figure, [(axes[k], [row for row in rows if caption(row) == text]) for k, text in enumerate(captions)]
 
 
-def _spread(line: Sequence[Row]) -> Any:
-    return tuple([getattr(row, name) for row in line] for name in ("value", "low", "high"))
-
-
-def line_of_seeds(axis: Any, label: str, x: Any, spread: Any, style: Style) -> None:
-    """A line for the mean of the seeds, and a band from the smallest to the largest."""
-    shown = np.isfinite(np.asarray(spread[0], dtype=float))  # what diverged has no place on the axis
-    x, mean, low, high = (np.asarray(v, dtype=float)[shown] for v in (x, *spread))
+def _line_of_seeds(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.float64], style: Style) -> None:
+    """A line for the mean of the seeds, and a band from the smallest to the largest; spread holds these three."""
+    shown = np.isfinite(spread[0])  # what diverged has no place on the axis
+    x, (mean, low, high) = np.asarray(x, dtype=float)[shown], spread[:, shown]
     axis.plot(x, mean, markersize=4, linewidth=1.4, label=label, **style)
     axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
-def mark(axis: Any, row: Row, x: float, errors: Any, when: str = "") -> None:
+def _mark(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: str = "") -> None:
     """What a page shows where one points at a marker: the mean of the seeds, and their range."""
-    if np.isfinite(mean := errors.mean()):
-        text = (
-            f"{row.rule}, {row.topology}, M = {row.nodes}{when}: {mean:.3g} ({errors.min():.3g} to {errors.max():.3g})"
-        )
-        axis.plot([x], [mean], "o", markersize=9, alpha=0, gid=f"{VALUE}{text}, lr {row.lr:g}")
+    if np.isfinite(mean := values.mean()):
+        spread = f"{mean:.3g} ({values.min():.3g} to {values.max():.3g})"
+        text = f"{row.rule}, {row.topology}, M = {row.nodes}{when}: {spread}, lr {row.lr:g}"
+        axis.plot([x], [mean], "o", markersize=9, alpha=0, gid=f"{VALUE}{text}")
 
 
-def legend(figure: Figure, axes: Any) -> None:
+def _legend(figure: Figure) -> None:
     """One legend below all panels."""
-    lines = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    lines = {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     columns = max(1, min(len(lines), int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, lines))))))
     figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns, frameon=False)
 
 
-def distinct(rows: Sequence[Row], of: Callable[[Row], Any]) -> list[Any]:
+def _limits(curves: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
+    """An axis that shows all accuracies; what has diverged is below it."""
+    shown = [float(value) for curve in curves for value in curve.flat if value > 0]
+    return max(0.0, min(shown, default=0.0) - 0.03), min(1.0, max(shown, default=1.0) + 0.02)
+
+
+def _distinct(rows: Sequence[Row], of: Callable[[Row], Value]) -> list[Value]:
     """The different values of something, in order."""
     return list(dict.fromkeys(of(row) for row in rows))

@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,23 +39,19 @@ class Page:
 
 def write(page: Page, folder: Path) -> list[Path]:
     """Write a page into a folder: every figure as PNG, SVG and PDF, its numbers as CSV, and all of it as Markdown."""
-    files = []
-    for name, figure in page.figures:
-        for suffix in FORMATS:
-            files.append(folder / f"{name}{suffix}")
-            pictures.save(figure, files[-1], dpi=160)
-    for suffix, text, kind in ((".csv", as_csv(page), "CSV"), (".md", as_markdown(page), "Markdown")):
-        files.append(folder / f"{page.name}{suffix}")
-        save(files[-1], text.encode(), kind)
-    return files
+    drawn = {folder / f"{name}{suffix}": figure for name, figure in page.figures for suffix in FORMATS}
+    for file, figure in drawn.items():
+        pictures.save(figure, file, dpi=160)
+    numbers, text = folder / f"{page.name}.csv", folder / f"{page.name}.md"
+    save(numbers, as_csv(page).encode(), "CSV")
+    save(text, as_markdown(page).encode(), "Markdown")
+    return [*drawn, numbers, text]
 
 
 def as_csv(page: Page) -> str:
     """The table of numbers."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(page.header)
-    writer.writerows(page.table)
+    csv.writer(text, lineterminator="\n").writerows((page.header, *page.table))
     return text.getvalue()
 
 
@@ -64,11 +61,11 @@ def as_markdown(page: Page) -> str:
     parts += [f"    {page.command}"] if page.command else []
     parts += [f"![{page.title}]({name}.png)" for name, _ in page.figures]
     if page.verdicts:
-        lines = []
-        for verdict in page.verdicts:
-            lines.append(f"- **{verdict.word}**: {verdict.claim} ({verdict.source})")
-            lines += [f"  - {figures}" for figures in verdict.figures]
-        parts += ["## Verdicts", "\n".join(lines)]
+        lines = (
+            (f"- **{verdict.word}**: {verdict.claim} ({verdict.source})", *(f"  - {text}" for text in verdict.figures))
+            for verdict in page.verdicts
+        )
+        parts += ["## Verdicts", "\n".join(chain.from_iterable(lines))]
     if page.notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in page.notes)]
     rule = "|" + "|".join("---" for _ in page.header) + "|"
@@ -81,31 +78,19 @@ def table_of(rows: Sequence[Row]) -> tuple[tuple[str, ...], tuple[tuple[str, ...
     """The numbers of a study: the header and a line per row."""
     settings = list(dict.fromkeys(name for row in rows for name in row.setting))
     header = ("topology", *settings, "M", "rule", rows[0].title, "from", "to", "lr", "lr at the edge")
-    lines = [
-        (
-            row.topology,
-            *(shown(row.setting.get(name, "-")) for name in settings),
-            str(row.nodes),
-            row.rule,
-            *(f"{value:.4g}" for value in (row.value, row.low, row.high)),
-            f"{row.lr:g}",
-            "yes" if row.at_edge else "no",
-        )
-        for row in rows
-    ]
-    return header, tuple(lines)
+
+    def line(row: Row) -> tuple[str, ...]:
+        setting = (shown(row.setting.get(name, "-")) for name in settings)
+        values = (f"{value:.4g}" for value in (row.value, row.low, row.high))
+        edge = "yes" if row.at_edge else "no"
+        return row.topology, *setting, str(row.nodes), row.rule, *values, f"{row.lr:g}", edge
+
+    return header, tuple(map(line, rows))
 
 
 def edge_note(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Which rules would want a learning rate beyond the grid."""
-    counts = {
-        rule: (sum(row.at_edge for row in rows if row.rule == rule), sum(row.rule == rule for row in rows))
-        for rule in dict.fromkeys(row.rule for row in rows)
-    }
-    texts = [f"{rule} in {edge} of {of}" for rule, (edge, of) in counts.items() if edge]
-    if not texts:
-        return ()
-    return (
-        "The chosen learning rate is the smallest or largest of the grid, so that a better one may lie beyond: "
-        f"{', '.join(texts)} points.",
-    )
+    """Which rules may want a learning rate beyond the grid."""
+    edges = {rule: [row.at_edge for row in rows if row.rule == rule] for rule in dict.fromkeys(r.rule for r in rows)}
+    texts = [f"{rule} in {sum(edge)} of {len(edge)}" for rule, edge in edges.items() if any(edge)]
+    note = "The chosen learning rate is the smallest or largest of the grid, so that a better one may lie beyond: "
+    return (f"{note}{', '.join(texts)} points.",) if texts else ()

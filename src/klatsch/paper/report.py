@@ -1,83 +1,169 @@
-"""A store as one self-contained HTML page: figures, tables, verdicts, the environment, and how to do it again."""
+"""What a store holds as pages, and all of them as one self-contained HTML file."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from klatsch import files, pictures
-from klatsch.paper.figures import VALUE
-from klatsch.paper.pages import Page
-from klatsch.paper.reproduce import clock, found, page_of
-from klatsch.study.store import Store
+from klatsch.paper import figures
+from klatsch.paper.pages import Page, edge_note, table_of
+from klatsch.paper.targets import TARGETS
+from klatsch.study.cases import Case, LeftOut, expand, headline_of
+from klatsch.study.grids import counted
+from klatsch.study.spec import Study
+from klatsch.study.store import Remembered, Store
+from klatsch.study.summary import Row, summarize
 from klatsch.version import VERSION
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Expanded = tuple[list[Case], list[LeftOut]]
+
+BANDS = "bands reach from the smallest to the largest seed."
+
+
+def page_of(remembered: Remembered, store: Store, expanded: Expanded | None = None) -> Page:
+    """The page of a study, from the runs that the store holds so far; `expanded` where that is done already."""
+    study, origin, target = remembered.study, remembered.origin, TARGETS.get(remembered.origin.kind)
+    title = study.name if target is None else f"{target.title} ({origin.scale} scale)"
+    cases, left_out = expanded or _expanded(remembered, store)
+    rows = summarize([(case.key, case) for case in cases], store)
+    facts = (*_facts(remembered), _when_and_where(cases, store))
+    if not rows:
+        return Page(study.name, title, facts, (), (), (), command=origin.command)
+    above = f"{study.problem.label}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.choice}"
+    if target is None:
+        drawn, verdicts = _figures_of_any(study, rows, above), []
+    else:
+        drawn = [(study.name, target.figure(rows, above))]
+        verdicts = [sentence.check(rows) for sentence in target.sentences(rows)]
+    if not {case.key for case in cases} <= store.done():
+        verdicts = [replace(v, holds=None, figures=("not all of its runs are finished", *v.figures)) for v in verdicts]
+    reasons = (f"Left out: {reason}" for reason in dict.fromkeys(item.reason for item in left_out))
+    notes = (*edge_note(rows), *(target.notes if target else ()), *reasons)
+    return Page(study.name, title, facts, tuple(drawn), *table_of(rows), tuple(verdicts), notes, command=origin.command)
+
+
+def _expanded(remembered: Remembered, store: Store) -> Expanded:
+    """The runs of a study, and what is left out."""
+    study = remembered.study
+    if remembered.sources is not None:
+        return expand(study, remembered.sources)
+    # Of 0.1, where D2 could be lazy on some graphs and not on others.
+    cases, left_out = expand(study.model_copy(update={"leave_out": True}))
+    done = store.done()
+    cases = [case for case in cases if case.key in done or "lazy" not in case.rule_options]
+    return cases, left_out if study.leave_out else []
+
+
+def _figures_of_any(study: Study, rows: Sequence[Row], title: str) -> list[tuple[str, Figure]]:
+    """The figures of a custom study, with the names of their files."""
+    most = max(row.nodes for row in rows)
+    curves = [row for row in rows if row.nodes == most]  # of the largest size: all of them would be too many panels
+    found = [(f"{study.name}-rounds", figures.error_against_rounds(curves, title))]
+    if len({row.nodes for row in rows}) > 1:
+        found.insert(0, (f"{study.name}-nodes", figures.error_against_nodes(rows, title)))
+    return found
+
+
+def _facts(remembered: Remembered) -> tuple[str, str]:
+    study = remembered.study
+    grids: dict[tuple[float, ...], list[str]] = {}
+    for rule, grid in study.grids:
+        grids.setdefault(grid, []).append(rule)
+    rates = "; ".join(
+        (f"{', '.join(names)}: " if len(grids) > 1 else "") + ", ".join(f"{lr:g}" for lr in grid)
+        for grid, names in grids.items()
+    )
+    headline = headline_of(study.problem.name, (remembered.sources or {}).get(study.problem.name))
+    best = f"largest mean final {headline.metric}" if headline.largest else "smallest mean final error"
+    shown = f"{headline.text[:1].upper()}{headline.text[1:]}" if headline.largest else f"Error: {headline.text}"
+    letters = "sigma is noise, zeta is heterogeneity; " if study.problem.name == "least-squares" else ""
+    return (
+        f"{study.problem.label}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.dtype}. Learning rates "
+        f"{rates}. The one with the {best} over the seeds is chosen for each rule, graph, size and setting.",
+        f"{shown}; {letters}{BANDS}",
+    )
+
+
+def _when_and_where(cases: Sequence[Case], store: Store) -> str:
+    keys = {case.key for case in cases}
+    runs = [facts for _, facts in store.runs() if facts["key"] in keys]
+    if not runs:
+        return f"None of its {len(cases):,} runs is finished."
+    environments = [json.loads(run["environment"]) for run in runs]
+    places = sorted({f"{environment['processor']}, torch {environment['torch']}" for environment in environments})
+    done = f"{len(runs):,} runs" if len(runs) == len(cases) else f"{len(runs):,} of {len(cases):,} runs"
+    seconds, last = sum(run["seconds"] for run in runs), max(run["finished"] for run in runs)
+    return f"{done} on {' and '.join(places)}: {seconds:,.0f} s of simulation, finished {_clock(last)}."
+
+
+def _clock(moment: str) -> str:
+    return f"{moment[:16].replace('T', ' ')} UTC"
+
+
+# --- HTML -----------------------------------------------------------------------------------------------------------
 
 
 def report(store: Store, path: Path, title: str | None = None) -> list[Page]:
-    """Write the report of everything that a store holds; gives the pages that it shows.
-
-    Raises:
-        ValueError: the store holds no study that was begun, or the file cannot be written.
-    """
+    """Write the report of everything that a store holds; returns the pages that it shows."""
     studies = store.studies()
     if not studies:
         raise ValueError(f"{store.path} holds no study; klatsch run and klatsch reproduce put them there")
-    expanded = [found(study, store) for study in studies]
+    expanded = [_expanded(study, store) for study in studies]
     pages = [page_of(study, store, known) for study, known in zip(studies, expanded, strict=True)]
-    runs = store.runs()
+    runs = [facts for _, facts in store.runs()]
     shown = {case.key for cases, _ in expanded for case in cases}
-    times = sorted(facts["finished"] for _, facts in runs)
+    times = sorted(facts["finished"] for facts in runs)
     summary = {
         "runs": len(runs),
-        "replaced": sum(facts["key"] not in shown for _, facts in runs),
-        "diverged": sum(facts["diverged"] for _, facts in runs),
-        "seconds": sum(facts["seconds"] for _, facts in runs),
-        "first": clock(times[0]) if times else "",
-        "last": clock(times[-1]) if times else "",
-        "engines": sorted({f"{facts['engine']} on {facts['device']}" for _, facts in runs}),
+        "replaced": sum(facts["key"] not in shown for facts in runs),
+        "diverged": sum(facts["diverged"] for facts in runs),
+        "seconds": sum(facts["seconds"] for facts in runs),
+        "first": _clock(times[0]) if times else "",
+        "last": _clock(times[-1]) if times else "",
+        "engines": sorted({f"{facts['engine']} on {facts['device']}" for facts in runs}),
     }
-    html = render(pages, store.environments(), summary, title or f"klatsch: {Path(store.path).name}")
+    html = _render(pages, store.environments(), summary, title or f"klatsch: {Path(store.path).name}")
     files.save(path, html.encode(), "HTML")
     return pages
 
 
-def render(pages: Sequence[Page], environments: Sequence[dict[str, str]], summary: dict[str, Any], title: str) -> str:
-    """The page as HTML."""
+def _render(
+    pages: Sequence[Page], environments: Sequence[dict[str, str]], summary: dict[str, object], title: str
+) -> str:
     try:
         from jinja2 import Environment, PackageLoader
     except ModuleNotFoundError as error:
         raise ValueError("a report needs Jinja: pip install jinja2") from error
-    templates = Environment(
-        loader=PackageLoader("klatsch.paper"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    pictures_of = {
+    loader = PackageLoader("klatsch.paper")
+    templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    drawn = {
         page.name: [
             inline_svg(pictures.render(figure, ".svg").decode(), f"{page.name}-{name}") for name, figure in page.figures
         ]
         for page in pages
     }
     return templates.get_template("report.html").render(
-        title=title,
-        pages=pages,
-        pictures=pictures_of,
-        environments=environments,
-        summary=summary,
-        version=VERSION,
+        title=title, pages=pages, pictures=drawn, environments=environments, summary=summary, version=VERSION
     )
 
 
 def inline_svg(text: str, prefix: str) -> str:
-    """An SVG file as part of a page: ids of its own, values to point at, and as wide as the page."""
+    """An SVG file as part of a page: with unique ids, values to point at, and as wide as the page."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
-    svg = re.sub(rf'<g id="{VALUE}([^"]*)">', r'<g class="value"><title>\1</title>', svg)
+    svg = re.sub(rf'<g id="{figures.VALUE}([^"]*)">', r'<g class="value"><title>\1</title>', svg)
     prefix = re.sub(r"\W", "-", prefix)
-    for pattern in (r'(\bid=")', r'(xlink:href="#)', r"(url\(#)"):
-        svg = re.sub(pattern, rf"\1{prefix}-", svg)
+    svg = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\1{prefix}-", svg)
     tag, rest = svg.split(">", 1)
     width = re.search(r'width="([\d.]+)pt"', tag)
-    # On a phone a figure may be scrolled, and does not shrink below what can be read.
+    # On a phone a figure scrolls, and does not shrink below what can be read.
     least = f' style="min-width: {0.72 * float(width.group(1)):.0f}pt"' if width else ""
     tag = re.sub(r' (width|height)="[\d.]+pt"', "", tag)
     return f"{tag}{least}>{rest}"

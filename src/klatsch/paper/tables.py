@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from klatsch import theory
 from klatsch import topology as topologies
 from klatsch.paper.claims import Verdict
+from klatsch.paper.figures import COLOURS
 from klatsch.paper.pages import Page
 from klatsch.theory import RATES, Constants
 
@@ -43,35 +44,22 @@ TABLE_2: list[tuple[str, str, str, str, tuple[float, float, float, float]]] = [
 
 def table_1() -> Page:
     """Table 1: up to how many machines the rate keeps, as a power of the samples N, on actual spectral gaps."""
-    rows, verdicts = [], []
+    rows, fits = [], []
+    names = ("1 / rho as a power of M", "D-SGD's largest M as a power of N", "DAT's largest M as a power of N")
     for family, expected in TABLE_1.items():
-        gap = _slope(SIZES, lambda M, family=family: 1 / topologies.spectral_gap(family, int(M)))  # type: ignore[misc]
-        powers = [
-            _slope(SAMPLES, lambda N, rule=rule, family=family: theory.largest_machines(rule, N, family))  # type: ignore[misc]
-            for rule in ("dsgd", "dat")
-        ]
-        fitted = (gap, *powers)
-        names = ("1 / rho as a power of M", "D-SGD's largest M as a power of N", "DAT's largest M as a power of N")
-        rows.append(
-            (family, *(f"{value + 0.0:.3f} ({wanted:.3f})" for value, wanted in zip(fitted, expected, strict=True)))
+        fitted = (
+            -_slope(SIZES, lambda M, graph=family: topologies.spectral_gap(graph, int(M))),  # type: ignore[misc]
+            *(_slope(SAMPLES, partial(_largest, rule, family)) for rule in ("dsgd", "dat")),
         )
-        for name, value, wanted in zip(names, fitted, expected, strict=True):
-            claim = f"{name} on the {family}: {wanted:.3g}"
-            verdicts.append(
-                Verdict(claim, "Table 1", abs(value - wanted) <= CLOSE, (f"fitted {value:.4f}, paper {wanted:.4f}",))
-            )
-    server = _slope(SAMPLES, lambda N: theory.largest_machines("minibatch", N, "ring"))
-    near = [
-        _slope((1e-3, 0.1), partial(theory.parallelism_bound, rule, 1e12))  # as a function of rho
-        for rule in ("dsgd", "dat")
-    ]
-    for name, value, wanted in (
-        ("with a server, the largest M as a power of N", server, 1 / 2),
-        ("D-SGD's bound on near-complete graphs as a power of rho", near[0], 1 / 2),
-        ("DAT's bound on near-complete graphs as a power of rho", near[1], 1),
-    ):
-        figures = (f"fitted {value:.4f}, paper {wanted:.4f}",)
-        verdicts.append(Verdict(f"{name}: {wanted:.3g}", "Table 1", abs(value - wanted) <= CLOSE, figures))
+        pairs = list(zip(fitted, expected, strict=True))
+        rows.append((family, *(f"{value + 0.0:.3f} ({wanted:.3f})" for value, wanted in pairs)))
+        fits += [(f"{name} on the {family}", *pair) for name, pair in zip(names, pairs, strict=True)]
+    fits.append(
+        ("with a server, the largest M as a power of N", _slope(SAMPLES, partial(_largest, "minibatch", "ring")), 0.5)
+    )
+    for name, rule, wanted in (("D-SGD", "dsgd", 0.5), ("DAT", "dat", 1)):
+        slope = _slope((1e-3, 0.1), partial(theory.parallelism_bound, rule, 1e12))  # as a function of rho
+        fits.append((f"{name}'s bound on near-complete graphs as a power of rho", slope, wanted))
     return Page(
         name="table1",
         title="Table 1: parallelism bounds",
@@ -82,7 +70,10 @@ def table_1() -> Page:
         figures=(("table1", _bounds_figure()),),
         header=("topology", "1 / rho ~ M^", "D-SGD: M ~ N^", "DAT: M ~ N^"),
         table=tuple(rows),
-        verdicts=tuple(verdicts),
+        verdicts=tuple(
+            _verdict(f"{name}: {wanted:.3g}", 1, (value,), (wanted,), f"fitted {value:.4f}, paper {wanted:.4f}")
+            for name, value, wanted in fits
+        ),
         notes=(
             "The bounds keep the statistical rate: up to this M, more machines cost no accuracy for the same samples.",
         ),
@@ -96,8 +87,7 @@ def table_2() -> Page:
         fitted = _powers(rule, term, spread)
         shown = f"{spread}^{fitted[0]:.2f} / (M^{fitted[1]:.2f} rho^{fitted[2]:.2f} eps^{fitted[3]:.2f})"
         rows.append((rule, TERMS[term], formula, shown))
-        same = all(abs(value - wanted) <= CLOSE for value, wanted in zip(fitted, expected, strict=True))
-        verdicts.append(Verdict(f"{rule}, {TERMS[term]}: {formula}", "Table 2", same, (shown,)))
+        verdicts.append(_verdict(f"{rule}, {TERMS[term]}: {formula}", 2, fitted, expected, shown))
     return Page(
         name="table2",
         title="Table 2: rounds to an error epsilon",
@@ -117,64 +107,68 @@ def table_2() -> Page:
     )
 
 
-def _powers(rule: str, term: str, spread: str) -> tuple[float, float, float, float]:
+def _verdict(claim: str, table: int, fitted: Sequence[float], expected: Sequence[float], shown: str) -> Verdict:
+    same = all(abs(value - wanted) <= CLOSE for value, wanted in zip(fitted, expected, strict=True))
+    return Verdict(claim, f"Table {table}", same, (shown,))
+
+
+def _powers(rule: str, term: str, spread: str) -> tuple[float, ...]:
     """k, m, r and e of T = s^k / (M^m rho^r epsilon^e), from a term that goes like s^p M^-a rho^-b T^-c."""
 
     def value(M: float = 10.0, T: float = 1e12, rho: float = 0.01, s: float = 1.0) -> float:
-        constants = Constants(**{"sigma": 0.0, "zeta": 0.0, spread: s})
-        return float(getattr(RATES[rule](M, T, rho, constants), term))
+        terms = RATES[rule](M, T, rho, Constants(**{"sigma": 0.0, "zeta": 0.0, spread: s}))
+        return float({"statistical": terms.statistical, "network": terms.network}.get(term, terms.optimization))
 
     p = _slope((1.0, 100.0), lambda s: value(s=s))
     a = -_slope((10.0, 1e3), lambda M: value(M=M))
     b = -_slope((1e-4, 1e-2), lambda rho: value(rho=rho))
     c = -_slope((1e12, 1e14), lambda T: value(T=T))
-    return tuple(round(power, 9) + 0.0 for power in (p / c, a / c, b / c, 1 / c))  # type: ignore[return-value]
+    return tuple(round(power, 9) + 0.0 for power in (p / c, a / c, b / c, 1 / c))
 
 
-def _slope(ends: tuple[float, float], function: Callable[[float], Any]) -> float:
+def _slope(ends: tuple[float, float], function: Callable[[float], float]) -> float:
     """The power between two ends."""
     first, last = (float(function(end)) for end in ends)
     return round(math.log(last / first) / math.log(ends[1] / ends[0]), 9)
 
 
+def _largest(rule: str, family: str, N: float) -> float:
+    return theory.largest_machines(rule, N, family)
+
+
 def _bounds_figure() -> Figure:
-    from matplotlib.figure import Figure
-
-    from klatsch.paper.figures import COLOURS
-
     samples = [10.0**k for k in range(4, 25, 2)]
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
-    axis = figure.subplots()
-    for colour, family in zip(COLOURS, TABLE_1, strict=False):
-        for rule, style in (("dat", "-"), ("dsgd", "--")):
-            most = [theory.largest_machines(rule, N, family) for N in samples]
-            axis.loglog(samples, most, style, color=colour, label=f"{rule}, {family}")
-    server = [theory.largest_machines("minibatch", N, "ring") for N in samples]
-    axis.loglog(samples, server, ":", color="black", label="with a server")
-    axis.set_xlabel("samples N")
-    axis.set_ylabel("largest M that keeps the statistical rate")
-    axis.grid(alpha=0.25, linewidth=0.5)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize="small")
-    return figure
+    lines = [
+        (f"{rule}, {family}", style, colour, [_largest(rule, family, N) for N in samples])
+        for colour, family in zip(COLOURS, TABLE_1, strict=False)
+        for rule, style in (("dat", "-"), ("dsgd", "--"))
+    ]
+    lines.append(("with a server", ":", "black", [_largest("minibatch", "ring", N) for N in samples]))
+    return _drawn(samples, lines, "samples N", "largest M that keeps the statistical rate")
 
 
 def _rounds_figure() -> Figure:
+    errors, nodes = [10.0 ** (-k / 2) for k in range(2, 17)], 25
+    rho = topologies.spectral_gap("ring", nodes)
+    names = {"dat": "dat", "dsgd": "dsgd", "gt": "gt", "minibatch": "with a server"}
+    lines = [
+        (name, "-", colour, [theory.rounds_to_error(rule, error, nodes, rho, Constants(zeta=1.0)) for error in errors])
+        for colour, (rule, name) in zip(COLOURS, names.items(), strict=False)
+    ]
+    figure = _drawn(errors, lines, "error epsilon", f"rounds T, ring of {nodes}, all constants 1")
+    figure.axes[0].invert_xaxis()
+    return figure
+
+
+def _drawn(x: list[float], lines: Sequence[tuple[str, str, str, Sequence[float]]], across: str, up: str) -> Figure:
     from matplotlib.figure import Figure
 
-    from klatsch.paper.figures import COLOURS
-
-    errors = [10.0 ** (-k / 2) for k in range(2, 17)]
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     axis = figure.subplots()
-    nodes = 25
-    rho = topologies.spectral_gap("ring", nodes)
-    for colour, rule in zip(COLOURS, ("dat", "dsgd", "gt", "minibatch"), strict=False):
-        rounds = [theory.rounds_to_error(rule, error, nodes, rho, Constants(zeta=1.0)) for error in errors]
-        axis.loglog(errors, rounds, color=colour, label="with a server" if rule == "minibatch" else rule)
-    axis.invert_xaxis()
-    axis.set_xlabel("error epsilon")
-    axis.set_ylabel(f"rounds T, ring of {nodes}, all constants 1")
+    for label, style, colour, values in lines:
+        axis.loglog(x, values, style, color=colour, label=label)
+    axis.set_xlabel(across)
+    axis.set_ylabel(up)
     axis.grid(alpha=0.25, linewidth=0.5)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize="small")

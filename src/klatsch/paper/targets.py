@@ -1,136 +1,302 @@
-"""The paper's experiments as studies (Section 5 and its appendix), at full scale and at a quick one."""
+"""One table of what `klatsch reproduce` knows: each figure with its study, its title, its drawing and its sentences."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
+from klatsch.paper import claims, figures, tables
+from klatsch.paper.claims import Sentence, points_of
+from klatsch.paper.pages import Page
 from klatsch.study.spec import PAPER_GRID, Study, parse
+from klatsch.study.summary import Row
 
-TOPOLOGIES = ("ring", "torus", "one_peer_exponential")
-FIGURE_OF = {"fig4": "ring", "fig5": "torus", "fig6": "one_peer_exponential"}
-SETTINGS = {"name": "least-squares", "noise": [1.0, 10.0], "heterogeneity": [1.0, 10.0]}
-SCALES: dict[str, dict[str, Any]] = {
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Content = Mapping[str, object]  # of a study, as a TOML file would hold it
+
+PAPER_ROUNDS = 100_000  # sentences on the network's error term need as many: it shrinks like 1 / T
+SCALES: dict[str, Content] = {
     "quick": {"nodes": (4, 9, 16, 25, 49, 100), "steps": 20_000, "seeds": 3},
-    "paper": {"nodes": (4, 9, 16, 25, 36, 49, 64, 81, 100), "steps": 100_000, "seeds": 3},
+    "paper": {"nodes": (4, 9, 16, 25, 36, 49, 64, 81, 100), "steps": PAPER_ROUNDS, "seeds": 3},
 }
-
-# Beyond the paper: below its grid, whose smallest learning rate is too large for D-SGD here, and sizes up to 256.
-SMALLER = (1e-6, 5e-6, 1e-5, 5e-5)
-BEYOND_SCALES: dict[str, dict[str, Any]] = {
+BEYOND_SCALES: dict[str, Content] = {
     "quick": {"nodes": (4, 25, 100, 256), "steps": 4_000, "seeds": 1},
-    "paper": {"nodes": (4, 9, 25, 49, 100, 256), "steps": 100_000, "seeds": 3},
+    "paper": {"nodes": (4, 9, 25, 49, 100, 256), "steps": PAPER_ROUNDS, "seeds": 3},
 }
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {"name": "dsgd"},
-    {"name": "dsgd", "average": "constant"},
-    {"name": "gt"},
-    {"name": "gt", "average": "constant"},
-    {"name": "d2"},
-    {"name": "dat"},
-    {"name": "dat", "order": "cta"},
-    {"name": "dat-gt"},
-    {"name": "dat-d2"},
-)
+CURVES = (4, 9, 25, 49, 100)  # sizes whose course is drawn: all nine would hide each other
+ALPHA_MIDDLE = 1.0  # data are heterogeneous below, nearly homogeneous above
 
+LEAST_SQUARES: Content = {
+    "problem": {"name": "least-squares", "noise": [1.0, 10.0], "heterogeneity": [1.0, 10.0]},
+    "topologies": ("ring", "torus", "one_peer_exponential"),
+    "rules": ("dat", "dsgd"),
+    "lr": PAPER_GRID,
+}
+VARIANTS: Content = {
+    "rules": (
+        {"name": "dsgd"},
+        {"name": "dsgd", "average": "constant"},
+        {"name": "gt"},
+        {"name": "gt", "average": "constant"},
+        {"name": "d2"},
+        {"name": "dat"},
+        {"name": "dat", "order": "cta"},
+        {"name": "dat-gt"},
+        {"name": "dat-d2"},
+    ),
+    "lr": (1e-6, 5e-6, 1e-5, 5e-5, *PAPER_GRID),  # the paper's smallest learning rate is too large for D-SGD here
+    "leave_out": True,
+}
 
 # Section 5.2: LeNet on Fashion-MNIST. Learning rates and momentum are the paper's; batch, epochs and schedule are ours.
-IMAGE_RULES: tuple[dict[str, Any], ...] = (
-    {"name": "dat", "averaging": "fixed(0.9)", "momentum": 0.9},
+ANYTIME = {"averaging": "fixed(0.9)"}
+IMAGE_RULES: tuple[Content, ...] = (
+    {"name": "dat", **ANYTIME, "momentum": 0.9},
     {"name": "dsgd", "momentum": 0.9},
     {"name": "d2"},
 )
-MORE_IMAGE_RULES: tuple[dict[str, Any], ...] = (
-    {"name": "dat", "averaging": "fixed(0.9)", "momentum": 0.9, "order": "cta"},
+MORE_IMAGE_RULES: tuple[Content, ...] = (
+    {"name": "dat", **ANYTIME, "momentum": 0.9, "order": "cta"},
     {"name": "gt"},
-    {"name": "dat-gt", "averaging": "fixed(0.9)"},
-    {"name": "dat-d2", "averaging": "fixed(0.9)"},
+    {"name": "dat-gt", **ANYTIME},
+    {"name": "dat-d2", **ANYTIME},
 )
-IMAGE_GRID = (0.001, 0.01, 0.1)
-IMAGE_TARGETS = ("fig2", "fig3", "images-beyond")
-IMAGES: dict[tuple[str, str], dict[str, Any]] = {
-    ("fig2", "quick"): {"nodes": 8, "topologies": "ring", "alpha": 0.1, "seeds": 1, "epochs": 3, "test": 2_000},
-    ("fig2", "paper"): {"nodes": (8, 16), "topologies": ("ring", "base_graph"), "alpha": [0.1, 10.0]},
-    ("fig3", "quick"): {
-        "nodes": (2, 4, 8, 16),
-        "topologies": "ring",
-        "alpha": 0.1,
-        "seeds": 1,
-        "epochs": 2,
-        "test": 2_000,
-    },
-    ("fig3", "paper"): {"nodes": (2, 4, 8, 16, 32), "topologies": "ring", "alpha": 0.1},
-    ("images-beyond", "quick"): {
-        "nodes": 8,
-        "topologies": "ring",
-        "alpha": 0.1,
-        "seeds": 1,
-        "epochs": 2,
-        "test": 2_000,
-    },
-    ("images-beyond", "paper"): {"nodes": (8, 16), "topologies": "ring", "alpha": [0.1, 10.0]},
+IMAGES: Content = {
+    "rules": IMAGE_RULES,
+    "lr": (0.001, 0.01, 0.1),
+    "any_graph": True,  # the paper runs D2 on the Base-2 graph, for which it is not defined
 }
+IMAGE_NOTES = (
+    "Where the paper is silent: 32 images per node and round, every node goes through its own images in a new order in "
+    "every epoch, constant learning rate, LeNet with GroupNorm after each convolution, all nodes start equal.",
+    "D2 mixes with (I + P) / 2, which suits it on every symmetric graph; on the Base-2 graph, which changes from round "
+    "to round, it is not defined and run all the same. An accuracy of 0 means that a run diverged.",
+)
 
 
-def image_study(target: str, scale: str, device: str = "cpu", epochs: int | None = None) -> Study:
-    """The runs behind figures 2 and 3, and other rules on the same axes ("images-beyond").
+@dataclass(frozen=True)
+class Target:
+    """A figure: what to run, what to call it, how to draw it, and what is said of it."""
 
-    Args:
-        target: "fig2", "fig3" or "images-beyond".
-        scale: "quick" or "paper".
-        device: "cpu", "cuda", ...
-        epochs: how often to go through the data; 50 at paper scale by default.
-    """
-    own = {"seeds": 3, "epochs": 50, "test": 10_000} | IMAGES[target, scale]
-    problem = {"name": "fashion-mnist", "alpha": own.pop("alpha"), "test": own.pop("test")}
-    own |= {} if epochs is None else {"epochs": epochs}
-    return parse(
-        {
-            "name": f"{target}-{scale}",
-            "problem": problem,
-            "rules": IMAGE_RULES + (MORE_IMAGE_RULES if target == "images-beyond" else ()),
-            "lr": IMAGE_GRID,
-            "record": max(3, min(own["epochs"], 10)),
-            "device": device,
-            "dtype": "float32",
-            "any_graph": True,  # the paper runs D2 on the Base-2 graph, for which it is not defined
-        }
-        | own
-    )
+    title: str
+    study: Content
+    scales: Mapping[str, Content]
+    figure: Callable[[Sequence[Row], str], Figure]
+    sentences: Callable[[Sequence[Row]], list[Sentence]]
+    notes: tuple[str, ...] = ()
 
 
 def study_of(
     target: str, scale: str, device: str = "cpu", dtype: str | None = None, epochs: int | None = None
 ) -> Study:
-    """The runs behind a figure; figures 4 to 6 show the course of what figure 1 shows the end of.
+    """The runs behind a figure.
 
     Args:
-        target: "fig1" to "fig6", "beyond" or "images-beyond".
+        target: a name of TARGETS.
         scale: "quick" or "paper".
         device: "cpu", "cuda", ...
         dtype: by default float32 on a CPU, where it is twice as fast, and float64 on a GPU; float32 for images.
-        epochs: of the image studies only.
-
-    Raises:
-        ValueError: epochs or dtype do not go with the target.
+        epochs: of the image studies, how often to go through the data; 50 at paper scale by default.
     """
-    if target in IMAGE_TARGETS:
-        if dtype not in (None, "float32"):
-            raise ValueError(f"dtype = {dtype!r}; {target} trains in float32, leave dtype out")
-        return image_study(target, scale, device, epochs)
-    if epochs is not None:
-        raise ValueError(f"epochs = {epochs}, but {target} has no data set to go through; leave epochs out")
-    common: dict[str, Any] = {
-        "name": f"{target}-{scale}",
-        "problem": SETTINGS,
-        "topologies": TOPOLOGIES,
-        "rules": ("dat", "dsgd"),
-        "lr": PAPER_GRID,
-        "device": device,
-        "dtype": dtype or ("float32" if device == "cpu" else "float64"),
-    }
-    if target == "beyond":
-        own = {"rules": VARIANTS, "lr": (*SMALLER, *PAPER_GRID), "leave_out": True}
-        return parse(common | own | BEYOND_SCALES[scale])
-    if target in FIGURE_OF:
-        common["topologies"] = (FIGURE_OF[target],)
-    return parse(common | SCALES[scale])
+    chosen = TARGETS[target]
+    content = {"name": f"{target}-{scale}", "device": device, **chosen.study, **chosen.scales[scale]}
+    if "epochs" not in content:
+        if epochs is not None:
+            raise ValueError(f"epochs = {epochs}, but {target} has no data set to go through; leave epochs out")
+        return parse(content | {"dtype": dtype or ("float32" if device == "cpu" else "float64")})
+    if dtype not in (None, "float32"):
+        raise ValueError(f"dtype = {dtype!r}; {target} trains in float32, leave dtype out")
+    study = parse(content | {"dtype": "float32"} | ({} if epochs is None else {"epochs": epochs}))
+    return study.model_copy(update={"record": max(3, min(study.epochs or 0, 10))})
+
+
+def _images(nodes: object, alpha: object = 0.1, topologies: object = "ring", epochs: int = 50) -> Content:
+    """The size of an image study; at quick scale, which has few epochs, with one seed and fewer test images."""
+    quick = epochs < 50
+    problem = {"name": "fashion-mnist", "alpha": alpha, "test": 2_000 if quick else 10_000}
+    seeds = 1 if quick else 3
+    return {"nodes": nodes, "topologies": topologies, "seeds": seeds, "epochs": epochs, "problem": problem}
+
+
+# --- what is drawn --------------------------------------------------------------------------------------------------
+
+
+def _figure_1(rows: Sequence[Row], title: str) -> Figure:
+    return figures.error_against_nodes(rows, title, figures.colour_of_topology(rows))
+
+
+def _courses(rows: Sequence[Row], title: str) -> Figure:
+    shown = [row for row in rows if row.nodes in CURVES] or rows
+    return figures.error_against_rounds(shown, title, figures.colour_of_size(shown))
+
+
+# --- what is said ---------------------------------------------------------------------------------------------------
+
+
+def _on_figure_1(rows: Sequence[Row]) -> list[Sentence]:
+    said = partial(Sentence, source="Section 5.1, figure 1")
+    of = points_of
+    ring, torus, peer = "ring", "torus", "one_peer_exponential"
+    falls, turns = claims.falls, claims.turns(25, 49)
+    return [
+        said("D-SGD gets worse with M on the ring from M = 4", of("dsgd", ring, claims.grows_from(4))),
+        said("D-SGD gets worse with M on the torus from M = 9", of("dsgd", torus, claims.grows_from(9))),
+        said("D-SGD stays about the same on the exponential graph", of("dsgd", peer, claims.flat)),
+        said("DAT improves steadily with M on the torus", of("dat", torus, falls()), rounds=PAPER_ROUNDS),
+        said("DAT improves steadily with M on the exponential graph", of("dat", peer, falls())),
+        said("DAT improves on the ring up to M = 25", of("dat", ring, falls(25)), rounds=PAPER_ROUNDS),
+        said(
+            "DAT deteriorates on the ring beyond a threshold between M = 25 and M = 49",
+            of("dat", ring, turns),
+            rounds=PAPER_ROUNDS,
+        ),
+        said(
+            "DAT enables improvement for larger M: its best M is above D-SGD's on every graph", claims.larger_best_size
+        ),
+    ]
+
+
+def _on_courses(topology: str, *more: tuple[str, str, claims.OfPoints, int]) -> Callable[..., list[Sentence]]:
+    """What the appendix says of the course on one graph: on all of them, and `more` (claim, rule, find, rounds)."""
+    where = {"one_peer_exponential": "exponential graph"}.get(topology, topology)
+    said = partial(Sentence, source="Appendix, additional experimental results")
+    never = points_of("dsgd", topology, claims.never_helps(9))
+    relative = "D-SGD is so also in relation to where it starts (the start is nearer for larger M)"
+    sentences = [
+        said(f"D-SGD does not end better with more machines than 9, on the {where}", never),
+        said(f"D-SGD is better with larger M in the first rounds, on the {where}", claims.first_rounds(relative=False)),
+        Sentence(f"{relative}, on the {where}", claims.first_rounds(True), "a check of ours on the sentence before"),
+        *(
+            said(f"{claim}, on the {where}", points_of(rule, topology, find), rounds=rounds)
+            for claim, rule, find, rounds in more
+        ),
+    ]
+    return lambda rows: sentences
+
+
+def _on_variants(rows: Sequence[Row]) -> list[Sentence]:
+    """Whether any variant lifts the ring's ceiling, whether cta costs accuracy, and whether averages help."""
+    said = partial(Sentence, source="beyond the paper")
+    most, variants = max(row.nodes for row in rows), list(dict.fromkeys(row.rule for row in rows))
+    ceiling = "{} has no ceiling on the ring: its error does not grow up to M = {}"
+    sentences = [
+        said(ceiling.format(rule, most), points_of(rule, "ring", claims.no_ceiling), rounds=PAPER_ROUNDS)
+        for rule in variants
+    ]
+    if {"dat", "dat (cta)"} <= set(variants):
+        sentences.append(said("cta costs accuracy: dat (cta) is worse than dat", claims.cta_is_worse))
+    for rule in ("dsgd", "gt"):
+        if f"{rule} (average constant)" in variants:
+            claim = f"the average of {rule}'s iterates is better than the last one"
+            sentences.append(said(claim, claims.average_is_better(rule)))
+    return sentences
+
+
+def _on_figure_2(rows: Sequence[Row]) -> list[Sentence]:
+    skewed = partial(Sentence, source="Section 5.2", about=_skewed)
+    alike = partial(Sentence, source="Section 5.2", about=lambda row: row.setting["alpha"] > ALPHA_MIDDLE)
+    level = "DAT on the ring is level with the baselines on the Base-2 graph for M = 8"
+    return [
+        skewed("Under heterogeneous data DAT is ahead of D-SGD", claims.ahead("dat", "dsgd")),
+        skewed("Under heterogeneous data DAT is ahead of D2", claims.ahead("dat", "d2")),
+        skewed(level, claims.ring_is_level(8)),
+        alike("Under homogeneous data D-SGD is ahead of DAT", claims.ahead("dsgd", "dat")),
+        alike("Under homogeneous data D2 is ahead of DAT", claims.ahead("d2", "dat")),
+    ]
+
+
+def _on_figure_3(rows: Sequence[Row]) -> list[Sentence]:
+    return [
+        Sentence(f"{name} loses most between M = {low} and {high}", claims.largest_drop(rule, low, high), "Section 5.2")
+        for name, rule, low, high in (("DAT", "dat", 8, 16), ("D-SGD", "dsgd", 4, 8), ("D2", "d2", 4, 8))
+    ]
+
+
+def _on_more_image_rules(rows: Sequence[Row]) -> list[Sentence]:
+    trial, right = "a trial of ours", "D2 done right (lazy on the ring) is ahead of plain DAT"
+    leads, costs = "dat-d2 leads or is level with the best in every setting", "cta costs accuracy: dat is ahead of dat"
+    return [
+        Sentence(right, claims.ahead("d2", "dat"), trial, about=_skewed),
+        Sentence(leads, claims.leads("dat-d2"), trial),
+        Sentence(f"{costs} (cta)", claims.ahead("dat", "dat (cta)"), "beyond the paper"),
+    ]
+
+
+def _skewed(row: Row) -> bool:
+    return bool(row.setting["alpha"] < ALPHA_MIDDLE)
+
+
+LATER = ("D-SGD with larger M falls behind later", "dsgd", claims.last_is_worse, 1)
+STEADILY = ("DAT improves steadily with M", "dat", claims.falls())
+
+TARGETS: dict[str, Target] = {
+    "fig1": Target(
+        "Figure 1: final error against the number of machines", LEAST_SQUARES, SCALES, _figure_1, _on_figure_1
+    ),
+    "fig2": Target(
+        "Figure 2: test accuracy on Fashion-MNIST over the epochs",
+        IMAGES,
+        {"quick": _images(8, epochs=3), "paper": _images((8, 16), [0.1, 10.0], ("ring", "base_graph"))},
+        figures.accuracy_against_epochs,
+        _on_figure_2,
+        IMAGE_NOTES,
+    ),
+    "fig3": Target(
+        "Figure 3: final test accuracy on Fashion-MNIST against the number of machines",
+        IMAGES,
+        {"quick": _images((2, 4, 8, 16), epochs=2), "paper": _images((2, 4, 8, 16, 32))},
+        figures.accuracy_against_nodes,
+        _on_figure_3,
+        IMAGE_NOTES,
+    ),
+    "fig4": Target(
+        "Figure 4: convergence on ring",
+        {**LEAST_SQUARES, "topologies": "ring"},
+        SCALES,
+        _courses,
+        _on_courses(
+            "ring",
+            LATER,
+            ("DAT improves from M = 9 to 25", "dat", claims.step(9, 25, up=False), PAPER_ROUNDS),
+            ("DAT is worse at M = 100 than at 25", "dat", claims.step(25, 100, up=True), PAPER_ROUNDS),
+        ),
+    ),
+    "fig5": Target(
+        "Figure 5: convergence on torus",
+        {**LEAST_SQUARES, "topologies": "torus"},
+        SCALES,
+        _courses,
+        _on_courses("torus", LATER, (*STEADILY, PAPER_ROUNDS)),
+    ),
+    "fig6": Target(
+        "Figure 6: convergence on one_peer_exponential",
+        {**LEAST_SQUARES, "topologies": "one_peer_exponential"},
+        SCALES,
+        _courses,
+        _on_courses(
+            "one_peer_exponential",
+            ("D-SGD ends at about the same error for all M", "dsgd", claims.flat, 1),
+            (*STEADILY, 1),
+        ),
+    ),
+    "beyond": Target(
+        "Beyond the paper: other rules on the same axes",
+        {**LEAST_SQUARES, **VARIANTS},
+        BEYOND_SCALES,
+        figures.error_against_nodes,
+        _on_variants,
+    ),
+    "images-beyond": Target(
+        "Beyond the paper: other rules on Fashion-MNIST",
+        {**IMAGES, "rules": IMAGE_RULES + MORE_IMAGE_RULES},
+        {"quick": _images(8, epochs=2), "paper": _images((8, 16), [0.1, 10.0])},
+        figures.accuracy_against_epochs,
+        _on_more_image_rules,
+        IMAGE_NOTES,
+    ),
+}
+TABLES: dict[str, Callable[[], Page]] = {"table1": tables.table_1, "table2": tables.table_2}

@@ -1,0 +1,100 @@
+"""`--set NAME=VALUE`: options of rules, graphs and problems, typed by the signature of whoever has them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated
+
+import typer
+
+from klatsch.cli.terminal import words
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="An option of a rule, topology or problem, such as momentum=0.9; several values as noise=1,10.",
+        metavar="NAME=VALUE",
+    ),
+]
+Parameters = Mapping[str, inspect.Parameter]
+TYPES = {"int": int, "float": float, "bool": bool, "str": str}
+
+
+def split(given: Sequence[str] | None) -> dict[str, str]:
+    """The names that are set, each with its value as text."""
+    found: dict[str, str] = {}
+    for text in given or ():
+        name, _, value = (part.strip() for part in text.partition("="))
+        if not name or not value:
+            raise ValueError(f"--set {text}: give a name and a value, such as momentum=0.9")
+        if name in found:
+            raise ValueError(f"--set {name} is given twice; separate several values by commas, as {name}=1,2")
+        found[name] = value
+    return found
+
+
+def typed(given: Mapping[str, str], parameters: Parameters) -> dict[str, object]:
+    """Those settings that something has among its parameters, as values of their types."""
+    return {name: _values(name, text, parameters[name]) for name, text in given.items() if name in parameters}
+
+
+def check_known(given: Collection[str], owners: Mapping[str, Parameters], reasons: Mapping[str, str]) -> None:
+    """Refuse a setting that none of several things has; `reasons` says why not of some."""
+    known = dict.fromkeys(option for parameters in owners.values() for option in parameters)
+    who = f"{', '.join(owners)} has no" if len(owners) == 1 else f"none of {', '.join(owners)} has an"
+    for name in given:
+        if name not in known:
+            why = f": {reasons[name]}" if name in reasons else f"; there are {', '.join(known)}" if known else ""
+            raise ValueError(f"--set {name}: {who} option {name!r}{why}")
+
+
+def parameters_of(kind: str, name: str) -> Parameters:
+    """The options of a rule, topology or problem, by its name."""
+    from klatsch import problems, rules, topology
+    from klatsch.arguments import named
+    from klatsch.topology.silence import split as without_silence
+
+    tables: dict[str, Mapping[str, Callable[..., object]]]
+    tables = {"rule": rules.RULES, "topology": topology.TOPOLOGIES, "problem": problems.PROBLEMS}
+    family = without_silence(name)[0] if kind == "topology" else name
+    found = dict(inspect.signature(named(kind, family, tables[kind])).parameters)
+    if kind == "topology":
+        found["every"] = inspect.Parameter("every", inspect.Parameter.KEYWORD_ONLY, annotation=int)
+    if kind != "rule":
+        del found[next(iter(found))]  # the number of nodes
+    otherwise = {"rule": "lr", "problem": "seed", "topology": ""}[kind]  # which another flag gives
+    return {option: parameter for option, parameter in found.items() if option != otherwise}
+
+
+def _values(name: str, text: str, parameter: inspect.Parameter) -> object:
+    values = [_value(name, word, _type(parameter)) for word in words(text)]
+    return values[0] if len(values) == 1 else values
+
+
+def _type(parameter: inspect.Parameter) -> type | None:
+    """What a parameter takes; None where nothing says."""
+    hint = parameter.annotation
+    first = hint.__name__ if isinstance(hint, type) else str(hint).split(" | ")[0]
+    kind = type(parameter.default)
+    return TYPES.get(first) or (kind if kind in (bool, float, str) else None)
+
+
+def _value(name: str, word: str, kind: type | None) -> object:
+    truth = {"true": True, "false": False}.get(word.lower())
+    if kind is str:
+        return word
+    if kind is bool or (kind is None and truth is not None):
+        if truth is None:
+            raise ValueError(f"--set {name}={word}: give true or false")
+        return truth
+    try:
+        return float(word) if kind is float else int(word)
+    except ValueError:
+        if kind is not None:
+            raise ValueError(f"--set {name}: {word!r} is not a {'whole ' * (kind is int)}number") from None
+    try:
+        return float(word)
+    except ValueError:
+        return word
