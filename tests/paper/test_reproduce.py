@@ -28,7 +28,7 @@ def row(rule, topology, nodes, error, setting=SETTINGS[0], spread=0.01, steps=10
 
 
 def verdicts(target, rows):
-    return [sentence.check(rows) for sentence in paper.TARGETS[target].sentences(rows)]
+    return [sentence.check(rows) for sentence in paper.TARGETS[target].sentences]
 
 
 def points(errors, **options):

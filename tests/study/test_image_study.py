@@ -96,7 +96,7 @@ def check_a_store_of_two_problems(start, store, folder):
 
 
 def verdicts(target, rows):
-    return [sentence.check(rows) for sentence in paper.TARGETS[target].sentences(rows)]
+    return [sentence.check(rows) for sentence in paper.TARGETS[target].sentences]
 
 
 def row(rule, topology, nodes, accuracy, alpha=0.1, spread=0.002):

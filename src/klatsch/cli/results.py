@@ -126,7 +126,7 @@ def results(
 
 @command(
     "report results.sqlite",
-    "report results.sqlite -o ring.html --title 'How many machines can a ring use?'",
+    "report results.sqlite -o ring.html --title 'How far a ring goes'",
     help_="Write everything that STORE holds as one self-contained HTML page.",
 )
 def report(

@@ -127,7 +127,7 @@ class Crew:
 @command(
     "run study.toml --plot errors.svg",
     "run --rules dat,dsgd --topology ring,torus -n 4,9 --steps 1000",
-    "run --rules dat --set momentum=0.9 --set beta=1,0.9 --set heterogeneity=10",
+    "run --rules dat --set beta=1,0.9 --set heterogeneity=10",
     "run --problem logistic --set batch=8 --rules dat,gt --lr 0.1,0.5 -n 8",
     help_="Run a study: FILE is a TOML file, or the options name rules, topologies and a grid to compare.\n\n"
     "Each rule gets the best learning rate of the grid on each graph and size. "

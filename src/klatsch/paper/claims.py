@@ -9,10 +9,11 @@ rate. "Grows" and "falls" forgive a step in the other direction that is within S
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import median
+from typing import Concatenate, ParamSpec, TypeVar
 
 from klatsch.study.summary import Row
 
@@ -24,6 +25,13 @@ Points = dict[int, Row]  # of one rule on one graph, by number of machines
 Answer = tuple[bool | None, str]  # whether it holds in a panel (None: cannot be told), and the figures that decide
 OfPoints = Callable[[Points], Answer]
 OfRows = Callable[[Sequence[Row]], Answer]
+Looked = TypeVar("Looked")
+Options = ParamSpec("Options")
+
+
+def asks(find: Callable[Concatenate[Looked, Options], Answer]) -> Callable[Options, Callable[[Looked], Answer]]:
+    """Let a check take its options first, and what it looks at later."""
+    return lambda *args, **kwargs: lambda looked: find(looked, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,11 @@ class Verdict:
         return {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
 
 
+def anything(row: Row) -> bool:
+    """A sentence about every row."""
+    return True
+
+
 @dataclass(frozen=True)
 class Sentence:
     """What is said of a figure, where, and how to check it in one panel; fewer rounds decide nothing."""
@@ -49,13 +62,14 @@ class Sentence:
     find: OfRows
     source: str
     rounds: int = 1
-    about: Callable[[Row], bool] = lambda row: True
+    about: Callable[[Row], bool] = anything
 
     def check(self, rows: Sequence[Row]) -> Verdict:
-        """Check it in every panel."""
+        """Check it in every panel; {most} in it is the largest number of machines."""
         rows = [row for row in rows if self.about(row)]
         if not rows:
             return Verdict(self.claim, self.source, None, ("was not run",))
+        claim = self.claim.format(most=max(row.nodes for row in rows))
         images = "alpha" in rows[0].setting
         panels: dict[str, list[Row]] = {}
         for row in rows:
@@ -66,10 +80,10 @@ class Sentence:
         figures = [f"{panel}: {word[holds]}{text}" for panel, (holds, text) in found.items()]
         short = self._too_short(rows, images)
         if short or (all(known) and len(known) < len(found)):  # nothing speaks against it, but not all is known
-            return Verdict(self.claim, self.source, None, (*short, *figures))
+            return Verdict(claim, self.source, None, (*short, *figures))
         if 0 < sum(known) < len(found) and not images:
             figures.insert(0, f"yes in {sum(known)} of {len(found)} panels")
-        return Verdict(self.claim, self.source, all(known), tuple(figures))
+        return Verdict(claim, self.source, all(known), tuple(figures))
 
     def _too_short(self, rows: Sequence[Row], images: bool) -> list[str]:
         if images:
@@ -83,33 +97,31 @@ class Sentence:
 # --- errors of one rule on one graph, by number of machines ---------------------------------------------------------
 
 
-def points_of(rule: str, topology: str, find: OfPoints) -> OfRows:
+@asks
+def points_of(rows: Sequence[Row], rule: str, topology: str, find: OfPoints) -> Answer:
     """Look at one rule on one topology."""
-
-    def found(rows: Sequence[Row]) -> Answer:
-        points = {row.nodes: row for row in rows if (row.rule, row.topology) == (rule, topology)}
-        if len(points) < 2 or not all(math.isfinite(row.value) for row in points.values()):
-            return None, f"{rule} has no finite error at every size" if points else f"{rule} was not run"
-        try:
-            return find(points)
-        except (KeyError, IndexError):
-            return None, _other_sizes(points)
-
-    return found
+    points = {row.nodes: row for row in rows if (row.rule, row.topology) == (rule, topology)}
+    if len(points) < 2 or not all(math.isfinite(row.value) for row in points.values()):
+        return None, f"{rule} has no finite error at every size" if points else f"{rule} was not run"
+    try:
+        return find(points)
+    except (KeyError, IndexError):
+        return None, _other_sizes(points)
 
 
-def grows_from(first: int) -> OfPoints:
+@asks
+def grows_from(points: Points, first: int) -> Answer:
     """Whether the error grows from a number of machines on."""
-    return lambda points: (_steady(points, lambda M: first <= M, up=True), _course(points))
+    return _grows([points[M] for M in sorted(points) if first <= M]), _course(points)
 
 
-def falls(last: float = math.inf) -> OfPoints:
+@asks
+def falls(points: Points, last: float = math.inf) -> Answer:
     """Whether the error falls up to a number of machines."""
-    return lambda points: (_steady(points, lambda M: last >= M, up=False), _course(points))
+    return _grows([points[M] for M in sorted(points, reverse=True) if last >= M]), _course(points)
 
 
-def _steady(points: Points, within: Callable[[int], bool], up: bool) -> bool:
-    line = [points[M] for M in sorted(points, reverse=not up) if within(M)]
+def _grows(line: list[Row]) -> bool:
     if len(line) < 2:
         raise IndexError("a trend needs two sizes")
     back = any(clearly_above(earlier, later) for earlier, later in combinations(line, 2))
@@ -123,22 +135,18 @@ def flat(points: Points) -> Answer:
     return ratio <= FLAT, f"largest over smallest {ratio:.3g}; {_course(points)}"
 
 
-def turns(low: int, high: int) -> OfPoints:
+@asks
+def turns(points: Points, low: int, high: int) -> Answer:
     """Whether the error is smallest somewhere between two sizes, and grows beyond."""
-
-    def found(points: Points) -> Answer:
-        flat_beyond, text = no_ceiling(points)
-        return low <= best_size(points) < high and not flat_beyond, text
-
-    return found
+    flat_beyond, text = no_ceiling(points)
+    return low <= best_size(points) < high and not flat_beyond, text
 
 
-def never_helps(first: int) -> OfPoints:
+@asks
+def never_helps(points: Points, first: int) -> Answer:
     """Whether no number of machines above the first is better."""
-    return lambda points: (
-        not any(clearly_above(points[first], row) for M, row in points.items() if first < M),
-        _course(points),
-    )
+    better = any(clearly_above(points[first], row) for M, row in points.items() if first < M)
+    return not better, _course(points)
 
 
 def last_is_worse(points: Points) -> Answer:
@@ -146,15 +154,12 @@ def last_is_worse(points: Points) -> Answer:
     return step(min(points), max(points), up=True)(points)
 
 
-def step(low: int, high: int, up: bool) -> OfPoints:
+@asks
+def step(points: Points, low: int, high: int, up: bool) -> Answer:
     """Whether the error grows, or falls, from one size to another."""
-
-    def found(points: Points) -> Answer:
-        first, last = points[low], points[high]
-        text = f"{first.value:.3g} at {low}, {last.value:.3g} at {high}"
-        return clearly_above(last, first) if up else clearly_above(first, last), text
-
-    return found
+    first, last = points[low], points[high]
+    text = f"{first.value:.3g} at {low}, {last.value:.3g} at {high}"
+    return clearly_above(last, first) if up else clearly_above(first, last), text
 
 
 def no_ceiling(points: Points) -> Answer:
@@ -198,24 +203,21 @@ def larger_best_size(rows: Sequence[Row]) -> Answer:
     return holds, "; ".join(texts)
 
 
-def first_rounds(relative: bool) -> OfRows:
+@asks
+def first_rounds(rows: Sequence[Row], relative: bool) -> Answer:
     """Whether dsgd on the most machines is ahead of the fewest at some early round, each at its own learning rate."""
-
-    def found(rows: Sequence[Row]) -> Answer:
-        mine = {row.nodes: row for row in rows if row.rule == "dsgd"}
-        if len(mine) < 2:
-            return None, "dsgd was not run at two sizes"
-        few, many = mine[min(mine)], mine[max(mine)]
-        first, last = few.curve.mean(axis=0), many.curve.mean(axis=0)
-        if relative:
-            first, last = first / first[0], last / last[0]
-        better = [t for t, a, b in zip(few.steps, first, last, strict=True) if b < a / SLACK]
-        text = f"M = {many.nodes} against {few.nodes}: "
-        if not better:
-            return False, text + "never better"
-        return better[0] <= few.steps[-1] // 10, text + f"better from round {better[0]:,} to {better[-1]:,}"
-
-    return found
+    mine = {row.nodes: row for row in rows if row.rule == "dsgd"}
+    if len(mine) < 2:
+        return None, "dsgd was not run at two sizes"
+    few, many = mine[min(mine)], mine[max(mine)]
+    first, last = few.curve.mean(axis=0), many.curve.mean(axis=0)
+    if relative:
+        first, last = first / first[0], last / last[0]
+    better = [t for t, a, b in zip(few.steps, first, last, strict=True) if b < a / SLACK]
+    text = f"M = {many.nodes} against {few.nodes}: "
+    if not better:
+        return False, text + "never better"
+    return better[0] <= few.steps[-1] // 10, text + f"better from round {better[0]:,} to {better[-1]:,}"
 
 
 def cta_is_worse(rows: Sequence[Row]) -> Answer:
@@ -226,17 +228,14 @@ def cta_is_worse(rows: Sequence[Row]) -> Answer:
     return middle > SLACK, f"{middle:.3g} times dat's error in the middle, at most {high:.3g} ({where})"
 
 
-def average_is_better(rule: str) -> OfRows:
+@asks
+def average_is_better(rows: Sequence[Row], rule: str) -> Answer:
     """Whether the average of a rule's iterates has a smaller error than the last one."""
-
-    def found(rows: Sequence[Row]) -> Answer:
-        if not (ratios := _ratios(rows, f"{rule} (average constant)", rule)):
-            return None, "was not run"
-        middle, low, high = median(ratio for ratio, _ in ratios), min(ratios), max(ratios)
-        range_ = f"from {low[0]:.3g} ({low[1]}) to {high[0]:.3g} ({high[1]})"
-        return middle < 1, f"{middle:.3g} times in the middle, {range_}"
-
-    return found
+    if not (ratios := _ratios(rows, f"{rule} (average constant)", rule)):
+        return None, "was not run"
+    middle, low, high = median(ratio for ratio, _ in ratios), min(ratios), max(ratios)
+    range_ = f"from {low[0]:.3g} ({low[1]}) to {high[0]:.3g} ({high[1]})"
+    return middle < 1, f"{middle:.3g} times in the middle, {range_}"
 
 
 def _ratios(rows: Sequence[Row], above: str, below: str) -> list[tuple[float, str]]:
@@ -257,70 +256,55 @@ def family(row: Row) -> str:
     return row.rule.partition(" (")[0] + (" (cta)" if "cta" in row.rule else "")
 
 
-def ahead(one: str, other: str) -> OfRows:
+@asks
+def ahead(rows: Sequence[Row], one: str, other: str) -> Answer:
     """Whether one rule is ahead of another on every graph and at every size."""
-
-    def found(rows: Sequence[Row]) -> Answer:
-        of = {(family(row), row.topology, row.nodes): row for row in rows}
-        pairs = [(a, of[other, t, M]) for (name, t, M), a in of.items() if name == one and (other, t, M) in of]
-        if not pairs:
-            return None, f"{one} and {other} were not run on the same graph"
-        texts = [f"{a.topology}, M = {a.nodes}: {_percent(a)} against {_percent(b)}" for a, b in pairs]
-        met = [a.value > b.value + LEVEL and a.low > b.high for a, b in pairs if not a.diverged and not b.diverged]
-        return all(met) if met else None, f"yes in {sum(met)} of {len(met)}: {'; '.join(texts)}"
-
-    return found
+    of = {(family(row), row.topology, row.nodes): row for row in rows}
+    pairs = [(a, of[other, t, M]) for (name, t, M), a in of.items() if name == one and (other, t, M) in of]
+    if not pairs:
+        return None, f"{one} and {other} were not run on the same graph"
+    texts = [f"{a.topology}, M = {a.nodes}: {_percent(a)} against {_percent(b)}" for a, b in pairs]
+    met = [a.value > b.value + LEVEL and a.low > b.high for a, b in pairs if not a.diverged and not b.diverged]
+    return all(met) if met else None, f"yes in {sum(met)} of {len(met)}: {'; '.join(texts)}"
 
 
-def ring_is_level(nodes: int) -> OfRows:
+@asks
+def ring_is_level(rows: Sequence[Row], nodes: int) -> Answer:
     """Whether dat on the ring is level with the other rules on the Base-2 graph."""
-
-    def found(rows: Sequence[Row]) -> Answer:
-        mine = [row for row in rows if (family(row), row.topology, row.nodes) == ("dat", "ring", nodes)]
-        base = [row for row in rows if (row.topology, row.nodes) == ("base_graph", nodes) and family(row) != "dat"]
-        if not mine or not base:
-            return None, "ring and base_graph were not both run"
-        texts = [f"{family(row)} on base_graph {_percent(row)}" for row in base]
-        level = [mine[0].value >= row.value - LEVEL for row in base if not row.diverged]
-        return all(level) if level else None, f"dat on ring {_percent(mine[0])}; {', '.join(texts)}"
-
-    return found
+    mine = [row for row in rows if (family(row), row.topology, row.nodes) == ("dat", "ring", nodes)]
+    base = [row for row in rows if (row.topology, row.nodes) == ("base_graph", nodes) and family(row) != "dat"]
+    if not mine or not base:
+        return None, "ring and base_graph were not both run"
+    texts = [f"{family(row)} on base_graph {_percent(row)}" for row in base]
+    level = [mine[0].value >= row.value - LEVEL for row in base if not row.diverged]
+    return all(level) if level else None, f"dat on ring {_percent(mine[0])}; {', '.join(texts)}"
 
 
-def largest_drop(rule: str, low: int, high: int) -> OfRows:
+@asks
+def largest_drop(rows: Sequence[Row], rule: str, low: int, high: int) -> Answer:
     """Whether a rule on the ring loses most accuracy between two sizes."""
-
-    def found(rows: Sequence[Row]) -> Answer:
-        points = {row.nodes: row for row in rows if (family(row), row.topology) == (rule, "ring")}
-        if not {low, high, 16} <= set(points):
-            return None, _other_sizes(points)
-        drops = {(a, b): points[a].value - points[b].value for a, b in pairwise(sorted(points))}
-        worst = max(drops, key=lambda pair: drops[pair])
-        if drops[worst] <= LEVEL:
-            return None, f"no drop of more than {LEVEL:.0%}"
-        course = ", ".join(f"{M}: {points[M].value:.1%}" for M in sorted(points))
-        return worst == (low, high), f"largest drop from {worst[0]} to {worst[1]}; {course}"
-
-    return found
+    points = {row.nodes: row for row in rows if (family(row), row.topology) == (rule, "ring")}
+    if not {low, high, 16} <= set(points):
+        return None, _other_sizes(points)
+    drops = {(a, b): points[a].value - points[b].value for a, b in pairwise(sorted(points))}
+    worst = max(drops, key=lambda pair: drops[pair])
+    if drops[worst] <= LEVEL:
+        return None, f"no drop of more than {LEVEL:.0%}"
+    course = ", ".join(f"{M}: {points[M].value:.1%}" for M in sorted(points))
+    return worst == (low, high), f"largest drop from {worst[0]} to {worst[1]}; {course}"
 
 
-def leads(rule: str) -> OfRows:
+@asks
+def leads(rows: Sequence[Row], rule: str) -> Answer:
     """Whether a rule is the best, or level with it, on every graph and at every size."""
-
-    def places(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-        for place in dict.fromkeys((row.topology, row.nodes) for row in rows):
-            here = [row for row in rows if (row.topology, row.nodes) == place]
-            yield from ((row, max(here, key=lambda row: row.value)) for row in here if family(row) == rule)
-
-    def found(rows: Sequence[Row]) -> Answer:
-        texts = [
-            f"{mine.topology}, M = {mine.nodes}: {_percent(mine)}, best is {family(best)} {_percent(best)}"
-            for mine, best in places(rows)
-        ]
-        holds = all(mine.value >= best.value - LEVEL for mine, best in places(rows))
-        return (holds, "; ".join(texts)) if texts else (None, f"{rule} was not run")
-
-    return found
+    texts, holds = [], True
+    for mine in (row for row in rows if family(row) == rule):
+        here = [row for row in rows if (row.topology, row.nodes) == (mine.topology, mine.nodes)]
+        best = max(here, key=lambda row: row.value)
+        holds = holds and mine.value >= best.value - LEVEL
+        place = f"{mine.topology}, M = {mine.nodes}"
+        texts.append(f"{place}: {_percent(mine)}, best is {family(best)} {_percent(best)}")
+    return (holds, "; ".join(texts)) if texts else (None, f"{rule} was not run")
 
 
 def _percent(row: Row) -> str:

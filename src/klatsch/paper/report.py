@@ -42,7 +42,7 @@ def page_of(remembered: Remembered, store: Store, expanded: Expanded | None = No
         drawn, verdicts = _figures_of_any(study, rows, above), []
     else:
         drawn = [(study.name, target.figure(rows, above))]
-        verdicts = [sentence.check(rows) for sentence in target.sentences(rows)]
+        verdicts = [sentence.check(rows) for sentence in target.sentences]
     if not {case.key for case in cases} <= store.done():
         verdicts = [replace(v, holds=None, figures=("not all of its runs are finished", *v.figures)) for v in verdicts]
     reasons = (f"Left out: {reason}" for reason in dict.fromkeys(item.reason for item in left_out))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from klatsch.paper import claims, figures, tables
-from klatsch.paper.claims import Sentence, points_of
+from klatsch.paper.claims import OfRows, Sentence, anything
+from klatsch.paper.claims import points_of as of
 from klatsch.paper.pages import Page
 from klatsch.study.spec import PAPER_GRID, Study, parse
 from klatsch.study.summary import Row
@@ -16,6 +16,8 @@ from klatsch.study.summary import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Sentences = tuple[Sentence, ...]
+About = Callable[[Row], bool]
 Content = Mapping[str, object]  # of a study, as a TOML file would hold it
 
 PAPER_ROUNDS = 100_000  # sentences on the network's error term need as many: it shrinks like 1 / T
@@ -38,33 +40,22 @@ LEAST_SQUARES: Content = {
 }
 VARIANTS: Content = {
     "rules": (
-        {"name": "dsgd"},
-        {"name": "dsgd", "average": "constant"},
-        {"name": "gt"},
-        {"name": "gt", "average": "constant"},
-        {"name": "d2"},
-        {"name": "dat"},
-        {"name": "dat", "order": "cta"},
-        {"name": "dat-gt"},
-        {"name": "dat-d2"},
+        *("dsgd", {"name": "dsgd", "average": "constant"}, "gt", {"name": "gt", "average": "constant"}, "d2"),
+        *("dat", {"name": "dat", "order": "cta"}, "dat-gt", "dat-d2"),
     ),
     "lr": (1e-6, 5e-6, 1e-5, 5e-5, *PAPER_GRID),  # the paper's smallest learning rate is too large for D-SGD here
     "leave_out": True,
 }
+VARIANT_NAMES = (
+    *("dsgd", "dsgd (average constant)", "gt", "gt (average constant)", "d2"),
+    *("dat", "dat (cta)", "dat-gt", "dat-d2"),
+)
 
 # Section 5.2: LeNet on Fashion-MNIST. Learning rates and momentum are the paper's; batch, epochs and schedule are ours.
 ANYTIME = {"averaging": "fixed(0.9)"}
-IMAGE_RULES: tuple[Content, ...] = (
-    {"name": "dat", **ANYTIME, "momentum": 0.9},
-    {"name": "dsgd", "momentum": 0.9},
-    {"name": "d2"},
-)
-MORE_IMAGE_RULES: tuple[Content, ...] = (
-    {"name": "dat", **ANYTIME, "momentum": 0.9, "order": "cta"},
-    {"name": "gt"},
-    {"name": "dat-gt", **ANYTIME},
-    {"name": "dat-d2", **ANYTIME},
-)
+DAT = {"name": "dat", **ANYTIME, "momentum": 0.9}
+IMAGE_RULES = (DAT, {"name": "dsgd", "momentum": 0.9}, "d2")
+MORE_IMAGE_RULES = ({**DAT, "order": "cta"}, "gt", {"name": "dat-gt", **ANYTIME}, {"name": "dat-d2", **ANYTIME})
 IMAGES: Content = {
     "rules": IMAGE_RULES,
     "lr": (0.001, 0.01, 0.1),
@@ -86,7 +77,7 @@ class Target:
     study: Content
     scales: Mapping[str, Content]
     figure: Callable[[Sequence[Row], str], Figure]
-    sentences: Callable[[Sequence[Row]], list[Sentence]]
+    sentences: Sentences
     notes: tuple[str, ...] = ()
 
 
@@ -122,10 +113,10 @@ def _images(nodes: object, alpha: object = 0.1, topologies: object = "ring", epo
     return {"nodes": nodes, "topologies": topologies, "seeds": seeds, "epochs": epochs, "problem": problem}
 
 
-# --- what is drawn --------------------------------------------------------------------------------------------------
+# --- what is drawn, and what is said of it --------------------------------------------------------------------------
 
 
-def _figure_1(rows: Sequence[Row], title: str) -> Figure:
+def _together(rows: Sequence[Row], title: str) -> Figure:
     return figures.error_against_nodes(rows, title, figures.colour_of_topology(rows))
 
 
@@ -134,115 +125,78 @@ def _courses(rows: Sequence[Row], title: str) -> Figure:
     return figures.error_against_rounds(shown, title, figures.colour_of_size(shown))
 
 
-# --- what is said ---------------------------------------------------------------------------------------------------
-
-
-def _on_figure_1(rows: Sequence[Row]) -> list[Sentence]:
-    said = partial(Sentence, source="Section 5.1, figure 1")
-    of = points_of
-    ring, torus, peer = "ring", "torus", "one_peer_exponential"
-    falls, turns = claims.falls, claims.turns(25, 49)
-    return [
-        said("D-SGD gets worse with M on the ring from M = 4", of("dsgd", ring, claims.grows_from(4))),
-        said("D-SGD gets worse with M on the torus from M = 9", of("dsgd", torus, claims.grows_from(9))),
-        said("D-SGD stays about the same on the exponential graph", of("dsgd", peer, claims.flat)),
-        said("DAT improves steadily with M on the torus", of("dat", torus, falls()), rounds=PAPER_ROUNDS),
-        said("DAT improves steadily with M on the exponential graph", of("dat", peer, falls())),
-        said("DAT improves on the ring up to M = 25", of("dat", ring, falls(25)), rounds=PAPER_ROUNDS),
-        said(
-            "DAT deteriorates on the ring beyond a threshold between M = 25 and M = 49",
-            of("dat", ring, turns),
-            rounds=PAPER_ROUNDS,
-        ),
-        said(
-            "DAT enables improvement for larger M: its best M is above D-SGD's on every graph", claims.larger_best_size
-        ),
-    ]
-
-
-def _on_courses(topology: str, *more: tuple[str, str, claims.OfPoints, int]) -> Callable[..., list[Sentence]]:
-    """What the appendix says of the course on one graph: on all of them, and `more` (claim, rule, find, rounds)."""
-    where = {"one_peer_exponential": "exponential graph"}.get(topology, topology)
-    said = partial(Sentence, source="Appendix, additional experimental results")
-    never = points_of("dsgd", topology, claims.never_helps(9))
-    relative = "D-SGD is so also in relation to where it starts (the start is nearer for larger M)"
-    sentences = [
-        said(f"D-SGD does not end better with more machines than 9, on the {where}", never),
-        said(f"D-SGD is better with larger M in the first rounds, on the {where}", claims.first_rounds(relative=False)),
-        Sentence(f"{relative}, on the {where}", claims.first_rounds(True), "a check of ours on the sentence before"),
-        *(
-            said(f"{claim}, on the {where}", points_of(rule, topology, find), rounds=rounds)
-            for claim, rule, find, rounds in more
-        ),
-    ]
-    return lambda rows: sentences
-
-
-def _on_variants(rows: Sequence[Row]) -> list[Sentence]:
-    """Whether any variant lifts the ring's ceiling, whether cta costs accuracy, and whether averages help."""
-    said = partial(Sentence, source="beyond the paper")
-    most, variants = max(row.nodes for row in rows), list(dict.fromkeys(row.rule for row in rows))
-    ceiling = "{} has no ceiling on the ring: its error does not grow up to M = {}"
-    sentences = [
-        said(ceiling.format(rule, most), points_of(rule, "ring", claims.no_ceiling), rounds=PAPER_ROUNDS)
-        for rule in variants
-    ]
-    if {"dat", "dat (cta)"} <= set(variants):
-        sentences.append(said("cta costs accuracy: dat (cta) is worse than dat", claims.cta_is_worse))
-    for rule in ("dsgd", "gt"):
-        if f"{rule} (average constant)" in variants:
-            claim = f"the average of {rule}'s iterates is better than the last one"
-            sentences.append(said(claim, claims.average_is_better(rule)))
-    return sentences
-
-
-def _on_figure_2(rows: Sequence[Row]) -> list[Sentence]:
-    skewed = partial(Sentence, source="Section 5.2", about=_skewed)
-    alike = partial(Sentence, source="Section 5.2", about=lambda row: row.setting["alpha"] > ALPHA_MIDDLE)
-    level = "DAT on the ring is level with the baselines on the Base-2 graph for M = 8"
-    return [
-        skewed("Under heterogeneous data DAT is ahead of D-SGD", claims.ahead("dat", "dsgd")),
-        skewed("Under heterogeneous data DAT is ahead of D2", claims.ahead("dat", "d2")),
-        skewed(level, claims.ring_is_level(8)),
-        alike("Under homogeneous data D-SGD is ahead of DAT", claims.ahead("dsgd", "dat")),
-        alike("Under homogeneous data D2 is ahead of DAT", claims.ahead("d2", "dat")),
-    ]
-
-
-def _on_figure_3(rows: Sequence[Row]) -> list[Sentence]:
-    return [
-        Sentence(f"{name} loses most between M = {low} and {high}", claims.largest_drop(rule, low, high), "Section 5.2")
-        for name, rule, low, high in (("DAT", "dat", 8, 16), ("D-SGD", "dsgd", 4, 8), ("D2", "d2", 4, 8))
-    ]
-
-
-def _on_more_image_rules(rows: Sequence[Row]) -> list[Sentence]:
-    trial, right = "a trial of ours", "D2 done right (lazy on the ring) is ahead of plain DAT"
-    leads, costs = "dat-d2 leads or is level with the best in every setting", "cta costs accuracy: dat is ahead of dat"
-    return [
-        Sentence(right, claims.ahead("d2", "dat"), trial, about=_skewed),
-        Sentence(leads, claims.leads("dat-d2"), trial),
-        Sentence(f"{costs} (cta)", claims.ahead("dat", "dat (cta)"), "beyond the paper"),
-    ]
+def _said(source: str, *said: tuple[str, OfRows] | tuple[str, OfRows, int], about: About = anything) -> Sentences:
+    """Sentences of one source: the claim, how to check it, and the rounds it needs."""
+    return tuple(Sentence(claim, find, source, rounds[0] if rounds else 1, about) for claim, find, *rounds in said)
 
 
 def _skewed(row: Row) -> bool:
     return bool(row.setting["alpha"] < ALPHA_MIDDLE)
 
 
-LATER = ("D-SGD with larger M falls behind later", "dsgd", claims.last_is_worse, 1)
-STEADILY = ("DAT improves steadily with M", "dat", claims.falls())
+def _on_courses(graph: str, where: str, *more: tuple[str, OfRows] | tuple[str, OfRows, int]) -> Sentences:
+    """What the appendix says of the course of the error on one graph; the first and last on all of them."""
+    here, ours = "Appendix, additional experimental results", "a check of ours on the sentence before"
+    relative = "D-SGD is so also in relation to where it starts (the start is nearer for larger M)"
+    never = "D-SGD does not end better with more machines than 9"
+    first = "D-SGD is better with larger M in the first rounds"
+    return (
+        *_said(here, (f"{never}, on the {where}", of("dsgd", graph, claims.never_helps(9)))),
+        *_said(here, (f"{first}, on the {where}", claims.first_rounds(relative=False))),
+        *_said(ours, (f"{relative}, on the {where}", claims.first_rounds(relative=True))),
+        *_said(here, *((f"{claim}, on the {where}", *rest) for claim, *rest in more)),
+    )
+
+
+RING, TORUS, PEER = "ring", "torus", "one_peer_exponential"
+LATER, STEADILY = "D-SGD with larger M falls behind later", "DAT improves steadily with M"
+CEILING = "{} has no ceiling on the ring: its error does not grow up to M = {{most}}"
+AVERAGE = "the average of {}'s iterates is better than the last one"
+SECTION, TRIAL, BEYOND = "Section 5.2", "a trial of ours", "beyond the paper"
 
 TARGETS: dict[str, Target] = {
     "fig1": Target(
-        "Figure 1: final error against the number of machines", LEAST_SQUARES, SCALES, _figure_1, _on_figure_1
+        "Figure 1: final error against the number of machines",
+        LEAST_SQUARES,
+        SCALES,
+        _together,
+        _said(
+            "Section 5.1, figure 1",
+            ("D-SGD gets worse with M on the ring from M = 4", of("dsgd", RING, claims.grows_from(4))),
+            ("D-SGD gets worse with M on the torus from M = 9", of("dsgd", TORUS, claims.grows_from(9))),
+            ("D-SGD stays about the same on the exponential graph", of("dsgd", PEER, claims.flat)),
+            ("DAT improves steadily with M on the torus", of("dat", TORUS, claims.falls()), PAPER_ROUNDS),
+            ("DAT improves steadily with M on the exponential graph", of("dat", PEER, claims.falls())),
+            ("DAT improves on the ring up to M = 25", of("dat", RING, claims.falls(25)), PAPER_ROUNDS),
+            (
+                "DAT deteriorates on the ring beyond a threshold between M = 25 and M = 49",
+                of("dat", RING, claims.turns(25, 49)),
+                PAPER_ROUNDS,
+            ),
+            (
+                "DAT enables improvement for larger M: its best M is above D-SGD's on every graph",
+                claims.larger_best_size,
+            ),
+        ),
     ),
     "fig2": Target(
         "Figure 2: test accuracy on Fashion-MNIST over the epochs",
         IMAGES,
         {"quick": _images(8, epochs=3), "paper": _images((8, 16), [0.1, 10.0], ("ring", "base_graph"))},
         figures.accuracy_against_epochs,
-        _on_figure_2,
+        _said(
+            SECTION,
+            ("Under heterogeneous data DAT is ahead of D-SGD", claims.ahead("dat", "dsgd")),
+            ("Under heterogeneous data DAT is ahead of D2", claims.ahead("dat", "d2")),
+            ("DAT on the ring is level with the baselines on the Base-2 graph for M = 8", claims.ring_is_level(8)),
+            about=_skewed,
+        )
+        + _said(
+            SECTION,
+            ("Under homogeneous data D-SGD is ahead of DAT", claims.ahead("dsgd", "dat")),
+            ("Under homogeneous data D2 is ahead of DAT", claims.ahead("d2", "dat")),
+            about=lambda row: bool(row.setting["alpha"] > ALPHA_MIDDLE),
+        ),
         IMAGE_NOTES,
     ),
     "fig3": Target(
@@ -250,37 +204,49 @@ TARGETS: dict[str, Target] = {
         IMAGES,
         {"quick": _images((2, 4, 8, 16), epochs=2), "paper": _images((2, 4, 8, 16, 32))},
         figures.accuracy_against_nodes,
-        _on_figure_3,
+        _said(
+            SECTION,
+            ("DAT loses most between M = 8 and 16", claims.largest_drop("dat", 8, 16)),
+            ("D-SGD loses most between M = 4 and 8", claims.largest_drop("dsgd", 4, 8)),
+            ("D2 loses most between M = 4 and 8", claims.largest_drop("d2", 4, 8)),
+        ),
         IMAGE_NOTES,
     ),
     "fig4": Target(
         "Figure 4: convergence on ring",
-        {**LEAST_SQUARES, "topologies": "ring"},
+        {**LEAST_SQUARES, "topologies": RING},
         SCALES,
         _courses,
         _on_courses(
+            RING,
             "ring",
-            LATER,
-            ("DAT improves from M = 9 to 25", "dat", claims.step(9, 25, up=False), PAPER_ROUNDS),
-            ("DAT is worse at M = 100 than at 25", "dat", claims.step(25, 100, up=True), PAPER_ROUNDS),
+            (LATER, of("dsgd", RING, claims.last_is_worse)),
+            ("DAT improves from M = 9 to 25", of("dat", RING, claims.step(9, 25, up=False)), PAPER_ROUNDS),
+            ("DAT is worse at M = 100 than at 25", of("dat", RING, claims.step(25, 100, up=True)), PAPER_ROUNDS),
         ),
     ),
     "fig5": Target(
         "Figure 5: convergence on torus",
-        {**LEAST_SQUARES, "topologies": "torus"},
-        SCALES,
-        _courses,
-        _on_courses("torus", LATER, (*STEADILY, PAPER_ROUNDS)),
-    ),
-    "fig6": Target(
-        "Figure 6: convergence on one_peer_exponential",
-        {**LEAST_SQUARES, "topologies": "one_peer_exponential"},
+        {**LEAST_SQUARES, "topologies": TORUS},
         SCALES,
         _courses,
         _on_courses(
-            "one_peer_exponential",
-            ("D-SGD ends at about the same error for all M", "dsgd", claims.flat, 1),
-            (*STEADILY, 1),
+            TORUS,
+            "torus",
+            (LATER, of("dsgd", TORUS, claims.last_is_worse)),
+            (STEADILY, of("dat", TORUS, claims.falls()), PAPER_ROUNDS),
+        ),
+    ),
+    "fig6": Target(
+        "Figure 6: convergence on one_peer_exponential",
+        {**LEAST_SQUARES, "topologies": PEER},
+        SCALES,
+        _courses,
+        _on_courses(
+            PEER,
+            "exponential graph",
+            ("D-SGD ends at about the same error for all M", of("dsgd", PEER, claims.flat)),
+            (STEADILY, of("dat", PEER, claims.falls())),
         ),
     ),
     "beyond": Target(
@@ -288,14 +254,25 @@ TARGETS: dict[str, Target] = {
         {**LEAST_SQUARES, **VARIANTS},
         BEYOND_SCALES,
         figures.error_against_nodes,
-        _on_variants,
+        _said(
+            BEYOND,
+            *((CEILING.format(rule), of(rule, RING, claims.no_ceiling), PAPER_ROUNDS) for rule in VARIANT_NAMES),
+            ("cta costs accuracy: dat (cta) is worse than dat", claims.cta_is_worse),
+            *((AVERAGE.format(rule), claims.average_is_better(rule)) for rule in ("dsgd", "gt")),
+        ),
     ),
     "images-beyond": Target(
         "Beyond the paper: other rules on Fashion-MNIST",
         {**IMAGES, "rules": IMAGE_RULES + MORE_IMAGE_RULES},
         {"quick": _images(8, epochs=2), "paper": _images((8, 16), [0.1, 10.0])},
         figures.accuracy_against_epochs,
-        _on_more_image_rules,
+        _said(
+            TRIAL,
+            ("D2 done right (lazy on the ring) is ahead of plain DAT", claims.ahead("d2", "dat")),
+            about=_skewed,
+        )
+        + _said(TRIAL, ("dat-d2 leads or is level with the best in every setting", claims.leads("dat-d2")))
+        + _said(BEYOND, ("cta costs accuracy: dat is ahead of dat (cta)", claims.ahead("dat", "dat (cta)"))),
         IMAGE_NOTES,
     ),
 }

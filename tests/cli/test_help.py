@@ -1,0 +1,114 @@
+"""Every help ends with examples that parse, commands have few parameters, and `--set` reaches whoever has an option."""
+
+import ast
+import inspect
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from klatsch.cli import app as commands
+from klatsch.cli import settings
+
+ROOT = typer.main.get_command(commands.app)
+NAMES = ["", *ROOT.commands, *(f"data {name}" for name in ROOT.commands["data"].commands)]
+
+
+def parsed(words):
+    """The command that a line names, after it has taken its options."""
+    context, command = ROOT.make_context("klatsch", list(words)), ROOT
+    while context._protected_args:
+        name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(name, words, parent=context)
+    return command
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_help_ends_with_examples_that_parse(name, run_cli):
+    code, out, _ = run_cli(*name.split(), "--help")
+    assert code == 0
+    examples = re.findall(r"^ klatsch (.+?) *$", out.partition("Examples:")[2], re.M)
+    assert 2 <= len(examples) <= 4
+    for example in examples:
+        assert parsed(shlex.split(example)) is not ROOT, example
+
+
+def test_no_function_of_the_command_line_has_many_parameters():
+    for path in Path(commands.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                count = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+                assert count <= 15, f"{path.name}: {node.name} has {count} parameters"
+
+
+def some(momentum=0.0, order="atc", lazy=True, k: int = 1, p: "float | None" = None, average=None, width=1):
+    pass
+
+
+@pytest.mark.parametrize(
+    "given, value",
+    [
+        ("momentum=1", 1.0),
+        ("momentum=0,0.5", [0.0, 0.5]),
+        ("order=cta", "cta"),
+        ("lazy=false", False),
+        ("k=2", 2),
+        ("p=1", 1.0),
+        ("average=linear", "linear"),
+        ("width=2", 2),
+        ("width=2.5", 2.5),
+    ],
+)
+def test_values_have_the_type_that_the_signature_says(given, value):
+    (found,) = settings.typed(settings.split([given]), inspect.signature(some).parameters).values()
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["momentum"], "--set momentum: give a name and a value, such as momentum=0.9"),
+        (["=3"], "--set =3: give a name and a value"),
+        (["momentum=0", "momentum=0.9"], "--set momentum is given twice; separate several values by commas"),
+        (["momentum=fast"], "--set momentum: 'fast' is not a number"),
+        (["dim=1.5"], "--set dim: '1.5' is not a whole number"),
+        (["lazy=perhaps"], "--set lazy=perhaps: give true or false"),
+        (["mometum=0.9"], "has an option 'mometum'; there are momentum, average, lazy, every, dim, noise"),
+    ],
+)
+def test_settings_that_are_refused(given, message, run_cli):
+    options = [word for text in given for word in ("--set", text)]
+    code, out, err = run_cli("run", "--rules", "d2", *options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert len(err) <= 240  # three lines of a terminal
+
+
+def test_settings_reach_parts_of_your_own(run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "from klatsch import rules, topology\n"
+        "def rule(lr, slow=1.0):\n    return rules.dsgd(lr, momentum=1 - slow)\n"
+        "def band(n, width=1):\n    return topology.ring(n) if width == 1 else topology.complete(n)\n"
+    )
+    options = ("-n", 5, "--steps", 50, "--seeds", 1, "--lr", 0.001, "--json")
+    own = ("run", "--rules", "mine.py:rule", "-t", "mine.py:band", *options)
+    error = {}
+    for name, given in {"plain": (), "slow": ("--set", "slow=0.5"), "wide": ("--set", "width=2")}.items():
+        code, out, err = run_cli(*own, *given)
+        assert (code, err) == (0, "")
+        error[name] = json.loads(out)["rows"][0]["error"]
+    assert len(set(error.values())) == 3
+    assert "there are slow, width, every, dim, noise, heterogeneity" in run_cli(*own, "--set", "wide=2")[2]
+
+
+def test_an_error_is_wrapped_for_a_terminal_only(run_cli, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    commands._complain("word " * 40)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= 80
