@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,14 +33,7 @@ SYMBOLS = {"noise": r"$\sigma$", "heterogeneity": r"$\zeta$"}
 ACCURACY = "test accuracy, mean over nodes"
 
 
-class Style(TypedDict, total=False):
-    """How matplotlib draws a line."""
-
-    color: object
-    marker: str
-    linestyle: object
-
-
+Style = dict[str, Any]  # how matplotlib draws a line
 Text = Callable[[Row], str]
 Look = Callable[[Row], Style]
 Value = TypeVar("Value")
@@ -53,11 +47,10 @@ def error_against_nodes(rows: Sequence[Row], title: str, look: Look | None = Non
     setting, wide = _settings(rows), min(4, len({row.topology for row in rows}))
     settings = _distinct(rows, setting)
     rows = sorted(rows, key=lambda row: settings.index(setting(row)))
-    quantity = _quantity(rows[0], ERROR)
+    draw = partial(_against_nodes, rows, title, _quantity(rows[0], ERROR))
     if look is not None:
-        return _against_nodes(rows, title, setting, _rule_and_graph, look, 2, quantity)
-    caption = lambda row: _joined(row.topology, setting(row))  # noqa: E731
-    return _against_nodes(rows, title, caption, lambda row: row.rule, by_rule(rows), wide, quantity)
+        return draw(setting, lambda row: f"{row.rule}, {row.topology}", look, 2)
+    return draw(lambda row: _joined(row.topology, setting(row)), lambda row: row.rule, by_rule(rows), wide)
 
 
 def error_against_rounds(rows: Sequence[Row], title: str, look: Look | None = None) -> Figure:
@@ -65,22 +58,30 @@ def error_against_rounds(rows: Sequence[Row], title: str, look: Look | None = No
 
     With `look`, which says how a row is drawn, all sizes share the panels of their settings.
     """
-    setting, quantity = _settings(rows), _quantity(rows[0], ERROR.replace("_T", "_t"))
+    setting = _settings(rows)
+    draw = partial(_against_rounds, rows, title, _quantity(rows[0], ERROR.replace("_T", "_t")))
     if look is not None:
-        label: Text = lambda row: f"{row.rule}, M = {row.nodes}"  # noqa: E731
-        return _against_rounds(rows, title, setting, label, look, 2, quantity)
-    caption = lambda row: _joined(f"{row.topology}, {row.nodes} machines", setting(row))  # noqa: E731
-    label, wide = lambda row: f"{row.rule}, lr {row.lr:g}", min(3, len(_distinct(rows, caption)))
-    return _against_rounds(rows, title, caption, label, by_rule(rows), wide, quantity, legends=True)
+        return draw(setting, lambda row: f"{row.rule}, M = {row.nodes}", look, 2)
+
+    def caption(row: Row) -> str:
+        return _joined(f"{row.topology}, {row.nodes} machines", setting(row))
+
+    wide = min(3, len(_distinct(rows, caption)))
+    return draw(caption, lambda row: f"{row.rule}, lr {row.lr:g}", by_rule(rows), wide, legends=True)
 
 
 def accuracy_against_epochs(rows: Sequence[Row], title: str) -> Figure:
     """Figure 2: a row of panels per number of machines, a column per alpha; colours are rules, lines are graphs."""
     ordered = sorted(rows, key=lambda row: (row.nodes, row.setting["alpha"]))
-    label = lambda row: _family_and_graph(row) + " (diverged)" * row.diverged  # noqa: E731
-    caption = lambda row: f"{row.nodes} machines, {_alpha(row)}"  # noqa: E731
-    wide = len(_distinct(rows, _alpha))
-    figure = _against_rounds(ordered, title, caption, label, by_family(rows), wide, ACCURACY, marks=3)
+    figure = _against_rounds(
+        ordered,
+        title,
+        ACCURACY,
+        lambda row: f"{row.nodes} machines, {_alpha(row)}",
+        lambda row: _family_and_graph(row) + " (diverged)" * row.diverged,
+        by_family(rows),
+        len(_distinct(rows, _alpha)),
+    )
     figure.axes[0].set_ylim(*_limits([row.curve for row in rows]))  # which all panels share
     return figure
 
@@ -88,7 +89,7 @@ def accuracy_against_epochs(rows: Sequence[Row], title: str) -> Figure:
 def accuracy_against_nodes(rows: Sequence[Row], title: str) -> Figure:
     """Figure 3: the final accuracy against the number of machines, a panel per alpha."""
     ordered, wide = sorted(rows, key=lambda row: row.setting["alpha"]), len(_distinct(rows, _alpha))
-    figure = _against_nodes(ordered, title, _alpha, _family_and_graph, by_family(rows), wide, ACCURACY)
+    figure = _against_nodes(ordered, title, ACCURACY, _alpha, _family_and_graph, by_family(rows), wide)
     figure.axes[0].set_ylim(*_limits([np.array([row.low, row.high]) for row in rows]))
     return figure
 
@@ -134,10 +135,6 @@ def _joined(*parts: str) -> str:
 
 def _alpha(row: Row) -> str:
     return f"alpha = {row.setting['alpha']:g}"
-
-
-def _rule_and_graph(row: Row) -> str:
-    return f"{row.rule}, {row.topology}"
 
 
 def _family_and_graph(row: Row) -> str:
@@ -205,7 +202,7 @@ def _cycled(values: Sequence[Value], k: int) -> Value:
 
 
 def _against_nodes(
-    rows: Sequence[Row], title: str, caption: Text, label: Text, look: Look, wide: int, quantity: str
+    rows: Sequence[Row], title: str, quantity: str, caption: Text, label: Text, look: Look, wide: int
 ) -> Figure:
     figure, panels = _panels(rows, title, caption, wide, f"final {quantity}")
     nodes = sorted({row.nodes for row in rows})
@@ -225,19 +222,25 @@ def _against_nodes(
 
 
 def _against_rounds(
-    rows: Sequence[Row], title: str, caption: Text, label: Text, look: Look, wide: int, quantity: str,
-    marks: int = 6, legends: bool = False,
-) -> Figure:  # fmt: skip
-    """Courses with a value to point at in every `marks`-th point; with `legends`, every panel has its own."""
+    rows: Sequence[Row],
+    title: str,
+    quantity: str,
+    caption: Text,
+    label: Text,
+    look: Look,
+    wide: int,
+    legends: bool = False,  # one in every panel
+) -> Figure:
     figure, panels = _panels(rows, title, caption, wide, quantity)
     rounds = rows[0].epochs is None
+    every = 6 if quantity != ACCURACY else 3  # points with a value to point at
     for axis, mine in panels:
         for row in mine:
             when = row.steps if row.epochs is None else [row.epochs * step / row.steps[-1] for step in row.steps]
             spread = np.stack((row.curve.mean(0), row.curve.min(0), row.curve.max(0)))
             _line_of_seeds(axis, label(row), when, spread, look(row) | {"marker": ""})
-            for k in range(len(row.steps) - 1, -1, -marks):
-                after = f"{row.steps[k]:,} rounds" if marks == 6 else f"{when[k]:.3g} epochs"
+            for k in range(len(row.steps) - 1, -1, -every):
+                after = f"{row.steps[k]:,} rounds" if every == 6 else f"{when[k]:.3g} epochs"
                 _mark(axis, row, when[k], row.curve[:, k], f" after {after}")
         axis.set_xscale("log" if rounds else "linear")
         axis.set_xlabel("rounds t" if rounds else "epochs")
