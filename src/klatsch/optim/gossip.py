@@ -30,10 +30,10 @@ from klatsch.optim.watch import Watch
 from klatsch.optim.wrappers import Wrappers
 from klatsch.ranks.agreement import agree, broadcast, group_of, leave, members, shown, summed
 from klatsch.ranks.failures import NonFiniteError, QuorumError
-from klatsch.ranks.links import GlooLinks, OnFailure
+from klatsch.ranks.gloo import GlooLinks, OnFailure
+from klatsch.ranks.links import open_links
 from klatsch.ranks.survivors import Survivors
-from klatsch.ranks.transfers import reason
-from klatsch.ranks.transport import open_links
+from klatsch.ranks.waiting import reason
 from klatsch.rules import Rule
 from klatsch.rules.base import checked, rate
 from klatsch.topology import Topology

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from klatsch.ranks.restarts import check_restarts
-from klatsch.ranks.transfers import reason
+from klatsch.ranks.waiting import reason
 
 WIDTH = 160  # bytes of a text in an agreement, of which 16 are a hash of the whole
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from klatsch.ranks.links import GlooLinks
+from klatsch.ranks.gloo import GlooLinks
 
 FIRST_TAG, LAST_TAG = 1 << 20, 1 << 31  # above those of rounds; another one for every round that is asked after
 NEWS, UP, DOWN = range(3)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from klatsch.problems import Problem, adopted
-from klatsch.ranks.links import GlooLinks
+from klatsch.ranks.gloo import GlooLinks
 from klatsch.ranks.node import Block, Given, Node
 from klatsch.rules import Rule, State
 from klatsch.simulation.divergence import Watched
