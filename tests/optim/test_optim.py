@@ -14,7 +14,7 @@ import klatsch
 from klatsch.optim import D2, DATD2, DATSGD, DSGD, Gossip, GradientTracking
 from klatsch.ranks import node
 from klatsch.ranks.agreement import leave
-from klatsch.ranks.gloo import LinkError
+from klatsch.ranks.failures import LinkError
 
 
 @pytest.fixture(scope="module", autouse=True)

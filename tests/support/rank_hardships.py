@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 import klatsch
-from klatsch.ranks.survivors import Survivors
+from klatsch.ranks.gloo import Survivors
 from tests.support.processes import say
 from tests.support.rank_scenarios import problem_of
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from klatsch.optim.gossip import Gossip
 from klatsch.ranks.agreement import agree, members, summed
-from klatsch.ranks.waiting import reason
+from klatsch.ranks.failures import reason
 
 
 @torch.no_grad()

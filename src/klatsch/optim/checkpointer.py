@@ -23,8 +23,8 @@ from klatsch.arguments import whole
 from klatsch.optim.checks import settings_of
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.plain import generators, packed, set_generators, unpacked
-from klatsch.ranks.agreement import gathered, who
-from klatsch.ranks.failures import NonFiniteError
+from klatsch.ranks.agreement import gathered
+from klatsch.ranks.failures import NonFiniteError, who
 from klatsch.ranks.membership import lag
 from klatsch.ranks.node import is_sound
 from klatsch.sealed import OLDER, CheckpointError, OldCheckpointError

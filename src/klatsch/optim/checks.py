@@ -10,7 +10,7 @@ from torch import Tensor
 
 import klatsch.columns as cols
 from klatsch.arguments import named
-from klatsch.ranks.gloo import OnFailure
+from klatsch.ranks.links import OnFailure
 from klatsch.rules import Rule
 from klatsch.rules.base import rate
 from klatsch.topology import Topology

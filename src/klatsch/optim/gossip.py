@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,12 +27,9 @@ from klatsch.optim.points import Points
 from klatsch.optim.share import Share
 from klatsch.optim.watch import Watch
 from klatsch.optim.wrappers import Wrappers
-from klatsch.ranks.agreement import agree, broadcast, group_of, leave, members, shown, summed
-from klatsch.ranks.failures import NonFiniteError, QuorumError
-from klatsch.ranks.gloo import GlooLinks, OnFailure
-from klatsch.ranks.links import open_links
-from klatsch.ranks.survivors import Survivors
-from klatsch.ranks.waiting import reason
+from klatsch.ranks.agreement import agree, broadcast, group_of, leave, members
+from klatsch.ranks.failures import NonFiniteError, QuorumError, reason, shown
+from klatsch.ranks.links import Links, OnFailure, Total, open_links
 from klatsch.rules import Rule
 from klatsch.rules.base import checked, rate
 from klatsch.topology import Topology
@@ -281,7 +277,7 @@ class Gossip(Points, Joinable):
     @property
     def survives(self) -> bool:
         """Whether it goes on without ranks that fail."""
-        return isinstance(self._links, GlooLinks) and self._links.on_failure == "continue"
+        return self._links.survives
 
     @property
     def lost(self) -> tuple[int, ...]:
@@ -305,7 +301,7 @@ class Gossip(Points, Joinable):
             return float(total(distance)) / len(ranks)
 
     @contextmanager
-    def together(self, what: str) -> Iterator[tuple[Callable[[Tensor], Tensor], list[int]]]:
+    def together(self, what: str) -> Iterator[tuple[Total, list[int]]]:
         """Give a function that sums a vector over all ranks, or over those within reach, and who they are.
 
         Raises:
@@ -313,19 +309,15 @@ class Gossip(Points, Joinable):
         """
         size = self.topology.size
         try:
-            if not (isinstance(self._links, GlooLinks) and self.survives):
-                with self._links.excused():
-                    yield partial(summed, self.group), list(range(size))
-                return
-            there = Survivors(self._links, self.rounds)
-            if len(there.ranks) < size:
-                warnings.warn(
-                    f"{what} is that of {len(there.ranks)} of {size} ranks ({shown(there.ranks)}); the others are gone "
-                    "or out of reach",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-            yield there.summed, there.ranks
+            with self._links.together(self.group, self.rounds) as (total, ranks):
+                if len(ranks) < size:
+                    warnings.warn(
+                        f"{what} is that of {len(ranks)} of {size} ranks ({shown(ranks)}); the others are gone or out "
+                        "of reach",
+                        RuntimeWarning,
+                        stacklevel=4,
+                    )
+                yield total, ranks
         except QuorumError:
             raise
         except RuntimeError as error:
@@ -397,7 +389,7 @@ class Gossip(Points, Joinable):
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _make_shares(self, flats: list[Flat]) -> list[Share]:
-        return [Share(flat, self.rule, self.topology, self.rank, self._links, k) for k, flat in enumerate(flats)]
+        return [Share(flat, self.rule, self._links, k) for k, flat in enumerate(flats)]
 
     def _closed_at_end(self) -> Callable[[], Any]:
         """The last messages must leave before the optimizer or the process ends, or neighbours could not finish."""
@@ -432,6 +424,6 @@ class _Idler(JoinHook):
         self._optimizer._idle()
 
 
-def _end(links: Any, group: Any) -> None:
+def _end(links: Links, group: Any) -> None:
     links.close()
     leave(links.group, group)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from klatsch.optim.flat import Flat
-from klatsch.ranks.node import Block, Given, Links, Node, is_sound
+from klatsch.ranks.links import Links
+from klatsch.ranks.node import Block, Given, Node, is_sound
 from klatsch.rules import Rule, State
-from klatsch.topology import Topology
 
 Point = Literal["query", "output", "merged"]  # merged: the mean of all ranks' outputs, which `average_` puts there
 Setting = float | Tensor  # one number for all parameters, or a vector with one for each
@@ -20,11 +20,11 @@ Setting = float | Tensor  # one number for all parameters, or a vector with one 
 class Share:
     """Parameters of one dtype, the same everywhere in the network, and this rank's part of the rule's state on them."""
 
-    def __init__(self, flat: Flat, rule: Rule, topology: Topology, rank: int, links: Links, channel: int = 0) -> None:
+    def __init__(self, flat: Flat, rule: Rule, links: Links, channel: int = 0) -> None:
         self.flat, self.rule = flat, rule
         # Averages with small weights would stand still in half precision, so states are kept in float32 there.
         start = flat.values.float() if flat.values.element_size() < 4 else flat.values
-        self.node = Node(rule, start, topology, rank, links, channel, guarded=True)
+        self.node = Node(rule, start, links, channel, guarded=True)
         self.dtype = start.dtype
         self._inputs: tuple[Tensor, Setting, float] = (start, 0.0, 1.0)
         self._lr: Setting = 0.0

@@ -1,1 +1,1 @@
-"""One process per node: its share of the rule, its links to neighbours, and who is left."""
+"""One process per node: `node` runs its rounds, `links` carry its messages, `membership` knows who is left."""

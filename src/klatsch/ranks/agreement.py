@@ -1,29 +1,28 @@
-"""What all ranks must agree on before the first round, and numbers that all of them need; no pickle is ever loaded."""
+"""What all ranks must agree on before the first round, and collectives over all of them. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store
 
-from klatsch.ranks.restarts import check_restarts
-from klatsch.ranks.waiting import reason
+from klatsch.ranks.failures import reason, who
 
+Group: TypeAlias = "dist.ProcessGroup | None"  # None for all ranks
 WIDTH = 160  # bytes of a text in an agreement, of which 16 are a hash of the whole
+PATIENCE = timedelta(seconds=20)  # with ranks that are on their way to the same refusal
 
 
-def members(group: Any) -> list[int]:
-    """The ranks of a process group, as the default group counts them.
-
-    Raises:
-        ValueError: there is no process group, or this process is not in it.
-    """
+def members(group: Group) -> list[int]:
+    """The ranks of a process group, as the default group counts them."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             "there is no process group; call torch.distributed.init_process_group('gloo') first, and start the script "
@@ -31,20 +30,15 @@ def members(group: Any) -> list[int]:
         )
     if group is not None and dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given; call this on members only")
-    return list(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    return dist.get_process_group_ranks(group if group is not None else _get_default_group())
 
 
-def group_of(group: Any, timeout: float) -> Any:
-    """A gloo process group of the same ranks, for klatsch alone: what others do on theirs does not get in the way.
-
-    Raises:
-        RuntimeError: not all ranks came.
-        ValueError: there is none to be had; with the remedy.
-    """
+def group_of(group: Group, timeout: float) -> dist.ProcessGroup:
+    """A gloo process group of the same ranks, for klatsch alone, so that nobody else's collectives get in the way."""
     ranks = members(group)
-    check_restarts()
+    _check_restarts()
     try:
-        return dist.new_group(
+        return dist.new_group(  # type: ignore[no-any-return]
             ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=group is not None
         )
     except (RuntimeError, ValueError) as error:
@@ -55,38 +49,29 @@ def group_of(group: Any, timeout: float) -> Any:
         ) from None
 
 
-def leave(own: Any, group: Any) -> None:
-    """Give up a group of `group_of(group)`, with its connections and threads; nothing if that was done already."""
-    # None as a group of its own is NCCL's, which uses everybody's: to leave that would be to end it.
-    if (
-        group is None and own is not None
-    ):  # groups of some ranks are named after them, and the next one would find the last one's addresses
+def leave(own: Group, group: Group) -> None:
+    """Close what `group_of(group)` returned, with its connections and threads, unless that has happened already."""
+    # Links over NCCL have no group of their own (None): they use everybody's, which must live on. Groups of some ranks
+    # are named after them, and the next such group would find the addresses of the last one.
+    if group is None and own is not None:
         with suppress(AssertionError, KeyError, RuntimeError, ValueError):
             dist.destroy_process_group(own)
 
 
-def agree(group: Any, facts: Mapping[str, str]) -> None:
-    """Check that all ranks have the same facts.
-
-    Args:
-        group: of `group_of`.
-        facts: texts by name; the names must be the same everywhere.
-
-    Raises:
-        ValueError: on every rank, with the first fact that differs, the ranks and their values.
-    """
+def agree(group: Group, facts: Mapping[str, str]) -> None:
+    """Check that all ranks have the same facts (texts by name); otherwise raise on every rank, with who has what."""
     mine = torch.frombuffer(bytearray(b"".join(_packed(text) for text in facts.values())), dtype=torch.uint8)
-    rows = gathered(group, mine)
+    rows = [bytes(row.tolist()) for row in gathered(group, mine)]
     for k, name in enumerate(facts):
         held: dict[bytes, list[int]] = {}
         for rank, row in enumerate(rows):
-            held.setdefault(bytes(row[k * WIDTH : (k + 1) * WIDTH].tolist()), []).append(rank)
+            held.setdefault(row[k * WIDTH : (k + 1) * WIDTH], []).append(rank)
         if len(held) > 1:
             sides = [f"{who(ranks)} {_text(value)}" for value, ranks in held.items()]
             raise ValueError(f"the ranks do not agree on the {name}: {'; '.join(sides)}; make them the same everywhere")
 
 
-def gathered(group: Any, mine: Tensor) -> list[Tensor]:
+def gathered(group: Group, mine: Tensor) -> list[Tensor]:
     """Every rank's tensor of the same shape, on the CPU."""
     here = mine.to(_place(group))
     rows = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
@@ -94,24 +79,24 @@ def gathered(group: Any, mine: Tensor) -> list[Tensor]:
     return [row.cpu() for row in rows]
 
 
-def summed(group: Any, mine: Tensor) -> Tensor:
+def summed(group: Group, mine: Tensor) -> Tensor:
     """The sum over all ranks, on the CPU."""
     total = mine.detach().to(_place(group), copy=True)
     dist.all_reduce(total, group=group)
     return total.cpu()
 
 
-def broadcast(group: Any, tensor: Tensor, source: int = 0) -> None:
-    """Give every rank what the rank `source` of the group has, in place."""
+def broadcast(group: Group, tensor: Tensor) -> None:
+    """Give every rank what the first rank of the group has, in place."""
     here = tensor.detach().cpu().contiguous().reshape(-1)
     # As bytes: gloo does not know every dtype.
-    dist.broadcast(here.view(torch.uint8), dist.get_process_group_ranks(group)[source], group=group)
+    dist.broadcast(here.view(torch.uint8), members(group)[0], group=group)
     if here.data_ptr() != tensor.data_ptr():
         tensor.copy_(here.reshape(tensor.shape))
 
 
-def _place(group: Any) -> str:
-    """Where tensors must be for a collective of a group; NCCL knows nothing but GPUs."""
+def _place(group: Group) -> str:
+    """Where a group's collectives want their tensors; NCCL only knows GPUs."""
     return "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
 
 
@@ -125,12 +110,37 @@ def _text(packed: bytes) -> str:
     return packed[16:].rstrip(b"\0").decode(errors="replace")
 
 
-def who(ranks: list[int]) -> str:
-    """Ranks as the subject of a sentence, which goes on with what they have."""
-    return f"{shown(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+# --- restarts by torchrun that cannot work --------------------------------------------------------------------------
 
 
-def shown(ranks: Sequence[int]) -> str:
-    """Ranks in words."""
-    listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
+def _check_restarts() -> None:
+    """Refuse restarts that would lead ranks to dead ones.
+
+    Where torchrun shares its own store with its workers, the addresses of dead workers stay in it. Restarted workers
+    read them inside init_process_group, before klatsch has a say, and connect, fail or hang by chance
+    (pytorch/pytorch#135712). So the first attempt already fails, while nothing has been trained.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restarts == "0" or not shared or dist.get_world_size() == 1:
+        return
+    default = store = _get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    # A store that init_process_group makes itself has the prefix default_pg; one that the caller gave it has not.
+    default.set("klatsch", "is here")
+    if not store.check([f"default_pg/{_get_default_group().group_name}//klatsch"]):
+        return
+    # torchrun starts refused ranks again, and they must not hang on this attempt's addresses.
+    with suppress(RuntimeError, ValueError):  # not all ranks gossip, or it is NCCL's group, which has no such barrier
+        dist.monitored_barrier(timeout=PATIENCE)  # all have read the addresses
+        if dist.get_rank() == 0 and hasattr(store, "list_keys"):  # not in every version of torch
+            for key in [key for key in store.list_keys() if key.startswith("default_pg/")]:
+                store.delete_key(key)
+        dist.monitored_barrier(timeout=PATIENCE)  # the first rank that is refused ends all others
+    raise ValueError(
+        f"torchrun is to restart ranks ({restarts} times) but keeps the addresses of dead ones in its store, where "
+        "restarted ones would look for the living; start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and "
+        "--rdzv-backend c10d (or --standalone) in place of --master-port, or give init_process_group a store for each "
+        "attempt (see docs/cluster.md)"
+    )

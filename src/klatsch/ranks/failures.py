@@ -1,21 +1,19 @@
-"""What goes wrong on ranks: each error says who, in which round, and what to do."""
+"""What goes wrong on ranks, in words: who, in which round, and what to do."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from klatsch.ranks.agreement import shown
-
 
 class LinkError(RuntimeError):
-    """A neighbour that is gone, or late past the timeout.
+    """A neighbour is gone, or later than the timeout allows.
 
     Attributes:
         rank: who noticed.
         neighbor: who is gone or late.
         round: the round t in which it was noticed.
         seconds: how long it was waited for.
-        gone: whether its connection broke; else it is open, and the neighbour late.
+        gone: whether its connection broke; otherwise it is open, and the neighbour is late.
     """
 
     def __init__(self, rank: int, neighbor: int, edge: str, t: int, seconds: float, reason: str | None) -> None:
@@ -37,16 +35,13 @@ class LinkError(RuntimeError):
 
 
 class MessageError(LinkError):
-    """A neighbour that has sent numbers that are not finite."""
+    """A neighbour has sent numbers that are not finite."""
+
+    remedy = "see what it computes, resume from a Checkpointer, or go on without it (on_failure='continue')"
 
     def __init__(self, rank: int, neighbor: int, t: int) -> None:
         super().__init__(rank, neighbor, f"{neighbor} -> {rank}", t, 0.0, "refused")
         self.args = (f"rank {rank}, round {t}: neighbour {neighbor} has sent numbers that are not finite",)
-
-    @property
-    def remedy(self) -> str:
-        """What to do about it."""
-        return "see what it computes, resume from a Checkpointer, or go on without it (on_failure='continue')"
 
 
 class QuorumError(RuntimeError):
@@ -60,13 +55,30 @@ class QuorumError(RuntimeError):
 
 
 class NonFiniteError(FloatingPointError):
-    """Gradients or a state that are not finite, or so large that their squares are not.
+    """Gradients or a state are not finite, or so large that their squares are not.
 
     Attributes:
         rank: whose they are.
-        round: the round t that they would have led to, or that the state is of.
+        round: the round t that they would have led to, or after which the state is not finite.
     """
 
     def __init__(self, rank: int, t: int, what: str, remedy: str) -> None:
         self.rank, self.round = rank, t
         super().__init__(f"rank {rank}, round {t}: {what}; {remedy}")
+
+
+def shown(ranks: Sequence[int]) -> str:
+    """Ranks in words: rank 3, or ranks 0, 2, 5."""
+    listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
+
+
+def who(ranks: Sequence[int]) -> str:
+    """Ranks as the subject of a sentence that goes on with what they have."""
+    return f"{shown(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+
+
+def reason(error: BaseException) -> str:
+    """What gloo says, without the place in its sources."""
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    return (text.partition(".cc:")[2].partition("] ")[2] or text).partition(". ")[0]

@@ -1,274 +1,89 @@
-"""Messages between ranks over gloo: posted early, waited for late, and never waited for longer than agreed.
-
-Receives of a round are posted before anything of it is sent, and nothing blocks but `received` and `sent`, so no order
-of ranks can lock up. Every message of a round has a tag of its own; messages of one tag between two ranks arrive in
-the order in which they were sent.
-"""
+"""Links over gloo: posted early, waited for late, and never waited for longer than agreed."""
 
 from __future__ import annotations
 
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from klatsch.ranks.agreement import shown
-from klatsch.ranks.failures import LinkError, MessageError, QuorumError
-from klatsch.ranks.membership import Membership
-from klatsch.ranks.notes import Notes
-from klatsch.ranks.waiting import Transfer, Waiters, reason
+from klatsch.ranks.agreement import Group
+from klatsch.ranks.failures import LinkError, MessageError, QuorumError, reason, shown
+from klatsch.ranks.links import Links, OnFailure, Total
+from klatsch.ranks.waiting import Notes, Threads, Transfer
 from klatsch.topology import Topology
 
-MOST_PATIENCE = 4  # timeouts that a neighbour is given which says that it waits itself
-OnFailure = Literal["raise", "continue"]
+MOST_PATIENCE = 4  # timeouts that a neighbour gets if it says that it waits itself
+FIRST_TAG, LAST_TAG = 1 << 20, 1 << 31  # of sums over survivors: above those of rounds, and different in every round
+NEWS, UP, DOWN = range(3)
 
 
-class GlooLinks:
-    """The links of one rank to its neighbours.
+class GlooLinks(Links):
+    """The links of one rank over gloo; vectors on a GPU travel through pinned memory.
 
-    Args:
-        group: a gloo process group of as many ranks as the topology has nodes, for these links alone.
-        topology: who talks to whom.
-        device: where the vectors live; those on a GPU go through pinned memory.
-        timeout: seconds that a neighbour may keep this rank waiting.
+    Args beyond those of `Links`:
         on_failure: "raise", or "continue" without the neighbour.
         quorum: the share of all ranks that must be left within reach to continue.
     """
 
     def __init__(
         self,
-        group: Any,
+        group: dist.ProcessGroup,
         topology: Topology,
         device: torch.device,
         timeout: float,
         on_failure: OnFailure,
         quorum: float = 0.0,
     ) -> None:
-        self.group, self.topology, self.device = group, topology, device
-        self.timeout, self.on_failure, self.quorum = timeout, on_failure, quorum
-        self.rank = dist.get_rank(group)
-        self.membership = Membership(topology, self.rank)
-        self.tail = len(self.membership)  # numbers at the end of every message: what its sender knows of the network
-        self.lost: dict[int, LinkError] = {}
-        self.bytes_sent, self.seconds_waited = 0, 0.0
-        self._global = dist.get_process_group_ranks(group)
-        rounds = range(1, topology.period + 1)
-        self._sources = [topology.neighbors(self.rank, t).tolist() for t in rounds]
-        self._targets = [topology.receivers(self.rank, t).tolist() for t in rounds]
-        self._neighbors = {peer for peers in (*self._sources, *self._targets) for peer in peers}
-        self._heard: dict[int, int] = {}  # by neighbour: the last round of which something came from it
+        super().__init__(group, topology, device, timeout)
+        self.on_failure, self.quorum = on_failure, quorum
+        self.survives = on_failure == "continue"
+        self._place = torch.device("cpu")
         self._staged = device.type != "cpu"
-        self._arriving: dict[int, list[tuple[int, Transfer]]] = {}
-        self._leaving: dict[tuple[int, int], list[tuple[int, Transfer]]] = {}
-        self._notes = Notes(group)
-        self._abandoned: list[tuple[int, Transfer]] = []  # with neighbours that are lost; gloo may still work on them
-        self._memory: dict[tuple[int, int], Tensor] = {}
-        self._waiters = Waiters()
+        self._heard: dict[int, int] = {}  # by neighbour: the last round of which something came from it
+        self._arriving: dict[int, list[Transfer]] = {}
+        self._leaving: dict[tuple[int, int], list[Transfer]] = {}
+        self._abandoned: list[Transfer] = []  # with neighbours that are lost; gloo may still work on them
+        self._notes, self._threads = Notes(group), Threads()
         self._failure: LinkError | QuorumError | None = None
-        self._apart = False  # whether it was said that the network is no longer connected
-
-    def absent(self, t: int) -> set[int]:
-        """Neighbours that are lost, or have left before round t; all of them if this rank has."""
-        if not self.membership.anyone_leaves:
-            return set(self.lost)
-        if self.membership.gone_by(self.rank, t):
-            return self._neighbors
-        return {*self.lost, *(peer for peer in self._neighbors if self.membership.gone_by(peer, t))}
+        self._apart = False  # whether a warning has said that the network is no longer connected
 
     def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None:
-        """Make ready for what the neighbours will send in round t under a tag."""
-        arriving = []
-        for k, source in enumerate(self._present(self._sources, t)):
-            if (tag, k) not in self._memory:
-                self._memory[tag, k] = torch.empty(length + self.tail, dtype=dtype, pin_memory=self._staged)
-            memory = self._memory[tag, k]
-            arriving.append((source, Transfer(partial(self._receive, memory, source, tag), memory)))
-        self._arriving[tag] = arriving
+        room = self._room(tag, t, length, dtype)
+        self._arriving[tag] = [self._post(dist.irecv, memory, source, tag) for source, memory in room]
 
     def send(self, tag: int, t: int, message: Tensor) -> None:
-        """Send a vector to all that hear this rank in round t; it must not change until `sent(tag, t)`.
-
-        It ends in `tail` numbers that are filled in here.
-        """
         targets = self._present(self._targets, t)
         if self._staged and targets:
             pinned = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
-            message = pinned.copy_(message)  # waits for the GPU to have computed it
-        self.membership.tell(message[len(message) - self.tail :])
-        for target in targets:
-            self._waiters.ready(target, "target")  # not at the end, when some Pythons start no more threads
-        leaving = [(p, Transfer(partial(self._send, message, p, tag), message)) for p in targets]
-        self._leaving[tag, t] = leaving
-        self.bytes_sent += len(targets) * message.numel() * message.element_size()
-
-    def received(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
-        """What has come under a tag, by neighbour, once all of it is there; valid until the next `expect` of the tag.
-
-        Raises:
-            LinkError: a neighbour is gone or late, and failures are to be raised.
-        """
-        arriving = self._arriving.pop(tag, [])
-        self._wait(arriving, t, "source")
-        self._heard |= {source: t for source, _ in arriving}
-        there = [(source, transfer.memory) for source, transfer in arriving if source not in self.lost]
-        if self.membership.learn(memory[len(memory) - self.tail :] for _, memory in there):
-            self.take_stock(t)
-        there = [(source, memory[: len(memory) - self.tail]) for source, memory in there if source not in self.lost]
-        if self._staged:
-            return [(source, memory.to(self.device)) for source, memory in there]
-        return there
-
-    def refuse(self, source: int, t: int) -> None:
-        """Give a neighbour up that has sent numbers that are not finite.
-
-        Raises:
-            LinkError: failures are to be raised.
-        """
-        self._lose(source, MessageError(self.rank, source, t))
+            message = pinned.copy_(message)  # waits until the GPU has computed it
+        self.membership.tell(message[-self.tail :])
+        self._leaving[tag, t] = [self._post(dist.isend, message, target, tag) for target in targets]
+        self.bytes_sent += len(targets) * message.nbytes
 
     def sent(self, tag: int, t: int) -> None:
-        """Wait until what was sent under a tag for round t has left, so that its memory can be used again."""
         leaving = self._leaving.pop((tag, t), [])
-        for target, transfer in leaving:
-            # A neighbour that has sent something of a later round has ended this one, for which it needed the message.
-            if self._heard.get(target, 0) > t and not transfer.waited_for:
+        for transfer in leaving:
+            # A neighbour that has sent something of a later round has ended this one, and needed the message for that.
+            if self._heard.get(transfer.peer, 0) > t and not transfer.waited_for:
                 transfer.finish()
-        self._wait([pair for pair in leaving if not pair[1].over()], t, "target")
+        self._wait([transfer for transfer in leaving if not transfer.ended(0.0) or transfer.error is not None], t)
 
-    def swap(
-        self, tag: int, t: int, message: Tensor, sources: Sequence[int], targets: Sequence[int]
-    ) -> list[tuple[int, Tensor]]:
-        """Send a vector on the CPU to some neighbours after round t, and give what came from others, of the same shape.
-
-        Raises:
-            RuntimeError: a neighbour does not answer. One that is gone is lost, as in a round.
-        """
-        began = time.monotonic()
-        memory = {source: torch.empty_like(message) for source in sources}
-        came = [(peer, Transfer(partial(self._receive, place, peer, tag), place)) for peer, place in memory.items()]
-        went = [(target, Transfer(partial(self._send, message, target, tag), message)) for target in targets]
-        for side, transfers in (("source", came), ("target", went)):
-            for peer, transfer in transfers:
-                self._waiters.take(peer, side, transfer)
-        for peer, transfer in (*came, *went):
-            if not self._ended(peer, transfer, t, began):
-                self._abandoned.append((peer, transfer))
-                raise RuntimeError(f"rank {peer} does not answer")
-            if transfer.error is not None:
-                edge = f"{peer} -> {self.rank}"
-                self._lose(peer, LinkError(self.rank, peer, edge, t, time.monotonic() - began, reason(transfer.error)))
-        return [(source, memory[source]) for source in sources if source not in self.lost]
-
-    def drain(self) -> None:
-        """Wait until all that was sent has left, or its receiver is gone; at most for the timeout. Raises nothing."""
-        deadline = time.monotonic() + self.timeout
-        transfers = [pair for leaving in self._leaving.values() for pair in leaving]
-        for peer, transfer in transfers:
-            self._waiters.take(peer, "target", transfer)
-        for _, transfer in transfers:  # those that do not end stay, and their memory is not used again
-            transfer.ended(deadline - time.monotonic())
-
-    @contextmanager
-    def excused(self) -> Iterator[None]:
-        """Tell the neighbours that this rank waits, while it does so elsewhere: in a collective of all ranks."""
-        over = threading.Event()
-
-        def tell() -> None:
-            while not over.wait(self.timeout / 8):
-                self._notes.waiting()
-
-        thread = threading.Thread(target=tell, name="klatsch excuse", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-    def close(self) -> None:
-        """Let the last messages leave, and end the threads.
-
-        A thread that waits for a late neighbour would be torn down with the process, and take it down in turn. It ends
-        when its connection is closed, which gloo does, for all ranks at once, where a wait passes its limit.
-        """
-        if self._failure is None:  # else the sooner it ends the better
-            self.drain()
-        for _, transfer in (*self._abandoned, *(pair for leaving in self._leaving.values() for pair in leaving)):
-            transfer.give_up()
-        self._waiters.end()
-
-    def reopened(self, group: Any) -> GlooLinks:
-        """Links over a fresh group, where no message is on its way."""
-        links = GlooLinks(group, self.topology, self.device, self.timeout, self.on_failure, self.quorum)
-        links.lost, links.bytes_sent, links.seconds_waited = self.lost, self.bytes_sent, self.seconds_waited
-        for peer in self.lost:
-            links.membership.lose(peer)
-        return links
-
-    def _wait(self, transfers: list[tuple[int, Transfer]], t: int, side: str) -> None:
-        if self._failure is not None:
-            raise self._failure  # somebody caught it and goes on; but messages are missing now
-        began = time.monotonic()
-        for peer, transfer in transfers:
-            self._waiters.take(peer, side, transfer)
-        for peer, transfer in transfers:
-            ended = self._ended(peer, transfer, t, began)
-            if not ended:
-                self._abandoned.append((peer, transfer))
-            if not ended or transfer.error is not None:
-                edge = f"{peer} -> {self.rank}" if side == "source" else f"{self.rank} -> {peer}"
-                why = reason(transfer.error) if ended and transfer.error is not None else None
-                self._lose(peer, LinkError(self.rank, peer, edge, t, time.monotonic() - began, why))
-        self.seconds_waited += time.monotonic() - began
-
-    def _ended(self, peer: int, transfer: Transfer, t: int, began: float) -> bool:
-        """Whether a message came or went in time; a neighbour that waits itself is given more of it."""
-        deadline, last_call = began + self.timeout, began + MOST_PATIENCE * self.timeout
-        pause = self.timeout / 8
-        while not transfer.ended(min(pause, deadline - time.monotonic())):
-            now = time.monotonic()
-            if now >= deadline:
-                if now >= last_call or not self._notes.is_waiting(peer):
-                    return False
-                deadline = min(now + self.timeout / 2, last_call)
-            self._notes.waiting()
-        return True
-
-    def _lose(self, peer: int, failure: LinkError) -> None:
-        if peer in self.lost:
-            return
-        if self.on_failure == "raise":
-            self._failure = failure
-            raise failure
-        self.lost[peer] = failure
-        # Its messages may still come, into memory that is theirs from now on.
-        self._memory.clear()
-        for transfers in (*self._arriving.values(), *self._leaving.values()):
-            self._abandoned += [pair for pair in transfers if pair[0] == peer]
-            transfers[:] = [pair for pair in transfers if pair[0] != peer]
-        warnings.warn(
-            f"{failure.args[0]}; going on without it, its weight is this rank's own now", RuntimeWarning, stacklevel=2
-        )
-        self.membership.lose(peer)
-        self.take_stock(failure.round)
+    def refuse(self, source: int, t: int) -> None:
+        self._lose(source, MessageError(self.rank, source, t))
 
     def take_stock(self, t: int) -> None:
-        """Look at what is left of the network once a link is lost, or a rank leaves, somewhere.
-
-        Raises:
-            QuorumError: fewer ranks are within reach than were asked for.
-        """
         for peer in set(self.membership.links_lost()) - self.lost.keys():  # which has given up this rank
             edge = f"{peer} -> {self.rank}"
             self._lose(peer, LinkError(self.rank, peer, edge, t, 0.0, "it goes on without this rank"))
-        if self.membership.leaving:  # which goes on without the others, as it wanted
+        if self.membership.leaving:  # this rank goes on without the others, as it was asked to
             return
         near, size = self.membership.within_reach(), self.topology.size
         if len(near) / size < self.quorum and self._failure is None:
@@ -286,12 +101,164 @@ class GlooLinks:
                 stacklevel=2,
             )
 
-    def _present(self, peers: list[list[int]], t: int) -> list[int]:
-        absent = self.absent(t)
-        return [peer for peer in peers[(t - 1) % len(peers)] if peer not in absent]
+    @contextmanager
+    def together(self, group: Group, t: int) -> Iterator[tuple[Total, list[int]]]:
+        if self.survives:
+            survivors = Survivors(self, t)
+            yield survivors.summed, survivors.ranks
+            return
+        over = threading.Event()  # until then the neighbours are told that this rank waits
 
-    def _receive(self, memory: Tensor, source: int, tag: int) -> Any:
-        return dist.irecv(memory, self._global[source], group=self.group, tag=tag)
+        def tell() -> None:
+            while not over.wait(self.timeout / 8):
+                self._notes.waiting()
 
-    def _send(self, message: Tensor, target: int, tag: int) -> Any:
-        return dist.isend(message, self._global[target], group=self.group, tag=tag)
+        thread = threading.Thread(target=tell, name="klatsch excuse", daemon=True)
+        thread.start()
+        try:
+            with super().together(group, t) as all_of_them:
+                yield all_of_them
+        finally:
+            over.set()
+            thread.join()
+
+    def swap(self, tag: int, t: int, message: Tensor, sources: Sequence[int], targets: Sequence[int]) -> list[Tensor]:
+        """Send a vector on the CPU to some neighbours after round t; returns what came from others, of the same shape.
+
+        One that is gone is lost, as in a round; one that does not answer in time raises RuntimeError.
+        """
+        came = [self._post(dist.irecv, torch.empty_like(message), source, tag) for source in sources]
+        went = [self._post(dist.isend, message, target, tag) for target in targets]
+        self._settle([*came, *went], t, must_answer=True)
+        return [transfer.memory for transfer in came if transfer.peer not in self.lost]
+
+    def drain(self) -> None:
+        deadline = time.monotonic() + self.timeout
+        leaving = [*chain(*self._leaving.values())]
+        for transfer in leaving:
+            transfer.finish_in_thread()
+        for transfer in leaving:  # those that do not end stay, and their memory is not used again
+            transfer.ended(deadline - time.monotonic())
+
+    def close(self) -> None:
+        """Let the last messages leave, and end the threads.
+
+        A thread that still waits for a late neighbour when the process ends would crash it. It ends when its connection
+        is closed, which gloo does, for all ranks at once, when a wait passes its limit.
+        """
+        if self._failure is None:  # otherwise the sooner it ends the better
+            self.drain()
+        for transfer in (*self._abandoned, *chain(*self._leaving.values())):
+            transfer.give_up()
+        self._threads.end()
+
+    def reopened(self, group: dist.ProcessGroup) -> GlooLinks:
+        links = GlooLinks(group, self.topology, self.device, self.timeout, self.on_failure, self.quorum)
+        links.lost, links.bytes_sent, links.seconds_waited = self.lost, self.bytes_sent, self.seconds_waited
+        for peer in self.lost:
+            links.membership.lose(peer)
+        return links
+
+    def _arrived(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
+        arriving = self._arriving.pop(tag, [])
+        self._wait(arriving, t)
+        self._heard |= {transfer.peer: t for transfer in arriving}
+        return [(transfer.peer, transfer.memory) for transfer in arriving if transfer.peer not in self.lost]
+
+    def _post(self, move: Callable[..., dist.Work | None], memory: Tensor, peer: int, tag: int) -> Transfer:
+        incoming = move is dist.irecv
+        thread = self._threads.queue(peer, incoming)  # started now: at the end, some Pythons start no more threads
+        post = partial(move, memory, self._global[peer], group=self.group, tag=tag)
+        return Transfer(peer, incoming, memory, thread, post)
+
+    def _wait(self, transfers: list[Transfer], t: int) -> None:
+        if self._failure is not None:
+            raise self._failure  # somebody caught it and goes on; but messages are missing now
+        began = time.monotonic()
+        self._settle(transfers, t)
+        self.seconds_waited += time.monotonic() - began
+
+    def _settle(self, transfers: list[Transfer], t: int, must_answer: bool = False) -> None:
+        """Wait for messages to come or go, and lose neighbours that fail or, unless they must answer, are late."""
+        began = time.monotonic()
+        for transfer in transfers:
+            transfer.finish_in_thread()
+        for transfer in transfers:
+            in_time, peer = self._in_time(transfer, began), transfer.peer
+            if not in_time:
+                self._abandoned.append(transfer)
+                if must_answer:
+                    raise RuntimeError(f"rank {peer} does not answer")
+            if not in_time or transfer.error is not None:
+                edge = f"{peer} -> {self.rank}" if transfer.incoming else f"{self.rank} -> {peer}"
+                why = None if transfer.error is None else reason(transfer.error)
+                self._lose(peer, LinkError(self.rank, peer, edge, t, time.monotonic() - began, why))
+
+    def _in_time(self, transfer: Transfer, began: float) -> bool:
+        """Whether a message comes or goes in time; a neighbour that waits itself gets more of it."""
+        deadline, last_call = began + self.timeout, began + MOST_PATIENCE * self.timeout
+        while not transfer.ended(min(self.timeout / 8, deadline - time.monotonic())):
+            now = time.monotonic()
+            if now >= deadline:
+                if now >= last_call or not self._notes.is_waiting(transfer.peer):
+                    return False
+                deadline = min(now + self.timeout / 2, last_call)
+            self._notes.waiting()
+        return True
+
+    def _lose(self, peer: int, failure: LinkError) -> None:
+        if peer in self.lost:
+            return
+        if not self.survives:
+            self._failure = failure
+            raise failure
+        self.lost[peer] = failure
+        # Messages may still arrive in memory that was posted, so it is not used again.
+        self._memory.clear()
+        for transfers in (*self._arriving.values(), *self._leaving.values()):
+            self._abandoned += [transfer for transfer in transfers if transfer.peer == peer]
+            transfers[:] = [transfer for transfer in transfers if transfer.peer != peer]
+        warnings.warn(
+            f"{failure.args[0]}; going on without it, its weight is this rank's own now", RuntimeWarning, stacklevel=2
+        )
+        self.membership.lose(peer)
+        self.take_stock(failure.round)
+
+
+class Survivors:
+    """Sums over the ranks within reach, over the links that still hold, where a collective would fail.
+
+    First the ranks tell each other what they know, until all within reach know the same; then numbers go up a tree that
+    all of them see alike, and their sum comes down again. All make this, and ask it, together after the same round t,
+    which tells the messages of one question from those of another.
+    """
+
+    def __init__(self, links: GlooLinks, t: int) -> None:
+        self._links, self._round = links, t
+        known = links.membership
+        for _ in range(links.topology.size - 1):
+            message = torch.zeros(len(known), dtype=torch.float64)
+            known.tell(message)
+            beside = known.beside()
+            if known.learn(self._swap(NEWS, message, beside, beside)):
+                links.take_stock(t)
+        self.ranks = known.within_reach()
+        self._parent, self._children = known.tree()
+
+    def summed(self, mine: Tensor) -> Tensor:
+        """The sum over all of them. Where one dies meanwhile, all others raise RuntimeError too."""
+        parents = [] if self._parent is None else [self._parent]
+        total = torch.cat([mine, mine.new_ones(1)])  # the last number counts who is in the sum
+        for theirs in self._swap(UP, total, self._children, []):
+            total += theirs
+        self._swap(UP, total, [], parents)
+        if parents:
+            total = next(iter(self._swap(DOWN, total, parents, [])), torch.zeros_like(total))
+        self._swap(DOWN, total, [], self._children)
+        if int(total[-1]) != len(self.ranks):
+            raise RuntimeError("a rank was lost meanwhile; ask again")
+        return total[:-1]
+
+    def _swap(self, kind: int, message: Tensor, sources: list[int], targets: list[int]) -> list[Tensor]:
+        tag = FIRST_TAG + (self._round * 3 + kind) % (LAST_TAG - FIRST_TAG)
+        return self._links.swap(tag, self._round, message, sources, targets)

@@ -1,50 +1,144 @@
-"""Which way messages travel: NCCL between GPUs where the process group has it, gloo otherwise."""
+"""How messages travel: all that nodes, optimizers and studies use of links. `gloo` and `nccl` are the two kinds."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from klatsch.ranks.gloo import GlooLinks, OnFailure
-from klatsch.ranks.nccl import NcclLinks
+from klatsch.ranks.agreement import Group, members, summed
+from klatsch.ranks.failures import LinkError, MessageError
+from klatsch.ranks.membership import Membership
 from klatsch.topology import Topology
+
+OnFailure = Literal["raise", "continue"]
+Total = Callable[[Tensor], Tensor]  # sums a vector over ranks
+
+
+class Links:
+    """One rank's links to its neighbours.
+
+    Every message of a round has its own tag; messages with one tag between two ranks arrive in the order in which they
+    were sent. Receives of a round are posted (`expect`) before anything of it is sent, and only `received` and `sent`
+    block, so no order of ranks can lock up.
+
+    Args:
+        group: a process group with one rank per node; gloo's must be for these links alone.
+        topology: who talks to whom.
+        device: where the vectors live.
+        timeout: seconds that a neighbour may keep this rank waiting.
+    """
+
+    survives = False  # whether this rank goes on without neighbours that fail
+
+    def __init__(self, group: Group, topology: Topology, device: torch.device, timeout: float) -> None:
+        self.group, self.topology, self.device, self.timeout = group, topology, device, timeout
+        self.rank = dist.get_rank(group)
+        self.membership = Membership(topology, self.rank)
+        self.tail = len(self.membership)  # numbers at the end of every message: what its sender knows of the network
+        self.lost: dict[int, LinkError] = {}  # neighbours that this rank goes on without
+        self.bytes_sent, self.seconds_waited = 0, 0.0
+        self._global = members(group)
+        rounds = range(1, topology.period + 1)
+        self._sources = [topology.neighbors(self.rank, t).tolist() for t in rounds]
+        self._targets = [topology.receivers(self.rank, t).tolist() for t in rounds]
+        self._memory: dict[tuple[int, int], Tensor] = {}
+        self._place = device  # of that memory, which is pinned where this is not the device
+
+    def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None:
+        """Get ready for what the neighbours send in round t under a tag."""
+        raise NotImplementedError
+
+    def send(self, tag: int, t: int, message: Tensor) -> None:
+        """Send a vector to all that hear this rank in round t; it must not change until `sent(tag, t)`.
+
+        Its last `tail` numbers are filled in here.
+        """
+        raise NotImplementedError
+
+    def sent(self, tag: int, t: int) -> None:
+        """Wait until what was sent under a tag for round t has left, so that its memory can be used again."""
+
+    def received(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
+        """What the neighbours sent under a tag, once all of it is there; valid until the next `expect` of the tag."""
+        arrived = self._arrived(tag, t)
+        if self.membership.learn(memory[-self.tail :] for _, memory in arrived):
+            self.take_stock(t)
+        there = [(source, memory) for source, memory in arrived if source not in self.lost]
+        return [(source, memory[: -self.tail].to(self.device)) for source, memory in there]
+
+    def absent(self, t: int) -> set[int]:
+        """Ranks that are lost, or have left before round t; all of them if this rank has."""
+        gone = self.membership.gone_by(t)
+        return set(range(self.topology.size)) if self.rank in gone else gone | self.lost.keys()
+
+    def refuse(self, source: int, t: int) -> None:
+        """Fail, or go on without a neighbour, because it has sent numbers that are not finite."""
+        raise MessageError(self.rank, source, t)
+
+    def take_stock(self, t: int) -> None:
+        """Look at what is left of the network when a link is lost, or a rank leaves, somewhere."""
+
+    @contextmanager
+    def together(self, group: Group, t: int) -> Iterator[tuple[Total, list[int]]]:
+        """What sums over the ranks that are left, and who they are; all of them ask together after the same round t.
+
+        Where failures are raised it is a collective of all ranks, over their `group`.
+        """
+        yield partial(summed, group), list(range(self.topology.size))
+
+    def drain(self) -> None:
+        """Wait until all that was sent has left, or its receiver is gone; at most for the timeout. Raises nothing."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let the last messages leave, and end what runs in the background."""
+        self.drain()
+
+    def reopened(self, group: dist.ProcessGroup) -> Links:
+        """Links over a fresh group, with no message on its way."""
+        return self
+
+    def _arrived(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
+        """The whole messages under a tag by neighbour, once they are there."""
+        raise NotImplementedError
+
+    def _present(self, peers: list[list[int]], t: int) -> list[int]:
+        absent = self.absent(t)
+        return [peer for peer in peers[(t - 1) % len(peers)] if peer not in absent]
+
+    def _room(self, tag: int, t: int, length: int, dtype: torch.dtype) -> list[tuple[int, Tensor]]:
+        """Memory for the messages of round t under a tag, by neighbour; the same in all rounds."""
+        sources, pinned = self._present(self._sources, t), self._place.type != self.device.type
+        for key in [(tag, k) for k in range(len(sources)) if (tag, k) not in self._memory]:
+            self._memory[key] = torch.empty(length + self.tail, dtype=dtype, device=self._place, pin_memory=pinned)
+        return [(source, self._memory[tag, k]) for k, source in enumerate(sources)]
 
 
 def open_links(
-    group: Any,
-    own: Any,
+    group: Group,
+    own: dist.ProcessGroup,
     topology: Topology,
     device: torch.device,
     timeout: float,
     on_failure: OnFailure,
     quorum: float,
-) -> GlooLinks | NcclLinks:
-    """The links of this rank.
+) -> Links:
+    """Links over NCCL between GPUs where the user's group has it, else over klatsch's own gloo group."""
+    from klatsch.ranks.gloo import GlooLinks  # both kinds derive from Links
+    from klatsch.ranks.nccl import NcclLinks
 
-    Args:
-        group: the user's process group, or None for all ranks.
-        own: a gloo group of the same ranks, for klatsch alone.
-        topology: who talks to whom.
-        device: where the parameters are.
-        timeout: seconds that a neighbour may keep this rank waiting.
-        on_failure: "raise" or "continue".
-        quorum: the share of all ranks that must be left within reach to continue.
-
-    Raises:
-        ValueError: what is wanted is not possible with NCCL.
-    """
-    if device.type == "cuda" and uses_nccl(group):
-        if on_failure == "continue":
-            raise ValueError(
-                "on_failure = 'continue' is not possible over NCCL, whose communicator ends with its first failure; "
-                "use 'raise' with a Checkpointer, or init_process_group('gloo')"
-            )
-        return NcclLinks(group, topology, device, timeout)
-    return GlooLinks(own, topology, device, timeout, on_failure, quorum)
-
-
-def uses_nccl(group: Any) -> bool:
-    """Whether a process group moves CUDA tensors with NCCL."""
-    return "cuda:nccl" in dist.get_backend_config(group) or dist.get_backend(group) == "nccl"
+    has_nccl = "cuda:nccl" in dist.get_backend_config(group) or dist.get_backend(group) == "nccl"
+    if device.type != "cuda" or not has_nccl:
+        return GlooLinks(own, topology, device, timeout, on_failure, quorum)
+    if on_failure == "continue":
+        raise ValueError(
+            "on_failure = 'continue' is not possible over NCCL, whose communicator ends with its first failure; "
+            "use 'raise' with a Checkpointer, or init_process_group('gloo')"
+        )
+    return NcclLinks(group, topology, device, timeout)

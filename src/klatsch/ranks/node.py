@@ -1,59 +1,86 @@
-"""One rank's share of a network: its part of the rule's state, and the rounds that advance it.
+"""One node of a network: its part of the rule's state, and the rounds that advance it.
 
 The same `rule.update` as in simulation runs here, on slices of the vectors that stay in the cache: between two flows a
-rule is elementwise, so a slice needs nothing but itself. Where an exchange lies in the middle of a round, the update is
-run up to that call of `flow` to find what to send, and once more from the beginning when all has come.
+rule is elementwise, so a slice needs nothing but itself. Where a message depends on the gradient, the update runs up to
+that call of `flow` to find what to send, and once more from the beginning when all messages have come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from klatsch.channels.rehearsal import MOST_MESSAGES, plan
-from klatsch.ranks.rows import Heard, Weights
+from klatsch.channels.rehearsal import MOST_MESSAGES, Place, plan
+from klatsch.ranks.links import Links
 from klatsch.rules import Flow, Rule, State
-from klatsch.topology import Topology
+from klatsch.rules.base import each
+from klatsch.topology.matrix import Matrix, exact_weights, mapped
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # numbers per slice: a cache's worth, or enough to hide the launches
-
-PIECE = 1 << 30  # numbers of one product: a GPU's takes no more than twice as many
-
-OTHER_CALLS = "{} does not call flow in every round as in the first; neighbours must know what to wait for"
+PIECE = 1 << 30  # numbers in one dot product: a GPU's takes at most twice as many
 
 Block = slice | None  # a slice of the vectors, or all of them
 
 
-class Links(Protocol):
-    """How messages travel; see `links.GlooLinks`."""
-
-    tail: int
-
-    def absent(self, t: int) -> Collection[int]: ...
-    def refuse(self, source: int, t: int) -> None: ...
-    def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None: ...
-    def send(self, tag: int, t: int, message: Tensor) -> None: ...
-    def received(self, tag: int, t: int) -> list[tuple[int, Tensor]]: ...
-    def sent(self, tag: int, t: int) -> None: ...
-
-
 class Given(NamedTuple):
-    """What a round is given, for a slice of the vectors: the rule with its settings, the gradient, the rate."""
+    """What a round starts from, for a slice of the vectors."""
 
-    rule: Rule
+    rule: Rule  # with the settings of the round
     grad: Tensor
-    lr: Any
+    lr: object
+
+
+class Row(NamedTuple):
+    """One node's part of one gossip matrix, by node."""
+
+    links: dict[int, float]  # P_ij: its weights for the values that it hears
+    away: dict[int, float]  # P_ki: the weights that others have for its value
+
+
+class Heard(NamedTuple):
+    """One message of each neighbour, and the weights for them."""
+
+    parts: list[list[Tensor]]  # by neighbour: the tensors of its message
+    weights: list[float]  # P_ij by neighbour
+    away: float | None  # where columns sum to 1 instead of rows: what this node gives away of its own value
+
+    def pull(self, v: Tensor, others: list[Tensor], mixed: bool) -> Tensor:
+        """The flow sum_j P_ij (v_j - v_i), or v_i plus that; summed as differences, which keep equal values equal.
+
+        Where columns sum to 1 instead of rows (push-sum), what others take is what this node gives away: the flow is
+        sum_j P_ij v_j - sum_k P_ki v_i.
+        """
+        if self.away is not None:
+            result = v * (float(mixed) - self.away)
+            for weight, other in zip(self.weights, others, strict=True):
+                result.add_(other, alpha=weight)
+            return result
+        if not others:
+            return v if mixed else torch.zeros_like(v)
+        first = self.weights[0]
+        result = torch.lerp(v, others[0], first) if mixed else (others[0] - v).mul_(first)
+        for weight, other in zip(self.weights[1:], others[1:], strict=True):
+            result.add_(other - v, alpha=weight)
+        return result
+
+
+class Message:
+    """Tensors side by side in one piece of memory, so that they travel together, with room for news at the end."""
+
+    def __init__(self, shapes: Sequence[torch.Size], like: Tensor, tail: int) -> None:
+        self.whole = like.new_zeros(sum(shape.numel() for shape in shapes) + tail)
+        self.parts = _parts(self.whole, shapes)
 
 
 class _Reached(Exception):  # noqa: N818
     """The update has come to the call of `flow` that was looked for."""
 
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        self.tensors = tensors
+    def __init__(self, places: Iterable[tuple[Tensor, Place]]) -> None:
+        self.places = places
 
 
 class Node:
@@ -62,40 +89,29 @@ class Node:
     Args:
         rule: the update rule, as it runs on the topology.
         x: where it starts; any shape that ends in the parameter axis.
-        topology: who talks to whom.
-        rank: which node this is.
-        links: how messages travel.
+        links: who talks to whom, and how messages travel.
         channel: tells the messages of several nodes on the same links apart.
         guarded: refuse messages that are not finite.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        x: Tensor,
-        topology: Topology,
-        rank: int,
-        links: Links,
-        channel: int = 0,
-        guarded: bool = False,
-    ) -> None:
-        self.rule, self.links, self.rounds, self.dtype = rule, links, 0, x.dtype
-        self.plan = plan(rule, x)
-        self._weights = Weights(topology, rank, x.dtype, push=rule.push)
+    def __init__(self, rule: Rule, x: Tensor, links: Links, channel: int = 0, guarded: bool = False) -> None:
+        self.rule, self.links, self.rounds = rule, links, 0
+        self._plan = plan(rule, x)
+        topology = links.topology
+        self._by_rows = topology.row_stochastic and not rule.push
+        self._rows = mapped(topology.matrices, lambda P: _row(P, links.rank, x.dtype))
         self._speaks = topology.speaks
-        self._tag = channel * MOST_MESSAGES
-        self._blocks = _blocks(x)
+        self._first_tag = channel * MOST_MESSAGES
+        self._blocks, self._wide = _blocks(x), x.shape[-1]
         self._begun, self._guarded, self._calls = False, guarded, 0
-        early = self.plan.early
-        self._first_late = 1 if early else 0  # the first message that has to be computed in the round
-        # What travels early does so while the next state is computed, so its memory takes turns; the rest is
-        # overwritten.
-        memory = [Message(sent.shapes, x, links.tail) for sent in self.plan.messages]
-        self._turns = [memory[0], Message(self.plan.messages[0].shapes, x, links.tail)] if early else []
-        self._messages = memory[self._first_late :]
+        self._messages = [Message(sent.shapes, x, links.tail) for sent in self._plan.messages]
+        # What travels early does so while the next state is computed, so its memory takes turns with a spare one.
+        self._early = self._plan.early
+        self._spare = Message(self._plan.messages[0].shapes, x, links.tail) if self._early else None
         start = rule.init(x)
         self._fields = {name: v.clone() for name, v in start.items()}
-        self._fields |= dict(zip(early, self._turns[0].parts, strict=True)) if early else {}
+        if self._early:
+            self._fields |= dict(zip(self._early, self._messages[0].parts, strict=True))
         self._heard: dict[int, Heard] = {}
         self.load(start, 0)
 
@@ -105,7 +121,7 @@ class Node:
         return dict(self._fields)
 
     def load(self, fields: State, rounds: int) -> None:
-        """Go on from a state that was saved after so many rounds."""
+        """Go on from a state that was saved after some rounds."""
         for name, value in fields.items():
             self._fields[name].copy_(value)
         self.rounds, self._begun = rounds, False
@@ -114,10 +130,10 @@ class Node:
     def write(self, point: Callable[[State], Tensor], into: Tensor) -> None:
         """Write a point of the state into a vector, in the slices of a round: the same bits that a round computes."""
         for block in self._blocks:
-            _slice(into, block, self._wide).copy_(point(self._cut(block)))
+            self._part(block, into).copy_(point(self._cut(block)))
 
     def keep_also(self, rule: Rule) -> None:
-        """Keep what the same rule with other options needs beside, such as a momentum; it begins as at the start."""
+        """Keep what the same rule needs with other options, such as a momentum; it begins as at the start."""
         for name, value in rule.init(self.rule.query(self.state)).items():
             if name not in self._fields:
                 self._fields[name] = value.clone()
@@ -125,25 +141,23 @@ class Node:
     def exchange(self, given: Callable[[Block], Given]) -> None:
         """The first half of a round: send what is to be sent, and wait for what is to come.
 
-        Args:
-            given: returns what the round is given, for a slice.
-
-        Raises:
-            LinkError: a neighbour failed; the state is still that of the round before.
+        Where a neighbour fails, the state is still that of the round before.
         """
         t = self.rounds + 1
         if not self._begun:
             self._begin(t)
         self._heard = {}
-        for k in range(self._first_late, len(self.plan.messages)):
-            self._collect(t, self.plan.messages[k].needs)
-            self.links.sent(self._tag + k, t - 1)  # whose memory is used again
-            if self._speaks(t):  # else nobody waits for it
+        for k, sent in enumerate(self._plan.messages):
+            if sent.call is None:  # it has travelled early
+                continue
+            self._collect(t, sent.needs)
+            self.links.sent(self._first_tag + k, t - 1)  # its memory is used again
+            if self._speaks(t):  # otherwise nobody waits for it
                 self._compute_message(k, t, given)
-                self.links.send(self._tag + k, t, self._messages[k - self._first_late].whole)
-        self._collect(t, range(len(self.plan.messages)))
-        if self._turns:
-            self.links.sent(self._tag, t - 1)
+                self.links.send(self._first_tag + k, t, self._messages[k].whole)
+        self._collect(t, range(len(self._messages)))
+        if self._early:
+            self.links.sent(self._first_tag, t - 1)
 
     def advance(
         self,
@@ -151,133 +165,140 @@ class Node:
         arrived: Callable[[Block, State, Rule], None] | None = None,
         last: bool = False,
     ) -> None:
-        """The second half: compute the new state, and send what of the next round is known already.
+        """The second half: compute the new state, and send what is already known of the next round.
 
         Args:
             given: as in `exchange`.
-            arrived: is given every slice of the new state.
+            arrived: called with every slice of the new state.
             last: whether no round follows, so that no message of one is sent or waited for.
         """
-        t = self.rounds + 1
-        following = dict(self._fields)
-        if self._turns:
-            following |= dict(zip(self.plan.early, self._turns[1].parts, strict=True))
+        t, following = self.rounds + 1, dict(self._fields)
+        if self._spare is not None:
+            following |= dict(zip(self._early, self._spare.parts, strict=True))
         single: State = {}
         for block in self._blocks:
             (rule, grad, lr), old = given(block), self._cut(block)
             new = _apart(old, rule.update(old, grad, self._flow(block, old), t, lr))
-            if self._calls != len(self.plan.calls):
-                raise ValueError(OTHER_CALLS.format(self.rule.name))
+            if self._calls != len(self._plan.calls):
+                raise self._other_calls()
             for name, value in new.items():
                 place = following[name]
-                if self._is_wide(place):
-                    _slice(place, block, self._wide).copy_(value)
+                if block is None or place.shape[-1] == self._wide:
+                    self._part(block, place).copy_(value)
                 else:  # the same for all slices, and still read by the next ones
                     single[name] = value
             if arrived is not None:
                 arrived(block, new, rule)
         for name, value in single.items():
             following[name].copy_(value)
-        self._fields = following
-        self._turns.reverse()
-        self.rounds = t
+        self._fields, self.rounds = following, t
+        if self._spare is not None:
+            self._messages[0], self._spare = self._spare, self._messages[0]
         if not last:
             self._begin(t + 1)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _begin(self, t: int) -> None:
-        """Make ready for all messages of round t, and send those that need no gradient."""
-        for k, sent in enumerate(self.plan.messages):
-            self.links.expect(self._tag + k, t, sum(shape.numel() for shape in sent.shapes), self.dtype)
-        if self._turns:
-            self.links.send(self._tag, t, self._turns[0].whole)
+        """Get ready for all messages of round t, and send those that need no gradient."""
+        for k, message in enumerate(self._messages):
+            whole = message.whole
+            self.links.expect(self._first_tag + k, t, len(whole) - self.links.tail, whole.dtype)
+        if self._early:
+            self.links.send(self._first_tag, t, self._messages[0].whole)
         self._begun = True
 
     def _collect(self, t: int, messages: Iterable[int]) -> None:
         """Wait for some messages."""
         for k in messages:
-            if k not in self._heard:
-                vectors = self.links.received(self._tag + k, t)
-                if self._guarded:
-                    for source in [source for source, vector in vectors if not is_sound(vector)]:
-                        self.links.refuse(source, t)
-                absent = self.links.absent(t)
-                there = [(source, vector) for source, vector in vectors if source not in absent]
-                self._heard[k] = self._weights.heard(there, t, absent)
+            if k in self._heard:
+                continue
+            vectors = self.links.received(self._first_tag + k, t)
+            if self._guarded:
+                for source in [source for source, vector in vectors if not is_sound(vector)]:
+                    self.links.refuse(source, t)
+            # What this node would give to the value of a lost one it gives to its own, and rows still sum to 1; for
+            # push-sum it keeps what it would have passed on to the lost one, and columns still do.
+            absent, row = self.links.absent(t), self._rows[(t - 1) % len(self._rows)]
+            away = None if self._by_rows else sum(w for node, w in row.away.items() if node not in absent)
+            there = [(source, vector) for source, vector in vectors if source not in absent]
+            parts = [_parts(vector, self._plan.messages[k].shapes) for _, vector in there]
+            self._heard[k] = Heard(parts, [row.links[source] for source, _ in there], away)
 
     def _compute_message(self, k: int, t: int, given: Callable[[Block], Given]) -> None:
         """Run the update up to the call whose tensors message k carries, and keep them."""
-        sent, parts = self.plan.messages[k], self._messages[k - self._first_late].parts
-        places = self.plan.calls[sent.call or 0]
+        sent, parts = self._plan.messages[k], self._messages[k].parts
         for block in self._blocks:
             (rule, grad, lr), old = given(block), self._cut(block)
             try:
                 rule.update(old, grad, self._flow(block, old, stop=sent.call), t, lr)
             except _Reached as reached:
-                for tensor, place in zip(reached.tensors, places, strict=True):
+                for tensor, place in reached.places:
                     if place.message == k:
-                        _slice(parts[place.part], block, self._wide).copy_(tensor)
+                        self._part(block, parts[place.part]).copy_(tensor)
             else:
-                raise ValueError(OTHER_CALLS.format(self.rule.name))
+                raise self._other_calls()
         for part, name in zip(parts[len(parts) - len(sent.fields) :], sent.fields, strict=True):
             part.copy_(self._fields[name])
 
     def _flow(self, block: Block, old: State, stop: int | None = None) -> Flow:
-        """What the rule calls as `flow`, for one slice."""
+        """What the rule calls as `flow`, for one slice; it raises _Reached at the call `stop`."""
         self._calls = 0
 
         def exchanged(mixed: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
             c, self._calls = self._calls, self._calls + 1
-            if c >= len(self.plan.calls):
-                raise ValueError(OTHER_CALLS.format(self.rule.name))
+            if c >= len(self._plan.calls):
+                raise self._other_calls()
             if c == stop:
-                raise _Reached(tensors)
+                raise _Reached(zip(tensors, self._plan.calls[c], strict=True))
             results = []
-            for tensor, (k, place, field) in zip(tensors, self.plan.calls[c], strict=True):
+            for tensor, (k, part, field) in zip(tensors, self._plan.calls[c], strict=True):
                 if field is not None and tensor is not old[field]:
-                    raise ValueError(OTHER_CALLS.format(self.rule.name))
-                if k not in self._heard:  # needed by nothing before the stop
+                    raise self._other_calls()
+                if (heard := self._heard.get(k)) is None:  # nothing before the stop needs it
                     results.append(tensor)
-                    continue
-                shapes = self.plan.messages[k].shapes
-                begin, shape, heard = sum(s.numel() for s in shapes[:place]), shapes[place], self._heard[k]
-                pieces = [vector[begin : begin + shape.numel()].view(shape) for vector in heard.vectors]
-                others = [_slice(piece, block, self._wide) for piece in pieces]
-                results.append(heard.mixed(tensor, others) if mixed else heard.flow(tensor, others))
+                else:
+                    others = [self._part(block, theirs[part]) for theirs in heard.parts]
+                    results.append(heard.pull(tensor, others, mixed))
             return tuple(results)
 
         return Flow(partial(exchanged, False), partial(exchanged, True))
 
     def _cut(self, block: Block) -> State:
-        return {name: _slice(v, block, self._wide) for name, v in self._fields.items()}
+        return each(partial(self._part, block), self._fields)
 
-    @property
-    def _wide(self) -> int:
-        return self._blocks[-1].stop if self._blocks[-1] is not None else -1
+    def _part(self, block: Block, v: Tensor) -> Tensor:
+        return v if block is None or v.shape[-1] != self._wide else v[block]
 
-    def _is_wide(self, tensor: Tensor) -> bool:
-        return self._wide == -1 or tensor.shape[-1] == self._wide
-
-
-class Message:
-    """Tensors side by side in one piece of memory, so that they travel together, with room at the end."""
-
-    def __init__(self, shapes: Any, like: Tensor, tail: int) -> None:
-        sizes = [shape.numel() for shape in shapes]
-        self.whole = torch.zeros(sum(sizes) + tail, dtype=like.dtype, device=like.device)
-        *pieces, _ = torch.split(self.whole, [*sizes, tail])
-        self.parts = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    def _other_calls(self) -> ValueError:
+        return ValueError(
+            f"{self.rule.name} does not call flow in every round as in the first; neighbours must know what to wait for"
+        )
 
 
 def is_sound(v: Tensor) -> bool:
     """Whether all numbers of a vector are finite, and none is absurd: their squares must not overflow.
 
-    One product is 15 times as fast as asking every number whether it is finite.
+    One dot product is 15 times as fast as asking of every number whether it is finite.
     """
     v = v.float() if v.element_size() < 4 else v
-    pieces = torch.split(v, PIECE)
-    return bool(torch.isfinite(torch.stack([torch.dot(piece, piece) for piece in pieces]).sum()))
+    return bool(torch.isfinite(torch.stack([torch.dot(piece, piece) for piece in torch.split(v, PIECE)]).sum()))
+
+
+def _row(P: Matrix, rank: int, dtype: torch.dtype) -> Row:
+    links, _ = exact_weights(P, dtype)
+    row, column = links[[rank], :].tocoo(), links[:, [rank]].tocoo()
+    return Row(
+        dict(zip(row.coords[1].tolist(), row.data.tolist(), strict=True)),
+        dict(zip(column.coords[0].tolist(), column.data.tolist(), strict=True)),
+    )
+
+
+def _parts(vector: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The tensors that a message begins with."""
+    sizes = [shape.numel() for shape in shapes]
+    pieces = torch.split(vector[: sum(sizes)], sizes)
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _blocks(x: Tensor) -> list[Block]:
@@ -289,10 +310,6 @@ def _blocks(x: Tensor) -> list[Block]:
 
 
 def _apart(old: State, new: State) -> State:
-    """A new state, none of whose fields is the memory of another field of the old one, which is overwritten."""
+    """A new state in which no field is the memory of another field of the old one, which will be overwritten."""
     owners = {v.data_ptr(): name for name, v in old.items()}
     return {name: v.clone() if owners.get(v.data_ptr(), name) != name else v for name, v in new.items()}
-
-
-def _slice(v: Tensor, block: Block, wide: int) -> Tensor:
-    return v if block is None or v.shape[-1] != wide else v[block]

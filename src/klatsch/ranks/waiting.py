@@ -1,7 +1,7 @@
-"""Messages on their way over gloo, and the threads that wait for them.
+"""Waiting for messages over gloo, with a limit, and telling others about it.
 
-gloo can wait for a message, but it can neither be asked whether one has arrived nor given a time limit: a limit that
-passes closes the connections to all ranks. So a thread per neighbour waits, and the rank waits for the thread.
+gloo can wait for a message, but it can neither say whether one has arrived nor keep a time limit: when a limit passes,
+it closes the connections to all ranks. So a thread per neighbour waits for gloo, and the rank waits for the thread.
 """
 
 from __future__ import annotations
@@ -11,35 +11,44 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TypeAlias
 
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+Queue: TypeAlias = "queue.SimpleQueue[Transfer | None]"
 FOREVER = timedelta(days=3650)
-
-
-def reason(error: BaseException) -> str:
-    """What gloo says, without the place in its sources where it says so."""
-    text = (str(error).splitlines() or [type(error).__name__])[0]
-    return (text.partition(".cc:")[2].partition("] ")[2] or text).partition(". ")[0]
+ANSWER_WITHIN = 1.0  # seconds; a store whose host has stopped would never answer
 
 
 class Transfer:
-    """A message on its way."""
+    """A message on its way.
 
-    def __init__(self, post: Callable[[], Any], memory: Tensor) -> None:
-        self.memory = memory  # held until the message has arrived or left
+    Args:
+        peer: the neighbour.
+        incoming: whether it comes from there, or goes there.
+        memory: held until the message has arrived or left.
+        thread: the queue of the thread that waits for it if asked to.
+        post: starts it.
+    """
+
+    def __init__(
+        self, peer: int, incoming: bool, memory: Tensor, thread: Queue, post: Callable[[], dist.Work | None]
+    ) -> None:
+        self.peer, self.incoming, self.memory = peer, incoming, memory
         self.error: RuntimeError | None = None
-        self.waited_for = False  # whether a thread has it in hand
-        self._over = False
+        self.waited_for, self._over = False, False
+        self._thread = thread
         self._done: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        self._work: dist.Work | None = None
         try:
             self._work = post()
-        except RuntimeError as error:  # the connection is closed already; it shows when this is waited for
-            self._work, self.error = None, error
+        except RuntimeError as error:  # the connection is already closed, which whoever waits will see
+            self.error = error
 
     def finish(self) -> None:
-        """Wait for its end, however long that takes; in a thread of its own."""
+        """Wait for its end, however long that takes."""
         try:
             if self._work is not None:
                 self._work.wait(FOREVER)
@@ -47,18 +56,14 @@ class Transfer:
         except RuntimeError as error:
             self._done.put(error)
 
-    def over(self) -> bool:
-        """Whether it has ended well, as far as is known without waiting."""
-        return self.ended(0.0) and self.error is None
-
-    def give_up(self) -> None:
-        """Close all connections if a thread waits for it in vain."""
-        if self._work is not None and self.waited_for:
-            with suppress(RuntimeError):
-                self._work.wait(timedelta(milliseconds=1))
+    def finish_in_thread(self) -> None:
+        """Have its thread wait for the end, unless it does so already."""
+        if not self.waited_for:
+            self.waited_for = True
+            self._thread.put(self)
 
     def ended(self, seconds: float) -> bool:
-        """Whether it has ended within so many seconds; `error` then says how."""
+        """Whether it ends within some seconds; `error` then says how."""
         if not self._over:
             try:
                 self.error = self._done.get(timeout=max(seconds, 0.0))
@@ -67,28 +72,28 @@ class Transfer:
             self._work, self._over = None, True
         return True
 
+    def give_up(self) -> None:
+        """Close all connections if a thread waits for it in vain."""
+        if self._work is not None and self.waited_for:
+            with suppress(RuntimeError):
+                self._work.wait(timedelta(milliseconds=1))
 
-class Waiters:
-    """A thread for each neighbour and direction."""
+
+class Threads:
+    """A thread for each neighbour and direction, which waits for transfers."""
 
     def __init__(self) -> None:
-        self._threads: dict[tuple[int, str], tuple[queue.SimpleQueue[Transfer | None], threading.Thread]] = {}
+        self._threads: dict[tuple[int, bool], tuple[Queue, threading.Thread]] = {}
 
-    def take(self, peer: int, side: str, transfer: Transfer) -> None:
-        """Have a thread wait for a transfer."""
-        if not transfer.waited_for:
-            transfer.waited_for = True
-            self.ready(peer, side).put(transfer)
-
-    def ready(self, peer: int, side: str) -> queue.SimpleQueue[Transfer | None]:
-        """Start the thread of a neighbour, if it is not there yet; what is put into its queue it waits for."""
-        if (peer, side) not in self._threads:
-            waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-            name = f"klatsch {side} {peer}"
+    def queue(self, peer: int, incoming: bool) -> Queue:
+        """What the thread of a neighbour waits for; it starts here unless it runs already."""
+        if (peer, incoming) not in self._threads:
+            waiting: Queue = queue.SimpleQueue()
+            name = f"klatsch {'source' if incoming else 'target'} {peer}"
             thread = threading.Thread(target=_finish_all, args=(waiting,), name=name, daemon=True)
-            self._threads[peer, side] = waiting, thread
+            self._threads[peer, incoming] = waiting, thread
             thread.start()
-        return self._threads[peer, side][0]
+        return self._threads[peer, incoming][0]
 
     def end(self) -> None:
         """End the threads that have nothing to wait for."""
@@ -98,6 +103,52 @@ class Waiters:
         self._threads.clear()
 
 
-def _finish_all(waiting: queue.SimpleQueue[Transfer | None]) -> None:
+def _finish_all(waiting: Queue) -> None:
     while (transfer := waiting.get()) is not None:
         transfer.finish()
+
+
+class Notes:
+    """Who is waiting: a rank that waits long says so, and its neighbours do not blame it for being late.
+
+    When one rank stops, its neighbours wait for it, and theirs wait for them. All run out of patience at about the same
+    time, and without notes the network would fall apart. They go through the process group's store: the only use of
+    anything central, and only while something is wrong. Where the store does not answer, there are no notes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank, self._count = dist.get_rank(group), 0
+        self._read: dict[int, bytes] = {}
+        self._store: Store | None = None
+        with suppress(AttributeError, RuntimeError, ValueError):
+            store = dist.distributed_c10d._get_default_store()
+            self._store = PrefixStore(f"klatsch/{group.group_name}", store)
+
+    def waiting(self) -> None:
+        """Say that this rank is alive and waits for another one."""
+        self._count += 1
+        text = str(self._count)
+        self._ask(lambda store: store.set(str(self._rank), text))
+
+    def is_waiting(self, peer: int) -> bool:
+        """Whether a neighbour has said since the last question that it waits itself."""
+        key = str(peer)
+        found = self._ask(lambda store: store.get(key) if store.check([key]) else None)
+        if not found or found == self._read.get(peer):
+            return False
+        self._read[peer] = found
+        return True
+
+    def _ask(self, question: Callable[[Store], bytes | None]) -> bytes | None:
+        if (store := self._store) is None:
+            return None
+        answer: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+
+        def ask() -> None:
+            with suppress(RuntimeError, ValueError):
+                answer.put(question(store))
+
+        threading.Thread(target=ask, name="klatsch notes", daemon=True).start()
+        with suppress(queue.Empty):
+            return answer.get(timeout=ANSWER_WITHIN)
+        return None

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from klatsch import own
 from klatsch.ranks.agreement import broadcast
-from klatsch.ranks.waiting import reason
+from klatsch.ranks.failures import reason
 from klatsch.study.batches import Batch, Finished, finished, parts
 from klatsch.study.cases import Case
 from klatsch.study.rank_runs import simulate_on_ranks

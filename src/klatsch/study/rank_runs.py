@@ -75,7 +75,7 @@ def simulate_on_ranks(
     local, rates = placed(rule, dtype, where), Rates(rule, steps, C, dtype, where)
     x = torch.as_tensor(here.start()).to(where, dtype).expand(C, problem.dim).contiguous()
     links = GlooLinks(group, topology, where, timeout, "raise")
-    node = Node(local, x, topology, rank, links)
+    node = Node(local, x, links)
     rows: list[dict[str, Tensor]] = []
     diverged = torch.zeros(C, dtype=torch.bool)
     watched: Any = Watched(local)
