@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor
 from klatsch.ranks.agreement import Group
 from klatsch.ranks.failures import LinkError, MessageError, QuorumError, reason, shown
 from klatsch.ranks.links import Links, OnFailure, Total
-from klatsch.ranks.waiting import Notes, Threads, Transfer
+from klatsch.ranks.waiting import Notes, Transfer, Waiter
 from klatsch.topology import Topology
 
 MOST_PATIENCE = 4  # timeouts that a neighbour gets if it says that it waits itself
@@ -26,11 +25,10 @@ NEWS, UP, DOWN = range(3)
 
 
 class GlooLinks(Links):
-    """The links of one rank over gloo; vectors on a GPU travel through pinned memory.
+    """The links of one rank over a gloo group that nobody else uses; vectors on a GPU travel through pinned memory.
 
-    Args beyond those of `Links`:
-        on_failure: "raise", or "continue" without the neighbour.
-        quorum: the share of all ranks that must be left within reach to continue.
+    With on_failure="continue" it goes on without neighbours that fail, while `quorum`, a share of all ranks, is within
+    reach.
     """
 
     def __init__(
@@ -51,12 +49,13 @@ class GlooLinks(Links):
         self._arriving: dict[int, list[Transfer]] = {}
         self._leaving: dict[tuple[int, int], list[Transfer]] = {}
         self._abandoned: list[Transfer] = []  # with neighbours that are lost; gloo may still work on them
-        self._notes, self._threads = Notes(group), Threads()
+        self._notes = Notes(group)
+        self._waiters: dict[tuple[int, bool], Waiter] = {}
         self._failure: LinkError | QuorumError | None = None
         self._apart = False  # whether a warning has said that the network is no longer connected
 
-    def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None:
-        room = self._room(tag, t, length, dtype)
+    def expect(self, tag: int, t: int, like: Tensor) -> None:
+        room = self._room(tag, t, like)
         self._arriving[tag] = [self._post(dist.irecv, memory, source, tag) for source, memory in room]
 
     def send(self, tag: int, t: int, message: Tensor) -> None:
@@ -106,21 +105,9 @@ class GlooLinks(Links):
         if self.survives:
             survivors = Survivors(self, t)
             yield survivors.summed, survivors.ranks
-            return
-        over = threading.Event()  # until then the neighbours are told that this rank waits
-
-        def tell() -> None:
-            while not over.wait(self.timeout / 8):
-                self._notes.waiting()
-
-        thread = threading.Thread(target=tell, name="klatsch excuse", daemon=True)
-        thread.start()
-        try:
-            with super().together(group, t) as all_of_them:
-                yield all_of_them
-        finally:
-            over.set()
-            thread.join()
+        else:
+            with self._notes.excuse(every=self.timeout / 8), super().together(group, t) as everyone:
+                yield everyone
 
     def swap(self, tag: int, t: int, message: Tensor, sources: Sequence[int], targets: Sequence[int]) -> list[Tensor]:
         """Send a vector on the CPU to some neighbours after round t; returns what came from others, of the same shape.
@@ -135,8 +122,7 @@ class GlooLinks(Links):
     def drain(self) -> None:
         deadline = time.monotonic() + self.timeout
         leaving = [*chain(*self._leaving.values())]
-        for transfer in leaving:
-            transfer.finish_in_thread()
+        self._take(leaving)
         for transfer in leaving:  # those that do not end stay, and their memory is not used again
             transfer.ended(deadline - time.monotonic())
 
@@ -150,7 +136,8 @@ class GlooLinks(Links):
             self.drain()
         for transfer in (*self._abandoned, *chain(*self._leaving.values())):
             transfer.give_up()
-        self._threads.end()
+        for waiter in self._waiters.values():
+            waiter.end()
 
     def reopened(self, group: dist.ProcessGroup) -> GlooLinks:
         links = GlooLinks(group, self.topology, self.device, self.timeout, self.on_failure, self.quorum)
@@ -167,9 +154,13 @@ class GlooLinks(Links):
 
     def _post(self, move: Callable[..., dist.Work | None], memory: Tensor, peer: int, tag: int) -> Transfer:
         incoming = move is dist.irecv
-        thread = self._threads.queue(peer, incoming)  # started now: at the end, some Pythons start no more threads
-        post = partial(move, memory, self._global[peer], group=self.group, tag=tag)
-        return Transfer(peer, incoming, memory, thread, post)
+        if (peer, incoming) not in self._waiters:  # not only when needed: at the end, some Pythons start no threads
+            self._waiters[peer, incoming] = Waiter(f"klatsch {'source' if incoming else 'target'} {peer}")
+        return Transfer(peer, incoming, memory, partial(move, memory, self._global[peer], group=self.group, tag=tag))
+
+    def _take(self, transfers: list[Transfer]) -> None:
+        for transfer in transfers:
+            self._waiters[transfer.peer, transfer.incoming].take(transfer)
 
     def _wait(self, transfers: list[Transfer], t: int) -> None:
         if self._failure is not None:
@@ -181,8 +172,7 @@ class GlooLinks(Links):
     def _settle(self, transfers: list[Transfer], t: int, must_answer: bool = False) -> None:
         """Wait for messages to come or go, and lose neighbours that fail or, unless they must answer, are late."""
         began = time.monotonic()
-        for transfer in transfers:
-            transfer.finish_in_thread()
+        self._take(transfers)
         for transfer in transfers:
             in_time, peer = self._in_time(transfer, began), transfer.peer
             if not in_time:

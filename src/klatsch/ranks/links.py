@@ -21,17 +21,11 @@ Total = Callable[[Tensor], Tensor]  # sums a vector over ranks
 
 
 class Links:
-    """One rank's links to its neighbours.
+    """One rank's links to its neighbours, over a process group with one rank per node.
 
     Every message of a round has its own tag; messages with one tag between two ranks arrive in the order in which they
     were sent. Receives of a round are posted (`expect`) before anything of it is sent, and only `received` and `sent`
-    block, so no order of ranks can lock up.
-
-    Args:
-        group: a process group with one rank per node; gloo's must be for these links alone.
-        topology: who talks to whom.
-        device: where the vectors live.
-        timeout: seconds that a neighbour may keep this rank waiting.
+    block, so no order of ranks can lock up. A neighbour may keep this rank waiting for `timeout` seconds.
     """
 
     survives = False  # whether this rank goes on without neighbours that fail
@@ -50,8 +44,8 @@ class Links:
         self._memory: dict[tuple[int, int], Tensor] = {}
         self._place = device  # of that memory, which is pinned where this is not the device
 
-    def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None:
-        """Get ready for what the neighbours send in round t under a tag."""
+    def expect(self, tag: int, t: int, like: Tensor) -> None:
+        """Get ready for what the neighbours send in round t under a tag: vectors like the one that this rank sends."""
         raise NotImplementedError
 
     def send(self, tag: int, t: int, message: Tensor) -> None:
@@ -112,11 +106,11 @@ class Links:
         absent = self.absent(t)
         return [peer for peer in peers[(t - 1) % len(peers)] if peer not in absent]
 
-    def _room(self, tag: int, t: int, length: int, dtype: torch.dtype) -> list[tuple[int, Tensor]]:
+    def _room(self, tag: int, t: int, like: Tensor) -> list[tuple[int, Tensor]]:
         """Memory for the messages of round t under a tag, by neighbour; the same in all rounds."""
         sources, pinned = self._present(self._sources, t), self._place.type != self.device.type
         for key in [(tag, k) for k in range(len(sources)) if (tag, k) not in self._memory]:
-            self._memory[key] = torch.empty(length + self.tail, dtype=dtype, device=self._place, pin_memory=pinned)
+            self._memory[key] = torch.empty(like.shape, dtype=like.dtype, device=self._place, pin_memory=pinned)
         return [(source, self._memory[tag, k]) for k, source in enumerate(sources)]
 
 

@@ -30,8 +30,8 @@ class NcclLinks(Links):
         # The first operation makes the communicator, and all ranks must take part in it; not all do in every round.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def expect(self, tag: int, t: int, length: int, dtype: torch.dtype) -> None:
-        self._incoming[tag] = self._room(tag, t, length, dtype)  # posted in one batch with the sends
+    def expect(self, tag: int, t: int, like: Tensor) -> None:
+        self._incoming[tag] = self._room(tag, t, like)  # posted in one batch with the sends
 
     def send(self, tag: int, t: int, message: Tensor) -> None:
         targets = self._present(self._targets, t)

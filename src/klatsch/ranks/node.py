@@ -34,6 +34,10 @@ class Given(NamedTuple):
     lr: object
 
 
+Inputs = Callable[[Block], Given]
+Receiver = Callable[[Block, State, Rule], None]  # is called with a slice of the new state and the rule of the round
+
+
 class Row(NamedTuple):
     """One node's part of one gossip matrix, by node."""
 
@@ -84,23 +88,17 @@ class _Reached(Exception):  # noqa: N818
 
 
 class Node:
-    """One rank's share of a network.
+    """One rank's share of a network: a rule that starts at x, of any shape that ends in the parameter axis.
 
-    Args:
-        rule: the update rule, as it runs on the topology.
-        x: where it starts; any shape that ends in the parameter axis.
-        links: who talks to whom, and how messages travel.
-        channel: tells the messages of several nodes on the same links apart.
-        guarded: refuse messages that are not finite.
+    The channel tells the messages of several nodes on the same links apart. A guarded node refuses messages that are
+    not finite.
     """
 
     def __init__(self, rule: Rule, x: Tensor, links: Links, channel: int = 0, guarded: bool = False) -> None:
         self.rule, self.links, self.rounds = rule, links, 0
         self._plan = plan(rule, x)
-        topology = links.topology
-        self._by_rows = topology.row_stochastic and not rule.push
-        self._rows = mapped(topology.matrices, lambda P: _row(P, links.rank, x.dtype))
-        self._speaks = topology.speaks
+        self._by_rows = links.topology.row_stochastic and not rule.push
+        self._rows = mapped(links.topology.matrices, lambda P: _row(P, links.rank, x.dtype))
         self._first_tag = channel * MOST_MESSAGES
         self._blocks, self._wide = _blocks(x), x.shape[-1]
         self._begun, self._guarded, self._calls = False, guarded, 0
@@ -138,7 +136,7 @@ class Node:
             if name not in self._fields:
                 self._fields[name] = value.clone()
 
-    def exchange(self, given: Callable[[Block], Given]) -> None:
+    def exchange(self, given: Inputs) -> None:
         """The first half of a round: send what is to be sent, and wait for what is to come.
 
         Where a neighbour fails, the state is still that of the round before.
@@ -152,25 +150,17 @@ class Node:
                 continue
             self._collect(t, sent.needs)
             self.links.sent(self._first_tag + k, t - 1)  # its memory is used again
-            if self._speaks(t):  # otherwise nobody waits for it
+            if self.links.topology.speaks(t):  # otherwise nobody waits for it
                 self._compute_message(k, t, given)
                 self.links.send(self._first_tag + k, t, self._messages[k].whole)
         self._collect(t, range(len(self._messages)))
         if self._early:
             self.links.sent(self._first_tag, t - 1)
 
-    def advance(
-        self,
-        given: Callable[[Block], Given],
-        arrived: Callable[[Block, State, Rule], None] | None = None,
-        last: bool = False,
-    ) -> None:
-        """The second half: compute the new state, and send what is already known of the next round.
+    def advance(self, given: Inputs, arrived: Receiver | None = None, last: bool = False) -> None:
+        """The second half: compute the new state, hand every slice of it to `arrived`, and begin the next round.
 
-        Args:
-            given: as in `exchange`.
-            arrived: called with every slice of the new state.
-            last: whether no round follows, so that no message of one is sent or waited for.
+        After the `last` round no message is sent or waited for.
         """
         t, following = self.rounds + 1, dict(self._fields)
         if self._spare is not None:
@@ -202,8 +192,7 @@ class Node:
     def _begin(self, t: int) -> None:
         """Get ready for all messages of round t, and send those that need no gradient."""
         for k, message in enumerate(self._messages):
-            whole = message.whole
-            self.links.expect(self._first_tag + k, t, len(whole) - self.links.tail, whole.dtype)
+            self.links.expect(self._first_tag + k, t, message.whole)
         if self._early:
             self.links.send(self._first_tag, t, self._messages[0].whole)
         self._begun = True
@@ -225,7 +214,7 @@ class Node:
             parts = [_parts(vector, self._plan.messages[k].shapes) for _, vector in there]
             self._heard[k] = Heard(parts, [row.links[source] for source, _ in there], away)
 
-    def _compute_message(self, k: int, t: int, given: Callable[[Block], Given]) -> None:
+    def _compute_message(self, k: int, t: int, given: Inputs) -> None:
         """Run the update up to the call whose tensors message k carries, and keep them."""
         sent, parts = self._plan.messages[k], self._messages[k].parts
         for block in self._blocks:

@@ -8,38 +8,26 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-Queue: TypeAlias = "queue.SimpleQueue[Transfer | None]"
 FOREVER = timedelta(days=3650)
 ANSWER_WITHIN = 1.0  # seconds; a store whose host has stopped would never answer
 
 
 class Transfer:
-    """A message on its way.
+    """A message on its way from or to a neighbour; `post` starts it."""
 
-    Args:
-        peer: the neighbour.
-        incoming: whether it comes from there, or goes there.
-        memory: held until the message has arrived or left.
-        thread: the queue of the thread that waits for it if asked to.
-        post: starts it.
-    """
-
-    def __init__(
-        self, peer: int, incoming: bool, memory: Tensor, thread: Queue, post: Callable[[], dist.Work | None]
-    ) -> None:
-        self.peer, self.incoming, self.memory = peer, incoming, memory
+    def __init__(self, peer: int, incoming: bool, memory: Tensor, post: Callable[[], dist.Work | None]) -> None:
+        self.peer, self.incoming = peer, incoming
+        self.memory = memory  # held until the message has arrived or left
         self.error: RuntimeError | None = None
-        self.waited_for, self._over = False, False
-        self._thread = thread
+        self.waited_for, self._over = False, False  # waited_for: by a thread
         self._done: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
         self._work: dist.Work | None = None
         try:
@@ -55,12 +43,6 @@ class Transfer:
             self._done.put(self.error)
         except RuntimeError as error:
             self._done.put(error)
-
-    def finish_in_thread(self) -> None:
-        """Have its thread wait for the end, unless it does so already."""
-        if not self.waited_for:
-            self.waited_for = True
-            self._thread.put(self)
 
     def ended(self, seconds: float) -> bool:
         """Whether it ends within some seconds; `error` then says how."""
@@ -79,33 +61,28 @@ class Transfer:
                 self._work.wait(timedelta(milliseconds=1))
 
 
-class Threads:
-    """A thread for each neighbour and direction, which waits for transfers."""
+class Waiter(threading.Thread):
+    """A thread that waits for the messages of one neighbour in one direction."""
 
-    def __init__(self) -> None:
-        self._threads: dict[tuple[int, bool], tuple[Queue, threading.Thread]] = {}
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._transfers: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        self.start()
 
-    def queue(self, peer: int, incoming: bool) -> Queue:
-        """What the thread of a neighbour waits for; it starts here unless it runs already."""
-        if (peer, incoming) not in self._threads:
-            waiting: Queue = queue.SimpleQueue()
-            name = f"klatsch {'source' if incoming else 'target'} {peer}"
-            thread = threading.Thread(target=_finish_all, args=(waiting,), name=name, daemon=True)
-            self._threads[peer, incoming] = waiting, thread
-            thread.start()
-        return self._threads[peer, incoming][0]
+    def run(self) -> None:
+        while (transfer := self._transfers.get()) is not None:
+            transfer.finish()
+
+    def take(self, transfer: Transfer) -> None:
+        """Wait for a transfer, unless that was asked before."""
+        if not transfer.waited_for:
+            transfer.waited_for = True
+            self._transfers.put(transfer)
 
     def end(self) -> None:
-        """End the threads that have nothing to wait for."""
-        for waiting, thread in self._threads.values():
-            waiting.put(None)
-            thread.join(1.0)
-        self._threads.clear()
-
-
-def _finish_all(waiting: Queue) -> None:
-    while (transfer := waiting.get()) is not None:
-        transfer.finish()
+        """End, unless it waits for something that does not come."""
+        self._transfers.put(None)
+        self.join(1.0)
 
 
 class Notes:
@@ -129,6 +106,23 @@ class Notes:
         self._count += 1
         text = str(self._count)
         self._ask(lambda store: store.set(str(self._rank), text))
+
+    @contextmanager
+    def excuse(self, every: float) -> Iterator[None]:
+        """Say so again and again, in intervals of some seconds, while this rank waits in a collective."""
+        over = threading.Event()
+
+        def tell() -> None:
+            while not over.wait(every):
+                self.waiting()
+
+        thread = threading.Thread(target=tell, name="klatsch excuse", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def is_waiting(self, peer: int) -> bool:
         """Whether a neighbour has said since the last question that it waits itself."""
