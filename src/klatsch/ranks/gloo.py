@@ -1,4 +1,4 @@
-"""Links over gloo: posted early, waited for late, and never waited for longer than agreed."""
+"""Links over gloo: messages are posted early and waited for late, and never for longer than agreed."""
 
 from __future__ import annotations
 
