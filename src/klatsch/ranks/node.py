@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from klatsch.channels.rehearsal import MOST_MESSAGES, Place, plan
+from klatsch.columns import Number
 from klatsch.ranks.links import Links
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import each
@@ -31,7 +32,7 @@ class Given(NamedTuple):
 
     rule: Rule  # with the settings of the round
     grad: Tensor
-    lr: object
+    lr: Number
 
 
 Inputs = Callable[[Block], Given]
