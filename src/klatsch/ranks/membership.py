@@ -96,7 +96,7 @@ class Membership:
     def out_of_reach(self) -> list[list[int]]:
         """Ranks that may train on without this one, in groups that still hear each other.
 
-        A single rank counts only if nobody has lost it, and it does not leave: the others have left it behind.
+        A single rank counts only if no link to it is lost and it does not leave; otherwise it is taken to be gone.
         """
         ended = {node for pair, k in self._number.items() if self._lost[k] for node in pair} | {*self._leavers()}
         return [g for g in self._groups() if self.rank not in g and (len(g) > 1 or not ended.intersection(g))]
