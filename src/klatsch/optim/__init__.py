@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from klatsch import rules
-from klatsch.optim.average import average_
 from klatsch.optim.batchnorm import recalibrate
+from klatsch.optim.buffers import average_
 from klatsch.optim.checkpointer import Checkpointer
 from klatsch.optim.gossip import Gossip
 from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError

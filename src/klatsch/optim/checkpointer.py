@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from klatsch import sealed
 from klatsch.arguments import whole
-from klatsch.optim.checks import settings_of
 from klatsch.optim.gossip import Gossip
+from klatsch.optim.groups import settings_of
 from klatsch.optim.plain import generators, packed, set_generators, unpacked
 from klatsch.ranks.agreement import gathered
 from klatsch.ranks.failures import NonFiniteError, who

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from klatsch import topology as topologies
-from klatsch.optim import checks, saved
-from klatsch.optim.checks import OnNonFinite
+from klatsch.optim import groups as checks
+from klatsch.optim import state as saved
 from klatsch.optim.flat import Flat, by_dtype
+from klatsch.optim.groups import OnNonFinite
 from klatsch.optim.points import Points
 from klatsch.optim.share import Share
 from klatsch.optim.watch import Watch
