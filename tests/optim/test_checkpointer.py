@@ -12,7 +12,7 @@ from torch import nn
 import klatsch
 from klatsch import sealed
 from klatsch.optim.checkpointer import FORMAT
-from klatsch.optim.plain import packed, unpacked
+from klatsch.optim.state import packed, unpacked
 from klatsch.ranks.membership import lag
 
 SCRIPT = Path(__file__).parents[1] / "support" / "rank_training.py"

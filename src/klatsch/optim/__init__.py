@@ -2,7 +2,7 @@
 
     optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, topology="ring", momentum=0.9)
 
-Each is `Gossip` with a rule. They share the keywords of `Gossip`: group, weight_decay, timeout, on_failure, quorum,
+Each is `Gossip` with a rule, and takes its keywords, too: group, weight_decay, timeout, on_failure, quorum,
 on_nonfinite, start_equal, any_graph.
 """
 
@@ -10,31 +10,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.optim.optimizer import ParamsT
+
 from klatsch import rules
-from klatsch.optim.batchnorm import recalibrate
-from klatsch.optim.buffers import average_
+from klatsch.optim.buffers import average_, recalibrate
 from klatsch.optim.checkpointer import Checkpointer
 from klatsch.optim.gossip import Gossip
 from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError
+from klatsch.rules.averaging import Averaging
+from klatsch.rules.base import LearningRate as Rate
 from klatsch.topology import Topology
 
-__all__ = [
-    "D2",
-    "DATD2",
-    "DATSGD",
-    "DSGD",
-    "Checkpointer",
-    "Gossip",
-    "GradientTracking",
-    "LinkError",
-    "NonFiniteError",
-    "QuorumError",
-    "average_",
-    "recalibrate",
-]
+__all__ = ["D2", "DATD2", "DATSGD", "DSGD", "Checkpointer", "Gossip", "GradientTracking", "LinkError"]
+__all__ += ["NonFiniteError", "QuorumError", "average_", "recalibrate"]
 
-# Networks are no convex problem: x must forget where it was long ago. The paper's choice for them (Section 5.2).
-AVERAGING = "fixed(0.9)"
+Graph = Topology | str
+# Networks are not convex: x must forget where it was long ago. The paper's choice for them (Section 5.2).
+FORGETFUL = "fixed(0.9)"
 
 
 class DATSGD(Gossip):
@@ -42,7 +34,7 @@ class DATSGD(Gossip):
 
     The averaging is a momentum: with fixed(gamma), one machine alone takes exactly the steps of
     torch.optim.SGD(lr=(1 - gamma) * lr, momentum=gamma). So from SGD with lr=0.1 and momentum=0.9 go to lr=1.0 and the
-    default fixed(0.9), without a momentum of its own; both together smooth twice, and need smaller steps.
+    default fixed(0.9), without another momentum; both together smooth twice, and need smaller steps.
 
     Args:
         params: parameters, or groups of them.
@@ -59,11 +51,11 @@ class DATSGD(Gossip):
 
     def __init__(
         self,
-        params: Any,
-        lr: Any,
-        topology: Topology | str = "ring",
+        params: ParamsT,
+        lr: Rate,
+        topology: Graph = "ring",
         *,
-        averaging: Any = AVERAGING,
+        averaging: str | Averaging = FORGETFUL,
         order: str = "atc",
         momentum: float = 0.0,
         beta: float = 1.0,
@@ -77,9 +69,9 @@ class DSGD(Gossip):
 
     def __init__(
         self,
-        params: Any,
-        lr: Any,
-        topology: Topology | str = "ring",
+        params: ParamsT,
+        lr: Rate,
+        topology: Graph = "ring",
         *,
         momentum: float = 0.0,
         order: str = "atc",
@@ -92,7 +84,7 @@ class D2(Gossip):
     """D2, for data that differ between ranks, on every static symmetric graph; see `rules.Corrected`."""
 
     def __init__(
-        self, params: Any, lr: Any, topology: Topology | str = "ring", *, momentum: float = 0.0, **rest: Any
+        self, params: ParamsT, lr: Rate, topology: Graph = "ring", *, momentum: float = 0.0, **rest: Any
     ) -> None:
         super().__init__(params, rules.d2(lr, momentum), topology, **rest)
 
@@ -101,7 +93,7 @@ class GradientTracking(Gossip):
     """Gradient tracking, for data that differ between ranks; see `rules.Tracked`."""
 
     def __init__(
-        self, params: Any, lr: Any, topology: Topology | str = "ring", *, momentum: float = 0.0, **rest: Any
+        self, params: ParamsT, lr: Rate, topology: Graph = "ring", *, momentum: float = 0.0, **rest: Any
     ) -> None:
         super().__init__(params, rules.gt(lr, momentum), topology, **rest)
 
@@ -111,11 +103,11 @@ class DATD2(Gossip):
 
     def __init__(
         self,
-        params: Any,
-        lr: Any,
-        topology: Topology | str = "ring",
+        params: ParamsT,
+        lr: Rate,
+        topology: Graph = "ring",
         *,
-        averaging: Any = AVERAGING,
+        averaging: str | Averaging = FORGETFUL,
         momentum: float = 0.0,
         beta: float = 1.0,
         **rest: Any,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from klatsch.optim.gossip import Gossip
+from klatsch.optim.points import normed
 from klatsch.ranks.agreement import agree, members, summed
 from klatsch.ranks.failures import reason
 
 
 @torch.no_grad()
-def average_(model: nn.Module, *, parameters: bool = False, group: Any = None) -> nn.Module:
+def average_(model: nn.Module, *, parameters: bool = False, group: ProcessGroup | None = None) -> nn.Module:
     """Average the floating-point buffers of a model over all ranks, in place; all ranks must call it together.
 
     BatchNorm's running statistics follow each rank's own data, and an optimizer does not see them. Call this before
@@ -32,48 +34,86 @@ def average_(model: nn.Module, *, parameters: bool = False, group: Any = None) -
 
     Returns:
         The model.
-
-    Raises:
-        ValueError: the ranks do not have the same buffers.
-        RuntimeError: a rank does not answer.
     """
-    trainers = [each for each in Gossip.living if any(map(each.owns, model.parameters()))]
+    tensors = [v for v in (*model.buffers(), *(model.parameters() if parameters else ())) if v.is_floating_point()]
+    trainers = _trainers(model)
     with ExitStack() as stack:
-        for each in trainers if parameters else []:
-            stack.enter_context(each.merging())
-        _average(model, trainers[0] if trainers else None, parameters, group)
+        for trainer in trainers if parameters else ():
+            stack.enter_context(trainer.merging())
+        mean = _mean(tensors, trainers, group)
+        for tensor, values in zip(tensors, torch.split(mean, [v.numel() for v in tensors]), strict=True):
+            tensor.copy_(values.view_as(tensor))
     return model
 
 
-def _average(model: nn.Module, trainer: Gossip | None, parameters: bool, group: Any) -> None:
-    tensors = [b for b in model.buffers() if b.is_floating_point()]
-    if parameters:
-        tensors += [p for p in model.parameters() if p.is_floating_point()]
-    kinds = str([[str(v.dtype), list(v.shape)] for v in tensors])
-    flat = torch.cat([torch.zeros(0, dtype=torch.float64), *(v.detach().double().cpu().reshape(-1) for v in tensors)])
-    if trainer is not None and trainer.survives and group is trainer.process_group:
-        with trainer.together("average_") as (total, ranks):
-            _agree_among(total, len(ranks), kinds)
-            mean = total(flat) / len(ranks)
-    else:
-        size = len(members(group))
+@torch.no_grad()
+def recalibrate(model: nn.Module, batches: Iterable[object]) -> nn.Module:
+    """Gather the running statistics of a model anew, as means over some batches, at x.
+
+    BatchNorm's statistics belong to the point at which they were gathered. Where an optimizer trains at another point
+    than x (`beta` below 1), call this before evaluating or saving. If the model is in training, it holds x meanwhile.
+    As torch.optim.swa_utils.update_bn, but only what keeps statistics is in training mode: dropout stays out of them.
+    Every rank gathers its own; `klatsch.average_(model)` averages them.
+
+    Args:
+        model: the model.
+        batches: inputs of the model, or tuples and lists whose first element they are, as a DataLoader yields.
+
+    Returns:
+        The model, with modes and momenta as before; after an error, also with its old statistics.
+    """
+    layers = list(normed(model).values())
+    if not layers:
+        return model
+    first = next(model.parameters(), None)
+    modes, momenta = [(m, m.training) for m in model.modules()], [(m, m.momentum) for m in layers]
+    statistics = [(buffer, buffer.clone()) for m in layers for buffer in m.buffers(recurse=False)]
+    with ExitStack() as stack:
+        for optimizer in _trainers(model):
+            optimizer.recalibrated()
+            stack.enter_context(optimizer.averaged())
         try:
-            agree(group, {"buffers of the model": kinds})
-            mean = summed(group, flat) / size
-        except RuntimeError as error:
-            raise RuntimeError(f"average_ needs an answer from all {size} ranks ({reason(error)})") from None
-    _put(tensors, mean)
+            model.eval()
+            for layer in layers:
+                layer.reset_running_stats()
+                layer.momentum = None  # a mean over all batches
+                layer.training = True
+            count = 0
+            for count, batch in enumerate(batches, 1):  # noqa: B007
+                inputs = batch[0] if isinstance(batch, list | tuple) else batch
+                model(inputs.to(first.device) if first is not None and isinstance(inputs, Tensor) else inputs)
+            if count == 0:
+                raise ValueError("batches is empty, or was used up before; give some, such as a DataLoader")
+        except BaseException:
+            for buffer, old in statistics:
+                buffer.copy_(old)
+            raise
+        finally:
+            for layer, momentum in momenta:
+                layer.momentum = momentum
+            for module, training in modes:
+                module.training = training
+    return model
 
 
-def _agree_among(total: Any, size: int, kinds: str) -> None:
-    """Check that some ranks have the same buffers: their numbers are equal if all of them are the mean of all."""
-    number = torch.tensor([int.from_bytes(hashlib.sha256(kinds.encode()).digest()[:3])], dtype=torch.float64)
-    if total((number * size - total(number)).abs()) != 0:
-        raise ValueError("the ranks do not agree on the buffers of the model; make them the same everywhere")
+def _trainers(model: nn.Module) -> list[Gossip]:
+    return [optimizer for optimizer in Gossip.living if any(map(optimizer.owns, model.parameters()))]
 
 
-def _put(tensors: list[Tensor], vector: Tensor) -> None:
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.numel()
-        tensor.copy_(vector[start:end].reshape(tensor.shape))
+def _mean(tensors: Sequence[Tensor], trainers: Sequence[Gossip], group: ProcessGroup | None) -> Tensor:
+    """The mean over ranks of some tensors, as one vector."""
+    vector = torch.cat([torch.zeros(0, dtype=torch.float64), *(v.detach().double().cpu().reshape(-1) for v in tensors)])
+    kinds = str([[str(v.dtype), list(v.shape)] for v in tensors])
+    if trainers and trainers[0].survives and group is trainers[0].process_group:
+        with trainers[0].together("average_") as (total, ranks):
+            # Survivors can only sum: their numbers are equal if each of them is the mean of all.
+            number = torch.tensor([int.from_bytes(hashlib.sha256(kinds.encode()).digest()[:3])], dtype=torch.float64)
+            if total((number * len(ranks) - total(number)).abs()) != 0:
+                raise ValueError("the ranks do not agree on the buffers of the model; make them the same everywhere")
+            return total(vector) / len(ranks)
+    size = len(members(group))
+    try:
+        agree(group, {"buffers of the model": kinds})
+        return summed(group, vector) / size
+    except RuntimeError as error:
+        raise RuntimeError(f"average_ needs an answer from all {size} ranks ({reason(error)})") from None

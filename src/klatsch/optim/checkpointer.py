@@ -1,9 +1,9 @@
 """Checkpoints of a network: every rank writes its own files, and all go on from the newest round that all of them have.
 
-A file holds the state after a whole round, from which the messages of the next one are sent again, so nothing that was
-on its way is missed. Ranks are never far apart: one that has done t rounds has heard, through its neighbours and
-theirs, that every other has done t - lag of them. So a rank knows which rounds all others have saved, and keeps two of
-those: one to go on from, and one in case that a file of it is damaged or missing somewhere.
+A file holds the state after a whole round, from which the messages of the next one are sent again, so no message is
+lost. Ranks are never far apart: one that has done t rounds has heard, through its neighbours and theirs, that every
+other has done t - lag of them. So a rank knows which rounds all others have saved, and keeps two of those: one to go on
+from, and one in case a file of it is damaged or missing somewhere.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 from klatsch import sealed
 from klatsch.arguments import whole
 from klatsch.optim.gossip import Gossip
-from klatsch.optim.groups import settings_of
-from klatsch.optim.plain import generators, packed, set_generators, unpacked
+from klatsch.optim.groups import parameters_of, settings_of
+from klatsch.optim.state import generators, packed, set_generators, unpacked
 from klatsch.ranks.agreement import gathered
 from klatsch.ranks.failures import NonFiniteError, who
 from klatsch.ranks.membership import lag
@@ -34,7 +35,7 @@ DAMAGED, OLD = 0, -1  # instead of the number of ranks that a file was written f
 
 
 class Checkpointer:
-    """Saves a training on all ranks every so many rounds, and resumes it.
+    """Saves a training on all ranks after every few rounds, and resumes it.
 
         checkpointer = klatsch.Checkpointer("checkpoints", every=100)
         done = checkpointer.resume(optimizer, model=model, scheduler=scheduler)    # 0 the first time
@@ -52,11 +53,8 @@ class Checkpointer:
     Args:
         folder: where the files go; one that all ranks share, or one on each machine. It is made if need be.
         every: rounds between two checkpoints.
-        keep: how many checkpoints that all ranks have are kept, beside those that some may not have yet. With two, a
+        keep: how many checkpoints that all ranks have are kept, besides those that some may not have yet. With two, a
             file that is damaged or missing on one rank costs `every` rounds, and not the training.
-
-    Raises:
-        ValueError: the folder cannot be made, or a number is out of range.
     """
 
     def __init__(self, folder: str | Path, every: int = 100, keep: int = 2) -> None:
@@ -69,7 +67,7 @@ class Checkpointer:
         self._others: dict[str, Any] = {}
         self._lag = 0
 
-    def resume(self, optimizer: Gossip, **others: Any) -> int:
+    def resume(self, optimizer: Gossip, **others: object) -> int:
         """Go on from the newest round that all ranks have; all ranks must call it together.
 
         Args:
@@ -79,17 +77,16 @@ class Checkpointer:
 
         Returns:
             The rounds done; 0 where there is no checkpoint yet.
-
-        Raises:
-            ValueError: the ranks have no checkpoint in common, with what each of them has; or theirs are of another
-                training.
         """
         if not isinstance(optimizer, Gossip):
             raise ValueError(f"optimizer is a {type(optimizer).__name__}; give one of klatsch, such as optim.DATSGD")
         if optimizer is not self._optimizer:
-            optimizer.on_idle(self.step)  # else the checkpoints of those who still train would lack this rank's
+            optimizer.idle_hooks.append(
+                WeakMethod(self.step)
+            )  # else the checkpoints of those who still train would lack this rank's
         self._optimizer, self._others, self._lag = optimizer, others, lag(optimizer.topology)
-        self._sweep()
+        for path in self.folder.glob(f".rank{optimizer.rank:05d}-*.safetensors.*"):
+            path.unlink(missing_ok=True)  # half written when it was killed
         common = self._common(self._looked_through())
         if common is None:
             self.save()
@@ -103,51 +100,49 @@ class Checkpointer:
 
     def step(self) -> None:
         """Save if it is time; call it after every step of the optimizer and the scheduler."""
-        if self._given().rounds % self.every == 0:
+        if self._trained.rounds % self.every == 0:
             self.save()
 
     def save(self) -> Path:
         """Save now; all ranks must do so after the same round.
 
         Raises:
-            NonFiniteError: the state is not finite. Nothing is written, and the files of before stay.
+            NonFiniteError: the state is not finite. Nothing is written, and the older files stay.
         """
-        optimizer = self._given()
-        if not _is_finite(v for fields in optimizer.vectors() for v in fields.values()):
+        optimizer, rounds = self._trained, self._trained.rounds
+        tensors = {f"state.{k}.{name}": v for k, fields in enumerate(optimizer.vectors()) for name, v in fields.items()}
+        if not _is_finite(tensors.values()):
             remedy = f"not saved; resume from the files of before in {self.folder}, with a smaller learning rate"
-            raise NonFiniteError(optimizer.rank, optimizer.rounds, "the state is not finite", remedy)
+            raise NonFiniteError(optimizer.rank, rounds, "the state is not finite", remedy)
         optimizer.drain()
-        tensors: dict[str, Tensor] = {}
-        for k, fields in enumerate(optimizer.vectors()):
-            tensors |= {f"state.{k}.{name}": v for name, v in fields.items()}
         groups = [{name: v for name, v in g.items() if name != "params"} for g in optimizer.param_groups]
+        others = {name: _state(name, other, optimizer) for name, other in self._others.items()}
         header = {
             "format": FORMAT,
             "run": self._identity(),
-            "rounds": optimizer.rounds,
+            "rounds": rounds,
             "counted": [optimizer.bytes_sent, optimizer.seconds_waited, optimizer.skipped],
             "groups": packed(groups, tensors, "groups"),
-            "others": packed(
-                {name: _state(name, other, optimizer) for name, other in self._others.items()}, tensors, "others"
-            ),
+            "others": packed(others, tensors, "others"),
             "generators": packed(generators(optimizer.device), tensors, "generators"),
         }
-        path = self.folder / f"rank{optimizer.rank:05d}-round{optimizer.rounds:010d}.safetensors"
+        path = self.folder / f"rank{optimizer.rank:05d}-round{rounds:010d}.safetensors"
         sealed.write(path, header, tensors)
-        self._forget()
+        # A rank that has begun round r + 1 has saved round r.
+        had_by_all = [path for r, path in self._files().items() if r < rounds - self._lag]
+        for old in had_by_all[: -self.keep]:
+            old.unlink(missing_ok=True)
         return path
 
-    # --- inside ------------------------------------------------------------------------------------------------
-
-    def _given(self) -> Gossip:
+    @property
+    def _trained(self) -> Gossip:
         if self._optimizer is None:
             raise ValueError("nothing to save yet; call resume(optimizer, model=..., scheduler=...) before training")
         return self._optimizer
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         """What a checkpoint must have in common with a training that goes on from it."""
-        optimizer = self._given()
-        shapes = [[list(p.shape), str(p.dtype)] for g in optimizer.param_groups for p in g["params"]]
+        optimizer = self._trained
         return {
             "rank": optimizer.rank,
             "number of ranks": optimizer.topology.size,
@@ -155,15 +150,15 @@ class Checkpointer:
             "rule": optimizer.rule.name,
             "settings of the rule": {k: v for k, v in settings_of(optimizer.rule).items() if k != "lr"},
             "groups of parameters": [len(group["params"]) for group in optimizer.param_groups],
-            "parameters": shapes,
+            "parameters": [[list(p.shape), str(p.dtype)] for p in parameters_of(optimizer.param_groups)],
             "others": sorted(self._others),
         }
 
     def _files(self) -> dict[int, Path]:
-        """The files of this rank by round."""
-        pattern = re.compile(rf"rank{self._given().rank:05d}-round(\d+)\.safetensors")
-        found = {path: pattern.fullmatch(path.name) for path in self.folder.iterdir()}
-        return {int(match[1]): path for path, match in sorted(found.items()) if match}
+        """The files of this rank by round, oldest first."""
+        pattern = re.compile(rf"rank{self._trained.rank:05d}-round(\d+)\.safetensors")
+        matches = (pattern.fullmatch(path.name) for path in self.folder.iterdir())
+        return dict(sorted((int(match[1]), self.folder / match[0]) for match in matches if match))
 
     def _looked_through(self) -> dict[int, int]:
         """The files of this rank by round: for how many ranks they were written, or DAMAGED or OLD."""
@@ -183,43 +178,35 @@ class Checkpointer:
 
     def _common(self, mine: dict[int, int]) -> int | None:
         """The newest round that all ranks have; None where none of them has any yet."""
-        group = self._given().group
+        group = self._trained.group
         most = max(int(count) for count in gathered(group, torch.tensor([len(mine)])))
-        row = torch.full((most, 2), -1, dtype=torch.int64)
-        row[: len(mine)] = torch.tensor(sorted(mine.items()), dtype=torch.int64).reshape(-1, 2)
-        rows = [{int(rounds): int(size) for rounds, size in theirs if rounds >= 0} for theirs in gathered(group, row)]
-        if any(OLD in theirs.values() for theirs in rows):
+        row = torch.tensor([*mine.items(), *[(-1, -1)] * (most - len(mine))], dtype=torch.int64).reshape(-1, 2)
+        rows = [{r: size for r, size in theirs.tolist() if r >= 0} for theirs in gathered(group, row)]
+        sizes = {size for theirs in rows for size in theirs.values()}
+        if OLD in sizes:
             raise ValueError(
                 f"the checkpoints in {self.folder} were written by klatsch {OLDER['klatsch ranks 1']}; that version "
                 "reads them. Go on with it, or choose another folder"
             )
-        if sizes := {size for theirs in rows for size in theirs.values()} - {DAMAGED, len(rows)}:
-            raise ValueError(
-                f"the checkpoints in {self.folder} are of another training: number of ranks is {sizes.pop()} there and "
-                f"{len(rows)} here; choose another folder"
-            )
-        whole_ones = [{rounds for rounds, size in theirs.items() if size != DAMAGED} for theirs in rows]
-        if not any(rounds - {0} for rounds in map(set, rows)):  # none, or killed while the first ones were written
+        if others := sizes - {DAMAGED, len(rows)}:
+            raise self._of_another("number of ranks", others.pop(), len(rows))
+        if not any(theirs.keys() - {0} for theirs in rows):  # none, or killed while the first ones were written
             return None
-        common = set.intersection(*whole_ones)
+        common: set[int] = set.intersection(*({r for r, size in theirs.items() if size != DAMAGED} for theirs in rows))
         if not common:
             raise ValueError(
                 f"the ranks have no checkpoint in common in {self.folder}: {_inventory(rows)}; use a folder that "
                 "outlives the machine, bring back a copy, or empty it on all machines to start anew"
             )
-        if any(DAMAGED in theirs.values() for theirs in rows):
+        if DAMAGED in sizes:
             warnings.warn(f"going on from round {max(common)}: {_inventory(rows)}", RuntimeWarning, stacklevel=3)
         return max(common)
 
     def _load(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        optimizer = self._given()
+        optimizer = self._trained
         for name, value in self._identity().items():
             if header["run"].get(name) != json.loads(json.dumps(value)):
-                there, here = shorten(str(header["run"].get(name)), 200), shorten(str(value), 200)
-                raise ValueError(
-                    f"the checkpoints in {self.folder} are of another training: {name} is {there} there and {here} "
-                    "here; choose another folder"
-                )
+                raise self._of_another(name, header["run"].get(name), value)
         vectors = [
             {path.removeprefix(f"state.{k}."): v for path, v in tensors.items() if path.startswith(f"state.{k}.")}
             for k in range(len(optimizer.vectors()))
@@ -231,26 +218,18 @@ class Checkpointer:
         for name, state in unpacked(header["others"], tensors).items():
             other = self._others[name]
             if isinstance(other, nn.Module):
-                lacking = set(_state(name, other, optimizer)) ^ set(state)
-                if lacking:
+                if lacking := set(_state(name, other, optimizer)) ^ set(state):
                     raise ValueError(f"{name} has other buffers than its checkpoint: {', '.join(sorted(lacking))}")
-                other.load_state_dict(state, strict=False)
+                other.load_state_dict(state, strict=False)  # its parameters are the optimizer's
             else:
                 other.load_state_dict(state)
         set_generators(unpacked(header["generators"], tensors), optimizer.device)
 
-    def _sweep(self) -> None:
-        """Remove what a kill left behind while it was written."""
-        for path in self.folder.glob(f".rank{self._given().rank:05d}-*.safetensors.*"):
-            path.unlink(missing_ok=True)
-
-    def _forget(self) -> None:
-        """Remove the files that no rank will ask for again."""
-        optimizer, files = self._given(), self._files()
-        # A rank that has begun round r + 1 has saved round r.
-        had_by_all = sorted((r for r in files if r < optimizer.rounds - self._lag), reverse=True)
-        for rounds in had_by_all[self.keep :]:
-            files[rounds].unlink(missing_ok=True)
+    def _of_another(self, name: str, there: object, here: object) -> ValueError:
+        return ValueError(
+            f"the checkpoints in {self.folder} are of another training: {name} is {there!s:.200} there and "
+            f"{here!s:.200} here; choose another folder"
+        )
 
 
 def _is_finite(tensors: Iterable[Tensor]) -> bool:
@@ -261,21 +240,17 @@ def _inventory(rows: list[dict[int, int]]) -> str:
     """Which ranks have which rounds, those that have the same named together."""
     held: dict[str, list[int]] = {}
     for rank, theirs in enumerate(rows):
-        listed = ", ".join(f"{r}{' (damaged)' if size == DAMAGED else ''}" for r, size in sorted(theirs.items()))
+        listed = ", ".join(f"{r}{' (damaged)' if size == DAMAGED else ''}" for r, size in theirs.items())
         held.setdefault(f"round {listed}" if theirs else "none", []).append(rank)
     return "; ".join(f"{who(ranks)} {what}" for what, ranks in held.items())
 
 
-def shorten(text: str, most: int) -> str:
-    """A text, cut if it is long."""
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
 def _state(name: str, other: Any, optimizer: Gossip) -> Any:
-    if not hasattr(other, "state_dict") or not hasattr(other, "load_state_dict"):
+    """The state of something else; that of a model without what the optimizer saves."""
+    if not all(hasattr(other, method) for method in ("state_dict", "load_state_dict")):
         raise ValueError(f"{name} is a {type(other).__name__} without state_dict(); leave it out, or give it one")
     with optimizer.unwatched():
         state = other.state_dict()
-    if isinstance(other, nn.Module):  # the optimizer's own parameters are saved with it
+    if isinstance(other, nn.Module):
         return {key: v for key, v in state.items() if not (isinstance(v, Tensor) and optimizer.owns(v))}
     return state

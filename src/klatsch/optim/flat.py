@@ -5,7 +5,8 @@ A rule then works on whole vectors, a message is one piece of memory, and nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -14,52 +15,41 @@ from torch import Tensor
 class Flat:
     """Parameters of one dtype on one device, side by side in one buffer.
 
+    After `bind_gradients`, gradients live in a buffer of the same layout. Until then they are whatever autograd made
+    of them, so that a sparse one shows itself.
+
     Args:
         parameters: leaf tensors that require gradients; their memory moves into the buffer.
         names: what to call parameters in errors, by their id.
-
-    After `bind_gradients`, gradients live in a buffer of the same layout. Until then they are whatever autograd made
-    of them, so that a sparse one shows itself.
     """
 
     def __init__(self, parameters: Sequence[Tensor], names: Mapping[int, object]) -> None:
         self.parameters, self._names = list(parameters), names
-        self.places: list[slice] = []
-        end = 0
-        for parameter in self.parameters:
-            self.places.append(slice(end, end + parameter.numel()))
-            end += parameter.numel()
-        first = self.parameters[0]
-        self.values = torch.empty(end, dtype=first.dtype, device=first.device)
+        ends = list(accumulate(parameter.numel() for parameter in self.parameters))
+        self.places = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        self._formats = [(parameter.shape, _strides(parameter)) for parameter in self.parameters]
+        self.values = self.parameters[0].detach().new_empty(ends[-1])
         self.gradients: Tensor | None = None
-        with torch.no_grad():
-            for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
-                view.copy_(parameter)
-                parameter.data = view
-        self._formats = [(parameter.shape, parameter.stride()) for parameter in self.parameters]
-        self._seen = self._versions()
+        for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.accept()
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """A vector of this layout as tensors shaped like the parameters."""
-        return [
-            _shaped(vector[place], parameter) for place, parameter in zip(self.places, self.parameters, strict=True)
-        ]
+        """A vector of this layout as tensors shaped like the parameters, in their memory formats."""
+        return [self._view(vector, k) for k in range(len(self.parameters))]
 
     def described(self, k: int) -> str:
-        """A parameter in words, by its number."""
+        """Parameter number k in words."""
         parameter = self.parameters[k]
         return f"parameter {self._names[id(parameter)]} of shape {tuple(parameter.shape)}"
 
     def bind_gradients(self) -> Tensor:
-        """The gradients as one vector; those that autograd or a user put elsewhere are moved in, absent ones are zero.
-
-        Raises:
-            ValueError: a gradient is sparse.
-        """
+        """The gradients as one vector: those that lie elsewhere are copied in, absent ones are zero."""
         if self.gradients is None:
             self.gradients = torch.zeros_like(self.values)
             self._bound = self.views(self.gradients)
-        self._bind_again(self.gradients)
+        self._rebind(self.gradients)
         for parameter, bound in zip(self.parameters, self._bound, strict=True):
             grad = parameter.grad
             if grad is bound:
@@ -77,12 +67,12 @@ class Flat:
         return self.gradients
 
     def zero_gradients(self) -> None:
-        """All gradients to zero, in one go."""
+        """Set all gradients to zero, in one go."""
         if self.gradients is None:
             for parameter in self.parameters:
                 parameter.grad = None
             return
-        self._bind_again(self.gradients)
+        self._rebind(self.gradients)
         self.gradients.zero_()
         for parameter, bound in zip(self.parameters, self._bound, strict=True):
             parameter.grad = bound
@@ -91,18 +81,16 @@ class Flat:
         """Tell autograd that the parameters have changed, as writing to them one by one would."""
         for parameter in self.parameters:
             torch.autograd.graph.increment_version(parameter)
+        self.accept()
+
+    def accept(self) -> None:
+        """Count everything written to the parameters so far as known."""
         self._seen = self._versions()
 
     @property
     def touched(self) -> bool:
-        """Whether somebody wrote to the parameters since `written` was asked: not through the buffer, but to them."""
+        """Whether somebody else has written to the parameters themselves, and not through the buffer."""
         return self._versions() != self._seen
-
-    def written(self) -> bool:
-        """Whether somebody did, since the last call."""
-        versions = self._versions()
-        changed, self._seen = versions != self._seen, versions
-        return changed
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of the parameters."""
@@ -113,12 +101,11 @@ class Flat:
     def gather(self) -> None:
         """Bring parameters back into the buffer that were copied elsewhere on their device, as model.to("cpu:0") does.
 
-        Raises:
-            ValueError: one was moved to another device, dtype or memory format.
+        A real move, to another device, dtype or memory format, is refused.
         """
         home = self.values
         for k in self._elsewhere(home, self.parameters):
-            parameter, place = self.parameters[k], home.as_strided(*self._formats[k], self.places[k].start)
+            parameter, place = self.parameters[k], self._view(home, k)
             if _kind(parameter) != _kind(place):
                 raise ValueError(
                     f"{self.described(k)} was moved after the optimizer was made, from {home.dtype} on {home.device} "
@@ -127,10 +114,13 @@ class Flat:
                 )
             place.copy_(parameter.detach())
             parameter.data = place
-            torch.autograd.graph.increment_version(parameter)  # its values may be others now
+            torch.autograd.graph.increment_version(parameter)  # its values may have changed with it
 
-    def _bind_again(self, gradients: Tensor) -> None:
-        """model.to(...) takes along the memory of gradients, too, in the tensors that were bound to the buffer."""
+    def _view(self, vector: Tensor, k: int) -> Tensor:
+        return vector.as_strided(*self._formats[k], vector.storage_offset() + self.places[k].start)
+
+    def _rebind(self, gradients: Tensor) -> None:
+        """Make the views of the gradients anew if model.to(...) has moved the memory of the old ones."""
         if self._elsewhere(gradients, self._bound):
             self._bound = self.views(gradients)
 
@@ -146,21 +136,12 @@ class Flat:
         return sum(parameter._version for parameter in self.parameters)
 
 
-def by_dtype(parameters: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
-    """Parameters in groups that can share a buffer, in the order in which they come."""
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
-        groups.setdefault(parameter.dtype, []).append(parameter)
-    return groups
-
-
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """What a copy of a tensor has in common with it, beside the values."""
+    """What a copy of a tensor has in common with it, besides the values."""
     return tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _shaped(piece: Tensor, parameter: Tensor) -> Tensor:
-    """A piece of a vector in the shape of a parameter, and in its memory format where that is dense (channels last)."""
-    if torch.empty_like(parameter).stride() == parameter.stride():
-        return piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
-    return piece.view(parameter.shape)
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """Those of a parameter where they leave no gaps (as channels last does not), else the usual ones."""
+    dense = torch.empty_like(parameter).stride() == parameter.stride()
+    return parameter.stride() if dense else parameter.new_empty(parameter.shape).stride()

@@ -12,32 +12,34 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim.optimizer import ParamsT, StateDict
 
+from klatsch import columns
 from klatsch import topology as topologies
-from klatsch.optim import groups as checks
-from klatsch.optim import state as saved
-from klatsch.optim.flat import Flat, by_dtype
-from klatsch.optim.groups import OnNonFinite
-from klatsch.optim.points import Points
+from klatsch.optim import groups, state
+from klatsch.optim.flat import Flat
+from klatsch.optim.points import Points, Watch
 from klatsch.optim.share import Share
-from klatsch.optim.watch import Watch
 from klatsch.optim.wrappers import Wrappers
 from klatsch.ranks.agreement import agree, broadcast, group_of, leave, members
 from klatsch.ranks.failures import NonFiniteError, QuorumError, reason, shown
 from klatsch.ranks.links import Links, OnFailure, Total, open_links
-from klatsch.rules import Rule
+from klatsch.rules import Rule, State
 from klatsch.rules.base import checked, rate
 from klatsch.topology import Topology
 from klatsch.version import VERSION
 
+LONGEST = 30 * 86400  # seconds
+OnNonFinite = Literal["raise", "skip"]
 
-class Gossip(Points, Joinable):
+
+class Gossip(Points, Joinable, JoinHook):
     """An update rule on this rank's parameters, gossiped with its neighbours on a topology.
 
     Make it on every rank, with the same rule, topology and shapes. Ranks start from rank 0's parameters. A parameter
@@ -64,19 +66,26 @@ class Gossip(Points, Joinable):
         start_equal: start from rank 0's parameters; else every rank starts from its own.
         any_graph: run also where the rule refuses the graph.
 
-    Raises:
-        ValueError: something does not fit, or the ranks do not agree; with the remedy.
+    Attributes:
+        rank: which node of the topology this is.
+        rounds: rounds done.
+        skipped: rounds without gradient, because it was not finite.
+        bytes_sent, seconds_waited: what this rank has sent to its neighbours, and how long it has waited for them.
+        lost: neighbours that this rank goes on without.
     """
 
-    living: ClassVar[weakref.WeakSet[Gossip]] = weakref.WeakSet()  # those of this process, for who has only a model
+    living: ClassVar[weakref.WeakSet[Gossip]] = weakref.WeakSet()  # all in this process, found by who has only a model
     _step_supports_amp_scaling = True  # a GradScaler must not skip a round, or neighbours would wait for it
+    grad_scale: Tensor | float | None = 1.0  # which it sets during a step, as well as the next one
+    found_inf: Tensor | float = 0.0
+    _made = False
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         rule: Rule,
         topology: Topology | str = "ring",
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
         *,
         weight_decay: float = 0.0,
         timeout: float = 300.0,
@@ -87,40 +96,44 @@ class Gossip(Points, Joinable):
         any_graph: bool = False,
     ) -> None:
         rule = checked(rule)
-        checks.settings(rule, weight_decay, timeout, on_failure, quorum, on_nonfinite)
-        lr = checks.first_rate(rule.lr)
-        self._made = False
-        super().__init__(params, checks.options(rule, lr, weight_decay))
+        defaults = _defaults(rule, weight_decay)
+        _check_failures(timeout, on_failure, quorum, on_nonfinite)
+        super().__init__(params, defaults)
         Joinable.__init__(self)
         self._made = True
-        self.on_nonfinite, self.skipped = on_nonfinite, 0
+        self.on_nonfinite, self.survives, self.skipped = on_nonfinite, on_failure == "continue", 0
         self._finished = False
-        self._idle_hooks: list[weakref.WeakMethod[Callable[[], Any]]] = []
-        self._schedule = rule.lr if callable(rule.lr) else None
-        self._follow = [entry for entry in self.param_groups if entry["lr"] == lr]
-        self._scheduled = lr
-        trained = checks.trainable([p for entry in self.param_groups for p in entry["params"]])
-        self._frozen = [p for entry in self.param_groups for p in entry["params"] if not p.requires_grad]
+        self.idle_hooks: list[weakref.WeakMethod[Callable[[], None]]] = []  # called after rounds without gradient
+        self._scheduled = defaults["lr"]
+        self._follow = [g for g in self.param_groups if callable(rule.lr) and g["lr"] == self._scheduled]
+        trained = groups.trainable(self.param_groups)
+        self._frozen = [p for p in groups.parameters_of(self.param_groups) if not p.requires_grad]
 
-        self._wrappers = Wrappers(trained, members(group))
-        size = len(members(group))
-        self.topology = topologies.make(topology, size) if isinstance(topology, str) else topology
-        self.rule = checks.graph(rule, self.topology, size, any_graph)
-        self._asked, self.group = group, group_of(group, timeout)
-        settings = {"on_failure": on_failure, "quorum": f"{quorum:g}", "start_equal": str(start_equal)}
-        settings["device"] = trained[0].device.type
+        ranks = members(group)
+        self._wrappers = Wrappers(trained, ranks)
+        self.topology = _sized(topologies.make(topology, len(ranks)) if isinstance(topology, str) else topology, ranks)
+        if not any_graph:
+            rule.check_graph(self.topology)
+        self.rule, self.device = rule.on(self.topology), trained[0].device
+        self.process_group = group
+        self.group = group_of(group, timeout)
+        self.rank = dist.get_rank(self.group)
         agree(self.group, {"version of klatsch": VERSION, "rule": rule.name})
-        agree(self.group, checks.facts(self.rule, self.topology, self.param_groups) | settings)
-        flats = [Flat(same, checks.names(self.param_groups)) for same in by_dtype(trained).values()]
+        settings = {"on_failure": on_failure, "quorum": f"{quorum:g}", "start_equal": str(start_equal)}
+        facts = groups.facts(self.rule, self.topology, self.param_groups)
+        agree(self.group, facts | settings | {"device": self.device.type})
+        names, dtypes = groups.names(self.param_groups), dict.fromkeys(p.dtype for p in trained)
+        flats = [Flat([p for p in trained if p.dtype == dtype], names) for dtype in dtypes]
         if start_equal:
             for tensor in (*(flat.values for flat in flats), *(p.data for p in self._frozen)):
                 broadcast(self.group, tensor)
         # A group of their own: a collective that fails closes all connections of its group.
         own = group_of(group, timeout)
-        self._links = open_links(group, own, self.topology, trained[0].device, float(timeout), on_failure, quorum)
-        self._shares = self._make_shares(flats)
-        self._close = self._closed_at_end()
-        self._watch = Watch(self, trained) if self.rule.apart else None
+        links = open_links(group, own, self.topology, self.device, float(timeout), on_failure, quorum)
+        self._train_over(links, flats)
+        self._apart, self._watch = self.rule.apart, Watch(self, trained)
+        if self._apart:
+            self._watch.look()
         weakref.finalize(self, leave, self.group, group)
         Gossip.living.add(self)
 
@@ -131,7 +144,6 @@ class Gossip(Points, Joinable):
         """One round: take in the gradients, exchange messages with the neighbours, move the model to the next point.
 
         Raises:
-            ValueError: the model holds x since `eval()`, and not the point where gradients are taken.
             LinkError: a neighbour is gone or late, and failures are to be raised. The model and the state are still
                 those of the round before, and can be saved.
             NonFiniteError: a gradient is not finite; nothing was sent, and the state is that of the round before.
@@ -139,7 +151,7 @@ class Gossip(Points, Joinable):
         if self._finished:
             raise ValueError(f"rank {self.rank} has called finish() and takes no more steps; make a new optimizer")
         self._check_training()
-        if self._watch is not None and self.rounds == 0:
+        if self._apart and self.rounds == 0:
             self._watch.look()
         with torch.enable_grad():
             loss = closure() if closure is not None else None
@@ -147,7 +159,8 @@ class Gossip(Points, Joinable):
             raise ValueError("a parameter was frozen when the optimizer was made and is not now; make a new optimizer")
         self._wrappers.look(now=any(share.flat.touched for share in self._shares))
         Join.notify_join_context(self)  # inside torch's Join: tells ranks that are done that this one is not
-        self._round(self._gradient_factor())
+        scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
+        self._round(0.0 if float(self.found_inf) > 0 else 1.0 / scale)
         return loss
 
     @torch.no_grad()
@@ -169,37 +182,55 @@ class Gossip(Points, Joinable):
             self._finished = True
             known.finish(began, leave)
         while (last := known.last_round()) is None or self.rounds < last:
-            self._idle()
+            self.main_hook()
         self.drain()
         return self.rounds - began
 
-    def _idle(self) -> None:
-        """A round without gradient."""
-        self._round(0.0)
-        for reference in self._idle_hooks:
-            if (hook := reference()) is not None:
-                hook()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to zero. They stay where they are, in one buffer, whatever `set_to_none` says."""
+        for share in self._shares:
+            share.flat.zero_gradients()
+        for parameter in self._frozen:
+            parameter.grad = None
+
+    def add_param_group(self, param_group: groups.Group) -> None:
+        """Take a group in; only while the optimizer is made, since all parameters live in one buffer."""
+        if self._made:
+            raise ValueError("parameters cannot be added to a Gossip optimizer; make a new one with all of them")
+        super().add_param_group(param_group)
+        groups.check_names(self.param_groups[-1], self.defaults)
+        groups.check_values(self.param_groups[-1], self.defaults)
 
     def _round(self, factor: float) -> None:
+        """One round with gradients times a factor."""
         self._check_training()
         self._check_untouched()
         self._holds = "query"
         self._follow_schedule()
-        for entry in self.param_groups:
-            checks.values(entry, self.defaults)
-        # No share moves before all have heard: a failure leaves them at the same round.
+        for group in self.param_groups:
+            groups.check_values(group, self.defaults)
         for share in self._shares:
             share.take_in(self.param_groups, factor)
-        wrong = [text for share in self._shares if (text := share.not_finite()) is not None]
-        if wrong:
+        if wrong := [text for share in self._shares if (text := share.not_finite()) is not None]:
             self._skip(wrong[0])
+        # All shares hear from the neighbours before any moves: a failure leaves them at the same round.
         for share in self._shares:
             share.exchange()
         for share in self._shares:
             share.advance()
 
+    def _follow_schedule(self) -> None:
+        if any(group["lr"] != self._scheduled for group in self._follow):
+            raise ValueError(
+                f"lr is a function of the round, and something set it to {[group['lr'] for group in self._follow]}; "
+                "use a number with a scheduler, or the function alone"
+            )
+        self._scheduled = rate(self.rule.lr, self.rounds + 1)
+        for group in self._follow:
+            group["lr"] = self._scheduled
+
     def _skip(self, wrong: str) -> None:
-        """Have a round without gradient, if that is wanted."""
+        """Make it a round without gradient, if that is wanted."""
         if self.on_nonfinite == "raise":
             remedy = "see the loss and the learning rate, clip, or go on without it (on_nonfinite='skip')"
             raise NonFiniteError(self.rank, self.rounds + 1, wrong, f"nothing was sent; {remedy}")
@@ -214,29 +245,19 @@ class Gossip(Points, Joinable):
                 stacklevel=3,
             )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set all gradients to zero. They stay where they are, in one buffer, whatever `set_to_none` says."""
-        for share in self._shares:
-            share.flat.zero_gradients()
-        for parameter in self._frozen:
-            parameter.grad = None
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take a group in; only while the optimizer is made, since all parameters live in one buffer."""
-        if self._made:
-            raise ValueError("parameters cannot be added to a Gossip optimizer; make a new one with all of them")
-        super().add_param_group(param_group)
-        checks.group(self.param_groups[-1], self.defaults)
-
-    def __repr__(self) -> str:
-        here = f"rank {self.rank} of {self.topology.name}, {self.topology.size} nodes, round {self.rounds}"
-        return f"{super().__repr__()}\n{checks.name_of(self.rule)} on {here}"
-
     # --- what torch's Join asks for ------------------------------------------------------------------------------
 
-    def join_hook(self, **_: Any) -> JoinHook:
-        """What a rank does whose batches have ended while others go on: rounds without gradient."""
-        return _Idler(self)
+    def join_hook(self, **_: object) -> JoinHook:
+        """Who knows what a rank does whose batches have ended while others go on."""
+        return self
+
+    @torch.no_grad()
+    def main_hook(self) -> None:
+        """A round without gradient, in which others may train."""
+        self._round(0.0)
+        for reference in self.idle_hooks:
+            if (hook := reference()) is not None:
+                hook()
 
     @property
     def join_device(self) -> torch.device:
@@ -244,26 +265,11 @@ class Gossip(Points, Joinable):
         return torch.device("cpu")
 
     @property
-    def join_process_group(self) -> Any:
+    def join_process_group(self) -> dist.ProcessGroup:
         """The group in which Join counts them."""
         return self.group
 
     # --- what it knows -----------------------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        """Which node of the topology this is."""
-        return dist.get_rank(self.group)
-
-    @property
-    def process_group(self) -> Any:
-        """The process group that it was given; None for all ranks."""
-        return self._asked
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self._shares[0].flat.values.device
 
     @property
     def bytes_sent(self) -> int:
@@ -276,11 +282,6 @@ class Gossip(Points, Joinable):
         return self._links.seconds_waited
 
     @property
-    def survives(self) -> bool:
-        """Whether it goes on without ranks that fail."""
-        return self._links.survives
-
-    @property
     def lost(self) -> tuple[int, ...]:
         """Neighbours that this rank goes on without."""
         return tuple(self._links.lost)
@@ -288,11 +289,8 @@ class Gossip(Points, Joinable):
     def consensus(self) -> float:
         """Gamma, the mean over ranks of the squared distance of x from its network mean; all ranks must ask together.
 
-        It is that of x, the rule's output, whichever point the model holds.
-        With on_failure="continue" it is that of the ranks within reach, and a warning says who they are.
-
-        Raises:
-            RuntimeError: a rank does not answer.
+        It is that of x, the rule's output, whichever point the model holds. With on_failure="continue" it is that of
+        the ranks within reach, and a warning says who they are.
         """
         with self.together("consensus()") as (total, ranks):
             distance = torch.zeros(1, dtype=torch.float64)
@@ -303,21 +301,14 @@ class Gossip(Points, Joinable):
 
     @contextmanager
     def together(self, what: str) -> Iterator[tuple[Total, list[int]]]:
-        """Give a function that sums a vector over all ranks, or over those within reach, and who they are.
-
-        Raises:
-            RuntimeError: a rank does not answer.
-        """
+        """Yield a function that sums a vector over all ranks, or over those within reach, and who they are."""
         size = self.topology.size
         try:
             with self._links.together(self.group, self.rounds) as (total, ranks):
                 if len(ranks) < size:
-                    warnings.warn(
-                        f"{what} is that of {len(ranks)} of {size} ranks ({shown(ranks)}); the others are gone or out "
-                        "of reach",
-                        RuntimeWarning,
-                        stacklevel=4,
-                    )
+                    some = f"{len(ranks)} of {size} ranks ({shown(ranks)})"
+                    text = f"{what} is that of {some}; the others are gone or out of reach"
+                    warnings.warn(text, RuntimeWarning, stacklevel=4)
                 yield total, ranks
         except QuorumError:
             raise
@@ -325,106 +316,102 @@ class Gossip(Points, Joinable):
             why = f"from all ranks within reach, after the same round ({reason(error)})"
             raise RuntimeError(f"{what} needs an answer {why}") from None
 
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value}" for name, value in groups.settings_of(self.rule).items())
+        here = f"rank {self.rank} of {self.topology.name}, {self.topology.size} nodes, round {self.rounds}"
+        return f"{super().__repr__()}\n{self.rule.name}({options}) on {here}"
+
     # --- state -------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state of this rank, as torch optimizers give it: copies of tensors, shaped like the parameters."""
         for share in self._shares:
-            self.state.update(saved.per_parameter(share))
+            self.state.update(state.per_parameter(share))
         try:
             found = super().state_dict()
         finally:
             self.state.clear()
-        return found | {"gossip": saved.header(self._shares)}
+        return found | {"gossip": state.header(self._shares)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on from a state; on all ranks, each with its own of the same round.
 
-        The model then holds its x or its query point, as it did before: that is no part of the state.
-
-        Raises:
-            ValueError: it is no state of this rule and these parameters. Nothing is changed then.
+        The model then holds its x or its query point, as it did before: that is no part of the state. A state that does
+        not fit changes nothing.
         """
-        vectors = saved.checked(state_dict, self.param_groups, self._shares)
-        for entry, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            entry.update({name: value for name, value in other.items() if name != "params"})
+        vectors = state.vectors_of(state_dict, self.param_groups, self._shares)
+        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in other.items() if name != "params"})
         self.load_vectors(vectors, state_dict["gossip"]["rounds"])
 
-    def vectors(self) -> list[dict[str, Tensor]]:
+    def vectors(self) -> list[State]:
         """The fields of the state as flat vectors, by dtype of the parameters: this optimizer's own memory."""
-        return [share.vectors() for share in self._shares]
+        return [share.node.state for share in self._shares]
 
     @torch.no_grad()
-    def load_vectors(self, vectors: list[dict[str, Tensor]], rounds: int) -> None:
-        """Go on from what `vectors` gave after so many rounds, on all ranks.
-
-        Raises:
-            ValueError: the ranks do not agree on the round.
-        """
+    def load_vectors(self, vectors: list[State], rounds: int) -> None:
+        """Go on from what `vectors` returned after some rounds, on all ranks."""
         agree(self.group, {"round to go on from": str(rounds), "rounds done before": str(self.rounds)})
         if self.rounds > 0:  # messages are on their way that belong to another story
-            own = group_of(self._asked, self._links.timeout)
+            own = group_of(self.process_group, self._links.timeout)
             self._close()
-            self._links = self._links.reopened(own)
-            self._shares = self._make_shares([share.flat for share in self._shares])
-            self._close = self._closed_at_end()
+            self._train_over(self._links.reopened(own), [share.flat for share in self._shares])
         for share, fields in zip(self._shares, vectors, strict=True):
             share.load(fields, rounds)
-        self._show("query" if self._holds == "query" or self._watch is None else "output")
+        self._show("output" if self._apart and self._holds != "query" else "query")
         self._finished = False
-        if self._schedule is not None and self._follow:
+        if self._follow:
             self._scheduled = self._follow[0]["lr"]
 
     def count_from(self, bytes_sent: int, seconds_waited: float, skipped: int = 0) -> None:
         """Go on counting from what was counted before a restart."""
         self._links.bytes_sent, self._links.seconds_waited, self.skipped = bytes_sent, seconds_waited, skipped
 
-    def on_idle(self, hook: Callable[[], Any]) -> None:
-        """Call a method, while its object lives, after every round without gradient in which others may train."""
-        self._idle_hooks.append(weakref.WeakMethod(hook))
-
     def drain(self) -> None:
         """Wait until all that this rank has sent has left, at most for the timeout."""
         self._links.drain()
 
-    # --- inside ------------------------------------------------------------------------------------------------
-
-    def _make_shares(self, flats: list[Flat]) -> list[Share]:
-        return [Share(flat, self.rule, self._links, k) for k, flat in enumerate(flats)]
-
-    def _closed_at_end(self) -> Callable[[], Any]:
-        """The last messages must leave before the optimizer or the process ends, or neighbours could not finish."""
-        return weakref.finalize(self, _end, self._links, self._asked)
-
-    def _follow_schedule(self) -> None:
-        if self._schedule is None:
-            return
-        if any(entry["lr"] != self._scheduled for entry in self._follow):
-            raise ValueError(
-                f"lr is a function of the round, and something set it to {[entry['lr'] for entry in self._follow]}; "
-                "use a number with a scheduler, or the function alone"
-            )
-        self._scheduled = rate(self._schedule, self.rounds + 1)
-        for entry in self._follow:
-            entry["lr"] = self._scheduled
-
-    def _gradient_factor(self) -> float:
-        """What gradients are multiplied with, as a GradScaler asks: 1 without one, 0 where some are not finite."""
-        if float(getattr(self, "found_inf", 0.0)) > 0:
-            return 0.0
-        scale = getattr(self, "grad_scale", None)
-        return 1.0 if scale is None else 1.0 / float(scale)
+    def _train_over(self, links: Links, flats: list[Flat]) -> None:
+        """Begin at round 0 over some links."""
+        self._links = links
+        self._shares = [Share(flat, self.rule, links, k) for k, flat in enumerate(flats)]
+        # The last messages must leave before the optimizer or the process ends, or neighbours could not finish.
+        self._close = weakref.finalize(self, _end, links, self.process_group)
 
 
-class _Idler(JoinHook):
-    def __init__(self, optimizer: Gossip) -> None:
-        self._optimizer = optimizer
-
-    @torch.no_grad()
-    def main_hook(self) -> None:
-        self._optimizer._idle()
-
-
-def _end(links: Links, group: Any) -> None:
+def _end(links: Links, group: dist.ProcessGroup | None) -> None:
     links.close()
     leave(links.group, group)
+
+
+def _defaults(rule: Rule, weight_decay: float) -> groups.Group:
+    """The options of a parameter group where it has none of its own."""
+    if columns.count(rule) > 1:
+        raise ValueError("the rule has several columns; on ranks give one number for each hyper-parameter")
+    numbers = {"lr(1)": rate(rule.lr, 1), "weight_decay": weight_decay}
+    lr, decay = (groups.single(name, v, lambda v: v >= 0, "a number from 0 up") for name, v in numbers.items())
+    return {"lr": lr, "weight_decay": decay} | {name: float(v) for name, v in rule.settings.items()}
+
+
+def _check_failures(timeout: float, on_failure: OnFailure, quorum: float, on_nonfinite: OnNonFinite) -> None:
+    """Check the options that say what to do when something goes wrong."""
+    seconds = f"a number of seconds above 0, at most {LONGEST:,}"
+    groups.single("timeout", timeout, lambda v: (v > 0) & (v <= LONGEST), seconds)
+    for name, value, known in (("on_failure", on_failure, OnFailure), ("on_nonfinite", on_nonfinite, OnNonFinite)):
+        if value not in get_args(known):
+            raise ValueError(f"{name} = {value!r}; choose from {', '.join(get_args(known))}")
+    part = "a share of all ranks from 0 to 1, such as 0.5"
+    if groups.single("quorum", quorum, lambda v: (v >= 0) & (v <= 1), part) and on_failure == "raise":
+        raise ValueError(f"quorum = {quorum} needs on_failure='continue': else the first failure ends the training")
+
+
+def _sized(topology: object, ranks: list[int]) -> Topology:
+    """A topology with one node per rank."""
+    if not isinstance(topology, Topology):
+        raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, or a name such as 'ring'")
+    if topology.size != len(ranks):
+        raise ValueError(
+            f"{topology.name} has {topology.size} nodes but there are {len(ranks)} ranks; give one of {len(ranks)} "
+            f"nodes, its name alone, or start {topology.size} processes (torchrun --nproc-per-node {topology.size})"
+        )
+    return topology

@@ -1,30 +1,42 @@
 """Which point the model holds: the one where gradients are taken, or the one to evaluate and keep.
 
 For most rules they are the same. Where they are apart (`beta` below 1, or an average of iterates kept beside them), the
-model holds the query point while it trains, and x, the rule's output, when it is asked for.
+model holds the query point while it trains, and x, the rule's output, on demand. One mistake is loud: a model that is
+evaluated or saved while it holds the query point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from klatsch.optim.groups import parameters_of
 from klatsch.optim.share import Point, Share
-from klatsch.optim.watch import Watch
+from klatsch.optim.wrappers import alive
 
 SINCE = {"output": "optimizer.eval()", "merged": "average_(model, parameters=True)"}
+WRONG = {
+    "run": "the model was run for evaluation (in eval mode, or without gradients)",
+    "saved": "the model's state_dict() was taken",
+    "copied": "the model was copied or pickled",
+}
 
 
 class Points(Optimizer):
     """The part of an optimizer that puts one point or another into the model."""
 
     _shares: list[Share]
+    _apart: bool  # whether the rule's output is another point than the one where gradients are taken
     _holds: Point = "query"
-    _watch: Watch | None = None  # None where the points are not apart
+    _watch: Watch
 
     @property
     def rounds(self) -> int:
@@ -35,22 +47,14 @@ class Points(Optimizer):
         """Put x, the point to evaluate and save, into the model; `train()` puts the query point back.
 
         Does nothing where gradients are taken at x, as with beta = 1.
-
-        Raises:
-            ValueError: somebody else has written to the parameters.
         """
         self._show_output()
-        if self._watch is not None:
-            self._watch.warn_of_statistics()
+        self._watch.warn_of_statistics()
 
     def train(self) -> None:
-        """Put the point back at which gradients are taken, after `eval()` or `average_`.
-
-        Raises:
-            ValueError: somebody else has written to the parameters.
-        """
+        """Put the point back at which gradients are taken, after `eval()` or `average_`."""
         if self._holds != "query":
-            if self._watch is not None:
+            if self._apart:
                 self._check_untouched()
             self._show("query")
 
@@ -70,9 +74,9 @@ class Points(Optimizer):
         for share in self._shares:
             vector = share.rule.output(share.node.state).to(share.flat.values.dtype)
             found |= {id(p): v.clone() for p, v in zip(share.flat.parameters, share.flat.views(vector), strict=True)}
-        return [found[id(p)] for entry in self.param_groups for p in entry["params"] if id(p) in found]
+        return [found[id(p)] for p in parameters_of(self.param_groups) if id(p) in found]
 
-    # --- for the neighbours ------------------------------------------------------------------------------------
+    # --- for average_, recalibrate and Checkpointer ------------------------------------------------------------
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of the parameters that are trained here."""
@@ -92,9 +96,9 @@ class Points(Optimizer):
             self._return_to(before)
             return
         self._holds = "merged"
-        if self._watch is not None:
+        if self._apart:
             for share in self._shares:
-                share.flat.written()
+                share.flat.accept()
             if before == "query":
                 self._watch.warn(
                     "merged",
@@ -105,22 +109,18 @@ class Points(Optimizer):
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Take the model's state_dict() inside for what else is in it, without a warning."""
-        if self._watch is None:
+        self._watch.paused = True
+        try:
             yield
-        else:
-            with self._watch.paused():
-                yield
+        finally:
+            self._watch.paused = False
 
     def recalibrated(self) -> None:
-        """Be told that somebody takes care of statistics such as BatchNorm's, so that no warning is needed."""
-        if self._watch is not None:
-            self._watch.said.add("statistics")
-
-    # --- inside ------------------------------------------------------------------------------------------------
+        """Warn no more of statistics such as BatchNorm's: somebody takes care of them."""
+        self._watch.said.add("statistics")
 
     def _check_training(self) -> None:
-        """Refuse a step from another point than the one of training."""
-        if self._watch is not None and self._holds != "query":
+        if self._apart and self._holds != "query":
             raise ValueError(
                 f"the model holds x, to evaluate or save, since {SINCE[self._holds]}, and takes no steps from there; "
                 "call optimizer.train() before the forward pass, or evaluate inside `with optimizer.averaged():`"
@@ -128,10 +128,10 @@ class Points(Optimizer):
 
     def _check_untouched(self) -> None:
         for share in self._shares:
-            share.check_untouched(self._holds if self._watch is not None else "query")
+            share.check_untouched(self._holds if self._apart else "query")
 
     def _show_output(self) -> None:
-        if self._watch is not None:
+        if self._apart:
             self._check_untouched()
             if self._holds == "query":
                 self._show("output")
@@ -147,5 +147,113 @@ class Points(Optimizer):
         for share in self._shares:
             share.show(point)
         self._holds = point
+        self._watch.attach(point == "query")
+
+
+class Watch:
+    """Watches the modules that own the parameters, and warns once of each kind of mistake.
+
+    An optimizer knows parameters only, so their modules are looked for among all live objects, which takes up to a
+    tenth of a second. Hooks on a few of them then notice who runs, saves or copies the model.
+    """
+
+    def __init__(self, optimizer: Points, parameters: Sequence[Tensor]) -> None:
+        self.said: set[str] = set()
+        self.paused = False
+        self._optimizer, self._parameters = weakref.ref(optimizer), parameters
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._handles: list[RemovableHandle] = []
+        weakref.finalize(optimizer, _remove, self._handles)
+
+    def look(self) -> None:
+        """Look for the modules: when the optimizer is made, and again at its first step, for those that came later."""
+        ours = {id(p) for p in self._parameters}
+        whole = {"_parameters", "_modules"}  # others are just being made
+        everyone = [m for m in alive([nn.Module]) if whole <= vars(m).keys()]
+        owners = {id(m): m for m in everyone if any(id(p) in ours for p in m._parameters.values())}
+        inner = {id(child) for m in everyone for child in m._modules.values()}
+        roots = {id(m): m for m in everyone if id(m) not in inner and any(id(part) in owners for part in m.modules())}
+        # A few are enough: a model that is run passes by its first or last layer, even if only a part of it is run.
+        ends = {id(self._parameters[0]), id(self._parameters[-1])}
+        some = {k: m for k, m in owners.items() if any(id(p) in ends for p in m._parameters.values())}
+        self._roots = [weakref.ref(m) for m in roots.values()]
+        self._modules = [weakref.ref(m) for m in (some | roots).values()]
+        self.attach(True)
+
+    def attach(self, on: bool) -> None:
+        """Put the hooks in place while the model holds the point of training; else it is free to be pickled."""
+        _remove(self._handles)
+        for module in _living(self._modules) if on else []:
+            self._handles.append(module.register_forward_pre_hook(_Hook(self, "run")))
+            self._handles.append(module.register_state_dict_pre_hook(_Hook(self, "saved")))  # type: ignore[no-untyped-call]
+
+    def noticed(self, module: nn.Module | None, how: str) -> None:
+        """Judge what a hook saw: a module that is run, saved or copied."""
+        if self.paused or how in self.said or not self._has_moved:
+            return
+        if how == "run" and torch.is_grad_enabled() and any(m.training for m in _living(self._modules)):
+            return
+        ours = {id(p) for p in self._parameters}
+        if module is not None and not any(id(p) in ours for p in module.parameters()):  # run with others' values
+            return
+        self.warn(
+            how,
+            f"{WRONG[how]} while it holds the point at which gradients are taken, and not x, the one to evaluate and "
+            "save; do it inside `with optimizer.averaged():`, or between optimizer.eval() and optimizer.train()"
+            + "; to resume a training, klatsch.Checkpointer or optimizer.state_dict() has all that is needed"
+            * (how != "run"),
+        )
+
+    def warn_of_statistics(self) -> None:
+        """Warn of running statistics that were gathered at the point of training, and do not belong to x."""
+        layers = (layer for root in _living(self._roots) for layer in normed(root).items())
+        if "statistics" not in self.said and self._has_moved and (found := next(layers, None)) is not None:
+            self.warn(
+                "statistics",
+                f"the running statistics of {type(found[1]).__name__} {found[0]!r} were gathered at the point at which "
+                "gradients are taken, and the model now holds x; klatsch.recalibrate(model, batches) gathers new ones",
+            )
+
+    def warn(self, what: str, text: str) -> None:
+        """Say something once."""
+        if what not in self.said:
+            self.said.add(what)
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+    @property
+    def _has_moved(self) -> bool:
+        """Whether the optimizer lives and has taken steps: before, all points are one."""
+        return (optimizer := self._optimizer()) is not None and optimizer.rounds > 0
+
+
+class _Hook:
+    """A hook on a module; copies of the module get one that does nothing, since they hold other parameters."""
+
+    def __init__(self, watch: Watch | None, how: str) -> None:
+        self._watch, self._how = watch, how
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        if not torch.compiler.is_compiling() and self._watch is not None:
+            self._watch.noticed(module, self._how)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[None, str]]:
         if self._watch is not None:
-            self._watch.attached(point == "query")
+            self._watch.noticed(None, "copied")
+        return _Hook, (None, self._how)
+
+
+def normed(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The modules of a model that keep running statistics of their inputs, such as BatchNorm, by name."""
+    found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    return {name: m for name, m in found.items() if m.running_mean is not None}
+
+
+def _living(references: list[weakref.ref[nn.Module]]) -> list[nn.Module]:
+    return [module for reference in references if (module := reference()) is not None]
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -1,93 +1,150 @@
-"""The state of an optimizer as plain dictionaries and tensors, the way torch's own optimizers give it."""
+"""The state of a training as plain data and tensors, so that it is saved without pickle.
+
+That of the optimizer comes the way torch's own give it, those of schedulers, scalers and generators as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
+from klatsch.optim.groups import Group, parameters_of
 from klatsch.optim.share import Share
+from klatsch.rules import State
 
 FORMAT = 2  # 1 was that of the hand-written rules of 0.1.0
+OPTIONS = "a rule with other options (momentum, average)"
 
 
-def per_parameter(share: Share) -> dict[Tensor, dict[str, Tensor]]:
+def per_parameter(share: Share) -> dict[Tensor, State]:
     """Copies of the fields of the state, cut into parameters."""
     flat = share.flat
-    found: dict[Tensor, dict[str, Tensor]] = {p: {} for p in flat.parameters}
-    for name, vector in share.vectors().items():
-        if len(vector) == len(flat.values):
-            for parameter, view in zip(flat.parameters, flat.views(vector), strict=True):
-                found[parameter][name] = view.clone()
-    return found
+    fields = {name: flat.views(v) for name, v in share.node.state.items() if len(v) == len(flat.values)}
+    return {p: {name: views[k].clone() for name, views in fields.items()} for k, p in enumerate(flat.parameters)}
 
 
-def header(shares: Sequence[Share]) -> dict[str, Any]:
-    """What else there is to know: the rule, the round, and fields that are single numbers, such as push-sum weights."""
+def header(shares: Sequence[Share]) -> dict[str, object]:
+    """The rest: the rule, the round, and fields that are single numbers, such as push-sum weights."""
     singles = [
-        {name: v.clone() for name, v in share.vectors().items() if len(v) != len(share.flat.values)} for share in shares
+        {name: v.clone() for name, v in share.node.state.items() if len(v) != len(share.flat.values)}
+        for share in shares
     ]
     return {"format": FORMAT, "rule": shares[0].rule.name, "rounds": shares[0].node.rounds, "single": singles}
 
 
-def checked(state: Any, groups: Sequence[dict[str, Any]], shares: Sequence[Share]) -> list[dict[str, Tensor]]:
-    """The vectors of a state, by share, after a check that it fits.
-
-    Raises:
-        ValueError: it is a state of something else; with what differs.
-    """
+def vectors_of(state: StateDict, groups: Sequence[Group], shares: Sequence[Share]) -> list[State]:
+    """The vectors of a state, by share, after a check that it fits."""
     facts = state.get("gossip") if isinstance(state, dict) else None
-    if isinstance(facts, dict) and facts.get("format") == 1:
+    form = facts.get("format") if isinstance(facts, dict) else None
+    if form == 1:
         raise ValueError(
             "this is a state_dict of klatsch 0.1.0, whose rules kept other vectors; load it with klatsch 0.1.0"
         )
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+    if facts is None or form != FORMAT:
         raise ValueError("this is no state_dict of a Gossip optimizer of this version; give what its state_dict() gave")
     rule = shares[0].rule.name
     if facts["rule"] != rule:
         raise ValueError(
             f"the state_dict is one of {facts['rule']}, but this optimizer runs {rule}; load it into one with that rule"
         )
-    counts = [len(group["params"]) for group in state["param_groups"]]
-    if counts != [len(group["params"]) for group in groups]:
+    there, here = ([len(group["params"]) for group in some] for some in (state["param_groups"], groups))
+    if there != here:
         raise ValueError(
-            f"the state_dict has parameter groups of {counts} parameters, this optimizer of "
-            f"{[len(group['params']) for group in groups]}; make it with the same parameters"
+            f"the state_dict has parameter groups of {there} parameters, this optimizer of {here}; make it with the "
+            "same parameters"
         )
-    numbers = {
-        id(parameter): number
-        for group, other in zip(groups, state["param_groups"], strict=True)
-        for parameter, number in zip(group["params"], other["params"], strict=True)
-    }
     if len(facts["single"]) != len(shares):
         raise ValueError("the state_dict is of parameters of other dtypes; make the optimizer with the same parameters")
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    entries = {id(p): state["state"].get(k, {}) for p, k in zip(parameters_of(groups), numbers, strict=True)}
     return [
-        _vectors(share, state["state"], numbers, single) for share, single in zip(shares, facts["single"], strict=True)
+        _joined(share, [entries[id(p)] for p in share.flat.parameters], single)
+        for share, single in zip(shares, facts["single"], strict=True)
     ]
 
 
-def _vectors(share: Share, entries: Any, numbers: dict[int, int], single: dict[str, Tensor]) -> dict[str, Tensor]:
-    flat, result = share.flat, dict(single)
-    known = {name for parameter in flat.parameters for name in entries.get(numbers[id(parameter)], {})}
-    if strange := known - set(share.vectors()) - share.added:
+def _joined(share: Share, entries: Sequence[State], single: State) -> State:
+    """The fields of a share as flat vectors, from those of its parameters."""
+    flat, kept = share.flat, dict.fromkeys((*share.node.state, *share.optional))
+    known = {name for entry in entries for name in entry}
+    if strange := known - kept.keys():
         raise ValueError(
-            f"the state_dict has {', '.join(sorted(strange))}, which this optimizer does not keep; it is of a rule "
-            "with other options (momentum, average)"
+            f"the state_dict has {', '.join(sorted(strange))}, which this optimizer does not keep; it is of {OPTIONS}"
         )
-    for name in dict.fromkeys((*share.vectors(), *share.added)):
-        if name in single or name in share.added - known:
+    found = dict(single)
+    for name in kept:
+        if name in single or name in share.optional - known:
             continue
-        whole = torch.empty(len(flat.values), dtype=share.dtype, device=flat.values.device)
-        for parameter, view in zip(flat.parameters, flat.views(whole), strict=True):
-            value = entries.get(numbers[id(parameter)], {}).get(name)
+        found[name] = torch.empty(len(flat.values), dtype=share.dtype, device=flat.values.device)
+        for parameter, view, entry in zip(flat.parameters, flat.views(found[name]), entries, strict=True):
+            value = entry.get(name)
             if value is None or value.shape != parameter.shape:
-                found = "nothing" if value is None else f"shape {tuple(value.shape)}"
+                has = "nothing" if value is None else f"shape {tuple(value.shape)}"
                 raise ValueError(
-                    f"the state_dict has {found} as {name} of a parameter of shape {tuple(parameter.shape)}; it is of "
-                    "another model, or of a rule with other options (momentum, average)"
+                    f"the state_dict has {has} as {name} of a parameter of shape {tuple(parameter.shape)}; it is of "
+                    f"another model, or of {OPTIONS}"
                 )
             view.copy_(value)
-        result[name] = whole
-    return result
+    return found
+
+
+def packed(value: object, tensors: dict[str, Tensor], path: str) -> object:
+    """A nested value as data that JSON can hold; tensors are put aside under their path."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {"tensor": path}
+    if isinstance(value, list | tuple):
+        inner = [packed(each, tensors, f"{path}.{k}") for k, each in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": inner}
+    if isinstance(value, dict) and all(isinstance(key, str | int | float) for key in value):
+        pairs = [[key, packed(each, tensors, f"{path}.{key}")] for key, each in value.items()]
+        return {"counter" if isinstance(value, Counter) else "dict": pairs}
+    raise ValueError(
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold; keep numbers, texts, lists, dictionaries "
+        "and tensors in its state_dict()"
+    )
+
+
+def unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `packed` was given."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tensor":
+        return tensors[inner]
+    if kind in ("dict", "counter"):
+        pairs = {key: unpacked(each, tensors) for key, each in inner}
+        return Counter(pairs) if kind == "counter" else pairs
+    items = [unpacked(each, tensors) for each in inner]
+    return items if kind == "list" else tuple(items)
+
+
+def generators(device: torch.device) -> dict[str, object]:
+    """The states of the random generators that scripts draw from."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    found = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(keys).tolist(), *rest),
+    }
+    return found | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_generators(states: dict[str, Any], device: torch.device) -> None:
+    """Put the generators back into states of `generators`."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

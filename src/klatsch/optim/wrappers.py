@@ -1,8 +1,7 @@
 """Wrappers that do gossip's work before it, and so undo it: DDP and FSDP average gradients over all of their ranks.
 
 Nothing on a parameter tells that it is wrapped, and a wrapper may come before the optimizer or after it. So all live
-objects are looked through, which takes up to a tenth of a second, when the optimizer is made and in its steps 1, 10,
-100...
+objects are searched, which takes up to a tenth of a second, when the optimizer is made and in its steps 1, 10, 100...
 """
 
 from __future__ import annotations
@@ -12,23 +11,21 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+Kind = TypeVar("Kind")
 HOW = "for Lightning, Accelerate and Hugging Face see docs/ranks.md"
 
 
 class Wrappers:
-    """Looks for wrappers of some parameters.
+    """Refuses wrappers of some parameters.
 
     Args:
         parameters: what is trained by gossip.
         ranks: the ranks that gossip, as the default group counts them.
-
-    Raises:
-        ValueError: a wrapper was found that must not be; also later, by `look`.
     """
 
     def __init__(self, parameters: Sequence[Tensor], ranks: Sequence[int]) -> None:
@@ -37,21 +34,20 @@ class Wrappers:
         self._refuse_averaging()
 
     def look(self, *, now: bool = False) -> None:
-        """Look again, if it is time to; once per step, when there are gradients.
+        """Look again if it is time to, or `now`: somebody wrote to the parameters, as DDP does when it wraps them.
 
-        Args:
-            now: look in any case, since somebody wrote to the parameters, as DDP does when it is put around them.
+        To be called once per step, when there are gradients.
         """
         self._looks += 1
-        if self._looks == self._next or now:
+        if self._looks == self._next:
+            now, self._next = True, self._next * 10
+        if now:
             self._refuse_averaging()
         if self._looks == 1:
             self._refuse_other_parameters()
-        if self._looks == self._next:
-            self._next *= 10
 
     def _refuse_averaging(self) -> None:
-        kinds = [nn.parallel.DistributedDataParallel, *_fsdp("FullyShardedDataParallel")]
+        kinds: list[type[nn.Module]] = [nn.parallel.DistributedDataParallel, *_fsdp("FullyShardedDataParallel")]
         found = [weakref.ref(wrapper) for wrapper in alive(kinds) if self._averages(wrapper)]
         if found:
             gc.collect()  # one that nobody uses any more does no harm
@@ -63,12 +59,12 @@ class Wrappers:
                     f"node's ranks alone, and Gossip one across nodes (group=...); {HOW}"
                 )
 
-    def _averages(self, wrapper: Any) -> bool:
-        groups = [getattr(wrapper, name, None) for name in ("process_group", "_inter_node_pg")]
-        ignored = getattr(wrapper, "parameters_to_ignore", ())
-        ours = {id(p) for p in self._parameters}
+    def _averages(self, wrapper: nn.Module) -> bool:
+        known, ours = vars(wrapper), {id(p) for p in self._parameters}
+        ignored, inside = known.get("parameters_to_ignore", ()), wrapper.get_submodule("module")
+        groups = (known.get("process_group"), known.get("_inter_node_pg"))
         return any(len(self._ranks.intersection(_ranks(group))) > 1 for group in groups) and any(
-            id(p) in ours for name, p in wrapper.module.named_parameters() if name not in ignored
+            id(p) in ours for name, p in inside.named_parameters() if name not in ignored
         )
 
     def _refuse_other_parameters(self) -> None:
@@ -80,13 +76,13 @@ class Wrappers:
             )
 
 
-def _fsdp(name: str) -> list[type]:
-    """A class of FSDP, if that was ever imported: it takes a while, and without it there are no objects."""
+def _fsdp(name: str) -> list[type[nn.Module]]:
+    """A class of FSDP, if that was ever imported: importing it takes a while, and without it there are no objects."""
     module = sys.modules.get("torch.distributed.fsdp")
-    return [getattr(module, name)] if hasattr(module, name) else []
+    return [vars(module)[name]] if module is not None and name in vars(module) else []
 
 
-def alive(kinds: Sequence[type]) -> Iterator[Any]:
+def alive(kinds: Sequence[type[Kind]]) -> Iterator[Kind]:
     """All objects of some classes, and of those derived from them."""
     known = list(kinds)
     for kind in known:  # which grows
@@ -95,7 +91,7 @@ def alive(kinds: Sequence[type]) -> Iterator[Any]:
     return (thing for thing in gc.get_objects() if type(thing) in every)
 
 
-def _ranks(group: Any) -> list[int]:
-    with suppress(AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # there is none, or it was destroyed
-        return list(dist.get_process_group_ranks(group)) if group is not None else []
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    with suppress(AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # a group that was destroyed
+        return dist.get_process_group_ranks(group) if group is not None else []
     return []
