@@ -307,8 +307,8 @@ def test_going_back_to_an_earlier_state():
 @pytest.mark.parametrize(
     "make, error",
     [
-        (lambda p: DSGD(p, 0.1), "one of dat, but this optimizer runs dsgd"),
-        (lambda p: DATSGD(list(p)[:4], 0.1), r"groups of \[8\] parameters, this optimizer of \[4\]"),
+        (lambda p: DSGD(p, 0.1), "has the rule dat, but this optimizer dsgd; make it with the same"),
+        (lambda p: DATSGD(list(p)[:4], 0.1), r"groups of size \[8\], but this optimizer \[4\]"),
         (lambda p: DATSGD([torch.nn.Parameter(torch.ones(2)) for _ in p], 0.1), r"has shape \(4, 1, 3, 3\) as w"),
         (lambda p: DATSGD(p, 0.1, momentum=0.9), r"has nothing as m of .*momentum"),
     ],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT as Params
 
 from klatsch import rules
 from klatsch.optim.buffers import average_, recalibrate
@@ -51,7 +51,7 @@ class DATSGD(Gossip):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: Rate,
         topology: Graph = "ring",
         *,
@@ -69,7 +69,7 @@ class DSGD(Gossip):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: Rate,
         topology: Graph = "ring",
         *,
@@ -84,7 +84,7 @@ class D2(Gossip):
     """D2, for data that differ between ranks, on every static symmetric graph; see `rules.Corrected`."""
 
     def __init__(
-        self, params: ParamsT, lr: Rate, topology: Graph = "ring", *, momentum: float = 0.0, **rest: Any
+        self, params: Params, lr: Rate, topology: Graph = "ring", *, momentum: float = 0.0, **rest: Any
     ) -> None:
         super().__init__(params, rules.d2(lr, momentum), topology, **rest)
 
@@ -93,7 +93,7 @@ class GradientTracking(Gossip):
     """Gradient tracking, for data that differ between ranks; see `rules.Tracked`."""
 
     def __init__(
-        self, params: ParamsT, lr: Rate, topology: Graph = "ring", *, momentum: float = 0.0, **rest: Any
+        self, params: Params, lr: Rate, topology: Graph = "ring", *, momentum: float = 0.0, **rest: Any
     ) -> None:
         super().__init__(params, rules.gt(lr, momentum), topology, **rest)
 
@@ -103,7 +103,7 @@ class DATD2(Gossip):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: Rate,
         topology: Graph = "ring",
         *,

@@ -16,11 +16,7 @@ class Flat:
     """Parameters of one dtype on one device, side by side in one buffer.
 
     After `bind_gradients`, gradients live in a buffer of the same layout. Until then they are whatever autograd made
-    of them, so that a sparse one shows itself.
-
-    Args:
-        parameters: leaf tensors that require gradients; their memory moves into the buffer.
-        names: what to call parameters in errors, by their id.
+    of them, so that a sparse one shows itself. Errors call parameters by `names`, given by their id.
     """
 
     def __init__(self, parameters: Sequence[Tensor], names: Mapping[int, object]) -> None:
@@ -99,14 +95,12 @@ class Flat:
         return inside or any(place == parameter.data_ptr() for parameter in self.parameters)
 
     def gather(self) -> None:
-        """Bring parameters back into the buffer that were copied elsewhere on their device, as model.to("cpu:0") does.
-
-        A real move, to another device, dtype or memory format, is refused.
-        """
+        """Bring back parameters that were copied on their device, as by model.to("cpu:0"); refuse real moves."""
         home = self.values
         for k in self._elsewhere(home, self.parameters):
             parameter, place = self.parameters[k], self._view(home, k)
-            if _kind(parameter) != _kind(place):
+            moved, kind = ((v.device, v.dtype, v.shape, v.stride()) for v in (parameter, place))
+            if moved != kind:
                 raise ValueError(
                     f"{self.described(k)} was moved after the optimizer was made, from {home.dtype} on {home.device} "
                     f"to {parameter.dtype} on {parameter.device} with strides {parameter.stride()}; move the model "
@@ -126,19 +120,11 @@ class Flat:
 
     def _elsewhere(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[int]:
         size, start = buffer.element_size(), buffer.data_ptr()
-        return [
-            k
-            for k, (tensor, place) in enumerate(zip(tensors, self.places, strict=True))
-            if tensor.data_ptr() != start + place.start * size and tensor.numel()
-        ]
+        pairs = enumerate(zip(tensors, self.places, strict=True))
+        return [k for k, (v, place) in pairs if v.data_ptr() != start + place.start * size and v.numel()]
 
     def _versions(self) -> int:
         return sum(parameter._version for parameter in self.parameters)
-
-
-def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """What a copy of a tensor has in common with it, besides the values."""
-    return tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

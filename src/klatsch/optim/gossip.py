@@ -1,9 +1,7 @@
 """Every update rule as a torch optimizer: one process is one node, and talks to its neighbours only.
 
-The model holds the query point, where gradients are taken; a rule's vectors (DAT's iterate w, momentum, tracked
-gradients) live in the optimizer. With most rules, and with beta = 1, the query point is x, the one to evaluate and
-save, and there is no switching between training and evaluation. With the others `eval()` puts x into the model and
-`train()` the query point back; see points.py.
+The model holds the query point, where gradients are taken (see points.py); a rule's vectors (DAT's iterate w, momentum,
+tracked gradients) live in the optimizer.
 """
 
 from __future__ import annotations
@@ -68,10 +66,7 @@ class Gossip(Points, Joinable, JoinHook):
 
     Attributes:
         rank: which node of the topology this is.
-        rounds: rounds done.
         skipped: rounds without gradient, because it was not finite.
-        bytes_sent, seconds_waited: what this rank has sent to its neighbours, and how long it has waited for them.
-        lost: neighbours that this rank goes on without.
     """
 
     living: ClassVar[weakref.WeakSet[Gossip]] = weakref.WeakSet()  # all in this process, found by who has only a model
@@ -136,8 +131,6 @@ class Gossip(Points, Joinable, JoinHook):
             self._watch.look()
         weakref.finalize(self, leave, self.group, group)
         Gossip.living.add(self)
-
-    # --- training ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -220,11 +213,10 @@ class Gossip(Points, Joinable, JoinHook):
             share.advance()
 
     def _follow_schedule(self) -> None:
-        if any(group["lr"] != self._scheduled for group in self._follow):
-            raise ValueError(
-                f"lr is a function of the round, and something set it to {[group['lr'] for group in self._follow]}; "
-                "use a number with a scheduler, or the function alone"
-            )
+        rates = [group["lr"] for group in self._follow]
+        if any(lr != self._scheduled for lr in rates):
+            remedy = "use a number with a scheduler, or the function alone"
+            raise ValueError(f"lr is a function of the round, and something set it to {rates}; {remedy}")
         self._scheduled = rate(self.rule.lr, self.rounds + 1)
         for group in self._follow:
             group["lr"] = self._scheduled
@@ -238,14 +230,9 @@ class Gossip(Points, Joinable, JoinHook):
             share.take_in(self.param_groups, 0.0)
         self.skipped += 1
         if self.skipped == 1:
-            warnings.warn(
-                f"rank {self.rank}, round {self.rounds + 1}: {wrong}; a round without gradient instead, and so from "
-                "now on (optimizer.skipped counts them)",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    # --- what torch's Join asks for ------------------------------------------------------------------------------
+            here = f"rank {self.rank}, round {self.rounds + 1}: {wrong}"
+            instead = "a round without gradient instead, and so from now on (optimizer.skipped counts them)"
+            warnings.warn(f"{here}; {instead}", RuntimeWarning, stacklevel=3)
 
     def join_hook(self, **_: object) -> JoinHook:
         """Who knows what a rank does whose batches have ended while others go on."""
@@ -268,8 +255,6 @@ class Gossip(Points, Joinable, JoinHook):
     def join_process_group(self) -> dist.ProcessGroup:
         """The group in which Join counts them."""
         return self.group
-
-    # --- what it knows -----------------------------------------------------------------------------------------
 
     @property
     def bytes_sent(self) -> int:
@@ -320,8 +305,6 @@ class Gossip(Points, Joinable, JoinHook):
         options = ", ".join(f"{name}={value}" for name, value in groups.settings_of(self.rule).items())
         here = f"rank {self.rank} of {self.topology.name}, {self.topology.size} nodes, round {self.rounds}"
         return f"{super().__repr__()}\n{self.rule.name}({options}) on {here}"
-
-    # --- state -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
         """The state of this rank, as torch optimizers give it: copies of tensors, shaped like the parameters."""

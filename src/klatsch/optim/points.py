@@ -10,23 +10,32 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from klatsch.optim.groups import parameters_of
 from klatsch.optim.share import Point, Share
 from klatsch.optim.wrappers import alive
 
 SINCE = {"output": "optimizer.eval()", "merged": "average_(model, parameters=True)"}
-WRONG = {
-    "run": "the model was run for evaluation (in eval mode, or without gradients)",
-    "saved": "the model's state_dict() was taken",
-    "copied": "the model was copied or pickled",
+POINT = "the point at which gradients are taken"
+REMEDY = (
+    f"while it holds {POINT}, and not x, the one to evaluate and save; do it inside `with optimizer.averaged():`, or "
+    "between optimizer.eval() and optimizer.train()"
+)
+RESUMING = "to resume a training, klatsch.Checkpointer or optimizer.state_dict() has all that is needed"
+WARNINGS = {
+    "run": f"the model was run for evaluation (in eval mode, or without gradients) {REMEDY}",
+    "saved": f"the model's state_dict() was taken {REMEDY}; {RESUMING}",
+    "copied": f"the model was copied or pickled {REMEDY}; {RESUMING}",
+    "merged": "average_ has put the mean of all ranks' x into the model, which is the point to evaluate and save, in "
+    "place of the query point; optimizer.train() puts that back",
+    "statistics": f"the running statistics of {{}} were gathered at {POINT}, and the model now holds x; "
+    "klatsch.recalibrate(model, batches) gathers them there",
 }
 
 
@@ -76,8 +85,6 @@ class Points(Optimizer):
             found |= {id(p): v.clone() for p, v in zip(share.flat.parameters, share.flat.views(vector), strict=True)}
         return [found[id(p)] for p in parameters_of(self.param_groups) if id(p) in found]
 
-    # --- for average_, recalibrate and Checkpointer ------------------------------------------------------------
-
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of the parameters that are trained here."""
         return any(share.flat.holds(tensor) for share in self._shares)
@@ -100,11 +107,7 @@ class Points(Optimizer):
             for share in self._shares:
                 share.flat.accept()
             if before == "query":
-                self._watch.warn(
-                    "merged",
-                    "average_ has put the mean of all ranks' x into the model, which is the point to evaluate and "
-                    "save, in place of the query point; optimizer.train() puts that back",
-                )
+                self._watch.warn("merged")
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -139,8 +142,8 @@ class Points(Optimizer):
     def _return_to(self, before: Point) -> None:
         if before == "query":
             self.train()
-        elif self._holds != before:
-            self._show("output")  # what was merged before is gone
+        elif self._holds != before:  # what was merged before is gone
+            self._show("output")
 
     @torch.no_grad()
     def _show(self, point: Point) -> None:
@@ -161,65 +164,57 @@ class Watch:
         self.said: set[str] = set()
         self.paused = False
         self._optimizer, self._parameters = weakref.ref(optimizer), parameters
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._roots: list[weakref.ref[nn.Module]] = []
-        self._handles: list[RemovableHandle] = []
-        weakref.finalize(optimizer, _remove, self._handles)
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._hooks = ExitStack()
+        weakref.finalize(optimizer, self._hooks.close)
 
     def look(self) -> None:
         """Look for the modules: when the optimizer is made, and again at its first step, for those that came later."""
-        ours = {id(p) for p in self._parameters}
-        whole = {"_parameters", "_modules"}  # others are just being made
-        everyone = [m for m in alive([nn.Module]) if whole <= vars(m).keys()]
-        owners = {id(m): m for m in everyone if any(id(p) in ours for p in m._parameters.values())}
+        ours, whole = {id(p) for p in self._parameters}, {"_parameters", "_modules"}
+        everyone = [m for m in alive([nn.Module]) if whole <= vars(m).keys()]  # others are just being made
+        around = {id(m) for m in everyone if any(id(p) in ours for p in m._parameters.values())}
         inner = {id(child) for m in everyone for child in m._modules.values()}
-        roots = {id(m): m for m in everyone if id(m) not in inner and any(id(part) in owners for part in m.modules())}
         # A few are enough: a model that is run passes by its first or last layer, even if only a part of it is run.
         ends = {id(self._parameters[0]), id(self._parameters[-1])}
-        some = {k: m for k, m in owners.items() if any(id(p) in ends for p in m._parameters.values())}
-        self._roots = [weakref.ref(m) for m in roots.values()]
-        self._modules = [weakref.ref(m) for m in (some | roots).values()]
+        some = [m for m in everyone if any(id(p) in ends for p in m._parameters.values())]
+        while above := {id(m) for m in everyone if any(id(child) in around for child in m._modules.values())} - around:
+            around |= above
+        outermost = around - inner
+        self._roots = weakref.WeakSet(m for m in everyone if id(m) in outermost)
+        self._modules = self._roots.union(some)
         self.attach(True)
 
     def attach(self, on: bool) -> None:
         """Put the hooks in place while the model holds the point of training; else it is free to be pickled."""
-        _remove(self._handles)
-        for module in _living(self._modules) if on else []:
-            self._handles.append(module.register_forward_pre_hook(_Hook(self, "run")))
-            self._handles.append(module.register_state_dict_pre_hook(_Hook(self, "saved")))  # type: ignore[no-untyped-call]
+        self._hooks.close()
+        for module in self._modules if on else ():
+            self._hooks.enter_context(module.register_forward_pre_hook(_Hook(self, "run")))
+            self._hooks.enter_context(module.register_state_dict_pre_hook(_Hook(self, "saved")))  # type: ignore[no-untyped-call]
 
     def noticed(self, module: nn.Module | None, how: str) -> None:
         """Judge what a hook saw: a module that is run, saved or copied."""
         if self.paused or how in self.said or not self._has_moved:
             return
-        if how == "run" and torch.is_grad_enabled() and any(m.training for m in _living(self._modules)):
+        if how == "run" and torch.is_grad_enabled() and any(m.training for m in self._modules):
             return
         ours = {id(p) for p in self._parameters}
         if module is not None and not any(id(p) in ours for p in module.parameters()):  # run with others' values
             return
-        self.warn(
-            how,
-            f"{WRONG[how]} while it holds the point at which gradients are taken, and not x, the one to evaluate and "
-            "save; do it inside `with optimizer.averaged():`, or between optimizer.eval() and optimizer.train()"
-            + "; to resume a training, klatsch.Checkpointer or optimizer.state_dict() has all that is needed"
-            * (how != "run"),
-        )
+        self.warn(how)
 
     def warn_of_statistics(self) -> None:
         """Warn of running statistics that were gathered at the point of training, and do not belong to x."""
-        layers = (layer for root in _living(self._roots) for layer in normed(root).items())
-        if "statistics" not in self.said and self._has_moved and (found := next(layers, None)) is not None:
-            self.warn(
-                "statistics",
-                f"the running statistics of {type(found[1]).__name__} {found[0]!r} were gathered at the point at which "
-                "gradients are taken, and the model now holds x; klatsch.recalibrate(model, batches) gathers new ones",
-            )
+        layers = [layer for root in self._roots for layer in normed(root).items()]
+        if layers and self._has_moved:
+            name, layer = layers[0]
+            self.warn("statistics", f"{type(layer).__name__} {name!r}")
 
-    def warn(self, what: str, text: str) -> None:
+    def warn(self, what: str, of: str = "") -> None:
         """Say something once."""
         if what not in self.said:
             self.said.add(what)
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            warnings.warn(WARNINGS[what].format(of), RuntimeWarning, stacklevel=5)
 
     @property
     def _has_moved(self) -> bool:
@@ -247,13 +242,3 @@ def normed(model: nn.Module) -> dict[str, _BatchNorm]:
     """The modules of a model that keep running statistics of their inputs, such as BatchNorm, by name."""
     found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
     return {name: m for name, m in found.items() if m.running_mean is not None}
-
-
-def _living(references: list[weakref.ref[nn.Module]]) -> list[nn.Module]:
-    return [module for reference in references if (module := reference()) is not None]
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()

@@ -1,7 +1,4 @@
-"""The state of a training as plain data and tensors, so that it is saved without pickle.
-
-That of the optimizer comes the way torch's own give it, those of schedulers, scalers and generators as they are.
-"""
+"""The state of a training as plain data and tensors, which need no pickle: of the optimizer, and of all else."""
 
 from __future__ import annotations
 
@@ -32,10 +29,8 @@ def per_parameter(share: Share) -> dict[Tensor, State]:
 
 def header(shares: Sequence[Share]) -> dict[str, object]:
     """The rest: the rule, the round, and fields that are single numbers, such as push-sum weights."""
-    singles = [
-        {name: v.clone() for name, v in share.node.state.items() if len(v) != len(share.flat.values)}
-        for share in shares
-    ]
+    states = [(share.node.state, len(share.flat.values)) for share in shares]
+    singles = [{name: v.clone() for name, v in state.items() if len(v) != wide} for state, wide in states]
     return {"format": FORMAT, "rule": shares[0].rule.name, "rounds": shares[0].node.rounds, "single": singles}
 
 
@@ -45,23 +40,19 @@ def vectors_of(state: StateDict, groups: Sequence[Group], shares: Sequence[Share
     form = facts.get("format") if isinstance(facts, dict) else None
     if form == 1:
         raise ValueError(
-            "this is a state_dict of klatsch 0.1.0, whose rules kept other vectors; load it with klatsch 0.1.0"
+            "this state_dict is of klatsch 0.1.0, whose rules kept other vectors; load it with that version"
         )
     if facts is None or form != FORMAT:
         raise ValueError("this is no state_dict of a Gossip optimizer of this version; give what its state_dict() gave")
-    rule = shares[0].rule.name
-    if facts["rule"] != rule:
-        raise ValueError(
-            f"the state_dict is one of {facts['rule']}, but this optimizer runs {rule}; load it into one with that rule"
-        )
-    there, here = ([len(group["params"]) for group in some] for some in (state["param_groups"], groups))
-    if there != here:
-        raise ValueError(
-            f"the state_dict has parameter groups of {there} parameters, this optimizer of {here}; make it with the "
-            "same parameters"
-        )
-    if len(facts["single"]) != len(shares):
-        raise ValueError("the state_dict is of parameters of other dtypes; make the optimizer with the same parameters")
+    sizes = [[len(group["params"]) for group in some] for some in (state["param_groups"], groups)]
+    for what, there, here in (
+        ("the rule", facts["rule"], shares[0].rule.name),
+        ("parameter groups of size", *sizes),
+        ("a number of dtypes of", len(facts["single"]), len(shares)),
+    ):
+        if there != here:
+            remedy = "make it with the same rule and parameters"
+            raise ValueError(f"the state_dict has {what} {there}, but this optimizer {here}; {remedy}")
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     entries = {id(p): state["state"].get(k, {}) for p, k in zip(parameters_of(groups), numbers, strict=True)}
     return [
@@ -75,9 +66,8 @@ def _joined(share: Share, entries: Sequence[State], single: State) -> State:
     flat, kept = share.flat, dict.fromkeys((*share.node.state, *share.optional))
     known = {name for entry in entries for name in entry}
     if strange := known - kept.keys():
-        raise ValueError(
-            f"the state_dict has {', '.join(sorted(strange))}, which this optimizer does not keep; it is of {OPTIONS}"
-        )
+        listed = ", ".join(sorted(strange))
+        raise ValueError(f"the state_dict has {listed}, which this optimizer does not keep; it is of {OPTIONS}")
     found = dict(single)
     for name in kept:
         if name in single or name in share.optional - known:
@@ -87,10 +77,8 @@ def _joined(share: Share, entries: Sequence[State], single: State) -> State:
             value = entry.get(name)
             if value is None or value.shape != parameter.shape:
                 has = "nothing" if value is None else f"shape {tuple(value.shape)}"
-                raise ValueError(
-                    f"the state_dict has {has} as {name} of a parameter of shape {tuple(parameter.shape)}; it is of "
-                    f"another model, or of {OPTIONS}"
-                )
+                what = f"{has} as {name} of a parameter of shape {tuple(parameter.shape)}"
+                raise ValueError(f"the state_dict has {what}; it is of another model, or of {OPTIONS}")
             view.copy_(value)
     return found
 
