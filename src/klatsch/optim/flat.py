@@ -6,7 +6,7 @@ A rule then works on whole vectors, a message is one piece of memory, and nothin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ class Flat:
 
     def __init__(self, parameters: Sequence[Tensor], names: Mapping[int, object]) -> None:
         self.parameters, self._names = list(parameters), names
-        ends = list(accumulate(parameter.numel() for parameter in self.parameters))
-        self.places = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        self._formats = [(parameter.shape, _strides(parameter)) for parameter in self.parameters]
-        self.values = self.parameters[0].detach().new_empty(ends[-1])
+        bounds = list(pairwise(accumulate((p.numel() for p in self.parameters), initial=0)))
+        self.places = {id(p): slice(*bound) for p, bound in zip(self.parameters, bounds, strict=True)}
+        self._layout = [(p.shape, _strides(p), start) for p, (start, _) in zip(self.parameters, bounds, strict=True)]
+        self.values = self.parameters[0].detach().new_empty(bounds[-1][1])
         self.gradients: Tensor | None = None
         for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
             view.copy_(parameter.detach())
@@ -111,7 +111,8 @@ class Flat:
             torch.autograd.graph.increment_version(parameter)  # its values may have changed with it
 
     def _view(self, vector: Tensor, k: int) -> Tensor:
-        return vector.as_strided(*self._formats[k], vector.storage_offset() + self.places[k].start)
+        shape, strides, start = self._layout[k]
+        return vector.as_strided(shape, strides, vector.storage_offset() + start)
 
     def _rebind(self, gradients: Tensor) -> None:
         """Make the views of the gradients anew if model.to(...) has moved the memory of the old ones."""
@@ -119,9 +120,9 @@ class Flat:
             self._bound = self.views(gradients)
 
     def _elsewhere(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[int]:
-        size, start = buffer.element_size(), buffer.data_ptr()
-        pairs = enumerate(zip(tensors, self.places, strict=True))
-        return [k for k, (v, place) in pairs if v.data_ptr() != start + place.start * size and v.numel()]
+        size, begin = buffer.element_size(), buffer.data_ptr()
+        pairs = enumerate(zip(tensors, self._layout, strict=True))
+        return [k for k, (v, (*_, start)) in pairs if v.data_ptr() != begin + start * size and v.numel()]
 
     def _versions(self) -> int:
         return sum(parameter._version for parameter in self.parameters)

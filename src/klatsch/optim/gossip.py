@@ -73,6 +73,7 @@ class Gossip(Points, Joinable, JoinHook):
     _step_supports_amp_scaling = True  # a GradScaler must not skip a round, or neighbours would wait for it
     grad_scale: Tensor | float | None = 1.0  # which it sets during a step, as well as the next one
     found_inf: Tensor | float = 0.0
+    join_device = torch.device("cpu")  # where torch's Join counts the ranks that go on, since the group is gloo's
     _made = False
 
     def __init__(
@@ -96,8 +97,8 @@ class Gossip(Points, Joinable, JoinHook):
         super().__init__(params, defaults)
         Joinable.__init__(self)
         self._made = True
-        self.on_nonfinite, self.survives, self.skipped = on_nonfinite, on_failure == "continue", 0
-        self._finished = False
+        self.on_nonfinite, self.survives = on_nonfinite, on_failure == "continue"
+        self.skipped, self._finished = 0, False
         self.idle_hooks: list[weakref.WeakMethod[Callable[[], None]]] = []  # called after rounds without gradient
         self._scheduled = defaults["lr"]
         self._follow = [g for g in self.param_groups if callable(rule.lr) and g["lr"] == self._scheduled]
@@ -235,7 +236,7 @@ class Gossip(Points, Joinable, JoinHook):
             warnings.warn(f"{here}; {instead}", RuntimeWarning, stacklevel=3)
 
     def join_hook(self, **_: object) -> JoinHook:
-        """Who knows what a rank does whose batches have ended while others go on."""
+        """What torch's Join asks what to do once the batches of this rank have ended, while others go on."""
         return self
 
     @torch.no_grad()
@@ -245,11 +246,6 @@ class Gossip(Points, Joinable, JoinHook):
         for reference in self.idle_hooks:
             if (hook := reference()) is not None:
                 hook()
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where Join counts the ranks that go on: the CPU, since the group is gloo's."""
-        return torch.device("cpu")
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -287,19 +283,18 @@ class Gossip(Points, Joinable, JoinHook):
     @contextmanager
     def together(self, what: str) -> Iterator[tuple[Total, list[int]]]:
         """Yield a function that sums a vector over all ranks, or over those within reach, and who they are."""
-        size = self.topology.size
         try:
             with self._links.together(self.group, self.rounds) as (total, ranks):
-                if len(ranks) < size:
-                    some = f"{len(ranks)} of {size} ranks ({shown(ranks)})"
+                if len(ranks) < self.topology.size:
+                    some = f"{len(ranks)} of {self.topology.size} ranks ({shown(ranks)})"
                     text = f"{what} is that of {some}; the others are gone or out of reach"
                     warnings.warn(text, RuntimeWarning, stacklevel=4)
                 yield total, ranks
         except QuorumError:
             raise
         except RuntimeError as error:
-            why = f"from all ranks within reach, after the same round ({reason(error)})"
-            raise RuntimeError(f"{what} needs an answer {why}") from None
+            needed = f"{what} needs an answer from all ranks within reach, after the same round"
+            raise RuntimeError(f"{needed} ({reason(error)})") from None
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in groups.settings_of(self.rule).items())
@@ -393,8 +388,6 @@ def _sized(topology: object, ranks: list[int]) -> Topology:
     if not isinstance(topology, Topology):
         raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, or a name such as 'ring'")
     if topology.size != len(ranks):
-        raise ValueError(
-            f"{topology.name} has {topology.size} nodes but there are {len(ranks)} ranks; give one of {len(ranks)} "
-            f"nodes, its name alone, or start {topology.size} processes (torchrun --nproc-per-node {topology.size})"
-        )
+        remedy = f"give its name alone, or start {topology.size} processes (torchrun --nproc-per-node {topology.size})"
+        raise ValueError(f"{topology.name} has {topology.size} nodes but there are {len(ranks)} ranks; {remedy}")
     return topology

@@ -87,13 +87,12 @@ class Share:
         Before the first round they are where training starts.
         """
         self.flat.gather()
+        values = self.flat.values
         if not self.flat.touched:
             return
         if self.node.rounds == 0:
-            self.node.load(self.rule.init(self.flat.values.to(self.dtype)), 0)
-        elif holds == "merged" or not torch.equal(
-            self.flat.values, self._write(holds, torch.empty_like(self.flat.values))
-        ):
+            self.node.load(self.rule.init(values.to(self.dtype)), 0)
+        elif holds == "merged" or not torch.equal(values, self._write(holds, torch.empty_like(values))):
             raise ValueError(
                 f"the parameters were changed after round {self.node.rounds}, but not by this optimizer, whose other "
                 "vectors do not fit them any more; load its state too (load_state_dict), make a new one, or put its "
@@ -129,10 +128,9 @@ class Share:
         first, *others = [float(group[name]) for group in groups]
         if all(value == first for value in others):
             return first
-        places = {id(p): place for p, place in zip(self.flat.parameters, self.flat.places, strict=True)}
-        vector = torch.empty(len(self.flat.values), dtype=self.dtype, device=self.flat.values.device)
+        vector = torch.empty_like(self.flat.values, dtype=self.dtype)
         for group in groups:
             for parameter in group["params"]:
-                if id(parameter) in places:
-                    vector[places[id(parameter)]] = float(group[name])
+                if (place := self.flat.places.get(id(parameter))) is not None:
+                    vector[place] = float(group[name])
         return vector

@@ -17,7 +17,6 @@ from klatsch.optim.share import Share
 from klatsch.rules import State
 
 FORMAT = 2  # 1 was that of the hand-written rules of 0.1.0
-OPTIONS = "a rule with other options (momentum, average)"
 
 
 def per_parameter(share: Share) -> dict[Tensor, State]:
@@ -63,24 +62,19 @@ def vectors_of(state: StateDict, groups: Sequence[Group], shares: Sequence[Share
 
 def _joined(share: Share, entries: Sequence[State], single: State) -> State:
     """The fields of a share as flat vectors, from those of its parameters."""
-    flat, kept = share.flat, dict.fromkeys((*share.node.state, *share.optional))
-    known = {name for entry in entries for name in entry}
-    if strange := known - kept.keys():
-        listed = ", ".join(sorted(strange))
-        raise ValueError(f"the state_dict has {listed}, which this optimizer does not keep; it is of {OPTIONS}")
-    found = dict(single)
-    for name in kept:
-        if name in single or name in share.optional - known:
-            continue
-        found[name] = torch.empty(len(flat.values), dtype=share.dtype, device=flat.values.device)
-        for parameter, view, entry in zip(flat.parameters, flat.views(found[name]), entries, strict=True):
-            value = entry.get(name)
-            if value is None or value.shape != parameter.shape:
-                has = "nothing" if value is None else f"shape {tuple(value.shape)}"
-                what = f"{has} as {name} of a parameter of shape {tuple(parameter.shape)}"
-                raise ValueError(f"the state_dict has {what}; it is of another model, or of {OPTIONS}")
-            view.copy_(value)
-    return found
+    flat, known = share.flat, {name for entry in entries for name in entry}
+    kept = (share.node.state.keys() - single.keys() - share.optional) | (known & share.optional)
+    for parameter, entry in zip(flat.parameters, entries, strict=True):
+        there = {name: tuple(value.shape) for name, value in sorted(entry.items())}
+        here = dict.fromkeys(sorted(kept), tuple(parameter.shape))
+        if there != here:
+            remedy = "it is of another model, or of a rule with other options (momentum, average)"
+            raise ValueError(f"the state_dict has {there} of a parameter, this optimizer keeps {here}; {remedy}")
+    found = {name: torch.empty_like(flat.values, dtype=share.dtype) for name in kept}
+    for name, vector in found.items():
+        for view, entry in zip(flat.views(vector), entries, strict=True):
+            view.copy_(entry[name])
+    return single | found
 
 
 def packed(value: object, tensors: dict[str, Tensor], path: str) -> object:

@@ -43,8 +43,10 @@ class Wrappers:
             now, self._next = True, self._next * 10
         if now:
             self._refuse_averaging()
-        if self._looks == 1:
-            self._refuse_other_parameters()
+        fsdp = [*_fsdp("FullyShardedDataParallel"), *_fsdp("FSDPModule")] if self._looks == 1 else []
+        if fsdp and all(p.grad is None for p in self._parameters) and any(True for _ in alive(fsdp)):
+            what = "no parameter of the optimizer has a gradient: FSDP has put others in their place"
+            raise ValueError(f"{what}; train the model without it; {HOW}")
 
     def _refuse_averaging(self) -> None:
         kinds: list[type[nn.Module]] = [nn.parallel.DistributedDataParallel, *_fsdp("FullyShardedDataParallel")]
@@ -66,14 +68,6 @@ class Wrappers:
         return any(len(self._ranks.intersection(_ranks(group))) > 1 for group in groups) and any(
             id(p) in ours for name, p in inside.named_parameters() if name not in ignored
         )
-
-    def _refuse_other_parameters(self) -> None:
-        kinds = [*_fsdp("FullyShardedDataParallel"), *_fsdp("FSDPModule")]
-        if kinds and all(p.grad is None for p in self._parameters) and any(True for _ in alive(kinds)):
-            raise ValueError(
-                "no parameter of the optimizer has a gradient: FSDP has put others in their place; train the model "
-                f"without it; {HOW}"
-            )
 
 
 def _fsdp(name: str) -> list[type[nn.Module]]:
