@@ -20,6 +20,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from klatsch import columns
 from klatsch import topology as topologies
+from klatsch.arguments import named
 from klatsch.optim import groups, state
 from klatsch.optim.flat import Flat
 from klatsch.optim.points import Points, Watch
@@ -192,8 +193,9 @@ class Gossip(Points, Joinable, JoinHook):
         if self._made:
             raise ValueError("parameters cannot be added to a Gossip optimizer; make a new one with all of them")
         super().add_param_group(param_group)
-        groups.check_names(self.param_groups[-1], self.defaults)
-        groups.check_values(self.param_groups[-1], self.defaults)
+        for name in [name for name in param_group if name not in groups.NOTES]:
+            named("option of a parameter group", name, self.defaults)
+        groups.check_values(param_group, self.defaults)
 
     def _round(self, factor: float) -> None:
         """One round with gradients times a factor."""

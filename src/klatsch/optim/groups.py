@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klatsch.arguments import named
 from klatsch.columns import flattened, hyper
 from klatsch.rules import Rule
 from klatsch.topology import Topology
@@ -27,13 +26,6 @@ def single(name: str, value: object, holds: Callable[[Any], Any], wanted: str) -
     if isinstance(number, Tensor):
         raise ValueError(f"{name} = {value!r}; give {wanted}, a single one")
     return number
-
-
-def check_names(group: Group, defaults: Group) -> None:
-    """Check that a parameter group has no option that the optimizer does not know."""
-    for name in group:
-        if name not in NOTES:
-            named("option of a parameter group", name, defaults)
 
 
 def check_values(group: Group, defaults: Group) -> None:

@@ -1,8 +1,8 @@
 """Which point the model holds: the one where gradients are taken, or the one to evaluate and keep.
 
 For most rules they are the same. Where they are apart (`beta` below 1, or an average of iterates kept beside them), the
-model holds the query point while it trains, and x, the rule's output, on demand. One mistake is loud: a model that is
-evaluated or saved while it holds the query point.
+model holds the query point while it trains, and x, the rule's output, on demand. To evaluate or save the wrong one is a
+mistake that warns.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Watch:
         self.paused = False
         self._optimizer, self._parameters = weakref.ref(optimizer), parameters
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._normed: str | None = None  # the first layer that keeps statistics
         self._hooks = ExitStack()
         weakref.finalize(optimizer, self._hooks.close)
 
@@ -180,9 +180,10 @@ class Watch:
         some = [m for m in everyone if any(id(p) in ends for p in m._parameters.values())]
         while above := {id(m) for m in everyone if any(id(child) in around for child in m._modules.values())} - around:
             around |= above
-        outermost = around - inner
-        self._roots = weakref.WeakSet(m for m in everyone if id(m) in outermost)
-        self._modules = self._roots.union(some)
+        roots = [m for m in everyone if id(m) in around and id(m) not in inner]
+        layers = (layer for root in roots for layer in normed(root).items())
+        self._normed = next((f"{type(layer).__name__} {name!r}" for name, layer in layers), None)
+        self._modules = weakref.WeakSet((*some, *roots))
         self.attach(True)
 
     def attach(self, on: bool) -> None:
@@ -205,10 +206,8 @@ class Watch:
 
     def warn_of_statistics(self) -> None:
         """Warn of running statistics that were gathered at the point of training, and do not belong to x."""
-        layers = [layer for root in self._roots for layer in normed(root).items()]
-        if layers and self._has_moved:
-            name, layer = layers[0]
-            self.warn("statistics", f"{type(layer).__name__} {name!r}")
+        if self._normed is not None and self._has_moved:
+            self.warn("statistics", self._normed)
 
     def warn(self, what: str, of: str = "") -> None:
         """Say something once."""

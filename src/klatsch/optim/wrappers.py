@@ -21,12 +21,7 @@ HOW = "for Lightning, Accelerate and Hugging Face see docs/ranks.md"
 
 
 class Wrappers:
-    """Refuses wrappers of some parameters.
-
-    Args:
-        parameters: what is trained by gossip.
-        ranks: the ranks that gossip, as the default group counts them.
-    """
+    """Refuses wrappers around parameters that some ranks train by gossip."""
 
     def __init__(self, parameters: Sequence[Tensor], ranks: Sequence[int]) -> None:
         self._parameters, self._ranks = parameters, set(ranks)
@@ -34,10 +29,7 @@ class Wrappers:
         self._refuse_averaging()
 
     def look(self, *, now: bool = False) -> None:
-        """Look again if it is time to, or `now`: somebody wrote to the parameters, as DDP does when it wraps them.
-
-        To be called once per step, when there are gradients.
-        """
+        """Look again in a step, if it is time to, or `now`: DDP writes to the parameters when it wraps them."""
         self._looks += 1
         if self._looks == self._next:
             now, self._next = True, self._next * 10
@@ -50,16 +42,15 @@ class Wrappers:
 
     def _refuse_averaging(self) -> None:
         kinds: list[type[nn.Module]] = [nn.parallel.DistributedDataParallel, *_fsdp("FullyShardedDataParallel")]
-        found = [weakref.ref(wrapper) for wrapper in alive(kinds) if self._averages(wrapper)]
+        found = weakref.WeakSet(wrapper for wrapper in alive(kinds) if self._averages(wrapper))
         if found:
             gc.collect()  # one that nobody uses any more does no harm
-        for wrapper in (reference() for reference in found):
-            if wrapper is not None:
-                raise ValueError(
-                    f"{type(wrapper).__name__} is around this model on ranks that gossip, and would average their "
-                    "gradients before gossip can; train the model without it, or give it a process group of one "
-                    f"node's ranks alone, and Gossip one across nodes (group=...); {HOW}"
-                )
+        for wrapper in found:
+            raise ValueError(
+                f"{type(wrapper).__name__} is around this model on ranks that gossip, and averages their gradients "
+                "before gossip can; train the model without it, or give it a process group of one node's ranks alone, "
+                f"and Gossip one across nodes (group=...); {HOW}"
+            )
 
     def _averages(self, wrapper: nn.Module) -> bool:
         known, ours = vars(wrapper), {id(p) for p in self._parameters}
