@@ -26,6 +26,7 @@ class Flat:
         self._layout = [(p.shape, _strides(p), start) for p, (start, _) in zip(self.parameters, bounds, strict=True)]
         self.values = self.parameters[0].detach().new_empty(bounds[-1][1])
         self.gradients: Tensor | None = None
+        self._bound: list[Tensor] = []  # views of them
         for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
@@ -53,10 +54,8 @@ class Flat:
             if grad is None:
                 bound.zero_()
             elif grad.is_sparse:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which cannot be gossiped as "
-                    "one vector; use dense gradients (for embeddings: sparse=False)"
-                )
+                what = f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which cannot be gossiped"
+                raise ValueError(f"{what} as one vector; use dense gradients (for embeddings: sparse=False)")
             elif grad.data_ptr() != bound.data_ptr() or grad.stride() != bound.stride():
                 bound.copy_(grad)
             parameter.grad = bound
@@ -64,14 +63,11 @@ class Flat:
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero, in one go."""
-        if self.gradients is None:
-            for parameter in self.parameters:
-                parameter.grad = None
-            return
-        self._rebind(self.gradients)
-        self.gradients.zero_()
-        for parameter, bound in zip(self.parameters, self._bound, strict=True):
-            parameter.grad = bound
+        if self.gradients is not None:
+            self._rebind(self.gradients)
+            self.gradients.zero_()
+        for k, parameter in enumerate(self.parameters):
+            parameter.grad = self._bound[k] if self._bound else None
 
     def mark_written(self) -> None:
         """Tell autograd that the parameters have changed, as writing to them one by one would."""

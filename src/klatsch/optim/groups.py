@@ -14,10 +14,8 @@ from klatsch.topology import Topology
 
 Group = dict[str, Any]  # torch's
 # What torch, its schedulers and timm's write into parameter groups, besides the options of an optimizer.
-NOTES = (
-    *("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
-    "lr_scale",
-)
+NOTES = ["params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "lr_scale", "swa_lr"]
+NOTES += ["base_momentum", "max_momentum"]
 
 
 def single(name: str, value: object, holds: Callable[[Any], Any], wanted: str) -> float:

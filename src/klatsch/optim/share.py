@@ -49,8 +49,7 @@ class Share:
         views = self.flat.views(self._gradients)
         wrong = [k for k, view in enumerate(views) if not is_sound(view.reshape(-1))] or [*range(len(views))]
         which = f"{self.flat.described(wrong[0])}{f' (of {len(wrong)})' * (len(wrong) > 1)}"
-        largest = float(self._gradients.abs().max())
-        return f"the gradient of {which} is not finite, or absurd: up to {largest:.3g}"
+        return f"the gradient of {which} is not finite, or absurd: up to {float(self._gradients.abs().max()):.3g}"
 
     def exchange(self) -> None:
         """The first half of a round. Where it fails, nothing has changed yet."""
