@@ -10,7 +10,7 @@ from klatsch.version import VERSION
 if TYPE_CHECKING:
     from klatsch import columns, optim, planning, problems, rules, simulation, theory, topology
     from klatsch.optim import Checkpointer, Gossip, LinkError, NonFiniteError, QuorumError, average_, recalibrate
-    from klatsch.rules import averaging
+    from klatsch.rules import anytime as averaging
     from klatsch.simulation import Result, simulate
     from klatsch.topology import Topology
 

@@ -33,9 +33,6 @@ def check_output(path: Path, kind: str, *inputs: Path) -> None:
         path: where to write.
         kind: what will be written, one of `KINDS`.
         inputs: files that are read, or written as well.
-
-    Raises:
-        ValueError: it is one of these, no file at all, or holds something of another kind.
     """
     try:
         if any(_same(path, other) for other in inputs):
@@ -73,9 +70,6 @@ def save(path: Path, data: bytes, kind: str) -> None:
         path: where to.
         data: its content.
         kind: what that is, one of `KINDS`; a file of another kind is not replaced.
-
-    Raises:
-        ValueError: it cannot be written.
     """
     check_output(path, kind)
     try:
@@ -107,12 +101,7 @@ def write_atomically(path: Path, data: bytes, mode: int | None = None) -> None:
 
 
 def text_of(path: Path) -> str:
-    """The text of a small file that somebody wrote: no device, no pipe, nothing without end.
-
-    Raises:
-        ValueError: it is something else, too large, or no UTF-8; with the remedy.
-        OSError: it cannot be read.
-    """
+    """The text of a small file that somebody wrote: no device, no pipe, nothing without end."""
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f"{path} is no plain file, but a device or a pipe; give the name of a text file")
@@ -124,11 +113,7 @@ def text_of(path: Path) -> str:
 
 
 def json_of(text: str | bytes) -> Any:
-    """What a text says as JSON, wherever it comes from.
-
-    Raises:
-        ValueError: it is no JSON, or nested too deeply to be read.
-    """
+    """What a text says as JSON, wherever it comes from."""
     try:
         return json.loads(text)
     except RecursionError:

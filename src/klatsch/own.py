@@ -47,11 +47,7 @@ def part_of(name: str) -> str:
 
 
 def digest(name: str) -> str:
-    """SHA-256 of the file: edited, it is another part.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
+    """SHA-256 of the file: edited, it is another part."""
     return hashlib.sha256(_read(_split(name)[0])).hexdigest()
 
 
@@ -61,9 +57,6 @@ def load(kind: str, name: str) -> Any:
     Args:
         kind: what it should be, for the errors.
         name: "file.py:name".
-
-    Raises:
-        ValueError: there is no such file or name, or the file raises an error when it is executed.
     """
     path, part = _split(name)
     module = _executed(path, _read(path))

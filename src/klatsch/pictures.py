@@ -15,11 +15,7 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 def check_path(path: Path) -> None:
-    """Refuse a name that no figure can be written to, before the work is done.
-
-    Raises:
-        ValueError: the ending is unknown, there is no such folder, or a file of another kind is in the way.
-    """
+    """Refuse a name that no figure can be written to, before the work is done."""
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"cannot draw to {path}: the file name must end in {', '.join(FORMATS)}")
     if not path.parent.is_dir():
@@ -34,9 +30,6 @@ def save(figure: Figure, path: Path, **style: Any) -> None:
         figure: the figure.
         path: the file.
         style: options of matplotlib's savefig, such as dpi.
-
-    Raises:
-        ValueError: it cannot be written there.
     """
     check_path(path)
     files.save(path, render(figure, path.suffix.lower(), **style), _kind(path))

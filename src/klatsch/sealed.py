@@ -35,9 +35,6 @@ def write(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> Non
         path: the file.
         header: plain data, with the "format" of the file.
         tensors: by name.
-
-    Raises:
-        OSError: it cannot be written; what was there before is still there.
     """
     from safetensors.torch import save as pack
 
@@ -54,12 +51,7 @@ def write(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> Non
 
 
 def read(path: Path, format_: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a file.
-
-    Raises:
-        OldCheckpointError: an earlier version wrote it.
-        CheckpointError: it is damaged, or has another format.
-    """
+    """The header and the tensors of a file."""
     from safetensors import SafetensorError, safe_open
 
     try:

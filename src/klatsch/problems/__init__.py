@@ -11,10 +11,9 @@ import torch
 from klatsch.arguments import check_options, named
 from klatsch.own import explained, is_own, label
 from klatsch.problems.base import Headline, Problem, Quadratic, adopted, derived
-from klatsch.problems.images.classification import ImageClassification
-from klatsch.problems.images.labelled import Images
+from klatsch.problems.images.classification import FashionMNIST, ImageClassification
+from klatsch.problems.images.fashion_mnist import Images
 from klatsch.problems.images.networks import lenet
-from klatsch.problems.images.paper_images import FashionMNIST
 from klatsch.problems.least_squares import LeastSquares
 from klatsch.problems.logistic import LogisticRegression
 from klatsch.problems.partition import dirichlet
@@ -54,9 +53,6 @@ def make(name: str, nodes: int, **choices: Any) -> Problem:
     """A problem by name: `make("least-squares", 16, noise=1.0, heterogeneity=10.0)`.
 
     A problem of your own is "file.py:Name"; the file is executed.
-
-    Raises:
-        ValueError: the name is unknown, the problem has no such option, or a value is not allowed.
     """
     check_options(name, choices, options(name))
     with explained(name):
@@ -80,11 +76,7 @@ def options(name: str) -> tuple[str, ...]:
 
 
 def check(name: str, nodes: int, **choices: Any) -> None:
-    """Refuse what `make` would refuse, but without a data set that may have to be downloaded.
-
-    Raises:
-        ValueError: the name is unknown, the problem has no such option, or a value is not allowed.
-    """
+    """Refuse what `make` would refuse, but without a data set that may have to be downloaded."""
     check_options(name, choices, options(name))
     with explained(name):
         if check := declared(name).check:
@@ -96,11 +88,7 @@ def check(name: str, nodes: int, **choices: Any) -> None:
 
 
 def make_ready(name: str) -> None:
-    """Fetch what a problem needs, once, before many processes want it.
-
-    Raises:
-        ValueError: it cannot be had.
-    """
+    """Fetch what a problem needs, once, before many processes want it."""
     if ready := declared(name).ready:
         ready()
 
@@ -122,11 +110,7 @@ def headline(name: str) -> Headline:
 
 
 def _check_own(name: str, problem: Any) -> None:
-    """Check that a problem of one's own has what the engines ask for.
-
-    Raises:
-        ValueError: it does not; with the remedy.
-    """
+    """Check that a problem of one's own has what the engines ask for."""
     problem = adopted(problem, f"{label(name)} gives")
     M, d, wanted = int(problem.nodes), int(problem.dim), headline(name).metric
     start = torch.as_tensor(problem.start()).double().reshape(-1)

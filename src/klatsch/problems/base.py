@@ -215,11 +215,7 @@ def changed(problem: Made, **values: object) -> Made:
 
 
 def chosen(nodes: Sequence[int] | None, count: int) -> Tensor:
-    """The numbers of the nodes that are asked, as a tensor.
-
-    Raises:
-        ValueError: there is no such node.
-    """
+    """The numbers of the nodes that are asked, as a tensor."""
     if nodes is None:
         return torch.arange(count)
     numbers = torch.as_tensor(list(nodes))
@@ -229,11 +225,7 @@ def chosen(nodes: Sequence[int] | None, count: int) -> Tensor:
 
 
 def points(x: Tensor, nodes: int, dim: int, columns: int) -> Tensor:
-    """Points as (nodes, C, d), where (nodes, d) and, for a single node, (d,) are allowed too.
-
-    Raises:
-        ValueError: x has another shape, or leaves open which column is meant.
-    """
+    """Points as (nodes, C, d), where (nodes, d) and, for a single node, (d,) are allowed too."""
     wanted = f"({nodes}, {columns}, {dim})" if columns > 1 else f"({nodes}, columns, {dim}) or ({nodes}, {dim})"
     fits = x.ndim in (1, 2, 3) and x.shape[-1] == dim and (x.shape[0] == nodes if x.ndim > 1 else nodes == 1)
     if not fits or (columns > 1 and (x.ndim < 3 or x.shape[1] != columns)):
@@ -252,11 +244,7 @@ def digest(*parts: Tensor | int) -> str:
 
 
 def array(name: str, value: Any, ndim: int, wanted: str) -> Tensor:
-    """Numbers from anything that holds them, as float64.
-
-    Raises:
-        ValueError: it has another number of dimensions, or a number that is not finite.
-    """
+    """Numbers from anything that holds them, as float64."""
     try:
         array = value.detach().cpu().double() if isinstance(value, Tensor) else torch.tensor(np.asarray(value, float))
     except (TypeError, ValueError) as error:

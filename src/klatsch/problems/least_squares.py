@@ -59,9 +59,6 @@ class LeastSquares(core.Convex):
             b: one target vector per node, (M, n).
             noise: sigma, added to the exact gradients; a number or a list with one per column.
             seed: of the noise.
-
-        Raises:
-            ValueError: the shapes do not fit each other, or a number is not finite.
         """
         A, b = core.array("A", A, 3, "(nodes, samples, parameters)"), core.array("b", b, 2, "(nodes, samples)")
         if A.shape[:2] != b.shape:

@@ -72,9 +72,6 @@ class LogisticRegression(core.Convex):
             l2: strength of the regularisation, above 0.
             alpha: how label-skewed the nodes are: Dirichlet(alpha) over the two classes; small is skewed.
             seed: of partition and mini-batches.
-
-        Raises:
-            ValueError: the shapes do not fit each other, a number is not finite, or there are not two classes.
         """
         split = np.ndim(features) == 3
         A = core.array("features", features, 3 if split else 2, "(samples, parameters) or (nodes, samples, parameters)")

@@ -25,9 +25,6 @@ def dirichlet(labels: Any, nodes: int, alpha: float, seed: int = 0) -> NDArray[n
 
     Returns:
         The numbers of the samples, (M, len(labels) // M), each node's in random order.
-
-    Raises:
-        ValueError: alpha is not above 0, or there are fewer samples than nodes.
     """
     labels = np.asarray(labels)
     whole(nodes, "nodes", 1)
@@ -52,11 +49,7 @@ def dirichlet(labels: Any, nodes: int, alpha: float, seed: int = 0) -> NDArray[n
 
 
 def check_alpha(alpha: object) -> None:
-    """Refuse a concentration that is none.
-
-    Raises:
-        ValueError: it is not above 0.
-    """
+    """Refuse a concentration that is none."""
     if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < np.inf:
         raise ValueError(
             f"alpha = {alpha!r}; give a number above 0, such as 0.1 (few classes per node) or 10 (all alike)"

@@ -9,10 +9,9 @@ A direction says what a node makes of a gradient, a pattern how nodes combine, a
     'dat-d2'
 """
 
+from klatsch.rules import anytime as averaging
 from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import Flow, Rule, State
-from klatsch.rules.corrected import Corrected
-from klatsch.rules.directions import Direction, Momentum, momentum, sgd
 from klatsch.rules.names import (
     PER_COLUMN,
     RULES,
@@ -28,10 +27,18 @@ from klatsch.rules.names import (
     options,
     sgp,
 )
-from klatsch.rules.patterns import Pattern
-from klatsch.rules.plain import DecentLaM, Plain
-from klatsch.rules.push import Push
-from klatsch.rules.tracked import Tracked
+from klatsch.rules.patterns import (
+    Corrected,
+    DecentLaM,
+    Direction,
+    Momentum,
+    Pattern,
+    Plain,
+    Push,
+    Tracked,
+    momentum,
+    sgd,
+)
 
 __all__ = [
     "PER_COLUMN",
@@ -49,6 +56,7 @@ __all__ = [
     "Rule",
     "State",
     "Tracked",
+    "averaging",
     "d2",
     "dat",
     "dat_d2",

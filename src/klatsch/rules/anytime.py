@@ -1,16 +1,129 @@
-"""Averages of a pattern's iterates: anytime, where gradients are taken at the average too, and a plain one."""
+"""Anytime: gradients at an average x of a pattern's iterates w; its weights; and a plain average of them.
+
+With weights alpha_t > 0 and delta_t = alpha_t / alpha_{1:t}, the average moves by x <- (1 - delta_t) x + delta_t w
+(Section 4.1 of the paper). The larger the later weights, the sooner x forgets its start and the faster it moves.
+
+    >>> from klatsch import averaging
+    >>> averaging.linear().delta(9)
+    0.2
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
 from klatsch import columns
+from klatsch.arguments import whole
 from klatsch.columns import Given, Number
-from klatsch.rules.averaging import Averaging, constant, parse
 from klatsch.rules.base import Flow, Graph, Rule, State, blend, checked, joined, share
+
+Rounds = int | Tensor  # the round t = 1, 2, 3, ..., or several
+LARGEST_DEGREE = 50  # up to here alpha_t is a number for a million rounds; it grows like t^p
+
+
+@runtime_checkable
+class Averaging(Protocol):
+    """Anytime weights as functions of the round."""
+
+    def alpha(self, t: Rounds) -> Number:
+        """The weight alpha_t, which also scales the step on w."""
+        ...
+
+    def delta(self, t: Rounds) -> Number:
+        """The share delta_t of the new iterate in the average."""
+        ...
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """alpha_t = t (t + 1) ... (t + p - 1), a polynomial of degree p, with delta_t = (p + 1) / (t + p) exactly.
+
+    These rising products, rather than t^p, have partial sums in closed form, so that x is the alpha-weighted average of
+    w to the last digit at any t. For p = 0 and p = 1 both are the same: the paper's constant and linear weights.
+    """
+
+    p: int
+
+    def __post_init__(self) -> None:
+        if whole(self.p, "polynomial(p) with p", 0) > LARGEST_DEGREE:
+            raise ValueError(
+                f"polynomial(p) with p = {self.p}: weights like t^{self.p} soon exceed every number; "
+                f"give p from 0 to {LARGEST_DEGREE}, such as 2"
+            )
+
+    def alpha(self, t: Rounds) -> Number:
+        product: Number = 1.0
+        for k in range(self.p):
+            product = product * (t + k)
+        if isinstance(product, float) and math.isinf(product):
+            raise ValueError(f"polynomial({self.p}) at round {t}: its weight exceeds every number; give a smaller p")
+        return product
+
+    def delta(self, t: Rounds) -> Number:
+        return (self.p + 1) / (t + self.p)
+
+    def __str__(self) -> str:
+        return {0: "constant", 1: "linear"}.get(self.p, f"polynomial({self.p})")
+
+
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """alpha_t = 1 and delta_t = 1 - gamma: an exponential moving average, for non-convex problems.
+
+    The paper's image runs use gamma = 0.9 (Section 5.2).
+    """
+
+    gamma: Given
+
+    def __post_init__(self) -> None:
+        wanted = "a number from 0 up to but not including 1, such as 0.9"
+        columns.settle(self, gamma=columns.hyper("gamma", self.gamma, lambda v: (v >= 0) & (v < 1), wanted))
+
+    def alpha(self, t: Rounds) -> Number:
+        return 1.0
+
+    def delta(self, t: Rounds) -> Number:
+        return 1.0 - self.gamma  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        return f"fixed({self.gamma:g})" if isinstance(self.gamma, float) else "fixed(per column)"
+
+
+def constant() -> Polynomial:
+    """alpha_t = 1, delta_t = 1 / t: the plain average (the paper's least-squares runs)."""
+    return Polynomial(0)
+
+
+def linear() -> Polynomial:
+    """alpha_t = t, delta_t = 2 / (t + 1) (Theorem 4.1)."""
+    return Polynomial(1)
+
+
+polynomial, fixed = Polynomial, Fixed
+
+
+def parse(text: object) -> Averaging:
+    """Weights from a word, for command lines and study files: "linear", "polynomial(2)", "fixed(0.9)"."""
+    if isinstance(text, Averaging):
+        return text
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*([-+.\w]*)\s*\))?\s*", text) if isinstance(text, str) else None
+    name, argument = match.groups() if match else ("", None)
+    if name in ("constant", "linear"):
+        if argument:
+            raise ValueError(f"averaging = {text!r}; {name} takes no number")
+        return constant() if name == "constant" else linear()
+    if name not in ("polynomial", "fixed"):
+        raise ValueError(f"averaging = {text!r}; choose from constant, linear, polynomial(p), fixed(gamma)")
+    try:
+        value = int(argument or "") if name == "polynomial" else float(argument or "")
+    except ValueError:
+        raise ValueError(f"averaging = {text!r}; write polynomial(2) or fixed(0.9), with a number") from None
+    return Polynomial(int(value)) if name == "polynomial" else Fixed(value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,16 +1,67 @@
-"""What patterns have in common: a learning rate, a direction, and the graphs that they need."""
+"""Directions, what a node makes of a gradient, and patterns, how nodes combine their steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from klatsch import columns
 from klatsch.columns import Given, Number
-from klatsch.rules.base import Graph, Rule, State, joined, learning_rate
-from klatsch.rules.directions import Direction, sgd
+from klatsch.rules.base import Flow, Graph, Rule, State, descend, joined, learning_rate, share
+
+
+@runtime_checkable
+class Direction(Protocol):
+    """What a node makes of a gradient: a frozen dataclass, whose fields groups of parameters may set."""
+
+    def init(self, x: Tensor) -> State:
+        """Its part of the state."""
+        ...
+
+    def __call__(self, s: State, grad: Tensor, t: int) -> tuple[Tensor, State]:
+        """The direction of a round, and its part of the next state."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Momentum:
+    """m <- momentum m + g, a momentum of every node's own; the gradient itself where it is 0.
+
+    Args:
+        momentum: a number from 0 up to but not including 1.
+    """
+
+    momentum: Given = 0.0
+
+    def __post_init__(self) -> None:
+        columns.settle(self, momentum=share("momentum", self.momentum))
+
+    def init(self, x: Tensor) -> State:
+        """A buffer, unless nothing needs to be remembered."""
+        return {} if isinstance(self.momentum, float) and self.momentum == 0 else {"m": x * 0.0}
+
+    def __call__(self, s: State, grad: Tensor, t: int) -> tuple[Tensor, State]:
+        """The momentum."""
+        if "m" not in s:
+            return grad, {}
+        if isinstance(grad, Tensor) and isinstance(self.momentum, float):
+            m = torch.add(grad, s["m"], alpha=self.momentum)  # in one pass through memory
+        else:
+            m = self.momentum * s["m"] + grad
+        return m, {"m": m}
+
+
+def sgd() -> Momentum:
+    """The gradient."""
+    return Momentum()
+
+
+def momentum(beta: Given) -> Momentum:
+    """The gradient, and what is left of earlier ones: m <- beta m + g."""
+    return Momentum(beta)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +98,210 @@ class Pattern(Rule):
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_doubly_stochastic(graph, name or self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Plain(Pattern):
+    """Gossip as it is; mini-batch SGD on the complete graph.
+
+        atc:  u = w - lr s;   w <- u + flow(u)            s = direction(g)
+        cta:  w <- w + flow(w) - lr s
+
+    In cta the iterate travels while the gradient is computed.
+
+    Args:
+        order: "atc" (adapt, then combine) or "cta" (combine, then adapt).
+
+    References:
+        Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017, Algorithm 1.
+    """
+
+    order: str = "atc"
+    short: ClassVar[str] = "dsgd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.order not in ("atc", "cta"):
+            raise ValueError(f"order = {self.order!r}; choose atc (adapt, then combine) or cta (combine, then adapt)")
+
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
+        step, kept = self.direction(s, grad, t)
+        if self.order == "atc":
+            (w,) = flow.mix(descend(s["w"], step, lr))
+        else:
+            (w,) = flow.mix(s["w"])
+            w = descend(w, step, lr)
+        return {"w": w} | kept
+
+
+@dataclass(frozen=True, eq=False)
+class DecentLaM(Rule):
+    """Plain gossip whose momentum remembers what flows did as well: large-batch momentum.
+
+        u = w - lr g;   v <- momentum v + w - (u + flow(u));   w <- w - v
+
+    w - mix(u) is lr times the gradient that plain gossip effectively follows. Local momentum amplifies its bias under
+    heterogeneous data by 1 / (1 - momentum)^2; this form does not. The paper accumulates v / lr, which is the same for
+    a constant learning rate.
+
+    Args:
+        lr: as of every `Pattern`.
+        momentum: a number from 0 up to but not including 1; 0 is plain gossip.
+
+    References:
+        Yuan et al., "DecentLaM: decentralized momentum SGD for large-batch deep training", 2021.
+    """
+
+    lr: Given
+    momentum: Given = 0.9
+
+    def __post_init__(self) -> None:
+        columns.settle(self, lr=learning_rate(self.lr), momentum=share("momentum", self.momentum))
+
+    @property
+    def name(self) -> str:
+        return "decentlam"
+
+    def init(self, x: Tensor) -> State:
+        return {"w": x, "v": x * 0.0}
+
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
+        (mixed,) = flow.mix(descend(s["w"], grad, lr))
+        v = self.momentum * s["v"] + s["w"] - mixed
+        return {"w": s["w"] - v, "v": v}
+
+    def check_graph(self, graph: Graph, name: str = "") -> None:
+        needs_static_symmetric(graph, name or self.name)  # momentum remembers what the last round's matrix did
+        if graph.every > 1 and not (isinstance(self.momentum, float) and self.momentum == 0):
+            raise ValueError(
+                f"{name or self.name} on {graph.name}: its momentum repeats the flow of a round with gossip in the "
+                "silent ones, and diverges; use d2 or dat-d2 for local steps"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Tracked(Pattern):
+    """Gradient tracking: y follows the mean gradient over the network, so that heterogeneity does no harm.
+
+        z <- z + flow(y);   y <- g + z;   u = w - lr s;   w <- u + flow(u)          s = direction(y)
+
+    z sums to 0 over the nodes. It is the y <- mix(y) + g - g_prev of the literature, without g_prev, and in flows.
+
+    References:
+        Koloskova, Lin and Stich, "An improved analysis of gradient tracking for decentralized machine learning", 2021,
+        Algorithm 1.
+    """
+
+    short: ClassVar[str] = "gt"
+
+    def init(self, x: Tensor) -> State:
+        return joined(self.name, super().init(x), {"y": x * 0.0, "z": x * 0.0})
+
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
+        (f,) = flow(s["y"])
+        z = s["z"] + f
+        y = grad + z
+        step, kept = self.direction(s, y, t)
+        (w,) = flow.mix(descend(s["w"], step, lr))
+        return {"w": w, "y": y, "z": z} | kept
+
+
+@dataclass(frozen=True, eq=False)
+class Corrected(Pattern):
+    """D2, or exact diffusion: y remembers what flows took away, and gives it back, so heterogeneity does no harm.
+
+        u = w - lr s - y / H;   f = flow(u) / 2;   w <- u + f;   y <- y - f         s = direction(g)
+
+    y sums to 0 over the nodes. With H = 1, eliminating y gives D2 with the matrix (I + P) / 2, whose eigenvalues suit
+    it on every symmetric graph:
+
+        w <- mix(2 w - w_prev - (lr s - lr_prev s_prev)),   first step mix(w - lr s)
+
+    Written with flows it does not drift in float32, and serves local steps: in silent rounds the flow is zero and y
+    stays, while y / H steers the steps.
+
+    Args:
+        lazy: halve the flow; without, it is D2 as published, which not every graph suits.
+        every: H, rounds between two mixes; taken from the graph.
+
+    References:
+        Tang et al., "D2: decentralized training over decentralized data", 2018, Algorithm 1.
+        Alghunaim, "Local exact-diffusion for decentralized optimization and learning", 2023, for H > 1.
+    """
+
+    lazy: bool = True
+    every: int = 1
+    short: ClassVar[str] = "d2"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.lazy, bool):
+            raise ValueError(f"lazy = {self.lazy!r}; give true, or false for D2 as published")
+
+    def init(self, x: Tensor) -> State:
+        return joined(self.name, super().init(x), {"y": x * 0.0})
+
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
+        step, kept = self.direction(s, grad, t)
+        u = descend(descend(s["w"], step, lr), s["y"], 1.0 / self.every)
+        (f,) = flow(u)
+        part = 0.5 if self.lazy else 1.0
+        return {"w": descend(u, f, -part), "y": descend(s["y"], f, part)} | kept
+
+    def mixed(self, s: State, new: State) -> Tensor:
+        return new["w"] + (s["y"] - new["y"]) if self.lazy else new["w"]  # w took half of the flow, y the other half
+
+    def on(self, graph: Graph) -> Self:
+        return columns.replaced(self, every=graph.every)
+
+    def check_graph(self, graph: Graph, name: str = "") -> None:
+        name = name or self.name
+        needs_static_symmetric(graph, name)
+        # Rounding may lift an even ring's -1/3 above it.
+        if not self.lazy and (smallest := graph.smallest_eigenvalue) <= -1 / 3 + 1e-9:
+            raise ValueError(
+                f"{name} with lazy = false on {graph.name}: the smallest eigenvalue of P is {smallest:.4g}, and D2 as "
+                "published needs more than -1/3; leave lazy out"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Push(Pattern):
+    """Stochastic gradient push (SGP), for directed graphs whose links have no way back.
+
+        u = w - lr s;   w <- u + flow(u);   weight <- weight + flow(weight)         s = direction(g(w / weight))
+
+    On such a graph a node can choose how it splits what it sends (the columns of P sum to 1) but not what it receives,
+    so values drift towards nodes that hear much. Every node therefore gossips a weight as well, which drifts the same
+    way, and divides by it.
+
+    References:
+        Assran et al., "Stochastic gradient push for distributed deep learning", 2019, Algorithm 1.
+    """
+
+    short: ClassVar[str] = "sgp"
+    push: ClassVar[bool] = True
+
+    def init(self, x: Tensor) -> State:
+        return joined(self.name, super().init(x), {"weight": x[..., :1] * 0.0 + 1.0})
+
+    def at(self, s: State, v: Tensor) -> Tensor:
+        return v / s["weight"]
+
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
+        (weight,) = flow.mix(s["weight"])
+        step, kept = self.direction(s, grad, t)
+        (w,) = flow.mix(descend(s["w"], step, lr))
+        return {"w": w, "weight": weight} | kept
+
+    def check_graph(self, graph: Graph, name: str = "") -> None:
+        if not graph.column_stochastic:
+            name = name or self.name
+            raise ValueError(
+                f"{name} on {graph.name}: the columns of P do not sum to 1, so that mass is lost; build the graph with "
+                f"stochastic='columns', or use {'dat' if name.startswith('dat') else 'dsgd'} on a doubly stochastic "
+                "graph"
+            )
 
 
 def needs_doubly_stochastic(graph: Graph, rule: str) -> None:

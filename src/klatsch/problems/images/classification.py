@@ -15,16 +15,18 @@ from torch.nn.functional import cross_entropy
 from klatsch.arguments import whole
 from klatsch.problems import base as core
 from klatsch.problems import draws
-from klatsch.problems.images import convolutions, fashion_mnist
-from klatsch.problems.images.labelled import Images
+from klatsch.problems.images import fashion_mnist
+from klatsch.problems.images.fashion_mnist import Images
 from klatsch.problems.images.networks import architecture, lenet, made
-from klatsch.problems.images.stacks import Stacked
-from klatsch.problems.partition import dirichlet
+from klatsch.problems.images.stacks import Stacked, plain_convolutions
+from klatsch.problems.partition import check_alpha, dirichlet
 
 MODELS_AT_ONCE = {"cpu": 64, "cuda": 288}  # that train: beyond these, more in one stack are not faster any more
 EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 9}  # that are evaluated, always as many on a GPU: each size is compiled
 IMAGES_AT_ONCE = 2_000  # that each of them evaluates
 LOSS_SAMPLES = 2_000  # of the training images, on which the training loss is measured
+
+Score = Callable[[Tensor, Tensor], Tensor]  # of logits (S, B, classes) and labels (S, B)
 
 
 class ImageClassification(core.Drawing):
@@ -42,9 +44,6 @@ class ImageClassification(core.Drawing):
         batch: images per node and round.
         seed: of start, partition and mini-batches.
         test: on how many of the test images accuracy is measured; all by default.
-
-    Raises:
-        ValueError: something does not fit; with the remedy.
     """
 
     of_nodes = ("shards",)
@@ -101,57 +100,38 @@ class ImageClassification(core.Drawing):
         numbers = drawn[:, None].expand(-1, C, -1).reshape(M * C, -1)
         return self._slope(x.reshape(M * C, d), numbers).view(M, C, d)
 
-    # --- how good a point is -----------------------------------------------------------------------------------
-
     def metrics(self, x: Tensor) -> dict[str, Tensor]:
         """Test accuracy as mean, smallest and largest over nodes and of the averaged model; training loss, mean."""
         M, C, d = x.shape
-        right = self._right(torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d)).view(M + 1, C)
-        of_nodes, of_mean = right[:M], right[M]
+        models, own = torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d), self._data
+        right = self._mean(models, own.test_images, own.test_labels, lambda v, labels: v.argmax(-1) == labels)
+        loss = self._mean(models[: M * C], own.images[self._seen], own.labels[self._seen], _losses)
+        of_nodes, of_mean = right.view(M + 1, C)[:M], right.view(M + 1, C)[M]
         return {
             "accuracy": of_nodes.mean(0),
             "accuracy_min": of_nodes.amin(0),
             "accuracy_max": of_nodes.amax(0),
             "accuracy_of_mean": of_mean,
-            "train_loss": self._training_loss(x.reshape(-1, d)).view(M, C).mean(0),
+            "train_loss": loss.view(M, C).mean(0),
         }
 
     @torch.no_grad()
-    def _right(self, models: Tensor) -> Tensor:
-        right = torch.zeros(len(models), dtype=torch.float64, device=models.device)
-        for some, part in self._parts(len(self._data.test_labels), len(models)):
-            guesses = self._logits(models[some], self._data.test_images[part]).argmax(-1)
-            right[some] += (guesses == self._data.test_labels[part]).sum(-1)
-        return right / len(self._data.test_labels)
-
-    @torch.no_grad()
-    def _training_loss(self, models: Tensor) -> Tensor:
+    def _mean(self, models: Tensor, images: Tensor, labels: Tensor, score: Score) -> Tensor:
+        """The mean score of models, (S, d), over images: in portions, of the images in equal ones if possible."""
         total = torch.zeros(len(models), dtype=torch.float64, device=models.device)
-        for some, part in self._parts(len(self._seen), len(models)):
-            logits = self._logits(models[some], self._data.images[self._seen[part]])
-            labels = self._data.labels[self._seen[part]].expand(len(logits), -1)
-            losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-            total[some] += losses.view(labels.shape).sum(1)
-        return total / len(self._seen)
+        some, size = EVALUATED_AT_ONCE[images.device.type], equal_parts(len(labels), IMAGES_AT_ONCE)
+        for s in range(0, len(models), some):
+            for k in range(0, len(labels), size):
+                logits = self._logits(models[s : s + some], images[k : k + size])
+                total[s : s + some] += score(logits, labels[k : k + size].expand(len(logits), -1)).sum(-1)
+        return total / len(labels)
 
     @cached_property
     def _seen(self) -> Tensor:
-        """The training images on which the loss is measured: as many from every node, about, as it may be."""
+        """The training images on which the loss is measured: about as many from every node."""
         own = self.shards.reshape(-1)  # node by node, each in random order
         count = min(LOSS_SAMPLES, len(own))
         return own[torch.arange(count, device=own.device) * len(own) // count]
-
-    def _parts(self, count: int, models: int) -> list[tuple[slice, slice]]:
-        """Models and images in portions; of the images in equal ones where that is possible."""
-        some = EVALUATED_AT_ONCE[self._data.images.device.type]
-        size = equal_parts(count, IMAGES_AT_ONCE)
-        return [
-            (slice(s, min(s + some, models)), slice(k, min(k + size, count)))
-            for s in range(0, models, some)
-            for k in range(0, count, size)
-        ]
-
-    # --- the models --------------------------------------------------------------------------------------------
 
     def _slope(self, x: Tensor, numbers: Tensor) -> Tensor:
         """The gradients of models x, (S, d), on the images of these numbers, (S, batch)."""
@@ -159,7 +139,7 @@ class ImageClassification(core.Drawing):
         loss, found = self._stacked.fast("loss", x.device), []
         for models, chosen in zip(torch.split(x, size), torch.split(numbers, size), strict=True):
             images, labels = self._data.images[chosen], self._data.labels[chosen]
-            with torch.enable_grad(), convolutions.torchs_own():
+            with torch.enable_grad(), plain_convolutions():
                 leaf = models.detach().requires_grad_()
                 found.append(torch.autograd.grad(loss(leaf, images, labels), leaf)[0])
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -168,14 +148,14 @@ class ImageClassification(core.Drawing):
         count = len(models)
         if models.is_cuda:  # filled up to the size that is compiled
             models = torch.cat([models, models[:1].expand(EVALUATED_AT_ONCE["cuda"] - count, -1)])
-        with convolutions.torchs_own():
+        with plain_convolutions():
             return self._stacked.fast("logits", models.device)(models, images)[:count]
 
     def _check_model(self) -> None:
         sample = self._data.images[:2]
         try:
             shape = tuple(self._stacked.logits(self._start[None], sample).shape)
-        except Exception as error:  # whatever somebody's own model may raise
+        except Exception as error:  # a user's model may raise anything
             pixels, reason = " by ".join(map(str, sample.shape[1:])), (str(error).splitlines() or [""])[0]
             raise ValueError(
                 f"the model does not take images of {pixels} numbers and give one tensor ({type(error).__name__}: "
@@ -209,6 +189,36 @@ class ImageClassification(core.Drawing):
         )
 
 
+class FashionMNIST(ImageClassification):
+    """A LeNet on Fashion-MNIST, as in the paper's image study (Section 5.2).
+
+    Args:
+        nodes: number of nodes M.
+        alpha: how label-skewed the nodes are: Dirichlet(alpha) over the classes; small is skewed.
+        batch: images per node and round.
+        seed: of start, partition and mini-batches.
+        test: on how many of the 10,000 test images accuracy is measured.
+    """
+
+    def __init__(self, nodes: int, alpha: float = 0.1, batch: int = 32, seed: int = 0, test: int = 10_000) -> None:
+        super().__init__(lenet, None, nodes, alpha, batch, seed, test)
+
+    @staticmethod
+    def check(nodes: int, alpha: float = 0.1, batch: int = 32, seed: int = 0, test: int = 10_000) -> None:
+        """Refuse options without the data set: a study can be read where it is missing."""
+        whole(seed, "seed", 0)
+        check_alpha(alpha)
+        check_sizes(whole(nodes, "nodes", 1), whole(batch, "batch", 1), fashion_mnist.SAMPLES)
+        check_test(test, fashion_mnist.TEST_SAMPLES)
+
+    ready = staticmethod(fashion_mnist.load)
+
+    @staticmethod
+    def rounds_per_epoch(nodes: int, batch: int = 32, **_: object) -> int:
+        """Rounds in which the nodes go through their images once."""
+        return fashion_mnist.SAMPLES // nodes // batch
+
+
 class _Joined(ImageClassification):
     """Several problems of one model and one data set, whose nodes have shards of different sizes."""
 
@@ -231,6 +241,10 @@ class _Joined(ImageClassification):
         # One copy of the images for all.
         parts = [core.changed(core.Drawing.to(p, dtype, device), _data=other._data) for p in self.problems]
         return core.changed(other, problems=parts)
+
+
+def _losses(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
 
 @lru_cache(maxsize=4)

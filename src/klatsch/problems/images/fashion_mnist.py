@@ -1,4 +1,4 @@
-"""Fashion-MNIST (Xiao et al. 2017, MIT licence): found on this machine or downloaded, and verified in any case.
+"""Labelled images, and Fashion-MNIST (Xiao et al. 2017, MIT licence): found here or downloaded, always verified.
 
 Looked for, in this order: the folder given, $KLATSCH_DATA, the user's cache, and where the Debian package
 dataset-fashion-mnist puts it; else it is downloaded into the cache. What counts is the SHA-256 of the decompressed
@@ -15,11 +15,12 @@ import zlib
 from functools import lru_cache
 from http.client import HTTPException
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from klatsch.files import save
-from klatsch.problems.images.labelled import Images
 
 VARIABLE = "KLATSCH_DATA"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -42,6 +43,48 @@ CLASSES = (
 )
 
 
+class Images(NamedTuple):
+    """Labelled images: what to learn from, and what to test on."""
+
+    images: Tensor  # (samples, channels, height, width), uint8 from 0 to 255, or floating point
+    labels: Tensor  # (samples,), int64 from 0 up
+    test_images: Tensor
+    test_labels: Tensor
+
+    def check(self) -> None:
+        """Refuse tensors that do not fit each other."""
+        for tensor in self:
+            if not isinstance(tensor, Tensor):
+                kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+                raise ValueError(f"images or labels are a {kind}; give tensors, such as torch.from_numpy(array)")
+        for images, labels in ((self.images, self.labels), (self.test_images, self.test_labels)):
+            if images.ndim != 4 or labels.shape != images.shape[:1] or not len(labels):
+                raise ValueError(
+                    f"images of shape {tuple(images.shape)} with labels of shape {tuple(labels.shape)}; give images as "
+                    "(samples, channels, height, width) and one label for each"
+                )
+            if images.is_floating_point() and not torch.isfinite(images).all():
+                raise ValueError("the images have pixels that are not finite; give finite numbers only")
+            if labels.dtype != torch.int64 or labels.min() < 0:
+                raise ValueError(f"labels are {labels.dtype} from {labels.min().item()}; give torch.int64 from 0 up")
+        if self.images.shape[1:] != self.test_images.shape[1:]:
+            raise ValueError(
+                f"images to learn from are {tuple(self.images.shape[1:])}, those to test on "
+                f"{tuple(self.test_images.shape[1:])}; give both the same shape"
+            )
+
+    def scale(self) -> tuple[float, float]:
+        """What to subtract from pixels and to multiply them with, so that they have mean 0 and variance 1."""
+        if self.images.dtype == torch.uint8:  # by counting, without a copy of all of them in another dtype
+            counts = torch.bincount(self.images.flatten(), minlength=256).double()
+            values = torch.arange(256, dtype=torch.float64)
+            mean = (counts @ values) / counts.sum()
+            deviation = ((counts @ (values - mean).square()) / counts.sum()).sqrt()
+        else:
+            mean, deviation = self.images.double().mean(), self.images.double().std(correction=0)
+        return float(mean), 1.0 / max(float(deviation), 1e-12)
+
+
 def remedy() -> str:
     """The ways to get the data set, in words."""
     return (
@@ -56,9 +99,6 @@ def load(folder: str | Path | None = None, download: bool = True) -> Images:
     Args:
         folder: where the four files are, packed (.gz) or not; by default they are looked for, see above.
         download: whether to fetch them if they are nowhere.
-
-    Raises:
-        ValueError: they are nowhere, or not what they should be; with the ways to get them.
     """
     return _read(find(folder, download))
 
@@ -88,15 +128,11 @@ def cache() -> Path:
 
 @lru_cache(maxsize=1)
 def _read(folder: Path) -> Images:
-    content = {name: _content(folder, name) for name in CONTENT}
-    tensors = []
-    for name, data in content.items():
-        # The content is what it should be, so its shape need not be read from it: a header, then one byte a number.
-        if "images" in name:
-            tensors.append(torch.frombuffer(bytearray(data[16:]), dtype=torch.uint8).view(-1, 1, 28, 28))
-        else:
-            tensors.append(torch.frombuffer(bytearray(data[8:]), dtype=torch.uint8).long())
-    return Images(*tensors)
+    # The content is verified, so its header need not be read: 16 bytes before images, 8 before labels.
+    content = (torch.frombuffer(bytearray(_content(folder, name)), dtype=torch.uint8) for name in CONTENT)
+    images, labels, test_images, test_labels = content
+    shape = (-1, 1, 28, 28)
+    return Images(images[16:].view(shape), labels[8:].long(), test_images[16:].view(shape), test_labels[8:].long())
 
 
 def _folder(place: Path, source: str) -> Path:
@@ -125,14 +161,9 @@ def _content(folder: Path, name: str) -> bytes:
 
 
 def _verified(data: bytes, name: str, source: str) -> bytes:
-    """The decompressed content of a file.
-
-    Raises:
-        ValueError: it is not what it should be.
-    """
-    packed = data[:2] == b"\x1f\x8b"
+    """The decompressed content of a file."""
     try:
-        content = _unpacked(data) if packed else data
+        content = _unpacked(data) if data[:2] == b"\x1f\x8b" else data
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(
             f"{source} is damaged or cut off ({error}) and is not used; replace it, or {remedy()}"

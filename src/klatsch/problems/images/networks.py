@@ -26,11 +26,7 @@ def lenet(channels: int = 1, classes: int = 10) -> nn.Sequential:
 
 
 def made(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A module of one's own: a copy of the one given, or a fresh one, whose start depends on the seed only.
-
-    Raises:
-        ValueError: it is none, or keeps something that does not gossip.
-    """
+    """A module for a problem: a copy of the one given, or a fresh one, whose start depends on the seed only."""
     if isinstance(model, nn.Module):
         module = copy.deepcopy(model)
     elif callable(model):
@@ -46,13 +42,9 @@ def made(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def check(module: nn.Module) -> None:
-    """Refuse a model that the rules cannot move as one vector.
-
-    Raises:
-        ValueError: with the part, the reason and what to use instead.
-    """
+    """Refuse a model that the rules cannot move as one vector."""
     for name, part in module.named_modules():
-        if isinstance(part, NORMS) and getattr(part, "track_running_stats", False):
+        if isinstance(part, NORMS) and part.track_running_stats:
             raise ValueError(
                 f"the model has a {type(part).__name__} ({name}): its running statistics are no parameters, so they "
                 "do not gossip, and nodes would differ in what they evaluate; use nn.GroupNorm, or "

@@ -6,8 +6,10 @@ Any other module runs through torch.func, which is slower but needs to know noth
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,14 +66,15 @@ class Stacked:
 
     def fast(self, name: str, device: torch.device) -> Callable[..., Tensor]:
         """`logits` or `loss`; compiled on a GPU, where launching an operation takes longer than the operation."""
+        functions: dict[str, Callable[..., Tensor]] = {"logits": self.logits, "loss": self.loss}
         if device.type != "cuda" or self.layers is None:
-            return getattr(self, name)  # type: ignore[no-any-return]
+            return functions[name]
         # By architecture: networks that differ in data and start share what is compiled.
         key = (name, architecture(self.module), self.shift, self.factor)
         if key not in _compiled:
-            # It advises TensorFloat32, but full float32 is meant; and tells of what it could not do even faster.
+            # It advises TensorFloat32, but full float32 is meant; and reports what it could not speed up further.
             warnings.filterwarnings("ignore", module=r"torch\._inductor")
-            _compiled[key] = torch.compile(getattr(self, name), dynamic=False)
+            _compiled[key] = torch.compile(functions[name], dynamic=False)
         return _compiled[key]
 
     def _one_by_one(self, x: Tensor, pixels: Tensor) -> Tensor:
@@ -83,7 +86,35 @@ class Stacked:
         return torch.func.vmap(logits)(x, pixels)  # type: ignore[no-any-return]
 
 
-_compiled: dict[Any, Callable[..., Tensor]] = {}
+_lock = threading.Lock()
+_users = 0
+_before = (True, True)
+_switches: Any = torch.backends  # oneDNN's and NNPACK's, which torch has not annotated
+
+
+@contextmanager
+def plain_convolutions() -> Iterator[None]:
+    """Without oneDNN and NNPACK: for many small kernels torch's own convolutions are faster on a CPU.
+
+    They are switches of the whole process: the last thread to leave restores them.
+    """
+    global _users, _before
+    with _lock:
+        if _users == 0:
+            _before = _switches.mkldnn.enabled, _switches.nnpack.set_flags(False)[0]
+            _switches.mkldnn.enabled = False
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _switches.mkldnn.enabled = _before[0]
+                _switches.nnpack.set_flags(_before[1])
+
+
+_compiled: dict[tuple[object, ...], Callable[..., Tensor]] = {}
 Layers = list[tuple[str, nn.Module]]
 Values = dict[str, Tensor]
 
@@ -223,10 +254,10 @@ def _group_norm(v: Tensor, layer: nn.GroupNorm, weight: Tensor | None, bias: Ten
     return v if bias is None else v + bias[:, None, None, :, None]
 
 
-def _pool(v: Tensor, layer: Any) -> Tensor:
+def _pool(v: Tensor, layer: nn.MaxPool2d | nn.AvgPool2d) -> Tensor:
     size = layer.kernel_size
-    plain = isinstance(size, int) and layer.stride == size and not layer.padding and not layer.ceil_mode
-    if plain and getattr(layer, "dilation", 1) == 1 and getattr(layer, "divisor_override", None) is None:
+    usual = layer.dilation == 1 if isinstance(layer, nn.MaxPool2d) else layer.divisor_override is None
+    if isinstance(size, int) and layer.stride == size and usual and not layer.padding and not layer.ceil_mode:
         high, wide = v.shape[2] // size, v.shape[4] // size
         tiles = v[:, :, : high * size, :, : wide * size]
         tiles = tiles.reshape(*v.shape[:2], high, size, v.shape[3], wide, size)
