@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from klatsch.version import VERSION
 
@@ -40,30 +40,21 @@ __all__ = [
 ]
 
 _OWNERS = {
-    "Checkpointer": "optim",
-    "Gossip": "optim",
-    "LinkError": "optim",
-    "NonFiniteError": "optim",
-    "QuorumError": "optim",
-    "Result": "simulation",
+    **dict.fromkeys(("Result", "simulate"), "simulation"),
+    **dict.fromkeys(("Checkpointer", "Gossip", "LinkError", "NonFiniteError", "QuorumError"), "optim"),
+    **dict.fromkeys(("average_", "recalibrate"), "optim"),
     "Topology": "topology",
     "averaging": "rules",
-    "average_": "optim",
-    "recalibrate": "optim",
-    "simulate": "simulation",
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Load what is asked for, when it is asked for: `klatsch --help` need not wait for torch."""
     if name not in (*__all__, "algorithms"):  # the former name of rules, which says so itself
         raise AttributeError(f"module 'klatsch' has no attribute {name!r}")
-    if name in _OWNERS:
-        found = getattr(importlib.import_module(f"klatsch.{_OWNERS[name]}"), name)
-    else:
-        found = importlib.import_module(f"klatsch.{name}")
-    globals()[name] = found  # asked for once
-    return found
+    module = importlib.import_module(f"klatsch.{_OWNERS.get(name, name)}")
+    globals()[name] = vars(module)[name] if name in _OWNERS else module  # asked for once
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

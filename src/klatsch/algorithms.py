@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 from klatsch import rules
 
@@ -28,7 +27,7 @@ _NOW = {
 __all__ = list(_NOW)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _NOW:
         raise AttributeError(f"module 'klatsch.algorithms' has no attribute {name!r}")
     now = _NOW[name]
@@ -37,4 +36,4 @@ def __getattr__(name: str) -> Any:
         DeprecationWarning,
         stacklevel=2,
     )
-    return getattr(rules, now)
+    return vars(rules)[now]

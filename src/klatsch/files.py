@@ -29,10 +29,7 @@ ENDINGS = {".csv": "CSV", ".md": "Markdown"}  # other texts have no beginning of
 def check_output(path: Path, kind: str, *inputs: Path) -> None:
     """Refuse an output that would cost the user another file; to be called before the work is done.
 
-    Args:
-        path: where to write.
-        kind: what will be written, one of `KINDS`.
-        inputs: files that are read, or written as well.
+    `kind` is what will be written, one of `KINDS`; `inputs` are files that are read, or written as well.
     """
     try:
         if any(_same(path, other) for other in inputs):
@@ -56,21 +53,15 @@ def check_output(path: Path, kind: str, *inputs: Path) -> None:
 
 
 def kind_of(head: bytes, size: int) -> str | None:
-    """The kind of a file by its first bytes and its size; None for none that is known."""
+    """The kind of a file by its first bytes and its size; None if it is unknown."""
     if 0 < int.from_bytes(head[:8], "little") <= size - 8 and head[8:9] == b"{":
         return "safetensors"
-    text = head.removeprefix(b"\xef\xbb\xbf")  # which some editors begin every text with
+    text = head.removeprefix(b"\xef\xbb\xbf")  # some editors begin every text with it
     return next((kind for kind, beginning in KINDS.items() if re.match(beginning, text)), None)
 
 
 def save(path: Path, data: bytes, kind: str) -> None:
-    """Write a file atomically for a user, who is told in one line where that fails.
-
-    Args:
-        path: where to.
-        data: its content.
-        kind: what that is, one of `KINDS`; a file of another kind is not replaced.
-    """
+    """Write a file of a kind of `KINDS` atomically for a user; a file of another kind is not replaced."""
     check_output(path, kind)
     try:
         write_atomically(path, data)
@@ -101,7 +92,7 @@ def write_atomically(path: Path, data: bytes, mode: int | None = None) -> None:
 
 
 def text_of(path: Path) -> str:
-    """The text of a small file that somebody wrote: no device, no pipe, nothing without end."""
+    """The text of a small file: not of a device or a pipe, which may have no end."""
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f"{path} is no plain file, but a device or a pipe; give the name of a text file")
@@ -113,7 +104,7 @@ def text_of(path: Path) -> str:
 
 
 def json_of(text: str | bytes) -> Any:
-    """What a text says as JSON, wherever it comes from."""
+    """A text as JSON; a ValueError however it is broken."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -1,6 +1,6 @@
-"""Parts of one's own by name: "file.py:name" is a rule, a problem or a topology of a Python file, which is executed.
+"""A user's parts by name: "file.py:name" is a rule, a problem or a topology in a Python file, which is executed.
 
-The file is loaded by its path, under a name that no other module has, so that two files of one name do not clash.
+The file is loaded by its path, under a module name of its own, so that two files of one name do not clash.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 _lock = threading.RLock()  # batches run in threads, and each file is executed once
 
 
 def is_own(name: object) -> bool:
-    """Whether a name is one of a file."""
+    """Whether a name is that of a user's part."""
     return isinstance(name, str) and ".py:" in name
 
 
 def located(name: str, folder: str | Path = "") -> str:
-    """A name with the whole path, so that processes elsewhere find it; names of klatsch's own stay as they are."""
+    """A user's part with its whole path, so that processes elsewhere find it; other names stay as they are."""
     if not is_own(name):
         return name
     before, _, H = name.rpartition("/")
-    if H.isdigit():  # "file.py:graph/8" is a graph of one's own in every 8th round
+    if H.isdigit():  # "file.py:graph/8" gossips in every 8th round
         return f"{located(before, folder)}/{H}"
     path, part = _split(name)
     return f"{os.path.abspath(Path(folder) / path.expanduser())}:{part}"
@@ -52,20 +52,15 @@ def digest(name: str) -> str:
 
 
 def load(kind: str, name: str) -> Any:
-    """A class or function of a file.
-
-    Args:
-        kind: what it should be, for the errors.
-        name: "file.py:name".
-    """
+    """The class or function "file.py:name"; `kind` is what it should be, for the errors."""
     path, part = _split(name)
     module = _executed(path, _read(path))
-    found = getattr(module, part, None)
-    if callable(found):
-        return found
-    if hasattr(module, part):
+    if part in vars(module):
+        if callable(found := vars(module)[part]):
+            return found
         raise ValueError(f"{part} in {path} is a {type(found).__name__}; give a class or function that makes a {kind}")
-    there = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+    defined = (type, FunctionType)
+    there = [n for n, v in vars(module).items() if isinstance(v, defined) and v.__module__ == module.__name__]
     close = difflib.get_close_matches(part, there, n=1)
     hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(there) or 'no class or function'}"
     raise ValueError(f"{path} has no {part}; {hint}")
@@ -73,10 +68,7 @@ def load(kind: str, name: str) -> Any:
 
 @contextmanager
 def explained(*names: str) -> Iterator[None]:
-    """Turn what code of one's own raises into one line with its place.
-
-    Errors of values stay what they are, and so does everything where no name is one of a file.
-    """
+    """Turn what a user's code raises into one line with its place; a ValueError stays as it is."""
     paths = [_split(name)[0] for name in names if is_own(name)]
     try:
         yield
@@ -105,7 +97,7 @@ def _read(path: Path) -> bytes:
 
 
 def _executed(path: Path, source: bytes) -> ModuleType:
-    """The module that a file is; executed once for each content."""
+    """The module of a file, which is executed once for each content."""
     path = Path(os.path.abspath(path))
     unique = "klatsch_own_" + hashlib.sha256(str(path).encode() + source).hexdigest()[:24]
     with _lock:

@@ -20,23 +20,13 @@ def check_path(path: Path) -> None:
         raise ValueError(f"cannot draw to {path}: the file name must end in {', '.join(FORMATS)}")
     if not path.parent.is_dir():
         raise ValueError(f"cannot draw to {path}: there is no folder {path.parent}; make it first")
-    files.check_output(path, _kind(path))
+    files.check_output(path, path.suffix[1:].upper())
 
 
 def save(figure: Figure, path: Path, **style: Any) -> None:
-    """Write a figure to a file that is whole or absent.
-
-    Args:
-        figure: the figure.
-        path: the file.
-        style: options of matplotlib's savefig, such as dpi.
-    """
+    """Write a figure to a file that is whole or absent; `style` are options of savefig, such as dpi."""
     check_path(path)
-    files.save(path, render(figure, path.suffix.lower(), **style), _kind(path))
-
-
-def _kind(path: Path) -> str:
-    return path.suffix[1:].upper()
+    files.save(path, render(figure, path.suffix.lower(), **style), path.suffix[1:].upper())
 
 
 def render(figure: Figure, kind: str, **style: Any) -> bytes:

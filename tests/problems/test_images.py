@@ -1,5 +1,6 @@
 """Image classification: models in a stack are the same as models by themselves; rounds are a function of the seed."""
 
+import math
 import re
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 import klatsch
 from klatsch.problems import FashionMNIST, ImageClassification, Images, lenet
+from klatsch.problems.images.classification import IMAGES_AT_ONCE, equal_parts
 from klatsch.problems.images.stacks import Stacked, grouped, rows
 from klatsch.simulation import simulate_together
 from tests.problems.test_fashion_mnist import needs_data
@@ -300,10 +302,8 @@ def test_the_training_loss_is_measured_on_images_of_all_nodes(monkeypatch, nodes
 
 
 def test_an_odd_number_of_test_images_is_measured_in_few_portions():
-    data = toy(samples=240)
-    problem = ImageClassification(small, data, nodes=3, test=113)
-    assert len(problem._parts(113, 3)) == 1
-    assert len(problem._parts(2001, 3)) == 2
+    for count, portions in ((113, 1), (2001, 2)):
+        assert math.ceil(count / equal_parts(count, IMAGES_AT_ONCE)) == portions
 
 
 def test_other_models_and_test_sets_are_other_problems():

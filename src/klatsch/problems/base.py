@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 Made = TypeVar("Made")
@@ -243,7 +244,7 @@ def digest(*parts: Tensor | int) -> str:
     return hashed.hexdigest()
 
 
-def array(name: str, value: Any, ndim: int, wanted: str) -> Tensor:
+def array(name: str, value: ArrayLike | Tensor, ndim: int, wanted: str) -> Tensor:
     """Numbers from anything that holds them, as float64."""
     try:
         array = value.detach().cpu().double() if isinstance(value, Tensor) else torch.tensor(np.asarray(value, float))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from klatsch import columns as cols
@@ -36,7 +36,9 @@ class LeastSquares(core.Convex):
     per_column = ("noise", "heterogeneity")
     of_nodes = ("_H", "_offset")
 
-    def __init__(self, nodes: int, dim: int = 50, noise: Any = 1.0, heterogeneity: Any = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self, nodes: int, dim: int = 50, noise: cols.Given = 1.0, heterogeneity: cols.Given = 1.0, seed: int = 0
+    ) -> None:
         M, d = whole(nodes, "nodes", 1), whole(dim, "dim", 1)
         seed = whole(seed, "seed", 0)
         zeta = _column(cols.hyper("heterogeneity", heterogeneity, lambda v: v >= 0, NOT_NEGATIVE))
@@ -51,7 +53,9 @@ class LeastSquares(core.Convex):
         self._fill(H, rows, scale, noise, seed)
 
     @classmethod
-    def from_arrays(cls, A: Any, b: Any, noise: Any = 0.0, seed: int = 0) -> LeastSquares:
+    def from_arrays(
+        cls, A: ArrayLike | Tensor, b: ArrayLike | Tensor, noise: cols.Given = 0.0, seed: int = 0
+    ) -> LeastSquares:
         """The same problem from your own data.
 
         Args:
@@ -74,7 +78,7 @@ class LeastSquares(core.Convex):
         self._fill(A.mT @ A, rows, torch.ones(1, 1, dtype=torch.float64), noise, seed)
         return self
 
-    def _fill(self, H: Tensor, rows: Tensor, scale: Tensor, noise: Any, seed: int) -> None:
+    def _fill(self, H: Tensor, rows: Tensor, scale: Tensor, noise: cols.Given, seed: int) -> None:
         sigma = _column(cols.hyper("noise", noise, lambda v: v >= 0, NOT_NEGATIVE))
         C = max(len(sigma), len(scale))
         if not {len(sigma), len(scale)} <= {1, C}:

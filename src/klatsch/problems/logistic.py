@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
-from klatsch.arguments import whole
+from klatsch.arguments import number, whole
 from klatsch.problems import base as core
 from klatsch.problems import draws
 from klatsch.problems.partition import dirichlet
@@ -30,7 +29,7 @@ class LogisticRegression(core.Convex):
         seed: of data, partition and mini-batches.
     """
 
-    of_nodes = ("_signed",)
+    of_nodes = ("_signed", "labels")
 
     def __init__(
         self,
@@ -54,8 +53,8 @@ class LogisticRegression(core.Convex):
     @classmethod
     def from_arrays(
         cls,
-        features: Any,
-        labels: Any,
+        features: ArrayLike | Tensor,
+        labels: ArrayLike | Tensor,
         nodes: int | None = None,
         batch: int = 1,
         l2: float = 1e-2,
@@ -68,10 +67,7 @@ class LogisticRegression(core.Convex):
             features: (samples, d), which are split over `nodes`; or (nodes, samples, d), which stay where they are.
             labels: (samples,) or (nodes, samples), two different values; the larger one is y = 1.
             nodes: number of nodes M to split over; not needed where the data are split already.
-            batch: size of a mini-batch.
-            l2: strength of the regularisation, above 0.
-            alpha: how label-skewed the nodes are: Dirichlet(alpha) over the two classes; small is skewed.
-            seed: of partition and mini-batches.
+            batch, l2, alpha, seed: as above.
         """
         split = np.ndim(features) == 3
         A = core.array("features", features, 3 if split else 2, "(samples, parameters) or (nodes, samples, parameters)")
@@ -97,15 +93,14 @@ class LogisticRegression(core.Convex):
         self._fill(A.reshape(-1, A.shape[-1]), positive, shards, batch, l2, seed)
         return self
 
-    def _fill(self, features: Tensor, labels: Tensor, shards: Any, batch: int, l2: float, seed: int) -> None:
-        if isinstance(l2, bool) or not isinstance(l2, int | float | np.number) or not 0 < l2 < np.inf:
-            raise ValueError(f"l2 = {l2!r}; give a number above 0, such as 0.01, so that there is one optimum")
+    def _fill(self, features: Tensor, labels: Tensor, shards: ArrayLike, batch: int, l2: float, seed: int) -> None:
+        wanted = "a number above 0, such as 0.01, so that there is one optimum"
+        self.seed, self.batch, self.l2 = seed, whole(batch, "batch", 1), number("l2", l2, lambda v: v > 0, wanted)
         shards = torch.as_tensor(shards)
         # y a instead of a and y: the loss of a sample depends on their product only.
         self._signed = features[shards] * (2.0 * labels[shards] - 1.0)[:, :, None]  # (M, n, d)
         self.nodes, _, self.dim = self._signed.shape
         self.labels, self.numbers = labels[shards], torch.arange(self.nodes)
-        self.seed, self.batch, self.l2 = seed, whole(batch, "batch", 1), float(l2)
         self.optimum = self._newton()
         self.sha256 = core.digest(self._signed, self.batch, torch.tensor(self.l2, dtype=torch.float64), seed)
 

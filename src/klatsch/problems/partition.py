@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from klatsch.arguments import whole
+from klatsch.arguments import number, whole
 
 
-def dirichlet(labels: Any, nodes: int, alpha: float, seed: int = 0) -> NDArray[np.int64]:
+def dirichlet(labels: ArrayLike, nodes: int, alpha: float, seed: int = 0) -> NDArray[np.int64]:
     """Split samples over nodes so that every node has its own mixture of classes, drawn from Dirichlet(alpha).
 
     A small alpha gives each node few classes, a large one gives all nodes the same mixture. Every sample goes to one
@@ -35,25 +33,17 @@ def dirichlet(labels: Any, nodes: int, alpha: float, seed: int = 0) -> NDArray[n
     generator = np.random.default_rng([seed, nodes])
     _, classes = np.unique(labels, return_inverse=True)
     available = np.bincount(classes)
-    counts = _rounded(
-        _fitted(generator.dirichlet(np.full(len(available), alpha), nodes), available, len(labels) // nodes),
-        available,
-        len(labels) // nodes,
-    )
-    shards: list[list[NDArray[np.int64]]] = [[] for _ in range(nodes)]
-    for k in range(len(available)):
-        pool = generator.permutation(np.flatnonzero(classes == k))
-        for i, part in enumerate(np.split(pool, np.cumsum(counts[:, k]))[:-1]):
-            shards[i].append(part)
-    return np.stack([generator.permutation(np.concatenate(parts)) for parts in shards])
+    size = len(labels) // nodes
+    mixtures = generator.dirichlet(np.full(len(available), alpha), nodes)
+    counts = _rounded(_fitted(mixtures, available, size), available, size)
+    pools = [generator.permutation(np.flatnonzero(classes == k)) for k in range(len(available))]
+    parts = [np.split(pool, np.cumsum(counts[:, k]))[:-1] for k, pool in enumerate(pools)]
+    return np.stack([generator.permutation(np.concatenate(shard)) for shard in zip(*parts, strict=True)])
 
 
 def check_alpha(alpha: object) -> None:
-    """Refuse a concentration that is none."""
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha < np.inf:
-        raise ValueError(
-            f"alpha = {alpha!r}; give a number above 0, such as 0.1 (few classes per node) or 10 (all alike)"
-        )
+    """Refuse a concentration that is not above 0."""
+    number("alpha", alpha, lambda v: v > 0, "a number above 0, such as 0.1 (few classes per node) or 10 (all alike)")
 
 
 def _fitted(mixtures: NDArray[np.float64], available: NDArray[np.int64], size: int) -> NDArray[np.float64]:
