@@ -128,8 +128,8 @@ def test_schedules_per_column(name, engine):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: rules.make("dat", lr=0.1, average="linear"), "dat has no average: it gives out x, .* already"),
-        (lambda: rules.make("dat-gt", lr=0.1, average="linear"), "dat-gt has no average: it gives out x"),
+        (lambda: rules.make("dat", lr=0.1, average="linear"), "dat has no average: it returns x, .* already"),
+        (lambda: rules.make("dat-gt", lr=0.1, average="linear"), "dat-gt has no average: it returns x"),
         (lambda: rules.make("dsgd", lr=0.1, beta=0.9), "dsgd has no beta: it has no average x"),
         (lambda: rules.make("gt", lr=0.1, beta=0.9), "gt has no beta: .* use dat, dat-gt"),
         (
@@ -150,9 +150,9 @@ def test_schedules_per_column(name, engine):
         (lambda: rules.dat(0.1, momentum=1.0), "momentum = 1.0; give a number from 0 up to but not including 1"),
         (lambda: rules.dat(-0.1), "lr = -0.1; give a number above 0"),
         (lambda: rules.Plain(0.1, 0.9), r"direction = 0.9; give one, such as rules.momentum\(0.9\)"),
-        (lambda: rules.Anytime(rules.dat(0.1)), "dat gives out an average already; give the pattern alone"),
-        (lambda: rules.Anytime(rules.gt(0.1, average="linear")), "gt gives out an average already"),
-        (lambda: rules.Averaged(rules.dat_d2(0.1)), "dat-d2 gives out an average already"),
+        (lambda: rules.Anytime(rules.dat(0.1)), "dat returns an average already; give the pattern alone"),
+        (lambda: rules.Anytime(rules.gt(0.1, average="linear")), "gt returns an average already"),
+        (lambda: rules.Averaged(rules.dat_d2(0.1)), "dat-d2 returns an average already"),
         (lambda: rules.Anytime(rules.Plain), "the rule is the class Plain"),
         (lambda: rules.Anytime(0.1), "the rule is a float without lr, init, query, output, update"),
     ],

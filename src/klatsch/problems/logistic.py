@@ -67,7 +67,10 @@ class LogisticRegression(core.Convex):
             features: (samples, d), which are split over `nodes`; or (nodes, samples, d), which stay where they are.
             labels: (samples,) or (nodes, samples), two different values; the larger one is y = 1.
             nodes: number of nodes M to split over; not needed where the data are split already.
-            batch, l2, alpha, seed: as above.
+            batch: size of a mini-batch.
+            l2: strength of the regularisation, above 0.
+            alpha: how label-skewed the nodes are; small is skewed.
+            seed: of partition and mini-batches.
         """
         split = np.ndim(features) == 3
         A = core.array("features", features, 3 if split else 2, "(samples, parameters) or (nodes, samples, parameters)")

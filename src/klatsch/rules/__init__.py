@@ -11,34 +11,9 @@ A direction says what a node makes of a gradient, a pattern how nodes combine, a
 
 from klatsch.rules import anytime as averaging
 from klatsch.rules.anytime import Anytime, Averaged
-from klatsch.rules.base import Flow, Rule, State
-from klatsch.rules.names import (
-    PER_COLUMN,
-    RULES,
-    d2,
-    dat,
-    dat_d2,
-    dat_gt,
-    dat_sgp,
-    decentlam,
-    dsgd,
-    gt,
-    make,
-    options,
-    sgp,
-)
-from klatsch.rules.patterns import (
-    Corrected,
-    DecentLaM,
-    Direction,
-    Momentum,
-    Pattern,
-    Plain,
-    Push,
-    Tracked,
-    momentum,
-    sgd,
-)
+from klatsch.rules.base import PER_COLUMN, Direction, Flow, Momentum, Rule, State, momentum, sgd
+from klatsch.rules.names import RULES, d2, dat, dat_d2, dat_gt, dat_sgp, decentlam, dsgd, gt, make, options, sgp
+from klatsch.rules.patterns import Corrected, DecentLaM, Pattern, Plain, Push, Tracked
 
 __all__ = [
     "PER_COLUMN",

@@ -32,11 +32,9 @@ class Averaging(Protocol):
 
     def alpha(self, t: Rounds) -> Number:
         """The weight alpha_t, which also scales the step on w."""
-        ...
 
     def delta(self, t: Rounds) -> Number:
         """The share delta_t of the new iterate in the average."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -50,11 +48,7 @@ class Polynomial:
     p: int
 
     def __post_init__(self) -> None:
-        if whole(self.p, "polynomial(p) with p", 0) > LARGEST_DEGREE:
-            raise ValueError(
-                f"polynomial(p) with p = {self.p}: weights like t^{self.p} soon exceed every number; "
-                f"give p from 0 to {LARGEST_DEGREE}, such as 2"
-            )
+        whole(self.p, "polynomial(p) with p", 0, LARGEST_DEGREE)
 
     def alpha(self, t: Rounds) -> Number:
         product: Number = 1.0

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import ClassVar, Protocol, Self
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from klatsch.columns import Given, Number
 State = dict[str, Tensor]
 LearningRate = Number | Callable[[int], Given]
 Tensors = tuple[Tensor, ...]
+PER_COLUMN = ("lr", "momentum", "beta")  # options that may differ between the columns of one run
 
 
 class Flow:
@@ -28,10 +30,7 @@ class Flow:
 
     Flows sum to zero over the nodes, so that v + flow(v) keeps the network mean. All tensors of one call travel in one
     message. A state field that is passed as it is needs no gradient: such fields of a round travel together, early.
-
-    Args:
-        flow: returns the flows of some tensors.
-        mix: returns v + flow(v) of some tensors, where that is faster than the sum of both.
+    An engine may give a `mix` that is faster than the sum v + flow(v).
     """
 
     def __init__(self, flow: Callable[..., Tensors], mix: Callable[..., Tensors] | None = None) -> None:
@@ -77,11 +76,12 @@ class Rule:
 
     lr: Given  # a number, one per column, or a function of t; engines hand the one of the round to `update`
     push: ClassVar[bool] = False  # keeps sums, not averages: what a node cannot pass on it must keep
+    short: ClassVar[str] = ""  # what to call it, if not by the name of its class
 
     @property
     def name(self) -> str:
         """What to call it."""
-        return type(self).__name__
+        return self.short or type(self).__name__
 
     def init(self, x: Tensor) -> State:
         """The state at a starting point. Fields may share memory: states are never changed in place."""
@@ -134,16 +134,54 @@ class Rule:
         return columns.replaced(self, **values)
 
 
+@runtime_checkable
+class Direction(Protocol):
+    """What a node makes of a gradient: a frozen dataclass, whose fields groups of parameters may set."""
+
+    def init(self, x: Tensor) -> State:
+        """Its part of the state."""
+
+    def __call__(self, s: State, grad: Tensor, t: int) -> tuple[Tensor, State]:
+        """The direction of a round, and its part of the next state."""
+
+
+@dataclass(frozen=True, eq=False)
+class Momentum:
+    """m <- momentum m + g on every node, with a momentum from 0 up to but not including 1; 0 is the gradient itself."""
+
+    momentum: Given = 0.0
+
+    def __post_init__(self) -> None:
+        columns.settle(self, momentum=share("momentum", self.momentum))
+
+    def init(self, x: Tensor) -> State:
+        """A buffer, unless nothing needs to be remembered."""
+        return {} if isinstance(self.momentum, float) and self.momentum == 0 else {"m": x * 0.0}
+
+    def __call__(self, s: State, grad: Tensor, t: int) -> tuple[Tensor, State]:
+        """The momentum."""
+        if "m" not in s:
+            return grad, {}
+        if isinstance(grad, Tensor) and isinstance(self.momentum, float):
+            m = torch.add(grad, s["m"], alpha=self.momentum)  # in one pass through memory
+        else:
+            m = self.momentum * s["m"] + grad
+        return m, {"m": m}
+
+
+sgd = momentum = Momentum  # as in rules.Plain(0.1, rules.momentum(0.9)), or rules.sgd()
+
+
 def checked(rule: object) -> Rule:
     """A rule; any object that has all that a rule needs becomes one."""
     missing = [name for name in ("lr", "init", "query", "output", "update") if name not in dir(rule)]
     if missing or isinstance(rule, type):
         what = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {type(rule).__name__}"
         what += f" without {', '.join(missing)}" if missing else ""
-        raise ValueError(
-            f"the rule is {what}; give a rule, such as "
-            "rules.make('dat', lr=0.01), or an object of your own class that derives from rules.Rule"
+        remedy = (
+            "give a rule, such as rules.make('dat', lr=0.01), or an object of your class that derives from rules.Rule"
         )
+        raise ValueError(f"the rule is {what}; {remedy}")
     if not isinstance(rule, Rule):
         kind = type(rule)
         rule = columns.replaced(rule)  # a copy

@@ -10,10 +10,8 @@ from klatsch.columns import Given
 from klatsch.own import explained
 from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import Rule, checked
+from klatsch.rules.base import momentum as inertia
 from klatsch.rules.patterns import Corrected, DecentLaM, Plain, Push, Tracked
-from klatsch.rules.patterns import momentum as inertia
-
-PER_COLUMN = ("lr", "momentum", "beta")  # options that may differ between the columns of one run
 
 
 def dsgd(lr: Given, momentum: Given = 0.0, average: Given = None, order: str = "atc") -> Rule:
@@ -69,8 +67,7 @@ RULES: dict[str, Callable[..., Rule]] = {
 
 WHY_NOT = {  # why some rules do not have an option that others have
     "average": "it returns x, which is an average already; choose its weights with averaging",
-    "averaging": "it takes gradients at its iterate, not at an average; use dat, dat-gt, dat-d2 or dat-sgp, or return "
-    "an average with average",
+    "averaging": "it takes gradients at its iterate; use dat, dat-gt, dat-d2 or dat-sgp, or average",
     "beta": "it has no average x between which and w a gradient could be taken; use dat, dat-gt, dat-d2 or dat-sgp",
     "order": "it has the order atc only, in which its correction, its tracked gradient or its weight is defined; use "
     "dsgd or dat",

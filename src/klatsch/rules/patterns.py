@@ -1,67 +1,15 @@
-"""Directions, what a node makes of a gradient, and patterns, how nodes combine their steps."""
+"""Patterns: how nodes combine their steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from klatsch import columns
 from klatsch.columns import Given, Number
-from klatsch.rules.base import Flow, Graph, Rule, State, descend, joined, learning_rate, share
-
-
-@runtime_checkable
-class Direction(Protocol):
-    """What a node makes of a gradient: a frozen dataclass, whose fields groups of parameters may set."""
-
-    def init(self, x: Tensor) -> State:
-        """Its part of the state."""
-        ...
-
-    def __call__(self, s: State, grad: Tensor, t: int) -> tuple[Tensor, State]:
-        """The direction of a round, and its part of the next state."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class Momentum:
-    """m <- momentum m + g, a momentum of every node's own; the gradient itself where it is 0.
-
-    Args:
-        momentum: a number from 0 up to but not including 1.
-    """
-
-    momentum: Given = 0.0
-
-    def __post_init__(self) -> None:
-        columns.settle(self, momentum=share("momentum", self.momentum))
-
-    def init(self, x: Tensor) -> State:
-        """A buffer, unless nothing needs to be remembered."""
-        return {} if isinstance(self.momentum, float) and self.momentum == 0 else {"m": x * 0.0}
-
-    def __call__(self, s: State, grad: Tensor, t: int) -> tuple[Tensor, State]:
-        """The momentum."""
-        if "m" not in s:
-            return grad, {}
-        if isinstance(grad, Tensor) and isinstance(self.momentum, float):
-            m = torch.add(grad, s["m"], alpha=self.momentum)  # in one pass through memory
-        else:
-            m = self.momentum * s["m"] + grad
-        return m, {"m": m}
-
-
-def sgd() -> Momentum:
-    """The gradient."""
-    return Momentum()
-
-
-def momentum(beta: Given) -> Momentum:
-    """The gradient, and what is left of earlier ones: m <- beta m + g."""
-    return Momentum(beta)
+from klatsch.rules.base import Direction, Flow, Graph, Rule, State, descend, joined, learning_rate, sgd, share
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,16 +23,11 @@ class Pattern(Rule):
 
     lr: Given
     direction: Direction = field(default_factory=sgd)
-    short: ClassVar[str] = ""  # the name of the pattern, if it is not that of the class
 
     def __post_init__(self) -> None:
         columns.settle(self, lr=learning_rate(self.lr))
         if not isinstance(self.direction, Direction):
             raise ValueError(f"direction = {self.direction!r}; give one, such as rules.momentum(0.9)")
-
-    @property
-    def name(self) -> str:
-        return self.short or super().name
 
     def init(self, x: Tensor) -> State:
         return joined(self.name, {"w": x}, self.direction.init(x))
@@ -97,7 +40,13 @@ class Pattern(Rule):
         return columns.replaced(self, direction=columns.replaced(self.direction, **values))
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
-        needs_doubly_stochastic(graph, name or self.name)
+        name = name or self.name
+        if not graph.doubly_stochastic:
+            raise ValueError(
+                f"{name} on {graph.name}: the matrix is not doubly stochastic, so mixing does not keep the network "
+                f"mean; use {'dat-sgp' if name.startswith('dat') else 'sgp'} with a column-stochastic graph, or allow "
+                "it with any_graph=True (--any-graph)"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,13 +103,10 @@ class DecentLaM(Rule):
 
     lr: Given
     momentum: Given = 0.9
+    short: ClassVar[str] = "decentlam"
 
     def __post_init__(self) -> None:
         columns.settle(self, lr=learning_rate(self.lr), momentum=share("momentum", self.momentum))
-
-    @property
-    def name(self) -> str:
-        return "decentlam"
 
     def init(self, x: Tensor) -> State:
         return {"w": x, "v": x * 0.0}
@@ -188,8 +134,7 @@ class Tracked(Pattern):
     z sums to 0 over the nodes. It is the y <- mix(y) + g - g_prev of the literature, without g_prev, and in flows.
 
     References:
-        Koloskova, Lin and Stich, "An improved analysis of gradient tracking for decentralized machine learning", 2021,
-        Algorithm 1.
+        Koloskova et al., "An improved analysis of gradient tracking for decentralized machine learning", 2021.
     """
 
     short: ClassVar[str] = "gt"
@@ -198,8 +143,7 @@ class Tracked(Pattern):
         return joined(self.name, super().init(x), {"y": x * 0.0, "z": x * 0.0})
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
-        (f,) = flow(s["y"])
-        z = s["z"] + f
+        z = s["z"] + flow(s["y"])[0]
         y = grad + z
         step, kept = self.direction(s, y, t)
         (w,) = flow.mix(descend(s["w"], step, lr))
@@ -271,9 +215,8 @@ class Push(Pattern):
 
         u = w - lr s;   w <- u + flow(u);   weight <- weight + flow(weight)         s = direction(g(w / weight))
 
-    On such a graph a node can choose how it splits what it sends (the columns of P sum to 1) but not what it receives,
-    so values drift towards nodes that hear much. Every node therefore gossips a weight as well, which drifts the same
-    way, and divides by it.
+    There a node can choose how it splits what it sends (the columns of P sum to 1) but not what it receives, so values
+    drift towards nodes that hear much. A weight is gossiped as well, which drifts the same way, and divided by.
 
     References:
         Assran et al., "Stochastic gradient push for distributed deep learning", 2019, Algorithm 1.
@@ -302,16 +245,6 @@ class Push(Pattern):
                 f"stochastic='columns', or use {'dat' if name.startswith('dat') else 'dsgd'} on a doubly stochastic "
                 "graph"
             )
-
-
-def needs_doubly_stochastic(graph: Graph, rule: str) -> None:
-    """Refuse a graph that does not keep the network mean."""
-    if not graph.doubly_stochastic:
-        raise ValueError(
-            f"{rule} on {graph.name}: the matrix is not doubly stochastic, so mixing does not keep the network mean; "
-            f"use {'dat-sgp' if rule.startswith('dat') else 'sgp'} with a column-stochastic graph, or allow it with "
-            "any_graph=True (--any-graph)"
-        )
 
 
 def needs_static_symmetric(graph: Graph, rule: str) -> None:
