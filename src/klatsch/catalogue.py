@@ -1,4 +1,4 @@
-"""Everything that has a name, with a line on each, for those who only print it: nothing is loaded to read this.
+"""Everything that has a name, with a line on each, to print without loading anything.
 
 The lines are the first ones of the docstrings; tests/house/test_startup.py holds them to the real tables.
 """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from klatsch import files
 
-if TYPE_CHECKING:  # drawing libraries are only loaded by those who draw
+if TYPE_CHECKING:  # drawing libraries are loaded only to draw
     from matplotlib.figure import Figure
 
 FORMATS = (".svg", ".png", ".pdf")

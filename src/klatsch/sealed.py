@@ -29,13 +29,7 @@ class OldCheckpointError(CheckpointError):
 
 
 def write(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write a file that is whole or absent.
-
-    Args:
-        path: the file.
-        header: plain data, with the "format" of the file.
-        tensors: by name.
-    """
+    """Write a file that is whole or absent; the header is plain data, with the "format" of the file."""
     from safetensors.torch import save as pack
 
     # clone: safetensors refuses tensors that share memory, as w and x do at the start

@@ -52,7 +52,7 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
 def make(name: str, nodes: int, **choices: Any) -> Problem:
     """A problem by name: `make("least-squares", 16, noise=1.0, heterogeneity=10.0)`.
 
-    A problem of your own is "file.py:Name"; the file is executed.
+    Your own problem is "file.py:Name"; the file is executed.
     """
     check_options(name, choices, options(name))
     with explained(name):
@@ -94,7 +94,7 @@ def make_ready(name: str) -> None:
 
 
 def rounds_per_epoch(name: str, nodes: int, **choices: Any) -> int | None:
-    """Rounds in which so many nodes go through the data of a problem once; None where it has no data set."""
+    """Rounds in which all nodes go through the data of a problem once; None where it has no data set."""
     count = declared(name).rounds_per_epoch
     return None if count is None else int(count(nodes, **choices))
 
@@ -110,7 +110,7 @@ def headline(name: str) -> Headline:
 
 
 def _check_own(name: str, problem: Any) -> None:
-    """Check that a problem of one's own has what the engines ask for."""
+    """Check that a user's problem has what the engines ask for."""
     problem = adopted(problem, f"{label(name)} gives")
     M, d, wanted = int(problem.nodes), int(problem.dim), headline(name).metric
     start = torch.as_tensor(problem.start()).double().reshape(-1)

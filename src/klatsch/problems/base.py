@@ -126,7 +126,9 @@ class Drawing(Problem):
 
     def part(self, nodes: Sequence[int]) -> Self:
         """The same problem as some nodes see it."""
-        asked = chosen(nodes, self.nodes)
+        asked = torch.as_tensor(list(nodes))
+        if asked.ndim != 1 or asked.numel() == 0 or asked.min() < 0 or asked.max() >= self.nodes:
+            raise ValueError(f"nodes = {list(nodes)}; give numbers from 0 to {self.nodes - 1}")
         return changed(self, nodes=len(asked), **{k: vars(self)[k][asked] for k in ("numbers", *self.of_nodes)})
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Self:
@@ -195,6 +197,7 @@ def adopted(problem: Any, source: str = "problem is") -> Problem:
     if isinstance(problem, Problem):
         return problem
     kind = derived(problem, type(problem).__name__)
+    kind.__getattr__ = lambda self, name: getattr(problem, name)  # type: ignore[attr-defined]
     if "to" in vars(kind):
         kind.to = lambda self, dtype, device: adopted(problem.to(dtype, device))  # type: ignore[method-assign]
     if " object at 0x" not in repr(problem):  # which says where it is in memory, not what it is
@@ -213,16 +216,6 @@ def changed(problem: Made, **values: object) -> Made:
     other = copy.copy(problem)
     vars(other).update(values)
     return other
-
-
-def chosen(nodes: Sequence[int] | None, count: int) -> Tensor:
-    """The numbers of the nodes that are asked, as a tensor."""
-    if nodes is None:
-        return torch.arange(count)
-    numbers = torch.as_tensor(list(nodes))
-    if numbers.ndim != 1 or numbers.numel() == 0 or numbers.min() < 0 or numbers.max() >= count:
-        raise ValueError(f"nodes = {list(nodes)}; give numbers from 0 to {count - 1}")
-    return numbers
 
 
 def points(x: Tensor, nodes: int, dim: int, columns: int) -> Tensor:
@@ -249,7 +242,7 @@ def array(name: str, value: ArrayLike | Tensor, ndim: int, wanted: str) -> Tenso
     try:
         array = value.detach().cpu().double() if isinstance(value, Tensor) else torch.tensor(np.asarray(value, float))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} is no array of numbers ({error}); give shape {wanted}") from None
+        raise ValueError(f"{name} is not an array of numbers ({error}); give shape {wanted}") from None
     if array.ndim != ndim:
         raise ValueError(f"{name} has shape {tuple(array.shape)}; give {ndim} dimensions, {wanted}")
     if not torch.isfinite(array).all():

@@ -46,7 +46,7 @@ def check(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, NORMS) and part.track_running_stats:
             raise ValueError(
-                f"the model has a {type(part).__name__} ({name}): its running statistics are no parameters, so they "
+                f"the model has a {type(part).__name__} ({name}): its running statistics are not parameters, so they "
                 "do not gossip, and nodes would differ in what they evaluate; use nn.GroupNorm, or "
                 "track_running_stats=False"
             )
@@ -63,8 +63,8 @@ def check(module: nn.Module) -> None:
     buffers = [name for name, _ in module.named_buffers()]
     if buffers:
         raise ValueError(
-            f"the model has the buffer {buffers[0]!r}, which is no parameter and does not gossip; keep it elsewhere, "
-            "or make it a parameter"
+            f"the model has the buffer {buffers[0]!r}, which is not a parameter and does not gossip; make it a "
+            "parameter, or keep it elsewhere"
         )
     if not list(module.parameters()):
         raise ValueError("the model has no parameters; give one that can learn")
