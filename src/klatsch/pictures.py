@@ -33,7 +33,7 @@ def render(figure: Figure, kind: str, **style: Any) -> bytes:
     """A figure as the content of a file of this kind (".svg", ".png" or ".pdf")."""
     import matplotlib
 
-    dates: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    dates: dict[str, dict[str, None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     data = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "klatsch"}):  # a fixed salt and no date: the same file every time
         figure.savefig(data, format=kind[1:], facecolor="white", metadata=dates.get(kind), **style)
