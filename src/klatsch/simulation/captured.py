@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from klatsch.rules import State
-from klatsch.simulation.rounds import TorchRounds, device_of
+from klatsch.simulation.stack import TorchRounds, device_of
 
 ROUNDS = 32  # per graph, or a little more to make whole periods of the topology
 MOST_ROUNDS = 512  # in one graph: it takes memory and time to capture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from klatsch.rules import Rule, State
 from klatsch.simulation.captured import GraphRounds
 from klatsch.simulation.fused import FusedRounds
-from klatsch.simulation.rounds import Rounds, TorchRounds, device_of
+from klatsch.simulation.stack import Rounds, TorchRounds, device_of
 from klatsch.simulation.trace import NotLinearError
 from klatsch.topology import Topology
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from klatsch.rules import Flow, Rule, State
-from klatsch.simulation.rounds import Rounds, TorchRounds
+from klatsch.simulation.stack import Rounds, TorchRounds
 
 
 class Moment(NamedTuple):

@@ -14,7 +14,7 @@ from klatsch.rules import State
 from klatsch.simulation.divergence import Moment, beginnings, diverged
 from klatsch.simulation.progress import Advance
 from klatsch.simulation.record import measure
-from klatsch.simulation.rounds import Rounds, TorchRounds, device_of
+from klatsch.simulation.stack import Rounds, TorchRounds, device_of
 
 PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is looked at
 

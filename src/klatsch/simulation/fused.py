@@ -18,7 +18,7 @@ import klatsch.columns as cols
 from klatsch.rules import Rule, State
 from klatsch.simulation import native
 from klatsch.simulation.gradients import Gradients
-from klatsch.simulation.rounds import Rates
+from klatsch.simulation.stack import Rates
 from klatsch.simulation.threads import quiet_threads
 from klatsch.simulation.trace import LINEAR, NotLinearError, Program, coefficient_table, trace
 from klatsch.topology import Topology

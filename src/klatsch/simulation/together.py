@@ -24,8 +24,8 @@ from klatsch.simulation.mixing import StackedMix
 from klatsch.simulation.preparation import check_parts, check_place, check_steps, identity, length
 from klatsch.simulation.progress import Advance, progress_bar
 from klatsch.simulation.record import Result, record_points
-from klatsch.simulation.rounds import Rates, TorchRounds, placed
-from klatsch.simulation.stacked import drive, result
+from klatsch.simulation.simulator import drive, result
+from klatsch.simulation.stack import Rates, TorchRounds, placed
 from klatsch.topology import Topology
 
 

@@ -20,7 +20,7 @@ from klatsch.simulation.divergence import Watched
 from klatsch.simulation.driver import without_diverged
 from klatsch.simulation.preparation import check_parts, check_place, check_steps, identity
 from klatsch.simulation.record import Result, measure, record_points
-from klatsch.simulation.rounds import Rates, placed
+from klatsch.simulation.stack import Rates, placed
 from klatsch.topology import Topology
 
 MOST_STEPS = 1000  # within a round: a moment of a run is its round times this, plus the step

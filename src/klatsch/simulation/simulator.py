@@ -18,7 +18,7 @@ from klatsch.simulation.mixing import StackedMix
 from klatsch.simulation.preparation import check_parts, check_place, check_steps, continued, identity, length
 from klatsch.simulation.progress import Advance, progress_bar
 from klatsch.simulation.record import Result, record_points
-from klatsch.simulation.rounds import Rates, Rounds, TorchRounds, placed
+from klatsch.simulation.stack import Rates, Rounds, TorchRounds, placed
 from klatsch.topology import Topology
 
 
