@@ -17,7 +17,7 @@ import torch
 import klatsch
 from klatsch import problems, rules, topology
 from klatsch.simulation import native
-from klatsch.simulation.threads import cores
+from klatsch.simulation.native import cores
 
 DIM, REPEATS = 50, 5
 

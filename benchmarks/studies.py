@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from klatsch.paper import targets as paper
-from klatsch.simulation.threads import cores
+from klatsch.simulation.native import cores
 from klatsch.study import Store, execute, expand
 from klatsch.study.batches import Batch, pack, run_batch
 

@@ -15,11 +15,11 @@ import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.simulation import native
+from klatsch.simulation.driver import progress_bar
 from klatsch.simulation.fused import column_blocks
-from klatsch.simulation.gradients import Gradients
 from klatsch.simulation.mixing import StackedMix
-from klatsch.simulation.progress import progress_bar
 from klatsch.simulation.record import record_points
+from klatsch.simulation.stack import Gradients
 from tests.rules.test_rules import GRAPHS, RULES, TABLE, ZeroGradients
 from tests.support.comparisons import assert_same_to_rounding
 

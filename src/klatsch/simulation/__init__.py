@@ -1,7 +1,6 @@
-"""Where rules run: the simulator."""
+"""Where rules run: all nodes of a network as one stack of tensors."""
 
 from klatsch.simulation.record import Result
-from klatsch.simulation.simulator import simulate
-from klatsch.simulation.together import simulate_together
+from klatsch.simulation.simulator import simulate, simulate_together
 
 __all__ = ["Result", "simulate", "simulate_together"]

@@ -6,34 +6,27 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from klatsch import sealed
 from klatsch.rules import State
 from klatsch.sealed import REMEDY, CheckpointError
 from klatsch.simulation.driver import Run, Snapshot
+from klatsch.simulation.record import Facts
 
 FORMAT = "klatsch simulation 3"
 LARGEST_SHARE = 0.03  # of the time that may go into saving, where states are large
 
 
 class Saver:
-    """Writes a run to a file every so many seconds, or does nothing where no file is wanted.
-
-    Where a save takes long, they are further apart, so that they cost little in all.
+    """Writes a run to a file from time to time, or does nothing where no file is wanted.
 
     Args:
         path: the file, or None.
-        every: seconds between two saves.
-        identity: what determines the result, as plain data; a run with any other does not go on from this file.
-
-    Raises:
-        ValueError: nothing can be written there, which shows before the first round.
+        every: seconds between two saves; more where a save takes long, so that they cost little in all.
+        identity: what determines the result; a run with any other does not go on from this file.
     """
 
-    def __init__(self, path: str | Path | None, every: float, identity: dict[str, Any]) -> None:
+    def __init__(self, path: str | Path | None, every: float, identity: Facts) -> None:
         self.path = None if path is None else Path(path)
         self.every, self.identity = every, identity
         if isinstance(every, bool) or not isinstance(every, int | float) or not 0 <= every < math.inf:
@@ -50,9 +43,13 @@ class Saver:
     def now(self, run: Run) -> None:
         """Save, unless the file holds just this."""
         if self.path is not None and run.now.rounds != self._rounds:
-            began = time.monotonic()
-            save(self.path, self.identity, run)
-            self._last, self._rounds = time.monotonic(), run.now.rounds
+            began, now = time.monotonic(), run.now
+            tensors = {f"state.{name}": value for name, value in now.state.items()}
+            tensors |= {f"metric.{name}": values for name, values in run.metrics.items()}
+            tensors |= {"diverged": now.diverged, "diverged_at": now.diverged_at}
+            header = {"format": FORMAT, "rounds": now.rounds, "seconds": now.seconds, "points": now.points}
+            sealed.write(self.path, header | {"run": self.identity}, tensors)
+            self._last, self._rounds = time.monotonic(), now.rounds
             self._took = self._last - began if self.every else 0.0  # every = 0 asks for all of them
 
     def restored(self, fresh: State) -> Run | None:
@@ -64,22 +61,8 @@ class Saver:
         return run
 
 
-def save(path: Path, identity: dict[str, Any], run: Run) -> None:
-    """Write a run to a file that is whole or absent."""
-    now = run.now
-    tensors = {f"state.{name}": value for name, value in now.state.items()}
-    tensors |= {f"metric.{name}": values for name, values in run.metrics.items()}
-    tensors |= {"diverged": now.diverged, "diverged_at": now.diverged_at}
-    header = {"format": FORMAT, "rounds": now.rounds, "seconds": now.seconds, "points": now.points, "run": identity}
-    sealed.write(path, header, tensors)
-
-
-def load(path: Path, identity: dict[str, Any], fresh: State) -> Run:
-    """Read a run.
-
-    Raises:
-        CheckpointError: the file is damaged, or of another run; it says which setting differs. The file stays.
-    """
+def load(path: Path, identity: Facts, fresh: State) -> Run:
+    """Read a run; a file that is damaged or of another run is refused, with the setting that differs, and stays."""
     header, tensors = sealed.read(path, FORMAT)
     here, there = json.loads(json.dumps(identity)), header["run"]
     for name in {**here, **there}:
@@ -88,17 +71,14 @@ def load(path: Path, identity: dict[str, Any], fresh: State) -> Run:
                 f"{path} belongs to another run: {name} is {_short(there.get(name))} there "
                 f"and {_short(here.get(name))} here; {REMEDY}"
             )
-    fields = {}
     for name, value in fresh.items():
         saved = tensors.get(f"state.{name}")
         if saved is None or value.shape != saved.shape:
             raise CheckpointError(f"{path} is damaged: the field {name} of the state does not fit; {REMEDY}")
-        fields[name] = saved.to(value)
-    lost = tensors["diverged"].to(torch.bool), tensors["diverged_at"]
-    names = [name for name in tensors if name.startswith("metric.")]
-    rows = [{name.removeprefix("metric."): tensors[name][k] for name in names} for k in range(header["points"])]
-    now = Snapshot(fields, *lost, header["rounds"], header["seconds"], header["points"])
-    return Run(now, rows)
+    state = {name: tensors[f"state.{name}"].to(value) for name, value in fresh.items()}
+    metrics = {name.removeprefix("metric."): v for name, v in tensors.items() if name.startswith("metric.")}
+    now = Snapshot(state, tensors["diverged_at"], header["rounds"], header["seconds"], header["points"])
+    return Run.resumed(now, metrics)
 
 
 def _short(value: object) -> str:

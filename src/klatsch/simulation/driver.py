@@ -1,58 +1,90 @@
-"""A run in progress: where it stands, what it has measured, and how it moves on."""
+"""The one loop behind every simulation: from point to point, measured, saved and shown on the way."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from klatsch.problems import Problem
-from klatsch.rules import State
-from klatsch.simulation.divergence import Moment, beginnings, diverged
-from klatsch.simulation.progress import Advance
-from klatsch.simulation.record import measure
-from klatsch.simulation.stack import Rounds, TorchRounds, device_of
+from klatsch.rules import Rule, State
+from klatsch.rules.base import each
+from klatsch.simulation.record import Facts, Result, measure
+
+if TYPE_CHECKING:
+    from klatsch.simulation.checkpoint import Saver
 
 PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is looked at
 
+Advance = Callable[[int], None]  # is called with the number of rounds just done
+
 
 class Network(NamedTuple):
-    """One of the networks that a run advances: its problem, and which rows of the state are its nodes."""
+    """One network of a run: its problem, and which rows of the state are its nodes."""
 
     problem: Problem
     nodes: slice
+
+    def part(self, state: State) -> State:
+        """Its rows of a state."""
+        return each(lambda v: v[self.nodes], state)
 
 
 class Snapshot(NamedTuple):
     """Where a run stands. It is replaced as a whole, so that an interrupt at any moment finds it consistent."""
 
     state: State
-    diverged: Tensor  # bool, the columns of every network, one network after the other
-    diverged_at: Tensor  # (columns, 2), the first node and round that were not finite; -1 as long as all are
+    diverged_at: Tensor  # (columns of all networks, 2): the first node and round that were not finite, or -1
     rounds: int = 0
     seconds: float = 0.0
     points: int = 0  # how many rows of metrics belong to it
 
+    @property
+    def diverged(self) -> Tensor:
+        """Which columns were lost."""
+        return self.diverged_at[:, 1] >= 0
 
-def unharmed(columns: int) -> tuple[Tensor, Tensor]:
-    """What a snapshot says of divergence where there is none."""
-    return torch.zeros(columns, dtype=torch.bool), torch.full((columns, 2), -1)
+
+class Nodes(ABC):
+    """What a run advances: all nodes as one stack of tensors, or each in its own process."""
+
+    name: ClassVar[str]
+    rule: Rule
+    networks: Sequence[Network]  # those that this process measures
+    device: torch.device
+
+    @abstractmethod
+    def advance(self, state: State, done: int, until: int) -> State:
+        """The state after `until` rounds, from the state after `done` rounds."""
+
+    @abstractmethod
+    def one(self, state: State, t: int) -> tuple[State, Tensor]:
+        """Round t: the next state, and the gradients that led to it."""
+
+    @abstractmethod
+    def beginnings(self, now: Snapshot, state: State, rounds: int) -> Tensor:
+        """`diverged_at` in a later state, reached after so many rounds."""
 
 
+@dataclass
 class Run:
-    """A run in progress.
+    """A run in progress: where it stands, and what was measured."""
 
-    Args:
-        now: where it stands.
-        rows: the metrics so far, one row of tensors like `now.diverged` per point; `now` says how many count.
-    """
+    now: Snapshot
+    rows: list[dict[str, Tensor]] = field(default_factory=list)  # one number per column; `now` says how many rows count
+    size: int = 64  # of a piece: rounds that take a fraction of a second, found as the run goes
 
-    def __init__(self, now: Snapshot, rows: list[dict[str, Tensor]]) -> None:
-        self.now, self.rows = now, rows
-        self._piece = 64  # rounds at a time; found as the run goes
+    @classmethod
+    def resumed(cls, now: Snapshot, metrics: dict[str, Tensor]) -> Self:
+        """A run that goes on from a snapshot; metrics as `metrics` returns them."""
+        return cls(now, [{name: values[k] for name, values in metrics.items()} for k in range(now.points)])
 
     @property
     def metrics(self) -> dict[str, Tensor]:
@@ -60,59 +92,111 @@ class Run:
         rows = self.rows[: self.now.points]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
 
-    def piece(self, plain: TorchRounds, rounds: Rounds, networks: Sequence[Network], until: int, tell: Advance) -> None:
-        """Advance towards `until` rounds, by what takes a fraction of a second."""
+    def drive(self, nodes: Nodes, points: list[int], steps: int, saver: Saver, tell: Advance) -> None:
+        """Bring the run to its end: fast from point to point, and by a single round where it is measured."""
+        with torch.no_grad():
+            try:
+                for point in [p for p in dict.fromkeys([*points, steps]) if p > self.now.rounds]:
+                    while (done := self.now.rounds) < point:
+                        if done < point - 1:
+                            self._piece(nodes, point - 1)
+                        else:
+                            self._point(nodes, measured=point in points and len(nodes.networks) > 0)
+                        tell(self.now.rounds - done)
+                        saver.perhaps(self)
+            except KeyboardInterrupt:
+                saver.now(self)
+                raise
+        saver.now(self)
+
+    def results(self, nodes: Nodes, points: list[int], origins: Sequence[Facts]) -> list[Result]:
+        """What each network came to; `seconds` is the time of all of them."""
+        now, found = self.now, []
+        C = len(now.diverged) // len(origins)
+        for k, network in enumerate(nodes.networks):
+            own = slice(k * C, (k + 1) * C)
+            state = network.part(now.state)
+            output = nodes.rule.output(state)
+            found.append(
+                Result(
+                    steps=points,
+                    metrics={name: values[:, own] for name, values in self.metrics.items()},
+                    output=output.masked_fill(now.diverged[own, None].to(output.device), torch.inf),
+                    diverged=now.diverged[own],
+                    diverged_at=now.diverged_at[own],
+                    seconds=now.seconds,
+                    engine=nodes.name,
+                    state=state,
+                    rounds=now.rounds,
+                    origin=origins[k],
+                )
+            )
+        return found
+
+    def _piece(self, nodes: Nodes, until: int) -> None:
         now = self.now
-        goal = min(until, now.rounds + self._piece)
+        goal = min(until, now.rounds + self.size)
         began = time.perf_counter()
-        state = rounds.advance(now.state, now.rounds, goal)
-        took = _since(began, state)
-        _, begun = self._losses(plain, rounds, networks, state, goal)
+        state = nodes.advance(now.state, now.rounds, goal)
+        took = _since(began, nodes.device)
+        begun = nodes.beginnings(now, state, goal)
         self.now = now._replace(state=state, diverged_at=begun, rounds=goal, seconds=now.seconds + took)
-        if took < PIECE_SECONDS and goal - now.rounds == self._piece:
-            self._piece *= 2
-        tell(goal - now.rounds)
+        if took < PIECE_SECONDS and goal - now.rounds == self.size:
+            self.size *= 2
 
-    def one(self, plain: TorchRounds, networks: Sequence[Network], measured: bool, tell: Advance) -> None:
-        """One round with plain operations, which show the gradient; measured if wanted."""
-        now, rule = self.now, plain.rule
+    def _point(self, nodes: Nodes, measured: bool) -> None:
+        now, t = self.now, self.now.rounds + 1
         began = time.perf_counter()
-        state, grad = plain.one(now.state, now.rounds + 1)
-        took = _since(began, state)
-        lost, begun = self._losses(plain, plain, networks, state, now.rounds + 1)
-        lost |= now.diverged
+        state, grad = nodes.one(now.state, t)
+        took = _since(began, nodes.device)
+        new = Snapshot(state, nodes.beginnings(now, state, t), t, now.seconds + took, now.points + measured)
         if measured:
-            parts = [{name: v[network.nodes] for name, v in state.items()} for network in networks]
-            found = [
-                measure(network.problem, rule, part, grad[network.nodes])
-                for network, part in zip(networks, parts, strict=True)
-            ]
-            C = len(lost) // len(networks)
-            row = {name: torch.cat([each[name].expand(C) for each in found]) for name in found[0]}
-            self.rows[now.points :] = [without_diverged(row, lost, networks[0].problem)]
-        self.now = Snapshot(state, lost, begun, now.rounds + 1, now.seconds + took, now.points + measured)
-        tell(1)
-
-    def _losses(
-        self, plain: TorchRounds, rounds: Rounds, networks: Sequence[Network], state: State, reached: int
-    ) -> tuple[Tensor, Tensor]:
-        """The columns that are not finite in a later state, and where they and earlier ones began to be so."""
-        now, nodes = self.now, [network.nodes for network in networks]
-        lost = diverged(plain.rule.output(state), nodes)
-        new = lost & (now.diverged_at[:, 1] < 0)
-        if not new.any():
-            return lost, now.diverged_at
-        early, late = Moment(now.state, now.rounds), Moment(state, reached)
-        begun = beginnings(plain, rounds, nodes, early, late, new)
-        return lost, begun.where(new[:, None], now.diverged_at)
+            self.rows[now.points :] = [_row(nodes, state, grad, new.diverged)]
+        self.now = new
 
 
-def without_diverged(row: dict[str, Tensor], diverged: Tensor, problem: Problem) -> dict[str, Tensor]:
-    """Metrics in which a column that diverged has the worst value there is: inf, unless the problem knows another."""
-    return {name: v.masked_fill(diverged, problem.worst.get(name, torch.inf)) for name, v in row.items()}
+def _row(nodes: Nodes, state: State, grad: Tensor, diverged: Tensor) -> dict[str, Tensor]:
+    """The metrics of a step, the worst there is in a column that diverged: inf, unless the problem knows another."""
+    found = [measure(n.problem, nodes.rule, n.part(state), grad[n.nodes]) for n in nodes.networks]
+    C, worst = len(diverged) // len(found), nodes.networks[0].problem.worst
+    row = {name: torch.cat([metrics[name].expand(C) for metrics in found]) for name in found[0]}
+    return {name: v.masked_fill(diverged, worst.get(name, torch.inf)) for name, v in row.items()}
 
 
-def _since(began: float, state: State) -> float:
-    if (device := device_of(state)).type == "cuda":
+def _since(began: float, device: torch.device) -> float:
+    if device.type == "cuda":
         torch.cuda.synchronize(device)  # the clock must not run ahead of the GPU
     return time.perf_counter() - began
+
+
+@contextmanager
+def progress_bar(wanted: bool | Advance | None, total: int, done: int, title: str) -> Iterator[Advance]:
+    """A function to call with the rounds just done: it moves a bar for people, and is silent for pipes and files.
+
+    Args:
+        wanted: True or False; None for a bar if a terminal is attached; or the function itself, for a bar elsewhere.
+        total: rounds in all.
+        done: rounds that were done before.
+        title: stands beside the bar.
+    """
+    if callable(wanted):
+        wanted(done)
+        yield wanted
+    elif wanted or (wanted is None and sys.stderr.isatty()):
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        except ModuleNotFoundError as error:
+            raise ValueError("a progress bar needs rich: pip install rich, or progress=False") from error
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[pace]}")
+        left = TimeRemainingColumn(compact=True)
+        with Progress(*columns, left, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=total, completed=done, pace="")
+
+            def tell(rounds: int) -> None:
+                bar.advance(task, rounds)
+                bar.update(task, pace=f"{bar.tasks[0].speed or 0:,.0f} rounds/s")
+
+            yield tell
+    else:
+        yield lambda rounds: None

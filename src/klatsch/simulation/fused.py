@@ -7,19 +7,20 @@ Columns never touch each other, so how they are cut into blocks changes a result
 from __future__ import annotations
 
 import ctypes
-import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 import klatsch.columns as cols
-from klatsch.rules import Rule, State
+from klatsch.rules import State
 from klatsch.simulation import native
-from klatsch.simulation.gradients import Gradients
-from klatsch.simulation.stack import Rates
-from klatsch.simulation.threads import quiet_threads
+from klatsch.simulation.stack import Stack
 from klatsch.simulation.trace import LINEAR, NotLinearError, Program, coefficient_table, trace
 from klatsch.topology import Topology
 from klatsch.topology.matrix import exact_weights, mapped
@@ -28,55 +29,55 @@ WIDEST = 64  # bytes of the widest vector, which the kernel may read past the en
 MOST_INPUTS, MOST_REGISTERS = 6, 64  # what the kernel has room for
 CACHE = 2 << 20  # bytes of the second-level cache of a core, on machines of these years
 
+Array = NDArray[Any]
 
-class FusedRounds:
-    """Rounds in native code.
 
-    Args:
-        gradients: those of a problem with `quadratic()` and `draw(t)`, in the dtype of the run.
-        rule: a rule that can be traced.
-        rates: its learning rates.
-        topology: a row-stochastic graph.
-        state: a state of the run.
+class FusedStack(Stack):
+    """Rounds in native code, of one network on a row-stochastic graph.
 
-    Raises:
-        OSError: there is no kernel on this machine.
-        NotLinearError: the rule cannot be traced.
+    It is an OSError that there is no kernel on this machine, and a NotLinearError that the rule cannot be traced.
     """
 
-    name = "fused"
+    name, place = "fused", "cpu"
 
-    def __init__(self, gradients: Gradients, rule: Rule, rates: Rates, topology: Topology, state: State) -> None:
-        self.gradients, self.rates, self._state = gradients, rates.wide(), state
-        self.rule = cols.mapped(rule, lambda v: v.double().cpu())
-        used = list(state.values())
-        nodes, self.columns, dim = used[0].shape
-        self.dtype = used[0].dtype
-        library = native.library()
-        kernel = library.klatsch_rounds_f32 if self.dtype == torch.float32 else library.klatsch_rounds_f64
-        if any(v.shape != used[0].shape for v in used):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        (topology, *others), quadratic = self.topologies, self.problem.quadratic()
+        if self.device.type != "cpu":
+            raise ValueError("it runs on the CPU only")
+        if others:
+            raise ValueError("it runs one network at a time")
+        if quadratic is None:
+            raise ValueError(f"{type(self.problem).__name__} is not a quadratic problem")
+        if not topology.row_stochastic:
+            raise ValueError(f"the rows of {topology.name} do not sum to 1")
+        # Coefficients are computed in float64, whatever the dtype of the run.
+        self._rule, self._rates = cols.mapped(self.given, Tensor.double), replace(self.rates, dtype=torch.float64)
+        first, *more = self.start.values()
+        nodes, self.columns, dim = first.shape
+        library, single = native.library(), self.rates.dtype == torch.float32
+        kernel = library.klatsch_rounds_f32 if single else library.klatsch_rounds_f64
+        if any(v.shape != first.shape for v in more):
             raise NotLinearError("the fields of the state differ in shape")
         program = self._program = self._trace(1, 3)
         if len(program.level) > MOST_REGISTERS or any(len(o.inputs) > MOST_INPUTS for o in program.operations):
             raise NotLinearError(f"the rule takes more than {MOST_REGISTERS} steps, or {MOST_INPUTS} vectors in one")
-        quadratic = gradients.problem.quadratic()
-        assert quadratic is not None
         H = _aligned(quadratic.H.shape, quadratic.H.numpy().dtype, behind=WIDEST)
         H[...] = quadratic.H.numpy()
-        shared = {"H": H, "rows": quadratic.rows.numpy(), **_links(topology, self.dtype)}
+        shared = {"H": H, "rows": quadratic.rows.numpy(), **_links(topology, self.rates.dtype)}
         scale, noise = quadratic.scale.expand(self.columns, -1), quadratic.noise.expand(self.columns)
         threads = torch.get_num_threads()
         self._blocks = []
-        for part in column_blocks(self.columns, nodes, dim, used[0].element_size(), threads):
+        for part in column_blocks(self.columns, nodes, dim, first.element_size(), threads):
             own = {"mult": scale[part].contiguous().numpy(), "sigma": noise[part].contiguous().numpy()}
             width = part.stop - part.start
             self._blocks.append(_Block(kernel, program, (nodes, width, dim), shared | own, part, topology.period))
-        self._pool = quiet_threads(max(1, min(len(self._blocks), threads)))
-        self._drawer = quiet_threads(1)
+        self._pool = native.quiet_threads(max(1, min(len(self._blocks), threads)))
+        self._drawer = native.quiet_threads(1)
 
     def advance(self, state: State, done: int, until: int) -> State:
         """Rounds done + 1 to until."""
-        used = [state[name].contiguous().numpy() for name in self._state]  # a round may return them in another order
+        used = [state[name].contiguous().numpy() for name in self.start]  # a round may return them in another order
         for block in self._blocks:
             block.load(used)
         while done < until:
@@ -92,9 +93,9 @@ class FusedRounds:
         results = [np.empty_like(v) for v in used]
         for block in self._blocks:
             block.store(results)
-        return {name: torch.from_numpy(v) for name, v in zip(self._state, results, strict=True)}
+        return {name: torch.from_numpy(v) for name, v in zip(self.start, results, strict=True)}
 
-    def _table(self, done: int, until: int) -> NDArray[Any]:
+    def _table(self, done: int, until: int) -> Array:
         """The coefficients of rounds done + 1 to until, (rounds, coefficients, C)."""
         rounds = max(2, until - done)
         program = self._trace(done + 1, done + rounds + 1)
@@ -103,24 +104,24 @@ class FusedRounds:
                 f"{self.rule.name} took other steps in round {done + 1} than before; a rule must depend "
                 "on nothing but its arguments, or be run with engine='torch'"
             )
-        return coefficient_table(program, rounds, self.columns, self.dtype)[: until - done].numpy()
+        return coefficient_table(program, rounds, self.columns, self.rates.dtype)[: until - done].numpy()
 
     def _trace(self, first: int, beyond: int) -> Program:
         """The rule as a program, with coefficients for the rounds from `first` up to but not including `beyond`."""
         times = torch.arange(first, beyond, dtype=torch.float64)[:, None, None]
-        lr = self.rates.between(first - 1, beyond - 1) if self.rates.change else self.rates(first)
-        return trace(self.rule, self._state, times, lr)
+        lr = self._rates.between(first - 1, beyond - 1) if self._rates.change else self._rates(first)
+        return trace(self._rule, self.start, times, lr)
 
 
 class _Block:
-    """A block of columns: its buffers, and everything that the kernel is told."""
+    """A block of columns: its buffers, and everything that the kernel needs to know."""
 
     def __init__(
         self,
-        kernel: Any,
+        kernel: Callable[[object], int],
         program: Program,
         shape: tuple[int, int, int],
-        arrays: dict[str, NDArray[Any]],
+        arrays: dict[str, Array],
         part: slice,
         period: int,
     ) -> None:
@@ -128,23 +129,20 @@ class _Block:
         buffer_of, turn, buffers, scratch_rows = assigned(program)
         self._buffers = [_aligned(shape, arrays["H"].dtype) for _ in range(buffers)]
         self._table = np.array([v.ctypes.data for v in self._buffers], dtype=np.uintp)
-        operations = encoded(program)
         self._arrays = {  # kept alive as long as the job points to them
             **arrays,
-            "op": operations,
+            "op": encoded(program),
             "buffer_of": np.array(buffer_of, dtype=np.int32),
             "turn": np.array(turn, dtype=np.int32),
             "buffer": self._table,
         }
         self._job = native.Job(
-            nodes=shape[0],
-            columns=shape[1],
-            dim=shape[2],
+            **dict(zip(("nodes", "columns", "dim"), shape, strict=True)),
             rank=arrays["rows"].shape[1],
             registers=len(program.level),
             buffers=buffers,
             scratch_rows=scratch_rows,
-            operations=len(operations),
+            operations=len(program.operations),
             coefs=len(program.coefficients),
             query=program.query,
             before=program.before,
@@ -153,7 +151,7 @@ class _Block:
             **{name: array.ctypes.data for name, array in self._arrays.items()},
         )
 
-    def run(self, table: NDArray[Any], drawn: NDArray[Any], done: int) -> None:
+    def run(self, table: Array, drawn: Array, done: int) -> None:
         """The rounds after `done`: coefficients (rounds, coefficients, all columns), drawn (rounds, M, d)."""
         own = np.ascontiguousarray(table[:, :, self.part])
         job = self._job
@@ -162,17 +160,17 @@ class _Block:
         if self.kernel(ctypes.byref(job)):
             raise MemoryError("not enough memory for a simulation of that size; choose fewer nodes or columns")
 
-    def load(self, states: list[NDArray[Any]]) -> None:
+    def load(self, states: list[Array]) -> None:
         """Take this block's columns of all fields, (M, C, d) each."""
         for buffer, whole in zip(self._current(), states, strict=True):
             buffer[...] = whole[:, self.part]
 
-    def store(self, states: list[NDArray[Any]]) -> None:
+    def store(self, states: list[Array]) -> None:
         """Put this block's columns back."""
         for buffer, whole in zip(self._current(), states, strict=True):
             whole[:, self.part] = buffer
 
-    def _current(self) -> list[NDArray[Any]]:
+    def _current(self) -> list[Array]:
         where = {v.ctypes.data: v for v in self._buffers}  # the kernel turns the table, not the memory
         return [where[int(address)] for address in self._table[: self.fields]]
 
@@ -188,7 +186,7 @@ def column_blocks(columns: int, nodes: int, dim: int, bytes_each: int, threads: 
     count = -(-columns // width)
     count = min(columns, -(-count // threads) * threads)
     edges = [k * columns // count for k in range(count + 1)]
-    return [slice(a, b) for a, b in itertools.pairwise(edges)]
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def assigned(program: Program) -> tuple[list[int], list[int], int, int]:
@@ -208,24 +206,20 @@ def assigned(program: Program) -> tuple[list[int], list[int], int, int]:
                 last_mix[register] = program.level[operation.out]
     for register in program.next_state:
         last_use[register] = len(operations)
-    buffer_of = dict(zip(range(program.fields), range(program.fields), strict=True))
-    owners: list[int] = list(range(program.fields))
-    scratch: list[int] = []
+    owners, scratch = list(range(program.fields)), list[int]()  # the register in each buffer, and in each scratch row
+    buffer_of = dict(enumerate(owners))
     results = [*enumerate(operation.out for operation in operations)]
     results.insert(program.before, (-1, program.gradient))  # which writes over nothing
     for k, register in results:
         pool = scratch if program.needs_rows_only(register) else owners
-        free = [
+        free = (
             b
             for b, owner in enumerate(pool)
             if k >= 0 and last_use.get(owner, -1) <= k and last_mix[owner] < program.level[register]
-        ]
-        if free:
-            pool[free[0]] = register
-        else:
-            free = [len(pool)]
-            pool.append(register)
-        buffer_of[register] = -1 - free[0] if pool is scratch else free[0]
+        )
+        place = next(free, len(pool))
+        pool[place : place + 1] = [register]
+        buffer_of[register] = -1 - place if pool is scratch else place
     turn = [buffer_of[register] for register in program.next_state]
     turn += sorted(set(range(len(owners))) - set(turn))
     return [buffer_of[register] for register in range(len(program.level))], turn, len(owners), len(scratch)
@@ -243,24 +237,21 @@ def encoded(program: Program) -> NDArray[np.int32]:
     return table
 
 
-def _links(topology: Topology, dtype: torch.dtype) -> dict[str, NDArray[Any]]:
+def _links(topology: Topology, dtype: torch.dtype) -> dict[str, Array]:
     """All matrices of a period as one list of links, without the diagonal."""
-    first, neighbour, weight, count = [], [], [], 0
-    for links, _ in mapped(topology.matrices, lambda P: exact_weights(P, dtype)):
-        first.append(links.indptr + count)
-        neighbour.append(links.indices)
-        weight.append(links.data)
-        count += links.nnz
+    phases = [links for links, _ in mapped(topology.matrices, lambda P: exact_weights(P, dtype))]
+    begins = np.cumsum([0, *(links.nnz for links in phases)])[:-1]
+    first = [links.indptr + begin for links, begin in zip(phases, begins, strict=True)]
     return {
         "first": np.concatenate(first).astype(np.int32),
-        "neighbour": np.concatenate([*neighbour, [0]]).astype(np.int32),  # never empty
-        "weight": np.concatenate([*weight, [0.0]]).astype(np.float32 if dtype == torch.float32 else np.float64),
+        "neighbour": np.concatenate([*(links.indices for links in phases), [0]]).astype(np.int32),  # never empty
+        "weight": np.concatenate([*(links.data for links in phases), [0.0]]).astype(str(dtype).removeprefix("torch.")),
     }
 
 
-def _aligned(shape: tuple[int, ...], dtype: Any, behind: int = 0) -> NDArray[Any]:
-    """Memory that starts where a vector may start, with so many bytes behind it that may be read."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any], behind: int = 0) -> Array:
+    """Memory that starts where a vector may start, with some bytes behind it that may be read."""
+    size = int(np.prod(shape)) * dtype.itemsize
     raw = np.zeros(size + behind + WIDEST, dtype=np.uint8)
     begin = -raw.ctypes.data % WIDEST
     return np.asarray(raw[begin : begin + size].view(dtype).reshape(shape))

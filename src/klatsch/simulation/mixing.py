@@ -1,9 +1,8 @@
 """Gossip of all nodes at once: v <- P v over the first axis, dense or sparse, whichever is faster at this size.
 
-It is computed as v + Q v, where Q is P less the identity and its sums are exactly zero. The plain sum drifts in
-float32, since weights like 1/3 do not add up to 1 there and 100,000 rounds compound it. A flow alone is Q times what
-distinguishes the nodes: rules add flows up, and those of large numbers that are nearly alike must not be rounded as
-large numbers are.
+It is computed as v + Q v, where Q is P less the identity and its sums are exactly zero: in float32 weights like 1/3 do
+not add up to 1, and over 100,000 rounds the plain sum drifts. A flow alone is Q times what distinguishes the nodes,
+since rules add flows up, and those of large numbers that are nearly alike must not be rounded as large numbers are.
 """
 
 from __future__ import annotations
@@ -26,17 +25,13 @@ DENSE_NODES = {"cpu": 24, "cuda": 256}  # below this a dense product is faster t
 
 
 class StackedMix:
-    """The gossip of a topology on tensors (M, ...), for every phase of its period; or of several, side by side.
-
-    Rounds in which nobody talks cost nothing: tensors come back as they are.
-    """
+    """The gossip of a topology, or of several side by side, on tensors (M, ...), for every phase of its period."""
 
     def __init__(self, *topologies: Topology, dtype: torch.dtype, device: torch.device) -> None:
         matrices = side_by_side(topologies)
         self.period, size = len(matrices), matrices[0].shape[0]
         dense = size <= DENSE_NODES[device.type] or 4 * max(P.nnz for P in matrices) > size**2
-        if len(topologies) > 1:
-            dense = False  # 0 times the inf of a network that diverges would reach the others
+        dense &= len(topologies) == 1  # 0 times the inf of a network that diverges would reach the others
         by_rows = all(topology.row_stochastic for topology in topologies)
 
         def less_identity(P: csr_array) -> Tensor | None:
@@ -65,7 +60,7 @@ def _flow(Q: Tensor | None, alike: slice | Tensor | None, *tensors: Tensor) -> t
 
 def _mix(Q: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     if Q is None:
-        return tensors
+        return tensors  # a round in which nobody talks costs nothing
     return tuple([torch.addmm(f := v.reshape(v.shape[0], -1), Q, f).reshape(v.shape) for v in tensors])
 
 
@@ -79,11 +74,9 @@ def side_by_side(topologies: Sequence[Topology]) -> list[csr_array]:
     if len(topologies) == 1:
         return list(topologies[0].matrices)
     rounds = [[topology.matrix(t) for topology in topologies] for t in range(1, common_period(topologies) + 1)]
-    joined: dict[tuple[int, ...], csr_array] = {}  # one for all rounds that are alike, such as silent ones
-    for parts in rounds:
-        if (key := tuple(map(id, parts))) not in joined:
-            joined[key] = csr_array(block_diag(parts))
-    return [joined[tuple(map(id, parts))] for parts in rounds]
+    keys = [tuple(map(id, parts)) for parts in rounds]
+    joined = {key: csr_array(block_diag(parts)) for key, parts in dict(zip(keys, rounds, strict=True)).items()}
+    return [joined[key] for key in keys]  # one matrix for all rounds that are alike, such as silent ones
 
 
 def _tensor(Q: csr_array, dtype: torch.dtype, device: torch.device, dense: bool) -> Tensor:

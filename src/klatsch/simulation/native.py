@@ -1,10 +1,8 @@
 """The kernel kernel.c: built by the machine's own C compiler at first use, kept in a cache, loaded with ctypes.
 
-Without a compiler there is no kernel, and simulations run with plain torch operations. KLATSCH_NATIVE=0 turns it off,
-KLATSCH_CACHE names another folder for it, CC another compiler ("gcc", or with options as "gcc -O2").
-
-The name of the file holds the checksum of its content: code that was damaged, or that others may have written, is never
-loaded but built again.
+Without a compiler, simulations run with plain torch operations. KLATSCH_NATIVE=0 turns the kernel off, KLATSCH_CACHE
+names another folder for it, CC another compiler ("gcc", or with options as "gcc -O2"). The name of the file holds the
+checksum of its content: code that was damaged, or that others may have written, is never loaded but built again.
 """
 
 from __future__ import annotations
@@ -18,8 +16,12 @@ import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import torch
 
 from klatsch.files import write_atomically
 
@@ -43,11 +45,7 @@ class Job(ctypes.Structure):
 
 
 def library() -> ctypes.CDLL:
-    """The kernel.
-
-    Raises:
-        OSError: it cannot be built or loaded here; with the reason.
-    """
+    """The kernel; an OSError with the reason where it cannot be built or loaded."""
     found = _library()
     if isinstance(found, str):
         raise OSError(found)
@@ -69,8 +67,7 @@ def _library() -> ctypes.CDLL | str:
         compiler = _compiler()
         folder, key = _folder(), _key(compiler)
         # What may be in the way is not removed, since another process may just have put it right.
-        kernel = _loaded(folder, key)
-        if kernel is None:
+        if (kernel := _loaded(folder, key)) is None:
             _build(compiler, folder, key)
             kernel = _loaded(folder, key)
         if kernel is None:
@@ -162,11 +159,23 @@ def _folder() -> Path:
             return folder
     except (OSError, RuntimeError, AttributeError):  # no such right, no home, or no user numbers on this system
         pass
-    return _private_folder()
+    return Path(_private_folder().name)
 
 
 @functools.cache
-def _private_folder() -> Path:
-    holder = tempfile.TemporaryDirectory(prefix="klatsch-")
-    _private_folder.holder = holder  # type: ignore[attr-defined]  # removed when the process ends
-    return Path(holder.name)
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="klatsch-")  # removed when the process ends
+
+
+def quiet_threads(count: int) -> ThreadPoolExecutor:
+    """A pool whose threads do not let torch start further ones, which would spin for a while after each operation."""
+    usual = torch.get_num_threads()
+    pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+    list(pool.map(int, range(count)))
+    torch.set_num_threads(usual)  # the setting is one thread's own, except that new threads take the latest
+    return pool
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -2,28 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
+from torch import Tensor
 
 import klatsch.columns as cols
+from klatsch.arguments import whole
 from klatsch.channels.rehearsal import Rehearsal
-from klatsch.problems import Problem
+from klatsch.problems import Problem, adopted
 from klatsch.rules import Rule, State
-from klatsch.rules.base import checked, rate
+from klatsch.rules.base import checked, each, rate
 from klatsch.sealed import digest
 from klatsch.simulation.driver import Run, Snapshot
-from klatsch.simulation.record import Result
+from klatsch.simulation.record import Facts, Result, record_points
+from klatsch.simulation.stack import Rates
 from klatsch.topology import Topology
 
 
-def check_parts(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -> tuple[Rule, int]:
-    """The rule as it runs on the graph, and the number of columns C of a run, after a check that its parts fit.
+@dataclass(frozen=True)
+class Prepared:
+    """The parts of a run, checked, and the problems where it computes."""
 
-    Raises:
-        ValueError: they do not; with the remedy.
-    """
+    problems: list[Problem]
+    rule: Rule  # as it runs on the graphs
+    rates: Rates
+    points: list[int]
+    origins: list[Facts]  # of each network, what tells it from others, whatever its length
+
+
+def prepared(
+    problems: Sequence[Problem],
+    rule: Rule,
+    topologies: Sequence[Topology],
+    steps: int,
+    record: int | Sequence[int],
+    dtype: torch.dtype,
+    device: str | torch.device,
+    any_graph: bool,
+) -> Prepared:
+    """The parts of a run of one network or several, after a check that they fit."""
+    problems = [adopted(problem) for problem in problems]
+    fitted = [_fitted(p, rule, g, any_graph) for p, g in zip(problems, topologies, strict=True)]
+    rule, C = fitted[0][0], max(columns for _, columns in fitted)
+    if len({str(cols.flattened("rule", fit)) for fit, _ in fitted}) > 1:
+        raise ValueError(f"{rule.name} is another rule on each of these graphs; give graphs with the same every")
+    steps = whole(steps, "steps", 1)
+    points, where = record_points(record, steps), check_place(dtype, device)
+    origins = [_identity(p, rule, g, C, dtype) for p, g in zip(problems, topologies, strict=True)]
+    here = [problem.to(dtype, where) for problem in problems]
+    return Prepared(here, rule, Rates(rule.lr, steps, C, dtype, where), points, origins)
+
+
+def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -> tuple[Rule, int]:
+    """The rule as it runs on the graph, and the number of columns C, after a check that they fit the problem."""
     if not isinstance(topology, Topology):
         raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, such as topology.make('ring', 16)")
     rule = checked(rule)
@@ -33,31 +66,15 @@ def check_parts(problem: Problem, rule: Rule, topology: Topology, any_graph: boo
         )
     if not any_graph:
         rule.check_graph(topology)
-    first = rate(rule.lr, 1)
-    C, own = cols.count(rule, first), problem.columns
+    C, own = cols.count(rule, rate(rule.lr, 1)), problem.columns
     if own != C and 1 not in (C, own):
         raise ValueError(f"the rule has {C} columns but the problem has {own}; give both the same number, or one")
     Rehearsal(rule, torch.zeros(1, C, problem.dim, dtype=torch.float64))
     return rule.on(topology), max(C, own)
 
 
-def check_steps(steps: Any) -> int:
-    """A number of rounds.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 1:
-        raise ValueError(f"steps = {steps!r}; give a whole number of rounds from 1 up")
-    return int(steps)
-
-
 def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:
-    """Where tensors go.
-
-    Raises:
-        ValueError: there is no such dtype or device here.
-    """
+    """Where tensors go, after a check that there are such a dtype and device here."""
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype = {dtype}; choose torch.float32 or torch.float64")
     try:
@@ -72,8 +89,7 @@ def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:
     return where
 
 
-def identity(problem: Problem, rule: Rule, topology: Topology, C: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What tells one run from another, whatever its length, as plain data."""
+def _identity(problem: Problem, rule: Rule, topology: Topology, C: int, dtype: torch.dtype) -> Facts:
     return {
         "problem": None if (told := problem.fingerprint()) is None else f"{problem!r} {told}",
         **cols.flattened("rule", rule),
@@ -83,36 +99,28 @@ def identity(problem: Problem, rule: Rule, topology: Topology, C: int, dtype: to
     }
 
 
-def length(rule: Rule, steps: int, points: list[int], start: Run, device: str, engine: str) -> dict[str, Any]:
+def length(rates: Rates, points: list[int], start: Snapshot, engine: str) -> Facts:
     """What else determines a result to the last bit: its length, schedule and points, where it begins, what runs it."""
-    lr = rule.lr
-    rounds = sorted({1, *points, steps})
-    state = {name: v.cpu() for name, v in start.now.state.items()}
+    lr, rounds = rates.lr, sorted({1, *points, rates.steps})
     return {
-        "steps": steps,
+        "steps": rates.steps,
         "record": points,
         "learning rates": [cols.described(torch.as_tensor(lr(t))) for t in rounds] if callable(lr) else None,
-        "begun": digest(state, {"rounds": start.now.rounds}),
-        "device": device,
+        "begun": digest(each(Tensor.cpu, start.state), {"rounds": start.rounds}),
+        "device": rates.device.type,
         "engine": engine,
     }
 
 
-def continued(after: Result, run: dict[str, Any], state: State, steps: int) -> Run:
-    """The run that begins where a result ends.
-
-    Raises:
-        ValueError: the result is of another run, or as long already.
-    """
+def continued(after: Result, origin: Facts, state: State, steps: int) -> Run:
+    """The run that begins where a result ends."""
     if not isinstance(after, Result):
         raise ValueError(f"after is a {type(after).__name__}; give a result of simulate")
-    for name, value in run.items():
+    for name, value in origin.items():
         if after.origin.get(name) != value:
             raise ValueError(f"after is a result of another {name}; give one of the same run")
     if steps <= after.rounds:
         raise ValueError(f"steps = {steps}, but {after.rounds} rounds are done; steps counts all rounds, give more")
     fields = {name: after.state[name].to(new) for name, new in state.items()}
-    rows = [{name: values[k] for name, values in after.metrics.items()} for k in range(len(after.steps))]
-    lost = after.diverged.clone(), after.diverged_at.clone()
-    now = Snapshot(fields, *lost, after.rounds, after.seconds, len(rows))
-    return Run(now, rows)
+    now = Snapshot(fields, after.diverged_at, after.rounds, after.seconds, len(after.steps))
+    return Run.resumed(now, after.metrics)

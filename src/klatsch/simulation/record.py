@@ -1,16 +1,18 @@
-"""What a run tells: at which steps, and how far the nodes are apart there."""
+"""What a run records: at which steps, and what is measured there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from klatsch.problems import Problem
 from klatsch.rules import Rule, State
+
+Facts = dict[str, object]  # plain data that JSON can hold
 
 MOST_SHOWN = 3  # columns that diverged, where a result is printed
 
@@ -34,18 +36,16 @@ class Result:
     engine: str  # "fused", "cuda graph" or "torch"
     state: State = field(repr=False)  # the rule's state after the last round, to go on from
     rounds: int = 0  # rounds done
-    origin: dict[str, Any] = field(default_factory=dict, repr=False)  # what tells this run from others
+    origin: Facts = field(default_factory=dict, repr=False)  # what tells this run from others
 
     def __repr__(self) -> str:
-        last = ", ".join(
-            f"{name} {float(values[-1].min()):.3g}" for name, values in self.metrics.items() if len(values)
-        )
+        last = ", ".join(f"{name} {float(v[-1].min()):.3g}" for name, v in self.metrics.items() if len(v))
         where = [
             f"column {c} diverged first on node {self.diverged_at[c, 0]} in round {self.diverged_at[c, 1]:,}"
             for c in self.diverged.nonzero().flatten().tolist()
         ]
-        more = [f"and {len(where) - MOST_SHOWN:,} more"] if len(where) > MOST_SHOWN else []
-        lost = f" ({', '.join([*where[:MOST_SHOWN], *more])})" if where else ""
+        where[MOST_SHOWN:] = [f"and {len(where) - MOST_SHOWN:,} more"] if len(where) > MOST_SHOWN else []
+        lost = f" ({', '.join(where)})" if where else ""
         return f"<Result: {self.rounds:,} rounds, columns: {self.output.shape[1]}{lost}, smallest {last}>"
 
     def best(self, metric: str = "distance") -> int:
@@ -56,11 +56,7 @@ class Result:
 
 
 def record_points(record: int | Sequence[int], steps: int) -> list[int]:
-    """The steps at which metrics are taken: log-spaced from 1 to `steps` for a number, else those given.
-
-    Raises:
-        ValueError: the number or a step is out of range.
-    """
+    """The steps at which metrics are taken: log-spaced from 1 to `steps` for a number, else those given."""
     if isinstance(record, int | np.integer) and not isinstance(record, bool):
         if record < 1:
             raise ValueError(f"record = {record}; give a number of points from 1 up, or a list of steps")
@@ -76,16 +72,14 @@ def record_points(record: int | Sequence[int], steps: int) -> list[int]:
     return whole
 
 
-def measure(problem: Any, rule: Rule, state: State, grad: Tensor) -> dict[str, Tensor]:
+def measure(problem: Problem, rule: Rule, state: State, grad: Tensor) -> dict[str, Tensor]:
     """All metrics of one step, per column, in float64; inf where a number is not finite."""
     found = problem.metrics(rule.output(state))
-    found |= {"Gamma": spread(rule.query(state)), "Xi": spread(rule.iterate(state)), "Psi": spread(grad)}
-    return {
-        name: torch.nan_to_num(torch.as_tensor(value).double().cpu(), nan=torch.inf, posinf=torch.inf, neginf=torch.inf)
-        for name, value in found.items()
-    }
+    found |= {"Gamma": _spread(rule.query(state)), "Xi": _spread(rule.iterate(state)), "Psi": _spread(grad)}
+    values = {name: torch.as_tensor(value).double().cpu() for name, value in found.items()}
+    return {name: v.where(v.isfinite(), torch.inf) for name, v in values.items()}
 
 
-def spread(v: Tensor) -> Tensor:
+def _spread(v: Tensor) -> Tensor:
     """1/M sum_i ||v_i - v_mean||², per column: the consensus distance (Section 4.3)."""
     return (v - v.mean(0)).square().sum(-1).mean(0)

@@ -1,25 +1,27 @@
-"""The simulator: all nodes and all columns advance together, as tensors (M, C, d)."""
+"""`simulate` and `simulate_together`: all nodes and all columns advance together, as tensors (M, C, d)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from klatsch.problems import Problem, adopted
+from klatsch.problems import Problem
 from klatsch.rules import Rule
+from klatsch.sealed import digest
+from klatsch.simulation.captured import GraphStack
 from klatsch.simulation.checkpoint import Saver
-from klatsch.simulation.choice import fastest
-from klatsch.simulation.driver import Network, Run, Snapshot, unharmed
-from klatsch.simulation.gradients import Gradients
-from klatsch.simulation.mixing import StackedMix
-from klatsch.simulation.preparation import check_parts, check_place, check_steps, continued, identity, length
-from klatsch.simulation.progress import Advance, progress_bar
-from klatsch.simulation.record import Result, record_points
-from klatsch.simulation.stack import Rates, Rounds, TorchRounds, placed
+from klatsch.simulation.driver import Advance, Network, Run, Snapshot, progress_bar
+from klatsch.simulation.fused import FusedStack
+from klatsch.simulation.preparation import Prepared, continued, length, prepared
+from klatsch.simulation.record import Result
+from klatsch.simulation.stack import Stack
+from klatsch.simulation.trace import NotLinearError
 from klatsch.topology import Topology
+
+ENGINES = ("auto", *(kind.name for kind in (Stack, FusedStack, GraphStack)))
 
 
 def simulate(
@@ -51,87 +53,97 @@ def simulate(
         checkpoint: a file; the run is saved there, and the same call goes on from it after a kill.
         checkpoint_every: seconds between two saves.
         after: go on from the end of an earlier result of the same problem, rule and topology.
-        progress: a bar: True, False, or None for one if a terminal is attached; or a function told of rounds done.
+        progress: a bar: True, False, or None for one if a terminal is attached; or a function of the rounds just done.
         any_graph: run also where the rule refuses the graph.
         engine: "auto" (the fastest that can run this), "torch" (plain operations), "fused" or "cuda graph".
 
     Returns:
         Steps, metrics per step and column, and every node's final x.
-
-    Raises:
-        ValueError: something does not fit; the message says what, and how to put it right.
     """
-    problem = adopted(problem)
-    (rule, C), steps = check_parts(problem, rule, topology, any_graph), check_steps(steps)
-    points, where = record_points(record, steps), check_place(dtype, device)
-    here = problem.to(dtype, where)
-    local, rates = placed(rule, dtype, where), Rates(rule, steps, C, dtype, where)
-    start = torch.as_tensor(here.start()).to(where, dtype).expand(topology.size, C, problem.dim)
-    state = local.init(start.contiguous())
-    mix = StackedMix(topology, dtype=dtype, device=where)
-    plain = TorchRounds(Gradients(here, where.type), local, rates, mix)
-    rounds = fastest(engine, plain, rule, topology, state)
+    parts = prepared([problem], rule, [topology], steps, record, dtype, device, any_graph)
+    title = f"{parts.rule.name} on {topology.name}, {topology.size} nodes"
+    saved = checkpoint, checkpoint_every
+    return _simulated(parts, parts.problems[0], [topology], title, progress, saved, engine, after)[0]
 
-    origin = identity(problem, rule, topology, C, dtype)
-    run = Run(Snapshot(state, *unharmed(C)), [])
+
+def simulate_together(
+    problems: Sequence[Problem],
+    rule: Rule,
+    topologies: Sequence[Topology],
+    steps: int,
+    record: int | Sequence[int] = 50,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: str | torch.device = "cpu",
+    checkpoint: str | Path | None = None,
+    checkpoint_every: float = 30.0,
+    progress: bool | Advance | None = None,
+    any_graph: bool = False,
+) -> list[Result]:
+    """Run one rule on several problems over a topology each, all in one stack.
+
+    The problems are of one kind that can be joined (`LeastSquares`), with the same number of parameters and the same
+    noise per column, and each has a topology of its size. All other arguments are those of `simulate`.
+
+    Returns:
+        One result per problem; `seconds` is the time of all of them.
+    """
+    if not problems or len(problems) != len(topologies):
+        raise ValueError(f"{len(problems)} problems and {len(topologies)} topologies; give one topology per problem")
+    parts = prepared(problems, rule, topologies, steps, record, dtype, device, any_graph)
+    kinds, join = {type(problem) for problem in problems}, parts.problems[0].joined
+    if len(kinds) > 1 or join is None:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(f"problems of type {names} cannot be run in one stack; call simulate for each of them")
+    joined = join(problems).to(dtype, parts.rates.device)
+    title = f"{parts.rule.name} on {len(problems)} networks"
+    return _simulated(parts, joined, topologies, title, progress, (checkpoint, checkpoint_every))
+
+
+def _simulated(
+    parts: Prepared,
+    problem: Problem,
+    topologies: Sequence[Topology],
+    title: str,
+    progress: bool | Advance | None,
+    saved: tuple[str | Path | None, float],
+    engine: str = "auto",
+    after: Result | None = None,
+) -> list[Result]:
+    """One result per network; `problem` is that of all nodes."""
+    rates, points, origins = parts.rates, parts.points, parts.origins
+    ends = pairwise(accumulate((own.nodes for own in parts.problems), initial=0))
+    networks = [Network(own, slice(*nodes)) for own, nodes in zip(parts.problems, ends, strict=True)]
+    nodes = _fastest(engine, problem, parts, networks, topologies)
+    run = Run(Snapshot(nodes.start, torch.full((len(networks) * rates.columns, 2), -1)))
     if after is not None:
-        run = continued(after, origin, state, steps)
+        run = continued(after, origins[0], nodes.start, rates.steps)
         points = [*after.steps, *(p for p in points if p > after.rounds)]
-    if checkpoint is not None and origin["problem"] is None:
+    if saved[0] is not None and any(origin["problem"] is None for origin in origins):
         raise ValueError(
             f"a checkpoint needs to tell problems apart: give {type(problem).__name__} a method fingerprint() that "
             "returns a text which differs where the gradients differ"
         )
-    saver = Saver(checkpoint, checkpoint_every, origin | length(rule, steps, points, run, where.type, rounds.name))
-    run = saver.restored(state) or run
-
-    network = Network(here, slice(0, topology.size))
-    title = f"{rule.name} on {topology.name}, {topology.size} nodes"
-    with progress_bar(progress, steps, run.now.rounds, title) as tell:
-        drive(run, plain, rounds, [network], points, steps, saver, tell)
-    return result(run.now, run.metrics, local, network, points, rounds.name, origin)
+    identity = origins[0] if len(origins) == 1 else {"networks": digest({}, {"each": origins})}
+    saver = Saver(*saved, identity | length(rates, points, run.now, nodes.name))
+    run = saver.restored(nodes.start) or run
+    with progress_bar(progress, rates.steps, run.now.rounds, title) as tell:
+        run.drive(nodes, points, rates.steps, saver, tell)
+    return run.results(nodes, points, origins)
 
 
-def drive(
-    run: Run,
-    plain: TorchRounds,
-    rounds: Rounds,
-    networks: Sequence[Network],
-    points: list[int],
-    steps: int,
-    saver: Saver,
-    tell: Advance,
-) -> None:
-    """Bring a run to its end: fast from point to point, and with plain operations where it is measured."""
-    with torch.no_grad():
-        try:
-            for point in [p for p in dict.fromkeys([*points, steps]) if p > run.now.rounds]:
-                while run.now.rounds < point - 1:
-                    run.piece(plain, rounds, networks, point - 1, tell)
-                    saver.perhaps(run)
-                run.one(plain, networks, point in points, tell)
-                saver.perhaps(run)
-        except KeyboardInterrupt:
-            saver.now(run)
-            raise
-    saver.now(run)
-
-
-def result(
-    now: Snapshot, metrics: Any, rule: Rule, network: Network, points: list[int], engine: str, origin: Any
-) -> Result:
-    """What one network came to; `now` and `metrics` hold its columns only."""
-    state = {name: v[network.nodes] for name, v in now.state.items()}
-    output = rule.output(state)
-    return Result(
-        steps=points,
-        metrics=metrics,
-        output=output.masked_fill(now.diverged.to(output.device)[:, None], torch.inf),
-        diverged=now.diverged,
-        diverged_at=now.diverged_at.where(now.diverged[:, None], -1),
-        seconds=now.seconds,
-        engine=engine,
-        state=state,
-        rounds=now.rounds,
-        origin=origin,
-    )
+def _fastest(
+    engine: str, problem: Problem, parts: Prepared, networks: list[Network], topologies: Sequence[Topology]
+) -> Stack:
+    """The nodes, advanced by the engine asked for, or for "auto" by the fastest that can run this."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine = {engine!r}; choose from {', '.join(ENGINES)}")
+    fields = problem, parts.rule, parts.rates, networks, topologies
+    for kind in (FusedStack, GraphStack):
+        if engine == kind.name or (engine == "auto" and parts.rates.device.type == kind.place):
+            try:
+                return kind(*fields)
+            except (ValueError, OSError, RuntimeError, NotLinearError) as reason:
+                if engine == kind.name:
+                    raise ValueError(f"engine = {engine!r} cannot run this: {reason}; use engine='auto'") from None
+    return Stack(*fields)

@@ -1,107 +1,215 @@
-"""Ways to run rounds. Plain torch operations run every rule on every problem; faster ways are tested against them."""
+"""All nodes of one or several networks as one stack of tensors (M, C, d), advanced by plain torch operations.
+
+These run every rule on every problem; faster ways derive from them and are tested against them. The nodes of several
+networks lie one after the other along the first axis, and the gossip matrix is block-diagonal: on a GPU many small
+networks cost no more than one large one.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 import klatsch.columns as cols
-from klatsch.rules import Rule, State
-from klatsch.rules.base import rate
-from klatsch.simulation.gradients import Gradients
+from klatsch.problems import Problem
+from klatsch.rules import Flow, Rule, State
+from klatsch.rules.base import LearningRate, Tensors, rate
+from klatsch.simulation.driver import Network, Nodes, Snapshot
 from klatsch.simulation.mixing import StackedMix
+from klatsch.topology import Topology
+
+MOST_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 24}  # drawn at once: a cache's worth, or enough to hide the launches
 
 
-class Rounds(Protocol):
-    """A way to run rounds."""
+@dataclass
+class Rates:
+    """The learning rates of a run, round by round, and where it computes."""
 
-    @property
-    def name(self) -> str:
-        """What to call it."""
-        ...
+    lr: LearningRate
+    steps: int  # the last round: engines look ahead, and a schedule is not asked beyond it
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
 
-    def advance(self, state: State, done: int, until: int) -> State:
-        """The state after `until` rounds, from the state after `done` rounds."""
-        ...
+    def __post_init__(self) -> None:
+        self.change = callable(self.lr)
+        self._fixed = self.lr.to(self.device, self.dtype) if isinstance(self.lr, Tensor) else self.lr
+
+    def __call__(self, t: int) -> cols.Number:
+        """The learning rate of round t: a number, or a tensor (columns, 1)."""
+        rates: cols.Number = rate(self._fixed, min(t, self.steps))
+        if not self.change or not isinstance(rates, Tensor):
+            return rates
+        if len(rates) != self.columns:
+            raise ValueError(f"lr({t}) has {len(rates)} columns; return one number, or {self.columns} at every round")
+        return rates.to(self.device, self.dtype)
+
+    def between(self, done: int, until: int) -> Tensor:
+        """Those of rounds done + 1 to until, (rounds, columns, 1)."""
+        rates = [torch.as_tensor(self(t), dtype=self.dtype, device=self.device) for t in range(done + 1, until + 1)]
+        return torch.stack([v.reshape(-1, 1).expand(self.columns, 1) for v in rates])
+
+    def placed(self, rule: Rule) -> Rule:
+        """The rule with its per-column hyper-parameters where the run computes."""
+        return cols.mapped(rule, lambda v: v.to(self.device, self.dtype))
+
+    def start(self, problem: Problem) -> Tensor:
+        """Where every node of a problem starts, (C, d)."""
+        return torch.as_tensor(problem.start()).to(self.device, self.dtype).expand(self.columns, problem.dim)
 
 
-class TorchRounds:
-    """Rounds as plain torch operations."""
+class Gradients:
+    """`gradients(x, t)`: the stochastic gradients of round t at x, (M, C, d).
 
-    name = "torch"
+    The randomness of many rounds is drawn at once where the problem can do so.
+    """
 
-    def __init__(self, gradients: Gradients, rule: Rule, rates: Rates, mix: StackedMix) -> None:
-        self.gradients, self.rule, self.rates, self.mix = gradients, rule, rates, mix
+    def __init__(self, problem: Problem, device: str = "cpu") -> None:
+        self.problem, self.draws_ahead = problem, problem.draws_ahead
+        numbers = problem.nodes * (problem.drawn or problem.dim)  # per round
+        self.chunk = max(1, min(1000, MOST_NUMBERS[device] // numbers))  # rounds drawn at once
+        self._chunks: dict[int, Future[Tensor]] = {}
 
-    def one(self, state: State, t: int) -> tuple[State, Tensor]:
-        """Round t: the next state, and the gradients that led to it."""
-        x = self.rule.query(state)
-        grad = self.gradients(x, t)
+    def __call__(self, x: Tensor, t: int) -> Tensor:
+        grad = self.problem.gradient(x, self.drawn(t - 1, t)[0]) if self.draws_ahead else self.problem.grad(x, t)
         if grad.shape != x.shape:
             raise ValueError(
                 f"the problem gave gradients of shape {tuple(grad.shape)} for points of shape {tuple(x.shape)}; "
                 "grad(x, t) must return one gradient for every point, (nodes, columns, parameters)"
             )
-        return self.rule.update(state, grad, self.mix.in_round(t), t, self.rates(t)), grad
+        return grad
+
+    def drawn(self, done: int, until: int) -> Tensor:
+        """What was drawn for rounds done + 1 to until, which lie in one chunk."""
+        number = done // self.chunk
+        if number not in self._chunks:
+            chunk: Future[Tensor] = Future()
+            chunk.set_result(self._draw(number))
+            self._keep(number, chunk)
+        return self._chunks[number].result()[done - number * self.chunk : until - number * self.chunk]
+
+    def draw_next(self, done: int, executor: Executor) -> None:
+        """Let someone else draw the chunk after the one that round done + 1 lies in."""
+        number = done // self.chunk + 1
+        if number not in self._chunks:
+            self._keep(number, executor.submit(self._draw, number))
+
+    def _keep(self, number: int, chunk: Future[Tensor]) -> None:
+        """Keep this chunk and the one before."""
+        self._chunks = {k: v for k, v in self._chunks.items() if k == number - 1} | {number: chunk}
+
+    def _draw(self, number: int) -> Tensor:
+        first = number * self.chunk + 1
+        return self.problem.draw(torch.arange(first, first + self.chunk))
+
+
+@dataclass
+class Stack(Nodes):
+    """The nodes of a simulation, advanced by plain torch operations."""
+
+    problem: Problem  # of all nodes
+    given: Rule  # `rule` is the same with its numbers where the states are
+    rates: Rates
+    networks: Sequence[Network]
+    topologies: Sequence[Topology]  # one per network
+
+    name: ClassVar[str] = "torch"
+    place: ClassVar[str] = ""  # the device on which it is the fastest
+
+    def __post_init__(self) -> None:
+        self.rule, self.device = self.rates.placed(self.given), self.rates.device
+        self.gradients = Gradients(self.problem, self.device.type)
+        starts = [self.rates.start(problem).expand(problem.nodes, -1, -1) for problem, _ in self.networks]
+        self.start = self.rule.init(torch.cat(starts))
+
+    @cached_property
+    def mix(self) -> StackedMix:
+        """The gossip of all networks."""
+        return StackedMix(*self.topologies, dtype=self.rates.dtype, device=self.device)
 
     def advance(self, state: State, done: int, until: int) -> State:
-        """Round after round."""
+        """Rounds done + 1 to until."""
+        return self.plain(state, done, until)
+
+    def plain(self, state: State, done: int, until: int) -> State:
+        """The same round after round."""
         for t in range(done + 1, until + 1):
             state, _ = self.one(state, t)
         return state
 
+    def one(self, state: State, t: int, rule: Rule | None = None) -> tuple[State, Tensor]:
+        """Round t: the next state, and the gradients that led to it."""
+        rule = rule or self.rule
+        grad = self.gradients(rule.query(state), t)
+        return rule.update(state, grad, self.mix.in_round(t), t, self.rates(t)), grad
 
-def device_of(state: State) -> torch.device:
-    """Where a state is."""
-    return next(iter(state.values())).device
+    def beginnings(self, now: Snapshot, state: State, rounds: int) -> Tensor:
+        """`now.diverged_at`, with the first node and round of columns that were lost on the way to a later state.
+
+        These rounds are run again, in halves, until the round is found.
+        """
+        lost = self._lost(state) & ~now.diverged
+        begun, early = now.diverged_at.clone(), (now.state, now.rounds)
+        while lost.any():
+            (low, done), (high, reached) = early, (state, rounds)
+            while reached - done > 1:
+                half = (done + reached) // 2
+                middle = self.advance(low, done, half)
+                if (lost & self._lost(middle)).any():
+                    high, reached = middle, half
+                else:
+                    low, done = middle, half
+            first, watched = lost & self._lost(high), Watched(self.rule)
+            self.one(low, reached, watched)
+            # Other engines round otherwise, and may be the only ones to overflow.
+            finite = watched.finite_steps(self.rule.output(high))
+            nodes = torch.cat([finite[network.nodes].argmin(0) for network in self.networks])
+            begun[first] = torch.stack([nodes, torch.full_like(nodes, reached)], -1)[first]
+            lost, early = lost & ~first, (low, done)
+        return begun
+
+    def _lost(self, state: State) -> Tensor:
+        """Which columns are not finite on some node, those of one network after the other."""
+        finite = torch.isfinite(self.rule.output(state)).all(-1)
+        return torch.cat([~finite[network.nodes].all(0) for network in self.networks]).cpu()
 
 
-def placed(rule: Rule, dtype: torch.dtype, device: torch.device) -> Rule:
-    """The rule with its per-column hyper-parameters where the states are."""
-    return cols.mapped(rule, lambda v: v.to(device, dtype))
+class Watched(Rule):
+    """A rule that remembers what its last round computed, in order: the gradient, all that was mixed, the output.
 
-
-class Rates:
-    """The learning rates of a run, round by round.
-
-    Args:
-        rule: the rule that declares them.
-        steps: the last round; engines look ahead, and a schedule is not asked beyond it.
-        columns: how many there are.
-        dtype: of rates per column.
-        device: of those.
+    What is not finite spreads to neighbours within a round, so the node that began is the one whose numbers failed
+    first in this order.
     """
 
-    def __init__(self, rule: Rule, steps: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._rule, self._lr, self._steps, self._columns = rule, rule.lr, steps, columns
-        self._place = device, dtype
-        self.change = callable(rule.lr)
-        if isinstance(rule.lr, Tensor):
-            self._lr = rule.lr.to(*self._place)
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.lr = rule, rule.lr
+        self._seen: list[Tensor] = []
 
-    def __call__(self, t: int) -> Any:
-        """The learning rate of round t: a number, or a tensor (columns, 1).
+    def query(self, s: State) -> Tensor:
+        return self.rule.query(s)
 
-        Raises:
-            ValueError: a schedule returned something else.
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: cols.Number) -> State:
+        seen = [grad]
+
+        def watched(function: Callable[..., Tensors], *tensors: Tensor) -> Tensors:
+            seen.extend(tensors)
+            return function(*tensors)
+
+        new = self.rule.update(s, grad, Flow(partial(watched, flow), partial(watched, flow.mix)), t, lr)
+        self._seen = [*seen, self.rule.output(new)]
+        return new
+
+    def finite_steps(self, *outputs: Tensor) -> Tensor:
+        """How many steps of the round were finite before the first that was not, per node and column.
+
+        Further outputs of the same round count as later steps.
         """
-        if not self.change:
-            return self._lr
-        rates = rate(self._lr, min(t, self._steps))
-        if not isinstance(rates, Tensor):
-            return rates
-        if len(rates) != self._columns:
-            raise ValueError(f"lr({t}) has {len(rates)} columns; return one number, or {self._columns} at every round")
-        return rates.to(*self._place)
-
-    def wide(self) -> Rates:
-        """The same in float64 on the CPU."""
-        return Rates(self._rule, self._steps, self._columns, torch.float64, torch.device("cpu"))
-
-    def between(self, done: int, until: int) -> Tensor:
-        """Those of rounds done + 1 to until, (rounds, columns, 1)."""
-        device, dtype = self._place
-        rates = [torch.as_tensor(self(t), dtype=dtype, device=device) for t in range(done + 1, until + 1)]
-        return torch.stack([v.reshape(-1, 1).expand(self._columns, 1) for v in rates])
+        steps = [*self._seen, *outputs]
+        finite = [torch.isfinite(v).all(-1).expand(steps[-1].shape[:-1]) for v in steps]
+        return torch.stack(finite).int().cumprod(0).sum(0).cpu()

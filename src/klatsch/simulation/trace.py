@@ -1,10 +1,9 @@
 """An update rule as a short list of linear steps and flows, found by running the rule once on symbols.
 
 Most rules are linear in their vectors: the new state is a combination of old fields, the gradient, and flows of
-vectors, whose coefficients depend on the round and the column only. Running `update` on symbols writes the
-combinations down; they can then be computed row by row in one pass instead of one pass through memory for every
-operation. A rule that does anything else, such as the division of push-sum, raises NotLinearError and is run with
-plain operations.
+vectors, whose coefficients depend on the round and the column only. Running `update` on symbols writes the combinations
+down, to be computed row by row in one pass through memory. A rule that does anything else, such as the division of
+push-sum, raises NotLinearError and is run with plain operations.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from klatsch.columns import Number
 from klatsch.rules import Flow, Rule, State
 
 LINEAR, MIX, FLOW = range(3)  # kinds of operations, as the kernel numbers them
-Coefficient = float | Tensor
 
 
 class NotLinearError(TypeError):
@@ -45,7 +44,7 @@ class Program:
     query: int = 0
     before: int = 0  # operations that come before the gradient: those that make the query point
     operations: list[Operation] = field(default_factory=list)
-    coefficients: list[Coefficient] = field(default_factory=list)
+    coefficients: list[Number] = field(default_factory=list)
     level: list[int] = field(default_factory=list)  # of each register: how many flows lie before it
     next_state: list[int] = field(default_factory=list)
 
@@ -70,9 +69,9 @@ class Program:
         self.level.append(level)
         return len(self.level) - 1
 
-    def combine(self, terms: dict[int, Coefficient]) -> int:
+    def combine(self, terms: dict[int, Number]) -> int:
         """The register that holds a combination of registers."""
-        out = self.new_register(max((self.level[register] for register in terms), default=0))
+        out = self.new_register(max(self.level[register] for register in terms))
         numbers = tuple(range(len(self.coefficients), len(self.coefficients) + len(terms)))
         self.coefficients += terms.values()
         self.operations.append(Operation(LINEAR, out, tuple(terms), numbers))
@@ -88,11 +87,11 @@ class Program:
 class Symbol:
     """A vector that is known as a combination of registers only."""
 
-    def __init__(self, program: Program, terms: dict[int, Coefficient]) -> None:
+    def __init__(self, program: Program, terms: dict[int, Number]) -> None:
         self.program, self.terms = program, terms
 
     def register(self) -> int:
-        """The register that holds it, computed now if it is none yet."""
+        """The register that holds it, computed now if there is none yet."""
         if len(self.terms) == 1:
             ((register, coefficient),) = self.terms.items()
             if isinstance(coefficient, float) and coefficient == 1.0:
@@ -130,17 +129,17 @@ class Symbol:
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, function: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
     ) -> Symbol:
         """Tensor * symbol comes here; so would any other torch function of a symbol."""
-        name = function.__name__.strip("_").removeprefix("r")
-        if name == "mul" and len(args) == 2 and not kwargs:
-            tensor, symbol = args if isinstance(args[1], Symbol) else args[::-1]
-            return symbol * tensor  # type: ignore[no-any-return]
+        if function.__name__.strip("_").removeprefix("r") == "mul" and len(args) == 2 and not kwargs:
+            factor, symbol = args if isinstance(args[1], Symbol) else args[::-1]
+            if isinstance(symbol, Symbol):
+                return symbol * factor
         raise NotLinearError(f"torch.{function.__name__} of a vector")
 
 
-def trace(rule: Rule, state: State, t: Tensor, lr: Any) -> Program:
+def trace(rule: Rule, state: State, t: Tensor, lr: Number) -> Program:
     """Run a rule once on symbols.
 
     Args:
@@ -149,22 +148,21 @@ def trace(rule: Rule, state: State, t: Tensor, lr: Any) -> Program:
         t: rounds, (len(t), 1, 1): the coefficients are found for all of them at once. Two or more, so that a rule which
             asks about a single round (`if t == 1`) shows that it cannot be traced.
         lr: the learning rates of these rounds.
-
-    Raises:
-        NotLinearError: the rule cannot be written that way.
     """
     program = Program(fields=len(state))
+    # Symbols and the tensor of rounds stand where a rule expects tensors and a number.
     symbols: Any = {name: Symbol(program, {program.new_register(0): 1.0}) for name in state}
     gradient: Any = Symbol(program, {program.new_register(0): 1.0})
+    times: Any = t
 
-    def exchange(kind: int, *vectors: Any) -> tuple[Any, ...]:
+    def exchange(kind: int, *vectors: Symbol) -> tuple[Any, ...]:
         return tuple(Symbol(program, {program.exchange(kind, vector.register()): 1.0}) for vector in vectors)
 
     try:
-        program.query = rule.query(symbols).register()  # type: ignore[attr-defined]
-        program.before = len(program.operations)
+        query: Any = rule.query(symbols)
+        program.query, program.before = query.register(), len(program.operations)
         flow = Flow(partial(exchange, FLOW), partial(exchange, MIX))
-        following: Any = rule.update(symbols, gradient, flow, t, lr)  # type: ignore[arg-type]
+        following: Any = rule.update(symbols, gradient, flow, times, lr)
         for name in state:
             register = following[name].register()
             if register in program.next_state:  # two fields with one value need two places
@@ -181,10 +179,6 @@ def coefficient_table(program: Program, rounds: int, columns: int, dtype: torch.
     """All coefficients of a program, (rounds, coefficients, columns)."""
     table = torch.empty(rounds, len(program.coefficients), columns, dtype=dtype)
     for k, coefficient in enumerate(program.coefficients):
-        table[:, k] = coefficient if isinstance(coefficient, float) else _flat(coefficient)
+        # (rounds, C, 1), (C, 1) or (1, C, 1) lose the last axis, where the parameters were.
+        table[:, k] = coefficient[..., 0] if isinstance(coefficient, Tensor) and coefficient.ndim else coefficient
     return table
-
-
-def _flat(coefficient: Tensor) -> Tensor:
-    # (rounds, C, 1), (C, 1) or (1, C, 1) without the last axis, where the parameters were
-    return coefficient[..., 0] if coefficient.ndim else coefficient

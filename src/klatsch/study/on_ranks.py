@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from klatsch import own
 from klatsch.ranks.agreement import broadcast
 from klatsch.ranks.failures import reason
+from klatsch.simulation import Result
 from klatsch.study.batches import Batch, Finished, finished, parts
 from klatsch.study.cases import Case
 from klatsch.study.rank_runs import simulate_on_ranks
@@ -31,11 +32,7 @@ PATIENCE = timedelta(days=30)  # ranks that a small network leaves idle wait for
 
 
 def join() -> int:
-    """Join the other ranks that torchrun has started; gives the rank of this one.
-
-    Raises:
-        ValueError: this process was not started by torchrun.
-    """
+    """Join the other ranks that torchrun has started; returns the rank of this one."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "--engine ranks needs several processes; start it with "
@@ -49,11 +46,7 @@ def join() -> int:
 
 
 def ranks_for(nodes: Sequence[int], *others: object) -> Open:
-    """What runs a study with networks of these sizes.
-
-    Raises:
-        ValueError: there are not enough ranks, or other workers are asked for as well.
-    """
+    """What runs a study with networks of these sizes; `others` are further workers asked for, which are refused."""
     if any(other is not None for other in others):
         raise ValueError("--engine ranks has its own workers, the ranks; leave --workers and --dask out")
     if max(nodes) > dist.get_world_size():
@@ -67,18 +60,32 @@ def ranks_for(nodes: Sequence[int], *others: object) -> Open:
 @contextmanager
 def ranks() -> Iterator[Workers]:
     """On rank 0: all ranks as workers that do one batch at a time, together."""
-    task: Any = hand_out  # which gives something on rank 0
     with ThreadPoolExecutor(1) as executor:  # so that a batch is stored while the next one runs
         try:
-            yield Workers(executor, task, 1, shares_files=False, losses=())
+            yield Workers(executor, hand_out, 1, shares_files=False, losses=())
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
+
+
+_failures: list[str] = []
+
+
+def hand_out(batch: Batch, _: Path | None = None) -> Finished:
+    """On rank 0: have all ranks do a batch, unless a rank is gone."""
+    if not _failures:
+        try:
+            _shared(json.dumps(asdict(batch)))
+            results = run_together(batch)
+            return finished(batch, results, sum(result.seconds for result in results))
+        except RuntimeError as error:
+            _failures.append(reason(error))
+    raise ValueError(f"{_failures[0]}; what was stored is safe, start again to go on")
 
 
 def serve() -> None:
     """On all other ranks: do the batches that rank 0 hands out, until it has no more."""
     try:
-        while text := _hear():
+        while text := _shared():
             facts = json.loads(text)
             networks = tuple(tuple(Case(**case) for case in network) for network in facts["networks"])
             run_together(Batch(networks, facts["device"]))
@@ -88,36 +95,16 @@ def serve() -> None:
         dist.destroy_process_group()  # left to the end of the process, its threads may be torn down before it
 
 
-_failures: list[str] = []
-
-
-def hand_out(batch: Batch, _: Path | None = None) -> Finished | None:
-    """On rank 0: have all ranks do a batch.
-
-    Raises:
-        ValueError: a rank is gone, in this batch or in one before.
-    """
-    if not _failures:
-        try:
-            _tell(json.dumps(asdict(batch)))
-            return run_together(batch)
-        except RuntimeError as error:
-            _failures.append(reason(error))
-    raise ValueError(f"{_failures[0]}; what was stored is safe, start again to go on")
-
-
-def run_together(batch: Batch) -> Finished | None:
-    """The part of this rank in a batch; what came out is known to rank 0 only."""
+def run_together(batch: Batch) -> list[Result]:
+    """The part of this rank in a batch; only rank 0 knows the results."""
     torch.set_num_threads(1)
     made, results = parts(batch), []
     for problem, graph in zip(made.problems, made.graphs, strict=True):
         group, where = _first_ranks(graph.size), {"device": _device(batch.device), **made.choices}
-        if dist.get_rank() >= graph.size:
-            continue
-        with own.explained(*batch.names):
-            results.append(simulate_on_ranks(problem, made.rule, graph, made.steps, group=group, **where))
-    mine = [result for result in results if result is not None]
-    return finished(batch, mine, sum(result.seconds for result in mine)) if mine else None
+        if dist.get_rank() < graph.size:
+            with own.explained(*batch.names):
+                results.append(simulate_on_ranks(problem, made.rule, graph, made.steps, group=group, **where))
+    return [result for result in results if result is not None]
 
 
 def _device(name: str) -> torch.device:
@@ -128,31 +115,25 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
-_groups: dict[int, Any] = {}
+@cache
+def _first_ranks(size: int) -> dist.ProcessGroup:
+    """The group of the first ranks; all ranks must ask for it together."""
+    group: dist.ProcessGroup = dist.new_group(list(range(size)), timeout=PATIENCE, backend="gloo")
+    return group
 
 
-def _first_ranks(size: int) -> Any:
-    """The group of the first ranks, made once; on all ranks together."""
-    if size not in _groups:
-        _groups[size] = dist.new_group(list(range(size)), timeout=PATIENCE, backend="gloo")
-    return _groups[size]
+def _shared(text: str = "") -> str:
+    """The text of rank 0, on all ranks."""
+    message = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
+    length = torch.tensor([len(message)])
+    broadcast(dist.group.WORLD, length)
+    if dist.get_rank() != 0:
+        message = torch.zeros(int(length), dtype=torch.uint8)
+    broadcast(dist.group.WORLD, message)
+    return bytes(message.tolist()).decode().strip()
 
 
 def _dismiss() -> None:
     with suppress(RuntimeError):  # they are gone already
-        _tell("")
+        _shared()
     dist.destroy_process_group()
-
-
-def _tell(text: str) -> None:
-    message = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-    broadcast(dist.group.WORLD, torch.tensor([len(text.encode())]))
-    broadcast(dist.group.WORLD, message)
-
-
-def _hear() -> str:
-    length = torch.zeros(1, dtype=torch.int64)
-    broadcast(dist.group.WORLD, length)
-    message = torch.zeros(max(int(length), 1), dtype=torch.uint8)
-    broadcast(dist.group.WORLD, message)
-    return bytes(message[: int(length)].tolist()).decode()
