@@ -7,11 +7,11 @@ import torch
 
 import klatsch
 from klatsch import rules
-from klatsch.channels.rehearsal import MOST_MESSAGES, plan
+from klatsch.channels.rehearsal import MOST_MESSAGES, rehearse
 
 X = torch.zeros(5)
 # By rule: the fields that travel early, and what the other messages of a round carry: fields, numbers, needed before.
-PLANS = {
+TRAFFIC = {
     "dsgd": (("dsgd", {}), (), [((), [5], ())]),
     "dsgd cta": (("dsgd", {"order": "cta"}), ("w",), []),
     "dsgd momentum": (("dsgd", {"momentum": 0.9, "average": "linear"}), (), [((), [5], ())]),
@@ -28,10 +28,10 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("label", PLANS)
+@pytest.mark.parametrize("label", TRAFFIC)
 def test_what_travels_early(label):
-    (name, options), early, late = PLANS[label]
-    found = plan(rules.make(name, lr=0.1, **options), X)
+    (name, options), early, late = TRAFFIC[label]
+    found = rehearse(rules.make(name, lr=0.1, **options), X)
     assert found.early == early
     messages = found.messages[1:] if early else found.messages
     assert [(m.fields, [s.numel() for s in m.shapes], m.needs) for m in messages] == late
@@ -55,7 +55,7 @@ class Own(rules.Rule):
 
 
 def test_a_rule_of_ones_own():
-    found = plan(Own(), X)
+    found = rehearse(Own(), X)
     assert found.early == ("u", "v")
     assert [(m.fields, len(m.shapes), m.needs) for m in found.messages] == [
         (("u", "v"), 2, ()),
@@ -66,7 +66,7 @@ def test_a_rule_of_ones_own():
 
 
 def test_fields_that_start_as_one_tensor_are_told_apart():
-    found = plan(rules.make("dat", lr=0.1, order="cta"), X)
+    found = rehearse(rules.make("dat", lr=0.1, order="cta"), X)
     assert found.calls == (((0, 0, "x"),), ((0, 1, "w"),))
 
 
@@ -85,10 +85,10 @@ class Chatty(rules.Rule):
 
 
 def test_silent_and_chatty_rules():
-    assert plan(Chatty(0), X).messages == ()
-    assert [m.needs for m in plan(Chatty(3), X).messages] == [(), (0,), (0, 1)]
+    assert rehearse(Chatty(0), X).messages == ()
+    assert [m.needs for m in rehearse(Chatty(3), X).messages] == [(), (0,), (0, 1)]
     with pytest.raises(ValueError, match=rf"Chatty sends {MOST_MESSAGES + 1} messages per round; {MOST_MESSAGES} at"):
-        plan(Chatty(MOST_MESSAGES + 1), X)
+        rehearse(Chatty(MOST_MESSAGES + 1), X)
 
 
 class Later(rules.Rule):
@@ -122,17 +122,17 @@ class Signs(Later):
 
 
 def test_what_only_later_rounds_need_is_waited_for():
-    assert plan(LaterNeeds(), X).messages[1].needs == (0,)
+    assert rehearse(LaterNeeds(), X).messages[1].needs == (0,)
 
 
 def test_what_is_not_untouched_in_every_round_does_not_travel_early():
-    found = plan(LaterTouched(), X)
+    found = rehearse(LaterTouched(), X)
     assert found.early == ()
     assert len(found.messages) == 1
 
 
 def test_a_need_is_seen_through_any_operation():
-    assert plan(Signs(), X).messages[1].needs == (0,)
+    assert rehearse(Signs(), X).messages[1].needs == (0,)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,6 @@ def test_a_state_that_changes_its_fields_is_refused(changed, error):
 
     graph = klatsch.topology.ring(3)
     with pytest.raises(ValueError, match=error):
-        plan(Forgetful(), X)
+        rehearse(Forgetful(), X)
     with pytest.raises(ValueError, match=error.split(", which")[0]):
         klatsch.simulate(klatsch.problems.LeastSquares(3, dim=5), Forgetful(), graph, 5)

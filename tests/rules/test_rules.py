@@ -10,7 +10,7 @@ import torch
 import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
-from klatsch.channels.rehearsal import plan
+from klatsch.channels.rehearsal import rehearse
 from klatsch.rules import averaging
 from klatsch.rules.base import rate
 from tests.support.comparisons import assert_same_to_rounding
@@ -315,7 +315,7 @@ EARLY = {"dat": {"x"}, "gt": {"y"}, "dat-gt": {"x", "y"}, "dat-d2": {"x"}, "dat-
 def test_what_needs_no_gradient_may_travel_early(rule):
     """Found by the engine, not written down by the rule: fields that flows take as they are, of all parts together."""
     expected = EARLY.get(rule.split(",")[0], set()) | ({"w"} if "cta" in rule else set())
-    assert set(plan(RULES[rule](0.01), torch.zeros(5)).early) == expected
+    assert set(rehearse(RULES[rule](0.01), torch.zeros(5)).early) == expected
 
 
 @pytest.mark.parametrize("rule", RULES)

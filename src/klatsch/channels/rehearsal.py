@@ -1,7 +1,7 @@
 """What a rule sends in a round: found by running it on a few numbers, before anything is sent.
 
 A state field that goes into `flow` untouched needs no gradient. All such fields of a round travel in one message, as
-soon as the round before is over. Whatever else goes into one call of `flow` travels in a message of its own.
+soon as the round before is over. Whatever else goes into one call of `flow` travels in its own message.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from klatsch.rules import Flow, Rule
-from klatsch.rules.base import rate
+from klatsch.rules.base import Tensors, each, rate
 
 MOST_MESSAGES = 8  # in one round, for the numbering of tags
 FEW = 7  # numbers in a rehearsal: fields that are as long are taken for whole vectors
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     field: str | None  # the state field that it is, where it is one untouched
 
 
-class Plan(NamedTuple):
+class Traffic(NamedTuple):
     """The messages of a round, and where the tensors of every call of `flow` are in them."""
 
     messages: tuple[Sent, ...]
@@ -50,12 +50,8 @@ class Plan(NamedTuple):
         return self.messages[0].fields if self.messages and self.messages[0].call is None else ()
 
 
-def plan(rule: Rule, x: Tensor) -> Plan:
-    """The messages of a round of a rule that starts at x.
-
-    Raises:
-        ValueError: it sends too many, or does not do in all rounds what it does in the first.
-    """
+def rehearse(rule: Rule, x: Tensor) -> Traffic:
+    """The messages of a round of a rule that starts at x; it must do the same in every round."""
     rehearsal = Rehearsal(rule, x)
     found = rehearsal.rounds[0]
     fields = [[rehearsal.field(c, n) for n, _ in enumerate(tensors)] for c, tensors in enumerate(found)]
@@ -63,7 +59,7 @@ def plan(rule: Rule, x: Tensor) -> Plan:
     late = [c for c, names in enumerate(fields) if None in names]
     beside = None
     if not any(rehearsal.is_wide(rehearsal.state[name]) for name in early):
-        # A few numbers, such as push-sum's weight, are not worth a message of their own.
+        # A few numbers, such as push-sum's weight, are not worth their own message.
         needy = rehearsal.after(c for c, names in enumerate(fields) if any(names))
         beside = next((c for c in late if c not in needy), None)
 
@@ -81,32 +77,22 @@ def plan(rule: Rule, x: Tensor) -> Plan:
 
     messages = []
     for k, parts in enumerate(inside):
+        named = tuple(what for what in parts if isinstance(what, str))
         tensors = [rehearsal.state[what] if isinstance(what, str) else found[what[0]][what[1]] for what in parts]
         call = next((what[0] for what in parts if not isinstance(what, str)), None)
-        messages.append(
-            Sent(
-                fields=tuple(what for what in parts if isinstance(what, str)),
-                call=call,
-                shapes=tuple(map(rehearsal.full, tensors)),
-                needs=tuple(j for j in range(k) if call in after[j]),
-            )
-        )
-    return Plan(tuple(messages), tuple(calls))
+        needs = tuple(j for j in range(k) if call in after[j])
+        messages.append(Sent(named, call, tuple(map(rehearsal.full, tensors)), needs))
+    return Traffic(tuple(messages), tuple(calls))
 
 
 class _Stained(Tensor):
-    """A tensor that was computed from what some call of `flow` returned: so is whatever is computed from it."""
+    """A tensor that depends on what some call of `flow` returned, as does whatever is computed from it."""
 
 
 class Rehearsal:
-    """Some rounds of a rule on a few numbers.
+    """Some rounds of a rule on a few numbers, from a point of which only the shape counts.
 
-    Args:
-        rule: the rule.
-        x: where it starts; only its shape counts.
-
-    Raises:
-        ValueError: the rule does not return a state like the one that it began with.
+    A rule that does not return a state like the one that it began with is refused.
     """
 
     def __init__(self, rule: Rule, x: Tensor) -> None:
@@ -115,8 +101,8 @@ class Rehearsal:
         start = rule.init(self._grad)
         if not isinstance(start, dict) or not all(isinstance(v, Tensor) for v in start.values()):
             raise ValueError(f"{rule.name}.init returns {_kind(start)}; return a dictionary of tensors by name")
-        # Fields may start as one tensor; each is a tensor of its own here, by which it is known.
-        self.state = {name: v.clone() for name, v in start.items()}
+        # Fields may start as one tensor; each gets its own here, by which it is known.
+        self.state = each(torch.clone, start)
         self.calls()
 
     def field(self, c: int, n: int) -> str | None:
@@ -126,15 +112,11 @@ class Rehearsal:
         return found.pop() if len(found) == 1 else None
 
     @cached_property
-    def rounds(self) -> list[list[tuple[Tensor, ...]]]:
-        """What goes into the calls of `flow` in several rounds.
-
-        Raises:
-            ValueError: the calls of a round are others than those of the first.
-        """
+    def rounds(self) -> list[list[Tensors]]:
+        """What goes into the calls of `flow` in several rounds, which must be the same calls in each."""
         rounds = [self.calls(t=t) for t in ROUNDS]
         for t, found in zip(ROUNDS, rounds, strict=True):
-            if [len(tensors) for tensors in found] != [len(tensors) for tensors in rounds[0]]:
+            if [*map(len, found)] != [*map(len, rounds[0])]:
                 raise ValueError(
                     f"{self._rule.name} does not call flow in round {t} as in round 1; neighbours must know what to "
                     "wait for (for local steps take topology.every)"
@@ -155,11 +137,11 @@ class Rehearsal:
         rounds = [self.calls(stained, t) for t in ROUNDS]
         return {c for found in rounds for c, vs in enumerate(found) if any(isinstance(v, _Stained) for v in vs)}
 
-    def calls(self, stained: Collection[int] = (), t: int = 1) -> list[tuple[Tensor, ...]]:
+    def calls(self, stained: Collection[int] = (), t: int = 1) -> list[Tensors]:
         """What goes into the calls of `flow` in a round, where some of them return stained tensors."""
-        found: list[tuple[Tensor, ...]] = []
+        found: list[Tensors] = []
 
-        def mix(*tensors: Tensor) -> tuple[Tensor, ...]:
+        def mix(*tensors: Tensor) -> Tensors:
             found.append(tensors)
             return tuple(v.clone().as_subclass(_Stained) if len(found) - 1 in stained else v.clone() for v in tensors)
 

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from klatsch import rules
-from klatsch.channels.rehearsal import plan
+from klatsch.channels.rehearsal import rehearse
 from klatsch.theory import Constants, Rate, dat_rate, dsgd_rate, gt_rate, minibatch_rate
 from klatsch.theory.rates import UNIT, Number, RateFunction
 
@@ -50,7 +50,7 @@ class Rule(NamedTuple):
     @property
     def eager(self) -> int:
         """Vectors that travel while the gradient is computed."""
-        return 0 if self.update is None else len(plan(self.update, torch.zeros(1)).early)
+        return 0 if self.update is None else len(rehearse(self.update, torch.zeros(1)).early)
 
     @property
     def late(self) -> int:

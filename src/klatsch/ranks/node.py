@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klatsch.channels.rehearsal import MOST_MESSAGES, Place, plan
+from klatsch.channels.rehearsal import MOST_MESSAGES, Place, rehearse
 from klatsch.columns import Number
 from klatsch.ranks.links import Links
 from klatsch.rules import Flow, Rule, State
@@ -97,7 +97,7 @@ class Node:
 
     def __init__(self, rule: Rule, x: Tensor, links: Links, channel: int = 0, guarded: bool = False) -> None:
         self.rule, self.links, self.rounds = rule, links, 0
-        self._plan = plan(rule, x)
+        self._plan = rehearse(rule, x)
         self._by_rows = links.topology.row_stochastic and not rule.push
         self._rows = mapped(links.topology.matrices, lambda P: _row(P, links.rank, x.dtype))
         self._first_tag = channel * MOST_MESSAGES
