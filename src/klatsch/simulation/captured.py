@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from klatsch.problems import Problem
 from klatsch.rules import State
 from klatsch.rules.base import each
+from klatsch.simulation.preparation import Prepared
 from klatsch.simulation.stack import Stack
 
 ROUNDS = 32  # per graph, or a little more to make whole periods of the topology
@@ -22,8 +24,8 @@ class GraphStack(Stack):
 
     name, place = "cuda graph", "cuda"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, problem: Problem, parts: Prepared) -> None:
+        super().__init__(problem, parts)
         if self.device.type != "cuda":
             raise ValueError("it runs on a GPU only, with device='cuda'")
         if not self.gradients.draws_ahead:
@@ -43,7 +45,6 @@ class GraphStack(Stack):
             self._graph = self._capture()
 
     def advance(self, state: State, done: int, until: int) -> State:
-        """Rounds done + 1 to until."""
         aligned = min(until, -(-done // self.rounds) * self.rounds)
         state = self.plain(state, done, aligned)
         replays = (until - aligned) // self.rounds

@@ -33,7 +33,6 @@ class Network(NamedTuple):
     nodes: slice
 
     def part(self, state: State) -> State:
-        """Its rows of a state."""
         return each(lambda v: v[self.nodes], state)
 
 
@@ -48,7 +47,6 @@ class Snapshot(NamedTuple):
 
     @property
     def diverged(self) -> Tensor:
-        """Which columns were lost."""
         return self.diverged_at[:, 1] >= 0
 
 
@@ -83,12 +81,11 @@ class Run:
 
     @classmethod
     def resumed(cls, now: Snapshot, metrics: dict[str, Tensor]) -> Self:
-        """A run that goes on from a snapshot; metrics as `metrics` returns them."""
+        """A run that goes on from a snapshot, with its metrics, (points, columns) each."""
         return cls(now, [{name: values[k] for name, values in metrics.items()} for k in range(now.points)])
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """The metrics so far, (points, columns) each."""
         rows = self.rows[: self.now.points]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
 
@@ -134,9 +131,8 @@ class Run:
         return found
 
     def _piece(self, nodes: Nodes, until: int) -> None:
-        now = self.now
+        now, began = self.now, time.perf_counter()
         goal = min(until, now.rounds + self.size)
-        began = time.perf_counter()
         state = nodes.advance(now.state, now.rounds, goal)
         took = _since(began, nodes.device)
         begun = nodes.beginnings(now, state, goal)
@@ -145,8 +141,7 @@ class Run:
             self.size *= 2
 
     def _point(self, nodes: Nodes, measured: bool) -> None:
-        now, t = self.now, self.now.rounds + 1
-        began = time.perf_counter()
+        now, t, began = self.now, self.now.rounds + 1, time.perf_counter()
         state, grad = nodes.one(now.state, t)
         took = _since(began, nodes.device)
         new = Snapshot(state, nodes.beginnings(now, state, t), t, now.seconds + took, now.points + measured)
@@ -171,14 +166,7 @@ def _since(began: float, device: torch.device) -> float:
 
 @contextmanager
 def progress_bar(wanted: bool | Advance | None, total: int, done: int, title: str) -> Iterator[Advance]:
-    """A function to call with the rounds just done: it moves a bar for people, and is silent for pipes and files.
-
-    Args:
-        wanted: True or False; None for a bar if a terminal is attached; or the function itself, for a bar elsewhere.
-        total: rounds in all.
-        done: rounds that were done before.
-        title: stands beside the bar.
-    """
+    """A function to call with the rounds just done: the one given, one that moves a bar, or one that does nothing."""
     if callable(wanted):
         wanted(done)
         yield wanted

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import klatsch.columns as cols
+from klatsch.problems import Problem
 from klatsch.rules import State
 from klatsch.simulation import native
+from klatsch.simulation.preparation import Prepared
 from klatsch.simulation.stack import Stack
 from klatsch.simulation.trace import LINEAR, NotLinearError, Program, coefficient_table, trace
 from klatsch.topology import Topology
@@ -40,19 +42,19 @@ class FusedStack(Stack):
 
     name, place = "fused", "cpu"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        (topology, *others), quadratic = self.topologies, self.problem.quadratic()
+    def __init__(self, problem: Problem, parts: Prepared) -> None:
+        super().__init__(problem, parts)
+        (topology, *others), quadratic = parts.topologies, problem.quadratic()
         if self.device.type != "cpu":
             raise ValueError("it runs on the CPU only")
         if others:
             raise ValueError("it runs one network at a time")
         if quadratic is None:
-            raise ValueError(f"{type(self.problem).__name__} is not a quadratic problem")
+            raise ValueError(f"{type(problem).__name__} is not a quadratic problem")
         if not topology.row_stochastic:
             raise ValueError(f"the rows of {topology.name} do not sum to 1")
         # Coefficients are computed in float64, whatever the dtype of the run.
-        self._rule, self._rates = cols.mapped(self.given, Tensor.double), replace(self.rates, dtype=torch.float64)
+        self._rule, self._rates = cols.mapped(parts.rule, Tensor.double), replace(self.rates, dtype=torch.float64)
         first, *more = self.start.values()
         nodes, self.columns, dim = first.shape
         library, single = native.library(), self.rates.dtype == torch.float32
@@ -76,7 +78,6 @@ class FusedStack(Stack):
         self._drawer = native.quiet_threads(1)
 
     def advance(self, state: State, done: int, until: int) -> State:
-        """Rounds done + 1 to until."""
         used = [state[name].contiguous().numpy() for name in self.start]  # a round may return them in another order
         for block in self._blocks:
             block.load(used)
@@ -197,15 +198,13 @@ def assigned(program: Program) -> tuple[list[int], list[int], int, int]:
     reads its own row.
     """
     operations = program.by_level()
-    last_use: dict[int, int] = {}
-    last_mix = dict.fromkeys(range(len(program.level)), -1)
+    registers = range(len(program.level))
+    last_use, last_mix = dict.fromkeys(registers, -1), dict.fromkeys(registers, -1)
     for k, operation in enumerate(operations):
-        for register in operation.inputs:
-            last_use[register] = k
-            if operation.kind != LINEAR:
-                last_mix[register] = program.level[operation.out]
-    for register in program.next_state:
-        last_use[register] = len(operations)
+        last_use |= dict.fromkeys(operation.inputs, k)
+        if operation.kind != LINEAR:
+            last_mix |= dict.fromkeys(operation.inputs, program.level[operation.out])
+    last_use |= dict.fromkeys(program.next_state, len(operations))
     owners, scratch = list(range(program.fields)), list[int]()  # the register in each buffer, and in each scratch row
     buffer_of = dict(enumerate(owners))
     results = [*enumerate(operation.out for operation in operations)]
@@ -215,25 +214,23 @@ def assigned(program: Program) -> tuple[list[int], list[int], int, int]:
         free = (
             b
             for b, owner in enumerate(pool)
-            if k >= 0 and last_use.get(owner, -1) <= k and last_mix[owner] < program.level[register]
+            if k >= 0 and last_use[owner] <= k and last_mix[owner] < program.level[register]
         )
         place = next(free, len(pool))
         pool[place : place + 1] = [register]
         buffer_of[register] = -1 - place if pool is scratch else place
     turn = [buffer_of[register] for register in program.next_state]
     turn += sorted(set(range(len(owners))) - set(turn))
-    return [buffer_of[register] for register in range(len(program.level))], turn, len(owners), len(scratch)
+    return [buffer_of[register] for register in registers], turn, len(owners), len(scratch)
 
 
 def encoded(program: Program) -> NDArray[np.int32]:
     """Operations as the kernel reads them: kind, level, out, number of inputs, six inputs, six coefficients."""
-    operations = program.by_level()
-    table = np.zeros((len(operations), 4 + 2 * MOST_INPUTS), dtype=np.int32)
-    for line, operation in zip(table, operations, strict=True):
-        inputs = len(operation.inputs)
-        line[:4] = operation.kind, program.level[operation.out], operation.out, inputs
-        line[4 : 4 + inputs] = operation.inputs
-        line[4 + MOST_INPUTS : 4 + MOST_INPUTS + len(operation.coefficients)] = operation.coefficients
+    table = np.zeros((len(program.operations), 4 + 2 * MOST_INPUTS), dtype=np.int32)
+    for line, (kind, out, inputs, coefficients) in zip(table, program.by_level(), strict=True):
+        line[:4] = kind, program.level[out], out, len(inputs)
+        line[4 : 4 + len(inputs)] = inputs
+        line[4 + MOST_INPUTS : 4 + MOST_INPUTS + len(coefficients)] = coefficients
     return table
 
 

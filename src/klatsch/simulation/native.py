@@ -29,33 +29,31 @@ SOURCE = Path(__file__).with_name("kernel.c")
 FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
 
 NUMBERS = (
-    *("rounds", "nodes", "columns", "dim", "rank", "registers", "buffers", "scratch_rows", "operations", "coefs"),
-    *("query", "gradient", "before", "period", "first_phase"),
+    "rounds nodes columns dim rank registers buffers scratch_rows operations coefs "
+    "query gradient before period first_phase"
 )
-POINTERS = (
-    *("H", "rows", "mult", "noise", "sigma", "coef", "op", "first", "neighbour", "weight", "buffer_of", "turn"),
-    "buffer",
-)
+POINTERS = "H rows mult noise sigma coef op first neighbour weight buffer_of turn buffer"
 
 
 class Job(ctypes.Structure):
     """The struct `job` of kernel.c."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in NUMBERS] + [(name, ctypes.c_void_p) for name in POINTERS]
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in NUMBERS.split()),
+        *((name, ctypes.c_void_p) for name in POINTERS.split()),
+    ]
 
 
 def library() -> ctypes.CDLL:
     """The kernel; an OSError with the reason where it cannot be built or loaded."""
-    found = _library()
-    if isinstance(found, str):
+    if isinstance(found := _library(), str):
         raise OSError(found)
     return found
 
 
 def why_not() -> str | None:
     """The reason why there is no kernel, or None if there is one."""
-    found = _library()
-    return found if isinstance(found, str) else None
+    return found if isinstance(found := _library(), str) else None
 
 
 @functools.cache
@@ -69,9 +67,8 @@ def _library() -> ctypes.CDLL | str:
         # What may be in the way is not removed, since another process may just have put it right.
         if (kernel := _loaded(folder, key)) is None:
             _build(compiler, folder, key)
-            kernel = _loaded(folder, key)
-        if kernel is None:
-            return f"the kernel in {folder} was damaged as soon as it was built"
+            if (kernel := _loaded(folder, key)) is None:
+                return f"the kernel in {folder} was damaged as soon as it was built"
         for function in (kernel.klatsch_rounds_f32, kernel.klatsch_rounds_f64):
             function.argtypes, function.restype = [ctypes.POINTER(Job)], ctypes.c_int
     except subprocess.TimeoutExpired as error:
@@ -82,7 +79,6 @@ def _library() -> ctypes.CDLL | str:
 
 
 def _compiler() -> list[str]:
-    """The compiler as a command."""
     given = os.environ.get("CC") or "cc"
     try:
         name, *options = shlex.split(given)
@@ -177,5 +173,5 @@ def quiet_threads(count: int) -> ThreadPoolExecutor:
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -13,20 +14,57 @@ from klatsch.arguments import whole
 from klatsch.channels.rehearsal import Rehearsal
 from klatsch.problems import Problem, adopted
 from klatsch.rules import Rule, State
-from klatsch.rules.base import checked, each, rate
+from klatsch.rules.base import LearningRate, checked, each, rate
 from klatsch.sealed import digest
-from klatsch.simulation.driver import Run, Snapshot
+from klatsch.simulation.driver import Network, Run, Snapshot
 from klatsch.simulation.record import Facts, Result, record_points
-from klatsch.simulation.stack import Rates
 from klatsch.topology import Topology
+
+
+@dataclass
+class Rates:
+    """The learning rates of a run, round by round, and where it computes."""
+
+    lr: LearningRate
+    steps: int  # the last round: engines look ahead, and a schedule is not asked beyond it
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.change = callable(self.lr)
+        self._fixed = self.lr.to(self.device, self.dtype) if isinstance(self.lr, Tensor) else self.lr
+
+    def __call__(self, t: int) -> cols.Number:
+        """The learning rate of round t: a number, or a tensor (columns, 1)."""
+        rates: cols.Number = rate(self._fixed, min(t, self.steps))
+        if not self.change or not isinstance(rates, Tensor):
+            return rates
+        if len(rates) != self.columns:
+            raise ValueError(f"lr({t}) has {len(rates)} columns; return one number, or {self.columns} at every round")
+        return rates.to(self.device, self.dtype)
+
+    def between(self, done: int, until: int) -> Tensor:
+        """Those of rounds done + 1 to until, (rounds, columns, 1)."""
+        rates = [torch.as_tensor(self(t), dtype=self.dtype, device=self.device) for t in range(done + 1, until + 1)]
+        return torch.stack([v.reshape(-1, 1).expand(self.columns, 1) for v in rates])
+
+    def placed(self, rule: Rule) -> Rule:
+        """The rule with its per-column hyper-parameters where the run computes."""
+        return cols.mapped(rule, lambda v: v.to(self.device, self.dtype))
+
+    def start(self, problem: Problem) -> Tensor:
+        """Where every node of a problem starts, (C, d)."""
+        return torch.as_tensor(problem.start()).to(self.device, self.dtype).expand(self.columns, problem.dim)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The parts of a run, checked, and the problems where it computes."""
+    """The parts of a run, checked, with the problems where it computes."""
 
-    problems: list[Problem]
-    rule: Rule  # as it runs on the graphs
+    networks: list[Network]
+    topologies: Sequence[Topology]  # one per network
+    rule: Rule  # as it runs on them
     rates: Rates
     points: list[int]
     origins: list[Facts]  # of each network, what tells it from others, whatever its length
@@ -51,8 +89,9 @@ def prepared(
     steps = whole(steps, "steps", 1)
     points, where = record_points(record, steps), check_place(dtype, device)
     origins = [_identity(p, rule, g, C, dtype) for p, g in zip(problems, topologies, strict=True)]
-    here = [problem.to(dtype, where) for problem in problems]
-    return Prepared(here, rule, Rates(rule.lr, steps, C, dtype, where), points, origins)
+    rows = pairwise(accumulate((problem.nodes for problem in problems), initial=0))
+    networks = [Network(problem.to(dtype, where), slice(*own)) for problem, own in zip(problems, rows, strict=True)]
+    return Prepared(networks, topologies, rule, Rates(rule.lr, steps, C, dtype, where), points, origins)
 
 
 def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -> tuple[Rule, int]:

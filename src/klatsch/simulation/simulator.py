@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from klatsch.rules import Rule
 from klatsch.sealed import digest
 from klatsch.simulation.captured import GraphStack
 from klatsch.simulation.checkpoint import Saver
-from klatsch.simulation.driver import Advance, Network, Run, Snapshot, progress_bar
+from klatsch.simulation.driver import Advance, Run, Snapshot, progress_bar
 from klatsch.simulation.fused import FusedStack
 from klatsch.simulation.preparation import Prepared, continued, length, prepared
 from klatsch.simulation.record import Result
@@ -63,7 +62,7 @@ def simulate(
     parts = prepared([problem], rule, [topology], steps, record, dtype, device, any_graph)
     title = f"{parts.rule.name} on {topology.name}, {topology.size} nodes"
     saved = checkpoint, checkpoint_every
-    return _simulated(parts, parts.problems[0], [topology], title, progress, saved, engine, after)[0]
+    return _simulated(parts, parts.networks[0].problem, title, progress, saved, engine, after)[0]
 
 
 def simulate_together(
@@ -91,31 +90,28 @@ def simulate_together(
     if not problems or len(problems) != len(topologies):
         raise ValueError(f"{len(problems)} problems and {len(topologies)} topologies; give one topology per problem")
     parts = prepared(problems, rule, topologies, steps, record, dtype, device, any_graph)
-    kinds, join = {type(problem) for problem in problems}, parts.problems[0].joined
+    kinds, join = {type(problem) for problem in problems}, parts.networks[0].problem.joined
     if len(kinds) > 1 or join is None:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(f"problems of type {names} cannot be run in one stack; call simulate for each of them")
     joined = join(problems).to(dtype, parts.rates.device)
     title = f"{parts.rule.name} on {len(problems)} networks"
-    return _simulated(parts, joined, topologies, title, progress, (checkpoint, checkpoint_every))
+    return _simulated(parts, joined, title, progress, (checkpoint, checkpoint_every))
 
 
 def _simulated(
     parts: Prepared,
     problem: Problem,
-    topologies: Sequence[Topology],
     title: str,
     progress: bool | Advance | None,
     saved: tuple[str | Path | None, float],
     engine: str = "auto",
     after: Result | None = None,
 ) -> list[Result]:
-    """One result per network; `problem` is that of all nodes."""
+    """One result per network; `problem` is that of all nodes, `saved` the checkpoint and its seconds."""
     rates, points, origins = parts.rates, parts.points, parts.origins
-    ends = pairwise(accumulate((own.nodes for own in parts.problems), initial=0))
-    networks = [Network(own, slice(*nodes)) for own, nodes in zip(parts.problems, ends, strict=True)]
-    nodes = _fastest(engine, problem, parts, networks, topologies)
-    run = Run(Snapshot(nodes.start, torch.full((len(networks) * rates.columns, 2), -1)))
+    nodes = _fastest(engine, problem, parts)
+    run = Run(Snapshot(nodes.start, torch.full((len(origins) * rates.columns, 2), -1)))
     if after is not None:
         run = continued(after, origins[0], nodes.start, rates.steps)
         points = [*after.steps, *(p for p in points if p > after.rounds)]
@@ -132,18 +128,15 @@ def _simulated(
     return run.results(nodes, points, origins)
 
 
-def _fastest(
-    engine: str, problem: Problem, parts: Prepared, networks: list[Network], topologies: Sequence[Topology]
-) -> Stack:
+def _fastest(engine: str, problem: Problem, parts: Prepared) -> Stack:
     """The nodes, advanced by the engine asked for, or for "auto" by the fastest that can run this."""
     if engine not in ENGINES:
         raise ValueError(f"engine = {engine!r}; choose from {', '.join(ENGINES)}")
-    fields = problem, parts.rule, parts.rates, networks, topologies
     for kind in (FusedStack, GraphStack):
         if engine == kind.name or (engine == "auto" and parts.rates.device.type == kind.place):
             try:
-                return kind(*fields)
+                return kind(problem, parts)
             except (ValueError, OSError, RuntimeError, NotLinearError) as reason:
                 if engine == kind.name:
                     raise ValueError(f"engine = {engine!r} cannot run this: {reason}; use engine='auto'") from None
-    return Stack(*fields)
+    return Stack(problem, parts)

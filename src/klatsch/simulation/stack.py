@@ -7,61 +7,23 @@ networks cost no more than one large one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-import klatsch.columns as cols
+from klatsch.columns import Number
 from klatsch.problems import Problem
 from klatsch.rules import Flow, Rule, State
-from klatsch.rules.base import LearningRate, Tensors, rate
-from klatsch.simulation.driver import Network, Nodes, Snapshot
+from klatsch.rules.base import Tensors
+from klatsch.simulation.driver import Nodes, Snapshot
 from klatsch.simulation.mixing import StackedMix
-from klatsch.topology import Topology
+from klatsch.simulation.preparation import Prepared
 
 MOST_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 24}  # drawn at once: a cache's worth, or enough to hide the launches
-
-
-@dataclass
-class Rates:
-    """The learning rates of a run, round by round, and where it computes."""
-
-    lr: LearningRate
-    steps: int  # the last round: engines look ahead, and a schedule is not asked beyond it
-    columns: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        self.change = callable(self.lr)
-        self._fixed = self.lr.to(self.device, self.dtype) if isinstance(self.lr, Tensor) else self.lr
-
-    def __call__(self, t: int) -> cols.Number:
-        """The learning rate of round t: a number, or a tensor (columns, 1)."""
-        rates: cols.Number = rate(self._fixed, min(t, self.steps))
-        if not self.change or not isinstance(rates, Tensor):
-            return rates
-        if len(rates) != self.columns:
-            raise ValueError(f"lr({t}) has {len(rates)} columns; return one number, or {self.columns} at every round")
-        return rates.to(self.device, self.dtype)
-
-    def between(self, done: int, until: int) -> Tensor:
-        """Those of rounds done + 1 to until, (rounds, columns, 1)."""
-        rates = [torch.as_tensor(self(t), dtype=self.dtype, device=self.device) for t in range(done + 1, until + 1)]
-        return torch.stack([v.reshape(-1, 1).expand(self.columns, 1) for v in rates])
-
-    def placed(self, rule: Rule) -> Rule:
-        """The rule with its per-column hyper-parameters where the run computes."""
-        return cols.mapped(rule, lambda v: v.to(self.device, self.dtype))
-
-    def start(self, problem: Problem) -> Tensor:
-        """Where every node of a problem starts, (C, d)."""
-        return torch.as_tensor(problem.start()).to(self.device, self.dtype).expand(self.columns, problem.dim)
 
 
 class Gradients:
@@ -109,42 +71,33 @@ class Gradients:
         return self.problem.draw(torch.arange(first, first + self.chunk))
 
 
-@dataclass
 class Stack(Nodes):
-    """The nodes of a simulation, advanced by plain torch operations."""
+    """The nodes of a simulation, advanced by plain torch operations; `problem` is that of all nodes."""
 
-    problem: Problem  # of all nodes
-    given: Rule  # `rule` is the same with its numbers where the states are
-    rates: Rates
-    networks: Sequence[Network]
-    topologies: Sequence[Topology]  # one per network
-
-    name: ClassVar[str] = "torch"
+    name = "torch"
     place: ClassVar[str] = ""  # the device on which it is the fastest
 
-    def __post_init__(self) -> None:
-        self.rule, self.device = self.rates.placed(self.given), self.rates.device
-        self.gradients = Gradients(self.problem, self.device.type)
-        starts = [self.rates.start(problem).expand(problem.nodes, -1, -1) for problem, _ in self.networks]
+    def __init__(self, problem: Problem, parts: Prepared) -> None:
+        self.problem, self.networks, self.rates, self.device = problem, parts.networks, parts.rates, parts.rates.device
+        self.parts, self.rule = parts, parts.rates.placed(parts.rule)
+        self.gradients = Gradients(problem, self.device.type)
+        starts = [self.rates.start(own).expand(own.nodes, -1, -1) for own, _ in self.networks]
         self.start = self.rule.init(torch.cat(starts))
 
     @cached_property
     def mix(self) -> StackedMix:
-        """The gossip of all networks."""
-        return StackedMix(*self.topologies, dtype=self.rates.dtype, device=self.device)
+        return StackedMix(*self.parts.topologies, dtype=self.rates.dtype, device=self.device)
 
     def advance(self, state: State, done: int, until: int) -> State:
-        """Rounds done + 1 to until."""
         return self.plain(state, done, until)
 
     def plain(self, state: State, done: int, until: int) -> State:
-        """The same round after round."""
+        """Rounds done + 1 to until, one after the other."""
         for t in range(done + 1, until + 1):
             state, _ = self.one(state, t)
         return state
 
     def one(self, state: State, t: int, rule: Rule | None = None) -> tuple[State, Tensor]:
-        """Round t: the next state, and the gradients that led to it."""
         rule = rule or self.rule
         grad = self.gradients(rule.query(state), t)
         return rule.update(state, grad, self.mix.in_round(t), t, self.rates(t)), grad
@@ -194,7 +147,7 @@ class Watched(Rule):
     def query(self, s: State) -> Tensor:
         return self.rule.query(s)
 
-    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: cols.Number) -> State:
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         seen = [grad]
 
         def watched(function: Callable[..., Tensors], *tensors: Tensor) -> Tensors:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ class NotLinearError(TypeError):
     """The rule does something other than adding, scaling and flows."""
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One step of a program: `out` is a combination of some registers, or the mix or the flow of one."""
 
     kind: int
@@ -50,7 +49,6 @@ class Program:
 
     @property
     def gradient(self) -> int:
-        """The register of the gradient."""
         return self.fields
 
     def by_level(self) -> list[Operation]:
@@ -65,22 +63,15 @@ class Program:
         return all(user.kind == LINEAR and self.level[user.out] == self.level[register] for user in users)
 
     def new_register(self, level: int) -> int:
-        """A fresh register."""
         self.level.append(level)
         return len(self.level) - 1
 
-    def combine(self, terms: dict[int, Number]) -> int:
-        """The register that holds a combination of registers."""
-        out = self.new_register(max(self.level[register] for register in terms))
-        numbers = tuple(range(len(self.coefficients), len(self.coefficients) + len(terms)))
-        self.coefficients += terms.values()
-        self.operations.append(Operation(LINEAR, out, tuple(terms), numbers))
-        return out
-
-    def exchange(self, kind: int, register: int) -> int:
-        """The register that holds the mix or the flow of a register."""
-        out = self.new_register(self.level[register] + 1)
-        self.operations.append(Operation(kind, out, (register,), ()))
+    def add(self, kind: int, terms: dict[int, Number]) -> int:
+        """The register of a new operation: a combination of registers, or the mix or the flow of one."""
+        out = self.new_register(max(self.level[register] for register in terms) + (kind != LINEAR))
+        first = len(self.coefficients)
+        self.coefficients += terms.values() if kind == LINEAR else ()
+        self.operations.append(Operation(kind, out, tuple(terms), tuple(range(first, len(self.coefficients)))))
         return out
 
 
@@ -96,7 +87,7 @@ class Symbol:
             ((register, coefficient),) = self.terms.items()
             if isinstance(coefficient, float) and coefficient == 1.0:
                 return register
-        self.terms = {self.program.combine(self.terms): 1.0}  # known by that from now on
+        self.terms = {self.program.add(LINEAR, self.terms): 1.0}  # known by that from now on
         return next(iter(self.terms))
 
     def __add__(self, other: object) -> Symbol:
@@ -111,8 +102,7 @@ class Symbol:
     def __mul__(self, factor: object) -> Symbol:
         if not isinstance(factor, int | float | Tensor):
             raise NotLinearError(f"a vector times a {type(factor).__name__}")
-        scaled = {register: coefficient * factor for register, coefficient in self.terms.items()}
-        return Symbol(self.program, {k: float(v) if isinstance(v, int) else v for k, v in scaled.items()})
+        return Symbol(self.program, {register: coefficient * factor for register, coefficient in self.terms.items()})
 
     def __truediv__(self, divisor: object) -> Symbol:
         if not isinstance(divisor, int | float | Tensor):
@@ -156,7 +146,7 @@ def trace(rule: Rule, state: State, t: Tensor, lr: Number) -> Program:
     times: Any = t
 
     def exchange(kind: int, *vectors: Symbol) -> tuple[Any, ...]:
-        return tuple(Symbol(program, {program.exchange(kind, vector.register()): 1.0}) for vector in vectors)
+        return tuple(Symbol(program, {program.add(kind, {vector.register(): 1.0}): 1.0}) for vector in vectors)
 
     try:
         query: Any = rule.query(symbols)
@@ -166,7 +156,7 @@ def trace(rule: Rule, state: State, t: Tensor, lr: Number) -> Program:
         for name in state:
             register = following[name].register()
             if register in program.next_state:  # two fields with one value need two places
-                register = program.combine({register: 1.0})
+                register = program.add(LINEAR, {register: 1.0})
             program.next_state.append(register)
     except NotLinearError:
         raise

@@ -16,9 +16,9 @@ from klatsch.rules import Rule, State
 from klatsch.rules.base import each
 from klatsch.simulation.checkpoint import Saver
 from klatsch.simulation.driver import Advance, Network, Nodes, Run, Snapshot
-from klatsch.simulation.preparation import prepared
+from klatsch.simulation.preparation import Rates, prepared
 from klatsch.simulation.record import Result
-from klatsch.simulation.stack import Rates, Watched
+from klatsch.simulation.stack import Watched
 from klatsch.topology import Topology
 
 MOST_STEPS = 1000  # within a round: a moment of a run is its round times this, plus the step
@@ -50,9 +50,9 @@ def simulate_on_ranks(
     if topology.size != size:
         raise ValueError(f"{topology.name} has {topology.size} nodes but the group has {size} ranks; one for each")
     with closing(GlooLinks(group, topology, rates.device, timeout, "raise")) as links:
-        local, x = rates.placed(parts.rule), rates.start(parts.problems[0]).contiguous()
-        node = Node(local, x, links)
-        nodes = RankNodes(node, parts.problems[0], rates, group)
+        here = parts.networks[0].problem
+        node = Node(rates.placed(parts.rule), rates.start(here).contiguous(), links)
+        nodes = RankNodes(node, here, rates, group)
         run = Run(Snapshot({}, nodes.begun))
         run.drive(nodes, parts.points, rates.steps, Saver(None, 0.0, {}), progress or (lambda rounds: None))
     return next(iter(run.results(nodes, parts.points, parts.origins)), None)
