@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from pathlib import Path
 
 from klatsch import sealed
+from klatsch.arguments import number
 from klatsch.rules import State
 from klatsch.sealed import REMEDY, CheckpointError
 from klatsch.simulation.driver import Run, Snapshot
@@ -28,9 +28,8 @@ class Saver:
 
     def __init__(self, path: str | Path | None, every: float, identity: Facts) -> None:
         self.path = None if path is None else Path(path)
-        self.every, self.identity = every, identity
-        if isinstance(every, bool) or not isinstance(every, int | float) or not 0 <= every < math.inf:
-            raise ValueError(f"checkpoint_every = {every!r}; give a number of seconds from 0 up")
+        self.every = number("checkpoint_every", every, lambda v: v >= 0, "a number of seconds from 0 up")
+        self.identity = identity
         if self.path is not None and (self.path.is_dir() or not self.path.parent.is_dir()):
             raise ValueError(f"checkpoint = {path}: give the name of a file in a folder that exists")
         self._last, self._rounds, self._took = time.monotonic(), -1, 0.0

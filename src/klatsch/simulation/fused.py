@@ -29,7 +29,7 @@ from klatsch.topology.matrix import exact_weights, mapped
 
 WIDEST = 64  # bytes of the widest vector, which the kernel may read past the end of H
 MOST_INPUTS, MOST_REGISTERS = 6, 64  # what the kernel has room for
-CACHE = 2 << 20  # bytes of the second-level cache of a core, on machines of these years
+CACHE = 2 << 20  # bytes of the second-level cache of a core, on machines of today
 
 Array = NDArray[Any]
 
@@ -37,7 +37,7 @@ Array = NDArray[Any]
 class FusedStack(Stack):
     """Rounds in native code, of one network on a row-stochastic graph.
 
-    It is an OSError that there is no kernel on this machine, and a NotLinearError that the rule cannot be traced.
+    A machine without the kernel is an OSError, a rule that cannot be traced a NotLinearError.
     """
 
     name, place = "fused", "cpu"

@@ -80,7 +80,7 @@ def prepared(
     device: str | torch.device,
     any_graph: bool,
 ) -> Prepared:
-    """The parts of a run of one network or several, after a check that they fit."""
+    """The parts of a run of one network or several, if they fit together."""
     problems = [adopted(problem) for problem in problems]
     fitted = [_fitted(p, rule, g, any_graph) for p, g in zip(problems, topologies, strict=True)]
     rule, C = fitted[0][0], max(columns for _, columns in fitted)
@@ -95,7 +95,7 @@ def prepared(
 
 
 def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -> tuple[Rule, int]:
-    """The rule as it runs on the graph, and the number of columns C, after a check that they fit the problem."""
+    """The rule as it runs on the graph, and the number of columns C, if they fit the problem."""
     if not isinstance(topology, Topology):
         raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, such as topology.make('ring', 16)")
     rule = checked(rule)
@@ -113,7 +113,7 @@ def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -
 
 
 def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:
-    """Where tensors go, after a check that there are such a dtype and device here."""
+    """Where tensors go, if this machine has such a dtype and device."""
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype = {dtype}; choose torch.float32 or torch.float64")
     try:
