@@ -84,6 +84,6 @@ def _tensor(Q: csr_array, dtype: torch.dtype, device: torch.device, dense: bool)
         return torch.tensor(Q.toarray(), dtype=dtype, device=device)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta|invariant checks are)")
-        places = [torch.tensor(v.astype(np.int32)) for v in (Q.indptr, Q.indices)]
+        first, others = (torch.tensor(v.astype(np.int32)) for v in (Q.indptr, Q.indices))
         values = torch.tensor(Q.data, dtype=dtype)
-        return torch.sparse_csr_tensor(*places, values, size=Q.shape, device=device, check_invariants=True)
+        return torch.sparse_csr_tensor(first, others, values, size=Q.shape, device=device, check_invariants=True)
