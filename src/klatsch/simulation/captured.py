@@ -46,7 +46,7 @@ class GraphStack(Stack):
 
     def advance(self, state: State, done: int, until: int) -> State:
         aligned = min(until, -(-done // self.rounds) * self.rounds)
-        state = self.plain(state, done, aligned)
+        state = super().advance(state, done, aligned)
         replays = (until - aligned) // self.rounds
         if replays:
             self._copy(state)
@@ -55,7 +55,7 @@ class GraphStack(Stack):
                     self._fill(aligned + k * self.rounds)
                     self._graph.replay()
             state = each(torch.clone, self._state)
-        return self.plain(state, aligned + replays * self.rounds, until)
+        return super().advance(state, aligned + replays * self.rounds, until)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

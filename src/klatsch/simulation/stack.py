@@ -89,10 +89,6 @@ class Stack(Nodes):
         return StackedMix(*self.parts.topologies, dtype=self.rates.dtype, device=self.device)
 
     def advance(self, state: State, done: int, until: int) -> State:
-        return self.plain(state, done, until)
-
-    def plain(self, state: State, done: int, until: int) -> State:
-        """Rounds done + 1 to until, one after the other."""
         for t in range(done + 1, until + 1):
             state, _ = self.one(state, t)
         return state

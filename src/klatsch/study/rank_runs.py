@@ -41,9 +41,9 @@ def simulate_on_ranks(
 ) -> Result | None:
     """Run an update rule on a problem, every node in its own process; all ranks of the group call it together.
 
-    The arguments and numbers of `simulate` up to rounding: randomness is a function of (seed, round, node). `group` is
-    a gloo process group with one rank per node. A neighbour that keeps a rank waiting for more than `timeout` seconds,
-    or is gone, is a LinkError. Rank 0 returns the result, the others None.
+    It takes the arguments of `simulate` and computes the same numbers up to rounding, since randomness is a function of
+    (seed, round, node). Rank 0 returns the result, the others None. `group` is a gloo process group with one rank per
+    node. A neighbour that is gone, or keeps a rank waiting for more than `timeout` seconds, is a LinkError.
     """
     parts = prepared([problem], rule, [topology], steps, record, dtype, device, any_graph)
     rates, size = parts.rates, dist.get_world_size(group)
