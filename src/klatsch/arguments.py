@@ -26,6 +26,7 @@ def whole(value: object, name: str, least: int, most: int = (1 << 63) - 1) -> in
 
 def number(name: str, value: object, holds: Callable[[float], bool], wanted: str) -> float:
     """Check a finite number and make it a plain float; `wanted` is the remedy, for the error."""
+    value = value.item() if isinstance(value, np.generic) else value  # float32 would overflow in the comparison below
     real = isinstance(value, int | float | np.number) and not isinstance(value, bool | np.complexfloating)
     if not real or not abs(value) <= sys.float_info.max or not holds(float(value)):  # type: ignore[arg-type]
         raise ValueError(f"{name} = {shown(value)}; give {wanted}")
