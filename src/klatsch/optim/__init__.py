@@ -17,7 +17,7 @@ from klatsch.optim.buffers import average_, recalibrate
 from klatsch.optim.checkpointer import Checkpointer
 from klatsch.optim.gossip import Gossip
 from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError
-from klatsch.rules.averaging import Averaging
+from klatsch.rules.anytime import Averaging
 from klatsch.rules.base import LearningRate as Rate
 from klatsch.topology import Topology
 

@@ -97,16 +97,16 @@ class Node:
 
     def __init__(self, rule: Rule, x: Tensor, links: Links, channel: int = 0, guarded: bool = False) -> None:
         self.rule, self.links, self.rounds = rule, links, 0
-        self._plan = rehearse(rule, x)
+        self._traffic = rehearse(rule, x)
         self._by_rows = links.topology.row_stochastic and not rule.push
         self._rows = mapped(links.topology.matrices, lambda P: _row(P, links.rank, x.dtype))
         self._first_tag = channel * MOST_MESSAGES
         self._blocks, self._wide = _blocks(x), x.shape[-1]
         self._begun, self._guarded, self._calls = False, guarded, 0
-        self._messages = [Message(sent.shapes, x, links.tail) for sent in self._plan.messages]
+        self._messages = [Message(sent.shapes, x, links.tail) for sent in self._traffic.messages]
         # What travels early does so while the next state is computed, so its memory takes turns with a spare one.
-        self._early = self._plan.early
-        self._spare = Message(self._plan.messages[0].shapes, x, links.tail) if self._early else None
+        self._early = self._traffic.early
+        self._spare = Message(self._traffic.messages[0].shapes, x, links.tail) if self._early else None
         start = rule.init(x)
         self._fields = {name: v.clone() for name, v in start.items()}
         if self._early:
@@ -146,7 +146,7 @@ class Node:
         if not self._begun:
             self._begin(t)
         self._heard = {}
-        for k, sent in enumerate(self._plan.messages):
+        for k, sent in enumerate(self._traffic.messages):
             if sent.call is None:  # it has travelled early
                 continue
             self._collect(t, sent.needs)
@@ -170,7 +170,7 @@ class Node:
         for block in self._blocks:
             (rule, grad, lr), old = given(block), self._cut(block)
             new = _apart(old, rule.update(old, grad, self._flow(block, old), t, lr))
-            if self._calls != len(self._plan.calls):
+            if self._calls != len(self._traffic.calls):
                 raise self._other_calls()
             for name, value in new.items():
                 place = following[name]
@@ -212,12 +212,12 @@ class Node:
             absent, row = self.links.absent(t), self._rows[(t - 1) % len(self._rows)]
             away = None if self._by_rows else sum(w for node, w in row.away.items() if node not in absent)
             there = [(source, vector) for source, vector in vectors if source not in absent]
-            parts = [_parts(vector, self._plan.messages[k].shapes) for _, vector in there]
+            parts = [_parts(vector, self._traffic.messages[k].shapes) for _, vector in there]
             self._heard[k] = Heard(parts, [row.links[source] for source, _ in there], away)
 
     def _compute_message(self, k: int, t: int, given: Inputs) -> None:
         """Run the update up to the call whose tensors message k carries, and keep them."""
-        sent, parts = self._plan.messages[k], self._messages[k].parts
+        sent, parts = self._traffic.messages[k], self._messages[k].parts
         for block in self._blocks:
             (rule, grad, lr), old = given(block), self._cut(block)
             try:
@@ -237,12 +237,12 @@ class Node:
 
         def exchanged(mixed: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
             c, self._calls = self._calls, self._calls + 1
-            if c >= len(self._plan.calls):
+            if c >= len(self._traffic.calls):
                 raise self._other_calls()
             if c == stop:
-                raise _Reached(zip(tensors, self._plan.calls[c], strict=True))
+                raise _Reached(zip(tensors, self._traffic.calls[c], strict=True))
             results = []
-            for tensor, (k, part, field) in zip(tensors, self._plan.calls[c], strict=True):
+            for tensor, (k, part, field) in zip(tensors, self._traffic.calls[c], strict=True):
                 if field is not None and tensor is not old[field]:
                     raise self._other_calls()
                 if (heard := self._heard.get(k)) is None:  # nothing before the stop needs it
