@@ -18,8 +18,8 @@ from klatsch.cli.terminal import AsJson, print_json, text
 
 if TYPE_CHECKING:
     from klatsch.study.cases import Case
+    from klatsch.study.choices import Row
     from klatsch.study.store import Store
-    from klatsch.study.summary import Row
 
     Run = tuple[Case, dict[str, Any]]
     Runs = list[Run]
@@ -170,7 +170,7 @@ def _tables(
     store: Store, kinds: Mapping[Kind, list[tuple[str, Case]]], metric: str | None
 ) -> list[tuple[Kind, list[Row]]]:
     """The rows of each kind of runs; kinds that do not have the metric are left out, if others do."""
-    from klatsch.study.summary import summarize
+    from klatsch.study.choices import summarize
 
     tables, refusals = [], []
     for kind, mine in kinds.items():

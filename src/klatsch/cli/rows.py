@@ -11,7 +11,7 @@ from klatsch.cli import terminal
 
 if TYPE_CHECKING:
     from klatsch.study.cases import LeftOut
-    from klatsch.study.summary import Row
+    from klatsch.study.choices import Row
 
 EXPENDABLE = ("Gamma", "to", "from", "nodes")  # what a narrow terminal loses first
 

@@ -15,7 +15,7 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import Concatenate, ParamSpec, TypeVar
 
-from klatsch.study.summary import Row
+from klatsch.study.choices import Row
 
 SLACK, CHANGE, FLAT = 1.05, 1.25, 2.0
 LEVEL = 0.01  # of accuracy: one percent of the test images

@@ -10,9 +10,9 @@ from klatsch import pictures
 from klatsch.paper import figures
 from klatsch.study import workers
 from klatsch.study.cases import LeftOut
+from klatsch.study.choices import Row
 from klatsch.study.execute import Told, run_study
 from klatsch.study.spec import PAPER_GRID, Study, parse
-from klatsch.study.summary import Row
 
 NODES = (4, 9, 25, 49)
 # Below the paper's grid, whose smallest learning rate is still too large for D-SGD here.

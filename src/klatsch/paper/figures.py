@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from klatsch import rules
 from klatsch.paper.claims import family
-from klatsch.study.summary import Row
+from klatsch.study.choices import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from klatsch import pictures
 from klatsch.files import save
 from klatsch.paper.claims import Verdict
+from klatsch.study.choices import Row
 from klatsch.study.grids import shown
-from klatsch.study.summary import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,10 +14,10 @@ from klatsch.paper import figures
 from klatsch.paper.pages import Page, edge_note, table_of
 from klatsch.paper.targets import TARGETS
 from klatsch.study.cases import Case, LeftOut, expand, headline_of
+from klatsch.study.choices import Row, summarize
 from klatsch.study.grids import counted
 from klatsch.study.spec import Study
 from klatsch.study.store import Remembered, Store
-from klatsch.study.summary import Row, summarize
 from klatsch.version import VERSION
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from klatsch.paper import claims, figures, tables
 from klatsch.paper.claims import OfRows, Sentence, anything
 from klatsch.paper.claims import points_of as of
 from klatsch.paper.pages import Page
+from klatsch.study.choices import Row
 from klatsch.study.spec import PAPER_GRID, Study, parse
-from klatsch.study.summary import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

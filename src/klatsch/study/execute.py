@@ -17,11 +17,11 @@ from klatsch.simulation.preparation import check_place
 from klatsch.study import workers
 from klatsch.study.batches import Batch, Finished, pack, quick
 from klatsch.study.cases import Case, LeftOut, expand
+from klatsch.study.choices import Row, summarize
 from klatsch.study.leftovers import checkpoint, sweep
 from klatsch.study.sharing import BEAT, Share
 from klatsch.study.spec import Study
 from klatsch.study.store import Origin, Store
-from klatsch.study.summary import Row, summarize
 from klatsch.study.workers import Open, Workers
 
 POLL = 0.5  # seconds between two looks at what other processes are at
