@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from klatsch.study import Case, Store, expand, parse, run_study
-from klatsch.study.before import settings_of
+from klatsch.study.store import settings_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 KEYS = json.loads((FIXTURES / "keys_before.json").read_text())  # settings of runs and their keys, as 0.1 had them

@@ -10,7 +10,7 @@ import pytest
 
 from klatsch.study import Store, execute, expand, load, parse, run_study, sharing, workers
 from klatsch.study.batches import pack
-from klatsch.study.leftovers import checkpoint
+from klatsch.study.sharing import checkpoint
 from klatsch.study.store import Origin
 
 SMALL = {"steps": 50, "nodes": [4, 6], "seeds": 2, "lr": [0.001, 0.01], "rules": ["dat"], "topologies": ["ring"]}

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from klatsch.study import Store, execute, expand, load, parse, run_study, workers
 from klatsch.study.batches import pack
 from klatsch.study.database import FORMAT
-from klatsch.study.leftovers import checkpoint
+from klatsch.study.sharing import checkpoint
 from klatsch.study.store import Origin
 from tests.support.waiting import HANG, wait_until
 

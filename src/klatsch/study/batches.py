@@ -10,9 +10,9 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,29 +31,29 @@ from klatsch.version import VERSION
 CHECKPOINT_EVERY = 3.0  # seconds: what a kill may cost
 MOST_COLUMNS = 256  # of one batch: more would only make it longer to lose
 MOST_ROUNDS = 512  # of the common period of networks in one stack, all of which are captured
-MOST_NUMBERS = 1 << 29  # of a stack on a GPU, all in all: 4 GiB in float64
-VECTORS = 12  # that a run holds of the size of its state, about
+MOST_NUMBERS = 1 << 29  # of a whole stack on a GPU: 4 GiB in float64
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+VECTORS = 12  # of the size of its state that a run holds, about
 # What even a slow machine does in a few seconds: batches to build, rounds to go through, numbers to multiply.
 QUICK_BATCHES, QUICK_ROUNDS, QUICK_NUMBERS = 64, 20_000, 1 << 30
 
-Advance = Callable[[int], None]
+Network = tuple[Case, ...]  # the runs on one network, column by column
 
 
 @dataclass(frozen=True)
 class Batch:
     """Runs that are done in one go: one network, or several in one stack, with the same columns each."""
 
-    networks: tuple[tuple[Case, ...], ...]  # of each network its runs, column by column
+    networks: tuple[Network, ...]
     device: str
 
     @property
     def cases(self) -> list[Case]:
-        """All runs."""
         return [case for network in self.networks for case in network]
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """Its problem, rule and topology, of which some may be somebody's own."""
+        """Its problem, rule and topology, any of which may be custom."""
         first = self.networks[0][0]
         return first.problem, first.rule, first.topology
 
@@ -76,7 +76,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Finished:
-    """What came out of a batch, in the order of its runs."""
+    """The results of a batch, in the order of its runs."""
 
     keys: list[str]
     steps: list[int]
@@ -91,7 +91,7 @@ def pack(cases: Iterable[Case], device: str) -> list[Batch]:
     """Runs as batches, always the same ones for the same runs."""
     networks: dict[str, list[Case]] = {}
     for case in cases:
-        networks.setdefault(_text(_shared(case), case.nodes, case.seed), []).append(case)
+        networks.setdefault(_text(_split(case)[0], case.nodes, case.seed), []).append(case)
     blocks = [
         tuple(columns[k : k + most])
         for columns in networks.values()
@@ -100,19 +100,19 @@ def pack(cases: Iterable[Case], device: str) -> list[Batch]:
     ]
     if device == "cpu":
         return [Batch((block,), device) for block in blocks]
-    stacks: dict[str, list[tuple[Case, ...]]] = {}
+    stacks: dict[str, list[Network]] = {}
     for block in blocks:
-        stacks.setdefault(_text(_in_stack(block[0]), [_columns(case) for case in block]), []).append(block)
+        stacks.setdefault(_text(_in_stack(block[0]), [_split(case)[1] for case in block]), []).append(block)
     return [Batch(tuple(stack), device) for blocks in stacks.values() for stack in _cut(blocks)]
 
 
 def quick(batches: Sequence[Batch]) -> bool:
     """Whether batches are a matter of seconds even on a slow machine: less than processes take to start."""
-    dims: list[Any] = [batch.cases[0].problem_settings.get("dim") for batch in batches]
+    dims = [batch.cases[0].problem_settings.get("dim") for batch in batches]
     if None in dims or len(batches) > QUICK_BATCHES:  # images have none, and take long
         return False
     rounds = sum(batch.cases[0].steps for batch in batches)
-    numbers = sum(batch.work * dim**2 for batch, dim in zip(batches, dims, strict=True))
+    numbers = sum(batch.work * int(dim or 0) ** 2 for batch, dim in zip(batches, dims, strict=True))
     return rounds <= QUICK_ROUNDS and numbers <= QUICK_NUMBERS
 
 
@@ -120,32 +120,41 @@ def quick(batches: Sequence[Batch]) -> bool:
 class Parts:
     """What a batch is run from: one rule for all networks, and of each network its problem and graph."""
 
-    rule: Any
+    rule: rules.Rule
     problems: list[Problem]
     graphs: list[Topology]
     steps: int
-    choices: dict[str, Any]  # of `simulate`
+    choices: Options  # of `simulate`
 
 
 def parts(batch: Batch) -> Parts:
     """What a batch is run from."""
     first = batch.networks[0][0]
     first.check_sources()
+    seeded = "seed" in problems.options(first.problem)
     return Parts(
         rule=rules.make(first.rule, **_joined([case.rule_options for case in batch.networks[0]])),
-        problems=[_problem(network) for network in batch.networks],
+        problems=[
+            problems.make(
+                *(first.problem, network[0].nodes),
+                **_joined([case.problem_options | ({"seed": case.seed} if seeded else {}) for case in network]),
+            )
+            for network in batch.networks
+        ],
         graphs=[network[0].make_graph() for network in batch.networks],
         steps=first.steps,
-        choices={"record": first.points, "dtype": getattr(torch, first.dtype), "any_graph": first.any_graph},
+        choices={"record": first.points, "dtype": DTYPES[first.dtype], "any_graph": first.any_graph},
     )
 
 
-def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Advance | None = None) -> Finished:
+def run_batch(
+    batch: Batch, checkpoint: Path | None = None, progress: Callable[[int], None] | None = None
+) -> Finished:
     """Run a batch, from its checkpoint if there is one."""
     made = parts(batch)
     if any(problem.fingerprint() is None for problem in made.problems):
         checkpoint = None  # nothing would tell it from that of another problem
-    choices: Any = {
+    choices: Options = {
         **made.choices,
         "device": batch.device,
         "checkpoint": checkpoint,
@@ -161,7 +170,7 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Advance | 
     with own.explained(*batch.names):
         try:
             results = run()
-        except CheckpointError:  # of another version, or damaged: it is ours, and the rounds can be done again
+        except CheckpointError:  # of another version, or damaged: it is ours, and the rounds can be repeated
             assert checkpoint is not None
             checkpoint.unlink(missing_ok=True)
             results = run()
@@ -170,58 +179,37 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Advance | 
 
 def finished(batch: Batch, results: list[Result], seconds: float) -> Finished:
     """What is kept of the results of a batch, one per network."""
+    first, pairs = results[0], list(zip(results, map(len, batch.networks), strict=True))
     return Finished(
         keys=[case.key for case in batch.cases],
-        steps=results[0].steps,
+        steps=first.steps,
         metrics={
-            name: np.concatenate(
-                [
-                    result.metrics[name].expand(-1, len(network)).numpy()
-                    for result, network in zip(results, batch.networks, strict=True)
-                ],
-                axis=1,
-            )
-            for name in results[0].metrics
+            name: torch.cat([result.metrics[name].expand(-1, width) for result, width in pairs], dim=1).numpy()
+            for name in first.metrics
         },
-        diverged=[
-            bool(v)
-            for result, network in zip(results, batch.networks, strict=True)
-            for v in result.diverged.expand(len(network))
-        ],
-        engine=results[0].engine,
+        diverged=torch.cat([result.diverged.expand(width) for result, width in pairs]).tolist(),
+        engine=first.engine,
         seconds=seconds,
-        environment=environment(batch.device),
+        environment={
+            "klatsch": VERSION,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "system": f"{platform.system()} {platform.machine()}",
+            "processor": _processor(batch.device),
+        },
     )
 
 
-def environment(device: str) -> dict[str, str]:
-    """Versions and machine, for the record."""
-    gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-    return {
-        "klatsch": VERSION,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "system": f"{platform.system()} {platform.machine()}",
-        "processor": gpu or processor(),
-    }
-
-
-def processor() -> str:
-    """The name of the CPU, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _problem(network: tuple[Case, ...]) -> Problem:
-    first = network[0]
-    options = _joined([case.problem_options for case in network])
-    seed = {"seed": first.seed} if "seed" in problems.options(first.problem) else {}
-    return problems.make(first.problem, first.nodes, **seed, **options)
+def _processor(device: str) -> str:
+    """The name of the GPU, or of the CPU where the system tells."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def _joined(options: list[Options]) -> Options:
@@ -230,59 +218,49 @@ def _joined(options: list[Options]) -> Options:
     return {name: values[0] if all(v == values[0] for v in values) else values for name, values in together.items()}
 
 
-def _columns(case: Case) -> list[Any]:
-    """What may differ between the columns of a batch."""
-    varying = problems.declared(case.problem).per_column
-    rule = {name: case.rule_options.get(name) for name in case.per_column}
-    return [rule, {name: case.problem_options.get(name) for name in varying}]
-
-
-def _shared(case: Case) -> list[Any]:
-    """What all runs of a batch have in common, beside the network's size and seed."""
-    varying = problems.declared(case.problem).per_column
-    return [
-        case.problem,
-        {k: v for k, v in case.problem_options.items() if k not in varying},
-        sorted(case.problem_options),
-        case.rule,
-        {k: v for k, v in case.rule_options.items() if k not in case.per_column},
-        sorted(case.rule_options),
-        [case.topology, case.topology_options, case.lazy],
-        [case.steps, case.record, case.epochs, case.dtype, case.any_graph],
+def _split(case: Case) -> tuple[list[object], list[Options]]:
+    """What all runs of a batch share beside the network's size and seed, and what may differ between its columns."""
+    varying = problems.declared(case.problem).per_column, ("lr",) if own.is_own(case.rule) else rules.PER_COLUMN
+    given = list(zip((case.problem_options, case.rule_options), varying, strict=True))
+    shared = [
+        *(case.problem, case.rule, case.topology, case.topology_options, case.lazy),
+        *({name: None if name in names else value for name, value in options.items()} for options, names in given),
+        *(case.steps, case.record, case.epochs, case.dtype, case.any_graph),
     ]
+    return shared, [{name: options.get(name) for name in names} for options, names in given]
 
 
-def _in_stack(case: Case) -> list[Any]:
+def _in_stack(case: Case) -> list[object]:
     """What all networks of one stack have in common."""
-    own = problems.declared(case.problem).per_network
-    if own is None:
-        return _shared(case)
-    options = {name: value for name, value in case.problem_options.items() if name not in own}
-    return _shared(replace(case, problem_options=options, topology="", topology_options={}, lazy=False))
+    per_network = problems.declared(case.problem).per_network
+    if per_network is not None:
+        options = {name: value for name, value in case.problem_options.items() if name not in per_network}
+        case = replace(case, problem_options=options, topology="", topology_options={}, lazy=False)
+    return _split(case)[0]
 
 
 def _most_columns(case: Case, device: str) -> int:
     """Columns of one batch; one where they share no work, so that many small batches keep all cores busy."""
     alone = device == "cpu" and not problems.declared(case.problem).columns_share
-    alone |= own.is_own(case.rule) and not is_dataclass(case.make_rule())  # whose lists are no columns
+    alone |= own.is_own(case.rule) and not is_dataclass(case.make_rule())  # whose lists are not columns
     return 1 if alone else MOST_COLUMNS
 
 
-def _cut(blocks: list[tuple[Case, ...]]) -> list[list[tuple[Case, ...]]]:
+def _cut(blocks: list[Network]) -> list[list[Network]]:
     """Networks as stacks that fit: into memory, and into the rounds that are captured at once."""
-    problem = problems.declared(blocks[0][0].problem)
+    first = blocks[0][0]
+    problem = problems.declared(first.problem)
     if problem.joined is None:
         return [[block] for block in blocks]
-    stacks: list[list[tuple[Case, ...]]] = []
+    dim = int(problems.make(first.problem, 1, **first.problem_options).dim)
+    # Of every node: its matrix (joined, and the network's own), and the draws of the rounds that are captured.
+    held = 2 * dim + 3 * MOST_ROUNDS if problem.numbers_per_parameter is None else problem.numbers_per_parameter
+    stacks: list[list[Network]] = []
     graphs: list[Topology] = []
     size = 0
-    dim = _dim(blocks[0][0])
-    # Of every node: its matrix (joined, and the network's own), and the draws of the rounds that are captured.
-    own = problem.numbers_per_parameter
-    own = 2 * dim + 3 * MOST_ROUNDS if own is None else own
     for block in sorted(blocks, key=lambda b: (b[0].make_graph().period, b[0].nodes, b[0].seed)):
         graph = block[0].make_graph()
-        numbers = block[0].nodes * dim * (VECTORS * len(block) + own)
+        numbers = block[0].nodes * dim * (VECTORS * len(block) + held)
         if not stacks or size + numbers > MOST_NUMBERS or common_period([*graphs, graph]) > MOST_ROUNDS:
             stacks.append([])
             graphs, size = [], 0
@@ -292,9 +270,5 @@ def _cut(blocks: list[tuple[Case, ...]]) -> list[list[tuple[Case, ...]]]:
     return stacks
 
 
-def _dim(case: Case) -> int:
-    return int(problems.make(case.problem, 1, **case.problem_options).dim)
-
-
-def _text(*parts: Any) -> str:
+def _text(*parts: object) -> str:
     return json.dumps(parts, sort_keys=True)

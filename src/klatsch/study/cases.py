@@ -1,28 +1,50 @@
-"""The runs of a study: each one as plain data, and the key that it is stored under."""
+"""The runs of a study: each one as plain data, and the key that it is stored under.
+
+Keys describe rules as they were before 0.2, when each was a class with fields: what is new enters only where it differs
+from its default. So runs of older stores are found, and repeated only where their results have changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 from klatsch import own, problems, rules
 from klatsch import topology as topologies
+from klatsch.columns import described
 from klatsch.problems import Headline
-from klatsch.study import keys
-from klatsch.study.grids import Options, combinations, counted, shown
+from klatsch.rules import averaging
+from klatsch.study.grids import Options, combinations, counted, in_words, shown
 from klatsch.study.spec import Study
 from klatsch.topology import Topology
 
-Sources = dict[str, Options]  # what is kept of parts of one's own, by name or kind: see `sources_of`
+REVISION = 1  # raised when the same settings give other results than before
+BEFORE = {  # the rules before 0.2: their classes and fields
+    "dsgd": ("DSGD", ("lr", "momentum", "average")),
+    "dat": ("DAT", ("lr", "averaging", "order", "momentum")),
+    "d2": ("D2", ("lr",)),
+    "gt": ("GradientTracking", ("lr", "average")),
+    "sgp": ("PushSum", ("lr",)),
+    "decentlam": ("DecentLaM", ("lr", "momentum")),
+    "dat-gt": ("DATTracking", ("lr", "averaging")),
+    "dat-d2": ("DATD2", ("lr", "averaging")),
+    "dat-sgp": ("DATPush", ("lr", "averaging")),
+}
+
+Sources = dict[str, Options]  # what is kept of custom parts, by name or kind: see `sources_of`
 
 
 @dataclass(frozen=True)
 class Case:
     """One run: everything that determines its result but the device, which changes rounding only.
 
-    `any_graph` decides whether it may run, not what comes out.
+    `any_graph` decides whether it may run, not its result.
     """
 
     problem: str
@@ -31,41 +53,63 @@ class Case:
     rule_options: Options  # with lr
     topology: str
     topology_options: Options
-    lazy: bool  # asked for by the graph: all rules mix with (I + P) / 2
+    lazy: bool  # the graph's: all rules mix with (I + P) / 2
     nodes: int
     seed: int
     steps: int
     record: int
     dtype: str
     any_graph: bool
-    epochs: int | None = None  # of which `steps` follows; metrics are taken evenly then
-    sources: Sources = field(default_factory=dict)  # of its problem, rule and topology, where those have any
+    epochs: int | None = None  # which determine `steps`; metrics are then taken evenly
+    sources: Sources = field(default_factory=dict)  # of its problem, rule and topology, where those are custom
 
     @cached_property
     def key(self) -> str:
         """SHA-256 of all settings, defaults included: written out or left out, it is the same run."""
-        source = {kind: facts["source"] for kind, facts in self.sources.items()}
-        rule, lazy = keys.rule(self.rule, self.rule_options, self.lazy, source.get("rule"))
         graph = self.topology_options
-        if "topology" not in source:
-            graph = keys.defaults(topologies.TOPOLOGIES[self.topology]) | graph
-        facts: dict[str, Any] = {
-            "revision": keys.REVISION,
-            "problem": keys.named_part(self.problem, self.problem_settings, source.get("problem")),
+        if "topology" not in self.sources:
+            graph = _defaults(topologies.TOPOLOGIES[self.topology]) | graph
+        rule, lazy = self._rule_facts()
+        facts = {
+            "revision": REVISION,
+            "problem": self._facts("problem", self.problem, self.problem_settings),
             "rule": rule,
-            "topology": keys.named_part(self.topology, graph, source.get("topology")),
+            "topology": self._facts("topology", self.topology, graph),
             "numbers": [lazy, self.nodes, self.seed, self.steps, self.record, self.dtype],
         }
         if self.epochs is not None:
             facts["spacing"] = "even"
-        return keys.digest(facts)
+        return hashlib.sha256(json.dumps(_plain(facts), sort_keys=True).encode()).hexdigest()
+
+    def _facts(self, kind: str, name: str, settings: Options) -> list[object]:
+        """What the key knows of a part; a custom one is known by its file's content, wherever that is."""
+        return [own.part_of(name), self.source(kind), settings] if kind in self.sources else [name, settings]
+
+    def _rule_facts(self) -> tuple[list[object], bool]:
+        """What the key knows of the rule, and whether it mixes with (I + P) / 2.
+
+        D2 is lazy by itself, which is the same as D2 as published on a lazy graph.
+        """
+        if self.rule not in BEFORE:
+            return self._facts("rule", self.rule, self.rule_options), self.lazy
+        standard = _defaults(rules.RULES[self.rule])
+        values = standard | self.rule_options
+        lazy = values.pop("lazy", True)
+        kind, fields = BEFORE[self.rule]
+        facts: Options = {"type": kind} | {name: _form(name, values[name]) for name in fields}
+        facts |= {name: _form(name, v) for name, v in values.items() if name not in fields and v != standard[name]}
+        if self.rule == "d2":
+            facts |= {"lazy": "twice"} if lazy and self.lazy else {}
+            return [self.rule, facts], self.lazy or lazy
+        facts |= {} if lazy else {"lazy": False}
+        return [self.rule, facts], self.lazy
 
     @property
     def problem_settings(self) -> Options:
-        """All options of the problem, defaults included, but for the seed; of one of one's own, those given."""
+        """All options of the problem but the seed, defaults included; of a custom one, those given."""
         if "problem" in self.sources:
             return self.problem_options
-        defaults = keys.defaults(problems.kind(self.problem))
+        defaults = _defaults(problems.kind(self.problem))
         return {name: value for name, value in defaults.items() if name != "seed"} | self.problem_options
 
     @property
@@ -80,7 +124,7 @@ class Case:
 
     @property
     def points(self) -> int | list[int]:
-        """When metrics are taken, as `simulate` wants it."""
+        """When metrics are taken, in the form that `simulate` takes."""
         if self.epochs is None:
             return self.record
         return sorted({max(1, round(k * self.steps / self.record)) for k in range(1, self.record + 1)})
@@ -89,18 +133,16 @@ class Case:
     def label(self) -> str:
         """What to call the rule: its name and the options that were given, such as "dat (cta)"."""
         given = {name: value for name, value in self.rule_options.items() if name != "lr"}
-        if given.get("lazy") is True and self.rule in keys.FIELDS:  # which it is anyway
+        if given.get("lazy") is True and self.rule in BEFORE:  # which it is anyway
             del given["lazy"]
-        words = [_word(name, value) for name, value in given.items()]
-        return _called(own.label(self.rule), words)
+        return _called(own.label(self.rule), ", ".join(_word(name, value) for name, value in given.items()))
 
     @property
     def graph_label(self) -> str:
         """What to call the graph, such as "ring/8" or "base_graph (k 2)"."""
-        given = self.topology_options
-        words = [f"{name} {shown(value)}" for name, value in given.items() if name != "every"]
-        name = ("lazy " if self.lazy else "") + own.label(self.topology)
-        return _called(f"{name}/{given['every']}" if "every" in given else name, words)
+        given = dict(self.topology_options)
+        every = f"/{given.pop('every')}" if "every" in given else ""
+        return _called(("lazy " if self.lazy else "") + own.label(self.topology) + every, in_words(given))
 
     @property
     def problem_label(self) -> str:
@@ -110,7 +152,7 @@ class Case:
     @property
     def setting(self) -> str:
         """What to call the problem's options, such as "noise 1, heterogeneity 10"."""
-        return ", ".join(f"{name} {shown(value)}" for name, value in self.problem_options.items())
+        return in_words(self.problem_options)
 
     @property
     def headline(self) -> Headline:
@@ -120,20 +162,14 @@ class Case:
     @property
     def large_is_good(self) -> Collection[str]:
         """The metrics that are good when large."""
-        if "problem" not in self.sources:
-            return problems.large_is_good(self.problem)
-        return list(self.sources["problem"]["large_is_good"])
+        source = self.sources.get("problem")
+        return problems.large_is_good(self.problem) if source is None else list(source["large_is_good"])
 
     def source(self, kind: str) -> str:
-        """The hash of the file that its problem, rule or topology is from; nothing for those of klatsch."""
+        """The hash of the file of its problem, rule or topology; empty for those of klatsch."""
         return str(self.sources.get(kind, {}).get("source", ""))
 
-    @property
-    def per_column(self) -> tuple[str, ...]:
-        """Options of the rule that may differ between the columns of one run."""
-        return ("lr",) if own.is_own(self.rule) else rules.PER_COLUMN
-
-    def make_rule(self) -> Any:
+    def make_rule(self) -> rules.Rule:
         """The update rule."""
         return rules.make(self.rule, **self.rule_options)
 
@@ -143,11 +179,7 @@ class Case:
         return _graph(self.topology, options, self.lazy, self.nodes, self.source("topology"))
 
     def check_sources(self) -> None:
-        """Check that files of one's own are still what they were when the study was read.
-
-        Raises:
-            ValueError: one has changed or is gone.
-        """
+        """Refuse custom files that have changed since the study was read."""
         for kind, name in (("problem", self.problem), ("rule", self.rule), ("topology", self.topology)):
             if own.is_own(name) and own.digest(name) != self.source(kind):
                 raise ValueError(f"{name} has changed since the study was read; run it again")
@@ -164,55 +196,47 @@ def expand(study: Study, sources: Sources | None = None) -> tuple[list[Case], li
     """The runs of a study, ordered by topology, setting, nodes, rule, learning rate and seed, and what is left out.
 
     Args:
-        study: of `load(file)`, or made in Python.
-        sources: what was kept of parts of one's own when the study was run; then their files are not looked at.
-
-    Raises:
-        ValueError: something does not fit and the study does not leave it out, or nothing is left; with the reason.
+        study: from `load(file)` or `parse(content)`.
+        sources: what was kept of custom parts when the study was run; then their files are not looked at.
     """
     known = sources_of(study) if sources is None else sources
     cases: dict[str, Case] = {}
-    left_out: list[LeftOut] = []
-    for graph in study.topologies:
-        for graph_options in graph.combinations():
-            for setting in study.problem.combinations():
-                for nodes in study.nodes:
-                    for rule in study.rules:
-                        parts = {"problem": study.problem.name, "rule": rule.name, "topology": graph.name}
-                        for rule_options in combinations({"lr": study.lr, **(rule.model_extra or {})}):
-                            first = Case(
-                                problem=study.problem.name,
-                                problem_options=setting,
-                                rule=rule.name,
-                                rule_options=rule_options,
-                                topology=graph.name,
-                                topology_options=graph_options,
-                                lazy=graph.lazy,
-                                nodes=nodes,
-                                seed=study.seeds[0],
-                                steps=study.rounds(nodes, setting),
-                                record=study.record,
-                                dtype=study.dtype,
-                                any_graph=study.any_graph,
-                                epochs=study.epochs,
-                                sources={kind: known[name] for kind, name in parts.items() if name in known},
-                            )
-                            stored = sources is not None and bool(first.sources)
-                            if not stored and (reason := refusal(first)) is not None:
-                                left_out.append(LeftOut(nodes, reason))
-                                continue
-                            for seed in study.seeds:
-                                case = replace(first, seed=seed)
-                                cases[case.key] = case
-    left_out = list(dict.fromkeys(left_out))
+    left_out: dict[LeftOut, None] = {}
+    graphs = [(graph, chosen) for graph in study.topologies for chosen in graph.combinations()]
+    by_rule = [(rule.name, o) for rule in study.rules for o in combinations({"lr": study.lr, **rule.options})]
+    for (graph, graph_options), setting, nodes, (rule, rule_options) in product(
+        graphs, study.problem.combinations(), study.nodes, by_rule
+    ):
+        parts = {"problem": study.problem.name, "rule": rule, "topology": graph.name}
+        first = Case(
+            **parts,
+            problem_options=setting,
+            rule_options=rule_options,
+            topology_options=graph_options,
+            lazy=graph.lazy,
+            nodes=nodes,
+            seed=study.seeds[0],
+            steps=study.rounds(nodes, setting),
+            record=study.record,
+            dtype=study.dtype,
+            any_graph=study.any_graph,
+            epochs=study.epochs,
+            sources={kind: known[name] for kind, name in parts.items() if name in known},
+        )
+        stored = sources is not None and bool(first.sources)
+        if not stored and (reason := _refusal(first)) is not None:
+            left_out[LeftOut(nodes, reason)] = None
+            continue
+        for case in (replace(first, seed=seed) for seed in study.seeds):
+            cases[case.key] = case
     if left_out and (not cases or not study.leave_out):
         remedy = "; or set leave_out = true to run the rest" if cases else ""
-        raise ValueError(f"{left_out[0].reason}{remedy}")
-    return list(cases.values()), left_out
+        raise ValueError(f"{next(iter(left_out)).reason}{remedy}")
+    return list(cases.values()), list(left_out)
 
 
 def sources_of(study: Study) -> Sources:
-    """What is to be kept of the parts of one's own in a study, by name: without it their runs would mean nothing.
+    """What is kept of the custom parts of a study, by name, since their runs would mean nothing without it.
 
     That is the hash of the file, and of problems the metric by which learning rates are chosen.
     """
@@ -228,7 +252,7 @@ def headline_of(problem: str, source: Options | None = None) -> Headline:
     return problems.headline(problem) if source is None else Headline(*source["headline"])
 
 
-def refusal(case: Case) -> str | None:
+def _refusal(case: Case) -> str | None:
     """Why a run is not possible, or None."""
     try:
         _check_problem(case.problem, tuple(case.problem_options.items()), case.nodes, case.source("problem"))
@@ -256,11 +280,32 @@ def _graph(name: str, options: tuple[tuple[str, Any], ...], lazy: bool, nodes: i
     return topologies.lazy(graph) if lazy else graph
 
 
-def _called(name: str, words: list[str]) -> str:
-    return f"{name} ({', '.join(words)})" if words else name
+def _called(name: str, words: str) -> str:
+    return f"{name} ({words})" if words else name
 
 
-def _word(option: str, value: Any) -> str:
+def _word(option: str, value: object) -> str:
     if option == "lazy" and value is False:
         return "not lazy"
     return str(value) if option == "order" else f"{option} {shown(value)}"
+
+
+@cache
+def _defaults(function: Callable[..., object]) -> Options:
+    """The options of a function that have a default."""
+    parameters = inspect.signature(function).parameters.values()
+    return {option.name: option.default for option in parameters if option.default is not option.empty}
+
+
+def _form(option: str, value: Any) -> Any:
+    """An option in one way of writing it."""
+    return described(averaging.parse(value)) if option in ("average", "averaging") and value is not None else value
+
+
+def _plain(value: Any) -> Any:
+    """Plain data in which 1.0 and 1 are the same, while large whole numbers stay exact."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

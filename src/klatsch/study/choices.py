@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from klatsch.study.cases import Case
-from klatsch.study.grids import shown
+from klatsch.study.grids import Options, in_words
 from klatsch.study.store import Outcome, Store
 
 
@@ -18,7 +17,7 @@ from klatsch.study.store import Outcome, Store
 class Row:
     """One rule on one topology, with the learning rate whose mean final error over the seeds is smallest.
 
-    Where large is good, as with accuracy, it is the learning rate with the largest mean.
+    Where large is good, as with accuracy, the mean is the largest.
     """
 
     rule: str
@@ -29,7 +28,7 @@ class Row:
     curves: NDArray[np.float64]  # (seeds, steps, lrs)
     consensus: NDArray[np.float64]  # Gamma, (seeds, steps, lrs)
     seconds: float
-    setting: Mapping[str, Any] = field(default_factory=dict)  # the problem's options
+    setting: Options = field(default_factory=dict)  # the problem's options
     metric: str = "distance"  # what the curves are of
     largest: bool = False  # whether large is good
     epochs: int | None = None  # that the steps make, where the problem has a data set
@@ -41,7 +40,7 @@ class Row:
 
     @property
     def best(self) -> int:
-        """The number of the learning rate chosen."""
+        """The index of the learning rate chosen."""
         means = self.final.mean(axis=0)
         return int(means.argmax() if self.largest else means.argmin())
 
@@ -73,7 +72,7 @@ class Row:
     @property
     def setting_text(self) -> str:
         """The problem's options in words."""
-        return ", ".join(f"{name} {shown(value)}" for name, value in self.setting.items())
+        return in_words(self.setting)
 
     @property
     def curve(self) -> NDArray[np.float64]:
@@ -96,9 +95,6 @@ def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None
 
     Learning rates are chosen by the metric given, or by the problem's own. One counts where it has all the seeds that
     the most complete one has.
-
-    Raises:
-        ValueError: no run has that metric; with those there are.
     """
     runs = list(runs)
     if metric is None:
@@ -107,34 +103,24 @@ def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None
     if outcomes and not any(metric in outcome.metrics for outcome in outcomes.values()):
         some = next(iter(store.outcomes([next(iter(outcomes))]).values()))
         raise ValueError(f"no metric {metric!r}; there are {', '.join(some.metrics)}")
-    names = names_of(case for _, case in runs)
-    groups: dict[Any, list[tuple[str, Case]]] = {}
-    for key, case in runs:
-        if key in outcomes:
-            rule, graph = names(case)
-            groups.setdefault((graph, case.setting, case.nodes, rule), []).append((key, case))
-    return [_row(group, outcomes, metric, rule, graph) for (graph, _, _, rule), group in groups.items()]
-
-
-def names_of(cases: Iterable[Case]) -> Callable[[Case], tuple[str, str]]:
-    """What to call the rule and the graph of each run; where a file of one's own was edited, with its version."""
-    versions: dict[str, set[str]] = {}
-    cases = list(cases)
-    for case in cases:
+    versions: dict[str, set[str]] = {}  # of the custom file behind a label, which may have been edited between runs
+    for _, case in runs:
         versions.setdefault(case.label, set()).add(case.source("rule"))
         versions.setdefault(case.graph_label, set()).add(case.source("topology"))
 
     def called(label: str, source: str) -> str:
         return f"{label} [{source[:6]}]" if len(versions[label]) > 1 else label
 
-    return lambda case: (
-        called(case.label, case.source("rule")),
-        called(case.graph_label, case.source("topology")),
-    )
+    groups: dict[tuple[str, str, int, str], list[tuple[Case, Outcome]]] = {}
+    for key, case in runs:
+        if key in outcomes:
+            graph, rule = called(case.graph_label, case.source("topology")), called(case.label, case.source("rule"))
+            groups.setdefault((graph, case.setting, case.nodes, rule), []).append((case, outcomes[key]))
+    return [_row(group, metric, rule, graph) for (graph, _, _, rule), group in groups.items()]
 
 
-def _row(group: list[tuple[str, Case]], outcomes: Mapping[str, Outcome], metric: str, rule: str, graph: str) -> Row:
-    found = {(case.lr, case.seed): outcomes[key] for key, case in group}
+def _row(group: list[tuple[Case, Outcome]], metric: str, rule: str, graph: str) -> Row:
+    found = {(case.lr, case.seed): outcome for case, outcome in group}
     seeds_of: dict[float, list[int]] = {}
     for lr, seed in found:
         seeds_of.setdefault(lr, []).append(seed)
@@ -142,15 +128,15 @@ def _row(group: list[tuple[str, Case]], outcomes: Mapping[str, Outcome], metric:
     lrs = [lr for lr, mine in seeds_of.items() if set(seeds) <= set(mine)]
 
     def stacked(name: str) -> NDArray[np.float64]:
-        return np.stack([np.stack([found[lr, seed].metrics[name] for lr in lrs], axis=-1) for seed in seeds])
+        return np.array([[found[lr, seed].metrics[name] for lr in lrs] for seed in seeds]).swapaxes(1, 2)
 
-    first = group[0][1]
+    first = group[0][0]
     return Row(
         rule=rule,
         topology=graph,
         nodes=first.nodes,
         lrs=tuple(lrs),
-        steps=tuple(int(step) for step in found[lrs[0], seeds[0]].steps),
+        steps=tuple(found[lrs[0], seeds[0]].steps.tolist()),
         curves=stacked(metric),
         consensus=stacked("Gamma"),
         seconds=sum(outcome.seconds for outcome in found.values()),

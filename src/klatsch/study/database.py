@@ -12,61 +12,65 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
-from urllib.parse import quote
 
 FORMAT = 2
 APPLICATION = 0x6B6C6174  # "klat": tells a store from other SQLite files
 WAIT = 60.0  # seconds that a process waits for another one's transaction
-# In one statement: another process may be making the file, and two questions would see it at two moments.
+# In one statement: another process may be creating the file, and two queries would see it at two moments.
 SEEN = (
     "SELECT v.user_version, a.application_id, m.type, m.name, m.rootpage "
     "FROM pragma_user_version v, pragma_application_id a LEFT JOIN sqlite_master m"
 )
 DAMAGED = "if it is a store, it is damaged or was edited: move it away and run again, or bring back a copy"
+REMEDIES = {  # by what SQLite's message contains
+    "full": "free some space and run again: what was stored before is safe",
+    "disk I/O": "free some space and run again: what was stored before is safe",
+    "readonly": "see that the folder can be written to",
+    "unable to open": "see that the folder can be written to",
+    "locked": f"another process held it for more than {WAIT:.0f} seconds; run again when that is done",
+}
 
 
 class Database:
-    """A SQLite file in write-ahead mode. It is made, or brought to this version's format, by the first transaction.
+    """A SQLite file in write-ahead mode, created or upgraded by the first transaction; refused files stay untouched.
 
     Args:
-        path: the file; ":memory:" for one that is gone afterwards.
-        tables: the statements that make a new one.
-        upgrades: by format, the statements that make the next one of it.
-        read_only: only look: the file must exist, and is not written to.
-
-    Raises:
-        ValueError: the file is damaged, not ours, written by a newer version, or cannot be written; it is left as it
-            is.
+        path: the file; ":memory:" for a temporary one.
+        tables: the statements that create a new one.
+        upgrades: by format, the statements that lead to the next.
+        read_only: the file must exist and is not written to.
     """
 
     def __init__(self, path: str, tables: str, upgrades: Mapping[int, str], read_only: bool) -> None:
-        self.path = path
-        self._tables, self._upgrades = tables, upgrades
-        with self.explained():
-            there = self.path != ":memory:" and self._check_file(must_exist=read_only)
-            if there:
-                self._base = self._open(read_only)
+        self.path, self._tables, self._upgrades = path, tables, upgrades
+        in_memory, there = path == ":memory:", False
+        with self._explained():
+            if not in_memory and self._check_file(must_exist=read_only):
+                self._base = self._opened(read_only)
                 self._check_content(must_exist=read_only)
-                there = self.format > 0  # else it was killed as it began
-            if not there:  # until the file is made, an empty one in memory answers
-                self._base = sqlite3.connect(":memory:", isolation_level=None)
-                self._base.execute("PRAGMA foreign_keys = ON")
+                there = self.format > 0  # else its creator was killed
+                if not there:
+                    self._base.close()
+            if not there:  # until the file is created, an empty one in memory answers
+                self._base = self._connected("memory")
                 self._make()
-            self._lacking = not there and self.path != ":memory:"
-            self._ready = read_only or self.path == ":memory:"
+        self._lacking = not there and not in_memory
+        self._ready = read_only or in_memory
 
     @property
     def format(self) -> int:
-        """The format that its tables have now."""
+        """The format of its tables now."""
         return int(self._pragma("user_version"))
 
-    def execute(self, statement: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
-        """Run a statement."""
-        return self._base.execute(statement, values)
+    def execute(self, statement: str, values: Sequence[object] = ()) -> list[Any]:
+        """Run a statement; returns its rows."""
+        with self._explained():
+            return self._base.execute(statement, values).fetchall()
 
-    def execute_many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+    def execute_many(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
         """Run a statement for every row."""
-        self._base.executemany(statement, rows)
+        with self._explained():
+            self._base.executemany(statement, rows)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -75,35 +79,27 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All of what follows, or nothing."""
-        if not self._ready:
-            self._prepare()
-        with self._whole_or_not():
-            yield
+        with self._explained():
+            if not self._ready:
+                self._prepare()
+            with self._base:
+                self._base.execute("BEGIN IMMEDIATE")
+                yield
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Turn what SQLite says into one line with the file and a remedy."""
+    def _explained(self) -> Iterator[None]:
+        """Turn SQLite's errors into one line with the file and a remedy."""
         try:
             yield
         except (sqlite3.Error, UnicodeDecodeError) as error:
-            text, remedy = str(error).splitlines()[0], DAMAGED
+            text = str(error).splitlines()[0]
             if isinstance(error, UnicodeDecodeError) or text.startswith("Could not decode"):
                 text = "it holds text that is not UTF-8"
-            elif "full" in text or "disk I/O" in text:
-                remedy = "free some space and run again: what was stored before is safe"
-            elif "readonly" in text or "unable to open" in text:
-                remedy = "see that the folder can be written to"
-            elif "locked" in text:
-                remedy = f"another process held it for more than {WAIT:.0f} seconds; run again when that is done"
+            remedy = next((remedy for part, remedy in REMEDIES.items() if part in text), DAMAGED)
             raise ValueError(f"{self.path}: {text}; {remedy}") from None
 
-    # --- inside -------------------------------------------------------------------------------------------------
-
     def _check_file(self, must_exist: bool) -> bool:
-        """Whether there is something to open.
-
-        What is no store of ours is refused by its first bytes, since opening may already change a file.
-        """
+        """Whether there is a file to open; foreign ones are refused unopened, which may already change a file."""
         path = Path(self.path)
         if path.is_dir():
             raise ValueError(f"{path} is a folder; give the name of a file")
@@ -112,8 +108,8 @@ class Database:
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is no plain file, but a device or a pipe; give another name for the store")
         if not must_exist:
-            self._check_writable(path)
-        if not path.exists() or path.stat().st_size == 0:  # empty: one that was killed as it began
+            _check_writable(path)
+        if not path.exists() or path.stat().st_size == 0:  # empty: its creator was killed
             if must_exist:
                 raise ValueError(f"there is no store {path}; klatsch run and klatsch reproduce make one")
             return False
@@ -121,31 +117,20 @@ class Database:
             head = file.read(100)
         if len(head) < 100 or not head.startswith(b"SQLite format 3\0"):
             raise sqlite3.DatabaseError("file is not a database")
-        version, ours = (int.from_bytes(head[k : k + 4], "big") for k in (60, 68))
-        if (version, ours) != (0, 0):  # else it was killed as it began, or its content will tell
-            self._check_numbers(version, ours)
+        version, application = (int.from_bytes(head[k : k + 4], "big") for k in (60, 68))
+        if (version, application) != (0, 0):  # else its creator was killed, or its content will tell
+            self._check_numbers(version, application)
         return True
 
-    def _check_writable(self, path: Path) -> None:
-        """SQLite writes to the file, and makes others beside it; a folder tells only when it is tried."""
-        try:
-            with NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):
-                pass
-            if path.exists() and not os.access(path, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        except OSError as error:
-            remedy = "free some space" if error.errno == errno.ENOSPC else "see that file and folder can be written to"
-            raise ValueError(f"{path}: {error.strerror}; {remedy}, or give another name for the store") from None
-
     def _check_content(self, must_exist: bool) -> None:
-        """Refuse what only shows when the file is open: numbers that are still in its log, tables, damage."""
+        """Refuse what shows only in an open file: numbers still in its log, a foreign schema, damage."""
         try:
             rows = self._base.execute(SEEN).fetchall()
-            version, ours = rows[0][:2]
+            version, application = rows[0][:2]
             entries = [entry for _, _, *entry in rows if entry[0] is not None]
-            if version or ours or entries:
-                self._check_numbers(version, ours)
-                self._check_entries(version, entries)
+            if version or application or entries:
+                self._check_numbers(version, application)
+                self._check_schema(version, entries)
             elif must_exist:
                 raise ValueError(f"{self.path} holds no finished run yet")
             if (problem := self._pragma("quick_check(1)")) != "ok":
@@ -154,10 +139,10 @@ class Database:
             self._base.close()
             raise
 
-    def _check_entries(self, version: int, entries: Sequence[Sequence[Any]]) -> None:
-        """Refuse triggers and the like, which would act in our place, and a file that lacks a table."""
+    def _check_schema(self, version: int, entries: Sequence[Sequence[Any]]) -> None:
+        """Refuse triggers and the like, which would act on their own, and a file that lacks a table."""
         for kind, name, page in entries:
-            if not page:  # no data of its own: a trigger, a view, a virtual table
+            if not page:  # without data of its own: a trigger, a view, a virtual table
                 raise ValueError(
                     f"{self.path} holds a {kind} {name!r} that klatsch did not make and does not run; remove it with "
                     f"sqlite3 (DROP {kind.upper()}), or bring back a copy"
@@ -168,8 +153,8 @@ class Database:
             if name not in names and f"CREATE TABLE {name} " not in later:
                 raise sqlite3.DatabaseError(f"it has no table {name!r}")
 
-    def _check_numbers(self, version: int, ours: int) -> None:
-        if ours != APPLICATION:
+    def _check_numbers(self, version: int, application: int) -> None:
+        if application != APPLICATION:
             raise ValueError(f"{self.path} is a database, but no store of klatsch; give another name")
         if version < 1:
             raise sqlite3.DatabaseError(f"it has no format {version}")
@@ -179,32 +164,21 @@ class Database:
                 "update klatsch"
             )
 
-    @contextmanager
-    def _whole_or_not(self) -> Iterator[None]:
-        self._base.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._base.execute("COMMIT")
-        except BaseException:
-            if self._base.in_transaction:
-                self._base.execute("ROLLBACK")
-            raise
-
     def _prepare(self) -> None:
-        """Make the file, or bring it to this format."""
+        """Create the file, or upgrade it to this format."""
         if self._lacking:
             self._base.close()
-            self._base, self._lacking = self._open(read_only=False), False
-            self._check_content(must_exist=False)  # somebody else may have made it by now
-        for setting in ("foreign_keys = ON", "synchronous = FULL"):
-            self._base.execute(f"PRAGMA {setting}")
+            self._base, self._lacking = self._opened(read_only=False), False
+            self._check_content(must_exist=False)  # another process may have created it by now
+        self._base.execute("PRAGMA synchronous = FULL")
         self._use_log()
-        with self._whole_or_not():
+        with self._base:
+            self._base.execute("BEGIN IMMEDIATE")
             self._make()
         self._ready = True
 
     def _use_log(self) -> None:
-        """Write ahead, once no other process is just doing the same: SQLite does not wait for that by itself."""
+        """Write ahead, once no other process is switching to it: SQLite does not wait for that by itself."""
         deadline = time.monotonic() + WAIT
         while True:
             try:
@@ -224,16 +198,12 @@ class Database:
             self._base.execute(f"PRAGMA application_id = {APPLICATION}")
             self._base.execute(f"PRAGMA user_version = {FORMAT}")
 
-    def _open(self, read_only: bool) -> sqlite3.Connection:
+    def _opened(self, read_only: bool) -> sqlite3.Connection:
         if not read_only:
-            base = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
-            base.execute("PRAGMA trusted_schema = OFF")
-            return base
-        address = f"file:{quote(str(Path(self.path).absolute()))}"
-        base = sqlite3.connect(f"{address}?mode=rw", uri=True, timeout=WAIT)
+            return self._connected("rwc")
+        base = self._connected("rw")
         try:
             base.execute("PRAGMA query_only = ON")
-            base.execute("PRAGMA trusted_schema = OFF")
             base.execute("SELECT count(*) FROM sqlite_master").fetchone()
         except sqlite3.OperationalError as error:
             base.close()
@@ -242,12 +212,30 @@ class Database:
             log = Path(f"{self.path}-wal")
             if log.exists() and log.stat().st_size:
                 raise ValueError(
-                    f"{self.path} has a log beside it ({log.name}) that can only be read where one may write; "
-                    "copy both into another folder"
+                    f"{self.path} has a log beside it ({log.name}) that can only be read in a folder that can be "
+                    "written to; copy both into another one"
                 ) from None
-            # A folder that cannot be written to: nobody else writes there either.
-            return sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True)
+            return self._connected("ro&immutable=1")  # a folder that cannot be written to, so nobody else writes there
+        return base
+
+    def _connected(self, mode: str) -> sqlite3.Connection:
+        address = f"{Path(self.path).absolute().as_uri()}?mode={mode}"
+        base = sqlite3.connect(address, uri=True, timeout=WAIT, isolation_level=None)
+        base.execute("PRAGMA trusted_schema = OFF")
+        base.execute("PRAGMA foreign_keys = ON")
         return base
 
     def _pragma(self, name: str) -> Any:
         return self._base.execute(f"PRAGMA {name}").fetchone()[0]
+
+
+def _check_writable(path: Path) -> None:
+    """SQLite writes to the file and creates others beside it; whether a folder allows that shows only when tried."""
+    try:
+        with NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):
+            pass
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        remedy = "free some space" if error.errno == errno.ENOSPC else "see that file and folder can be written to"
+        raise ValueError(f"{path}: {error.strerror}; {remedy}, or give another name for the store") from None

@@ -5,26 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from klatsch import problems
 from klatsch.simulation.preparation import check_place
 from klatsch.study import workers
-from klatsch.study.batches import Batch, Finished, pack, quick
+from klatsch.study.batches import DTYPES, Batch, Finished, pack, quick
 from klatsch.study.cases import Case, LeftOut, expand
 from klatsch.study.choices import Row, summarize
-from klatsch.study.leftovers import checkpoint, sweep
-from klatsch.study.sharing import BEAT, Share
+from klatsch.study.sharing import BEAT, Share, checkpoint
 from klatsch.study.spec import Study
 from klatsch.study.store import Origin, Store
 from klatsch.study.workers import Open, Workers
 
-POLL = 0.5  # seconds between two looks at what other processes are at
+POLL = 0.5  # seconds between two looks at what other processes have done
 MOST_LOSSES = 5  # times in a row that workers may die without a batch done in between
 
 
@@ -33,11 +31,11 @@ class Progress:
     """How far a study is."""
 
     began: float
-    batches: int = 0  # of this process, as those that others do are not
+    batches: int = 0  # of this process, not those of others
     runs: int = 0
     work: int = 0
-    damaged: int = 0  # runs that the store holds, but not whole: they are done again
-    elsewhere: int = 0  # batches that other processes are at, where nothing else is left to do
+    damaged: int = 0  # runs in the store that are not whole, and are repeated
+    elsewhere: int = 0  # batches that other processes work on, where nothing else is left to do
     workers: int = 0
     batches_done: int = 0
     runs_done: int = 0
@@ -45,12 +43,24 @@ class Progress:
     best: tuple[float, Case] | None = None
     first: tuple[float, int] | None = None  # when the first batch came back, and its work
 
-    def expect(self, missing: Iterable[Batch]) -> None:
+    def expect(self, missing: Sequence[Batch]) -> None:
         """Set how much there is to do: what was done, and what is missing."""
-        missing = list(missing)
         self.batches = self.batches_done + len(missing)
         self.runs = self.runs_done + sum(len(batch.cases) for batch in missing)
         self.work = self.work_done + sum(batch.work for batch in missing)
+
+    def count(self, batch: Batch, outcome: Finished, new: int) -> None:
+        """Add a batch with the number of its runs that no other process stored first."""
+        self.batches_done += 1
+        self.runs_done += new
+        self.work_done += batch.work
+        self.first = self.first or (time.monotonic(), batch.work)
+        headline = batch.cases[0].headline
+        if headline.metric in outcome.metrics:
+            finals, sign = outcome.metrics[headline.metric][-1], -1.0 if headline.largest else 1.0
+            k = int(np.argmin(sign * finals))
+            if self.best is None or sign * finals[k] < sign * self.best[0]:
+                self.best = float(finals[k]), batch.cases[k]
 
     @property
     def seconds(self) -> float:
@@ -82,23 +92,21 @@ def execute(
     executor: Executor | Open | None = None,
     told: Told | None = None,
 ) -> Progress:
-    """Do every run that the store does not hold yet.
+    """Do every run that the store does not hold yet. Results stay when a batch fails or workers keep dying.
+
+    On Ctrl-C, running batches save themselves and go on from there next time.
 
     Args:
         cases: the runs, of `expand(study)`.
-        store: where results go; other processes may be at the same one, and each does what the others do not.
+        store: where results go; other processes may use it too, and each does what the others do not.
         device: "cpu", "cuda", ...
         executor: what runs the batches: any `concurrent.futures.Executor`, or a function such as `workers.processes`
             that opens one, and again if its workers die. By default one process per core (threads of this process for
             a few seconds of work), or a thread for a GPU.
-        told: is told how far it is, at the beginning and after every batch.
+        told: called with the progress, at the beginning and after every batch.
 
     Returns:
         What this process did.
-
-    Raises:
-        ValueError: a batch failed, workers keep dying, or the store cannot be written; what was stored stays.
-        KeyboardInterrupt: running batches have saved themselves and go on from there next time.
     """
     done, damaged = store.done(), store.damaged()
     todo = [left for batch in pack(cases, device) for left in batch.without(done)]
@@ -111,18 +119,16 @@ def execute(
     with Share(store) as share:
         while todo:
             mine, todo = share.take(todo, 1)
-            if not mine:
-                _wait_for_others(todo, progress, tell)
+            if not mine:  # other processes work on all that is missing: wait for their results, or their end
+                if progress.elsewhere != len(todo):
+                    progress.elsewhere = len(todo)
+                    tell(progress)
+                time.sleep(POLL)
                 continue
             before, progress.elsewhere = progress.batches_done, 0
             with _opened(executor, device, mine + todo) as crew:
                 progress.workers = crew.count
-                try:
-                    lost, todo = _run(mine, todo, crew, share, progress, tell)
-                except BaseException:  # Ctrl-C, or a batch that failed: the others save themselves and end
-                    if crew.stop is not None:
-                        crew.stop.set()
-                    raise
+                lost, todo = _run(mine, todo, crew, share, progress, tell)
             if lost:
                 losses = losses + 1 if progress.batches_done == before else 1
                 if losses > MOST_LOSSES or isinstance(executor, Executor):
@@ -131,7 +137,7 @@ def execute(
                         "run again with fewer workers (--workers): what was stored is safe"
                     )
                 todo = lost + todo
-        sweep(store, share)
+        share.sweep()
     return progress
 
 
@@ -156,12 +162,12 @@ def run_study(
     """Run what is missing of a study, and choose the learning rates.
 
     Args:
-        study: of `load(file)`, or made in Python.
+        study: from `load(file)` or `parse(content)`.
         store: a store, or the name of its file; by default results are kept in memory only.
         executor: see `execute`.
         told: see `execute`.
-        expanded: what `expand(study)` gave, where that was done already.
-        origin: how it was asked for, to be kept in the store for reports.
+        expanded: the result of `expand(study)`, if it is there already.
+        origin: how it was asked for, kept in the store for reports.
     """
     if not isinstance(study, Study):
         raise ValueError(f"study is a {type(study).__name__}; make one with study.parse({{...}}) or study.load(file)")
@@ -177,105 +183,75 @@ def run_study(
 
 
 def check_ready(study: Study, cases: Iterable[Case], store: Store) -> None:
-    """Check that this machine can do what is missing of a study, before anything is written.
-
-    Raises:
-        ValueError: there is no such device, or the data cannot be had.
-    """
+    """Check that this machine has the device and data for what is missing, before anything is written."""
     if not {case.key for case in cases} <= store.done():
-        check_place(getattr(torch, study.dtype), study.device)
+        check_place(DTYPES[study.dtype], study.device)
         problems.make_ready(study.problem.name)
-
-
-def _wait_for_others(todo: list[Batch], progress: Progress, tell: Told) -> None:
-    """All that is missing is with other processes: wait a moment for their results, or their end."""
-    if progress.elsewhere != len(todo):
-        progress.elsewhere = len(todo)
-        tell(progress)
-    time.sleep(POLL)
 
 
 def _run(
     mine: list[Batch], todo: list[Batch], crew: Workers, share: Share, progress: Progress, tell: Told
 ) -> tuple[list[Batch], list[Batch]]:
-    """Run batches: those taken already, and what can be taken. Gives back those whose worker died, and the rest."""
+    """Run the batches taken, and all that can still be taken; returns those whose worker died, and the rest."""
     running: dict[Future[Finished], Batch] = {}
-    try:
-        return _collect(mine, todo, running, crew, share, progress, tell)
-    finally:
-        for future in running:  # what was not begun need not be
-            future.cancel()
-
-
-def _collect(
-    mine: list[Batch],
-    todo: list[Batch],
-    running: dict[Future[Finished], Batch],
-    crew: Workers,
-    share: Share,
-    progress: Progress,
-    tell: Told,
-) -> tuple[list[Batch], list[Batch]]:
     lost: list[Batch] = []
     store = share.store
-    while True:
-        # A few ahead keep workers busy; the rest is for other processes. Of workers elsewhere the number may change.
-        room = 2 * crew.count - len(running) - len(mine) if crew.shares_files else len(todo)
-        if todo and room > 0 and not lost:
-            more, todo = share.take(todo, room)
-            mine = mine + more
-        for batch in mine:
-            file = checkpoint(store, batch) if crew.shares_files else None
-            try:
-                running[crew.executor.submit(crew.task, batch, file)] = batch
-            except crew.losses:
-                lost.append(batch)
-        mine = []
-        if not running:
-            return lost, todo
-        finished = wait(running, timeout=BEAT, return_when=FIRST_COMPLETED).done
-        share.beat()
-        if not finished and not crew.alive():
-            lost += running.values()
-            running.clear()
-        for future in finished:
-            batch = running.pop(future)
-            try:
-                outcome = future.result()
-            except crew.losses:
-                lost.append(batch)
-                continue
-            except (MemoryError, RuntimeError) as error:
-                if isinstance(error, RuntimeError) and "memory" not in str(error):
-                    raise
-                first = batch.cases[0]
-                raise ValueError(
-                    f"{first.label} on {first.graph_label} with up to {max(c.nodes for c in batch.cases)} nodes and "
-                    f"{len(batch.networks[0])} columns does not fit into memory; use fewer workers, or smaller grids"
-                ) from None
-            new = store.save(batch, outcome)
-            if (file := checkpoint(store, batch)) is not None:
-                file.unlink(missing_ok=True)
-            _count(progress, batch, outcome, new)
-            progress.expect([*running.values(), *todo, *lost])
-            tell(progress)
+    try:
+        while True:
+            # A few ahead keep workers busy; the rest is for other processes. The number of workers elsewhere may grow.
+            room = 2 * crew.count - len(running) - len(mine) if crew.shares_files else len(todo)
+            if todo and room > 0 and not lost:
+                more, todo = share.take(todo, room)
+                mine = mine + more
+            for batch in mine:
+                file = checkpoint(store, batch) if crew.shares_files else None
+                try:
+                    running[crew.executor.submit(crew.task, batch, file)] = batch
+                except crew.losses:
+                    lost.append(batch)
+            mine = []
+            if not running:
+                return lost, todo
+            done = wait(running, timeout=BEAT, return_when=FIRST_COMPLETED).done
+            share.beat()
+            if not done and not crew.alive():
+                lost += running.values()
+                running.clear()
+            for future in done:
+                batch = running.pop(future)
+                try:
+                    outcome = future.result()
+                except crew.losses:
+                    lost.append(batch)
+                    continue
+                except (MemoryError, RuntimeError) as error:
+                    raise _too_large(batch, error) from None
+                new = store.save(batch, outcome)
+                if (file := checkpoint(store, batch)) is not None:
+                    file.unlink(missing_ok=True)
+                progress.count(batch, outcome, new)
+                progress.expect([*running.values(), *todo, *lost])
+                tell(progress)
+    except BaseException:  # Ctrl-C, or a batch that failed: what was not begun need not be, the others save themselves
+        for future in running:
+            future.cancel()
+        if crew.stop is not None:
+            crew.stop.set()
+        raise
 
 
-def _count(progress: Progress, batch: Batch, outcome: Finished, new: int) -> None:
-    progress.batches_done += 1
-    progress.runs_done += new  # not those that somebody else was faster with
-    progress.work_done += batch.work
-    progress.first = progress.first or (time.monotonic(), batch.work)
-    headline = batch.cases[0].headline
-    finals = outcome.metrics.get(headline.metric)
-    if finals is not None:
-        sign = -1.0 if headline.largest else 1.0
-        k = int(np.argmin(sign * finals[-1]))
-        if progress.best is None or sign * finals[-1, k] < sign * progress.best[0]:
-            progress.best = float(finals[-1, k]), batch.cases[k]
+def _too_large(batch: Batch, error: MemoryError | RuntimeError) -> Exception:
+    """A lack of memory as one line; other errors as they are."""
+    if isinstance(error, RuntimeError) and "memory" not in str(error):
+        return error
+    first = batch.cases[0]
+    return ValueError(
+        f"{first.label} on {first.graph_label} with up to {max(case.nodes for case in batch.cases)} nodes and "
+        f"{len(batch.networks[0])} columns does not fit into memory; use fewer workers, or smaller grids"
+    )
 
 
-def _opened(executor: Executor | Open | None, device: str, todo: Sequence[Batch]) -> Any:
+def _opened(executor: Executor | Open | None, device: str, todo: Sequence[Batch]) -> AbstractContextManager[Workers]:
     if isinstance(executor, Executor):
         return workers.given(executor)
     if executor is not None:

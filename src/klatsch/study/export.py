@@ -7,22 +7,20 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from klatsch import files
 from klatsch.study.cases import Case
+from klatsch.study.grids import Options
 from klatsch.study.store import Store
 
-Record = dict[str, Any]
 
-
-def records(store: Store, runs: Sequence[tuple[Case, dict[str, Any]]], curves: bool = False) -> list[Record]:
+def records(store: Store, runs: Sequence[tuple[Case, Options]], curves: bool = False) -> list[Options]:
     """One record per run with its final metrics, or with `curves` one per run and recorded round."""
     outcomes = store.outcomes([facts["key"] for _, facts in runs], last=not curves)
-    found: list[Record] = []
+    found: list[Options] = []
     for case, facts in runs:
         outcome = outcomes[facts["key"]]
-        head: Record = {
+        head: Options = {
             "problem": case.problem_label,
             **case.problem_options,
             "topology": case.graph_label,
@@ -41,8 +39,8 @@ def records(store: Store, runs: Sequence[tuple[Case, dict[str, Any]]], curves: b
     return [{name: record.get(name) for name in names} for record in found]
 
 
-def to_csv(found: Sequence[Record], path: Path) -> None:
-    """Write records as CSV; what diverged is inf."""
+def to_csv(found: Sequence[Options], path: Path) -> None:
+    """Write records as CSV; diverged values are inf."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(found[0]), lineterminator="\n")
     writer.writeheader()
@@ -50,12 +48,8 @@ def to_csv(found: Sequence[Record], path: Path) -> None:
     files.save(path, text.getvalue().encode(), "CSV")
 
 
-def to_parquet(found: Sequence[Record], path: Path) -> None:
-    """Write records as Parquet, with types.
-
-    Raises:
-        ValueError: pyarrow is not installed, or the file cannot be written.
-    """
+def to_parquet(found: Sequence[Options], path: Path) -> None:
+    """Write records as Parquet, with types."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -66,8 +60,8 @@ def to_parquet(found: Sequence[Record], path: Path) -> None:
     files.save(path, data.getvalue().to_pybytes(), "Parquet")
 
 
-def plain(found: Sequence[Record]) -> list[Record]:
-    """Records as JSON can hold them: None for inf."""
+def plain(found: Sequence[Options]) -> list[Options]:
+    """Optionss as JSON can hold them: None for inf."""
     return [
         {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()} for record in found
     ]

@@ -1,4 +1,4 @@
-"""Grids: values and lists of values, counted before they are written out."""
+"""Grids: values and lists of values, counted before they are written out; and values in words."""
 
 from __future__ import annotations
 
@@ -13,46 +13,43 @@ MOST_SETTINGS = 1_000  # of its problem, which is tried with each
 Options = dict[str, Any]
 
 
-def several(value: Any) -> Any:
-    """A list as it is, anything else as a list of one; named twice is run once."""
-    entries = list(value) if isinstance(value, list | tuple) else [value]
+def several(value: object) -> list[Any]:
+    """A list without repetitions, anything else as a list of one."""
+    entries = value if isinstance(value, list | tuple) else [value]
     if not entries:
         raise ValueError("the list is empty; give at least one entry")
-    plain = str | int | float  # anything else is a table, or a mistake that is told later
     found: dict[Any, Any] = {}
-    for entry in entries:
-        found.setdefault(entry if isinstance(entry, plain) else (repr(entry),), entry)
+    for entry in entries:  # which may also be a table, or a mistake that is refused later
+        found.setdefault(entry if isinstance(entry, str | int | float) else (repr(entry),), entry)
     return list(found.values())
+
+
+def axis(name: str, value: object) -> list[Any]:
+    """The values of an option: a value, or a flat list of them."""
+    if isinstance(value, list | tuple) and not value:
+        raise ValueError(f"{name} = []; the list is empty, give at least one entry")
+    for entry in (values := several(value)):
+        if isinstance(entry, list | tuple | dict):
+            raise ValueError(f"{name} = {short(entry)}; give a value, or a flat list of values")
+    return values
+
+
+def count(options: Mapping[str, object]) -> int:
+    """How many combinations of options there are."""
+    return math.prod(len(axis(name, value)) for name, value in options.items())
+
+
+def combinations(options: Mapping[str, object], most: int = MOST_RUNS) -> list[Options]:
+    """All combinations of options, of which some are lists."""
+    if (number := count(options)) > most:
+        raise ValueError(f"a grid of {number:,} settings; {most:,} are the most, make its lists shorter")
+    axes = [axis(name, value) for name, value in options.items()]
+    return [dict(zip(options, chosen, strict=True)) for chosen in product(*axes)]
 
 
 def counted(number: int, word: str) -> str:
     """A number of things in words."""
     return f"1 {word}" if number == 1 else f"{number:,} {word}s"
-
-
-def combinations(options: Mapping[str, Any], most: int = MOST_RUNS) -> list[Options]:
-    """All combinations of options, of which some are lists."""
-    axes = _axes(options)
-    if (number := count(options)) > most:
-        raise ValueError(f"a grid of {number:,} settings; {most:,} are the most, make its lists shorter")
-    return [dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values())]
-
-
-def count(options: Mapping[str, Any]) -> int:
-    """How many combinations there are."""
-    return math.prod(len(values) for values in _axes(options).values())
-
-
-def _axes(options: Mapping[str, Any]) -> dict[str, list[Any]]:
-    for name, value in options.items():
-        if isinstance(value, list | tuple) and not value:
-            raise ValueError(f"{name} = []; the list is empty, give at least one entry")
-    axes = {name: several(value) for name, value in options.items()}
-    for name, values in axes.items():
-        for value in values:
-            if isinstance(value, list | tuple | dict):
-                raise ValueError(f"{name} = {short(value)}; give a value, or a flat list of values")
-    return axes
 
 
 def short(value: object) -> str:
@@ -64,3 +61,8 @@ def short(value: object) -> str:
 def shown(value: object) -> str:
     """A value for a table."""
     return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def in_words(options: Mapping[str, object]) -> str:
+    """Options for a table, such as "noise 1, heterogeneity 10"."""
+    return ", ".join(f"{name} {shown(value)}" for name, value in options.items())

@@ -1,35 +1,39 @@
-"""Several processes on one store: each takes batches that no other one is at, and those of a dead one are free again.
+"""Several processes on one store: each takes batches that no other one works on; those of a dead one are free again.
 
-Clocks are never compared. A process counts its signs of life in the store; whoever waits for it watches that number by
-its own clock. On one machine, a process that is gone is known at once.
+Clocks are never compared. A process counts its signs of life in the store; the others watch that number by their own
+clocks. A dead process on the same machine is noticed at once.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
-from klatsch.study.batches import Batch
+from klatsch.study.batches import Batch, pack
+from klatsch.study.cases import expand
 from klatsch.study.store import Store
 
 BEAT = 5.0  # seconds between two signs of life
 SILENCE = 60.0  # seconds without one after which a process counts as dead
+STALE = 7 * 86400.0  # seconds after which an unfinished checkpoint is abandoned
 
 
 class Share:
-    """What one process does of a store's missing runs; leaving it gives back what was not done."""
+    """One process's share of a store's missing runs; leaving it returns what was not done."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.base = store, store.base
         self.owner = secrets.token_hex(8)
         self._known = False  # to others
         self._beaten = time.monotonic()
-        self._seen: dict[str, tuple[int, float]] = {}  # of others: the signs of life so far, and when the last one came
+        self._seen: dict[str, tuple[int, float]] = {}  # of others: their signs of life, and when the last one came
 
     def __enter__(self) -> Share:
         return self
@@ -40,24 +44,22 @@ class Share:
                 self.base.execute("DELETE FROM owners WHERE id = ?", [self.owner])
 
     def take(self, todo: Sequence[Batch], most: int) -> tuple[list[Batch], list[Batch]]:
-        """Take up to so many batches that nobody else is at; gives these, and what is still missing beside them."""
+        """Take batches that no other process works on, up to `most`; returns them, and what else is missing."""
         mine: list[Batch] = []
         left: list[Batch] = []
         with self.store.transaction():
             self._live()
             self._bury()
             done = self.store.done()
-            claimed = self.base.execute("SELECT key FROM claims WHERE owner != ?", [self.owner])
-            theirs = {key for (key,) in claimed.fetchall()}
-            for batch in todo:
-                for part in batch.without(done):
-                    keys = [case.key for case in part.cases]
-                    if len(mine) == most or not theirs.isdisjoint(keys):
-                        left.append(part)
-                        continue
-                    mine.append(part)
-                    rows = [(key, part.key, self.owner) for key in keys]
-                    self.base.execute_many("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", rows)
+            theirs = {key for (key,) in self.base.execute("SELECT key FROM claims WHERE owner != ?", [self.owner])}
+            for part in (part for batch in todo for part in batch.without(done)):
+                keys = [case.key for case in part.cases]
+                if len(mine) == most or not theirs.isdisjoint(keys):
+                    left.append(part)
+                    continue
+                mine.append(part)
+                rows = [(key, part.key, self.owner) for key in keys]
+                self.base.execute_many("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", rows)
         return mine, left
 
     def beat(self) -> None:
@@ -68,12 +70,25 @@ class Share:
                 self.base.execute("UPDATE owners SET beats = beats + 1 WHERE id = ?", [self.owner])
             self._beaten = time.monotonic()
 
-    def others(self) -> set[str]:
-        """The batches that other living processes are at, by key."""
+    def sweep(self) -> None:
+        """Remove checkpoints that killed processes left beside the store and nobody can resume."""
+        if self.store.path == ":memory:":
+            return
+        place = Path(self.store.path)
+        name = re.compile(rf"\.?{re.escape(place.name)}-([0-9a-f]{{32}})\.safetensors(\.[0-9a-f]+)?")
+        found = {file: match for file in place.parent.iterdir() if (match := name.fullmatch(file.name))}
+        if not found:
+            return
         with self.store.transaction():
             self._bury()
             claimed = self.base.execute("SELECT DISTINCT batch FROM claims WHERE owner != ?", [self.owner])
-            return {batch for (batch,) in claimed.fetchall()}
+        unfinished = _unfinished(self.store)
+        for file, match in found.items():
+            torn = match[2] is not None  # killed while it was written
+            with suppress(FileNotFoundError):  # another process was faster
+                kept = not torn and time.time() - file.stat().st_mtime < STALE
+                if (match[1],) not in claimed and not (kept and (unfinished is None or match[1] in unfinished)):
+                    file.unlink()
 
     def _live(self) -> None:
         """Be among the owners; one that was paused for long may have been buried."""
@@ -83,8 +98,8 @@ class Share:
 
     def _bury(self) -> None:
         """Free what dead processes claimed."""
-        owners = self.base.execute("SELECT id, host, pid, beats FROM owners WHERE id != ?", [self.owner]).fetchall()
-        for owner, host, pid, beats in owners:
+        others = self.base.execute("SELECT id, host, pid, beats FROM owners WHERE id != ?", [self.owner])
+        for owner, host, pid, beats in others:
             last, since = self._seen.get(owner, (None, 0.0))
             if last != beats:
                 self._seen[owner] = (beats, time.monotonic())
@@ -93,8 +108,28 @@ class Share:
                 self.base.execute("DELETE FROM owners WHERE id = ?", [owner])
 
 
+def checkpoint(store: Store, batch: Batch) -> Path | None:
+    """The file of a batch in progress, beside the store; None for a store in memory."""
+    return None if store.path == ":memory:" else Path(f"{store.path}-{batch.key}.safetensors")
+
+
+def _unfinished(store: Store) -> set[str] | None:
+    """The keys of batches that studies in a store still lack; None where that cannot be known."""
+    done = store.done()
+    try:
+        batches = [
+            batch
+            for remembered in store.studies()
+            for batch in pack(expand(remembered.study, remembered.sources)[0], remembered.study.device)
+        ]
+    except ValueError:  # of another version, or without its data
+        return None
+    return {left.key for batch in batches for left in batch.without(done)}
+
+
+@cache
 def _machine() -> str:
-    """What tells machines apart, and containers, whose processes are numbered by themselves."""
+    """What tells machines apart, and containers, each of which numbers its own processes."""
     facts = [platform.node()]
     with suppress(OSError):
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -104,12 +139,11 @@ def _machine() -> str:
 
 def _alive(pid: int) -> bool:
     """Whether there is such a process here, as far as can be told."""
-    if os.name != "posix":
-        return True
     try:
-        os.kill(pid, 0)  # sends nothing
+        if os.name == "posix":
+            os.kill(pid, 0)  # sends nothing
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError, TypeError):  # somebody else's; or no number that a process has
-        return True
+    except (OSError, OverflowError, TypeError):  # somebody else's process, or not a process number
+        pass
     return True

@@ -1,27 +1,4 @@
-"""What a study is: a TOML file, or the same in Python, checked before anything runs.
-
-name = "ring"                       # of the study, in tables and reports
-steps = 10000                       # rounds
-nodes = [4, 9, 16]
-seeds = 3                           # 0, 1, 2; or a list
-lr = [1e-3, 1e-2]                   # chosen by mean final error, for each rule, graph and size by itself
-topologies = ["ring", "ring/8", { name = "base_graph", k = 2 }]    # ring/8: gossip in every 8th round
-
-[problem]
-name = "least-squares"
-noise = [1.0, 10.0]                 # a list is a grid
-
-[[rules]]
-name = "dat"
-order = ["atc", "cta"]
-
-[[rules]]
-name = "d2"
-lr = [1e-4, 1e-3]                   # a grid of its own
-
-[[rules]]
-name = "mine.py:Extra"              # a rule of your own, in a file beside this one, which is executed
-"""
+"""What a study is: a TOML file (docs/studies.md), or the same in Python, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -41,19 +18,22 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from klatsch import own, problems, rules
 from klatsch import topology as topologies
 from klatsch.arguments import check_options, whole
+from klatsch.columns import hyper
 from klatsch.files import text_of
-from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, combinations, count, counted, several, short
+from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, axis, combinations, count, counted, several, short
 from klatsch.topology.checks import rounds_between
 from klatsch.topology.silence import split
 
 PAPER_GRID = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1)  # Section 5.1
+MOST_POINTS = 10_000  # at which metrics are kept
 
 
-def _named(value: Any, info: ValidationInfo) -> Any:
+def _named(value: object, info: ValidationInfo) -> object:
     """An entry as a table, in which names of files have their whole path."""
     entry = {"name": value} if isinstance(value, str) else value
     if isinstance(entry, Mapping) and own.is_own(entry.get("name")):
@@ -61,51 +41,38 @@ def _named(value: Any, info: ValidationInfo) -> Any:
     return entry
 
 
-def _by_name(value: Any, info: ValidationInfo) -> Any:
+def _all_named(value: object, info: ValidationInfo) -> object:
     return [_named(entry, info) for entry in several(value)]
 
 
-def _stored(info: ValidationInfo) -> bool:
-    """Whether a study comes from a store: then it was checked before it ran, and its files may be gone."""
-    return bool((info.context or {}).get("stored"))
+def _nodes(value: object) -> list[int]:
+    return [whole(nodes, "nodes", 1) for nodes in axis("nodes", value)]
 
 
-def _seeds(value: Any) -> Any:
+def _seeds(value: object) -> list[int]:
     if isinstance(value, list | tuple):
-        return [whole(seed, "seed", 0) for seed in several(value)]
-    if (seeds := whole(value, "seeds", 1)) > MOST_RUNS:
-        raise ValueError(f"seeds = {seeds}; give a whole number up to {MOST_RUNS:,}")
-    return list(range(seeds))
+        return [whole(seed, "seed", 0) for seed in axis("seeds", value)]
+    return list(range(_number("seeds", value, MOST_RUNS)))
 
 
-def _nodes(value: Any) -> Any:
-    return [whole(nodes, "nodes", 1) for nodes in several(value)]
+def _rates(value: object) -> list[object]:
+    return [hyper("lr", lr, lambda lr: lr > 0, "a number above 0, such as 0.01") for lr in axis("lr", value)]
 
 
-def _rates(value: Any) -> Any:
-    rates = several(value)
-    for lr in rates:
-        if isinstance(lr, bool) or not isinstance(lr, int | float):
-            raise ValueError(f"lr = {short(lr)}; give numbers above 0")
-        rules.make("dsgd", lr=lr)
-    return rates
+def _length(value: object, info: ValidationInfo) -> int | None:
+    return None if value is None else whole(value, str(info.field_name), 1)
 
 
-def _title(value: Any) -> Any:
+def _number(name: str, value: object, most: int) -> int:
+    if (number := whole(value, name, 1)) > most:
+        raise ValueError(f"{name} = {number}; give a whole number up to {most:,}")
+    return number
+
+
+def _title(value: object) -> object:
     if isinstance(value, str) and not value.isprintable():
         raise ValueError("give one line of text that can be printed")
     return value
-
-
-def _number_of(name: str, most: int = 1 << 62, optional: bool = False) -> BeforeValidator:
-    def check(value: Any) -> int | None:
-        if value is None and optional:
-            return None
-        if (number := whole(value, name, 1)) > most:
-            raise ValueError(f"{name} = {number}; give a whole number up to {most:,}")
-        return number
-
-    return BeforeValidator(check)
 
 
 class Entry(BaseModel):
@@ -114,9 +81,24 @@ class Entry(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
 
+    @model_validator(mode="after")
+    def _checked(self, info: ValidationInfo) -> Entry:
+        # A study from a store was checked before it ran, and the files of its custom parts may be gone.
+        if not (own.is_own(self.name) and (info.context or {}).get("stored")):
+            self.check()
+        return self
+
+    def check(self) -> None:
+        """Refuse an unknown name, option or value."""
+
+    @property
+    def options(self) -> Options:
+        """The options as given."""
+        return self.model_extra or {}
+
     def combinations(self) -> list[Options]:
         """All combinations of the options."""
-        return combinations(self.model_extra or {})
+        return combinations(self.options)
 
     @property
     def label(self) -> str:
@@ -129,20 +111,16 @@ class ProblemEntry(Entry):
 
     name: str = "least-squares"
 
-    @model_validator(mode="after")
-    def _known(self, info: ValidationInfo) -> ProblemEntry:
-        if own.is_own(self.name) and _stored(info):
-            return self
-        known = [option for option in problems.options(self.name) if option != "seed"]
-        check_options(self.label, self.model_extra or {}, known)
-        for chosen in combinations(self.model_extra or {}, MOST_SETTINGS):
-            if own.is_own(self.name):
-                continue  # it may not have any size; `expand` asks it for those of the study
+    def check(self) -> None:
+        """Refuse what cannot be built; a custom problem may not allow every size, so `expand` checks it."""
+        check_options(self.label, self.options, [name for name in problems.options(self.name) if name != "seed"])
+        settings = combinations(self.options, MOST_SETTINGS)
+        for setting in [] if own.is_own(self.name) else settings:
             try:
-                problems.check(self.name, 2, **chosen)
+                problems.check(self.name, 2, **setting)
             except (MemoryError, RuntimeError) as error:
-                raise ValueError(f"{self.name} with {chosen} cannot be built ({str(error).splitlines()[0]})") from None
-        return self
+                reason = str(error).splitlines()[0]
+                raise ValueError(f"{self.name} with {setting} cannot be built ({reason})") from None
 
 
 class RuleEntry(Entry):
@@ -151,17 +129,15 @@ class RuleEntry(Entry):
     @model_validator(mode="before")
     @classmethod
     def _lazy_by_itself(cls, entry: Any) -> Any:
-        """Files of klatsch 0.1 may say lazy = "auto" of D2, which is lazy by itself since."""
+        """Files of klatsch 0.1 may say lazy = "auto" of D2, which has been lazy by itself since."""
         if isinstance(entry, Mapping) and entry.get("lazy") == "auto" and entry.get("name") in ("d2", "dat-d2"):
             return {option: value for option, value in entry.items() if option != "lazy"}
         return entry
 
-    @model_validator(mode="after")
-    def _known(self, info: ValidationInfo) -> RuleEntry:
-        if not (own.is_own(self.name) and _stored(info)):
-            for chosen in self.combinations():
-                rules.make(self.name, **{"lr": PAPER_GRID[0], **chosen})
-        return self
+    def check(self) -> None:
+        """Refuse an unknown name, option or value."""
+        for chosen in self.combinations():
+            rules.make(self.name, **{"lr": PAPER_GRID[0], **chosen})
 
 
 class TopologyEntry(Entry):
@@ -178,20 +154,18 @@ class TopologyEntry(Entry):
             return value
         family, every = split(name)
         if "every" in value:
-            raise ValueError(f"{name} with every = {short(value['every'])}: its name says that; leave one of them out")
+            raise ValueError(f"{name} with every = {short(value['every'])}: the name says that; leave one of them out")
         return {**value, "name": family, "every": every}
 
-    @model_validator(mode="after")
-    def _known(self, info: ValidationInfo) -> TopologyEntry:
-        if not (own.is_own(self.name) and _stored(info)):
-            check_options(self.label, self.model_extra or {}, topologies.options(self.name))
-        for every in several((self.model_extra or {}).get("every", 1)):
+    def check(self) -> None:
+        """Refuse an unknown name or option."""
+        check_options(self.label, self.options, topologies.options(self.name))
+        for every in several(self.options.get("every", 1)):
             rounds_between(every)
         self.combinations()
-        return self
 
     def combinations(self) -> list[Options]:
-        """All combinations of the options; gossip in every round is not said, as if it had been left out."""
+        """All combinations of the options; gossip in every round is the same as `every` left out."""
         found = super().combinations()
         return [{name: value for name, value in one.items() if (name, value) != ("every", 1)} for one in found]
 
@@ -206,9 +180,9 @@ class Study(BaseModel):
         steps: rounds of every run; or else
         epochs: how often every run goes through all the data, where the problem has a data set. More machines then do
             fewer rounds each, and metrics are taken evenly.
-        name: what to call it in tables and reports.
+        name: its name in tables and reports.
         problem: a table with a name and options; the paper's least squares by default.
-        lr: learning rates of the rules that give none of their own.
+        lr: learning rates of the rules that have none of their own.
         seeds: how many (0, 1, 2...), or a list.
         record: at how many rounds metrics are kept: log-spaced ones, or evenly spaced ones with `epochs`.
         dtype: "float64" or "float32".
@@ -220,15 +194,15 @@ class Study(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     nodes: Annotated[tuple[int, ...], BeforeValidator(_nodes)]
-    rules: Annotated[tuple[RuleEntry, ...], BeforeValidator(_by_name)]
-    topologies: Annotated[tuple[TopologyEntry, ...], BeforeValidator(_by_name)]
-    steps: Annotated[int | None, _number_of("steps", optional=True)] = None
-    epochs: Annotated[int | None, _number_of("epochs", optional=True)] = None
+    rules: Annotated[tuple[RuleEntry, ...], BeforeValidator(_all_named)]
+    topologies: Annotated[tuple[TopologyEntry, ...], BeforeValidator(_all_named)]
+    steps: Annotated[int | None, BeforeValidator(_length)] = None
+    epochs: Annotated[int | None, BeforeValidator(_length)] = None
     name: Annotated[str, Field(min_length=1, max_length=100), BeforeValidator(_title)] = "study"
     problem: Annotated[ProblemEntry, BeforeValidator(_named)] = Field(default_factory=ProblemEntry)
     lr: Annotated[tuple[float, ...], BeforeValidator(_rates)] = PAPER_GRID
     seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = (0, 1, 2)
-    record: Annotated[int, _number_of("record", 10_000)] = 50
+    record: Annotated[int, BeforeValidator(lambda value: _number("record", value, MOST_POINTS))] = 50
     dtype: Literal["float64", "float32"] = "float64"
     device: str = "cpu"
     any_graph: StrictBool = False
@@ -236,30 +210,24 @@ class Study(BaseModel):
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Study:
-        rules = sum(count({"lr": self.lr, **(rule.model_extra or {})}) for rule in self.rules)
-        graphs = sum(count(graph.model_extra or {}) for graph in self.topologies)
-        runs = rules * graphs * count(self.problem.model_extra or {}) * len(self.nodes) * len(self.seeds)
+        rules = sum(count({"lr": self.lr, **rule.options}) for rule in self.rules)
+        graphs = sum(count(graph.options) for graph in self.topologies)
+        runs = rules * graphs * count(self.problem.options) * len(self.nodes) * len(self.seeds)
         if runs > MOST_RUNS:
             raise ValueError(
                 f"a grid of {runs:,} runs; {MOST_RUNS:,} are the most: make its lists shorter, or several studies of "
                 "it, which may share a store"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_length(self) -> Study:
         if (self.steps is None) == (self.epochs is None):
             given = "both are given" if self.steps else "neither is given"
             raise ValueError(f"a study is as long as its steps or its epochs say, and {given}; give one of them")
-        own_problem = own.is_own(self.problem.name)
-        if self.epochs is not None and (own_problem or problems.rounds_per_epoch(self.problem.name, 1) is None):
-            raise ValueError(
-                f"epochs = {self.epochs}, but {self.problem.label} has no data set to go through; give steps"
-            )
+        custom = own.is_own(self.problem.name)
+        if self.epochs is not None and (custom or problems.rounds_per_epoch(self.problem.name, 1) is None):
+            raise ValueError(f"epochs = {self.epochs}, but {self.problem.label} has no data set; give steps")
         return self
 
     def rounds(self, nodes: int, setting: Options) -> int:
-        """Rounds of a run with so many machines; 0 where each has less than a batch of the data."""
+        """Rounds of a run on so many machines; 0 where each has less than a batch of the data."""
         if self.steps is not None:
             return self.steps
         return (problems.rounds_per_epoch(self.problem.name, nodes, **setting) or 0) * (self.epochs or 0)
@@ -272,42 +240,31 @@ class Study(BaseModel):
     @property
     def grids(self) -> list[tuple[str, tuple[float, ...]]]:
         """The rules by name, each with the learning rates that it chooses from."""
-        return [(rule.label, tuple(several((rule.model_extra or {}).get("lr", self.lr)))) for rule in self.rules]
+        return [(rule.label, tuple(several(rule.options.get("lr", self.lr)))) for rule in self.rules]
 
     @property
     def choice(self) -> str:
         """How learning rates are chosen, in words."""
-        grids = {grid for _, grid in self.grids}
-        if len(grids) > 1:
+        first, *others = {grid for _, grid in self.grids}
+        if others:
             return "best learning rate of each rule's grid"
-        (grid,) = grids
-        return f"best of {len(grid)} learning rates" if len(grid) > 1 else f"learning rate {grid[0]:g}"
+        return f"best of {len(first)} learning rates" if len(first) > 1 else f"learning rate {first[0]:g}"
 
 
 def load(path: str | Path) -> Study:
-    """A study from a TOML file.
-
-    Raises:
-        ValueError: it cannot be read, or something is not allowed; with the file, the key, the value and the remedy.
-    """
+    """A study from a TOML file."""
     path = Path(path)
     try:
-        return _loaded(path)
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply; give a study, as in docs/studies.md") from None
-
-
-def _loaded(path: Path) -> Study:
-    try:
         content = tomllib.loads(text_of(path))
+        return parse({"name": path.stem, **content}, f"{path}: ", path.parent)
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}; give the name of a study, a TOML file") from None
     except IsADirectoryError:
         raise ValueError(f"{path} is a folder; give the name of a study, a TOML file") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply; give a study, as in docs/studies.md") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path} cannot be read as TOML: {error}") from None
-    content.setdefault("name", path.stem)
-    return parse(content, f"{path}: ", path.parent)
 
 
 def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "", stored: bool = False) -> Study:
@@ -316,11 +273,8 @@ def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "",
     Args:
         content: what a TOML file would hold.
         source: where it is from, for the errors.
-        folder: where files of one's own are, which names such as "mine.py:Extra" speak of; the current one by default.
+        folder: where your own files are, which names such as "mine.py:Extra" refer to; the current one by default.
         stored: it was run before, so that such files are not needed.
-
-    Raises:
-        ValueError: something is not allowed; one line with the source, the key, the value and the remedy.
     """
     if not isinstance(content, Mapping):
         raise ValueError(f"{source}{content!r} is no study; give a dictionary, or load(file)")
@@ -333,19 +287,19 @@ def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "",
         raise ValueError(f"{source}{_explained(errors[0])}{more}") from None
 
 
-def _explained(error: Any) -> str:
+def _explained(error: ErrorDetails) -> str:
     """One line from what pydantic found."""
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
     if error["type"] == "extra_forbidden":
         close = difflib.get_close_matches(key, Study.model_fields, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ";"
-        return f"unknown key {key!r}{hint} There are {', '.join(Study.model_fields)}".replace("; There", "; there")
+        hint = f"did you mean {close[0]}? There" if close else "there"
+        return f"unknown key {key!r}; {hint} are {', '.join(Study.model_fields)}"
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
     if error["type"] in ("model_type", "model_attributes_type"):
         return f"{key} = {short(error['input'])}; give a name, or a table with a name and options"
-    message: str = error["msg"].removeprefix("Value error, ")
-    if key in ("steps", "epochs", "nodes", "seeds", "record", "lr") and " = " in message.split(";")[0]:
+    message = error["msg"].removeprefix("Value error, ")
+    if " = " in message.split(";")[0] and key in ("steps", "epochs", "nodes", "seeds", "record", "lr"):
         return message  # which names the value itself
     if isinstance(error["input"], dict | Study | Entry):  # the message names the option and its value itself
         return f"{key}: {message}" if key else message

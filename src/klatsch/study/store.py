@@ -1,13 +1,14 @@
 """All results in one SQLite file: a run is there whole or not at all, and is never done twice.
 
-A transaction per finished batch, write-ahead log, runs keyed by a hash of what determines them, each with a checksum.
-Several processes may use one store: see `study/sharing.py`.
+One transaction per finished batch; runs are keyed by a hash of what determines them, each with a checksum over all
+that is stored of it. Several processes may use one store: see `study/sharing.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -19,11 +20,11 @@ from numpy.typing import NDArray
 
 from klatsch import own
 from klatsch.files import json_of
-from klatsch.study import before, spec
+from klatsch.study import spec
 from klatsch.study.batches import Batch, Finished
 from klatsch.study.cases import Case, Sources, sources_of
-from klatsch.study.checksums import FACTS, Checksums
 from klatsch.study.database import Database
+from klatsch.study.grids import Options
 from klatsch.study.spec import Study
 
 TABLES = """
@@ -48,11 +49,15 @@ CREATE TABLE claims (
 ) WITHOUT ROWID;
 """
 UPGRADES = {1: f"ALTER TABLE runs ADD COLUMN checksum TEXT; {TABLES[TABLES.index('CREATE TABLE owners') :]}"}
+FACTS = (  # of a run, as they are stored and enter its checksum
+    *("key", "problem", "rule", "topology", "nodes", "seed", "lr", "steps", "dtype", "settings", "diverged", "device"),
+    *("engine", "batch", "seconds", "environment", "finished"),
+)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is stored of a run's metrics."""
+    """The stored metrics of a run."""
 
     steps: NDArray[np.int64]
     metrics: dict[str, NDArray[np.float64]]
@@ -74,25 +79,22 @@ class Remembered:
 
     study: Study
     origin: Origin
-    sources: Sources | None = None  # what was kept of parts of one's own; None of klatsch 0.1
+    sources: Sources | None = None  # what was kept of custom parts; None in stores of klatsch 0.1
 
 
 class Store:
-    """A store of results.
+    """A store of results; a file that is damaged, foreign or of a newer version is refused and left as it is.
 
     Args:
-        path: the file, made if it does not exist; ":memory:" for one that is gone afterwards.
-        read_only: only look: the file must exist, and is not written to.
-
-    Raises:
-        ValueError: the file is damaged, no store, or written by a newer version; it is left as it is.
+        path: the file, made if it does not exist; ":memory:" for a temporary one.
+        read_only: the file must exist and is not written to.
     """
 
     def __init__(self, path: str | Path, read_only: bool = False) -> None:
         self.path = str(path)
         self.base = Database(self.path, TABLES, UPGRADES, read_only)
-        self._sealed = False  # whether every run has a checksum, as far as this process knows
-        self.checksums = Checksums(self.base)
+        self._all_sealed = False  # whether every run has a checksum, as far as this process knows
+        self._sound: dict[int, str | None] = {}  # the checksums of runs found whole, which are not checked again
 
     def close(self) -> None:
         """Let go of the file."""
@@ -109,114 +111,85 @@ class Store:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All of what follows, or nothing; the first one gives runs of an older version their checksums."""
-        with self.base.explained(), self.base.transaction():
-            if not self._sealed:
-                for (number,) in self.base.execute("SELECT id FROM runs WHERE checksum IS NULL").fetchall():
-                    if self.checksums.flaw(number, None) is None:
-                        self.checksums.seal(number)
-                self._sealed = True
+        with self.base.transaction():
+            if not self._all_sealed:
+                for (number,) in self.base.execute("SELECT id FROM runs WHERE checksum IS NULL"):
+                    if self._flaw(number, None) is None:
+                        self._seal(number)
+                self._all_sealed = True
             yield
 
     def save(self, batch: Batch, finished: Finished) -> int:
-        """Keep what came out of a batch, in one transaction; gives how many of its runs are new.
+        """Store the results of a batch, in one transaction; returns how many of its runs are new.
 
         A run that is there already stays as it is, unless it is damaged.
         """
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        steps = [int(step) for step in finished.steps]
-        new = 0
+        facts, now = [json.dumps(finished.environment)], _now()
         with self.transaction():
-            self.base.execute(
-                "INSERT OR IGNORE INTO environments (facts) VALUES (?)", [json.dumps(finished.environment)]
-            )
-            (environment,) = self.base.execute(
-                "SELECT id FROM environments WHERE facts = ?", [json.dumps(finished.environment)]
-            ).fetchone()
+            self.base.execute("INSERT OR IGNORE INTO environments (facts) VALUES (?)", facts)
+            ((environment,),) = self.base.execute("SELECT id FROM environments WHERE facts = ?", facts)
             done = self.done()
-            for k, case in enumerate(batch.cases):
-                self.base.execute("DELETE FROM claims WHERE key = ?", [finished.keys[k]])
-                if finished.keys[k] in done:
+            for k, (key, case) in enumerate(zip(finished.keys, batch.cases, strict=True)):
+                self.base.execute("DELETE FROM claims WHERE key = ?", [key])
+                if key in done:
                     continue
-                self._forget(finished.keys[k])
+                self.base.execute("DELETE FROM metrics WHERE run IN (SELECT id FROM runs WHERE key = ?)", [key])
+                self.base.execute("DELETE FROM runs WHERE key = ?", [key])
                 run = (
-                    *(finished.keys[k], *map(own.label, (case.problem, case.rule, case.topology))),
-                    *(case.nodes, case.seed, case.lr),
+                    *(key, *map(own.label, (case.problem, case.rule, case.topology)), case.nodes, case.seed, case.lr),
                     *(case.steps, case.dtype, json.dumps(asdict(case)), finished.diverged[k], batch.device),
                     *(finished.engine, batch.key, finished.seconds / len(batch.cases), environment, now),
                 )
-                marks = ", ".join("?" * len(run))
-                cursor = self.base.execute(f"INSERT INTO runs ({', '.join(FACTS)}) VALUES ({marks})", run)
-                number = cursor.lastrowid
-                assert number is not None
-                self.base.execute_many(
-                    "INSERT INTO metrics VALUES (?, ?, ?, ?)",
-                    [
-                        (number, name, step, float(value))
-                        for name, values in finished.metrics.items()
-                        for step, value in zip(steps, values[:, k], strict=True)
-                    ],
-                )
-                self.checksums.seal(number)
-                new += 1
-        return new
-
-    def _forget(self, key: str) -> None:
-        """Make room for a run that is damaged."""
-        for (number,) in self.base.execute("SELECT id FROM runs WHERE key = ?", [key]).fetchall():
-            self.base.execute("DELETE FROM metrics WHERE run = ?", [number])
-            self.base.execute("DELETE FROM runs WHERE id = ?", [number])
+                self.base.execute(f"INSERT INTO runs ({', '.join(FACTS)}) VALUES ({_marks(run)})", run)
+                ((number,),) = self.base.execute("SELECT last_insert_rowid()")
+                values = [
+                    (number, name, int(step), float(value))
+                    for name, series in finished.metrics.items()
+                    for step, value in zip(finished.steps, series[:, k], strict=True)
+                ]
+                self.base.execute_many("INSERT INTO metrics VALUES (?, ?, ?, ?)", values)
+                self._seal(number)
+        return len(set(finished.keys) - done)
 
     def remember(self, study: Study, origin: Origin) -> None:
-        """Keep what was asked for; a study of the same name takes the place of the old one, whose runs stay."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
+        """Keep what was asked for; a study replaces an older one of the same name, whose runs stay."""
         content = json.dumps({**study.model_dump(mode="json"), "sources": sources_of(study)})
         with self.transaction():
             self.base.execute(
                 "INSERT INTO studies VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
                 "kind = excluded.kind, scale = excluded.scale, spec = excluded.spec, command = excluded.command",
-                [study.name, origin.kind, origin.scale, content, origin.command, now],
+                [study.name, origin.kind, origin.scale, content, origin.command, _now()],
             )
 
     # --- reading -----------------------------------------------------------------------------------------------
 
     def done(self) -> set[str]:
         """The keys of all runs in the store that are whole."""
-        with self.base.explained():
-            return self.checksums.keys(whole=True)
+        return {key for number, key, checksum in self._listed() if self._flaw(number, checksum) is None}
 
     def damaged(self) -> set[str]:
         """The keys of all other runs in the store."""
-        with self.base.explained():
-            return self.checksums.keys(whole=False)
+        return {key for number, key, checksum in self._listed() if self._flaw(number, checksum) is not None}
 
     def studies(self) -> list[Remembered]:
         """The studies that were run, in the order of their beginning."""
-        with self.base.explained():
-            rows = self.base.execute("SELECT spec, command, kind, scale FROM studies ORDER BY begun, rowid").fetchall()
+        rows = self.base.execute("SELECT spec, command, kind, scale FROM studies ORDER BY begun, rowid")
         with self._readable():
             return [_remembered(json_of(content), Origin(*rest)) for content, *rest in rows]
 
     def outcomes(
         self, keys: Iterable[str], names: Sequence[str] | None = None, last: bool = False
     ) -> dict[str, Outcome]:
-        """The metrics of runs by key, all or those named, of all rounds or the last; what is not there is left out.
-
-        Raises:
-            ValueError: one of them is damaged.
-        """
+        """The metrics of runs by key: all or those named, of all rounds or the last; absent runs are left out."""
         wanted = set(keys)
-        chosen = "" if names is None else f" AND name IN ({', '.join('?' * len(names))})"
+        self._check(wanted)
+        chosen = "" if names is None else f" AND name IN ({_marks(names)})"
         chosen += " AND step = (SELECT steps FROM runs WHERE id = run)" if last else ""
+        statement = f"SELECT name, step, value FROM metrics WHERE run = ?{chosen} ORDER BY name, step"
         found: dict[str, Outcome] = {}
-        with self.base.explained():
-            self.checksums.check(wanted)
-            for key, number, seconds in self.base.execute("SELECT key, id, seconds FROM runs").fetchall():
-                if key not in wanted:
-                    continue
-                rows = self.base.execute(
-                    f"SELECT name, step, value FROM metrics WHERE run = ?{chosen} ORDER BY name, step",
-                    [number, *(names or ())],
-                ).fetchall()
+        for key, number, seconds in self.base.execute("SELECT key, id, seconds FROM runs"):
+            if key in wanted:
+                rows = self.base.execute(statement, [number, *(names or ())])
                 metrics: dict[str, list[float]] = {}
                 for name, _, value in rows:
                     metrics.setdefault(name, []).append(value)
@@ -224,44 +197,132 @@ class Store:
                 found[key] = Outcome(steps, {name: np.array(values) for name, values in metrics.items()}, seconds)
         return found
 
-    def runs(self) -> list[tuple[Case, dict[str, Any]]]:
-        """All runs with what is known of them beside their metrics.
-
-        Raises:
-            ValueError: one of them is damaged, or of another version.
-        """
-        with self.base.explained():
-            self.checksums.check()
-            rows = self.base.execute(
-                "SELECT settings, key, diverged, device, engine, seconds, finished, facts "
-                "FROM runs JOIN environments ON environments.id = environment ORDER BY runs.id"
-            ).fetchall()
-        names = ("key", "diverged", "device", "engine", "seconds", "finished", "environment")
+    def runs(self) -> list[tuple[Case, Options]]:
+        """All runs, each with what is known of it beside its metrics."""
+        self._check()
+        names = ("key", "diverged", "device", "engine", "seconds", "finished")
+        rows = self.base.execute(
+            f"SELECT settings, {', '.join(names)}, facts "
+            "FROM runs JOIN environments ON environments.id = environment ORDER BY runs.id"
+        )
         with self._readable():
             return [
-                (Case(**before.settings_of(json_of(settings))), dict(zip(names, rest, strict=True)))
+                (Case(**settings_of(json_of(settings))), dict(zip((*names, "environment"), rest, strict=True)))
                 for settings, *rest in rows
             ]
 
     def environments(self) -> list[dict[str, str]]:
         """The versions and machines that the runs were done with."""
-        with self.base.explained():
-            rows = self.base.execute("SELECT facts FROM environments ORDER BY id").fetchall()
+        rows = self.base.execute("SELECT facts FROM environments ORDER BY id")
         with self._readable():
             return [json_of(facts) for (facts,) in rows]
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """What another version, or another hand, wrote into the tables."""
+        """Refuse in one line what another version, or somebody else, wrote into the tables."""
         try:
             yield
         except (TypeError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{self.path} holds settings that this klatsch cannot read ({reason})") from None
 
+    # --- checksums ---------------------------------------------------------------------------------------------
 
-def _remembered(content: dict[str, Any], origin: Origin) -> Remembered:
-    """A study as it was stored; one of klatsch 0.1 says nothing of sources."""
+    def _listed(self) -> list[tuple[int, str, str | None]]:
+        checksum = "checksum" if self.base.format > 1 else "NULL"
+        return self.base.execute(f"SELECT id, key, {checksum} FROM runs ORDER BY id")
+
+    def _check(self, keys: Collection[str] | None = None) -> None:
+        """Refuse to show runs that are not what was stored, of these keys or all."""
+        listed = [(number, checksum) for number, key, checksum in self._listed() if keys is None or key in keys]
+        flaws = [(number, flaw) for number, checksum in listed if (flaw := self._flaw(number, checksum)) is not None]
+        if flaws:
+            (number, flaw), are = flaws[0], "is" if len(flaws) == 1 else "are"
+            raise ValueError(
+                f"{self.path}: {len(flaws):,} of {len(listed):,} runs {are} damaged (number {number} {flaw}); "
+                "bring back a copy of the store, or run the study again, which repeats them"
+            )
+
+    def _flaw(self, number: int, checksum: str | None) -> str | None:
+        """What is wrong with a run, if anything; one of an older version has no checksum."""
+        if number in self._sound and self._sound[number] == checksum:
+            return None
+        facts, metrics = self._content(number)
+        if checksum is not None and checksum != _digest(facts, metrics):
+            return "does not match its checksum"
+        points: dict[str, list[int]] = {}
+        for name, step, value in metrics:
+            if not isinstance(value, float):
+                return f"has {name} = {value!r} in round {step}"
+            points.setdefault(name, []).append(step)
+        rounds, even = facts[FACTS.index("steps")], len(metrics) / max(len(points), 1)
+        if not points or any(steps[-1] != rounds or len(steps) != even for steps in points.values()):
+            return "lacks metrics"
+        try:
+            environment = json_of(facts[-1] or "null")
+        except ValueError:
+            environment = None
+        if not isinstance(environment, dict) or not {"processor", "torch"} <= environment.keys():
+            return "has an environment that cannot be read"
+        self._sound[number] = checksum
+        return None
+
+    def _seal(self, number: int) -> None:
+        """Give a run its checksum."""
+        self._sound[number] = _digest(*self._content(number))
+        self.base.execute("UPDATE runs SET checksum = ? WHERE id = ?", [self._sound[number], number])
+
+    def _content(self, number: int) -> tuple[Any, list[Any]]:
+        """All that is stored of a run, read back: SQLite may have converted a value."""
+        names = ", ".join(name for name in FACTS if name != "environment")
+        joined = "runs LEFT JOIN environments ON environments.id = environment"
+        (facts,) = self.base.execute(f"SELECT {names}, facts FROM {joined} WHERE runs.id = ?", [number])
+        return facts, self.base.execute(
+            "SELECT name, step, value FROM metrics WHERE run = ? ORDER BY name, step", [number]
+        )
+
+
+def settings_of(stored: Mapping[str, Any]) -> Options:
+    """The settings of a stored run as `Case` takes them; in klatsch 0.1 `lazy_rule` meant the graph of that rule."""
+    settings = dict(stored)
+    if "lazy_rule" not in settings:
+        return settings
+    lazy_rule, lazy_graph = settings.pop("lazy_rule"), settings.pop("lazy_graph")
+    settings["lazy"] = lazy_graph if settings["rule"] == "d2" else lazy_rule or lazy_graph
+    if settings["rule"] == "d2" and (lazy_graph or not lazy_rule):
+        settings["rule_options"] = {**settings["rule_options"], "lazy": False}
+    return settings
+
+
+def _remembered(content: Options, origin: Origin) -> Remembered:
     sources = content.pop("sources", None)
-    content = before.study_of(content) if sources is None else content
+    content = _study_of(content) if sources is None else content
     return Remembered(spec.parse(content, stored=True), origin, sources)
+
+
+def _study_of(stored: Mapping[str, Any]) -> Options:
+    """A study of klatsch 0.1, which knew no sources, as `Study` takes it."""
+    graphs = [bool(graph.get("lazy")) for graph in stored["topologies"]]
+    rules = []
+    for entry in map(dict, stored["rules"]):
+        lazy = entry.pop("lazy", False)
+        if entry["name"] == "d2":  # what was lazy where necessary is found in one of two ways
+            entry["lazy"] = [True, False] if lazy == "auto" or (lazy and any(graphs)) else bool(lazy)
+        elif lazy is True and not all(graphs):
+            raise ValueError(
+                f"study {stored['name']}: lazy = true on {entry['name']} is for klatsch 0.1; klatsch results shows it"
+            )
+        rules.append(entry)
+    return {**stored, "rules": rules}
+
+
+def _digest(facts: Any, metrics: list[Any]) -> str:
+    return hashlib.sha256(json.dumps([facts, metrics], default=repr).encode()).hexdigest()
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ", ".join("?" * len(values))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
