@@ -147,9 +147,7 @@ def parts(batch: Batch) -> Parts:
     )
 
 
-def run_batch(
-    batch: Batch, checkpoint: Path | None = None, progress: Callable[[int], None] | None = None
-) -> Finished:
+def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Callable[[int], None] | None = None) -> Finished:
     """Run a batch, from its checkpoint if there is one."""
     made = parts(batch)
     if any(problem.fingerprint() is None for problem in made.problems):
@@ -222,7 +220,7 @@ def _split(case: Case) -> tuple[list[object], list[Options]]:
     """What all runs of a batch share beside the network's size and seed, and what may differ between its columns."""
     varying = problems.declared(case.problem).per_column, ("lr",) if own.is_own(case.rule) else rules.PER_COLUMN
     given = list(zip((case.problem_options, case.rule_options), varying, strict=True))
-    shared = [
+    shared: list[object] = [
         *(case.problem, case.rule, case.topology, case.topology_options, case.lazy),
         *({name: None if name in names else value for name, value in options.items()} for options, names in given),
         *(case.steps, case.record, case.epochs, case.dtype, case.any_graph),

@@ -42,10 +42,7 @@ Sources = dict[str, Options]  # what is kept of custom parts, by name or kind: s
 
 @dataclass(frozen=True)
 class Case:
-    """One run: everything that determines its result but the device, which changes rounding only.
-
-    `any_graph` decides whether it may run, not its result.
-    """
+    """One run: everything that determines its result but the device, which changes rounding only."""
 
     problem: str
     problem_options: Options
@@ -59,7 +56,7 @@ class Case:
     steps: int
     record: int
     dtype: str
-    any_graph: bool
+    any_graph: bool  # decides whether it may run, not its result
     epochs: int | None = None  # which determine `steps`; metrics are then taken evenly
     sources: Sources = field(default_factory=dict)  # of its problem, rule and topology, where those are custom
 
@@ -86,10 +83,7 @@ class Case:
         return [own.part_of(name), self.source(kind), settings] if kind in self.sources else [name, settings]
 
     def _rule_facts(self) -> tuple[list[object], bool]:
-        """What the key knows of the rule, and whether it mixes with (I + P) / 2.
-
-        D2 is lazy by itself, which is the same as D2 as published on a lazy graph.
-        """
+        """What the key knows of the rule, and whether it mixes with (I + P) / 2."""
         if self.rule not in BEFORE:
             return self._facts("rule", self.rule, self.rule_options), self.lazy
         standard = _defaults(rules.RULES[self.rule])
@@ -98,7 +92,7 @@ class Case:
         kind, fields = BEFORE[self.rule]
         facts: Options = {"type": kind} | {name: _form(name, values[name]) for name in fields}
         facts |= {name: _form(name, v) for name, v in values.items() if name not in fields and v != standard[name]}
-        if self.rule == "d2":
+        if self.rule == "d2":  # lazy by itself, which is the same as D2 as published on a lazy graph
             facts |= {"lazy": "twice"} if lazy and self.lazy else {}
             return [self.rule, facts], self.lazy or lazy
         facts |= {} if lazy else {"lazy": False}
@@ -114,7 +108,6 @@ class Case:
 
     @property
     def lr(self) -> float:
-        """The learning rate."""
         return float(self.rule_options["lr"])
 
     @property
@@ -146,7 +139,6 @@ class Case:
 
     @property
     def problem_label(self) -> str:
-        """What to call the problem."""
         return own.label(self.problem)
 
     @property
@@ -163,18 +155,16 @@ class Case:
     def large_is_good(self) -> Collection[str]:
         """The metrics that are good when large."""
         source = self.sources.get("problem")
-        return problems.large_is_good(self.problem) if source is None else list(source["large_is_good"])
+        return problems.large_is_good(self.problem) if source is None else source["large_is_good"]
 
     def source(self, kind: str) -> str:
         """The hash of the file of its problem, rule or topology; empty for those of klatsch."""
         return str(self.sources.get(kind, {}).get("source", ""))
 
     def make_rule(self) -> rules.Rule:
-        """The update rule."""
         return rules.make(self.rule, **self.rule_options)
 
     def make_graph(self) -> Topology:
-        """The topology."""
         options = tuple(sorted(self.topology_options.items()))
         return _graph(self.topology, options, self.lazy, self.nodes, self.source("topology"))
 
@@ -236,10 +226,7 @@ def expand(study: Study, sources: Sources | None = None) -> tuple[list[Case], li
 
 
 def sources_of(study: Study) -> Sources:
-    """What is kept of the custom parts of a study, by name, since their runs would mean nothing without it.
-
-    That is the hash of the file, and of problems the metric by which learning rates are chosen.
-    """
+    """What is kept of custom parts, by name: the hash of the file, and of a problem how learning rates are chosen."""
     names = [entry.name for entry in (*study.rules, *study.topologies, study.problem) if own.is_own(entry.name)]
     found: Sources = {name: {"source": own.digest(name)} for name in names}
     if (name := study.problem.name) in found:
@@ -266,7 +253,7 @@ def _refusal(case: Case) -> str | None:
 
 @lru_cache(maxsize=256)
 def _check_problem(name: str, options: tuple[tuple[str, Any], ...], nodes: int, source: str) -> None:
-    """Check a problem that cannot have any size, or is somebody's own."""
+    """Check a problem that does not allow every size, or is custom."""
     if source or problems.declared(name).check:
         problems.check(name, nodes, **dict(options))
 

@@ -46,7 +46,6 @@ class Row:
 
     @property
     def lr(self) -> float:
-        """The learning rate chosen."""
         return self.lrs[self.best]
 
     @property
@@ -60,18 +59,15 @@ class Row:
         return float(self.final[:, self.best].mean())
 
     @property
-    def low(self) -> float:
-        """The smallest final value of a seed."""
+    def low(self) -> float:  # of a seed
         return float(self.final[:, self.best].min())
 
     @property
-    def high(self) -> float:
-        """The largest final value of a seed."""
+    def high(self) -> float:  # of a seed
         return float(self.final[:, self.best].max())
 
     @property
     def setting_text(self) -> str:
-        """The problem's options in words."""
         return in_words(self.setting)
 
     @property

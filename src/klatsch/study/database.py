@@ -1,4 +1,4 @@
-"""A SQLite file that is ours: opened with care, written in transactions, its errors one line with a remedy."""
+"""The SQLite file of a store: its tables, opened with care, written in transactions, its errors one line each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -16,6 +16,29 @@ from typing import Any
 FORMAT = 2
 APPLICATION = 0x6B6C6174  # "klat": tells a store from other SQLite files
 WAIT = 60.0  # seconds that a process waits for another one's transaction
+TABLES = """
+CREATE TABLE studies (
+    name TEXT PRIMARY KEY, kind TEXT NOT NULL, scale TEXT NOT NULL, spec TEXT NOT NULL, command TEXT NOT NULL,
+    begun TEXT NOT NULL
+);
+CREATE TABLE environments (id INTEGER PRIMARY KEY, facts TEXT NOT NULL UNIQUE);
+CREATE TABLE runs (
+    id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, problem TEXT NOT NULL, rule TEXT NOT NULL, topology TEXT NOT NULL,
+    nodes INTEGER NOT NULL, seed INTEGER NOT NULL, lr REAL NOT NULL, steps INTEGER NOT NULL, dtype TEXT NOT NULL,
+    settings TEXT NOT NULL, diverged INTEGER NOT NULL, device TEXT NOT NULL, engine TEXT NOT NULL, batch TEXT NOT NULL,
+    seconds REAL NOT NULL, environment INTEGER NOT NULL REFERENCES environments, finished TEXT NOT NULL, checksum TEXT
+);
+CREATE TABLE metrics (
+    run INTEGER NOT NULL REFERENCES runs, name TEXT NOT NULL, step INTEGER NOT NULL, value REAL NOT NULL,
+    PRIMARY KEY (run, name, step)
+) WITHOUT ROWID;
+CREATE TABLE owners (id TEXT PRIMARY KEY, host TEXT NOT NULL, pid INTEGER NOT NULL, beats INTEGER NOT NULL);
+CREATE TABLE claims (
+    key TEXT PRIMARY KEY, batch TEXT NOT NULL, owner TEXT NOT NULL REFERENCES owners ON DELETE CASCADE
+) WITHOUT ROWID;
+"""
+# By format, what leads to the next.
+UPGRADES = {1: f"ALTER TABLE runs ADD COLUMN checksum TEXT; {TABLES[TABLES.index('CREATE TABLE owners') :]}"}
 # In one statement: another process may be creating the file, and two queries would see it at two moments.
 SEEN = (
     "SELECT v.user_version, a.application_id, m.type, m.name, m.rootpage "
@@ -32,17 +55,10 @@ REMEDIES = {  # by what SQLite's message contains
 
 
 class Database:
-    """A SQLite file in write-ahead mode, created or upgraded by the first transaction; refused files stay untouched.
+    """A store's file in write-ahead mode, created or upgraded by the first transaction; refused ones stay untouched."""
 
-    Args:
-        path: the file; ":memory:" for a temporary one.
-        tables: the statements that create a new one.
-        upgrades: by format, the statements that lead to the next.
-        read_only: the file must exist and is not written to.
-    """
-
-    def __init__(self, path: str, tables: str, upgrades: Mapping[int, str], read_only: bool) -> None:
-        self.path, self._tables, self._upgrades = path, tables, upgrades
+    def __init__(self, path: str, read_only: bool) -> None:
+        self.path = path
         in_memory, there = path == ":memory:", False
         with self._explained():
             if not in_memory and self._check_file(must_exist=read_only):
@@ -59,7 +75,6 @@ class Database:
 
     @property
     def format(self) -> int:
-        """The format of its tables now."""
         return int(self._pragma("user_version"))
 
     def execute(self, statement: str, values: Sequence[object] = ()) -> list[Any]:
@@ -73,7 +88,6 @@ class Database:
             self._base.executemany(statement, rows)
 
     def close(self) -> None:
-        """Let go of the file."""
         self._base.close()
 
     @contextmanager
@@ -147,9 +161,9 @@ class Database:
                     f"{self.path} holds a {kind} {name!r} that klatsch did not make and does not run; remove it with "
                     f"sqlite3 (DROP {kind.upper()}), or bring back a copy"
                 )
-        later = "".join(text for number, text in self._upgrades.items() if number >= version)
+        later = "".join(text for number, text in UPGRADES.items() if number >= version)
         names = {name for kind, name, _ in entries if kind == "table"}
-        for name in re.findall(r"CREATE TABLE (\w+)", self._tables):
+        for name in re.findall(r"CREATE TABLE (\w+)", TABLES):
             if name not in names and f"CREATE TABLE {name} " not in later:
                 raise sqlite3.DatabaseError(f"it has no table {name!r}")
 
@@ -191,7 +205,7 @@ class Database:
 
     def _make(self) -> None:
         have = self.format
-        texts = [self._tables] if have == 0 else [self._upgrades[number] for number in range(have, FORMAT)]
+        texts = [TABLES] if have == 0 else [UPGRADES[number] for number in range(have, FORMAT)]
         for statement in ";".join(texts).split(";"):
             self._base.execute(statement)
         if have < FORMAT:

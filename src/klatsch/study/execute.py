@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,12 +64,10 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Time so far."""
         return time.monotonic() - self.began
 
     @property
     def runs_per_second(self) -> float:
-        """Runs finished per second."""
         return self.runs_done / max(self.seconds, 1e-9)
 
     @property
@@ -253,7 +251,7 @@ def _too_large(batch: Batch, error: MemoryError | RuntimeError) -> Exception:
 
 def _opened(executor: Executor | Open | None, device: str, todo: Sequence[Batch]) -> AbstractContextManager[Workers]:
     if isinstance(executor, Executor):
-        return workers.given(executor)
+        return nullcontext(Workers(executor, workers.work, 1, shares_files=False))  # it stays open
     if executor is not None:
         return executor()
     if device != "cpu":

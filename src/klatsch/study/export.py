@@ -32,9 +32,8 @@ def records(store: Store, runs: Sequence[tuple[Case, Options]], curves: bool = F
             "dtype": case.dtype,
             **{name: facts[name] for name in ("device", "engine", "seconds", "finished", "key")},
         }
-        for k in range(len(outcome.steps)) if curves else [-1]:
-            values = {name: float(series[k]) for name, series in outcome.metrics.items()}
-            found.append({**head, "step": int(outcome.steps[k]), **values})
+        for k, step in enumerate(outcome.steps.tolist()):
+            found.append({**head, "step": step, **{name: float(series[k]) for name, series in outcome.metrics.items()}})
     names = list(dict.fromkeys(name for record in found for name in record))
     return [{name: record.get(name) for name in names} for record in found]
 
@@ -61,7 +60,7 @@ def to_parquet(found: Sequence[Options], path: Path) -> None:
 
 
 def plain(found: Sequence[Options]) -> list[Options]:
-    """Optionss as JSON can hold them: None for inf."""
+    """Records as JSON can hold them: None for inf."""
     return [
         {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()} for record in found
     ]

@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +25,7 @@ SILENCE = 60.0  # seconds without one after which a process counts as dead
 STALE = 7 * 86400.0  # seconds after which an unfinished checkpoint is abandoned
 
 
-class Share:
+class Share(AbstractContextManager["Share"]):
     """One process's share of a store's missing runs; leaving it returns what was not done."""
 
     def __init__(self, store: Store) -> None:
@@ -34,9 +34,6 @@ class Share:
         self._known = False  # to others
         self._beaten = time.monotonic()
         self._seen: dict[str, tuple[int, float]] = {}  # of others: their signs of life, and when the last one came
-
-    def __enter__(self) -> Share:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._known:

@@ -93,11 +93,9 @@ class Entry(BaseModel):
 
     @property
     def options(self) -> Options:
-        """The options as given."""
         return self.model_extra or {}
 
     def combinations(self) -> list[Options]:
-        """All combinations of the options."""
         return combinations(self.options)
 
     @property
@@ -112,10 +110,10 @@ class ProblemEntry(Entry):
     name: str = "least-squares"
 
     def check(self) -> None:
-        """Refuse what cannot be built; a custom problem may not allow every size, so `expand` checks it."""
         check_options(self.label, self.options, [name for name in problems.options(self.name) if name != "seed"])
-        settings = combinations(self.options, MOST_SETTINGS)
-        for setting in [] if own.is_own(self.name) else settings:
+        for setting in combinations(self.options, MOST_SETTINGS):
+            if own.is_own(self.name):
+                return  # it may not allow every size; `expand` checks those of the study
             try:
                 problems.check(self.name, 2, **setting)
             except (MemoryError, RuntimeError) as error:
@@ -135,7 +133,6 @@ class RuleEntry(Entry):
         return entry
 
     def check(self) -> None:
-        """Refuse an unknown name, option or value."""
         for chosen in self.combinations():
             rules.make(self.name, **{"lr": PAPER_GRID[0], **chosen})
 
@@ -158,15 +155,13 @@ class TopologyEntry(Entry):
         return {**value, "name": family, "every": every}
 
     def check(self) -> None:
-        """Refuse an unknown name or option."""
         check_options(self.label, self.options, topologies.options(self.name))
         for every in several(self.options.get("every", 1)):
             rounds_between(every)
         self.combinations()
 
     def combinations(self) -> list[Options]:
-        """All combinations of the options; gossip in every round is the same as `every` left out."""
-        found = super().combinations()
+        found = super().combinations()  # in which every = 1 is the same as `every` left out
         return [{name: value for name, value in one.items() if (name, value) != ("every", 1)} for one in found]
 
 

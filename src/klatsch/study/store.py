@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +29,6 @@ from klatsch.study.database import Database
 from klatsch.study.grids import Options
 from klatsch.study.spec import Study
 
-TABLES = """
-CREATE TABLE studies (
-    name TEXT PRIMARY KEY, kind TEXT NOT NULL, scale TEXT NOT NULL, spec TEXT NOT NULL, command TEXT NOT NULL,
-    begun TEXT NOT NULL
-);
-CREATE TABLE environments (id INTEGER PRIMARY KEY, facts TEXT NOT NULL UNIQUE);
-CREATE TABLE runs (
-    id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, problem TEXT NOT NULL, rule TEXT NOT NULL, topology TEXT NOT NULL,
-    nodes INTEGER NOT NULL, seed INTEGER NOT NULL, lr REAL NOT NULL, steps INTEGER NOT NULL, dtype TEXT NOT NULL,
-    settings TEXT NOT NULL, diverged INTEGER NOT NULL, device TEXT NOT NULL, engine TEXT NOT NULL, batch TEXT NOT NULL,
-    seconds REAL NOT NULL, environment INTEGER NOT NULL REFERENCES environments, finished TEXT NOT NULL, checksum TEXT
-);
-CREATE TABLE metrics (
-    run INTEGER NOT NULL REFERENCES runs, name TEXT NOT NULL, step INTEGER NOT NULL, value REAL NOT NULL,
-    PRIMARY KEY (run, name, step)
-) WITHOUT ROWID;
-CREATE TABLE owners (id TEXT PRIMARY KEY, host TEXT NOT NULL, pid INTEGER NOT NULL, beats INTEGER NOT NULL);
-CREATE TABLE claims (
-    key TEXT PRIMARY KEY, batch TEXT NOT NULL, owner TEXT NOT NULL REFERENCES owners ON DELETE CASCADE
-) WITHOUT ROWID;
-"""
-UPGRADES = {1: f"ALTER TABLE runs ADD COLUMN checksum TEXT; {TABLES[TABLES.index('CREATE TABLE owners') :]}"}
 FACTS = (  # of a run, as they are stored and enter its checksum
     *("key", "problem", "rule", "topology", "nodes", "seed", "lr", "steps", "dtype", "settings", "diverged", "device"),
     *("engine", "batch", "seconds", "environment", "finished"),
@@ -82,7 +62,7 @@ class Remembered:
     sources: Sources | None = None  # what was kept of custom parts; None in stores of klatsch 0.1
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """A store of results; a file that is damaged, foreign or of a newer version is refused and left as it is.
 
     Args:
@@ -92,16 +72,12 @@ class Store:
 
     def __init__(self, path: str | Path, read_only: bool = False) -> None:
         self.path = str(path)
-        self.base = Database(self.path, TABLES, UPGRADES, read_only)
+        self.base = Database(self.path, read_only)
         self._all_sealed = False  # whether every run has a checksum, as far as this process knows
         self._sound: dict[int, str | None] = {}  # the checksums of runs found whole, which are not checked again
 
     def close(self) -> None:
-        """Let go of the file."""
         self.base.close()
-
-    def __enter__(self) -> Store:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -190,11 +166,9 @@ class Store:
         for key, number, seconds in self.base.execute("SELECT key, id, seconds FROM runs"):
             if key in wanted:
                 rows = self.base.execute(statement, [number, *(names or ())])
-                metrics: dict[str, list[float]] = {}
-                for name, _, value in rows:
-                    metrics.setdefault(name, []).append(value)
+                metrics = {name: np.array([v for *_, v in part]) for name, part in groupby(rows, itemgetter(0))}
                 steps = np.array([step for name, step, _ in rows if name == rows[0][0]], dtype=np.int64)
-                found[key] = Outcome(steps, {name: np.array(values) for name, values in metrics.items()}, seconds)
+                found[key] = Outcome(steps, metrics, seconds)
         return found
 
     def runs(self) -> list[tuple[Case, Options]]:
@@ -250,13 +224,12 @@ class Store:
         facts, metrics = self._content(number)
         if checksum is not None and checksum != _digest(facts, metrics):
             return "does not match its checksum"
-        points: dict[str, list[int]] = {}
         for name, step, value in metrics:
             if not isinstance(value, float):
                 return f"has {name} = {value!r} in round {step}"
-            points.setdefault(name, []).append(step)
-        rounds, even = facts[FACTS.index("steps")], len(metrics) / max(len(points), 1)
-        if not points or any(steps[-1] != rounds or len(steps) != even for steps in points.values()):
+        rounds = facts[FACTS.index("steps")]
+        points = {tuple(step for _, step, _ in part) for _, part in groupby(metrics, itemgetter(0))}
+        if len({len(steps) for steps in points}) != 1 or {steps[-1] for steps in points} != {rounds}:
             return "lacks metrics"
         try:
             environment = json_of(facts[-1] or "null")

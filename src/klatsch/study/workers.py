@@ -98,12 +98,6 @@ def threads(count: int | None = None) -> Iterator[Workers]:
 
 
 @contextmanager
-def given(executor: Executor) -> Iterator[Workers]:
-    """A user's executor, which stays open; nothing is known of its workers."""
-    yield Workers(executor, work, 1, shares_files=False)
-
-
-@contextmanager
 def dask(address: str) -> Iterator[Workers]:
     """The workers of a Dask cluster; the scheduler gives a lost worker's batch to another one."""
     try:
