@@ -147,7 +147,7 @@ def test_equal_entries_are_still_one():
 TOO_LARGE = {
     "cases": ({"nodes": list(range(1, 301)), "seeds": 300, "lr": [k / 1e3 for k in range(1, 101)]}, "9,000,000 runs"),
     "rates": ({"lr": [k / 1e6 for k in range(1, 100_001)], "seeds": 2}, "a grid of 200,000 runs"),
-    "seeds": ({"seeds": 10**12}, "seeds = 1000000000000; give a whole number up to 100,000"),
+    "seeds": ({"seeds": 10**12}, "seeds = 1000000000000; give a whole number from 1 to 100000"),
     "a problem's options": (
         {"problem": {"noise": list(range(1, 2001)), "heterogeneity": list(range(1, 2001))}},
         "a grid of 4,000,000 settings; 1,000 are the most",

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
+from klatsch import arguments
+
 MOST_RUNS = 100_000  # of one study, which takes some seconds to write out
 MOST_SETTINGS = 1_000  # of its problem, which is tried with each
 
@@ -30,7 +32,7 @@ def axis(name: str, value: object) -> list[Any]:
         raise ValueError(f"{name} = []; the list is empty, give at least one entry")
     for entry in (values := several(value)):
         if isinstance(entry, list | tuple | dict):
-            raise ValueError(f"{name} = {short(entry)}; give a value, or a flat list of values")
+            raise ValueError(f"{name} = {arguments.shown(entry)}; give a value, or a flat list of values")
     return values
 
 
@@ -50,12 +52,6 @@ def combinations(options: Mapping[str, object], most: int = MOST_RUNS) -> list[O
 def counted(number: int, word: str) -> str:
     """A number of things in words."""
     return f"1 {word}" if number == 1 else f"{number:,} {word}s"
-
-
-def short(value: object) -> str:
-    """A value for a message, which stays one line."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def shown(value: object) -> str:

@@ -22,10 +22,9 @@ from pydantic_core import ErrorDetails
 
 from klatsch import own, problems, rules
 from klatsch import topology as topologies
-from klatsch.arguments import check_options, whole
-from klatsch.columns import hyper
+from klatsch.arguments import check_options, number, shown, whole
 from klatsch.files import text_of
-from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, axis, combinations, count, counted, several, short
+from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, axis, combinations, count, counted, several
 from klatsch.topology.checks import rounds_between
 from klatsch.topology.silence import split
 
@@ -52,21 +51,15 @@ def _nodes(value: object) -> list[int]:
 def _seeds(value: object) -> list[int]:
     if isinstance(value, list | tuple):
         return [whole(seed, "seed", 0) for seed in axis("seeds", value)]
-    return list(range(_number("seeds", value, MOST_RUNS)))
+    return list(range(whole(value, "seeds", 1, MOST_RUNS)))
 
 
-def _rates(value: object) -> list[object]:
-    return [hyper("lr", lr, lambda lr: lr > 0, "a number above 0, such as 0.01") for lr in axis("lr", value)]
+def _rates(value: object) -> list[float]:
+    return [number("lr", lr, lambda lr: lr > 0, "a number above 0, such as 0.01") for lr in axis("lr", value)]
 
 
 def _length(value: object, info: ValidationInfo) -> int | None:
     return None if value is None else whole(value, str(info.field_name), 1)
-
-
-def _number(name: str, value: object, most: int) -> int:
-    if (number := whole(value, name, 1)) > most:
-        raise ValueError(f"{name} = {number}; give a whole number up to {most:,}")
-    return number
 
 
 def _title(value: object) -> object:
@@ -151,7 +144,7 @@ class TopologyEntry(Entry):
             return value
         family, every = split(name)
         if "every" in value:
-            raise ValueError(f"{name} with every = {short(value['every'])}: the name says that; leave one of them out")
+            raise ValueError(f"{name} with every = {shown(value['every'])}: the name says that; leave one of them out")
         return {**value, "name": family, "every": every}
 
     def check(self) -> None:
@@ -197,7 +190,7 @@ class Study(BaseModel):
     problem: Annotated[ProblemEntry, BeforeValidator(_named)] = Field(default_factory=ProblemEntry)
     lr: Annotated[tuple[float, ...], BeforeValidator(_rates)] = PAPER_GRID
     seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = (0, 1, 2)
-    record: Annotated[int, BeforeValidator(lambda value: _number("record", value, MOST_POINTS))] = 50
+    record: Annotated[int, BeforeValidator(lambda value: whole(value, "record", 1, MOST_POINTS))] = 50
     dtype: Literal["float64", "float32"] = "float64"
     device: str = "cpu"
     any_graph: StrictBool = False
@@ -222,7 +215,7 @@ class Study(BaseModel):
         return self
 
     def rounds(self, nodes: int, setting: Options) -> int:
-        """Rounds of a run on so many machines; 0 where each has less than a batch of the data."""
+        """Rounds of a run on this many machines; 0 where each has less than a batch of the data."""
         if self.steps is not None:
             return self.steps
         return (problems.rounds_per_epoch(self.problem.name, nodes, **setting) or 0) * (self.epochs or 0)
@@ -292,10 +285,10 @@ def _explained(error: ErrorDetails) -> str:
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
     if error["type"] in ("model_type", "model_attributes_type"):
-        return f"{key} = {short(error['input'])}; give a name, or a table with a name and options"
+        return f"{key} = {shown(error['input'])}; give a name, or a table with a name and options"
     message = error["msg"].removeprefix("Value error, ")
     if " = " in message.split(";")[0] and key in ("steps", "epochs", "nodes", "seeds", "record", "lr"):
         return message  # which names the value itself
     if isinstance(error["input"], dict | Study | Entry):  # the message names the option and its value itself
         return f"{key}: {message}" if key else message
-    return f"{key} = {short(error['input'])}: {message[:1].lower() + message[1:]}"
+    return f"{key} = {shown(error['input'])}: {message[:1].lower() + message[1:]}"

@@ -141,11 +141,11 @@ class Store(AbstractContextManager["Store"]):
 
     def done(self) -> set[str]:
         """The keys of all runs in the store that are whole."""
-        return {key for number, key, checksum in self._listed() if self._flaw(number, checksum) is None}
+        return {key for _, key, flaw in self._examined() if flaw is None}
 
     def damaged(self) -> set[str]:
         """The keys of all other runs in the store."""
-        return {key for number, key, checksum in self._listed() if self._flaw(number, checksum) is not None}
+        return {key for _, key, flaw in self._examined() if flaw is not None}
 
     def studies(self) -> list[Remembered]:
         """The studies that were run, in the order of their beginning."""
@@ -193,7 +193,7 @@ class Store(AbstractContextManager["Store"]):
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """Refuse in one line what another version, or somebody else, wrote into the tables."""
+        """Refuse in one line what another version or a user wrote into the tables."""
         try:
             yield
         except (TypeError, ValueError, KeyError) as error:
@@ -202,18 +202,20 @@ class Store(AbstractContextManager["Store"]):
 
     # --- checksums ---------------------------------------------------------------------------------------------
 
-    def _listed(self) -> list[tuple[int, str, str | None]]:
-        checksum = "checksum" if self.base.format > 1 else "NULL"
-        return self.base.execute(f"SELECT id, key, {checksum} FROM runs ORDER BY id")
+    def _examined(self, keys: Collection[str] | None = None) -> Iterator[tuple[int, str, str | None]]:
+        """Runs by number and key, of these keys or all, with what is wrong with each, if anything."""
+        column = "checksum" if self.base.format > 1 else "NULL"
+        for number, key, checksum in self.base.execute(f"SELECT id, key, {column} FROM runs ORDER BY id"):
+            if keys is None or key in keys:
+                yield number, key, self._flaw(number, checksum)
 
     def _check(self, keys: Collection[str] | None = None) -> None:
-        """Refuse to show runs that are not what was stored, of these keys or all."""
-        listed = [(number, checksum) for number, key, checksum in self._listed() if keys is None or key in keys]
-        flaws = [(number, flaw) for number, checksum in listed if (flaw := self._flaw(number, checksum)) is not None]
-        if flaws:
+        """Refuse to show runs that are not what was stored."""
+        examined = list(self._examined(keys))
+        if flaws := [(number, flaw) for number, _, flaw in examined if flaw is not None]:
             (number, flaw), are = flaws[0], "is" if len(flaws) == 1 else "are"
             raise ValueError(
-                f"{self.path}: {len(flaws):,} of {len(listed):,} runs {are} damaged (number {number} {flaw}); "
+                f"{self.path}: {len(flaws):,} of {len(examined):,} runs {are} damaged (number {number} {flaw}); "
                 "bring back a copy of the store, or run the study again, which repeats them"
             )
 
