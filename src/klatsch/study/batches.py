@@ -132,15 +132,15 @@ def parts(batch: Batch) -> Parts:
     first = batch.networks[0][0]
     first.check_sources()
     seeded = "seed" in problems.options(first.problem)
+
+    def problem(network: Network) -> Problem:
+        options = _joined([case.problem_options for case in network])
+        seed = {"seed": network[0].seed} if seeded else {}
+        return problems.make(first.problem, network[0].nodes, **seed, **options)
+
     return Parts(
         rule=rules.make(first.rule, **_joined([case.rule_options for case in batch.networks[0]])),
-        problems=[
-            problems.make(
-                *(first.problem, network[0].nodes),
-                **_joined([case.problem_options | ({"seed": case.seed} if seeded else {}) for case in network]),
-            )
-            for network in batch.networks
-        ],
+        problems=[problem(network) for network in batch.networks],
         graphs=[network[0].make_graph() for network in batch.networks],
         steps=first.steps,
         choices={"record": first.points, "dtype": DTYPES[first.dtype], "any_graph": first.any_graph},
