@@ -121,7 +121,8 @@ class Crew:
         if self.dask is None:
             check_ready(study, cases, store)
         elif not {case.key for case in cases} <= store.done():
-            workers.check_dask(self.dask)
+            with workers.dask(self.dask):
+                pass
 
 
 @command(
