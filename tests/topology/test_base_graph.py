@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from klatsch import topology as tp
-from klatsch.topology.varying import _digits, _factors, base_graph_period
+from klatsch.topology.schedules import _digits, _factors, base_graph_period
 from tests.conftest import SIZES, product
 
 

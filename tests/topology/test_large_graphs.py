@@ -8,7 +8,8 @@ import pytest
 from klatsch import rules
 from klatsch import topology as tp
 from klatsch.rules import averaging
-from klatsch.topology import eigen, summary
+from klatsch.topology import comparison as summary
+from klatsch.topology import eigen
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def topology(
 ) -> None:
     """Show how fast a communication graph mixes and what a round of it costs."""
     from klatsch import topology as topologies
-    from klatsch.topology.summary import beyond_solvers
+    from klatsch.topology.comparison import beyond_solvers
 
     given = split(settings)
     if compare:
@@ -82,7 +82,7 @@ def topology(
 
 def _print_summary(s: Summary) -> None:
     from klatsch.planning.words import size
-    from klatsch.topology.summary import GAMMA
+    from klatsch.topology.comparison import GAMMA
 
     table = Table(title=f"{s.name}, {s.nodes:,} nodes", show_header=False, title_justify="left", title_style="bold")
     table.add_column(style="bold")

@@ -4,7 +4,7 @@ from klatsch.planning.estimates import Estimate, Probe, Stage
 from klatsch.planning.hardware import NETWORKS, Network, network
 from klatsch.planning.planner import Choice, Line, Plan, plan
 from klatsch.planning.predictions import CALIBRATION, RULES, UNCALIBRATED, Calibration, predicted
-from klatsch.planning.probe import probe
+from klatsch.planning.measurement import probe
 from klatsch.planning.task import Task
 
 __all__ = [

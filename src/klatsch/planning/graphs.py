@@ -10,7 +10,7 @@ from typing import NamedTuple
 from klatsch import topology as topologies
 from klatsch.topology.closed_form import CLOSED_FORMS, nth_size
 from klatsch.topology.silence import split
-from klatsch.topology.static import lattice_shape
+from klatsch.topology.families import lattice_shape
 
 ALL_UP_TO = 64  # sizes that are all looked at; beyond, each is about a tenth larger than the one before
 RIPPLED_UP_TO = 1024  # the same for families whose gap does not simply fall with the size

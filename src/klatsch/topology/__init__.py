@@ -11,7 +11,7 @@ from klatsch.topology.drawing import draw
 from klatsch.topology.graph import Topology, from_matrices, lazy
 from klatsch.topology.names import TOPOLOGIES, builder, make, options, spectral_gap
 from klatsch.topology.silence import every
-from klatsch.topology.static import (
+from klatsch.topology.families import (
     complete,
     directed_ring,
     erdos_renyi,
@@ -24,8 +24,8 @@ from klatsch.topology.static import (
     star,
     torus,
 )
-from klatsch.topology.summary import Summary, compare, summarize
-from klatsch.topology.varying import base_graph, one_peer_exponential
+from klatsch.topology.comparison import Summary, compare, summarize
+from klatsch.topology.schedules import base_graph, one_peer_exponential
 
 __all__ = [
     "TOPOLOGIES",

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import numpy as np
 
 from klatsch.arguments import whole
-from klatsch.topology import static, varying
-from klatsch.topology.checks import LARGEST, UNLIMITED, node_count
+from klatsch.topology import families as static
+from klatsch.topology import schedules as varying
+from klatsch.topology.validation import LARGEST, UNLIMITED, node_count
 from klatsch.topology.silence import split
 
 

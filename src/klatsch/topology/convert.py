@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from klatsch.topology import checks
+from klatsch.topology import validation as checks
 from klatsch.topology.graph import Stochastic, Topology
 from klatsch.topology.matrix import Matrix
 from klatsch.topology.weights import SUM_TOLERANCE, metropolis_hastings, with_self_weights

@@ -16,7 +16,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from klatsch.topology import checks, eigen, spectrum
+from klatsch.topology import eigen, spectrum
+from klatsch.topology import validation as checks
 from klatsch.topology.matrix import Matrix, identity, mapped
 
 Stochastic = Literal["doubly", "rows", "columns"]

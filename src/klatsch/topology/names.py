@@ -8,11 +8,11 @@ from typing import Any
 
 from klatsch.arguments import check_options, named
 from klatsch.own import label
-from klatsch.topology.checks import UNLIMITED, node_count, rounds_between
+from klatsch.topology.validation import UNLIMITED, node_count, rounds_between
 from klatsch.topology.closed_form import CLOSED_FORMS
 from klatsch.topology.graph import Topology
 from klatsch.topology.silence import every, split
-from klatsch.topology.static import (
+from klatsch.topology.families import (
     complete,
     directed_ring,
     erdos_renyi,
@@ -25,7 +25,7 @@ from klatsch.topology.static import (
     star,
     torus,
 )
-from klatsch.topology.varying import base_graph, one_peer_exponential
+from klatsch.topology.schedules import base_graph, one_peer_exponential
 
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {
     build.__name__: build

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from klatsch.own import is_own
-from klatsch.topology.checks import rounds_between
+from klatsch.topology.validation import rounds_between
 from klatsch.topology.graph import Topology
 from klatsch.topology.matrix import identity
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from klatsch.arguments import whole
-from klatsch.topology.checks import LARGEST, UNLIMITED, node_count
+from klatsch.topology.validation import LARGEST, UNLIMITED, node_count
 from klatsch.topology.graph import Topology
 from klatsch.topology.weights import circulant, metropolis_hastings
 

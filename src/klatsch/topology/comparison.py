@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from klatsch.arguments import whole
-from klatsch.topology.checks import node_count
+from klatsch.topology.validation import node_count
 from klatsch.topology.closed_form import CLOSED_FORMS
 from klatsch.topology.graph import Topology
 from klatsch.topology.names import TOPOLOGIES, make, options, spectral_gap

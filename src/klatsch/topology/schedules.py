@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from klatsch.arguments import whole
-from klatsch.topology.checks import node_count
+from klatsch.topology.validation import node_count
 from klatsch.topology.graph import Topology
-from klatsch.topology.static import powers_of_two_below
+from klatsch.topology.families import powers_of_two_below
 from klatsch.topology.weights import circulant, symmetric
 
 Nodes = NDArray[np.int64]
