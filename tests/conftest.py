@@ -36,13 +36,7 @@ def pytest_collection_modifyitems(items):
 # All small ones; then primes, squares, cubes, powers of two and their neighbours.
 SIZES = (*range(1, 18), 20, 23, 24, 25, 27, 31, 32, 33, 36, 49, 60, 63, 64)
 
-PRIMES = {n for n in SIZES if n > 1 and all(n % d for d in range(2, n))}
-REFUSED = {name: set() for name in tp.TOPOLOGIES} | {
-    "torus": PRIMES,
-    "grid": PRIMES,
-    "near_complete": {2},
-    "hypercube": {n for n in SIZES if n & (n - 1)},
-}
+REFUSED = {name: {n for n in SIZES if family.refusal(n)} for name, family in tp.FAMILIES.items()}
 
 
 def build_or_skip(name, n, **options):
@@ -61,7 +55,7 @@ def all_topologies(n):
     """Every named topology that exists for n nodes, and a few options of those that have any."""
     graphs = [graph for name in tp.TOPOLOGIES if (graph := build_or_skip(name, n)) is not None]
     graphs += [tp.base_graph(n, 3), tp.erdos_renyi(n, p=0.7, seed=5), tp.lazy(tp.ring(n))]
-    return graphs + [tp.random_regular(n, degree=2, seed=1)] * (n > 3)
+    return graphs + ([tp.random_regular(n, degree=2, seed=1)] if n > 3 else [])
 
 
 def product(graph):

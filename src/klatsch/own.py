@@ -74,7 +74,7 @@ def explained(*names: str) -> Iterator[None]:
         yield
     except (ValueError, MemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not paths or (isinstance(error, RuntimeError) and "memory" in str(error)):
             raise
         raise ValueError(_told(error, paths)) from None

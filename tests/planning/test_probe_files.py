@@ -6,7 +6,7 @@ import os
 import pytest
 
 from klatsch.planning import words
-from klatsch.planning.robust import Span
+from klatsch.planning.planner import Span
 from klatsch.planning.sources import read_probe
 
 ESTIMATE = {"value": 1.0, "low": 0.5, "high": 2.0, "samples": 10}

@@ -319,7 +319,7 @@ def test_what_is_wrong_with_topologies_and_problems_is_one_line(folder, run_cli)
         text + "\n\nclass Flat(Wishes):\n    def grad(self, x, t, nodes=None):\n        return x[:, 0]\n"
     )
     for options, message in (
-        (("-t", "parts.py:wrong"), r"parts.py:wrong gives a str; give a Topology"),
+        (("-t", "parts.py:wrong"), r"parts.py:wrong returns a str; return a Topology"),
         (("-t", "parts.py:bnad"), r"parts.py has no bnad; did you mean band\?"),
         (("--problem", "parts.py:Wishes"), r"has no metric 'distance' .* headline = problems.Headline\('off'"),
         (("--problem", "parts.py:Flat"), r"parts.py:Flat: grad\(x, 1\) has shape \(4, 1\); give \(4, 1, 1\)"),

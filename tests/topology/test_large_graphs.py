@@ -8,8 +8,7 @@ import pytest
 from klatsch import rules
 from klatsch import topology as tp
 from klatsch.rules import averaging
-from klatsch.topology import comparison as summary
-from klatsch.topology import eigen
+from klatsch.topology import comparison, eigen
 
 
 @pytest.fixture
@@ -108,7 +107,7 @@ def test_the_library_refuses_the_same():
 
 
 def test_a_comparison_leaves_out_what_is_too_large_to_solve(run_cli, monkeypatch):
-    monkeypatch.setattr(summary, "LARGEST_SOLVED", 20)
+    monkeypatch.setattr(comparison, "LARGEST_SOLVED", 20)
     code, out, _ = run_cli("topology", "--compare", "-n", 64, "--json")
     answer = json.loads(out)
     assert code == 0

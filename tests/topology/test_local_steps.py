@@ -99,10 +99,10 @@ def test_what_it_is_called():
         (lambda: tp.every(tp.base_graph(4), 10**6), r"a period of 2,000,000 rounds; give .* from 1 to 500,000"),
         (lambda: tp.every("ring", 8), r"every takes a Topology, not a str"),
         (lambda: tp.make("ring", 4, every=0), r"every = 0; give a whole number"),
-        (lambda: tp.make("ring/x", 4), r"topology 'ring/x': 'x' is no number of rounds; write ring/8"),
-        (lambda: tp.make("ring/0", 4), r"'ring/0': '0' is no number of rounds"),
-        (lambda: tp.make("ring/", 4), r"'ring/': '' is no number of rounds"),
-        (lambda: tp.make("ring/8/2", 4), r"'8/2' is no number of rounds"),
+        (lambda: tp.make("ring/x", 4), r"topology 'ring/x': 'x' is not a number of rounds; write ring/8"),
+        (lambda: tp.make("ring/0", 4), r"'ring/0': '0' is not a number of rounds"),
+        (lambda: tp.make("ring/", 4), r"'ring/': '' is not a number of rounds"),
+        (lambda: tp.make("ring/8/2", 4), r"'8/2' is not a number of rounds"),
         (lambda: tp.make("rign/8", 4), r"unknown topology 'rign'; did you mean ring\?"),
         (lambda: tp.make("ring/8", 4, every=2), r"ring/8 with every = 2: its name says that already; leave one"),
         (lambda: tp.spectral_gap("ring/8", 4, every=2), r"ring/8 with every = 2"),
@@ -262,7 +262,7 @@ def test_keys_of_runs_without_silence_are_as_before():
 @pytest.mark.parametrize(
     "entry, message",
     [
-        ("ring/x", r"topologies\[0\]: topology 'ring/x': 'x' is no number of rounds"),
+        ("ring/x", r"topologies\[0\]: topology 'ring/x': 'x' is not a number of rounds"),
         ({"name": "ring/8", "every": 2}, r"topologies\[0\]: ring/8 with every = 2: its name says that"),
         ({"name": "ring", "every": [2, 0]}, r"topologies\[0\]: every = 0; give a whole number"),
         ("rign/8", r"topologies\[0\]: unknown topology 'rign'; did you mean ring\?"),

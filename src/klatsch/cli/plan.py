@@ -18,7 +18,7 @@ from klatsch.cli.terminal import AsJson, number, option, print_json, text
 from klatsch.cli.terminal import words as listed
 
 if TYPE_CHECKING:
-    from klatsch.planning import Choice, Line, Plan, robust, sources
+    from klatsch.planning import Choice, Line, Plan, planner, sources
     from klatsch.planning.verify import Verification
     from klatsch.theory import Constants
 
@@ -93,7 +93,7 @@ def plan(
     """Plan."""
     from klatsch import pictures, planning
     from klatsch.planning import curves as figures
-    from klatsch.planning import robust, sources, words
+    from klatsch.planning import planner, sources, words
     from klatsch.planning.verify import verify
 
     if draw is not None:
@@ -120,8 +120,8 @@ def plan(
     asked = None if rules is None else [rule_names.get(name.replace(" ", ""), name) for name in listed(rules)]
     found = planning.plan(task, rules=asked, families=None if families is None else listed(families))
     own = measured.ranges if measured else {}
-    ranges = robust.within_a_factor(found) | {name: ends for name, ends in own.items() if vars(known)[name] is None}
-    between = robust.machines_between(found, ranges)
+    ranges = planner.within_a_factor(found) | {name: ends for name, ends in own.items() if vars(known)[name] is None}
+    between = planner.machines_between(found, ranges)
     checked = verify(found) if check else None
     if draw is not None:
         pictures.save(figures.curves(found), draw, dpi=120)
@@ -142,8 +142,7 @@ def plan(
 def _print(found: Plan) -> None:
     from klatsch.planning import words
     from klatsch.planning.graphs import LARGEST_BUILT
-    from klatsch.topology.closed_form import CLOSED_FORMS
-    from klatsch.topology.silence import split
+    from klatsch.topology.names import family
 
     task, c = found.task, found.task.constants
     console = terminal.console()
@@ -175,7 +174,7 @@ def _print(found: Plan) -> None:
         console, title, columns, lines, ["sent per node", "per round", "speed-up"], section=lambda line: line.topology
     )
     families = [line.topology for line in found.lines if line.topology]
-    built = [name for name in families if split(name)[0] not in CLOSED_FORMS]
+    built = [name for name in families if family(name).gap is None]
     few = sorted(set(built)) if task.machines > LARGEST_BUILT else []
     for note in (
         f"sigma {c.sigma:.4g}, zeta {c.zeta:.4g}, L {c.L:.4g}, D1 {c.D1:.4g}; bandwidth "
@@ -217,7 +216,7 @@ def _print_check(checked: Verification) -> None:
         terminal.note(console, sentence, "bold")
 
 
-def _plain(found: Plan, between: robust.Span, checked: Verification | None) -> dict[str, object]:
+def _plain(found: Plan, between: planner.Span, checked: Verification | None) -> dict[str, object]:
     """A plan as plain data; what is never reached is null."""
     from klatsch.planning import words
 

@@ -18,7 +18,7 @@ from klatsch.cli.terminal import AsJson, Data, option, print_json
 from klatsch.own import is_own
 
 if TYPE_CHECKING:
-    from klatsch.planning.estimates import Probe
+    from klatsch.planning import Probe
 
 MEANINGS = {
     "sigma": "noise of a node's gradient, the largest on the way",

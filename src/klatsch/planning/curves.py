@@ -6,7 +6,7 @@ import math
 import textwrap
 from typing import TYPE_CHECKING
 
-from klatsch.planning.planner import Line, Plan
+from klatsch.planning.planner import Plan
 from klatsch.planning.words import recommendation
 
 if TYPE_CHECKING:
@@ -25,16 +25,14 @@ HIGHEST = 30  # times the goal: errors above are off the picture
 
 
 def curves(plan: Plan, topology: str | None = None) -> Figure:
-    """The rules on one family of graphs, and the all-reduce: predicted error, and time to the goal, against M.
-
-    Args:
-        plan: what was predicted.
-        topology: the family; the recommended one by default.
-    """
+    """The rules on one family of graphs (the recommended one by default): predicted error and time against M."""
     from matplotlib.figure import Figure
 
-    shown = _lines(plan, topology)
     task, best = plan.task, plan.best
+    if topology is None:
+        fastest_first = sorted(plan.lines, key=lambda line: line.best.seconds)
+        topology = best.topology or next((line.topology for line in fastest_first if line.topology), "")
+    shown = [line for line in plan.lines if line.topology in ("", topology)]
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     for line in shown:
@@ -44,9 +42,8 @@ def curves(plan: Plan, topology: str | None = None) -> Figure:
         style = {"color": COLOURS[line.rule], "linewidth": width, "linestyle": dashes, "label": label}
         machines = [choice.machines for choice in line.choices]
         values = [choice.error if task.samples else choice.rounds for choice in line.choices]
-        left.plot(machines, [v if math.isfinite(v) else math.nan for v in values], **style)
-        seconds = [choice.seconds if math.isfinite(choice.seconds) else math.nan for choice in line.choices]
-        right.plot(machines, seconds, **style)
+        for axis, heights in ((left, values), (right, [choice.seconds for choice in line.choices])):
+            axis.plot(machines, [v if math.isfinite(v) else math.nan for v in heights], **style)
     mark = {"color": "#000000", "marker": "*", "markersize": 14, "linestyle": "none", "zorder": 5}
     left.plot([best.machines], [best.error if task.samples else best.rounds], **mark)
     right.plot([best.machines], [best.seconds], label="recommended", **mark)
@@ -74,11 +71,3 @@ def curves(plan: Plan, topology: str | None = None) -> Figure:
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=9)
     return figure
-
-
-def _lines(plan: Plan, topology: str | None) -> list[Line]:
-    """Rules on the family asked for, or on that of the recommended choice, or on the fastest one."""
-    if topology is None:
-        choices = sorted(plan.lines, key=lambda line: line.best.seconds)
-        topology = plan.best.topology or next((line.topology for line in choices if line.topology), "")
-    return [line for line in plan.lines if line.topology in ("", topology)]

@@ -1,22 +1,18 @@
-"""What a planner needs of a family of graphs, at any size and without building it: sizes, gap and neighbours."""
+"""The sizes of a family of graphs that a planner looks at, with their gaps and degrees."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from bisect import bisect_right
 from functools import lru_cache
 from typing import NamedTuple
 
-from klatsch import topology as topologies
-from klatsch.topology.closed_form import CLOSED_FORMS, nth_size
-from klatsch.topology.silence import split
-from klatsch.topology.families import lattice_shape
+from klatsch.topology import make, spectral_gap
+from klatsch.topology.names import family as family_of
+from klatsch.topology.names import split
 
-ALL_UP_TO = 64  # sizes that are all looked at; beyond, each is about a tenth larger than the one before
+ALL_UP_TO = 64  # steps that are all looked at; beyond, each is about a tenth larger than the one before
 RIPPLED_UP_TO = 1024  # the same for families whose gap does not simply fall with the size
-RIPPLED = ("base_graph", "exponential", "one_peer_exponential")
-LARGEST_BUILT = 256  # nodes of families whose gap has no closed form, and is that of a graph that is built
-SYMMETRIC = ("ring", "torus", "grid", "complete", "near_complete", "star", "hypercube", "erdos_renyi", "random_regular")
+LARGEST_BUILT = 256  # nodes of families without a closed form of their gap, which are built
 
 
 class Graph(NamedTuple):
@@ -28,72 +24,45 @@ class Graph(NamedTuple):
     every: int = 1  # rounds between two in which it sends any
 
 
-def log2_up(n: int) -> int:
-    """log2 n, rounded up."""
-    return (n - 1).bit_length()
-
-
-# Most messages that one node sends in a round. The families without a closed form are built.
-DEGREES: dict[str, Callable[[int], int]] = {
-    "ring": lambda n: min(n - 1, 2),
-    "torus": lambda n: sum(min(side - 1, 2) for side in lattice_shape("torus", n, None, None)),
-    "complete": lambda n: n - 1,
-    "near_complete": lambda n: n - 1 if n <= 2 else n - 2 if n % 2 == 0 else n - 1,
-    "star": lambda n: n - 1,
-    "hypercube": log2_up,
-    "exponential": log2_up,
-    "one_peer_exponential": lambda n: min(n - 1, 1),
-    "base_graph": lambda n: min(n - 1, 1),
-    "directed_ring": lambda n: min(n - 1, 1),
-}
-
-
 def sizes(name: str, most: int) -> list[int]:
     """Sizes of a family up to `most`: all small ones, then fewer and fewer, with powers of two, which mix fast."""
-    name, _ = split(name)
-    most = most if name in CLOSED_FORMS else min(most, LARGEST_BUILT)
-    every = RIPPLED_UP_TO if name in RIPPLED else ALL_UP_TO
+    known = family_of(name)
+    most = min(most, LARGEST_BUILT) if known.gap is None else most
+    every = RIPPLED_UP_TO if known.ripples else ALL_UP_TO
     found, step = {1}, 1
-    while (size := nth_size(name, step)) <= most:
+    while (size := known.nth_size(step)) <= most:
         found.add(size)
         step += 1 if step < every else max(1, step // 10)
-    if name not in ("torus", "grid", "hypercube"):
-        found |= {1 << k for k in range(most.bit_length())} | {most}
-    return sorted(found)
+    powers = set() if known.lattice else {most, *(1 << k for k in range(most.bit_length()))}
+    return sorted(n for n in found | powers if not known.refusal(n))
 
 
 @lru_cache(maxsize=100_000)
 def graph(name: str, n: int) -> Graph | None:
     """One size of a family, or None where the family refuses it."""
+    known, (_, every) = family_of(name), split(name)
     if n == 1:
         return Graph(1, 1.0, 0)
-    kind, every = split(name)
     try:
-        if kind in CLOSED_FORMS:
-            return Graph(n, topologies.spectral_gap(name, n), DEGREES[kind](n), every)
-        built = topologies.make(name, n)
+        if known.gap is not None and known.degree is not None:
+            return Graph(n, spectral_gap(name, n), known.degree(n), every)
+        built = make(name, n)
         return Graph(n, built.spectral_gap, built.degree, every)
     except ValueError:  # a size that the family does not have
         return None
 
 
 def family(name: str, most: int) -> list[Graph]:
-    """The sizes of a family that there are, up to `most` nodes."""
+    """The sizes of a family up to `most` nodes, as graphs."""
     found = (graph(name, n) for n in sizes(name, most))
     return [one for one in found if one is not None and 0 < one.rho <= 1]
 
 
 def between(name: str, low: int, high: int) -> list[int]:
     """All sizes of a family strictly between two."""
-    name, _ = split(name)
-    if name not in CLOSED_FORMS:
+    known = family_of(name)
+    if known.gap is None:
         return list(range(low + 1, high))
-    first = _step(name, low)
-    return [size for step in range(first, _step(name, high) + 1) if low < (size := nth_size(name, step)) < high]
-
-
-def _step(name: str, size: int) -> int:
-    """A step of a family at or below a size."""
-    if name in ("torus", "grid"):
-        return max(1, 2 * math.isqrt(size) - 3)
-    return max(1, size.bit_length() - 1 if name == "hypercube" else size - 1)
+    steps = range(1, high + 1)  # no family keeps its shape at more sizes than there are
+    first, end = (bisect_right(steps, size, key=known.nth_size) for size in (low, high - 1))
+    return [known.nth_size(step) for step in steps[first:end]]

@@ -1,4 +1,4 @@
-"""What a round costs: a latency-bandwidth model of equal machines that respects what overlaps."""
+"""What a round costs: a latency-bandwidth model of equal machines in which messages overlap with gradients."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from klatsch.arguments import named
-from klatsch.theory.rates import Number, check
+from klatsch.arguments import named, number
+from klatsch.theory.rates import Number
 
-BUCKET = 25e6  # bytes that an all-reduce of gradients waits for, as in DDP; the last bucket hides behind nothing
+BUCKET = 25e6  # bytes that an all-reduce of gradients waits for, as in DDP; nothing hides the last bucket
 HIDDEN = 1 / 3  # of a gradient's time: the part of the backward pass in which finished buckets may travel
 
-TINY = 1e-50  # what is smaller, or larger than its inverse, is a slip
+TINY = 1e-50  # a smaller number, or one above its inverse, is a slip
 
 # Goodput of TCP (94 % of the line) in bytes per second, and seconds until a message arrives.
 NETWORKS = {
@@ -29,11 +29,11 @@ class Network:
 
     Args:
         bandwidth: bytes per second of a machine's link, in each direction.
-        latency: seconds until a message arrives, its bytes not counted.
-        gradient: seconds in which a machine computes one gradient.
-        handling: seconds of work for each byte of a vector that travels, to pack it and to add it up; nothing hides it.
+        latency: seconds until a message arrives, not counting its bytes.
+        gradient: seconds of one gradient.
+        handling: seconds to pack and add up each byte of a vector that travels; nothing hides them.
         per_message: seconds of work for each message, however short.
-        name: how to call it.
+        name: what to call it.
     """
 
     bandwidth: float
@@ -44,20 +44,20 @@ class Network:
     name: str = "network"
 
     def __post_init__(self) -> None:
-        wanted = "a positive number of bytes per second, such as 1.2e8, or the name of a network"
-        for name, zero, wish in (
-            ("bandwidth", False, wanted),
-            ("latency", True, "0 or a positive number of seconds"),
-            ("gradient", False, "a positive number of seconds"),
-            ("handling", True, "0 or a positive number of seconds per byte"),
-            ("per_message", True, "0 or a positive number of seconds"),
+        for name, value, unit in (
+            ("bandwidth", self.bandwidth, "bytes per second, such as 1.2e8, or the name of a network"),
+            ("gradient", self.gradient, "seconds"),
         ):
-            value = getattr(self, name)
-            numeric = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-            check(name, value, numeric and (value >= TINY or (zero and value == 0)) and value <= 1 / TINY, wish)
+            number(name, value, lambda v: TINY <= v <= 1 / TINY, f"a positive number of {unit}")
+        for name, value, unit in (
+            ("latency", self.latency, "seconds"),
+            ("handling", self.handling, "seconds per byte"),
+            ("per_message", self.per_message, "seconds"),
+        ):
+            number(name, value, lambda v: v == 0 or TINY <= v <= 1 / TINY, f"0 or a positive number of {unit}")
 
     def gossip_seconds(self, size: float, degree: Number, eager: int, late: int) -> Number:
-        """Seconds of a round of gossip with `degree` neighbours.
+        """Seconds of a round of gossip.
 
         Args:
             size: bytes of one vector.
@@ -76,7 +76,7 @@ class Network:
     def all_reduce_seconds(self, size: float, M: Number) -> Number:
         """Seconds of a round of mini-batch SGD: an all-reduce of the gradient, in buckets as they are finished.
 
-        Along a ring, or, where there is more to wait for than to send, along a tree and back.
+        Along a ring, or, where waiting takes longer than sending, along a tree and back.
         """
         M = np.asarray(M, float)
         travel = np.minimum(*self._ways(size, M))
@@ -103,17 +103,7 @@ def network(
     latency: float | None = None,
     handling: float = Network.handling,
 ) -> Network:
-    """A network by name ("1gbe", "10gbe", "100gbe", "wan"), with numbers of one's own where given.
-
-    Raises:
-        ValueError: the name is unknown, or a number is not allowed.
-    """
+    """A network by name ("1gbe", "10gbe", "100gbe", "wan"), with your own numbers where given."""
     usual = named("network", name.lower(), NETWORKS)
-    own = bandwidth is not None or latency is not None
-    return Network(
-        usual[0] if bandwidth is None else bandwidth,
-        usual[1] if latency is None else latency,
-        gradient,
-        handling,
-        name=f"{name}, changed" if own else name,
-    )
+    wide, far = (there if own is None else own for there, own in zip(usual, (bandwidth, latency), strict=True))
+    return Network(wide, far, gradient, handling, name=name if (wide, far) == usual else f"{name}, changed")

@@ -1,8 +1,7 @@
-"""What the theory needs to know of a problem, measured on the problem itself: sigma, zeta, L and D1.
+"""The constants of the theory, measured on a problem: sigma, zeta, L and D1.
 
-Only what every `Problem` has is asked of it: a start, and stochastic gradients that are a function of (seed, round,
-node), so that the same round at two points sees the same randomness. Where a problem knows more, that is used: its
-`optimum`, and `exact(x)`, the gradients of all nodes without noise.
+Stochastic gradients are a function of (seed, round, node), so the same round at two points sees the same randomness.
+Where a problem knows its `optimum` or its gradients without noise, `exact(x)`, those are used.
 """
 
 from __future__ import annotations
@@ -11,21 +10,73 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from klatsch.arguments import whole
-from klatsch.planning.estimates import Estimate, Probe, Stage
 from klatsch.problems import Problem, adopted
+from klatsch.theory import Constants
 
 LEAST_SAMPLES = 4  # two blocks of two
 POWER_STEPS, NOISY_STEPS = 300, 20  # of power iteration at most; the second where every product takes many rounds
 TINY = float(np.finfo(float).tiny)
 CLOSE = 1e-3  # relative residual at which it stops
 PULL = 1e-4  # relative length of the difference that stands for a derivative
+
+
+class Estimate(NamedTuple):
+    """A measured number, an interval around it, and how many gradients of single nodes it took.
+
+    The interval is one of 95 % confidence for sigma and zeta. For L it is the residual of power iteration, or the
+    difference between two sets of mini-batches; for D1 two standard errors and an estimate of the way still to go.
+    """
+
+    value: float
+    low: float
+    high: float
+    samples: int
+
+
+class Stage(NamedTuple):
+    """Noise and heterogeneity at a point on the way from the start to the optimum."""
+
+    place: str
+    sigma: Estimate
+    zeta: Estimate
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The constants of a problem, as measured."""
+
+    problem: str
+    nodes: int
+    params: int
+    sigma: Estimate  # the largest along the way
+    zeta: Estimate  # at the end of it: the optimum where that is known, else the end of a short run
+    L: Estimate
+    D1: Estimate
+    stages: tuple[Stage, ...]
+    gradient_seconds: float  # of one node's gradient, on this machine
+
+    @property
+    def constants(self) -> Constants:
+        """For the theory."""
+        return Constants(self.L.value, self.D1.value, self.sigma.value, self.zeta.value)
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain data, for JSON."""
+        measured = {"sigma": self.sigma, "zeta": self.zeta, "L": self.L, "D1": self.D1}
+        stages = [
+            {"place": stage.place, "sigma": stage.sigma._asdict(), "zeta": stage.zeta._asdict()}
+            for stage in self.stages
+        ]
+        return asdict(self) | {name: value._asdict() for name, value in measured.items()} | {"stages": stages}
 
 
 def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
@@ -35,9 +86,6 @@ def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
         problem: any `Problem` with one column.
         rounds: of the centralized run that looks for the optimum, where that is not known.
         samples: gradients per node for each estimate of noise.
-
-    Raises:
-        ValueError: it has several columns, or its gradients are not finite.
     """
     whole(rounds, "rounds", 1)
     whole(samples, "samples", LEAST_SAMPLES)
@@ -49,9 +97,7 @@ def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
     seconds = _seconds(ask, start)
     L = _smoothness(ask, start, samples)
     if L.value <= TINY:
-        raise ValueError(
-            f"{type(problem).__name__} has no curvature at its start; the theory is of problems that have some"
-        )
+        raise ValueError(f"{type(problem).__name__} has no curvature at its start; the theory needs some")
     known = problem.optimum
     if known is not None:
         end = torch.as_tensor(known).reshape(-1).to(start)
@@ -75,14 +121,14 @@ def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
 
 
 class _Gradients:
-    """Gradients of all nodes, of a round of their own each time, and how many were taken."""
+    """Gradients of all nodes, from a new round each time, and how many were taken."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.taken, self.round = problem, 0, 0
         self.exact = problem.exact
 
     def new_rounds(self, count: int) -> list[int]:
-        """Numbers of rounds that were not asked for before."""
+        """Numbers of rounds that were not used before."""
         self.round += count
         return list(range(self.round - count + 1, self.round + 1))
 
@@ -96,8 +142,8 @@ class _Gradients:
         found = torch.as_tensor(found).reshape(self.problem.nodes, -1)
         if not torch.isfinite(found).all():
             raise ValueError(
-                f"{type(self.problem).__name__} gives gradients that are not finite near its start; see that its "
-                "start and its data are"
+                f"{type(self.problem).__name__} gives gradients that are not finite near its start; check its start "
+                "and its data"
             )
         return found
 
@@ -106,27 +152,26 @@ class _Gradients:
         return self.at(point.expand(self.problem.nodes, -1))
 
     def one_node(self, point: Tensor) -> Tensor:
-        """Of one node, as a machine of its own would take it."""
+        """Of one node, as one machine would take it."""
         return torch.as_tensor(self.problem.grad(point[None, None, :], self.new_rounds(1)[0], [0]))
 
 
 def _seconds(ask: _Gradients, start: Tensor) -> float:
     """Seconds of one node's gradient, when everything is warm."""
     ask.one_node(start)
-    took = []
+    times = [time.perf_counter()]
     for _ in range(7):
-        began = time.perf_counter()
         ask.one_node(start)
-        took.append(time.perf_counter() - began)
-    return statistics.median(took)
+        times.append(time.perf_counter())
+    return statistics.median(after - before for before, after in pairwise(times))
 
 
 def _spreads(ask: _Gradients, point: Tensor, samples: int) -> tuple[Estimate, Estimate]:
-    """sigma and zeta at a point, from gradients of all nodes in so many rounds.
+    """sigma and zeta at a point, from gradients of all nodes in several rounds.
 
     sigma² = mean over nodes of E ||g_i - E g_i||²; zeta² = mean over nodes of ||E g_i - mean||². The spread of the
-    nodes' means holds a share of their noise, which is taken out. The sums are kept of blocks of rounds, whose scatter
-    gives the confidence intervals.
+    nodes' means holds a share of their noise, which is subtracted. The scatter of blocks of rounds gives the confidence
+    intervals.
     """
     from scipy.special import stdtrit
 
@@ -176,7 +221,7 @@ def _smoothness(ask: _Gradients, point: Tensor, samples: int) -> Estimate:
 
     A product with the Hessian is the difference of two gradients of the same round, in which additive noise cancels.
     For a symmetric matrix an eigenvalue lies within the residual of the estimate: that is the interval. Mini-batches
-    have Hessians of their own: the direction is found on the mean of some, and the value is what others have along it,
+    differ in their Hessians: the direction is found on the mean of some, and the value is that of others along it,
     which is unbiased but for the direction; the interval reaches to the value where the direction was found.
     """
     before, M = ask.taken, ask.problem.nodes
@@ -188,7 +233,9 @@ def _smoothness(ask: _Gradients, point: Tensor, samples: int) -> Estimate:
             total += ask.at(here + length * v, t) - ask.at(here - length * v, t)
         return total / (2 * length * len(rounds))
 
-    v = _directions(point, M)
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(M, point.numel(), generator=generator, dtype=torch.float64).to(point)
+    v = v / v.norm(dim=-1, keepdim=True)
     seen = ask.new_rounds(2)
     noisy = not torch.allclose(products(v, seen[:1]), products(v, seen[1:]), rtol=1e-6)
     seen, others = (ask.new_rounds(samples), ask.new_rounds(samples)) if noisy else (seen[:1], [])
@@ -209,19 +256,12 @@ def _smoothness(ask: _Gradients, point: Tensor, samples: int) -> Estimate:
     return Estimate(max(fresh, TINY), low, high, ask.taken - before)
 
 
-def _directions(point: Tensor, M: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    v: Tensor = torch.randn(M, point.numel(), generator=generator, dtype=torch.float64).to(point)
-    unit: Tensor = v / v.norm(dim=-1, keepdim=True)
-    return unit
-
-
 def _descent(ask: _Gradients, start: Tensor, L: float, rounds: int) -> tuple[Tensor, Tensor, Estimate]:
-    """A point on the way of a centralized run, where it comes to, and how far that is.
+    """A point on the way of a centralized run, its end, and how far that is from the start.
 
-    Steps of 1 / (2 L) on the mean of all nodes' gradients. Where it comes to is the mean of the second half, which
-    takes most of the noise out; the scatter of its parts says how much is left in. How far it still is to the optimum
-    is judged by how the distances between the means of the run's quarters shrink.
+    Steps of 1 / (2 L) on the mean of all nodes' gradients. The end is the mean of the second half, which removes most
+    of the noise; the scatter of its parts says how much is left. How far it still is to the optimum is judged by how
+    the distances between the means of the run's quarters shrink.
     """
     before, x, parts = ask.taken, start.clone(), min(8, max(1, rounds // 2))
     means, counts = torch.zeros(parts, x.numel(), dtype=torch.float64), [0] * parts

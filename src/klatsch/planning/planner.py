@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from klatsch import topology as topologies
 from klatsch.arguments import named
 from klatsch.planning import graphs
 from klatsch.planning.predictions import ALL_REDUCE, MOST_ROUNDS, RULES, Array, Rule, predicted, rounds_to
 from klatsch.planning.task import Task
-from klatsch.topology.silence import split
+from klatsch.topology.names import family
 
-ENOUGH = 1.05  # fewer machines are taken where they need hardly longer than the fastest choice
+ENOUGH = 1.05  # fewer machines are taken where they are at most this much slower than the fastest choice
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Line:
-    """A rule on a family of graphs: all sizes, the fastest of them, and how many machines keep the statistical rate."""
+    """A rule on a family of graphs: all sizes, the best of them, and how many machines keep the statistical rate."""
 
     rule: str
     topology: str
@@ -64,11 +65,7 @@ class Plan:
     left_out: Mapping[str, str]  # "rule on topology": why
 
     def line(self, rule: str, topology: str = "") -> Line:
-        """The line of a rule on a family of graphs.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The line of a rule on a family of graphs."""
         lines = {(line.rule, line.topology): line for line in self.lines}
         if (rule, topology) not in lines:
             known = ", ".join(f"{a} on {b}" if b else a for a, b in lines)
@@ -76,26 +73,29 @@ class Plan:
         return lines[rule, topology]
 
 
+class Span(NamedTuple):
+    """From how many machines to how many a recommendation may move."""
+
+    low: int
+    high: int
+    out_of_reach: bool  # whether the target may be beyond the samples
+
+
 def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[str] | None = None) -> Plan:
     """Predict every rule on every family of graphs, and choose.
 
     Args:
-        task: what is to be reached, and with what.
+        task: the goal and the means.
         rules: names of `RULES`; all by default.
         families: names of topologies, such as "ring", or "ring/8" for gossip in every 8th round; all by default.
-
-    Raises:
-        ValueError: a name is unknown, or the target is out of reach of the samples; it says what is not.
     """
     asked = [named("rule", name, RULES) for name in dict.fromkeys(RULES if rules is None else rules)]
-    names = list(dict.fromkeys(topologies.TOPOLOGIES if families is None else families))
-    for name in names:
-        topologies.builder(name)  # refuses unknown names
-    alone = _alone(task)
+    kinds = {name: family(name) for name in (topologies.TOPOLOGIES if families is None else families)}
+    alone = _choices(task, RULES[ALL_REDUCE], "", [graphs.Graph(1, 1.0, 0)], None)[0]
     lines, left_out = [], {}
     for rule in asked:
-        for name in [""] if rule.update is None else names:
-            if rule.name == "dat-d2" and split(name)[0] not in graphs.SYMMETRIC:
+        for name in [""] if rule.update is None else kinds:
+            if rule.name == "dat-d2" and (kinds[name].changes or not kinds[name].symmetric):
                 left_out[f"{rule.name} on {name}"] = "it needs one symmetric matrix for all rounds"
                 continue
             found = graphs.family(name or "complete", task.machines)
@@ -103,47 +103,69 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
             if len(choices) == 1 and task.machines > 1:
                 left_out[f"{rule.name} on {name}"] = f"it has no graph of 2 to {task.machines:,} nodes"
                 continue
-            lines.append(Line(rule.name, name, choices, _fastest(task, choices), _largest(task, rule, name, choices)))
+            lines.append(Line(rule.name, name, choices, _best(task, choices), _largest(task, rule, name, choices)))
     if not lines:
-        why = (
-            "; ".join(f"{what}: {reason}" for what, reason in left_out.items()) or "no rule, or no topology, was named"
+        refusals = "; ".join(f"{what}: {reason}" for what, reason in left_out.items())
+        raise ValueError(
+            f"nothing is left to plan with ({refusals or 'no rule, or no topology, was named'}); name others"
         )
-        raise ValueError(f"nothing is left to plan with ({why}); name others")
     every = [alone, *(choice for line in lines for choice in line.choices)]
     if not any(math.isfinite(choice.seconds) for choice in every):
-        near = min(every, key=lambda choice: choice.error)
-        how = near.title if near.machines == 1 else f"{near.title}, {near.machines:,} machines"
         if task.samples is None:
             raise ValueError(f"target = {task.goal:g} takes more than {MOST_ROUNDS:g} rounds; give a larger one")
+        near = min(every, key=lambda choice: choice.error)
+        how = near.title if near.machines == 1 else f"{near.title}, {near.machines:,} machines"
         raise ValueError(
             f"target = {task.goal:g} is out of reach of {task.samples:g} samples: at best they bring "
             f"{near.error:.3g} ({how}); give more samples, or a larger target"
         )
-    return Plan(task, tuple(lines), alone, _fastest(task, every), left_out)
+    return Plan(task, tuple(lines), alone, _best(task, every), left_out)
 
 
-def _alone(task: Task) -> Choice:
-    return _choices(task, RULES[ALL_REDUCE], "", [graphs.Graph(1, 1.0, 0)], None)[0]
+def within_a_factor(found: Plan, factor: float = 2.0) -> dict[str, tuple[float, float]]:
+    """Every constant of a plan, divided and multiplied by a factor."""
+    return {name: (value / factor, value * factor) for name, value in asdict(found.task.constants).items()}
+
+
+def machines_between(found: Plan, ranges: Mapping[str, tuple[float, float]]) -> Span:
+    """The smallest and the largest best M of the recommended rule and graph, as one constant at a time changes.
+
+    Args:
+        found: the plan.
+        ranges: the lowest and the highest value of a constant, by name (sigma, zeta, L, D1).
+    """
+    best, task = found.best, found.task
+    if best.machines == 1:
+        return Span(1, 1, False)
+    seen, out_of_reach = [best.machines], False
+    for name, ends in ranges.items():
+        for value in ends:
+            other = replace(task, constants=replace(task.constants, **{name: value}))
+            try:
+                again = plan(other, rules=[best.rule], families=[best.topology] if best.topology else None)
+                seen.append(again.best.machines)
+            except ValueError:
+                out_of_reach = True
+    return Span(min(seen), max(seen), out_of_reach)
 
 
 def _choices(
     task: Task, rule: Rule, name: str, found: Sequence[graphs.Graph], alone: float | None
 ) -> tuple[Choice, ...]:
     M, rho, degree, every = (np.array(column, float) for column in zip(*found, strict=True))
-    rho = rho if rule.update is not None else np.ones_like(M)
-    by, constants = task.by(rule.name), task.constants
-    rounds = rounds_to(task.goal, rule, M, rho, constants, by)
-    if task.samples is not None:  # more than these are not to be had
-        rounds = np.where(rounds * M <= math.ceil(task.samples) * (1 + 1e-9), rounds, np.inf)
+    by, constants, network = task.by(rule.name), task.constants, task.network
     if rule.update is None:
-        each = np.asarray(task.network.all_reduce_seconds(task.vector, M))
-        sent = np.asarray(task.network.all_reduce_bytes(task.vector, M))
+        rho = np.ones_like(M)
+        each = np.asarray(network.all_reduce_seconds(task.vector, M))
+        sent = np.asarray(network.all_reduce_bytes(task.vector, M))
     else:
-        talking = np.asarray(task.network.gossip_seconds(task.vector, degree, rule.eager, rule.late))
-        each = task.network.gradient + (talking - task.network.gradient) / every  # the others are a gradient alone
+        talking = np.asarray(network.gossip_seconds(task.vector, degree, rule.eager, rule.late))
+        each = network.gradient + (talking - network.gradient) / every  # the other rounds only compute a gradient
         sent = degree * rule.vectors * task.vector / every
+    rounds = rounds_to(task.goal, rule, M, rho, constants, by)
     error = np.full_like(M, task.goal)
     if (N := task.samples) is not None:
+        rounds = np.where(rounds * M <= math.ceil(N) * (1 + 1e-9), rounds, np.inf)
         error = np.where(M <= N, predicted(rule, M, np.maximum(1.0, N / M), rho, constants, by).total, np.inf)
     sent = np.where(np.isfinite(rounds), rounds, 0.0) * sent
     seconds = rounds * each
@@ -154,16 +176,12 @@ def _choices(
     return tuple(Choice(rule.name, name, int(m), *numbers) for m, *numbers in rows)
 
 
-def _fastest(task: Task, choices: Sequence[Choice]) -> Choice:
-    """The fastest choice whose machines pay, or one with fewer machines that needs hardly longer."""
-    paying = [
-        choice for choice in choices if choice.machines == 1 or choice.speedup >= task.efficiency * choice.machines
-    ]
-    soonest = min(choice.seconds for choice in paying)
-    return min(
-        (choice for choice in paying if choice.seconds <= ENOUGH * soonest),
-        key=lambda choice: (choice.machines, choice.seconds, choice.bytes_per_node),
-    )
+def _best(task: Task, choices: Sequence[Choice]) -> Choice:
+    """The fastest choice whose machines pay, or one with fewer machines that is hardly slower."""
+    paying = [c for c in choices if c.machines == 1 or c.speedup >= task.efficiency * c.machines]
+    soonest = min(c.seconds for c in paying)
+    enough = [c for c in paying if c.seconds <= ENOUGH * soonest]
+    return min(enough, key=lambda c: (c.machines, c.seconds, c.bytes_per_node))
 
 
 def _largest(task: Task, rule: Rule, name: str, choices: Sequence[Choice]) -> int:
@@ -171,17 +189,15 @@ def _largest(task: Task, rule: Rule, name: str, choices: Sequence[Choice]) -> in
     if (N := task.budget) is None or task.constants.sigma * task.constants.D1 == 0:
         return 1
 
-    def pays(M: Array, rho: Array) -> Any:
+    def pays(M: Array, rho: Array) -> NDArray[np.bool_]:
         parts = predicted(rule, M, np.maximum(1.0, N / M), rho, task.constants, task.by(rule.name))
-        return (parts.network + parts.optimization <= parts.statistical) & (M <= N)
+        return np.asarray((parts.network + parts.optimization <= parts.statistical) & (M <= N))
 
-    M, rho = np.array([c.machines for c in choices], float), np.array([c.rho for c in choices])
-    good = np.flatnonzero(pays(M, rho))
+    good = np.flatnonzero(pays(np.array([c.machines for c in choices], float), np.array([c.rho for c in choices])))
     if not len(good):
         return 1
-    low = int(choices[good[-1]].machines)
-    high = choices[good[-1] + 1].machines if good[-1] + 1 < len(choices) else low
-    passed_over = graphs.between(name or "complete", low, high)
+    low, *high = (choice.machines for choice in choices[good[-1] : good[-1] + 2])
+    passed_over = graphs.between(name or "complete", low, high[0]) if high else []
     while passed_over:  # halved: gaps that ripple may hide a larger one
         size = passed_over[len(passed_over) // 2]
         one = graphs.graph(name or "complete", size)

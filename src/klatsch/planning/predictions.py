@@ -1,8 +1,8 @@
 """Predicted error and rounds: the rates of the theory, with constants that were measured once.
 
 The theory leaves the numerical constants of a rate open, and its proofs bound them from above. Here each of the three
-parts has a constant that was fitted to simulations of the paper's least-squares problem (benchmarks/calibration.py), so
-that a prediction is meant for what happens, not for the worst case. `UNCALIBRATED` sets them all to 1.
+parts has a constant fitted to simulations of the paper's least-squares problem (benchmarks/calibration.py), so that a
+prediction is of the usual case, not of the worst. `UNCALIBRATED` sets them all to 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from klatsch.channels.rehearsal import rehearse
 from klatsch.theory import Constants, Rate, dat_rate, dsgd_rate, gt_rate, minibatch_rate
 from klatsch.theory.rates import UNIT, Number, RateFunction
 
-MOST_ROUNDS = 1e30  # more than that is never
+MOST_ROUNDS = 1e30  # more are never reached
 
 Array = NDArray[np.float64]
 
@@ -84,14 +84,13 @@ def predicted(rule: Rule, M: Number, T: Number, rho: Number, constants: Constant
     mini-batch SGD.
     """
     statistical, network, optimization = rule.rate(M, T, rho, constants)
-    if rule.name == "dsgd" or rule.name == "gt":  # L D1^2 / (rho T) = L D1^2 / T, and what the network adds to it
-        optimization, added = optimization * rho, optimization * (1 - rho)
-        network = network + added
+    if rule.name in ("dsgd", "gt"):  # L D1^2 / (rho T) is L D1^2 / T and a part of the network
+        optimization, network = optimization * rho, network + optimization * (1 - rho)
     return Rate(by.statistical * statistical, by.network * (1 - rho) * network, by.optimization * optimization)
 
 
 def rounds_to(target: float, rule: Rule, M: Array, rho: Array, constants: Constants, by: Calibration) -> Array:
-    """The first round at which the predicted error is at most `target`, for every M; inf where it is never."""
+    """The first round at which the predicted error is at most `target`, for every M; inf where it never is."""
 
     def reached(T: Array) -> NDArray[np.bool_]:
         return np.asarray(predicted(rule, M, T, rho, constants, by).total <= target)
@@ -100,7 +99,7 @@ def rounds_to(target: float, rule: Rule, M: Array, rho: Array, constants: Consta
     while not np.all(done := reached(high) | (high >= MOST_ROUNDS)):
         high = np.where(done, high, 2 * high)
     low = np.where(high > 1, high / 2, 0.0)
-    while np.any(high - low > np.maximum(1.0, 1e-9 * high)):  # beyond 1e9 rounds one more or less is none
+    while np.any(high - low > np.maximum(1.0, 1e-9 * high)):  # beyond 1e9 rounds one more does not matter
         middle = np.maximum(np.floor((low + high) / 2), 1.0)
         there = reached(middle)
         low, high = np.where(there, low, middle), np.where(there, middle, high)

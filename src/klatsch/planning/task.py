@@ -1,17 +1,14 @@
-"""What a plan is for: what is to be reached, with which problem, model and machines."""
+"""The task of a plan: a goal, a problem, a model and machines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
-from klatsch.arguments import whole
+from klatsch.arguments import number, whole
 from klatsch.planning.hardware import TINY, Network
 from klatsch.planning.predictions import ALL_REDUCE, CALIBRATION, RULES, Calibration, predicted
 from klatsch.theory import Constants
-from klatsch.theory.rates import check
 
 BYTES = 4  # of a parameter in float32
 MOST_MACHINES, MOST_PARAMS = 1_000_000, 10**15
@@ -19,7 +16,7 @@ MOST_MACHINES, MOST_PARAMS = 1_000_000, 10**15
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be reached, and with what.
+    """What to reach, and with what.
 
     Args:
         constants: of the problem; `probe` measures them.
@@ -42,23 +39,21 @@ class Task:
     calibration: Mapping[str, Calibration] | None = None
 
     def __post_init__(self) -> None:
+        most = 1 / TINY
         for name, value in asdict(self.constants).items():
-            check(name, value, value == 0 or TINY <= value <= 1 / TINY, f"0 or a number from {TINY:g} to {1 / TINY:g}")
+            number(name, value, lambda v: v == 0 or TINY <= v <= most, f"0 or a number from {TINY:g} to {most:g}")
         if whole(self.params, "params", 1) > MOST_PARAMS:
             raise ValueError(f"params = {self.params}; give at most {MOST_PARAMS:,}")
-        if not 1 <= whole(self.machines, "machines", 1) <= MOST_MACHINES:
+        if whole(self.machines, "machines", 1) > MOST_MACHINES:
             raise ValueError(f"machines = {self.machines}; give a number from 1 to {MOST_MACHINES:,}")
-        efficient = isinstance(self.efficiency, int | float) and 0 <= self.efficiency <= 1
-        check(
-            "efficiency", self.efficiency, efficient, "a number from 0 to 1, such as 0.1; 0 for the fastest at any cost"
-        )
+        wanted = "a number from 0 to 1, such as 0.1; 0 for the fastest at any cost"
+        number("efficiency", self.efficiency, lambda v: 0 <= v <= 1, wanted)
         if self.samples is None and self.target is None:
             raise ValueError("nothing to plan for; give samples (--samples 1e6), or a target error (--target 0.01)")
-        for name, least in (("samples", 1.0), ("target", TINY)):
-            value = getattr(self, name)
-            numeric = value is None or (isinstance(value, int | float | np.number) and not isinstance(value, bool))
-            wanted = f"a number of samples from 1 to {1 / TINY:g}" if name == "samples" else "a positive error"
-            check(name, value, numeric and (value is None or least <= value <= 1 / TINY), wanted)
+        if self.samples is not None:
+            number("samples", self.samples, lambda v: 1 <= v <= most, f"a number of samples from 1 to {most:g}")
+        if self.target is not None:
+            number("target", self.target, lambda v: TINY <= v <= most, "a positive error")
 
     def by(self, rule: str) -> Calibration:
         """The constants of a rule's rate."""

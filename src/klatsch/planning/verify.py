@@ -9,21 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
 
 import torch
 
 from klatsch import problems, topology
-from klatsch.planning.planner import Choice, Line, Plan
+from klatsch.planning.planner import Choice, Plan
 from klatsch.planning.predictions import RULES, predicted
 from klatsch.rules import make
 from klatsch.simulation import simulate
 from klatsch.theory import Constants
-from klatsch.topology.silence import split
+from klatsch.topology.names import family
 
 DIM = 20  # parameters of the instance
-LARGEST, LARGEST_DENSE = 1024, 128  # machines that are simulated; the second where all talk to all
+LARGEST, LARGEST_DENSE = 1024, 128  # machines that are simulated; the second where some machine talks to all
 MOST_ROUNDS = 20_000
-LEARNING_RATES = [10.0 ** (k / 2) for k in range(-10, 3)]  # in units of 1 / L, the best one counts
+LEARNING_RATES = [10.0 ** (k / 2) for k in range(-10, 3)]  # in units of 1 / L; the best one counts
 SEEDS = (0, 1, 2)  # of the instance, whose errors are averaged
 ALIKE = 1.1  # errors this close count as equal
 
@@ -53,12 +55,8 @@ class Verification:
     @property
     def flips(self) -> list[tuple[Trial, Trial]]:
         """Pairs of which the first is predicted to be better, and came out clearly worse."""
-        return [
-            (a, b)
-            for a in self.trials
-            for b in self.trials
-            if a.predicted < b.predicted and a.simulated > b.simulated * ALIKE
-        ]
+        pairs = permutations(self.trials, 2)
+        return [(a, b) for a, b in pairs if a.predicted < b.predicted and a.simulated > b.simulated * ALIKE]
 
     @property
     def held(self) -> bool:
@@ -67,16 +65,16 @@ class Verification:
 
 
 def instance(constants: Constants, nodes: int, seed: int = 0) -> problems.LeastSquares:
-    """Least squares with given constants; a node has the same matrix in networks of all sizes, one alone no zeta."""
-    generator = torch.Generator().manual_seed(seed)
-    pool = max(nodes, LARGEST)  # the largest curvature is that of so many, so that sizes can be compared
-    A = torch.randn(pool, DIM, DIM, generator=generator, dtype=torch.float64)
+    """Least squares with given constants; node i has the same matrix in networks of all sizes."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    pool = max(nodes, LARGEST)  # L is the largest curvature of all these, so that sizes can be compared
+    A = draw(pool, DIM, DIM)
     A = A[:nodes] * (constants.L / float(torch.linalg.matrix_norm(A, 2).max() ** 2)) ** 0.5
     H = A.mT @ A
-    away = torch.randn(DIM, generator=generator, dtype=torch.float64)
+    away = draw(DIM)
     away *= constants.D1 / away.norm()
     # Gradients at the optimum: apart by zeta, and zero in the mean; H_i shift_i is such a gradient.
-    forces = torch.randn(pool, DIM, generator=generator, dtype=torch.float64)[:nodes]
+    forces = draw(pool, DIM)[:nodes]
     forces -= forces.mean(0)
     apart = float(forces.square().sum(-1).mean().sqrt())
     forces *= constants.zeta / apart if apart > 0 else 0.0
@@ -91,9 +89,12 @@ def verify(plan: Plan) -> Verification:
     Each number of machines gets the rounds that fit into the time of the recommended one, at its best learning rate.
     """
     best = plan.best
-    line = plan.line(best.rule, best.topology) if best.machines > 1 else _of_neighbours(plan)
-    dense = split(line.topology)[0] in ("", "complete", "near_complete", "star")
-    most = LARGEST_DENSE if dense else LARGEST
+    # For one machine: the line whose two machines come nearest.
+    seconds_of_two = [line.choices[1].seconds if len(line.choices) > 1 else math.inf for line in plan.lines]
+    nearest = plan.lines[seconds_of_two.index(min(seconds_of_two))]
+    line = plan.line(best.rule, best.topology) if best.machines > 1 else nearest
+    degree = family(line.topology or "complete").degree
+    most = LARGEST_DENSE if degree is not None and degree(LARGEST) >= LARGEST - 2 else LARGEST
     possible = [choice for choice in line.choices if choice.machines <= most]
     own = _nearest(possible, best.machines)
     seconds = best.seconds if own.machines == best.machines else own.seconds
@@ -128,11 +129,6 @@ def _enough(plan: Plan, possible: list[Choice], trial: Trial, seconds: float) ->
     return found
 
 
-def _of_neighbours(plan: Plan) -> Line:
-    """For one machine: the line whose two machines come nearest."""
-    return min(plan.lines, key=lambda line: line.choices[1].seconds if len(line.choices) > 1 else math.inf)
-
-
 def _nearest(choices: Sequence[Choice], machines: float) -> Choice:
     return min(choices, key=lambda choice: abs(math.log(choice.machines / max(machines, 1))))
 
@@ -142,20 +138,10 @@ def _trial(plan: Plan, choice: Choice, rounds: int) -> Trial:
     guess = predicted(rule, choice.machines, rounds, choice.rho, task.constants, task.by(rule.name)).total
     lrs = [factor / task.constants.L for factor in LEARNING_RATES]
     name = "dsgd" if rule.update is None else choice.rule.removesuffix(" (cta)")
-    extra = {"order": "cta"} if choice.rule.endswith("(cta)") else {}
+    update = make(name, lr=lrs, **({"order": "cta"} if choice.rule.endswith("(cta)") else {}))
     graph = topology.make(choice.topology or "complete", choice.machines)
-    errors = torch.stack(
-        [
-            simulate(
-                instance(task.constants, choice.machines, seed),
-                make(name, lr=lrs, **extra),
-                graph,
-                rounds,
-                record=[rounds],
-                progress=False,
-            ).metrics["loss_gap"][-1]
-            for seed in SEEDS
-        ]
-    ).mean(0)
+    instances = [instance(task.constants, choice.machines, seed) for seed in SEEDS]
+    runs = [simulate(problem, update, graph, rounds, record=[rounds], progress=False) for problem in instances]
+    errors = torch.stack([run.metrics["loss_gap"][-1] for run in runs]).mean(0)
     column = int(errors.argmin())
     return Trial(choice.machines, rounds, float(guess), float(errors[column]), lrs[column])

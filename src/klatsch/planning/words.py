@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from klatsch.planning.planner import Choice, Plan
+import math
+
+from klatsch.planning.planner import Choice, Plan, Span
 from klatsch.planning.predictions import RULES, predicted
-from klatsch.planning.robust import Span
 from klatsch.planning.verify import Verification
+
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "days": 86_400, "years": 31_557_600}
+UP_TO = (1e-3, 1, 120, 7200, 172_800, 86_400_000, math.inf)  # seconds that are told in these
 
 
 def duration(seconds: float) -> str:
     """A time as people say it."""
-    if seconds == float("inf"):
+    if seconds == math.inf:
         return "for ever"
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    for unit, size, next_size in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
-        if seconds < next_size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 86_400:.3g} days" if seconds < 86_400 * 1000 else f"{seconds / 31_557_600:,.3g} years"
+    unit, size = next(pair for pair, most in zip(UNITS.items(), UP_TO, strict=True) if seconds < most)
+    return f"{seconds / size:,.3g} {unit}"
 
 
 def size(count: float) -> str:
     """Bytes as people say them."""
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if count < 1000 or unit == "PB":
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}"
+    steps = min(5, max(0, math.floor(math.log10(max(count, 1)) / 3)))
+    return f"{count / 1000**steps:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[steps]}"
 
 
 def rounds(count: float) -> str:
@@ -37,10 +32,10 @@ def rounds(count: float) -> str:
 
 
 def span(between: Span, measured: bool) -> str:
-    """What becomes of the number of machines where a constant is another; measured: by a probe, with intervals."""
-    varied = "halved or doubled"
-    if measured:
-        varied = "at an end of its interval (halved or doubled, where it came from a flag)"
+    """How far the number of machines moves if a constant changes; measured: by a probe, with intervals."""
+    varied = (
+        "at an end of its interval (halved or doubled, where it came from a flag)" if measured else "halved or doubled"
+    )
     same = between.low == between.high
     number = f"{between.low:,} machines would still" if same else f"{between.low:,} to {between.high:,} machines would"
     reach = ", or the target would be out of reach" if between.out_of_reach else ""
@@ -61,7 +56,7 @@ def recommendation(plan: Plan) -> str:
 
 
 def reasons(plan: Plan) -> list[str]:
-    """Why: of the time of a round, of more machines, and of the next best."""
+    """Why: the time of a round, more machines, and the next best choice."""
     best = plan.best
     found = [_why_alone(plan)] if best.machines == 1 else [_of_the_round(plan, best), _of_more(plan, best)]
     others = [line for line in plan.lines if (line.rule, line.topology) != (best.rule, best.topology)]
@@ -71,7 +66,7 @@ def reasons(plan: Plan) -> list[str]:
         hardly = " (not 5 % faster, with more machines)" if second.seconds < best.seconds else ""
         found.append(f"next is {second.title} with {second.machines:,} machines: {duration(second.seconds)}{hardly}")
     if not RULES[best.rule].proved:
-        found.append(f"no rate is proved for {best.rule}; it is taken as that of dat on homogeneous data")
+        found.append(f"no rate is proved for {best.rule}; that of dat on homogeneous data stands in")
     return found
 
 
@@ -106,8 +101,8 @@ def _of_the_round(plan: Plan, best: Choice) -> str:
     gradient = plan.task.network.gradient
     waits = best.seconds_per_round - gradient
     if waits > 0.1 * gradient:
-        return f"of a round {duration(gradient)} are the gradient, {duration(waits)} sending and handling what is sent"
-    hidden = ": what is sent hides behind it" if RULES[best.rule].eager and not RULES[best.rule].late else ""
+        return f"a round is {duration(gradient)} of gradient and {duration(waits)} of communication"
+    hidden = ": communication hides behind it" if RULES[best.rule].eager and not RULES[best.rule].late else ""
     return f"a round takes hardly longer than its gradient ({duration(gradient)}){hidden}"
 
 
@@ -118,9 +113,9 @@ def _of_more(plan: Plan, best: Choice) -> str:
         return f"{best.machines:,} machines are the most of this kind that are looked at"
     more = min(larger, key=lambda choice: abs(choice.machines - 2 * best.machines))
     parts = predicted(RULES[best.rule], more.machines, best.rounds, more.rho, task.constants, task.by(best.rule))
-    mixing = parts.network > parts.optimization or best.rounds < more.rounds < float("inf")
+    mixing = parts.network > parts.optimization or best.rounds < more.rounds < math.inf
     held_up = "they mix more slowly" if mixing else "some rounds are needed even without noise"
-    if more.seconds == float("inf"):
+    if more.seconds == math.inf:
         return f"{more.machines:,} machines do not reach it with these samples: {held_up}"
     text = (
         f"{more.machines:,} machines would take {rounds(more.rounds)} of {duration(more.seconds_per_round)}, "

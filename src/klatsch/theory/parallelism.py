@@ -6,12 +6,10 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
-from typing import Any
-
-import numpy as np
 
 from klatsch import topology as topologies
-from klatsch.theory.rates import RATES, UNIT, Constants, RateFunction, check, check_network
+from klatsch.arguments import number
+from klatsch.theory.rates import RATES, UNIT, Constants, RateFunction, check_network
 
 SMALL = 64  # steps that are all tried, since the smallest graphs of a family need not follow its trend
 
@@ -31,7 +29,7 @@ def parallelism_bound(rule: str, N: float, rho: float, *, heterogeneous: bool = 
     minibatch sqrt(N); dat rho sqrt(N); dsgd and gt rho^(1/2) N^(1/4), and dsgd rho N^(1/4) on heterogeneous data.
     """
     on_gap, on_samples = _powers(rule, heterogeneous)
-    check("N", N, N >= 1, "a number of samples from 1 up")
+    number("N", N, lambda v: v >= 1, "a number of samples from 1 up")
     check_network(1, 1, rho)
     return float(rho ** float(on_gap) * N ** float(on_samples))
 
@@ -42,20 +40,19 @@ def parallelism_exponent(rule: str, gap_exponent: int, *, heterogeneous: bool = 
     M <= rho^a N^b and rho = M^-g give M <= N^(b / (1 + a g)).
     """
     on_gap, on_samples = _powers(rule, heterogeneous)
-    check("gap_exponent", gap_exponent, gap_exponent >= 0, "a power from 0 up, such as 2 for the ring")
+    number("gap_exponent", gap_exponent, lambda v: v >= 0, "a power from 0 up, such as 2 for the ring")
     return on_samples / (1 + on_gap * gap_exponent)
 
 
 def largest_machines(
-    rule: str, N: float, topology: str | Callable[[int], float], constants: Constants = UNIT, **choices: Any
+    rule: str, N: float, topology: str | Callable[[int], float], constants: Constants = UNIT, **choices: object
 ) -> int:
     """The largest M for which N = M T samples still bring the statistical rate, solved on the actual rho(M).
 
     It pays as long as the network and optimization terms together do not exceed sigma D1 / sqrt(N). Torus and grid grow
-    as r x r and r x (r + 1), the hypercube by powers of two; sizes that a family refuses are passed over. The first 64
-    steps are all tried, larger ones by doubling and bisection: the result pays and the next size does not. Where rho(M)
-    does not simply fall, single larger sizes may pay, and single smaller ones may not: odd sizes of exponential mix
-    faster, and base_graph is fastest at sizes with small prime factors. Without noise one machine is enough: M is 1.
+    as r x r and r x (r + 1), the hypercube by powers of two. All of the first 64 steps are tried, larger ones by
+    doubling and bisection: the result pays and the next size does not. Where rho(M) ripples, as that of exponential and
+    base_graph, single larger sizes may pay, and single smaller ones may not. Without noise M is 1.
 
     Args:
         rule: "dat", "dsgd", "gt" or "minibatch".
@@ -65,12 +62,10 @@ def largest_machines(
         choices: options of the named topology, such as k of base_graph.
     """
     rate = _rate(rule)
-    check("N", N, isinstance(N, int | float | np.number) and 1 <= N <= 1e100, "a number of samples from 1 to 1e100")
+    number("N", N, lambda v: 1 <= v <= 1e100, "a number of samples from 1 to 1e100")
     if not isinstance(topology, str) and not callable(topology):
         kind = type(topology).__name__
-        raise ValueError(
-            f"topology is a {kind}; give the name of a family, such as 'ring', or a function from M to rho"
-        )
+        raise ValueError(f"topology is a {kind}; give a family's name, such as 'ring', or a function from M to rho")
     if constants.sigma * constants.D1 == 0:
         return 1
 
@@ -80,7 +75,7 @@ def largest_machines(
 
     if not isinstance(topology, str):
         return _last(lambda M: M <= N and pays(M, topology(M)))
-    topologies.builder(topology, choices)  # refuses unknown names and options
+    topologies.builder(topology, choices)  # an unknown name or option shows here
 
     @cache
     def gap(M: int) -> float | ValueError:
@@ -96,14 +91,10 @@ def largest_machines(
 
     def step_pays(step: int) -> bool:
         M = machines(step)
-        if M > N:
-            return False
-        rho = gap(M)
-        if isinstance(rho, float):
-            return pays(M, rho)
-        if step > SMALL:  # the smallest graphs may not exist, such as those of fewer nodes than the degree
+        rho = gap(M) if M <= N else None
+        if isinstance(rho, ValueError) and step > SMALL:  # the smallest graphs may not exist, for want of neighbours
             raise rho
-        return False
+        return isinstance(rho, float) and pays(M, rho)
 
     return machines(_last(step_pays))
 
@@ -122,19 +113,15 @@ def transient_iterations(rule: str, M: int, rho: float, constants: Constants = U
         statistical, network, optimization = rate(M, T, rho, constants)
         return bool(network + optimization > statistical)
 
-    return float(_last(before) + 1 if before(1) else 1)
+    return float(_first_after(before))
 
 
 def rounds_to_error(rule: str, epsilon: float, M: int, rho: float, constants: Constants = UNIT) -> int:
     """Rounds T until the rate reaches epsilon (Table 2, solved instead of estimated)."""
     rate = _rate(rule)
-    check("epsilon", epsilon, 1e-100 < epsilon < math.inf, "a positive error, above 1e-100")
+    number("epsilon", epsilon, lambda v: 1e-100 < v < math.inf, "a positive error, above 1e-100")
     check_network(M, 1, rho)
-
-    def before(T: int) -> bool:
-        return bool(rate(M, T, rho, constants).total > epsilon)
-
-    return _last(before) + 1 if before(1) else 1
+    return _first_after(lambda T: bool(rate(M, T, rho, constants).total > epsilon))
 
 
 def _last(holds: Callable[[int], bool]) -> int:
@@ -149,6 +136,10 @@ def _last(holds: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+def _first_after(holds: Callable[[int], bool]) -> int:
+    return _last(holds) + 1 if holds(1) else 1
 
 
 def _powers(rule: str, heterogeneous: bool) -> tuple[Fraction, Fraction]:

@@ -14,29 +14,30 @@ ICML 2025, unless another paper is named.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from klatsch.arguments import number
+
 Number = float | NDArray[np.float64]
 
 
-def check(name: str, value: object, holds: bool | np.bool, wanted: str) -> None:
-    """Raise the one error of this room: the name, the value, and what is wanted."""
-    if not holds:
-        raise ValueError(f"{name} = {value}; give {wanted}")
-
-
 def check_network(M: Number, T: Number, rho: Number) -> None:
-    """Check machines, rounds and gap."""
-    for name, value in (("M", M), ("T", T), ("rho", rho)):
-        numeric = isinstance(value, int | float) or np.asarray(value).dtype.kind in "iuf"
-        check(name, value, numeric, f"a number, not a {type(value).__name__}")
-    check("M", M, np.all(np.asarray(M) >= 1), "a number of machines from 1 up")
-    check("T", T, np.all(np.asarray(T) >= 1), "a number of rounds from 1 up")
-    check("rho", rho, np.all((np.asarray(rho) > 0) & (np.asarray(rho) <= 1)), "a spectral gap above 0 and up to 1")
+    """Check machines, rounds and gap, each a number or an array."""
+    for name, value, least, most, wanted in (
+        ("M", M, 1.0, math.inf, "a number of machines from 1 up"),
+        ("T", T, 1.0, math.inf, "a number of rounds from 1 up"),
+        ("rho", rho, np.finfo(float).tiny, 1.0, "a spectral gap above 0 and up to 1"),
+    ):
+        values = np.asarray(value)
+        if not isinstance(value, int | float) and values.dtype.kind not in "iuf":
+            raise ValueError(f"{name} = {value}; give a number, not a {type(value).__name__}")
+        if not np.all((values >= least) & (values <= most)):
+            raise ValueError(f"{name} = {value}; give {wanted}")
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,9 @@ class Constants:
     zeta: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("L", "D1", "sigma", "zeta"):
-            check(name, value := getattr(self, name), isinstance(value, int | float | np.number), "a number")
-        check("L", self.L, 0 < self.L < math.inf, "a positive number")
-        for name in ("D1", "sigma", "zeta"):
-            check(name, value := getattr(self, name), 0 <= value < math.inf, "0 or a positive number")
+        number("L", self.L, lambda v: 0 < v < math.inf, "a positive number")
+        for name, value in (("D1", self.D1), ("sigma", self.sigma), ("zeta", self.zeta)):
+            number(name, value, lambda v: 0 <= v < math.inf, "0 or a positive number")
 
     @property
     def K(self) -> float:
@@ -89,13 +88,7 @@ class Rate(NamedTuple):
         return self.statistical + self.network + self.optimization
 
 
-class RateFunction(Protocol):
-    """How every rate is called."""
-
-    def __call__(self, M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNIT) -> Rate: ...
-
-
-# --- Decentralized Anytime SGD ------------------------------------------------------------------------------------
+RateFunction = Callable[..., Rate]  # of M, T, rho = 1 and constants = UNIT
 
 
 def dat_learning_rate(M: int, T: int, rho: float, constants: Constants = UNIT) -> float:
@@ -138,15 +131,11 @@ def dat_local_bound(M: Number, T: Number, rho: Number, constants: Constants = UN
 
 
 def consensus_bound(eta: float, rho: float, constants: Constants = UNIT) -> float:
-    """Lemma C.3: Gamma_t <= 2560 sigma~^2 eta^2 / rho^4 for linear weights, at every round t.
-
-    Raises:
-        ValueError: eta is above rho^2 / K, where the lemma says nothing.
-    """
+    """Lemma C.3: Gamma_t <= 2560 sigma~^2 eta^2 / rho^4 for linear weights, eta <= rho^2 / K and every round t."""
     check_network(1, 1, rho)
     limit = rho**2 / constants.K
     # The learning rate of Theorem 4.1 may equal the limit, so rounding is forgiven.
-    check("eta", eta, 0 <= eta <= limit * (1 + 1e-12), f"a number from 0 up to rho^2 / K = {limit:.6g}")
+    number("eta", eta, lambda v: 0 <= v <= limit * (1 + 1e-12), f"a number from 0 up to rho^2 / K = {limit:.6g}")
     return 2560 * constants.sigma_tilde**2 * eta**2 / rho**4
 
 
@@ -162,9 +151,6 @@ def dat_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNI
         c.D1**1.5 * math.sqrt(c.L * c.sigma_tilde) / (rho * T) + c.L * c.D1**2 / (rho * T) ** 2,
         c.L * c.D1**2 / T,
     )
-
-
-# --- the baselines ------------------------------------------------------------------------------------------------
 
 
 def dsgd_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNIT) -> Rate:

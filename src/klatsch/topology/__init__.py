@@ -5,13 +5,14 @@ its name (`make("ring", 16)`), or from your own graph (`from_networkx`, `from_ma
 "ring/8", gossips in some rounds only.
 """
 
-from klatsch.topology.closed_form import nth_size
+from klatsch.topology.comparison import Summary, compare, summarize
 from klatsch.topology.convert import from_networkx
 from klatsch.topology.drawing import draw
-from klatsch.topology.graph import Topology, from_matrices, lazy
-from klatsch.topology.names import TOPOLOGIES, builder, make, options, spectral_gap
-from klatsch.topology.silence import every
 from klatsch.topology.families import (
+    FAMILIES,
+    TOPOLOGIES,
+    Family,
+    base_graph,
     complete,
     directed_ring,
     erdos_renyi,
@@ -19,16 +20,19 @@ from klatsch.topology.families import (
     grid,
     hypercube,
     near_complete,
+    one_peer_exponential,
     random_regular,
     ring,
     star,
     torus,
 )
-from klatsch.topology.comparison import Summary, compare, summarize
-from klatsch.topology.schedules import base_graph, one_peer_exponential
+from klatsch.topology.graph import Topology, every, from_matrices, lazy
+from klatsch.topology.names import builder, make, nth_size, options, spectral_gap
 
 __all__ = [
+    "FAMILIES",
     "TOPOLOGIES",
+    "Family",
     "Summary",
     "Topology",
     "base_graph",

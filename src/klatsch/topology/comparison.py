@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from klatsch.arguments import whole
-from klatsch.topology.validation import node_count
-from klatsch.topology.closed_form import CLOSED_FORMS
+from klatsch.topology.families import FAMILIES
 from klatsch.topology.graph import Topology
-from klatsch.topology.names import TOPOLOGIES, make, options, spectral_gap
-from klatsch.topology.silence import split
+from klatsch.topology.names import family, make, options, spectral_gap
+from klatsch.topology.validation import node_count
 
 GAMMA = 0.95  # the memory that explains deep-learning runs best in Vogels et al. 2022
 
-LARGEST_DETAILED = 20_000  # nodes beyond which the slower figures, which only some need, are left to the library
+LARGEST_DETAILED = 20_000  # nodes beyond which the slower figures are left out
 LARGEST_SOLVED = 100_000  # nodes beyond which a gap comes from a closed form or not at all: solvers take minutes
 LARGEST_DENSE = 1000  # nodes up to which a graph with links between all of them joins a comparison
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What one round of gossip costs on a topology and what it brings.
+    """What one round of gossip on a topology costs, and how fast it mixes.
 
     Bytes are sent per node and round, on average, for a model of `params` parameters: D-SGD sends one vector
     to each neighbour, DAT-SGD two (w and x).
@@ -56,15 +54,13 @@ def summarize(
         topology: the graph.
         params: parameters of the model, for the size of messages.
         bytes_per_parameter: 4 for float32.
-        rho: the spectral gap where a closed form is known; it is not solved for then, nor are changing graphs followed.
+        rho: the spectral gap in closed form; then it is not solved for, and changing graphs are not followed.
     """
     if not isinstance(topology, Topology):
         raise ValueError(f"summarize takes a Topology, not a {type(topology).__name__}")
-    whole(params, "params", 1)
-    whole(bytes_per_parameter, "bytes_per_parameter", 1)
+    vector = topology.messages * whole(params, "params", 1) * whole(bytes_per_parameter, "bytes_per_parameter", 1)
     small = topology.size <= LARGEST_DETAILED
     static = topology.symmetric and not topology.changes
-    vector = topology.messages * params * bytes_per_parameter
     return Summary(
         name=topology.name,
         nodes=topology.size,
@@ -87,29 +83,31 @@ def summarize(
 
 
 def beyond_solvers(name: str, n: int, lazy: bool = False) -> bool:
-    """Whether n nodes are too many to solve for the spectral gap, so that its closed form must do.
-
-    Raises:
-        ValueError: they are, and none is known.
-    """
-    if n > LARGEST_SOLVED and (lazy or split(name)[0] not in CLOSED_FORMS):
-        raise ValueError(
-            f"{'lazy ' if lazy else ''}{name}: no closed form of its spectral gap is known, and {n:,} nodes are too "
-            f"many to solve for it; take {LARGEST_SOLVED:,} or fewer"
-        )
+    """Whether n nodes are too many to solve for the spectral gap, so that its closed form is used; refused without."""
+    if reason := _unsolvable(name, n, lazy):
+        raise ValueError(reason)
     return n > LARGEST_SOLVED
 
 
+def _unsolvable(name: str, n: int, lazy: bool = False) -> str:
+    if n <= LARGEST_SOLVED or (family(name).gap is not None and not lazy):
+        return ""
+    return (
+        f"{'lazy ' if lazy else ''}{name}: no closed form of its spectral gap is known, and {n:,} nodes are too many "
+        f"to solve for it; take {LARGEST_SOLVED:,} or fewer"
+    )
+
+
 def _rounds_to_halve(topology: Topology, rho: float) -> int | None:
-    """For the families with closed forms: all that are static are symmetric or circulant, and shrink by 1 - rho."""
+    """From a closed form: all such families that are static are symmetric or circulant, and shrink by 1 - rho."""
     if topology.changes:
         return None
     of_mix = rho * topology.every
     return topology.every * (1 if of_mix >= 0.5 else math.ceil(math.log(0.5) / math.log1p(-of_mix) - 1e-9))
 
 
-def compare(n: int, params: int = 1_000_000, **choices: Any) -> tuple[list[Summary], dict[str, str]]:
-    """All topologies of n nodes, the largest rho first, and the reasons why others are left out.
+def compare(n: int, params: int = 1_000_000, **choices: object) -> tuple[list[Summary], dict[str, str]]:
+    """All topologies of n nodes, the largest rho first, and why others are left out.
 
     Args:
         n: number of nodes.
@@ -119,31 +117,13 @@ def compare(n: int, params: int = 1_000_000, **choices: Any) -> tuple[list[Summa
     node_count(n, "compare")
     whole(params, "params", 1)
     summaries, left_out = [], {}
-    for name in TOPOLOGIES:
-        if n > LARGEST_DENSE and name in ("complete", "near_complete"):
-            left_out[name] = f"{name}: {n * (n - 1) // 2:,} links; it joins a comparison up to {LARGEST_DENSE:,} nodes"
-            continue
+    for name, kind in FAMILIES.items():
         own = {key: value for key, value in choices.items() if key in options(name)}
-        try:
-            closed = beyond_solvers(name, n)
-        except ValueError as refusal:
-            left_out[name] = str(refusal)
-            continue
-        try:
-            topology = make(name, n, **own)
-        except ValueError as refusal:
-            if own and _exists(name, n):  # not the size but the option is wrong, which the caller wants to know
-                raise
-            left_out[name] = str(refusal)
+        links = f"{name}: {n * (n - 1) // 2:,} links; it joins a comparison up to {LARGEST_DENSE:,} nodes"
+        dense = kind.dense and n > LARGEST_DENSE
+        if reason := links if dense else kind.refusal(n) or _unsolvable(name, n):
+            left_out[name] = reason
         else:
-            rho = spectral_gap(name, n, **own) if closed else None
-            summaries.append(summarize(topology, params, rho=rho))
+            rho = spectral_gap(name, n, **own) if n > LARGEST_SOLVED else None
+            summaries.append(summarize(make(name, n, **own), params, rho=rho))
     return sorted(summaries, key=lambda s: -s.rho), left_out
-
-
-def _exists(name: str, n: int) -> bool:
-    try:
-        make(name, n)
-    except ValueError:
-        return False
-    return True

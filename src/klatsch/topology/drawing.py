@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from klatsch import pictures
 from klatsch.topology.graph import Topology
 
-if TYPE_CHECKING:  # drawing libraries are only loaded by those who draw
+if TYPE_CHECKING:  # loaded only to draw
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -25,20 +25,16 @@ Positions = NDArray[np.float64]
 
 
 def draw(topology: Topology, path: str | Path) -> Path:
-    """Draw every round of the period in which nodes talk to an SVG, PNG or PDF file.
-
-    Raises:
-        ValueError: the file has another ending, its folder does not exist, or the graph is too large to be seen.
-    """
+    """Draw every round of the period in which nodes talk to an SVG, PNG or PDF file."""
     if not isinstance(topology, Topology):
         raise ValueError(f"draw takes a Topology, not a {type(topology).__name__}; make one with from_networkx")
     path = Path(path)
     pictures.check_path(path)
     if topology.size > LARGEST:
-        raise ValueError(f"cannot draw {topology.size} nodes so that one sees anything; choose {LARGEST} or fewer")
+        raise ValueError(f"{topology.size} nodes are too many to draw; choose {LARGEST} or fewer")
     links = max(P.nnz - topology.size for P in topology.speaking) // (1 if topology.directed else 2)
     if links > MOST_LINKS:
-        raise ValueError(f"cannot draw {links:,} links so that one sees anything; take fewer nodes or a sparser graph")
+        raise ValueError(f"{links:,} links are too many to draw; take fewer nodes or a sparser graph")
     pictures.save(figure(topology), path, dpi=150, bbox_inches="tight")
     return path
 
@@ -56,10 +52,9 @@ def figure(topology: Topology) -> Figure:
     result = Figure(figsize=(side * columns, height * rows + 0.5), layout="constrained")
     panels = result.subplots(rows, columns, squeeze=False).ravel()
     where = _positions(topology)
-    for k, panel in enumerate(panels, 1):
+    for panel in panels:
         panel.set_axis_off()
-        if k > graphs:
-            continue
+    for k, panel in enumerate(panels[:graphs], 1):
         t = k * topology.every
         panel.set_aspect("equal")
         _draw_links(panel, topology, where, t)
@@ -70,8 +65,7 @@ def figure(topology: Topology) -> Figure:
         panel.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]))
         if topology.changes:
             panel.set_title(f"round {t} of {topology.period}", fontsize=10)
-    rho = f"ρ = {topology.spectral_gap:.4g}"
-    result.suptitle(f"{topology.name}, {topology.size} nodes, {rho}", fontsize=12)
+    result.suptitle(f"{topology.name}, {topology.size} nodes, ρ = {topology.spectral_gap:.4g}", fontsize=12)
     return result
 
 
@@ -88,12 +82,11 @@ def _positions(topology: Topology) -> Positions:
 
 
 def _draw_nodes(panel: Axes, where: Positions, small: bool) -> None:
-    size = len(where)
-    area = max(6, min(220, 6000 / size)) * (0.6 if small else 1)
+    area = max(6, min(220, 6000 / len(where))) * (0.6 if small else 1)
     panel.scatter(where[:, 0], where[:, 1], s=area, color=NODE, zorder=3, linewidths=0, clip_on=False)
-    for i in range(size if size <= 32 else 0):
-        font = 6.5 if small else 8
-        panel.annotate(str(i), where[i], color="white", fontsize=font, ha="center", va="center_baseline", zorder=4)
+    font = 6.5 if small else 8
+    for i, place in enumerate(where if len(where) <= 32 else ()):
+        panel.annotate(str(i), place, color="white", fontsize=font, ha="center", va="center_baseline", zorder=4)
 
 
 def _draw_links(panel: Axes, topology: Topology, where: Positions, t: int) -> None:
@@ -101,18 +94,14 @@ def _draw_links(panel: Axes, topology: Topology, where: Positions, t: int) -> No
     from matplotlib.patches import FancyArrowPatch
 
     P = topology.matrix(t).tocoo()
-    hears, speaks = P.row, P.col
-    apart = hears != speaks
-    links = set(zip(speaks[apart].tolist(), hears[apart].tolist(), strict=True))
+    apart = P.row != P.col
+    links = set(zip(P.col[apart].tolist(), P.row[apart].tolist(), strict=True))
     arrows = {pair for pair in links if pair[::-1] not in links}
-    lines = sorted(pair for pair in links if pair not in arrows and pair[0] < pair[1])
-    thickness = 0.8 if topology.size > 64 else 1.4
-    if len(lines) + len(arrows) > MOST_PATCHES:
-        panel.add_collection(
-            LineCollection([where[list(p)] for p in [*lines, *sorted(arrows)]], colors=LINK, linewidths=0.3)
-        )
+    pairs = [*sorted(pair for pair in links - arrows if pair[0] < pair[1]), *sorted(arrows)]
+    if len(pairs) > MOST_PATCHES:
+        panel.add_collection(LineCollection([where[list(pair)] for pair in pairs], colors=LINK, linewidths=0.3))
         return
-    for pair in [*lines, *sorted(arrows)]:
+    for pair in pairs:
         a, b = where[list(pair)]
         # A link that wraps around a lattice would run through the nodes between its ends: bend it.
         wraps = topology.lattice is not None and np.abs(a - b).max() > 1.5
@@ -124,7 +113,7 @@ def _draw_links(panel: Axes, topology: Topology, where: Positions, t: int) -> No
             mutation_scale=9,
             shrinkA=0,
             shrinkB=8 if pair in arrows and topology.size <= 64 else 0,
-            linewidth=thickness,
+            linewidth=0.8 if topology.size > 64 else 1.4,
             color=LINK,
             alpha=0.8,
         )

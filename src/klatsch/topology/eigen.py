@@ -1,15 +1,15 @@
 """Eigenvalues of gossip matrices: dense solvers as the reference, sparse ones for large graphs.
 
 Lanczos where the graph mixes fast, and shift-and-invert next to 1 where it does not: a ring of 10,000 nodes has a gap
-of 1e-7, which plain Lanczos would need a million products to see. Every random start is seeded: the same graph gives
-the same digits.
+of 1e-7, which takes plain Lanczos a million products. Random starts are seeded: the same graph gives the same digits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import reduce
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ Vector = NDArray[np.float64]
 
 DENSE_LIMIT = 500  # up to here dense solvers take well under a second
 LAST_RESORT = 3000  # up to here they take seconds, for what the sparse ones cannot solve
-ZERO = 1e-12  # what rounding leaves of an exact zero, relative to where it started
+ZERO = 1e-12  # an exact zero after rounding, relative to the start
 
 
 def is_symmetric(P: Matrix) -> bool:
@@ -43,19 +43,12 @@ def second_modulus(matrices: Sequence[Matrix]) -> float:
         return 0.0
     if len(matrices) == 1 and is_symmetric(matrices[0]):
         return min(1.0, _symmetric_second(matrices[0]))
-    if size <= DENSE_LIMIT:
-        return min(1.0, _dense_second(matrices))
-    return min(1.0, _directed_second(matrices))
+    return min(1.0, _dense_second(matrices) if size <= DENSE_LIMIT else _directed_second(matrices))
 
 
 def smallest_eigenvalue(P: Matrix) -> float:
     """The smallest eigenvalue of a symmetric P."""
-    if P.shape[0] <= DENSE_LIMIT:
-        return float(np.linalg.eigvalsh(P.toarray())[0])
-    return _lowest(P)
-
-
-# --- what spectrum.py uses, too -----------------------------------------------------------------------------------
+    return float(np.linalg.eigvalsh(P.toarray())[0]) if P.shape[0] <= DENSE_LIMIT else _lowest(P)
 
 
 def random_vectors(size: int, columns: int) -> Vector:
@@ -70,13 +63,7 @@ def mix(P: Any, v: Vector) -> Vector:
 
 def walk(matrices: Sequence[Any]) -> Callable[[Vector], Vector]:
     """The map v -> P_tau ... P_1 v."""
-
-    def along(v: Vector) -> Vector:
-        for P in matrices:
-            v = mix(P, v)
-        return v
-
-    return along
+    return lambda v: reduce(lambda u, P: mix(P, u), matrices, v)
 
 
 def without_mean(apply: Callable[[Vector], Vector], size: int) -> LinearOperator:
@@ -84,18 +71,17 @@ def without_mean(apply: Callable[[Vector], Vector], size: int) -> LinearOperator
     return LinearOperator((size, size), matvec=lambda v: apply(v) - v.mean(), dtype=np.float64)
 
 
-def largest(operator: LinearOperator, which: str, start: Vector, tol: float = 1e-12, maxiter: int = 30) -> float:
+def largest(
+    operator: LinearOperator, which: Literal["LA", "LM"], start: Vector, tol: float = 1e-12, maxiter: int = 30
+) -> float:
     """The eigenvalue of a symmetric operator that is largest ("LA"), or largest in modulus ("LM"), by Lanczos."""
-    options: dict[str, Any] = {"which": which, "v0": start, "tol": tol, "ncv": 40, "maxiter": maxiter}
-    return float(eigsh(operator, k=1, return_eigenvectors=False, **options)[0])
+    found = eigsh(operator, k=1, which=which, v0=start, tol=tol, ncv=40, maxiter=maxiter, return_eigenvectors=False)
+    return float(found[0])
 
 
 def vanishes(operator: LinearOperator, start: Vector) -> bool:
-    """Whether the operator is zero, seen on a random vector; ARPACK does not take such an operator."""
+    """Whether the operator is zero, tried on a random vector; ARPACK does not take such an operator."""
     return bool(np.linalg.norm(operator.matvec(start)) <= ZERO * np.linalg.norm(start))
-
-
-# --- symmetric ----------------------------------------------------------------------------------------------------
 
 
 def _symmetric_second(P: Matrix, *, positive: bool = False) -> float:
@@ -132,11 +118,9 @@ def _lowest(P: Matrix, *, rough: bool = False) -> float:
     estimate = 1 - largest(upside_down, "LA", start, tol=1e-3, maxiter=10**5)
     if rough:
         return estimate
-    options: dict[str, Any] = {"v0": start, "tol": 1e-8, "ncv": 60, "maxiter": 10**4}
-    return float(eigsh(P, k=1, sigma=estimate - 3e-3, return_eigenvectors=False, **options)[0])
-
-
-# --- directed, or a product of several rounds ---------------------------------------------------------------------
+    below = estimate - 3e-3
+    found = eigsh(P, k=1, sigma=below, v0=start, tol=1e-8, ncv=60, maxiter=10**4, return_eigenvectors=False)
+    return float(found[0])
 
 
 def _dense_second(matrices: Sequence[Matrix]) -> float:
@@ -152,14 +136,15 @@ def _directed_second(matrices: Sequence[Matrix]) -> float:
     start = random_vectors(size, 1)[:, 0]
     if vanishes(operator, start):
         return 0.0
-    # W W^T = W^T W, seen on a random vector, as for all circulant graphs: then the symmetric W^T W has the eigenvalues
-    # |lambda|^2, and Lanczos finds the largest also where many are nearly as large, which misleads Arnoldi.
+    # W W^T = W^T W, tried on a random vector, as for all circulant graphs: then the symmetric W^T W has the eigenvalues
+    # |lambda|^2, and Lanczos finds the largest even where many are nearly as large, which misleads Arnoldi.
     normal = bool(np.linalg.norm(back(forth(start)) - forth(back(start))) <= ZERO * np.linalg.norm(start))
     try:
         if normal:
             return math.sqrt(abs(largest(without_mean(lambda v: back(forth(v)), size), "LA", start, maxiter=100)))
-        options: dict[str, Any] = {"which": "LM", "v0": start, "tol": 1e-10, "ncv": min(100, size - 1), "maxiter": 100}
-        return float(np.abs(eigs(operator, k=6, return_eigenvectors=False, **options)).max())
+        ncv = min(100, size - 1)
+        found = eigs(operator, k=6, v0=start, tol=1e-10, ncv=ncv, maxiter=100, return_eigenvectors=False)
+        return float(np.abs(found).max())
     except ArpackNoConvergence:
         product = matrices[0]
         for P in matrices[1:]:

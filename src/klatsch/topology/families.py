@@ -1,104 +1,172 @@
-"""Graphs that stay the same every round.
+"""Every family of graphs: how it is built, and what is known of it at any size without building it.
 
-Undirected ones carry Metropolis–Hastings weights, so a graph of equal degrees d has 1 / (d + 1) on every link.
+Undirected graphs carry Metropolis–Hastings weights, so a graph of equal degrees d has 1 / (d + 1) on every link. The
+table at the end holds one record per family; tests hold each record to the graphs that are built.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from klatsch.arguments import whole
-from klatsch.topology.validation import LARGEST, UNLIMITED, node_count
+from klatsch.topology import schedules
 from klatsch.topology.graph import Topology
-from klatsch.topology.weights import circulant, metropolis_hastings
+from klatsch.topology.matrix import Nodes, circulant, metropolis_hastings, symmetric
+from klatsch.topology.validation import LARGEST, node_count
 
 if TYPE_CHECKING:
     import networkx as nx  # loaded by the random graphs, which need it
 
-Links = tuple[NDArray[np.int64], NDArray[np.int64]]
-
+UNLIMITED = 10**100  # nodes, for closed forms
 LARGEST_DENSE = 5_000  # nodes that may all be linked with each other: a gigabyte or two
 MOST_DRAWN = 2_000_000  # links of a random graph: half a minute, and a gigabyte
-TRIES = 100  # how often a random graph is drawn again until it is connected
+MOST_LINKS = 20_000_000  # of a base graph over a period: about four gigabytes
+TRIES = 100  # draws of a random graph until it is connected
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of a family of graphs at every size.
+
+    Args:
+        build: makes the graph of n nodes.
+        gap: the spectral gap in closed form; None where it is solved for on the built graph.
+        degree: the most neighbours of a node in one round; None where the built graph tells.
+        refusal: why there is no graph of n nodes, and the remedy; "" where there is one.
+        nth_size: the s-th size (from 1) along which the family keeps its shape.
+        symmetric: whether every matrix is symmetric.
+        changes: whether several matrices are used in turn.
+        ripples: whether the gap does not simply fall with the size.
+        dense: whether (nearly) all nodes are linked with each other.
+        lattice: whether nodes form rows and columns.
+    """
+
+    build: Callable[..., Topology]
+    gap: Callable[..., float] | None = None
+    degree: Callable[[int], int] | None = None
+    refusal: Callable[[int], str] = lambda n: ""
+    nth_size: Callable[[int], int] = lambda s: s
+    symmetric: bool = True
+    changes: bool = False
+    ripples: bool = False
+    dense: bool = False
+    lattice: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What `build` takes beside n."""
+        return tuple(inspect.signature(self.build).parameters)[1:]
+
+    def checked(self, n: object, most: int | None = None) -> int:
+        """A number of nodes that this family has, as a plain int."""
+        usual = LARGEST_DENSE if self.dense else LARGEST
+        n = node_count(n, self.build.__name__, usual if most is None else most)
+        if reason := self.refusal(n):
+            raise ValueError(reason)
+        return n
 
 
 def ring(n: int) -> Topology:
     """A circle: every node talks to the next and the previous one."""
-    n = node_count(n, "ring")
+    n = FAMILIES["ring"].checked(n)
     i = np.arange(n if n > 2 else n - 1)  # two nodes share one link, not two
-    return _undirected("ring", n, (i, (i + 1) % n))
+    return _undirected("ring", n, i, (i + 1) % n)
 
 
 def torus(n: int | None = None, *, rows: int | None = None, cols: int | None = None) -> Topology:
-    """A rows x cols lattice that wraps around at all four sides; from n alone, the squarest one.
-
-    Raises:
-        ValueError: n is prime, so that the lattice would be a ring, or rows and cols do not give n.
-    """
-    rows, cols = lattice_shape("torus", n, rows, cols)
-    return _undirected(f"torus({rows}x{cols})", rows * cols, _lattice(rows, cols, wrap=True), (rows, cols))
+    """A rows x cols lattice that wraps around at all four sides; from n alone, the squarest one."""
+    return _lattice("torus", n, rows, cols)
 
 
 def grid(n: int | None = None, *, rows: int | None = None, cols: int | None = None) -> Topology:
-    """A rows x cols lattice with borders; from n alone, the squarest one.
-
-    Raises:
-        ValueError: n is prime, so that the lattice would be a path, or rows and cols do not give n.
-    """
-    rows, cols = lattice_shape("grid", n, rows, cols)
-    return _undirected(f"grid({rows}x{cols})", rows * cols, _lattice(rows, cols, wrap=False), (rows, cols))
+    """A rows x cols lattice with borders; from n alone, the squarest one."""
+    return _lattice("grid", n, rows, cols)
 
 
 def complete(n: int) -> Topology:
     """Everyone talks to everyone: one round gives the exact mean, as a parameter server would."""
-    n = node_count(n, "complete", most=LARGEST_DENSE)
-    i, j = np.triu_indices(n, k=1)
-    return _undirected("complete", n, (i, j))
+    n = FAMILIES["complete"].checked(n)
+    return _undirected("complete", n, *np.triu_indices(n, k=1))
 
 
 def near_complete(n: int) -> Topology:
     """The complete graph without the links (0, 1), (2, 3), ...: the near-complete row of the paper's Table 1."""
-    n = node_count(n, "near_complete", most=LARGEST_DENSE)
-    if n == 2:
-        raise ValueError(
-            "near_complete: 2 nodes without their only link are disconnected; the nearest sizes are 1 and 3"
-        )
+    n = FAMILIES["near_complete"].checked(n)
     i, j = np.triu_indices(n, k=1)
     kept = i // 2 != j // 2
-    return _undirected("near_complete", n, (i[kept], j[kept]))
+    return _undirected("near_complete", n, i[kept], j[kept])
 
 
 def star(n: int) -> Topology:
     """Node 0 talks to everyone, the others only to node 0."""
-    n = node_count(n, "star")
+    n = FAMILIES["star"].checked(n)
     leaves = np.arange(1, n)
-    return _undirected("star", n, (np.zeros_like(leaves), leaves))
+    return _undirected("star", n, np.zeros_like(leaves), leaves)
 
 
 def hypercube(n: int) -> Topology:
     """Nodes whose numbers differ in one binary digit talk to each other; n is a power of two."""
-    n = check_power_of_two(node_count(n, "hypercube"))
-    nodes, bits = np.arange(n), n.bit_length() - 1
-    i = np.concatenate([nodes[nodes & (1 << b) == 0] for b in range(bits)] or [nodes[:0]])
-    flip = np.concatenate([np.full(n // 2, 1 << b) for b in range(bits)] or [nodes[:0]])
-    return _undirected("hypercube", n, (i, i ^ flip))
+    n = FAMILIES["hypercube"].checked(n)
+    nodes, bits = np.arange(n), np.array(powers_of_two_below(n), dtype=np.int64)[:, None]
+    lower = nodes & bits == 0
+    return _undirected("hypercube", n, np.broadcast_to(nodes, lower.shape)[lower], (nodes | bits)[lower])
 
 
 def exponential(n: int) -> Topology:
     """Directed: node i hears the nodes i + 1, i + 2, i + 4, ... (Ying et al. 2021), all with equal weights."""
-    n = node_count(n, "exponential")
+    n = FAMILIES["exponential"].checked(n)
     return Topology("exponential", (circulant(n, powers_of_two_below(n)),))
+
+
+def one_peer_exponential(n: int) -> Topology:
+    """Directed: in phase k node i averages itself with node i + 2^k (modulo n), which it hears; period ceil(log2 n).
+
+    If n is a power of two, one period gives the exact mean.
+
+    References:
+        Ying et al., "Exponential graph is provably efficient for decentralized deep training", 2021, Section 4.
+    """
+    n = FAMILIES["one_peer_exponential"].checked(n)
+    phases = [[offset] for offset in powers_of_two_below(n)] or [[]]
+    return Topology("one_peer_exponential", tuple(circulant(n, offsets) for offsets in phases))
+
+
+def base_graph(n: int, k: int = 1) -> Topology:
+    """The Base-(k+1) Graph: at most k neighbours in every round, and one period gives the exact mean for every n.
+
+    A node with nothing to do in a round averages with nodes that hold the same value by then: that leaves the mean of
+    a period as it is, and makes every round count when gradients come in between.
+
+    Args:
+        n: number of nodes.
+        k: largest number of neighbours in a round.
+
+    References:
+        Takezawa et al., "Beyond exponential graph: communication-efficient topologies for decentralized learning via
+        finite-time convergence", 2023, Algorithms 1 (hyper-hypercube), 2 (simple) and 3.
+    """
+    n, k = FAMILIES["base_graph"].checked(n), whole(k, "base_graph: k", 1)
+    links = n * min(k, n - 1) * schedules.base_graph_period(n, k) // 2
+    if links > MOST_LINKS:
+        raise ValueError(
+            f"base_graph: n = {n:,} with k = {k:,} has up to {links:,} links over a period; the most is "
+            f"{MOST_LINKS:,}: lower k, or take fewer nodes"
+        )
+    rounds = schedules.base_graph_rounds(n, k)
+    return Topology(f"base_graph(k={k})", tuple(symmetric(n, *links) for links in rounds))
 
 
 def directed_ring(n: int) -> Topology:
     """Node i hears only node i + 1, with weight 1/2: the sparsest graph that push-sum can use."""
-    n = node_count(n, "directed_ring")
+    n = FAMILIES["directed_ring"].checked(n)
     return Topology("directed_ring", (circulant(n, [1] if n > 1 else []),))
 
 
@@ -109,21 +177,16 @@ def erdos_renyi(n: int, *, p: float | None = None, seed: int = 0) -> Topology:
         n: number of nodes.
         p: probability of a link; by default 2 ln(n) / n, twice the threshold of connectivity (at most 1).
         seed: the same seed gives the same graph.
-
-    Raises:
-        ValueError: p is not a probability, there would be too many links, or none of 100 draws is connected.
     """
     import networkx as nx
 
-    n = node_count(n, "erdos_renyi")
+    n = FAMILIES["erdos_renyi"].checked(n)
     p = min(1.0, 2 * math.log(n) / n) if p is None else p
     if not isinstance(p, int | float | np.number) or not 0 <= p <= 1:
         raise ValueError(f"erdos_renyi: p = {p!r} is not a probability; choose it from 0 to 1")
-    _check_links(f"erdos_renyi: n = {n:,} with p = {p:g}", float(p) * n * (n - 1) / 2, "lower p, or take fewer nodes")
-    generator = random.Random(whole(seed, "erdos_renyi: seed", 0))
     remedy = f"raise p above ln(n) / n = {math.log(n) / n:.3g}"
-    graph = _drawn(f"erdos_renyi with p = {p:g}", lambda: nx.fast_gnp_random_graph(n, p, seed=generator), remedy)
-    return _undirected("erdos_renyi", n, _links(graph))
+    draw = partial(nx.fast_gnp_random_graph, n, p)
+    return _drawn("erdos_renyi", n, f"p = {p:g}", float(p) * n * (n - 1) / 2, draw, seed, remedy)
 
 
 def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topology:
@@ -133,13 +196,10 @@ def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topol
         n: number of nodes.
         degree: neighbours per node; by default 4, or n - 1 if that is less.
         seed: the same seed gives the same graph.
-
-    Raises:
-        ValueError: no such graph exists, it would have too many links, or none of 100 draws is connected.
     """
     import networkx as nx
 
-    n = node_count(n, "random_regular")
+    n = FAMILIES["random_regular"].checked(n)
     degree = min(4, n - 1) if degree is None else whole(degree, "random_regular: degree", 0)
     if degree >= n:
         raise ValueError(f"random_regular: degree = {degree} with n = {n}; choose a degree below n")
@@ -150,26 +210,15 @@ def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topol
         )
     if degree < min(2, n - 1):
         raise ValueError(f"random_regular: degree = {degree} cannot connect {n} nodes; choose 2 or more")
-    _check_links(f"random_regular: n = {n:,} with degree = {degree:,}", n * degree / 2, "lower it, or take fewer nodes")
-    generator = random.Random(whole(seed, "random_regular: seed", 0))
-    name = f"random_regular with degree = {degree}"
-    graph = _drawn(name, lambda: nx.random_regular_graph(degree, n, seed=generator), "choose degree 3 or more")
-    return _undirected("random_regular", n, _links(graph))
+    draw = partial(nx.random_regular_graph, degree, n)
+    return _drawn(
+        "random_regular", n, f"degree = {degree:,}", n * degree / 2, draw, seed, remedy="choose degree 3 or more"
+    )
 
 
 def powers_of_two_below(n: int) -> list[int]:
     """1, 2, 4, ... below n: the offsets of the exponential graphs."""
     return [1 << k for k in range((n - 1).bit_length())]
-
-
-def check_power_of_two(n: int) -> int:
-    """Check the size of a hypercube."""
-    n = node_count(n, "hypercube", most=UNLIMITED)
-    if n & (n - 1):
-        lower, upper = 1 << (n.bit_length() - 1), 1 << n.bit_length()
-        nearest = lower if n - lower <= upper - n else upper
-        raise ValueError(f"hypercube: n = {n} is not a power of two; the nearest that works is {nearest}")
-    return n
 
 
 def squarest(n: int) -> tuple[int, int]:
@@ -178,22 +227,15 @@ def squarest(n: int) -> tuple[int, int]:
     return rows, n // rows
 
 
-def lattice_shape(name: str, n: int | None, rows: int | None, cols: int | None, most: int = LARGEST) -> tuple[int, int]:
-    """Rows and columns of a lattice, from whatever of n, rows and cols is given."""
+def _lattice_shape(
+    name: str, n: int | None, rows: int | None, cols: int | None, most: int = LARGEST
+) -> tuple[int, int]:
+    """Rows and columns of a lattice, from those of n, rows and cols that are given."""
     n, rows, cols = (size if size is None else node_count(size, name, most) for size in (n, rows, cols))
     if rows is None and cols is None:
         if n is None:
             raise ValueError(f"{name}: give n, or rows and cols")
-        rows, cols = squarest(n)
-        if n > 1 and rows == 1:
-            # The neighbours of a larger prime are even: take the squarer one.
-            nearest = 4 if n <= 3 else max((n - 1, n + 1), key=squarest)
-            line = "ring" if name == "torus" else "path"
-            raise ValueError(
-                f"{name}: n = {n} is prime and leaves only a {line}; the nearest {name} is {nearest}"
-                f" = {' x '.join(map(str, squarest(nearest)))} (rows = 1 and cols = {n} if a {line} is meant)"
-            )
-        return rows, cols
+        return squarest(FAMILIES[name].checked(n, most))
     if n is not None:
         rows = rows or max(1, n // (cols or 1))
         cols = cols or max(1, n // rows)
@@ -207,43 +249,171 @@ def lattice_shape(name: str, n: int | None, rows: int | None, cols: int | None, 
     return rows, cols
 
 
-def _undirected(name: str, n: int, links: Links, lattice: tuple[int, int] | None = None) -> Topology:
-    return Topology(name, (metropolis_hastings(n, *links),), lattice=lattice)
+def _lattice(name: str, n: int | None, rows: int | None, cols: int | None) -> Topology:
+    rows, cols = _lattice_shape(name, n, rows, cols)
+    number = np.arange(rows * cols).reshape(rows, cols)
+    links = [(number.ravel()[:0],) * 2]
+    for axis, length in enumerate((rows, cols)):
+        if name == "torus" and length > 2:  # a side of two would close on the link it already has
+            links.append((number.ravel(), np.roll(number, -1, axis).ravel()))
+        else:
+            along = np.moveaxis(number, axis, 0)
+            links.append((along[:-1].ravel(), along[1:].ravel()))
+    i, j = (np.concatenate(ends) for ends in zip(*links, strict=True))
+    return _undirected(f"{name}({rows}x{cols})", rows * cols, i, j, (rows, cols))
 
 
-def _drawn(name: str, draw: Callable[[], nx.Graph[int]], remedy: str) -> nx.Graph[int]:
+def _undirected(name: str, n: int, i: Nodes, j: Nodes, lattice: tuple[int, int] | None = None) -> Topology:
+    return Topology(name, (metropolis_hastings(n, i, j),), lattice=lattice)
+
+
+def _drawn(
+    name: str, n: int, option: str, links: float, draw: Callable[..., nx.Graph[int]], seed: int, remedy: str
+) -> Topology:
     """The first connected one of up to 100 draws."""
     import networkx as nx
 
+    if links > MOST_DRAWN:
+        raise ValueError(
+            f"{name}: n = {n:,} with {option} has about {links:,.0f} links; the most that are drawn is {MOST_DRAWN:,}: "
+            f"lower {option.split()[0]}, or take fewer nodes"
+        )
+    generator = random.Random(whole(seed, f"{name}: seed", 0))
     for _ in range(TRIES):
-        graph = draw()
+        graph = draw(seed=generator)
         if nx.is_connected(graph):
-            return graph
+            pairs = np.array(sorted(graph.edges), dtype=np.int64).reshape(-1, 2)
+            return _undirected(name, n, pairs[:, 0], pairs[:, 1])
     a, b = (min(part) for part in list(nx.connected_components(graph))[:2])
     raise ValueError(
-        f"{name}: none of {TRIES} draws is connected (in the last, node {a} cannot reach node {b}); {remedy}"
+        f"{name} with {option}: none of {TRIES} draws is connected (in the last, node {a} cannot reach node {b}); "
+        f"{remedy}"
     )
 
 
-def _check_links(what: str, links: float, remedy: str) -> None:
-    if links > MOST_DRAWN:
-        raise ValueError(f"{what} has about {links:,.0f} links; the most that are drawn is {MOST_DRAWN:,}: {remedy}")
+def _only_a_line(name: str, line: str, n: int) -> str:
+    if n == 1 or squarest(n)[0] > 1:
+        return ""
+    nearest = 4 if n <= 3 else max((n - 1, n + 1), key=squarest)  # the neighbours of a larger prime are even
+    return (
+        f"{name}: n = {n} is prime and leaves only a {line}; the nearest {name} is {nearest}"
+        f" = {' x '.join(map(str, squarest(nearest)))} (rows = 1 and cols = {n} if a {line} is meant)"
+    )
 
 
-def _links(graph: nx.Graph[int]) -> Links:
-    pairs = np.array(sorted(graph.edges), dtype=np.int64).reshape(-1, 2)
-    return pairs[:, 0], pairs[:, 1]
+def _no_power_of_two(n: int) -> str:
+    lower, upper = 1 << (n.bit_length() - 1), 1 << n.bit_length()
+    nearest = lower if n - lower <= upper - n else upper
+    return f"hypercube: n = {n} is not a power of two; the nearest that works is {nearest}" if n != lower else ""
 
 
-def _lattice(rows: int, cols: int, wrap: bool) -> Links:
-    number = np.arange(rows * cols).reshape(rows, cols)
-    links = []
-    for axis, length in enumerate((rows, cols)):
-        if wrap and length > 2:  # a side of two would close on the link it already has
-            links.append((number.ravel(), np.roll(number, -1, axis).ravel()))
-        elif length > 1:
-            along = np.moveaxis(number, axis, 0)
-            links.append((along[:-1].ravel(), along[1:].ravel()))
-    i = np.concatenate([a for a, _ in links] or [number.ravel()[:0]])
-    j = np.concatenate([b for _, b in links] or [number.ravel()[:0]])
-    return i, j
+def _disconnected(n: int) -> str:
+    reason = "near_complete: 2 nodes without their only link are disconnected; the nearest sizes are 1 and 3"
+    return reason if n == 2 else ""
+
+
+def _torus_gap(n: int | None = None, *, rows: int | None = None, cols: int | None = None) -> float:
+    """Eigenvalues (1 + r + c) / (1 + degree), where r and c run over the eigenvalues of the two circles' links."""
+    sides = _lattice_shape("torus", n, rows, cols, most=UNLIMITED)
+    if math.prod(sides) <= 2:
+        return 1.0
+    links = 1 + sum(min(side - 1, 2) for side in sides)
+    # How far a circle's second eigenvalue lies below its first: 2 - 2 cos(x), kept exact for small x.
+    below = min(2.0 if side == 2 else 4 * math.sin(math.pi / side) ** 2 for side in sides if side > 1)
+    lowest = sum(1.0 - side if side <= 2 else 2 * math.cos(2 * math.pi * (side // 2) / side) for side in sides)
+    return min(below / links, 1 - abs((1 + lowest) / links))
+
+
+def _exponential_gap(n: int) -> float:
+    """A circulant matrix: its eigenvalues are sums of roots of unity."""
+    node_count(n, "exponential", most=10**8)  # they are listed one by one
+    offsets, j = powers_of_two_below(n), np.arange(1, n)
+    total = np.ones(n - 1, dtype=np.complex128)
+    for offset in offsets:
+        total += np.exp(2j * np.pi * (j * offset % n) / n)
+    return float(1 - np.abs(total).max(initial=0.0) / (1 + len(offsets)))
+
+
+def _one_peer_exponential_gap(n: int) -> float:
+    """The period's product is circulant: its eigenvalues have the moduli prod_k |cos(pi j 2^k / n)|.
+
+    That is |sin(pi j 2^tau / n)| / (2^tau sin(pi j / n)), at most 1 / (2^tau sin(pi j / n)), which falls up to n / 2.
+    So the search for the largest may stop early; for a power of two all are 0.
+    """
+    tau = len(powers_of_two_below(n))
+    largest, start, chunk = 0.0, n if n == 2**tau else 1, 2**16
+    while start <= n // 2 and largest * 2**tau * math.sin(math.pi * start / n) < 1:
+        j = np.arange(start, min(start + chunk, n // 2 + 1), dtype=np.float64)
+        turns = j * ((2**tau - n) / n)  # sin(pi j 2^tau / n) up to sign, with the whole turns taken out
+        modulus = np.abs(np.sin(np.pi * turns)) / (2**tau * np.sin(np.pi * j / n))
+        largest, start = max(largest, float(modulus.max())), start + chunk
+    return (1 - largest) / max(1, tau)
+
+
+def _near_complete_gap(n: int) -> float:
+    """Eigenvalues ±1 / (n - 1) for even n; for odd n (n + 1) / (n (n - 1)) on the pairs that are not linked."""
+    return 1.0 if n == 1 else 1 - (1 / (n - 1) if n % 2 == 0 else (n + 1) / (n * (n - 1)))
+
+
+def _base_graph_gap(n: int, k: int = 1) -> float:
+    """One period is the mean."""
+    if min(whole(k, "base_graph: k", 1), n) > LARGEST:  # its divisors up to k are tried one by one
+        raise ValueError(f"base_graph: k = {k:,}; give at most {LARGEST:,}")
+    return 1 / schedules.base_graph_period(n, k)
+
+
+def _lattice_degree(n: int) -> int:
+    return sum(min(side - 1, 2) for side in squarest(n))
+
+
+def _nearly_square(s: int) -> int:
+    """r x r and r x (r + 1): a lattice of 2 x p nodes is a ring in disguise."""
+    return 1 if s == 1 else ((s + 2) // 2) * ((s + 3) // 2)
+
+
+FAMILIES: dict[str, Family] = {
+    family.build.__name__: family
+    for family in (
+        Family(ring, lambda n: _torus_gap(rows=1, cols=n), lambda n: min(n - 1, 2)),
+        Family(
+            torus, _torus_gap, _lattice_degree, partial(_only_a_line, "torus", "ring"), _nearly_square, lattice=True
+        ),
+        Family(grid, None, _lattice_degree, partial(_only_a_line, "grid", "path"), _nearly_square, lattice=True),
+        Family(complete, lambda n: 1.0, lambda n: n - 1, dense=True),
+        Family(
+            near_complete,
+            _near_complete_gap,
+            lambda n: n - 1 - (n > 1 and n % 2 == 0),
+            _disconnected,
+            lambda s: 1 if s == 1 else s + 1,
+            dense=True,
+        ),
+        Family(star, lambda n: 1.0 if n <= 2 else 1 / n, lambda n: n - 1),  # 1 - 1/n on differences between leaves
+        Family(  # eigenvalues 1 - 2 j / (log2(n) + 1)
+            hypercube,
+            lambda n: 1.0 if n == 1 else 2 / n.bit_length(),
+            lambda n: n.bit_length() - 1,
+            _no_power_of_two,
+            lambda s: 1 << (s - 1),
+        ),
+        Family(exponential, _exponential_gap, lambda n: len(powers_of_two_below(n)), symmetric=False, ripples=True),
+        Family(
+            one_peer_exponential,
+            _one_peer_exponential_gap,
+            lambda n: min(n - 1, 1),
+            symmetric=False,
+            changes=True,
+            ripples=True,
+        ),
+        Family(base_graph, _base_graph_gap, lambda n: min(n - 1, 1), changes=True, ripples=True),
+        Family(  # eigenvalues (1 + exp(2 pi i j / n)) / 2, of modulus cos(pi j / n)
+            directed_ring,
+            lambda n: 1.0 if n == 1 else 2 * math.sin(math.pi / (2 * n)) ** 2,
+            lambda n: min(n - 1, 1),
+            symmetric=False,
+        ),
+        Family(erdos_renyi),
+        Family(random_regular, degree=lambda n: min(4, n - 1)),
+    )
+}
+TOPOLOGIES: dict[str, Callable[..., Topology]] = {name: family.build for name, family in FAMILIES.items()}

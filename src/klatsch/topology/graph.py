@@ -1,9 +1,6 @@
 """The one type for every communication graph: a period of sparse gossip matrices.
 
-Round t (from 1) mixes with `topology.matrix(t)`: v_i <- sum_j P_ij v_j. Entry P_ij is what node i gives to the value
-it hears from node j. A static graph has a period of one; a time-varying graph repeats its matrices. A graph with
-local steps talks in every H-th round only, and its other matrices are the identity. There is no clock inside: the same
-t always gives the same matrix.
+Round t (from 1) mixes with `topology.matrix(t)`: v_i <- sum_j P_ij v_j, where P_ij weighs what node i hears from j.
 """
 
 from __future__ import annotations
@@ -11,13 +8,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from klatsch.topology import eigen, spectrum
-from klatsch.topology import validation as checks
+from klatsch.topology import eigen, spectrum, validation
 from klatsch.topology.matrix import Matrix, identity, mapped
 
 Stochastic = Literal["doubly", "rows", "columns"]
@@ -33,12 +29,8 @@ class Topology:
         stochastic: which sums are 1: "doubly" (rows and columns: mixing keeps the network mean, what every
             averaging rule needs), "rows", or "columns" (directed graphs for push-sum).
         lattice: rows and columns where the nodes form a lattice; only drawing looks at it.
-        every: H, rounds between two mixes: nodes talk in rounds H, 2H, 3H, ..., and all other matrices are the
-            identity, best one object for all of them. `topology.every` makes such a graph from any other.
-
-    Raises:
-        ValueError: a matrix is not square, has a negative or non-finite entry or a wrong sum, the graph does not
-            connect all nodes, mixing would never settle, or nodes talk in a round that should be silent.
+        every: H, nodes talk in rounds H, 2H, 3H, ... only, and all other matrices are the identity (best one
+            object for all of them). `topology.every` makes such a graph from any other.
     """
 
     name: str
@@ -54,15 +46,13 @@ class Topology:
             )
         given = tuple(self.matrices)
         numbers = {id(P): k for k, P in reversed(list(enumerate(given, 1)))}
-        matrices = tuple(mapped(given, lambda P: checks.canonical(P, f"{self.name}, matrix {numbers[id(P)]}")))
-        object.__setattr__(self, "every", checks.check_silence(self.name, matrices, self.every))
-        checks.check_matrices(self.name, matrices[self.every - 1 :: self.every], self.stochastic)
+        matrices = tuple(mapped(given, lambda P: validation.canonical(P, f"{self.name}, matrix {numbers[id(P)]}")))
+        object.__setattr__(self, "every", validation.check_silence(self.name, matrices, self.every))
+        validation.check_matrices(self.name, matrices[self.every - 1 :: self.every], self.stochastic)
         for P in matrices:
             for part in (P.data, P.indices, P.indptr):
                 part.flags.writeable = False
         object.__setattr__(self, "matrices", matrices)
-
-    # --- what a round looks like -------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
@@ -95,11 +85,9 @@ class Topology:
         """The nodes that hear node i in round t; equal to `neighbors` unless the graph is directed."""
         return _others(self._transposed[self._phase(t)], self._node(i))
 
-    # --- what kind of graph it is ------------------------------------------------------------------------------
-
     @property
     def changes(self) -> bool:
-        """Whether nodes mix with other matrices from time to time; silent rounds do not count as a change."""
+        """Whether nodes mix with different matrices over time; silent rounds do not count as a change."""
         return len(self.speaking) > 1
 
     @cached_property
@@ -118,12 +106,12 @@ class Topology:
     @cached_property
     def row_stochastic(self) -> bool:
         """Whether every row sums to 1, so that mixing is averaging."""
-        return all(checks.sums_to_one(P, axis=1) for P in self.speaking)
+        return all(validation.sums_to_one(P, axis=1) for P in self.speaking)
 
     @cached_property
     def column_stochastic(self) -> bool:
         """Whether every column sums to 1, so that mixing keeps the sum over nodes."""
-        return all(checks.sums_to_one(P, axis=0) for P in self.speaking)
+        return all(validation.sums_to_one(P, axis=0) for P in self.speaking)
 
     @property
     def doubly_stochastic(self) -> bool:
@@ -133,7 +121,7 @@ class Topology:
     @cached_property
     def edges(self) -> int:
         """Distinct links used over one period: pairs of nodes, or arrows if the graph is directed."""
-        pattern = checks.union_pattern(self.speaking)
+        pattern = sum(self.speaking[1:], start=self.speaking[0])
         arrows = int(pattern.nnz - np.count_nonzero(pattern.diagonal()))
         return arrows if self.directed else arrows // 2
 
@@ -152,30 +140,21 @@ class Topology:
         sent = sum(P.nnz - np.count_nonzero(P.diagonal()) for P in self.speaking)
         return float(sent / (self.size * self.period))
 
-    # --- how fast it mixes -------------------------------------------------------------------------------------
-
     @cached_property
     def spectral_gap(self) -> float:
         """The spectral gap rho = 1 - |lambda_2| (Definition 2.5); for a period tau of rounds (1 - |lambda_2|) / tau.
 
-        Over a period, lambda_2 belongs to the product P_tau ... P_1. Dividing by tau makes it a gap per round, as in
-        the theory of changing graphs (Koloskova et al. 2020, Assumption 4: what a period gains over its length), so
-        that one formula serves both kinds. A period that averages exactly has rho = 1 / tau, which is 1 / log2(M) for
-        the 1-peer exponential graph. Silent rounds gain nothing and lengthen the period: with gossip in every H-th
-        round the gap is one H-th. Property 2.6 holds with it for symmetric and circulant graphs and their products;
-        other directed graphs contract by |lambda_2| in the long run, and may start more slowly.
+        Over a period, lambda_2 belongs to the product P_tau ... P_1, and dividing by tau makes a gap per round
+        (Koloskova et al. 2020, Assumption 4). A period that averages exactly has rho = 1 / tau; gossip in every H-th
+        round only divides the gap by H. Property 2.6 holds with it for symmetric and circulant graphs and their
+        products; other directed graphs contract by |lambda_2| in the long run, and may start more slowly.
         """
-        # Where the mean is reached exactly, lambda_2 = 0, which a solver may only know to the root of a rounding error.
-        exact = self.exact_after is not None
-        return (1.0 - (0.0 if exact else self._second_modulus)) / self.period
+        # Where the mean is reached exactly, lambda_2 = 0, which a solver only finds to the root of a rounding error.
+        return (1.0 - (0.0 if self.exact_after is not None else self._second_modulus)) / self.period
 
     @cached_property
     def smallest_eigenvalue(self) -> float:
-        """The smallest eigenvalue of the one P that nodes mix with; D2 needs it above -1/3 (Tang et al. 2018).
-
-        Raises:
-            ValueError: the graph is time-varying or not symmetric, where the question has no answer.
-        """
+        """The smallest eigenvalue of a static symmetric P; D2 needs it above -1/3 (Tang et al. 2018)."""
         if self.changes or not self.symmetric:
             kind = "time-varying" if self.changes else "not symmetric"
             raise ValueError(f"{self.name} is {kind}: a smallest eigenvalue needs one symmetric matrix, such as ring's")
@@ -202,9 +181,8 @@ class Topology:
         """How many independent nodes one node seems to average over when memory decays by gamma per round.
 
         With x <- P (sqrt(gamma) x + noise) at every node, it is 1 / (1 - gamma), the variance of a node alone, over
-        the mean variance of x (Vogels et al. 2022, "Beyond spectral gap", Section 3): near the degree + 1 for gamma = 0
-        and M for gamma -> 1. Noise comes in silent rounds, too. Beyond 500 nodes (2,000 if static and symmetric) it is
-        estimated, within a few percent.
+        the mean variance of x (Vogels et al. 2022, "Beyond spectral gap", Section 3): about degree + 1 for gamma = 0
+        and M for gamma -> 1. Beyond 500 nodes (2,000 if static and symmetric) it is an estimate, within a few percent.
         """
         if not self.doubly_stochastic:
             raise ValueError(
@@ -213,8 +191,6 @@ class Topology:
         if not isinstance(gamma, int | float | np.number) or not 0 <= gamma < 1:
             raise ValueError(f"gamma = {gamma!r}: choose it from 0 up to but not including 1, such as 0.95")
         return spectrum.effective_neighbors(self.speaking, gamma, self.every)
-
-    # --- identity ----------------------------------------------------------------------------------------------
 
     @cached_property
     def fingerprint(self) -> str:
@@ -233,7 +209,7 @@ class Topology:
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Through the constructor, so that a copy in another process is checked and read-only too.
         return type(self), (self.name, self.matrices, self.stochastic, self.lattice, self.every)
 
@@ -242,15 +218,13 @@ class Topology:
         silence = f", every {self.every} rounds" if self.every > 1 else ""
         return f"<Topology {self.name}: {self.size} nodes, {self.edges} edges{period}{silence}>"
 
-    # --- inside ------------------------------------------------------------------------------------------------
-
     @cached_property
     def _second_modulus(self) -> float:
         return eigen.second_modulus(self.speaking)
 
     @cached_property
     def _transposed(self) -> tuple[Matrix, ...]:
-        return tuple(mapped(self.matrices, lambda P: checks.canonical(P.T, self.name)))
+        return tuple(mapped(self.matrices, lambda P: validation.canonical(P.T, self.name)))
 
     def _phase(self, t: int) -> int:
         if not isinstance(t, int | np.integer) or t < 1:
@@ -271,17 +245,40 @@ def from_matrices(matrices: object, *, stochastic: Stochastic = "doubly", name: 
         stochastic: "doubly", "rows" or "columns": which sums must be 1.
         name: what to call it.
     """
-    return Topology(name, tuple(checks.split_rounds(matrices)), stochastic)
+    return Topology(name, tuple(validation.split_rounds(matrices)), stochastic)
 
 
 def lazy(topology: Topology) -> Topology:
     """The same graph with (I + P) / 2: half as fast, but no eigenvalue below 0 (what D2 wants on an even ring)."""
-    if not isinstance(topology, Topology):
-        raise ValueError(f"lazy takes a Topology, not a {type(topology).__name__}; make one with from_matrices")
+    _check_topology("lazy", topology)
     itself, matrices = identity(topology.size), list(topology.matrices)
-    halved = [checks.canonical((itself + P) / 2.0, topology.name) for P in topology.speaking]
+    halved = [validation.canonical((itself + P) / 2.0, topology.name) for P in topology.speaking]
     matrices[topology.every - 1 :: topology.every] = halved
     return Topology(f"lazy {topology.name}", tuple(matrices), topology.stochastic, topology.lattice, topology.every)
+
+
+def every(topology: Topology, H: int) -> Topology:
+    """The same graph in rounds H, 2H, 3H, ..., and silence in the others: H - 1 local steps, then one with gossip.
+
+    Messages per round and the spectral gap fall to one H-th. A graph that changes uses its next matrix each time.
+
+    References:
+        Koloskova et al., "A unified theory of decentralized SGD with changing topology and local updates", 2020.
+    """
+    _check_topology("every", topology)
+    rounds_between, speaking = validation.rounds_between, topology.speaking
+    between = rounds_between(rounds_between(H) * topology.every, len(speaking))
+    if between == topology.every:
+        return topology
+    name = topology.name.removesuffix(f"/{topology.every}") if topology.every > 1 else topology.name
+    matrices = [identity(topology.size)] * (between * len(speaking))
+    matrices[between - 1 :: between] = speaking
+    return Topology(f"{name}/{between}", tuple(matrices), topology.stochastic, topology.lattice, between)
+
+
+def _check_topology(taker: str, topology: object) -> None:
+    if not isinstance(topology, Topology):
+        raise ValueError(f"{taker} takes a Topology, not a {type(topology).__name__}; make one with from_matrices")
 
 
 def _others(P: Matrix, i: int) -> NDArray[np.int64]:

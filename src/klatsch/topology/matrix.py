@@ -1,4 +1,4 @@
-"""The type of a gossip matrix, and lists of them in which one stands many times."""
+"""Gossip matrices: from links to weights, and lists of matrices in which one stands many times."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array
 
 if TYPE_CHECKING:
-    import torch  # graphs alone need none of it
+    import torch  # graphs alone do without it
 
 # In quotes, since older versions of SciPy do not take the element type at run time.
 Matrix: TypeAlias = "csr_array[np.float64]"
+Nodes: TypeAlias = NDArray[np.int64]
+Weights: TypeAlias = NDArray[np.float64]
 
 Thing = TypeVar("Thing")
 Made = TypeVar("Made")
 
+SUM_TOLERANCE = 1e-9  # how far from 1 a row or column may sum
+
 
 def identity(size: int) -> Matrix:
-    """The matrix of a round in which nobody talks."""
+    """The matrix of a silent round."""
     return csr_array((np.ones(size), np.arange(size), np.arange(size + 1)), shape=(size, size))
 
 
@@ -29,16 +34,43 @@ def mapped(things: Sequence[Thing], make: Callable[[Thing], Made]) -> list[Made]
     return [made[id(P)] for P in things]
 
 
-def exact_weights(P: Matrix, dtype: torch.dtype, by_rows: bool = True) -> tuple[Matrix, np.ndarray]:
-    """The weights of the links, and what each node gives away, so that the two cancel without rounding.
+def metropolis_hastings(size: int, i: Nodes, j: Nodes) -> Matrix:
+    """Symmetric weights from local knowledge: P_ij = 1 / (1 + max(deg i, deg j)) on every undirected link (i, j).
+
+    References:
+        Xiao, Boyd and Kim, "Distributed average consensus with least-mean-square deviation", 2007, Section 2.
+    """
+    degree = np.bincount(np.concatenate([i, j]), minlength=size)
+    return symmetric(size, i, j, 1.0 / (1 + np.maximum(degree[i], degree[j])))
+
+
+def symmetric(size: int, i: Nodes, j: Nodes, weight: Weights) -> Matrix:
+    """The symmetric matrix with these weights on these undirected links and the rest of each row on the diagonal."""
+    return with_self_weights(size, np.concatenate([i, j]), np.concatenate([j, i]), np.concatenate([weight, weight]))
+
+
+def with_self_weights(size: int, i: Nodes, j: Nodes, weight: Weights) -> Matrix:
+    """The matrix with P_ij = weight off the diagonal and the rest of each row on it."""
+    nodes = np.arange(size)
+    left = 1.0 - np.bincount(i, weights=weight, minlength=size)
+    left[np.abs(left) <= SUM_TOLERANCE] = 0.0  # only rounding
+    rows, columns = np.concatenate([i, nodes]), np.concatenate([j, nodes])
+    return csr_array((np.concatenate([weight, left]), (rows, columns)), shape=(size, size))
+
+
+def circulant(size: int, offsets: list[int]) -> Matrix:
+    """Every node i averages itself and the nodes i + offset (modulo size), which it hears, with equal weights."""
+    i = np.tile(np.arange(size), len(offsets))
+    j = (i + np.repeat(offsets, size).astype(np.int64)) % size
+    return with_self_weights(size, i, j, np.full(len(i), 1.0 / (1 + len(offsets))))
+
+
+def exact_weights(P: Matrix, dtype: torch.dtype, by_rows: bool = True) -> tuple[Matrix, Weights]:
+    """The weights of the links, and the sum that each node gives away, so that the two cancel without rounding.
 
     Weights are rounded to multiples of 2^-24 (float32) or 2^-53 (float64): sums of such numbers below 1 are exact. The
-    rounding is the same for P_ij and P_ji, so a symmetric P stays symmetric and doubly stochastic.
-
-    Args:
-        P: the gossip matrix.
-        dtype: of the run.
-        by_rows: whether rows sum to 1; else columns do (push-sum).
+    rounding is the same for P_ij and P_ji, so a symmetric P stays symmetric and doubly stochastic. With `by_rows` the
+    rows sum to 1, otherwise the columns do (push-sum).
     """
     unit = 2.0**24 if str(dtype) == "torch.float32" else 2.0**53
     links = csr_array(P - diags_array(P.diagonal()))

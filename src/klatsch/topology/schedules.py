@@ -1,4 +1,8 @@
-"""Graphs that change from round to round and repeat: few messages each, and fast together."""
+"""The rounds of the Base-(k+1) Graph (Takezawa et al. 2023): few messages each, and the exact mean together.
+
+n = p q, where p holds all prime factors up to k + 1. Either p groups of q nodes average exactly inside by the simple
+Base-(k+1) Graph and then, factor by factor, across the groups; or all n nodes use the simple graph, if that is shorter.
+"""
 
 from __future__ import annotations
 
@@ -6,69 +10,30 @@ from functools import cache
 from itertools import zip_longest
 
 import numpy as np
-from numpy.typing import NDArray
 
-from klatsch.arguments import whole
-from klatsch.topology.validation import node_count
-from klatsch.topology.graph import Topology
-from klatsch.topology.families import powers_of_two_below
-from klatsch.topology.weights import circulant, symmetric
+from klatsch.topology.matrix import Nodes, Weights
 
-Nodes = NDArray[np.int64]
-WeightedLinks = tuple[Nodes, Nodes, NDArray[np.float64]]  # both ends and the weight of every undirected link
-MOST_LINKS = 20_000_000  # over a period: about four gigabytes
+WeightedLinks = tuple[Nodes, Nodes, Weights]  # both ends and the weight of every undirected link
 Round = list[WeightedLinks]  # links of one round that touch different nodes
 
 
-def one_peer_exponential(n: int) -> Topology:
-    """Directed: in phase k node i averages itself with node i + 2^k (modulo n), which it hears; period ceil(log2 n).
-
-    If n is a power of two, one period gives the exact mean.
-
-    References:
-        Ying et al., "Exponential graph is provably efficient for decentralized deep training", 2021, Section 4.
-    """
-    n = node_count(n, "one_peer_exponential")
-    phases = [circulant(n, [offset]) for offset in powers_of_two_below(n)]
-    return Topology("one_peer_exponential", tuple(phases or [circulant(n, [])]))
-
-
-def base_graph(n: int, k: int = 1) -> Topology:
-    """The Base-(k+1) Graph: at most k neighbours in every round, and one period gives the exact mean for every n.
-
-    n = p q, where p holds all prime factors up to k + 1. Either p groups of q nodes average exactly inside by the
-    simple Base-(k+1) Graph and then, factor by factor, across the groups; or all n nodes use the simple graph, if that
-    is shorter. A node with nothing to do in a round averages with nodes that hold the same value by then: that leaves
-    the mean of a period as it is, and makes every round count when gradients come in between.
-
-    Args:
-        n: number of nodes.
-        k: largest number of neighbours in a round.
-
-    Raises:
-        ValueError: there would be too many links.
-
-    References:
-        Takezawa et al., "Beyond exponential graph: communication-efficient topologies for decentralized learning via
-        finite-time convergence", 2023, Algorithms 1 (hyper-hypercube), 2 (simple) and 3.
-    """
-    n, k = node_count(n, "base_graph"), whole(k, "base_graph: k", 1)
-    links = n * min(k, n - 1) * base_graph_period(n, k) // 2
-    if links > MOST_LINKS:
-        raise ValueError(
-            f"base_graph: n = {n:,} with k = {k:,} has up to {links:,} links over a period; the most is "
-            f"{MOST_LINKS:,}: lower k, or take fewer nodes"
-        )
-    rounds = _base(np.arange(n), k) or [[]]
-    return Topology(f"base_graph(k={k})", tuple(symmetric(n, *_joined(links)) for links in rounds))
+def base_graph_rounds(n: int, k: int) -> list[WeightedLinks]:
+    """Algorithm 3: factors up to k + 1 by hyper-hypercubes, the rest by the simple graph."""
+    nodes = np.arange(n)
+    if _simple_length(n, k) < _composed_length(n, k):
+        rounds = _simple(nodes, k)
+    else:
+        groups = nodes.reshape(_split(n, k))
+        rounds = _in_parallel([_simple(group, k) for group in groups])
+        rounds += _in_parallel([_hyper_hypercube(column, k) for column in groups.T])
+    empty: WeightedLinks = (nodes[:0], nodes[:0], np.array([]))
+    joined = [zip(empty, *links, strict=True) for links in rounds or [[]]]
+    return [tuple(np.concatenate(part) for part in parts) for parts in joined]  # type: ignore[misc]
 
 
 def base_graph_period(n: int, k: int = 1) -> int:
     """The number of rounds of `base_graph(n, k)`, without building it."""
     return max(1, min(_simple_length(n, k), _composed_length(n, k)))
-
-
-# --- the three constructions, as lists of rounds on an array of nodes ------------------------------------------------
 
 
 def _hyper_hypercube(nodes: Nodes, k: int) -> list[Round]:
@@ -112,24 +77,8 @@ def _simple(nodes: Nodes, k: int) -> list[Round]:
     return rounds
 
 
-def _base(nodes: Nodes, k: int) -> list[Round]:
-    """Algorithm 3: factors up to k + 1 by hyper-hypercubes, the rest by the simple graph."""
-    n = len(nodes)
-    if _simple_length(n, k) < _composed_length(n, k):
-        return _simple(nodes, k)
-    p, q = _split(n, k)
-    groups = nodes.reshape(p, q)
-    inside = _in_parallel([_simple(group, k) for group in groups])
-    across = _in_parallel([_hyper_hypercube(column, k) for column in groups.T])
-    return inside + across
-
-
-# --- lengths and number theory ---------------------------------------------------------------------------------------
-
-
 def _simple_length(n: int, k: int) -> int:
-    digits = _digits(n, k)
-    (a, p), *rest = digits
+    (a, p), *rest = _digits(n, k)
     first = p + (a > 1)
     return first + 1 + p if rest else first
 
@@ -164,16 +113,9 @@ def _factors(n: int, k: int) -> tuple[int, ...] | None:
     """The fewest factors from 2 to k + 1 whose product is n, or None if n has a larger prime factor."""
     if n == 1:
         return ()
-    best: tuple[int, ...] | None = None
-    for divisor in range(min(k + 1, n), 1, -1):
-        if n % divisor == 0:
-            rest = _factors(n // divisor, k)
-            if rest is not None and (best is None or len(rest) + 1 < len(best)):
-                best = (divisor, *rest)
-    return best
-
-
-# --- links -----------------------------------------------------------------------------------------------------------
+    divisors = [divisor for divisor in range(min(k + 1, n), 1, -1) if n % divisor == 0]
+    found = [(divisor, *rest) for divisor in divisors if (rest := _factors(n // divisor, k)) is not None]
+    return min(found, key=len, default=None)
 
 
 def _cliques(groups: Nodes) -> WeightedLinks:
@@ -185,25 +127,17 @@ def _cliques(groups: Nodes) -> WeightedLinks:
 
 
 def _groups(nodes: Nodes, k: int) -> Round:
-    """Groups of k + 1 nodes that average, and a smaller one of what is left."""
+    """Groups of k + 1 nodes that average, and a smaller one of the rest."""
     full = len(nodes) // (k + 1) * (k + 1)
     parts = (nodes[:full].reshape(-1, k + 1), nodes[full:].reshape(1, -1))
     return [_cliques(groups) for groups in parts if groups.size]
 
 
 def _repeated(rounds: list[Round], length: int) -> list[Round]:
-    """The rounds over and over, up to a length; a single node has none and rests."""
+    """The rounds over and over, up to a length; a single node rests."""
     return [list(rounds[t % len(rounds)]) if rounds else [] for t in range(length)]
 
 
 def _in_parallel(schedules: list[list[Round]]) -> list[Round]:
     """Schedules on different nodes, side by side; the shorter ones rest at the end."""
     return [[links for part in parts for links in part] for parts in zip_longest(*schedules, fillvalue=[])]
-
-
-def _joined(round_: Round) -> WeightedLinks:
-    empty = np.array([], dtype=np.int64)
-    if not round_:
-        return empty, empty, np.array([])
-    i, j, weight = (np.concatenate(part) for part in zip(*round_, strict=True))
-    return i, j, weight

@@ -11,7 +11,7 @@ from klatsch.topology import eigen
 from klatsch.topology.eigen import ZERO, Vector, is_normal, is_symmetric, mix, random_vectors, walk, without_mean
 from klatsch.topology.matrix import Matrix
 
-FARTHEST = 4096  # rounds that a large graph is followed before |lambda_2| must answer for it
+FARTHEST = 4096  # rounds that a large graph is followed before |lambda_2| decides
 
 
 def exact_after(matrices: Sequence[Matrix]) -> int | None:
@@ -22,7 +22,7 @@ def exact_after(matrices: Sequence[Matrix]) -> int | None:
     if len(matrices) == 1 and is_symmetric(matrices[0]):
         # A symmetric matrix has a power equal to the averaging matrix only if it is the averaging matrix.
         return 1 if matrices[0].nnz == size**2 and np.abs(matrices[0].data - 1 / size).max() <= ZERO else None
-    # Exact graphs are made to end with their period; a static directed one, such as de Bruijn's, takes log_d(n) rounds.
+    # Exact graphs end with their period; a static directed one, such as de Bruijn's, takes log_d(n) rounds.
     v = random_vectors(size, 3)
     mean = v.mean(axis=0)
     away = start = np.abs(v - mean).max()
@@ -30,7 +30,7 @@ def exact_after(matrices: Sequence[Matrix]) -> int | None:
         v = mix(matrices[(t - 1) % len(matrices)], v)
         before, away = away, np.abs(v - mean).max()
         if away <= ZERO * start:
-            # Exact averaging falls from afar to rounding in one round. What only tends to the mean gets there in steps.
+            # Exact averaging falls from afar to rounding in one round. Mixing that only tends to the mean takes steps.
             return t if before > 1e-6 * start else None
     return None
 
@@ -38,8 +38,7 @@ def exact_after(matrices: Sequence[Matrix]) -> int | None:
 def rounds_to_halve(matrices: Sequence[Matrix], doubly: bool, second_modulus: Callable[[], float]) -> int:
     """The first t with ||P_t ... P_1 - J||_2 <= 1/2, J the averaging matrix; 0 for a single node.
 
-    Where the limit is not the mean, and for large graphs beyond 4,096 rounds, it is taken from |lambda_2|, which is
-    only asked for there.
+    Where the limit is not the mean, and for large graphs beyond 4,096 rounds, |lambda_2| decides.
     """
     size, period = matrices[0].shape[0], len(matrices)
     if size == 1:
@@ -47,7 +46,7 @@ def rounds_to_halve(matrices: Sequence[Matrix], doubly: bool, second_modulus: Ca
     if period == 1 and is_normal(matrices[0]):
         return _from_modulus(second_modulus(), period)
     if doubly and size <= eigen.DENSE_LIMIT:
-        return _first(_dense_test(matrices), most=None)
+        return _first(_dense_test(matrices))
     if doubly and (t := _first(_sparse_test(matrices), most=FARTHEST)) <= FARTHEST:
         return t
     return max(_from_modulus(second_modulus(), period), FARTHEST + 1 if doubly else 1)
@@ -62,7 +61,7 @@ def effective_neighbors(matrices: Sequence[Matrix], gamma: float, every: int = 1
     """
     decay = gamma ** np.arange(every)
     gathered = float(decay.sum())
-    since = float(decay @ np.arange(every - 1, -1, -1))  # what has come in since the last mix, summed over the rounds
+    since = float(decay @ np.arange(every - 1, -1, -1))  # noise since the last mix, summed over the rounds
     after_mix = gathered * _variance(matrices, gamma**every)
     return 1 / (1 - gamma) / ((gathered * after_mix + since) / every)
 
@@ -78,9 +77,6 @@ def _variance(matrices: Sequence[Matrix], gamma: float) -> float:
     return _estimated_variance(matrices, gamma)
 
 
-# --- rounds to halve ----------------------------------------------------------------------------------------------
-
-
 def _from_modulus(modulus: float, period: int) -> int:
     if modulus <= ZERO:
         return period
@@ -90,11 +86,11 @@ def _from_modulus(modulus: float, period: int) -> int:
     return max(1, math.ceil(period * math.log(0.5) / math.log(modulus) - 1e-9))
 
 
-def _first(holds: Callable[[int], bool], most: int | None) -> int:
+def _first(holds: Callable[[int], bool], most: float = math.inf) -> int:
     """The first t from 1 at which `holds`, by doubling and bisection: gossip never increases the distance."""
     high = 1
     while not holds(high):
-        if most is not None and high > most:
+        if high > most:
             return high
         high *= 2
     low = high // 2
@@ -140,9 +136,6 @@ def _sparse_test(matrices: Sequence[Matrix]) -> Callable[[int], bool]:
     return halved
 
 
-# --- effective neighbours -----------------------------------------------------------------------------------------
-
-
 def _stationary_variance(matrices: Sequence[Matrix], gamma: float) -> float:
     """The mean variance over nodes and phases, from the covariance C <- P (gamma C + I) P^T of a small graph."""
     size, period = matrices[0].shape[0], len(matrices)
@@ -169,7 +162,7 @@ def _estimated_variance(matrices: Sequence[Matrix], gamma: float) -> float:
     """The same for a large graph, estimated.
 
     Noise that is s rounds old has crossed s matrices W_s and counts gamma^(s-1) ||W_s||_F^2 / M. The mean survives all
-    of them and counts 1, so ||W_s||_F^2 = 1 + ||W_s - J||_F^2, and random signs tell the second part (Hutchinson).
+    of them and counts 1, so ||W_s||_F^2 = 1 + ||W_s - J||_F^2, and random signs estimate the second (Hutchinson).
     """
     size, period, columns = matrices[0].shape[0], len(matrices), 64
     probes = np.sign(random_vectors(size, columns))

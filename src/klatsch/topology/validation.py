@@ -1,4 +1,4 @@
-"""What a gossip matrix must satisfy, and errors that name the place, the value and the remedy."""
+"""What a gossip matrix must satisfy, with errors that name the place, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -6,27 +6,33 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_array, issparse
 from scipy.sparse.csgraph import breadth_first_order, connected_components
 
 from klatsch.arguments import whole
-from klatsch.topology.matrix import Matrix, mapped
-from klatsch.topology.weights import SUM_TOLERANCE
+from klatsch.topology.matrix import SUM_TOLERANCE, Matrix, Weights, mapped
 
 LARGEST = 10**6  # nodes of a graph that is built: up to a gigabyte for ring and torus, several for the others
 LONGEST = 10**6  # rounds of a period: its matrices are listed one by one
-UNLIMITED = 10**100  # for closed forms
 NO_WEIGHT = 1e-12  # a self-weight below this does not help mixing to settle
 
 
 def node_count(n: object, name: str, most: int = LARGEST) -> int:
-    """Check a number of nodes, or of rows or columns, and make it a plain int."""
+    """Check a number of nodes, or of rows or columns, and return a plain int."""
     if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
         raise ValueError(f"{name}: {n!r} nodes; give a whole number from 1 up")
     if n > most:
         raise ValueError(f"{name}: {n:,} nodes are too many to build; the most is {most:,}")
     return int(n)
+
+
+def rounds_between(H: object, graphs: int = 1) -> int:
+    """Check a number of rounds between two mixes, of a graph with several matrices in turn, and return a plain int."""
+    between = whole(H, "every", 1)
+    if between * graphs > LONGEST:
+        long = f", a period of {between * graphs:,} rounds" if graphs > 1 else ""
+        raise ValueError(f"every = {between:,}{long}; give a whole number of rounds from 1 to {LONGEST // graphs:,}")
+    return between
 
 
 def split_rounds(matrices: Any) -> list[Any]:
@@ -35,6 +41,12 @@ def split_rounds(matrices: Any) -> list[Any]:
         matrices = list(matrices)
     several = isinstance(matrices, list | tuple) and (not matrices or issparse(matrices[0]))
     return list(matrices) if several or _depth(matrices) == 3 else [matrices]
+
+
+def _depth(rows: Any) -> int:
+    if isinstance(rows, list | tuple):
+        return 1 + (_depth(rows[0]) if rows else 0)
+    return np.ndim(rows)
 
 
 def canonical(P: Any, name: str) -> Matrix:
@@ -66,25 +78,8 @@ def canonical(P: Any, name: str) -> Matrix:
     return result
 
 
-def rounds_between(H: object, graphs: int = 1) -> int:
-    """Check a number of rounds between two mixes and make it a plain int.
-
-    Args:
-        H: the number.
-        graphs: how many matrices are used in turn.
-
-    Raises:
-        ValueError: it is none, or the period would be too long.
-    """
-    between = whole(H, "every", 1)
-    if between * graphs > LONGEST:
-        long = f", a period of {between * graphs:,} rounds" if graphs > 1 else ""
-        raise ValueError(f"every = {between:,}{long}; give a whole number of rounds from 1 to {LONGEST // graphs:,}")
-    return between
-
-
 def check_silence(name: str, matrices: Sequence[Matrix], every: object) -> int:
-    """Check that nodes talk in every so many rounds only, and give that number."""
+    """Check that all matrices but every H-th are the identity, and return H."""
     between = rounds_between(every)
     if between == 1:
         return between
@@ -100,24 +95,15 @@ def check_silence(name: str, matrices: Sequence[Matrix], every: object) -> int:
                 f"{name}, matrix {k}: not the identity, but with every = {between:,} nodes talk in every {between:,}th "
                 "round only; use topology.every"
             )
-    if len(sizes := sorted({int(P.shape[0]) for P in matrices})) > 1:
-        raise ValueError(f"{name}: matrices of {' and '.join(map(str, sizes))} nodes; all rounds have the same nodes")
+    _check_sizes(name, matrices)
     return between
-
-
-def _depth(rows: Any) -> int:
-    if hasattr(rows, "ndim"):  # NumPy arrays, and tensors
-        return int(rows.ndim)
-    return 1 + (_depth(rows[0]) if rows else 0) if isinstance(rows, list | tuple) else 0
 
 
 def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str) -> None:
     """Check sizes, sums, that all nodes are connected, and that mixing settles."""
     if not matrices:
         raise ValueError(f"{name}: no matrix given; a topology has at least one")
-    sizes = sorted({int(P.shape[0]) for P in matrices})
-    if len(sizes) > 1:
-        raise ValueError(f"{name}: matrices of {' and '.join(map(str, sizes))} nodes; all rounds have the same nodes")
+    _check_sizes(name, matrices)
     for k, P in enumerate(matrices, 1):
         where = f"{name}, matrix {k}" if len(matrices) > 1 else name
         if stochastic in ("doubly", "rows"):
@@ -128,9 +114,14 @@ def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str) -> No
     # With a self-weight everywhere a connected graph settles. Without, it may swap values for ever.
     if not all((P.diagonal() > NO_WEIGHT).all() for P in matrices) and not _settles(matrices):
         raise ValueError(
-            f"{name}: |lambda_2| = 1, so mixing moves values around for ever and never averages them;"
+            f"{name}: |lambda_2| = 1, so mixing swaps values and never averages them;"
             " give nodes a weight of their own, for example (I + P) / 2 in place of P"
         )
+
+
+def _check_sizes(name: str, matrices: Sequence[Matrix]) -> None:
+    if len(sizes := sorted({int(P.shape[0]) for P in matrices})) > 1:
+        raise ValueError(f"{name}: matrices of {' and '.join(map(str, sizes))} nodes; all rounds have the same nodes")
 
 
 def _settles(matrices: Sequence[Matrix]) -> bool:
@@ -165,34 +156,26 @@ def sums_to_one(P: Matrix, axis: int) -> bool:
 
 
 def _check_sums(name: str, P: Matrix, axis: int) -> None:
-    sums: NDArray[np.float64] = np.asarray(P.sum(axis=axis))
-    if not (wrong := np.abs(sums - 1) > SUM_TOLERANCE).any():
+    if sums_to_one(P, axis):
         return
-    i = int(np.argmax(wrong))
+    sums: Weights = np.asarray(P.sum(axis=axis))
+    i = int(np.argmax(np.abs(sums - 1) > SUM_TOLERANCE))
     kind = "row" if axis else "column"
     rounded = np.abs(sums - 1).max() < 1e-5
     remedy = f"divide the {kind} by its sum" + (", or give the matrix in float64" if rounded else "")
-    if axis == 0 and sums_to_one(P, axis=1):
+    if sums_to_one(P, axis=1 - axis):
         remedy = (
-            "the rows do sum to 1, but mixing would not keep the mean: take symmetric weights,"
+            'the columns do sum to 1: say stochastic="columns" if it is meant for push-sum'
+            if axis
+            else "the rows do sum to 1, but mixing would not keep the mean: take symmetric weights,"
             ' or say stochastic="rows" if that is meant'
         )
-    elif axis == 1 and sums_to_one(P, axis=0):
-        remedy = 'the columns do sum to 1: say stochastic="columns" if it is meant for push-sum'
     raise ValueError(f"{name}: {kind} {i} sums to {sums[i]:.12g} instead of 1; {remedy}")
-
-
-def union_pattern(matrices: Sequence[Matrix]) -> Matrix:
-    """A matrix that is non-zero where any round's is."""
-    union = matrices[0]
-    for P in matrices[1:]:
-        union = union + P
-    return union
 
 
 def check_connected(name: str, matrices: Sequence[Matrix], label: Callable[[int], str] = str) -> None:
     """Refuse a graph in which some node never hears, directly or not, from some other."""
-    hears = union_pattern(matrices)
+    hears = sum(matrices[1:], start=matrices[0])
     size = int(hears.shape[0])
     for pattern, heard_first in ((hears.T, False), (hears, True)):
         reached = breadth_first_order(csr_array(pattern), 0, return_predecessors=False)
