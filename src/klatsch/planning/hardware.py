@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from klatsch.arguments import named, number
-from klatsch.theory.rates import Number
+from klatsch.theory import Number
 
 BUCKET = 25e6  # bytes that an all-reduce of gradients waits for, as in DDP; nothing hides the last bucket
 HIDDEN = 1 / 3  # of a gradient's time: the part of the backward pass in which finished buckets may travel

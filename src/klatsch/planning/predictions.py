@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from klatsch import rules
+from klatsch import rules, theory
 from klatsch.channels.rehearsal import rehearse
-from klatsch.theory import Constants, Rate, dat_rate, dsgd_rate, gt_rate, minibatch_rate
-from klatsch.theory.rates import UNIT, Number, RateFunction
+from klatsch.theory import UNIT, Constants, Number, Rate, RateFunction
 
 MOST_ROUNDS = 1e30  # more are never reached
 
@@ -35,7 +34,7 @@ class Calibration(NamedTuple):
 
 def dat_d2_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNIT) -> Rate:
     """DAT with D2's correction: no rate is proved; taken as DAT's without heterogeneity, which it removes."""
-    return dat_rate(M, T, rho, replace(constants, zeta=0.0))
+    return theory.dat_rate(M, T, rho, replace(constants, zeta=0.0))
 
 
 class Rule(NamedTuple):
@@ -62,12 +61,12 @@ ALL_REDUCE = "all-reduce"
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("dsgd", dsgd_rate, rules.make("dsgd", lr=1.0)),
-        Rule("dat", dat_rate, rules.make("dat", lr=1.0), 2),
-        Rule("dat (cta)", dat_rate, rules.make("dat", lr=1.0, order="cta"), 2),
-        Rule("gt", gt_rate, rules.make("gt", lr=1.0), 2),
+        Rule("dsgd", theory.dsgd_rate, rules.make("dsgd", lr=1.0)),
+        Rule("dat", theory.dat_rate, rules.make("dat", lr=1.0), 2),
+        Rule("dat (cta)", theory.dat_rate, rules.make("dat", lr=1.0, order="cta"), 2),
+        Rule("gt", theory.gt_rate, rules.make("gt", lr=1.0), 2),
         Rule("dat-d2", dat_d2_rate, rules.make("dat-d2", lr=1.0), 2, proved=False),
-        Rule(ALL_REDUCE, minibatch_rate, None),
+        Rule(ALL_REDUCE, theory.minibatch_rate, None),
     )
 }
 
