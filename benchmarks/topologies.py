@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from klatsch import topology as tp
-from klatsch.topology import eigen
+from klatsch.topology import spectrum
 
 FAMILIES = ("ring", "torus", "one_peer_exponential", "base_graph")
 
@@ -54,9 +54,9 @@ def compare_with_dense(family: str, nodes: int) -> None:
     graph = tp.make(family, nodes)
     times = []
     for limit in (nodes, 1):
-        eigen.DENSE_LIMIT = limit
+        spectrum.DENSE_LIMIT = limit
         start = time.perf_counter()
-        value = eigen.second_modulus(graph.matrices)
+        value = spectrum.second_modulus(graph.matrices)
         times.append((time.perf_counter() - start, value))
     (dense, exact), (sparse, value) = times
     print(f"{family:22}{nodes:>8,}{dense:>9.2f} s{sparse:>9.3f} s{dense / sparse:>9.1f}{abs(value - exact):>13.1e}")

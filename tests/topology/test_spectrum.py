@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from klatsch import topology as tp
-from klatsch.topology import eigen, spectrum
+from klatsch.topology import spectrum
 from tests.conftest import REFUSED, SIZES, all_topologies, build_or_skip, product
 
 
@@ -156,7 +156,7 @@ def _random_digraph(n):
 
 @pytest.mark.parametrize("case", SPARSE_CASES)
 def test_sparse_solvers_agree_with_dense_ones(case, monkeypatch):
-    monkeypatch.setattr(eigen, "DENSE_LIMIT", 10)
+    monkeypatch.setattr(spectrum, "DENSE_LIMIT", 10)
     graph = SPARSE_CASES[case]()
     exact = dense_gap(graph)
     assert graph.spectral_gap == pytest.approx(exact, abs=1e-8, rel=0)
@@ -212,13 +212,13 @@ def _de_bruijn(n):
 @pytest.mark.parametrize("dense_limit", [500, 10])
 @pytest.mark.parametrize("case", HALVING)
 def test_rounds_to_halve_by_dense_and_sparse_solvers(case, dense_limit, monkeypatch):
-    monkeypatch.setattr(eigen, "DENSE_LIMIT", dense_limit)
+    monkeypatch.setattr(spectrum, "DENSE_LIMIT", dense_limit)
     graph = HALVING[case]()
     assert graph.rounds_to_halve == brute_rounds_to_halve(graph)
 
 
 def test_rounds_to_halve_of_a_very_slow_large_graph_comes_from_its_gap(monkeypatch):
-    monkeypatch.setattr(eigen, "DENSE_LIMIT", 10)
+    monkeypatch.setattr(spectrum, "DENSE_LIMIT", 10)
     monkeypatch.setattr(spectrum, "FARTHEST", 16)
     graph = tp.from_matrices(_alternating_matchings(40))
     assert graph.rounds_to_halve == pytest.approx(brute_rounds_to_halve(graph), rel=0.2)
@@ -269,7 +269,7 @@ def test_effective_neighbours_of_known_graphs(monkeypatch):
     expected = 1 / (1 - gamma) / np.mean(squared / (1 - gamma * squared))
     assert tp.directed_ring(300).effective_neighbors(gamma) == pytest.approx(expected, rel=1e-6)
     exact = [graph.effective_neighbors(0.95) for graph in (tp.ring(400), tp.one_peer_exponential(400))]
-    monkeypatch.setattr(eigen, "DENSE_LIMIT", 10)
+    monkeypatch.setattr(spectrum, "DENSE_LIMIT", 10)
     estimated = [graph.effective_neighbors(0.95) for graph in (tp.ring(400), tp.one_peer_exponential(400))]
     assert estimated == pytest.approx(exact, rel=0.05)
     for gamma in (-0.1, 1.0):

@@ -42,10 +42,8 @@ class Task:
         most = 1 / TINY
         for name, value in asdict(self.constants).items():
             number(name, value, lambda v: v == 0 or TINY <= v <= most, f"0 or a number from {TINY:g} to {most:g}")
-        if whole(self.params, "params", 1) > MOST_PARAMS:
-            raise ValueError(f"params = {self.params}; give at most {MOST_PARAMS:,}")
-        if whole(self.machines, "machines", 1) > MOST_MACHINES:
-            raise ValueError(f"machines = {self.machines}; give a number from 1 to {MOST_MACHINES:,}")
+        whole(self.params, "params", 1, MOST_PARAMS)
+        whole(self.machines, "machines", 1, MOST_MACHINES)
         wanted = "a number from 0 to 1, such as 0.1; 0 for the fastest at any cost"
         number("efficiency", self.efficiency, lambda v: 0 <= v <= 1, wanted)
         if self.samples is None and self.target is None:

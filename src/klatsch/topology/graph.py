@@ -13,7 +13,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from klatsch.topology import eigen, spectrum, validation
+from klatsch.arguments import number
+from klatsch.topology import spectrum, validation
 from klatsch.topology.matrix import Matrix, identity, mapped
 
 Stochastic = Literal["doubly", "rows", "columns"]
@@ -93,7 +94,7 @@ class Topology:
     @cached_property
     def symmetric(self) -> bool:
         """Whether every P equals its transpose, as Definition 2.4 of the paper asks."""
-        return all(eigen.is_symmetric(P) for P in self.speaking)
+        return all(spectrum.is_symmetric(P) for P in self.speaking)
 
     @cached_property
     def directed(self) -> bool:
@@ -158,7 +159,7 @@ class Topology:
         if self.changes or not self.symmetric:
             kind = "time-varying" if self.changes else "not symmetric"
             raise ValueError(f"{self.name} is {kind}: a smallest eigenvalue needs one symmetric matrix, such as ring's")
-        return eigen.smallest_eigenvalue(self.speaking[0])
+        return spectrum.smallest_eigenvalue(self.speaking[0])
 
     @cached_property
     def exact_after(self) -> int | None:
@@ -188,8 +189,7 @@ class Topology:
             raise ValueError(
                 f"{self.name} is not doubly stochastic: effective neighbours need a graph that keeps the mean"
             )
-        if not isinstance(gamma, int | float | np.number) or not 0 <= gamma < 1:
-            raise ValueError(f"gamma = {gamma!r}: choose it from 0 up to but not including 1, such as 0.95")
+        number("gamma", gamma, lambda v: 0 <= v < 1, "a number from 0 up to but not including 1, such as 0.95")
         return spectrum.effective_neighbors(self.speaking, gamma, self.every)
 
     @cached_property
@@ -220,7 +220,7 @@ class Topology:
 
     @cached_property
     def _second_modulus(self) -> float:
-        return eigen.second_modulus(self.speaking)
+        return spectrum.second_modulus(self.speaking)
 
     @cached_property
     def _transposed(self) -> tuple[Matrix, ...]:
