@@ -2,9 +2,8 @@
 
 from klatsch.planning.hardware import NETWORKS, Network, network
 from klatsch.planning.measurement import Estimate, Probe, Stage, probe
-from klatsch.planning.planner import Choice, Line, Plan, plan
+from klatsch.planning.planner import Choice, Line, Plan, Task, plan
 from klatsch.planning.predictions import CALIBRATION, RULES, UNCALIBRATED, Calibration, predicted
-from klatsch.planning.task import Task
 
 __all__ = [
     "CALIBRATION",

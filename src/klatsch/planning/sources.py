@@ -12,7 +12,7 @@ import torch
 from klatsch import own, problems
 from klatsch.files import json_of, text_of
 from klatsch.planning.hardware import TINY
-from klatsch.planning.task import MOST_PARAMS
+from klatsch.planning.planner import MOST_PARAMS
 from klatsch.problems import Problem
 from klatsch.theory import Constants
 

@@ -6,7 +6,6 @@ its name (`make("ring", 16)`), or from your own graph (`from_networkx`, `from_ma
 """
 
 from klatsch.topology.comparison import Summary, compare, summarize
-from klatsch.topology.convert import from_networkx
 from klatsch.topology.drawing import draw
 from klatsch.topology.families import (
     FAMILIES,
@@ -26,7 +25,7 @@ from klatsch.topology.families import (
     star,
     torus,
 )
-from klatsch.topology.graph import Topology, every, from_matrices, lazy
+from klatsch.topology.graph import Topology, every, from_matrices, from_networkx, lazy
 from klatsch.topology.names import builder, make, nth_size, options, spectral_gap
 
 __all__ = [
