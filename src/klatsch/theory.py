@@ -101,6 +101,11 @@ class Rate(NamedTuple):
         """The excess loss itself."""
         return self.statistical + self.network + self.optimization
 
+    @property
+    def mostly_statistical(self) -> bool | NDArray[np.bool_]:
+        """Whether noise is at least half of it, as for a central server."""
+        return self.network + self.optimization <= self.statistical
+
 
 RateFunction = Callable[..., Rate]  # of M, T, rho = 1 and constants = UNIT
 
@@ -257,8 +262,7 @@ def largest_machines(
         return 1
 
     def pays(M: int, rho: float) -> bool:
-        statistical, network, optimization = rate(M, N / M, rho, constants)
-        return bool(network + optimization <= statistical)
+        return bool(rate(M, N / M, rho, constants).mostly_statistical)
 
     if not isinstance(topology, str):
         return _last(lambda M: M <= N and pays(M, topology(M)))
@@ -295,12 +299,7 @@ def transient_iterations(rule: str, M: int, rho: float, constants: Constants = U
     check_network(M, 1, rho)
     if constants.sigma * constants.D1 == 0:
         return math.inf
-
-    def before(T: int) -> bool:
-        statistical, network, optimization = rate(M, T, rho, constants)
-        return bool(network + optimization > statistical)
-
-    return float(_first_after(before))
+    return float(_first_after(lambda T: not rate(M, T, rho, constants).mostly_statistical))
 
 
 def rounds_to_error(rule: str, epsilon: float, M: int, rho: float, constants: Constants = UNIT) -> int:

@@ -24,14 +24,13 @@ COLOURS = {
 HIGHEST = 30  # times the goal: errors above are off the picture
 
 
-def curves(plan: Plan, topology: str | None = None) -> Figure:
-    """The rules on one family of graphs (the recommended one by default): predicted error and time against M."""
+def curves(plan: Plan) -> Figure:
+    """The rules on the recommended family of graphs, and the all-reduce: predicted error and time against M."""
     from matplotlib.figure import Figure
 
     task, best = plan.task, plan.best
-    if topology is None:
-        fastest_first = sorted(plan.lines, key=lambda line: line.best.seconds)
-        topology = best.topology or next((line.topology for line in fastest_first if line.topology), "")
+    fastest_first = sorted(plan.lines, key=lambda line: line.best.seconds)
+    topology = best.topology or next((line.topology for line in fastest_first if line.topology), "")
     shown = [line for line in plan.lines if line.topology in ("", topology)]
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)

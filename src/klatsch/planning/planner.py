@@ -201,9 +201,9 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
     return Plan(task, tuple(lines), alone, _best(task, every), left_out)
 
 
-def within_a_factor(found: Plan, factor: float = 2.0) -> dict[str, tuple[float, float]]:
-    """Every constant of a plan, divided and multiplied by a factor."""
-    return {name: (value / factor, value * factor) for name, value in asdict(found.task.constants).items()}
+def within_a_factor(found: Plan) -> dict[str, tuple[float, float]]:
+    """Every constant of a plan, halved and doubled."""
+    return {name: (value / 2, value * 2) for name, value in asdict(found.task.constants).items()}
 
 
 def machines_between(found: Plan, ranges: Mapping[str, tuple[float, float]]) -> Span:
@@ -270,7 +270,7 @@ def _largest(task: Task, rule: Rule, name: str, choices: Sequence[Choice]) -> in
 
     def pays(M: Array, rho: Array) -> NDArray[np.bool_]:
         parts = predicted(rule, M, np.maximum(1.0, N / M), rho, task.constants, task.by(rule.name))
-        return np.asarray((parts.network + parts.optimization <= parts.statistical) & (M <= N))
+        return np.asarray(parts.mostly_statistical & (M <= N))
 
     good = np.flatnonzero(pays(np.array([c.machines for c in choices], float), np.array([c.rho for c in choices])))
     if not len(good):
