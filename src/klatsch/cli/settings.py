@@ -54,7 +54,7 @@ def parameters_of(kind: str, name: str) -> Parameters:
     """The options of a rule, topology or problem, by its name."""
     from klatsch import problems, rules, topology
     from klatsch.arguments import named
-    from klatsch.topology.silence import split as without_silence
+    from klatsch.topology.names import split as without_silence
 
     tables: dict[str, Mapping[str, Callable[..., object]]]
     tables = {"rule": rules.RULES, "topology": topology.TOPOLOGIES, "problem": problems.PROBLEMS}
