@@ -25,6 +25,7 @@ from klatsch import topology as topologies
 from klatsch.arguments import check_options, number, shown, whole
 from klatsch.files import text_of
 from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, axis, combinations, count, counted, several
+from klatsch.topology.names import split
 from klatsch.topology.validation import rounds_between
 
 PAPER_GRID = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1)  # Section 5.1
