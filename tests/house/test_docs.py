@@ -16,14 +16,15 @@ pytestmark = pytest.mark.documents
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-STUDIES, OWN = ROOT / "docs" / "studies.md", ROOT / "docs" / "own.md"
+SIMULATION, STUDIES, OWN = (ROOT / "docs" / f"{name}.md" for name in ("simulation", "studies", "own"))
 
 
 def blocks_of(path, kind="python"):
     return re.findall(rf"```{kind}\n(.*?)```", path.read_text(), re.S)
 
 
-BLOCKS = [(path, block) for path in DOCUMENTS if path != OWN for block in blocks_of(path)]
+TEN_LINES = blocks_of(SIMULATION)[0]
+BLOCKS = [(path, block) for path in DOCUMENTS if path != OWN for block in blocks_of(path) if block != TEN_LINES]
 
 
 def commands_of(path):
@@ -46,19 +47,15 @@ def printed_by(code):
     return out.getvalue()
 
 
-@pytest.mark.parametrize(
-    "path, code", BLOCKS[1:], ids=[f"{path.name}-{k}" for k, (path, _) in enumerate(BLOCKS[1:], 1)]
-)
+@pytest.mark.parametrize("path, code", BLOCKS, ids=[f"{path.name}-{k}" for k, (path, _) in enumerate(BLOCKS)])
 def test_code_runs(path, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     printed_by(code)
 
 
-def test_the_readme_shows_what_its_ten_lines_print():  # the first block
-    readme = (ROOT / "README.md").read_text()
-    code, shown = (re.search(rf"```{kind}\n(.*?)```", readme, re.S).group(1) for kind in ("python", "text"))
-    assert len(code.splitlines()) <= 10
-    assert printed_by(code) == shown
+def test_the_ten_lines_print_what_is_shown():
+    assert len(TEN_LINES.splitlines()) <= 10
+    assert printed_by(TEN_LINES) == blocks_of(SIMULATION, "text")[0]
 
 
 @pytest.mark.parametrize("path, commands", COMMANDS, ids=[f"{path.name}-{block[0]}" for path, block in COMMANDS])
