@@ -145,7 +145,7 @@ def test_example_studies_can_be_run(path):
 def test_there_is_something_to_test():
     assert len(BLOCKS) >= 4
     assert RULES
-    assert len(COMMANDS) >= 6
+    assert sum(len(commands) for _, commands in COMMANDS) >= 15
 
 
 @pytest.mark.parametrize(
