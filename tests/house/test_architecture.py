@@ -1,6 +1,7 @@
 """The rooms and who may enter them: imports point one way, and `import klatsch` needs four libraries only."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -83,3 +84,16 @@ except ModuleNotFoundError:
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_files_stay_readable(path):
     assert len(path.read_text().splitlines()) <= 450
+
+
+def test_a_file_name_means_one_thing():
+    stems = [path.stem for path in SOURCE.rglob("*.py") if path.stem not in ("__init__", "names", "base")]
+    assert sorted(stems) == sorted(set(stems))
+
+
+def test_the_house_is_small_and_declares_what_it_uses():
+    """Rooms ask each other for declared things: getattr is for what torch and Python leave open."""
+    lines = [line for path in SOURCE.rglob("*.py") for line in path.read_text().splitlines()]
+    assert len(lines) <= 13_500
+    assert sum(bool(re.search(r"\b(getattr|hasattr)\(", line)) for line in lines) <= 20
+    assert sum(len(re.findall(r"\bAny\b", line)) for line in lines) <= 200
