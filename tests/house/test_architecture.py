@@ -91,9 +91,8 @@ def test_a_file_name_means_one_thing():
     assert sorted(stems) == sorted(set(stems))
 
 
-def test_the_house_is_small_and_declares_what_it_uses():
-    """Rooms ask each other for declared things: getattr is for what torch and Python leave open."""
+def test_rooms_declare_what_others_use():
+    """getattr and Any are for what torch and Python leave open, not for what another room might have."""
     lines = [line for path in SOURCE.rglob("*.py") for line in path.read_text().splitlines()]
-    assert len(lines) <= 13_500
     assert sum(bool(re.search(r"\b(getattr|hasattr)\(", line)) for line in lines) <= 20
     assert sum(len(re.findall(r"\bAny\b", line)) for line in lines) <= 200
