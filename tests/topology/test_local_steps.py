@@ -104,7 +104,7 @@ def test_what_it_is_called():
         (lambda: tp.make("ring/", 4), r"'ring/': '' is not a number of rounds"),
         (lambda: tp.make("ring/8/2", 4), r"'8/2' is not a number of rounds"),
         (lambda: tp.make("rign/8", 4), r"unknown topology 'rign'; did you mean ring\?"),
-        (lambda: tp.make("ring/8", 4, every=2), r"ring/8 with every = 2: its name says that already; leave one"),
+        (lambda: tp.make("ring/8", 4, every=2), r"ring/8 with every = 2: the name says that; leave one"),
         (lambda: tp.spectral_gap("ring/8", 4, every=2), r"ring/8 with every = 2"),
         (lambda: tp.Topology("x", (np.eye(2),) * 3, every=2), r"x: 3 matrices with every = 2; give a multiple of 2"),
         (lambda: tp.Topology("x", (np.full((2, 2), 0.5),) * 2, every=2), r"x, matrix 1: not the identity"),
@@ -263,7 +263,7 @@ def test_keys_of_runs_without_silence_are_as_before():
     "entry, message",
     [
         ("ring/x", r"topologies\[0\]: topology 'ring/x': 'x' is not a number of rounds"),
-        ({"name": "ring/8", "every": 2}, r"topologies\[0\]: ring/8 with every = 2: its name says that"),
+        ({"name": "ring/8", "every": 2}, r"topologies\[0\]: ring/8 with every = 2: the name says that"),
         ({"name": "ring", "every": [2, 0]}, r"topologies\[0\]: every = 0; give a whole number"),
         ("rign/8", r"topologies\[0\]: unknown topology 'rign'; did you mean ring\?"),
     ],

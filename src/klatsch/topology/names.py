@@ -81,6 +81,6 @@ def _parted(name: str, choices: Mapping[str, object]) -> tuple[dict[str, object]
     own = dict(choices)
     if "every" in own:
         if kind != name:
-            raise ValueError(f"{name} with every = {own['every']!r}: its name says that already; leave one of them out")
+            raise ValueError(f"{name} with every = {own['every']!r}: the name says that; leave one of them out")
         between = rounds_between(own.pop("every"))
     return own, between
