@@ -72,9 +72,9 @@ def explained(*names: str) -> Iterator[None]:
     paths = [_split(name)[0] for name in names if is_own(name)]
     try:
         yield
-    except (ValueError, MemoryError):
+    except (ValueError, MemoryError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # a user's code may raise anything
         if not paths or (isinstance(error, RuntimeError) and "memory" in str(error)):
             raise
         raise ValueError(_told(error, paths)) from None
