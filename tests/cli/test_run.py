@@ -3,11 +3,9 @@
 import json
 import re
 import signal
-import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
-from PIL import Image
 from rich.console import Console
 
 import klatsch
@@ -15,6 +13,7 @@ from klatsch import pictures, problems, rules
 from klatsch import topology as tp
 from klatsch.paper import demo, figures
 from klatsch.study import Row, parse, run_study, workers
+from tests.support.pictures import check_picture
 from tests.support.waiting import HANG, wait_until
 
 QUICK = ("--steps", 200, "--seeds", 2, "--lr", "0.0001,0.001,0.01")
@@ -117,18 +116,6 @@ def test_run_draws(suffix, nodes, run_cli, tmp_path):
     assert code == 0
     assert f"drawn to {path}" in out
     check_picture(path)
-
-
-def check_picture(path):
-    content = path.read_bytes()
-    if path.suffix == ".svg":
-        assert ElementTree.fromstring(content).tag.endswith("svg")
-    elif path.suffix == ".png":
-        pixels = np.asarray(Image.open(path).convert("L"))
-        assert min(pixels.shape) > 300
-        assert 0.02 < (pixels < 250).mean() < 0.5  # neither empty nor full
-    else:
-        assert content.startswith(b"%PDF")
 
 
 BAD = {

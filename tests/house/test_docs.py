@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from klatsch.study import Store, expand, load
-from tests.house.test_examples import DATA
+from tests.support.machine import DATA
 
 pytestmark = pytest.mark.documents
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.machine import DATA, needs_data
+
 pytestmark = pytest.mark.documents
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-DATA = Path(os.environ.get("KLATSCH_DATA", ROOT.parent / "shared" / "fashion-mnist"))
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_quickstart(python, torchrun):
     assert all(float(accuracy) > 0.95 for accuracy, _ in found)
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="name the folder with Fashion-MNIST in $KLATSCH_DATA")
+@needs_data
 @pytest.mark.parametrize("options", [["--order", "cta"], ["--rule", "dat-d2"]])
 def test_lenet(tmp_path, printed, options):
     command = [EXAMPLES / "lenet.py", "--data", DATA, "--report", "100", *options, "--checkpoints", tmp_path]

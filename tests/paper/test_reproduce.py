@@ -13,7 +13,7 @@ from klatsch.paper import targets as paper
 from klatsch.paper.report import inline_svg, page_of
 from klatsch.study import Row, Store, execute, expand, parse, run_study, workers
 from klatsch.study.store import Origin
-from tests.cli.test_run import check_picture
+from tests.support.pictures import check_picture
 
 SETTINGS = [{"noise": n, "heterogeneity": h} for n in (1.0, 10.0) for h in (1.0, 10.0)]
 FIGURE_OF = {"fig4": "ring", "fig5": "torus", "fig6": "one_peer_exponential"}

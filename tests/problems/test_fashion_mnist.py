@@ -14,9 +14,7 @@ import torch
 
 from klatsch.problems.images import fashion_mnist
 from klatsch.problems.images.fashion_mnist import CONTENT, load
-from tests.house.test_examples import DATA
-
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="name the folder with Fashion-MNIST in $KLATSCH_DATA")
+from tests.support.machine import DATA, needs_data
 
 
 @pytest.fixture(autouse=True)

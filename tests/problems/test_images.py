@@ -12,7 +12,7 @@ from klatsch.problems import FashionMNIST, ImageClassification, Images, lenet
 from klatsch.problems.images.classification import IMAGES_AT_ONCE, equal_parts
 from klatsch.problems.images.stacks import Stacked, grouped, rows
 from klatsch.simulation import simulate_together
-from tests.problems.test_fashion_mnist import needs_data
+from tests.support.machine import DATA, needs_data
 
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
@@ -434,7 +434,6 @@ def test_a_model_with_a_buffer_is_refused():
 
 @needs_data
 def test_lenet_learns_fashion_mnist(monkeypatch):
-    from tests.problems.test_fashion_mnist import DATA
 
     monkeypatch.setenv("KLATSCH_DATA", str(DATA))
     problem = FashionMNIST(8, alpha=10.0, test=1_000)

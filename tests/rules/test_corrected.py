@@ -7,7 +7,7 @@ import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.simulation.mixing import StackedMix
-from tests.simulation.test_simulate import ENGINES
+from tests.support.machine import ENGINES
 
 GRAPHS = {"ring": tp.ring(9), "even ring": tp.ring(8), "torus": tp.torus(9), "star": tp.star(6), "grid": tp.grid(12)}
 

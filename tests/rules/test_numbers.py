@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import klatsch
-from tests.simulation.test_simulate import ENGINES
+from tests.support.machine import ENGINES
 from tests.support.numbers_before import CASES, FILE, numbers, title
 
 BEFORE = load_file(FILE)

@@ -13,9 +13,9 @@ import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.simulation.mixing import StackedMix
-from tests.rules.test_rules import trajectory
-from tests.simulation.test_simulate import KERNEL
 from tests.support.comparisons import assert_same_to_rounding
+from tests.support.machine import KERNEL
+from tests.support.table import trajectory
 
 PATTERNS = {
     "plain": rules.Plain,

@@ -12,81 +12,10 @@ from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.channels.rehearsal import rehearse
 from klatsch.rules import averaging
-from klatsch.rules.base import rate
 from tests.support.comparisons import assert_same_to_rounding
+from tests.support.table import ALONE, GRAPHS, RULES, TABLE, UNDEFINED, ZeroGradients, trajectory
 
-RULES = {
-    **{name: lambda lr, name=name: rules.make(name, lr=lr) for name in rules.RULES},
-    "dsgd, momentum": lambda lr: rules.dsgd(lr, momentum=0.9),
-    "dsgd, averaged": lambda lr: rules.dsgd(lr, average="constant"),
-    "gt, averaged": lambda lr: rules.gt(lr, average="linear"),
-    "dat, linear": lambda lr: rules.dat(lr, averaging="linear"),
-    "dat, cta": lambda lr: rules.dat(lr, order="cta"),
-    "dat, momentum": lambda lr: rules.dat(lr, averaging="fixed(0.9)", momentum=0.9),
-    "dat, polynomial, cta": lambda lr: rules.dat(lr, averaging=averaging.polynomial(2), order="cta"),
-    "dat-gt, linear": lambda lr: rules.dat_gt(lr, averaging="linear"),
-    "dat-d2, linear": lambda lr: rules.dat_d2(lr, averaging="linear"),
-    "d2, published": lambda lr: rules.d2(lr, lazy=False),
-    "dat, beta": lambda lr: rules.dat(lr, beta=0.9),
-    "dat-gt, beta, momentum": lambda lr: rules.dat_gt(lr, averaging="fixed(0.9)", beta=0.5, momentum=0.9),
-    "dat-d2, beta": lambda lr: rules.dat_d2(lr, beta=0.9),
-}
-GRAPHS = {
-    "ring": tp.ring(6),
-    "lazy ring": tp.lazy(tp.ring(6)),
-    "torus": tp.torus(9),
-    "star": tp.star(5),
-    "complete": tp.complete(5),
-    "one peer": tp.one_peer_exponential(6),
-    "base graph": tp.base_graph(6),
-    "directed ring": tp.directed_ring(5),
-    "one node": tp.ring(1),
-    "two nodes": tp.ring(2),
-}
-STATIC_ONLY = {name for name in RULES if "d2" in name or name == "decentlam"}
-UNDEFINED = {(rule, graph) for rule in STATIC_ONLY for graph in ("one peer", "base graph", "directed ring")} | {
-    ("d2, published", "ring")  # the even ring sits at -1/3
-}
-TABLE = [(rule, graph) for rule in RULES for graph in GRAPHS if (rule, graph) not in UNDEFINED]
 table = pytest.mark.parametrize("rule, graph", TABLE)
-
-
-class ZeroGradients:
-    """A user's own problem, with nothing but what the protocol asks for."""
-
-    dim = 3
-
-    def __init__(self, nodes):
-        self.nodes = nodes
-
-    def start(self):
-        return torch.tensor([1.0, -2.0, 0.5])
-
-    def grad(self, x, t, nodes=None):
-        return torch.zeros_like(x)
-
-    def metrics(self, x):
-        return {"size": x.square().sum(-1).mean(0)}
-
-
-def flow_of(graph, t):
-    """The plain reference: a dense product for every tensor."""
-    P = torch.tensor(graph.matrix(t).toarray())
-    return rules.Flow(lambda *tensors: tuple(torch.tensordot(P, v, 1) - v for v in tensors))
-
-
-ALONE = rules.Flow(lambda *tensors: tuple(torch.zeros_like(v) for v in tensors))
-
-
-def trajectory(rule, graph, problem, steps, x=None):
-    """The plain loop that every engine must equal: states after 0, 1, 2, ... rounds."""
-    start = problem.start().double().expand(graph.size, 1, problem.dim) if x is None else x
-    rule = rule.on(graph)
-    states = [rule.init(start)]
-    for t in range(1, steps + 1):
-        grad = problem.grad(rule.query(states[-1]), t)
-        states.append(rule.update(states[-1], grad, flow_of(graph, t), t, rate(rule.lr, t)))
-    return states
 
 
 @table

@@ -7,8 +7,8 @@ import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.rules import averaging
-from tests.rules.test_rules import trajectory
-from tests.simulation.test_simulate import ENGINES
+from tests.support.machine import ENGINES
+from tests.support.table import trajectory
 
 PATTERNS = {
     "plain": ("dat", {}),

@@ -13,7 +13,8 @@ from klatsch import problems, rules, sealed
 from klatsch import topology as tp
 from klatsch.simulation import checkpoint as checkpoints
 from klatsch.simulation import native
-from tests.simulation.test_simulate import KERNEL
+from tests.support.machine import KERNEL
+from tests.support.table import ZeroGradients
 
 PROGRAM = """
 import os, signal, sys, klatsch
@@ -242,7 +243,6 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
 
 
 def test_a_problem_that_cannot_be_told_apart_cannot_be_saved(tmp_path):
-    from tests.rules.test_rules import ZeroGradients
 
     with pytest.raises(ValueError, match=r"fingerprint\(\)"):
         simulate(tmp_path, problem=ZeroGradients(5))

@@ -7,9 +7,9 @@ import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.simulation import simulate_together
-from tests.rules.test_rules import RULES, trajectory
-from tests.simulation.test_simulate import CUDA, ENGINES
+from tests.support.machine import CUDA, ENGINES
 from tests.support.rank_scenarios import Poisoned, problem_of
+from tests.support.table import RULES, trajectory
 
 HERE = [Poisoned.NODE, Poisoned.ROUND]
 FINITE = [-1, -1]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.simulation.test_simulate import ENGINES
+from tests.support.machine import ENGINES
 
 SPEC = importlib.util.spec_from_file_location("precision", Path(__file__).parents[2] / "benchmarks" / "precision.py")
 precision = importlib.util.module_from_spec(SPEC)

@@ -20,8 +20,9 @@ from klatsch.simulation.fused import column_blocks
 from klatsch.simulation.mixing import StackedMix
 from klatsch.simulation.record import record_points
 from klatsch.simulation.stack import Gradients
-from tests.rules.test_rules import GRAPHS, RULES, TABLE, ZeroGradients
 from tests.support.comparisons import assert_same_to_rounding
+from tests.support.machine import CUDA, ENGINES, KERNEL
+from tests.support.table import GRAPHS, RULES, TABLE, ZeroGradients
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,6 @@ class Own(rules.Rule):
 
 
 LINEAR = [(rule, graph) for rule, graph in TABLE if "sgp" not in rule]
-KERNEL = pytest.mark.skipif(native.why_not() is not None, reason=f"no fused engine: {native.why_not()}")
-ENGINES = pytest.mark.parametrize("engine", ["torch", pytest.param("fused", marks=KERNEL)])
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 
 
 @KERNEL

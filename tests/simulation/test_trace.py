@@ -9,8 +9,8 @@ from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.simulation.fused import assigned
 from klatsch.simulation.trace import FLOW, LINEAR, NotLinearError, coefficient_table, trace
-from tests.rules.test_rules import RULES
-from tests.simulation.test_simulate import KERNEL
+from tests.support.machine import KERNEL
+from tests.support.table import RULES
 
 
 class RandomRule(rules.Rule):

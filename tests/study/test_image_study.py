@@ -15,8 +15,8 @@ from klatsch.paper.report import page_of
 from klatsch.study import Row, Store, expand, parse, run_study
 from klatsch.study.batches import pack
 from klatsch.study.store import Origin
-from tests.cli.test_run import check_picture
-from tests.problems.test_fashion_mnist import DATA, needs_data
+from tests.support.machine import DATA, needs_data
+from tests.support.pictures import check_picture
 
 pytestmark = needs_data
 
