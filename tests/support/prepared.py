@@ -361,6 +361,8 @@ def run(words):
     kind, *arguments = words
     if kind == "-m":
         sys.argv, sys.path[0] = arguments, os.getcwd()
+        if not hasattr(sys.modules.get(arguments[0]), "__path__"):
+            sys.modules.pop(arguments[0], None)  # else it warns that it was loaded before
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     elif kind == "-c":
         sys.argv, sys.path[0] = ["-c", *arguments[1:]], ""
