@@ -40,7 +40,7 @@ def test_quickstart(python, torchrun):
     single = python(EXAMPLES / "single.py").done()
     assert float(re.fullmatch(r"test accuracy (0\.\d+|1.000)\n", single.stdout)[1]) > 0.95
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    done = torchrun(4, "--standalone", EXAMPLES / "quickstart.py", env=environment)
+    done = torchrun(4, "--standalone", EXAMPLES / "quickstart.py", env=environment, spawn=True)  # as a user does
     assert done.returncode == 0, done.stderr
     found = re.findall(r"rank \d of 4: test accuracy ([\d.]+), distance from the others ([\d.e-]+)", done.stdout)
     assert len(found) == 4

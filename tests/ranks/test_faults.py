@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 
+from tests.support.processes import Ranks
 from tests.support.rank_scenarios import ENDURE_LR, problem_of
 
 SIZE, ROUNDS = 5, 150
@@ -83,8 +84,24 @@ def test_a_killed_rank_ends_its_neighbours_with_a_reason(launch):
         )
 
 
-def test_a_stopped_rank_is_late_and_not_gone(launch):
-    ranks = launch(SIZE, "endure", victim=2, harm="SIGSTOP", timeout=LATE)
+@pytest.fixture(scope="module")
+def late(prepared, tmp_path_factory):
+    """Networks in which rank 2 stops itself. All wait for it until it is late, so that they do it at the same time."""
+    choices = {
+        "raise": {"on_failure": "raise"},
+        "ring": {"on_failure": "continue"},
+        "one_peer_exponential": {"on_failure": "continue", "graph": "one_peer_exponential"},
+    }
+    return {
+        name: Ranks(
+            prepared, tmp_path_factory.mktemp(name), SIZE, "endure", victim=2, harm="SIGSTOP", timeout=LATE, **more
+        )
+        for name, more in choices.items()
+    }
+
+
+def test_a_stopped_rank_is_late_and_not_gone(late):
+    ranks = late["raise"]
     for rank in (1, 3):
         ranks.wait_for(f"code-{rank}")
         (waited,) = re.findall(
@@ -101,17 +118,17 @@ def test_a_stopped_rank_is_late_and_not_gone(launch):
 
 
 @pytest.mark.parametrize("graph", ["ring", "one_peer_exponential"])
-def test_a_late_rank_is_left_behind_and_ends_alone(tmp_path, launch, graph):
-    ranks = launch(SIZE, "endure", victim=2, harm="SIGSTOP", graph=graph, on_failure="continue", timeout=LATE)
+def test_a_late_rank_is_left_behind_and_ends_alone(late, graph):
+    ranks = late[graph]
     ranks.has_stopped(2)
     for rank in others(2):
         ranks.wait_for(f"end-{rank}")
     ranks.go_on(2)
     assert ranks.codes() == [0] * SIZE, [ranks.errors(rank) for rank in range(SIZE)]
     for rank in others(2):  # no healthy rank is given up
-        assert torch.load(tmp_path / f"path-{rank}")["lost"][-1] in ((), (2,))
+        assert torch.load(ranks.folder / f"path-{rank}")["lost"][-1] in ((), (2,))
     assert re.search(r"neighbour 2 is late", ranks.errors(1))
-    assert len(torch.load(tmp_path / "path-2")["lost"][-1]) >= 2
+    assert len(torch.load(ranks.folder / "path-2")["lost"][-1]) >= 2
 
 
 def test_push_sum_keeps_its_mass_when_a_rank_is_killed(tmp_path, launch):

@@ -22,27 +22,25 @@ def outcome(request, prepared, tmp_path_factory):
     return request.param, [torch.load(folder / f"parity-{rank}") for rank in range(request.param)]
 
 
-def test_every_rule_is_compared(outcome):
-    assert len(outcome[1][0]) >= 50
-    assert {key.split(" | ")[0] for key in outcome[1][0]} == set(RANK_RULES)
-
-
-@pytest.mark.parametrize("name", RANK_GRAPHS)
 @pytest.mark.parametrize("label", RANK_RULES)
-def test_ranks_are_the_rows_of_the_simulation(outcome, label, name):
+def test_ranks_are_the_rows_of_the_simulation(outcome, label):
     size, ranks = outcome
     rule, options = RANK_RULES[label]
-    algorithm, graph = klatsch.rules.make(rule, lr=LR, **options), klatsch.topology.make(name, size)
-    try:
-        expected = klatsch.simulate(problem_of(size), algorithm, graph, ROUNDS, engine="torch")
-    except ValueError:  # not defined there
-        assert f"{label} | {name}" not in ranks[0]
-        return
-    for rank, found in enumerate(ranks):
-        x, output = found[f"{label} | {name}"]
-        torch.testing.assert_close(x, algorithm.query(expected.state)[rank, 0], rtol=0, atol=1e-10)
-        torch.testing.assert_close(output, expected.output[rank, 0], rtol=0, atol=1e-10)
-        assert x.abs().max() > 0.01
+    algorithm, compared = klatsch.rules.make(rule, lr=LR, **options), 0
+    for name in RANK_GRAPHS:
+        graph = klatsch.topology.make(name, size)
+        try:
+            expected = klatsch.simulate(problem_of(size), algorithm, graph, ROUNDS, engine="torch")
+        except ValueError:  # not defined there
+            assert f"{label} | {name}" not in ranks[0]
+            continue
+        compared += 1
+        for rank, found in enumerate(ranks):
+            x, output = found[f"{label} | {name}"]
+            torch.testing.assert_close(x, algorithm.query(expected.state)[rank, 0], rtol=0, atol=1e-10)
+            torch.testing.assert_close(output, expected.output[rank, 0], rtol=0, atol=1e-10)
+            assert x.abs().max() > 0.01
+    assert compared >= 2
 
 
 @pytest.fixture(scope="module")

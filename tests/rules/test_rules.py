@@ -15,44 +15,57 @@ from klatsch.rules import averaging
 from tests.support.comparisons import assert_same_to_rounding
 from tests.support.table import ALONE, GRAPHS, RULES, TABLE, UNDEFINED, ZeroGradients, trajectory
 
-table = pytest.mark.parametrize("rule, graph", TABLE)
+table = pytest.mark.parametrize("name", RULES)
+
+
+def close(label, found, expected, **tolerances):
+    """Whether two tensors are close, and where not."""
+    torch.testing.assert_close(found, expected, msg=lambda text: f"on {label}: {text}", **tolerances)
+
+
+def graphs_of(name):
+    """The graphs that a rule is defined on."""
+    return {graph: GRAPHS[graph] for rule, graph in TABLE if rule == name}
 
 
 @table
-def test_engine_equals_the_plain_loop(rule, graph):
-    rule, graph = RULES[rule](0.002), GRAPHS[graph]
-    problem = problems.LeastSquares(graph.size, dim=7, heterogeneity=3.0)
-    states = trajectory(rule, graph, problem, 30)
-    result = klatsch.simulate(problem, rule, graph, 30, record=[1, 7, 30])
-    torch.testing.assert_close(result.output, rule.output(states[-1]), rtol=1e-11, atol=1e-13)
-    for step, distance in zip(result.steps, result.metrics["distance"], strict=True):
-        reference = (rule.output(states[step]) - problem.optimum).square().sum(-1).mean(0)
-        torch.testing.assert_close(distance, reference, rtol=1e-10, atol=1e-15)
+def test_engine_equals_the_plain_loop(name):
+    rule = RULES[name](0.002)
+    for label, graph in graphs_of(name).items():
+        problem = problems.LeastSquares(graph.size, dim=7, heterogeneity=3.0)
+        states = trajectory(rule, graph, problem, 30)
+        result = klatsch.simulate(problem, rule, graph, 30, record=[1, 7, 30])
+        close(label, result.output, rule.output(states[-1]), rtol=1e-11, atol=1e-13)
+        for step, distance in zip(result.steps, result.metrics["distance"], strict=True):
+            reference = (rule.output(states[step]) - problem.optimum).square().sum(-1).mean(0)
+            close(label, distance, reference, rtol=1e-10, atol=1e-15)
 
 
 @table
-def test_with_zero_gradients_the_network_mean_stays_put(rule, graph):
-    rule, graph = RULES[rule](0.1), GRAPHS[graph]
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(graph.size, 1, 3, dtype=torch.float64, generator=generator)
-    for state in trajectory(rule, graph, ZeroGradients(graph.size), 40, x)[1:]:
-        weight = state.get("weight", torch.ones(()))
-        torch.testing.assert_close((rule.output(state) * weight).mean(0), x.mean(0), rtol=0, atol=1e-12)
+def test_with_zero_gradients_the_network_mean_stays_put(name):
+    rule = RULES[name](0.1)
+    for label, graph in graphs_of(name).items():
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(graph.size, 1, 3, dtype=torch.float64, generator=generator)
+        for state in trajectory(rule, graph, ZeroGradients(graph.size), 40, x)[1:]:
+            weight = state.get("weight", torch.ones(()))
+            close(label, (rule.output(state) * weight).mean(0), x.mean(0), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("rule, graph", [pair for pair in TABLE if "lam" not in pair[0] and "momentum" not in pair[0]])
-def test_the_mean_follows_the_mean_gradient(rule, graph):
+@pytest.mark.parametrize("name", [name for name in RULES if "lam" not in name and "momentum" not in name])
+def test_the_mean_follows_the_mean_gradient(name):
     """w-bar moves by -lr alpha_t g-bar, whatever the rule (momentum, which remembers, has tests of its own)."""
-    name, rule, graph = rule, RULES[rule](0.01), GRAPHS[graph]
-    problem = problems.LeastSquares(graph.size, dim=4, heterogeneity=2.0)
-    states = trajectory(rule, graph, problem, 12)
+    rule = RULES[name](0.01)
     weights = getattr(rule, "averaging", averaging.constant())
-    for t, (old, new) in enumerate(itertools.pairwise(states), 1):
-        weight = [state.get("weight", torch.ones(())) for state in (old, new)]
-        g = problem.grad(rule.query(old), t).mean(0)
-        moved = (rule.iterate(new) * weight[1]).mean(0) - (rule.iterate(old) * weight[0]).mean(0)
-        alpha = weights.alpha(t) if name.startswith("dat") else 1.0
-        torch.testing.assert_close(moved, -0.01 * alpha * g, rtol=1e-9, atol=1e-11)
+    for label, graph in graphs_of(name).items():
+        problem = problems.LeastSquares(graph.size, dim=4, heterogeneity=2.0)
+        states = trajectory(rule, graph, problem, 12)
+        for t, (old, new) in enumerate(itertools.pairwise(states), 1):
+            weight = [state.get("weight", torch.ones(())) for state in (old, new)]
+            g = problem.grad(rule.query(old), t).mean(0)
+            moved = (rule.iterate(new) * weight[1]).mean(0) - (rule.iterate(old) * weight[0]).mean(0)
+            alpha = weights.alpha(t) if name.startswith("dat") else 1.0
+            close(label, moved, -0.01 * alpha * g, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("order", ["atc", "cta"])

@@ -90,9 +90,8 @@ def foreign(path):
     os.chown(path, 12345, -1)
 
 
-@pytest.mark.parametrize("damage", [truncated, zeroed, empty])
-def test_a_damaged_kernel_is_built_again(damage, cache, prepared):
-    damage(kernel(cache))
+def test_a_damaged_kernel_is_built_again(cache, prepared):
+    truncated(kernel(cache))
     assert simulate(prepared, cache) == "fused\n"
     again = kernel(cache)
     assert again.name.endswith(f"-{native._checksum(again.read_bytes())}.so")

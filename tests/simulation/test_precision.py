@@ -1,4 +1,4 @@
-"""float32 errs as float64 does: a short version of benchmarks/precision.py, which goes ten times as far."""
+"""float32 errs as float64 does: a short version of benchmarks/precision.py, which goes further."""
 
 import importlib.util
 from pathlib import Path
@@ -14,9 +14,10 @@ SPEC.loader.exec_module(precision)
 
 
 @ENGINES
+@pytest.mark.parametrize("rounds", [2_000, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("case", precision.CASES)
-def test_float32_errs_as_float64(case, engine):
+def test_float32_errs_as_float64(case, rounds, engine):
     engine = "torch" if "sgp" in case else engine
-    exact, rough = (precision.errors(case, engine, 10_000, dtype) for dtype in (torch.float64, torch.float32))
+    exact, rough = (precision.errors(case, engine, rounds, dtype) for dtype in (torch.float64, torch.float32))
     assert exact.isfinite().all()
     torch.testing.assert_close(rough, exact, rtol=0.1, atol=0)

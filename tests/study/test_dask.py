@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from klatsch.study import Store, parse, run_study, workers
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, impatient
 from tests.support.comparisons import assert_same_to_rounding
 from tests.support.waiting import wait_until
 
@@ -97,7 +97,8 @@ def _content(file):
     return tomllib.loads(file.read_text())
 
 
-def test_a_scheduler_that_does_not_answer_is_one_line(tmp_path, run_cli):
+def test_a_scheduler_that_does_not_answer_is_one_line(tmp_path, run_cli, monkeypatch):
+    impatient(monkeypatch)
     file = tmp_path / "s.toml"
     file.write_text(STUDY)
     code, out, err = run_cli("run", file, "--dask", "tcp://127.0.0.1:1")

@@ -9,6 +9,7 @@ import pytest
 
 from klatsch.study import expand, grids, load, parse, run_study, workers
 from klatsch.study.batches import pack, quick
+from tests.support.cluster import impatient
 
 TEXT = 'steps = 50\nnodes = [4, 6]\nseeds = 2\nlr = [0.001, 0.01]\nrules = ["dat"]\ntopologies = ["ring"]\n'
 HEAD = 'steps = 50\nrules = ["dat"]\ntopologies = ["ring"]\n'
@@ -70,7 +71,7 @@ def test_a_reproduction_without_its_data_has_written_nothing(tmp_path, run_cli, 
 
 @pytest.mark.parametrize("command", [["reproduce", "fig1", "--out", "results"], ["run", "s.toml"]])
 def test_a_cluster_that_does_not_answer_is_found_out_first(command, study_file, tmp_path, run_cli, monkeypatch):
-    pytest.importorskip("distributed", reason="needs Dask: pip install 'klatsch[dask]'")
+    impatient(monkeypatch)
     monkeypatch.chdir(tmp_path)
     code, out, err = run_cli(*command, "--dask", "tcp://127.0.0.1:1")
     assert (code, out) == (2, "")

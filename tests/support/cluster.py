@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.support.waiting import wait_until
 
 
@@ -24,3 +26,10 @@ class Cluster:
 
     def _line(self, process, pattern):
         return wait_until(lambda: re.search(pattern, process.stderr), process)[1]
+
+
+def impatient(monkeypatch):
+    """Have clients wait for an answer no longer than a moment: nobody is there who could give one."""
+    distributed = pytest.importorskip("distributed", reason="needs Dask: pip install 'klatsch[dask]'")
+    usual = distributed.Client
+    monkeypatch.setattr(distributed, "Client", lambda *words, **options: usual(*words, **options | {"timeout": 0.2}))

@@ -61,7 +61,7 @@ class Process:
         self._printed = [bytearray(), bytearray()]
         self._readers = [
             threading.Thread(target=self._collect, args=pair, daemon=True)
-            for pair in zip(pipes, self._printed, strict=True)
+            for pair in zip(pipes, self._printed, strict=False)
         ]
         for reader in self._readers:
             reader.start()
@@ -117,12 +117,25 @@ class Process:
 
 
 class Prepared:
-    """Starts the prepared process, and asks it for others."""
+    """Starts the prepared process, and asks it for others.
+
+    Args:
+        fork: whether this process is one itself, of which a copy will do.
+    """
 
     pid = None  # of the prepared process, of which a session has one
 
-    def __init__(self):
+    def __init__(self, fork=False):
         self.asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.started = []  # since the last time that all were ended
+        self.ports = 10_000 + 3_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20_000
+        if fork:  # this process is prepared already
+            if os.fork() == 0:
+                self.asks.close()
+                prctl(ADOPT_ORPHANS, 1)
+                finish(serve(theirs))
+            theirs.close()
+            return
         command = [sys.executable, "-m", "tests.support.prepared", str(theirs.fileno())]
         # Libraries that have started threads cannot be forked.
         alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -133,10 +146,8 @@ class Prepared:
         )
         Prepared.pid = self.server.pid
         theirs.close()
-        self.started = []  # since the last time that all were ended
-        self.ports = 10_000 + 3_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20_000
 
-    def python(self, *words, cwd=None, env=None, fresh=False, spawn=False, preload=(), tell=None):
+    def python(self, *words, cwd=None, env=None, fresh=False, spawn=False, preload=(), tell=None, prints=True):
         """Start `python WORDS`, as a fork of what is loaded already or, where that is what is tested, afresh.
 
         Args:
@@ -147,22 +158,23 @@ class Prepared:
             spawn: whether the workers that it starts by `multiprocessing` are started afresh, and not forked.
             preload: modules that it needs and that take long to load; all later ones find them loaded.
             tell: a file that gets its exit code.
+            prints: whether what it prints is collected; else it goes where that of this process goes.
         """
         words = [str(word) for word in words]
         request = {"words": words, "cwd": str(cwd or os.getcwd()), "env": dict(os.environ if env is None else env)}
         request |= {"fresh": fresh, "spawn": spawn, "preload": list(preload), "tell": tell and str(tell)}
         os.umask(mask := os.umask(0))
         request["umask"] = mask
-        (out, out_end), (err, err_end), (status, status_end) = os.pipe(), os.pipe(), os.pipe()
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        theirs = [nothing, out_end, err_end, status_end]
+        pipes = [os.pipe(), os.pipe()] if prints else [(None, os.dup(1)), (None, os.dup(2))]
+        status, status_end = os.pipe()
+        theirs = [os.open(os.devnull, os.O_RDONLY), *(end for _, end in pipes), status_end]
         try:
             answer = self._ask(request, theirs)
         finally:
             for end in theirs:
                 os.close(end)
         self.started.append(answer["pid"])
-        return Process(answer["pid"], words, status, (out, err))
+        return Process(answer["pid"], words, status, [pipe for pipe, _ in pipes if pipe is not None])
 
     def klatsch(self, *arguments, **options):
         """Start the command line."""
@@ -173,7 +185,7 @@ class Prepared:
         return self.python(*words, fresh=True, **options)
 
     def torchrun(self, size, *words, **options):
-        """Start torchrun, which starts Python afresh for every rank."""
+        """Start torchrun, whose ranks are forked, too, unless `spawn=True`."""
         return self.python("-m", "torch.distributed.run", "--nproc-per-node", size, *words, **options)
 
     def ranks(self, size, *words, tell=None, **options):
@@ -259,7 +271,7 @@ def serve(asked):
         content, ends, _, _ = socket.recv_fds(asked, LARGEST, 8)
         if not content:  # the tests have ended, however that was
             end_all(watched)
-            sys.exit()
+            os._exit(0)
         request = json.loads(content)
         if "but" in request:
             end_all(watched, set(request["but"]))
@@ -348,11 +360,13 @@ def become(request, ends):
         except OSError as error:
             os.write(2, f"{request['words'][0]}: {error}\n".encode())
             os._exit(127)
-    sys.stdin = sys.__stdin__ = os.fdopen(0)
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", 1)
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace")
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", 1, closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     if not request["spawn"]:
         fork_workers()
+        if request["words"][:2] == ["-m", "torch.distributed.run"]:
+            fork_ranks()
     return request["words"]
 
 
@@ -405,6 +419,19 @@ def fork_workers():
             os._exit(code)
 
     util.spawnv_passfds = forked
+
+
+def fork_ranks():
+    """Have torchrun fork its ranks from a process that is like it, which it would start afresh, in seconds each."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    prepared = Prepared(fork=True)
+
+    def forked(self, words, environment):
+        assert words[:2] == (sys.executable, "-u"), words
+        return prepared.python(*words[2:], env=environment, prints=False)
+
+    SubprocessHandler._popen = forked
 
 
 def finish(words):
