@@ -21,6 +21,7 @@ def pytest_configure(config):
         prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items):
     """Mark tests by what they use, and keep those on one core that share a fixture of their file."""
     for item in items:

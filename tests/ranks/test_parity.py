@@ -12,13 +12,13 @@ from tests.support.comparisons import assert_same_to_rounding
 from tests.support.processes import Ranks
 from tests.support.rank_scenarios import LR, RANK_GRAPHS, RANK_RULES, ROUNDS, problem_of
 
-SIZES = (4, 6)
+GRAPHS = {4: RANK_GRAPHS, 6: ("torus", "one_peer_exponential", "base_graph", "base_graph/3")}  # 6 is no power of 2
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", params=GRAPHS)
 def outcome(request, prepared, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"parity{request.param}")
-    Ranks(prepared, folder, request.param, "parity").succeed()
+    Ranks(prepared, folder, request.param, "parity", graphs=GRAPHS[request.param]).succeed()
     return request.param, [torch.load(folder / f"parity-{rank}") for rank in range(request.param)]
 
 
@@ -27,7 +27,7 @@ def test_ranks_are_the_rows_of_the_simulation(outcome, label):
     size, ranks = outcome
     rule, options = RANK_RULES[label]
     algorithm, compared = klatsch.rules.make(rule, lr=LR, **options), 0
-    for name in RANK_GRAPHS:
+    for name in GRAPHS[size]:
         graph = klatsch.topology.make(name, size)
         try:
             expected = klatsch.simulate(problem_of(size), algorithm, graph, ROUNDS, engine="torch")
@@ -40,7 +40,7 @@ def test_ranks_are_the_rows_of_the_simulation(outcome, label):
             torch.testing.assert_close(x, algorithm.query(expected.state)[rank, 0], rtol=0, atol=1e-10)
             torch.testing.assert_close(output, expected.output[rank, 0], rtol=0, atol=1e-10)
             assert x.abs().max() > 0.01
-    assert compared >= 2
+    assert compared >= 1
 
 
 @pytest.fixture(scope="module")

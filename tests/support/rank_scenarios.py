@@ -39,7 +39,7 @@ RANK_RULES = {
     "dat-sgp beta": ("dat-sgp", {"beta": 0.9}),
 }
 RANK_GRAPHS = ("ring", "torus", "one_peer_exponential", "base_graph", "directed_ring", "ring/4", "base_graph/3")
-ROUNDS, LR = 50, 1e-3
+ROUNDS, LR = 20, 1e-3
 ENDURE_LR = 5e-3
 
 
@@ -60,13 +60,13 @@ def train(optimizer, parameter, problem, rank, rounds):
         optimizer.step()
 
 
-def parity(folder, device="cpu"):
-    """Every rule on every graph that it is defined on, in one group after the other."""
+def parity(folder, device="cpu", graphs=RANK_GRAPHS):
+    """Every rule on every one of these graphs that it is defined on, in one group after the other."""
     rank, size = group()
     node.BLOCK["cpu"] = 2  # several slices, the last one shorter
     found = {}
     for label, (rule, options) in RANK_RULES.items():
-        for name in RANK_GRAPHS:
+        for name in graphs:
             algorithm, graph = klatsch.rules.make(rule, lr=LR, **options), make(name, size)
             try:
                 algorithm.check_graph(graph)
