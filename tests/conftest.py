@@ -1,17 +1,14 @@
-"""Shared by all tests: processes and how they end, marks, and the topologies that every property is checked on."""
+"""Shared by all tests: processes and how they end, marks, and the command line."""
 
 import contextlib
-import functools
 import math
 import os
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread for every process: there are as many as cores
 
-import numpy as np
 import pytest
 
-from klatsch import topology as tp
 from tests.support.prepared import DIE_WITH_PARENT, Prepared, end_children, no_workers, prctl
 from tests.support.processes import Ranks
 
@@ -32,39 +29,6 @@ def pytest_collection_modifyitems(items):
         fixtures = [found[-1] for found in item._fixtureinfo.name2fixturedefs.values()]
         if any(fixture.scope == "module" for fixture in fixtures):
             item.add_marker(pytest.mark.xdist_group(item.module.__name__))
-
-
-# All small ones; then primes, squares, cubes, powers of two and their neighbours.
-SIZES = (*range(1, 18), 20, 23, 24, 25, 27, 31, 32, 33, 36, 49, 60, 63, 64)
-
-REFUSED = {name: {n for n in range(1, 65) if family.refusal(n)} for name, family in tp.FAMILIES.items()}
-
-
-def build_or_skip(name, n, **options):
-    """A topology, or None where the family refuses this n, and must (its errors are read in test_bad_input)."""
-    try:
-        graph = tp.make(name, n, **options)
-    except ValueError:
-        assert n in REFUSED[name]
-        return None
-    assert n not in REFUSED[name]
-    return graph
-
-
-@functools.cache
-def all_topologies(n):
-    """Every named topology that exists for n nodes, and a few options of those that have any."""
-    graphs = [graph for name in tp.TOPOLOGIES if (graph := build_or_skip(name, n)) is not None]
-    graphs += [tp.base_graph(n, 3), tp.erdos_renyi(n, p=0.7, seed=5), tp.lazy(tp.ring(n))]
-    return graphs + ([tp.random_regular(n, degree=2, seed=1)] if n > 3 else [])
-
-
-def product(graph):
-    """P_tau ... P_1 as a dense matrix, the simple reference."""
-    result = np.eye(graph.size)
-    for P in graph.matrices:
-        result = P.toarray() @ result
-    return result
 
 
 @pytest.fixture(scope="session")

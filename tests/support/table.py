@@ -4,7 +4,7 @@ import torch
 
 from klatsch import rules
 from klatsch import topology as tp
-from klatsch.rules import averaging
+from klatsch.rules import anytime
 from klatsch.rules.base import rate
 
 RULES = {
@@ -15,7 +15,7 @@ RULES = {
     "dat, linear": lambda lr: rules.dat(lr, averaging="linear"),
     "dat, cta": lambda lr: rules.dat(lr, order="cta"),
     "dat, momentum": lambda lr: rules.dat(lr, averaging="fixed(0.9)", momentum=0.9),
-    "dat, polynomial, cta": lambda lr: rules.dat(lr, averaging=averaging.polynomial(2), order="cta"),
+    "dat, polynomial, cta": lambda lr: rules.dat(lr, averaging=anytime.polynomial(2), order="cta"),
     "dat-gt, linear": lambda lr: rules.dat_gt(lr, averaging="linear"),
     "dat-d2, linear": lambda lr: rules.dat_d2(lr, averaging="linear"),
     "d2, published": lambda lr: rules.d2(lr, lazy=False),

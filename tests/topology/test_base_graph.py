@@ -7,7 +7,7 @@ import pytest
 
 from klatsch import topology as tp
 from klatsch.topology.schedules import _digits, _factors, base_graph_period
-from tests.conftest import SIZES, product
+from tests.support.graphs import SIZES, product
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 7, 70])

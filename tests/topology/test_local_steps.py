@@ -15,8 +15,8 @@ from klatsch.problems import LeastSquares
 from klatsch.ranks.membership import lag
 from klatsch.simulation.mixing import StackedMix
 from klatsch.study import cases, spec
-from tests.conftest import product
 from tests.support.comparisons import assert_same_to_rounding
+from tests.support.graphs import product
 
 SIZE = 16
 COLUMNS = tp.from_matrices([[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 0.5, 0.5]], stochastic="columns", name="pushed")

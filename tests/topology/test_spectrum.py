@@ -8,7 +8,7 @@ import pytest
 
 from klatsch import topology as tp
 from klatsch.topology import spectrum
-from tests.conftest import REFUSED, SIZES, all_topologies, build_or_skip, product
+from tests.support.graphs import REFUSED, SIZES, all_topologies, build_or_skip, product
 
 
 def dense_gap(graph):

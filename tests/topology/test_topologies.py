@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from klatsch import topology as tp
-from tests.conftest import REFUSED, SIZES, all_topologies, build_or_skip, product
+from tests.support.graphs import REFUSED, SIZES, all_topologies, build_or_skip, product
 
 PRIMES = {n for n in range(2, 65) if all(n % d for d in range(2, n))}
 
