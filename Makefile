@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 .PHONY: quick test soak demo lint format bench bench-ranks clean
 
 quick: $(STAMP)
-	$(PYTEST) -m "not (processes or browser or documents or soak)"
+	$(PYTEST) -m "not (processes or browser or documents or slow or soak)"
 
 test: $(STAMP)
 	$(PYTEST) -m "not soak" --durations=25

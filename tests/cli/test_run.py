@@ -167,6 +167,7 @@ def small_demo(tmp_path_factory):
     return demo.demo(demo.study(steps=400, seeds=1), folder), folder
 
 
+@pytest.mark.slow
 def test_the_demo_runs_the_promised_grid_and_draws(small_demo):
     found, folder = small_demo
     assert {(row.rule, row.topology, row.nodes) for row in found.rows} == {
@@ -211,6 +212,7 @@ def test_the_same_figure_is_the_same_file(tmp_path):
         assert (tmp_path / f"a.{kind}").read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_demo_on_the_command_line(run_cli, tmp_path):
     code, out, err = run_cli("demo", "--steps", 60, "--seeds", 1, "--out", tmp_path)
     assert (code, err) == (0, "")

@@ -173,6 +173,7 @@ def test_beyond_answers_its_two_questions():
 
 
 @pytest.mark.parametrize("name, rows", [("table1", 3), ("table2", 11)])
+@pytest.mark.slow
 def test_tables_agree_with_the_paper(name, rows, run_cli, tmp_path):
     code, out, err = run_cli("reproduce", name, "--out", tmp_path)
     assert (code, err) == (0, "")
@@ -213,6 +214,7 @@ def results(tmp_path_factory):
     patch.undo()
 
 
+@pytest.mark.slow
 def test_reproduce_writes_figures_numbers_and_verdicts(results):
     for name in ("fig1-quick", "fig4-quick", "fig5-quick", "fig6-quick", "beyond-quick"):
         for suffix in (".png", ".svg", ".pdf"):
@@ -225,6 +227,7 @@ def test_reproduce_writes_figures_numbers_and_verdicts(results):
     assert len(lines) == 1 + 3 * 4 * 3 * 2
 
 
+@pytest.mark.slow
 def test_figures_4_to_6_use_the_runs_of_figure_1(results):
     with Store(results / "results.sqlite") as store:
         studies = {s.origin.kind: s for s in store.studies()}
@@ -234,6 +237,7 @@ def test_figures_4_to_6_use_the_runs_of_figure_1(results):
     assert len(one) == 3 * 2 * 4 * 7 * 2  # once, though three figures ask for them
 
 
+@pytest.mark.slow
 def test_beyond_has_all_variants_where_they_are_defined(results):
     lines = [line.split(",") for line in (results / "beyond-quick.csv").read_text().splitlines()[1:]]
     rules = {line[0]: {other[4] for other in lines if other[0] == line[0]} for line in lines}
@@ -242,6 +246,7 @@ def test_beyond_has_all_variants_where_they_are_defined(results):
     assert rules["ring"] == rules["torus"] == everywhere | {"d2", "dat-d2"}
 
 
+@pytest.mark.slow
 def test_reproduce_gives_json(results, run_cli):
     code, out, _ = run_cli("reproduce", "fig1", "--out", results, "--json")
     found = json.loads(out)
@@ -375,6 +380,7 @@ def test_a_page_without_runs_says_what_to_do(tmp_path, run_cli):
     assert "folder that exists" in err
 
 
+@pytest.mark.slow
 def test_a_report_shows_what_is_there_of_a_study_that_is_not_finished(tmp_path, run_cli):
     path = tmp_path / "s.sqlite"
     content = {"steps": 50, "nodes": [6, 8], "rules": ["dat"], "topologies": ["ring"], "lr": [0.01], "record": 3}
@@ -397,6 +403,7 @@ def test_a_report_shows_what_is_there_of_a_study_that_is_not_finished(tmp_path, 
     assert "not decided" in html
 
 
+@pytest.mark.slow
 def test_a_wrong_device_does_not_take_the_place_of_what_is_done(results, run_cli):
     with Store(results / "results.sqlite", read_only=True) as store:
         before = store.studies()

@@ -265,6 +265,7 @@ def test_the_recommendation_is_the_fastest_or_smaller():
 
 
 @pytest.mark.parametrize("samples", [1, 10, 100, 1234.5])
+@pytest.mark.slow
 def test_no_choice_takes_more_samples_than_there_are(samples):
     found = plan(task(Constants(), samples=samples))
     for line in found.lines:
@@ -318,6 +319,7 @@ def test_instances_have_the_constants(nodes):
 
 
 @pytest.mark.parametrize("rule, family", [("dsgd", "ring"), ("dat (cta)", "torus"), ("all-reduce", "ring")])
+@pytest.mark.slow
 def test_verification_of_a_plan(rule, family):
     found = plan(task(samples=1e6, machines=64), rules=[rule], families=[family])
     checked = verify(found)
@@ -329,6 +331,7 @@ def test_verification_of_a_plan(rule, family):
     assert all(0 < trial.simulated < NOISY.L * NOISY.D1**2 for trial in checked.trials)
 
 
+@pytest.mark.slow
 def test_verification_can_fail():
     """With a network's part that is a million times too small, more machines look better than they are."""
     blind = {name: by._replace(network=by.network * 1e-6) for name, by in CALIBRATION.items()}
@@ -340,6 +343,7 @@ def test_verification_can_fail():
     assert all(better.machines > other.machines for better, other in checked.flips)
 
 
+@pytest.mark.slow
 def test_verification_of_too_many_machines():
     found = plan(task(samples=1e6, machines=512), rules=["all-reduce"])
     checked = verify(found)
@@ -358,6 +362,7 @@ def test_verification_of_one_machine():
 # --- the commands -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_probe_and_plan_from_the_command_line(run_cli, tmp_path):
     file, picture = tmp_path / "probe.json", tmp_path / "plan.png"
     code, out, err = run_cli("probe", "least-squares", "-n", 8, "--set", "noise=5", "-o", file)

@@ -110,6 +110,7 @@ def test_no_curvature():
 
 
 @pytest.mark.parametrize("noise", [10.0, 100.0])
+@pytest.mark.slow
 def test_the_distance_has_an_interval(noise):
     """Looked for in noise, the distance lies in its interval for most seeds, and that is not wide."""
     hits = 0

@@ -34,8 +34,7 @@ def schedule_free(start, gradient, lr, weights, beta, momentum):
     return path
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("weights", ["constant", "linear"])
+@pytest.mark.parametrize("weights, momentum", [("constant", 0.9), ("linear", 0.0)])
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("pattern, graph", CASES)
 def test_the_mean_is_schedule_free_sgd_on_the_mean_gradient(pattern, graph, beta, weights, momentum):

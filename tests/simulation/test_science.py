@@ -63,6 +63,7 @@ def test_every_round_obeys_the_recursions_of_the_proof(graph, weights):
     assert (Gamma[1:] > 1e-3 * ((1 - rho / 2) * Gamma[:-1])).all()  # the bound is not vacuous
 
 
+@pytest.mark.slow
 def test_on_the_ring_of_25_dat_beats_dsgd_a_hundredfold_and_what_lies_beyond_is_no_worse():
     """20,000 rounds, sigma = 1, zeta = 10, the paper's grid of learning rates, two seeds."""
     study = parse(

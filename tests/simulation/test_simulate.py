@@ -285,6 +285,7 @@ def test_without_the_kernel_plain_operations_run(reason, monkeypatch, tmp_path):
 
 
 @KERNEL
+@pytest.mark.slow
 def test_the_kernel_is_built_once_and_never_in_a_folder_that_others_may_write_to(monkeypatch, tmp_path):
     native._library.cache_clear()
     folder = tmp_path / "cache"

@@ -119,6 +119,7 @@ def never_expanded(monkeypatch):
     monkeypatch.setattr(grids, "product", product)
 
 
+@pytest.mark.slow
 def test_long_lists_are_read_once(never_expanded):
     """An entry is looked up, not compared with all before it: 100,000 rates and 3 million sizes are a moment."""
     compared = 0
@@ -161,6 +162,7 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("case", TOO_LARGE)
+@pytest.mark.slow
 def test_a_grid_without_end_is_counted_and_refused(case, never_expanded):
     changes, words = TOO_LARGE[case]
     with pytest.raises(ValueError, match=words):
@@ -257,6 +259,7 @@ EDITS = {
 
 @pytest.mark.parametrize("sealed", [True, False])
 @pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.slow
 def test_an_edited_run_is_one_line_and_is_done_again(edit, sealed, study_file, tmp_path, run_cli):
     store = tmp_path / "s.sqlite"
     run_study(load(study_file), store, executor=workers.threads)

@@ -162,6 +162,7 @@ def built_gap(family, M):
 @pytest.mark.parametrize("rule", theory.RATES)
 @pytest.mark.parametrize("family", ["ring", "torus", "hypercube", "one_peer_exponential", "base_graph", "grid", "star"])
 @pytest.mark.parametrize("N", [300, 3_000, 10**6])
+@pytest.mark.slow
 def test_largest_machines_is_the_last_one_that_pays(rule, family, N):
     """Against a plain loop over sizes, on the gaps of the built graphs."""
     constants = theory.Constants(sigma=3.0, zeta=0.5)

@@ -29,6 +29,7 @@ def test_no_earlier_round_is_exact(k):
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.slow
 def test_the_period_is_short_and_known_beforehand(k):
     """At most 2 log_(k+1)(n) + 2 rounds (Takezawa et al. 2023, Theorem 1), and log_(k+1)(n) for powers of k + 1."""
     for n in range(1, 300):

@@ -35,6 +35,7 @@ def no_solver(monkeypatch):
         ("base_graph", "-n", 100_001),
     ],
 )
+@pytest.mark.slow
 def test_a_large_graph_is_shown_by_its_closed_form(arguments, no_solver, run_cli):
     code, out, err = run_cli("topology", *arguments, "--json")
     assert (code, err) == (0, "")
