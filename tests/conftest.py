@@ -43,7 +43,7 @@ def prepared():
 def nothing_outlives_a_test(request):
     """End every process that a test has started, and all that those have started; not those of larger fixtures."""
     if "prepared" not in request.fixturenames:
-        marked = request.node.get_closest_marker("processes") is not None
+        marked = any(request.node.get_closest_marker(mark) for mark in ("processes", "documents"))
         with contextlib.nullcontext() if marked else no_workers():
             yield
         end_children()

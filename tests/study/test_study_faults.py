@@ -246,6 +246,7 @@ def refused(result, *words):
         assert word in err
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_one_line_and_what_was_stored_is_safe(study_file, tmp_path, run_cli):
     disk = tmp_path / "disk"
     disk.mkdir()

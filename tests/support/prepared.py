@@ -239,9 +239,11 @@ def no_workers():
 
 def end_children():
     """End the processes that this one has started itself, with all that those have started; not the prepared one."""
-    spared = {Prepared.pid, resource_tracker._resource_tracker._pid}
+    spared, found = {Prepared.pid, resource_tracker._resource_tracker._pid}, set()
     for tasks in Path("/proc/self/task").glob("*/children"):
-        for pid in set(map(int, tasks.read_text().split())) - spared:
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended
+            found = set(map(int, tasks.read_text().split())) - spared
+        for pid in found:
             with contextlib.suppress(psutil.Error):
                 child = psutil.Process(pid)
                 for process in [child, *child.children(recursive=True)]:
@@ -280,11 +282,12 @@ def serve(asked):
         try:
             for module in request["preload"]:
                 importlib.import_module(module)
-            threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
-            assert threads == 1, f"one of {request['preload']} has started threads: it cannot be loaded before a fork"
         except Exception as error:
             asked.send(json.dumps({"error": repr(error)}).encode())
             continue
+        if not request["fresh"] and sys.platform == "linux" and len(os.listdir("/proc/self/task")) > 1:
+            # A library has started threads, as torch for CUDA does: a copy of this process might hang.
+            request |= {"fresh": True, "words": [sys.executable, *request["words"]]}
         if (pid := os.fork()) == 0:
             asked.detach()
             return become(request, ends)
