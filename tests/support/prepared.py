@@ -22,6 +22,7 @@ import threading
 import traceback
 import types
 import warnings
+from concurrent.futures import process, thread
 from multiprocessing import resource_tracker, util
 from pathlib import Path
 
@@ -407,6 +408,8 @@ def fork_workers():
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        process._threads_wakeups.clear()  # executors of the parent, whose threads and pipes are not here
+        thread._threads_queues.clear()
         last = 2
         for end in sorted({*kept, 1 << 10}):
             os.closerange(last + 1, end)
