@@ -110,6 +110,7 @@ def test_a_rule_that_diverges_everywhere_says_so(run_cli):
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 @pytest.mark.parametrize("nodes", ["4", "4,9"])
+@pytest.mark.slow
 def test_run_draws(suffix, nodes, run_cli, tmp_path):
     path = tmp_path / f"figure{suffix}"
     code, out, _ = run_cli("run", "--rules", "dat,dsgd", "-n", nodes, *QUICK, "--plot", path)

@@ -189,6 +189,7 @@ def test_half_precision():
 @pytest.mark.parametrize("saved_in", ["train", "eval"])
 @pytest.mark.parametrize("loaded_in", ["train", "eval"])
 @pytest.mark.parametrize("how", ["state_dict", "Checkpointer"])
+@pytest.mark.slow
 def test_states_do_not_know_the_mode(saved_in, loaded_in, how, tmp_path):
     model, calm = make_model(nn.BatchNorm1d(7, affine=False)), make_model(nn.BatchNorm1d(7, affine=False))
     optimizer, other = APART["dat"](model.parameters()), APART["dat"](calm.parameters())
@@ -302,6 +303,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 @pytest.mark.parametrize("rule", ["dat", "averaged", "own"])
+@pytest.mark.slow
 def test_the_wrong_point_is_loud_once(name, rule):
     mistake, text = MISTAKES[name]
     model = make_model()

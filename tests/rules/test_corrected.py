@@ -75,6 +75,7 @@ def written_out(problem, graph, H, lr, steps, delta=None):
 @ENGINES
 @pytest.mark.parametrize("H", [1, 4, 16])
 @pytest.mark.parametrize("graph", ["ring", "even ring", "star"])
+@pytest.mark.slow
 def test_local_steps_are_the_equations_written_out(graph, H, engine):
     """Also where a run ends in the middle of a silence, and under anytime."""
     graph = GRAPHS[graph]
@@ -108,6 +109,7 @@ def test_local_steps_find_the_optimum_of_heterogeneous_data(H):
 @ENGINES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name, field", [("d2", "y"), ("dat-d2", "y"), ("gt", "z"), ("dat-gt", "z")])
+@pytest.mark.slow
 def test_what_flows_took_away_sums_to_zero(name, field, dtype, engine):
     graph = tp.ring(9)
     problem = least_squares(graph)
