@@ -1,9 +1,11 @@
 """Shared by all tests: processes and how they end, marks, and the command line."""
 
 import contextlib
+import functools
 import math
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread for every process: there are as many as cores
 
@@ -18,17 +20,32 @@ def pytest_configure(config):
         prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items):
-    """Mark tests by what they use, and keep those on one core that share a fixture of their file."""
+    """Mark tests by what they use."""
     for item in items:
         if "prepared" in item.fixturenames:
             item.add_marker("processes")
         if "browse" in item.fixturenames:
             item.add_marker("browser")
-        fixtures = [found[-1] for found in item._fixtureinfo.name2fixturedefs.values()]
-        if any(fixture.scope == "module" for fixture in fixtures):
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
+@functools.cache
+def shares_fixtures(file):
+    """Whether tests of a file share something that takes long to make."""
+    return 'scope="module"' in (Path(__file__).parents[1] / file).read_text()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keep the tests of a file on one core where they share fixtures; its groups do nothing in pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if shares_fixtures(file) else nodeid
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.fixture(scope="session")
