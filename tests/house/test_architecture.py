@@ -83,12 +83,13 @@ except ModuleNotFoundError:
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_files_stay_readable(path):
-    assert len(path.read_text().splitlines()) <= 450
+    assert len(path.read_text().splitlines()) <= 450, "give a part of it a file of its own"
 
 
 def test_a_file_name_means_one_thing():
     stems = [path.stem for path in SOURCE.rglob("*.py") if path.stem not in ("__init__", "names", "base")]
-    assert sorted(stems) == sorted(set(stems))
+    twice = {stem for stem in stems if stems.count(stem) > 1}
+    assert not twice, "give one of them another name"
 
 
 def test_rooms_declare_what_others_use():

@@ -35,7 +35,7 @@ GRAPHS = {
     "one node": tp.ring(1),
     "two nodes": tp.ring(2),
 }
-STATIC_ONLY = {name for name in RULES if "d2" in name or name == "decentlam"}
+STATIC_ONLY = {name for name in RULES if name.partition(",")[0] in ("d2", "dat-d2", "decentlam")}
 UNDEFINED = {(rule, graph) for rule in STATIC_ONLY for graph in ("one peer", "base graph", "directed ring")} | {
     ("d2, published", "ring")  # the even ring sits at -1/3
 }

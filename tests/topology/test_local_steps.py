@@ -310,6 +310,19 @@ def test_a_run_is_that_of_the_matrices_written_out(label, name, engine):
     assert (alone.output - found.output).abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("name", klatsch.rules.RULES)
+def test_every_rule_takes_local_steps_or_refuses_them(name):
+    graph = COLUMNS if "sgp" in name else tp.ring(6)
+    silent, problem = tp.every(graph, 8), LeastSquares(graph.size, dim=4)
+    rule = klatsch.rules.make(name, lr=1e-3)
+    if name == "decentlam":
+        with pytest.raises(ValueError, match="use d2 or dat-d2 for local steps"):
+            klatsch.simulate(problem, rule, silent, 2000)
+        return
+    distance = klatsch.simulate(problem, rule, silent, 2000).metrics["distance"]
+    assert distance[-1] < distance[0], f"{name} does not work with local steps: let its check_graph refuse them"
+
+
 def test_push_sum_on_a_graph_that_sums_by_columns():
     rule = klatsch.rules.make("sgp", lr=1e-3)
     silent = tp.every(COLUMNS, 4)

@@ -119,7 +119,7 @@ class Rehearsal:
             if [*map(len, found)] != [*map(len, rounds[0])]:
                 raise ValueError(
                     f"{self._rule.name} does not call flow in round {t} as in round 1; neighbours must know what to "
-                    "wait for (for local steps take topology.every)"
+                    "wait for (for local steps use topology.every)"
                 )
         return rounds
 

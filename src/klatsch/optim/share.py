@@ -21,11 +21,11 @@ Setting = float | Tensor  # one number for all parameters, or a vector with one 
 class Share:
     """Parameters of one dtype, the same everywhere in the network, and this rank's part of the rule's state on them."""
 
-    def __init__(self, flat: Flat, rule: Rule, links: Links, channel: int = 0) -> None:
+    def __init__(self, flat: Flat, rule: Rule, links: Links, stream: int = 0) -> None:
         self.flat, self.rule = flat, rule
         # Averages with small weights would stand still in half precision, so states are kept in float32 there.
         start = flat.values.float() if flat.values.element_size() < 4 else flat.values
-        self.node = Node(rule, start, links, channel, guarded=True)
+        self.node = Node(rule, start, links, stream, guarded=True)
         self.dtype = start.dtype
         self._gradients, self._factor = start, 1.0
         self._settings: dict[str, Setting] = {}  # lr, weight_decay and those of the rule, in this round

@@ -94,7 +94,7 @@ class GlooLinks(Links):
             others = " and ".join(shown(group) for group in apart)
             warnings.warn(
                 f"rank {self.rank}, round {t}: the network is no longer connected: {len(near)} of {size} ranks are "
-                f"left within reach ({shown(near)}), and {others} are gone or train on by themselves; quorum=... "
+                f"left within reach ({shown(near)}), and {others} are gone or keep training on their own; quorum=... "
                 "would stop where too few are left",
                 RuntimeWarning,
                 stacklevel=2,

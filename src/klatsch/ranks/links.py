@@ -1,4 +1,4 @@
-"""How messages travel: all that nodes, optimizers and studies use of links. `gloo` and `nccl` are the two kinds."""
+"""How messages travel: the interface that nodes, optimizers and studies use. `gloo` and `nccl` are the two kinds."""
 
 from __future__ import annotations
 

@@ -91,16 +91,16 @@ class _Reached(Exception):  # noqa: N818
 class Node:
     """One rank's share of a network: a rule that starts at x, of any shape that ends in the parameter axis.
 
-    The channel tells the messages of several nodes on the same links apart. A guarded node refuses messages that are
+    The stream tells the messages of several nodes on the same links apart. A guarded node refuses messages that are
     not finite.
     """
 
-    def __init__(self, rule: Rule, x: Tensor, links: Links, channel: int = 0, guarded: bool = False) -> None:
+    def __init__(self, rule: Rule, x: Tensor, links: Links, stream: int = 0, guarded: bool = False) -> None:
         self.rule, self.links, self.rounds = rule, links, 0
         self._traffic = rehearse(rule, x)
         self._by_rows = links.topology.row_stochastic and not rule.push
         self._rows = mapped(links.topology.matrices, lambda P: _row(P, links.rank, x.dtype))
-        self._first_tag = channel * MOST_MESSAGES
+        self._first_tag = stream * MOST_MESSAGES
         self._blocks, self._wide = _blocks(x), x.shape[-1]
         self._begun, self._guarded, self._calls = False, guarded, 0
         self._messages = [Message(sent.shapes, x, links.tail) for sent in self._traffic.messages]

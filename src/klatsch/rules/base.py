@@ -26,7 +26,7 @@ PER_COLUMN = ("lr", "momentum", "beta")  # options that may differ between the c
 
 
 class Flow:
-    """What the neighbours pull a node by in a round: flow(v)_i = sum_j P_ij (v_j - v_i).
+    """The pull of a node's neighbours in one round: flow(v)_i = sum_j P_ij (v_j - v_i).
 
     Flows sum to zero over the nodes, so that v + flow(v) keeps the network mean. All tensors of one call travel in one
     message. A state field that is passed as it is needs no gradient: such fields of a round travel together, early.

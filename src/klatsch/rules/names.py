@@ -68,10 +68,10 @@ RULES: dict[str, Callable[..., Rule]] = {
 WHY_NOT = {  # why some rules do not have an option that others have
     "average": "it returns x, which is an average already; choose its weights with averaging",
     "averaging": "it takes gradients at its iterate; use dat, dat-gt, dat-d2 or dat-sgp, or average",
-    "beta": "it has no average x between which and w a gradient could be taken; use dat, dat-gt, dat-d2 or dat-sgp",
+    "beta": "it keeps no average x, so there is no point between x and w; use dat, dat-gt, dat-d2 or dat-sgp",
     "order": "it has the order atc only, in which its correction, its tracked gradient or its weight is defined; use "
     "dsgd or dat",
-    "lazy": "it is stable on every graph without; d2 and dat-d2 have it, and any rule can mix with a lazy graph: "
+    "lazy": "it is stable on every graph without it; d2 and dat-d2 have it, and any rule can mix with a lazy graph: "
     "topology.lazy(graph), or lazy = true of the topology in a study",
 }
 

@@ -165,7 +165,7 @@ class Corrected(Pattern):
     stays, while y / H steers the steps.
 
     Args:
-        lazy: halve the flow; without, it is D2 as published, which not every graph suits.
+        lazy: halve the flow; if false, D2 as published, which is not stable on every graph.
         every: H, rounds between two mixes; taken from the graph.
 
     References:
@@ -216,7 +216,7 @@ class Push(Pattern):
         u = w - lr s;   w <- u + flow(u);   weight <- weight + flow(weight)         s = direction(g(w / weight))
 
     There a node can choose how it splits what it sends (the columns of P sum to 1) but not what it receives, so values
-    drift towards nodes that hear much. A weight is gossiped as well, which drifts the same way, and divided by.
+    drift towards nodes that hear much. A weight that drifts the same way is gossiped too, and values are divided by it.
 
     References:
         Assran et al., "Stochastic gradient push for distributed deep learning", 2019, Algorithm 1.

@@ -1,4 +1,4 @@
-"""Rounds on a GPU, captured as a CUDA graph: some tens of rounds are launched at once instead of a kernel at a time."""
+"""Rounds on a GPU, captured as a CUDA graph: a few dozen rounds are launched at once instead of a kernel at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in one file: safetensors with a header and a checksum, written atomically, refused if damaged or foreign."""
+"""A run in one safetensors file with a checksum: written atomically, rejected if damaged or of another run."""
 
 from __future__ import annotations
 

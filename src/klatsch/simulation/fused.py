@@ -29,7 +29,7 @@ from klatsch.topology.matrix import exact_weights, mapped
 
 WIDEST = 64  # bytes of the widest vector, which the kernel may read past the end of H
 MOST_INPUTS, MOST_REGISTERS = 6, 64  # what the kernel has room for
-CACHE = 2 << 20  # bytes of the second-level cache of a core, on machines of today
+CACHE = 2 << 20  # bytes of the second-level cache of a core, on current machines
 
 Array = NDArray[Any]
 

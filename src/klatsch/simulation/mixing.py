@@ -45,7 +45,7 @@ class StackedMix:
         self._flows = mapped(products, lambda Q: Flow(partial(_flow, Q, alike), partial(_mix, Q)))
 
     def in_round(self, t: int) -> Flow:
-        """What neighbours pull nodes by in round t."""
+        """The flow of round t."""
         return self._flows[(t - 1) % self.period]
 
 
