@@ -17,7 +17,7 @@ from klatsch import catalogue
 from klatsch.cli import terminal
 from klatsch.version import VERSION
 
-Command = TypeVar("Command", bound=Callable[..., None])
+Call = TypeVar("Call", bound=Callable[..., None])
 
 
 def _after_help(examples: tuple[str, ...]) -> str:
@@ -33,10 +33,11 @@ app = typer.Typer(
 )
 
 
-def command(*examples: str, help_: str, name: str | None = None, to: typer.Typer = app) -> Callable[[Command], Command]:
-    """Register a command, whose help ends with examples; a dataclass among its parameters is a group of options."""
+def command(*examples: str, more: str = "", name: str | None = None, to: typer.Typer = app) -> Callable[[Call], Call]:
+    """Register a command, whose help is its docstring, `more` and examples; its dataclasses are groups of options."""
 
-    def register(function: Command) -> Command:
+    def register(function: Call) -> Call:
+        help_ = "\n\n".join(filter(None, (function.__doc__, more)))
         to.command(name=name or function.__name__, help=help_, epilog=_after_help(examples))(_flat(function))
         return function
 
@@ -47,13 +48,16 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
     """The same function with the fields of its dataclasses as parameters."""
     hints = get_type_hints(function, include_extras=True)
     groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
-    flat = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for group, parameter in inspect.signature(function).parameters.items()
-        for name, default, annotation in (
-            _options_of(groups[group]) if group in groups else [(group, parameter.default, hints[group])]
-        )
-    ]
+    flat = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        options = {name: parameter.default}
+        if name in groups:
+            options = {field.name: field.default for field in fields(groups[name])}
+            hints |= get_type_hints(groups[name], include_extras=True)
+        flat += [
+            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[option])
+            for option, default in options.items()
+        ]
 
     def called(**given: object) -> None:
         for group, kind in groups.items():
@@ -61,13 +65,7 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
         function(**given)
 
     called.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
-    called.__doc__ = function.__doc__
     return called
-
-
-def _options_of(group: type) -> list[tuple[str, object, object]]:
-    hints = get_type_hints(group, include_extras=True)
-    return [(field.name, field.default, hints[field.name]) for field in fields(group)]
 
 
 def main() -> NoReturn:
@@ -111,14 +109,9 @@ def root(
         print(context.get_help())
 
 
-@command(
-    "list",
-    "run --rules gt,dat-gt --set momentum=0.9",
-    name="list",
-    help_="List the rules (with their options beside lr), topologies and problems.",
-)
+@command("list", "run --rules gt,dat-gt --set momentum=0.9", name="list")
 def list_names() -> None:
-    """List everything that has a name."""
+    """List the rules (with their options beside lr), topologies and problems."""
     console = terminal.console()
     tables = {"rules": catalogue.RULES, "topologies": catalogue.TOPOLOGIES, "problems": catalogue.PROBLEMS}
     for title, lines in tables.items():
@@ -129,4 +122,4 @@ def list_names() -> None:
         for name, line in lines.items():
             table.add_row(name, line, ", ".join(catalogue.OPTIONS[name]) if lines is catalogue.RULES else "")
         console.print(table, "")
-    terminal.note(console, catalogue.SILENCE)
+    terminal.note(catalogue.SILENCE)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -38,14 +36,9 @@ def use_folder(folder: Path | None) -> None:
         os.environ[fashion_mnist.VARIABLE] = str(folder.resolve())
 
 
-@command(
-    "data fetch",
-    "data fetch --data ~/fashion-mnist",
-    help_="Look for Fashion-MNIST, download it where it is nowhere, and verify it.",
-    to=data,
-)
+@command("data fetch", "data fetch --data ~/fashion-mnist", to=data)
 def fetch(folder: Data = None) -> None:
-    """Fetch and verify the data set."""
+    """Look for Fashion-MNIST, download it where it is nowhere, and verify it."""
     from klatsch.problems.images import fashion_mnist
 
     place = fashion_mnist.find(folder)
@@ -53,12 +46,7 @@ def fetch(folder: Data = None) -> None:
     print(f"{len(images.labels):,} images to learn from, {len(images.test_labels):,} to test on, verified, in {place}")
 
 
-@command(
-    "data show",
-    SHOW,
-    help_="Show how many images of each class every node gets, as a table and, with --draw, as a picture.",
-    to=data,
-)
+@command("data show", SHOW, to=data)
 def show(
     nodes: Annotated[int, option("Number of nodes.", "-n", "--nodes")] = 8,
     alpha: Annotated[float, option("Dirichlet label skew: small is skewed.", parser=number)] = 0.1,
@@ -67,7 +55,7 @@ def show(
     draw: Annotated[Path | None, typer.Option(help="Draw the histogram to FILE.png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the class histogram of every node."""
+    """Show how many images of each class every node gets, as a table and, with --draw, as a picture."""
     import numpy as np
 
     from klatsch import pictures, problems
@@ -86,15 +74,12 @@ def show(
         pictures.save(classes_of_nodes(counts, classes, title), draw, dpi=160)
     if as_json:
         return print_json({"classes": list(classes), "counts": counts.tolist()})
-
-    def cell(c: int, node: int) -> str:
-        return f"{counts[node, c]:,}" if counts[node, c] else "."
-
-    columns: dict[str, Callable[[int], str]] = {
-        "node": str,
-        **{name: partial(cell, c) for c, name in enumerate(classes)},
-    }
-    columns["classes"] = lambda node: str(int((counts[node] > 0).sum()))
-    terminal.print_table(terminal.console(), title, columns, range(nodes), (), lambda node: 0)
+    lines = [
+        {"node": str(node)}
+        | {name: f"{count:,}" if count else "." for name, count in zip(classes, mine, strict=True)}
+        | {"classes": str(np.count_nonzero(mine))}
+        for node, mine in enumerate(counts)
+    ]
+    terminal.print_table(title, lines)
     if draw is not None:
         print(f"drawn to {draw}")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,14 +24,6 @@ GRADIENT, PARAMS = 0.1, 1_000_000  # where nothing is said of them
 HANDLING, EFFICIENCY = 5e-10, 0.1  # as in planning.Network and planning.Task
 
 
-def count(text: str | int) -> int:
-    """A whole number from the command line, also written as 1e8."""
-    value = number(text)
-    if not value.is_integer():
-        raise typer.BadParameter(f"{text!r} is not a whole number")
-    return int(value)
-
-
 @dataclass(frozen=True)
 class Known:
     """The constants of the problem."""
@@ -42,7 +32,7 @@ class Known:
     zeta: Annotated[float | None, option("Heterogeneity of the nodes' gradients.", parser=number)] = None
     L: Annotated[float | None, option("Smoothness.", "--L", parser=number)] = None
     D1: Annotated[float | None, option("Distance from the start to the optimum.", "--D1", parser=number)] = None
-    params: Annotated[int | None, option(f"Parameters of the model ({PARAMS:,}).", parser=count)] = None
+    params: Annotated[int | None, option(f"Parameters of the model ({PARAMS:,}).")] = None
 
     def constants(self, measured: sources.Measured | None) -> Constants:
         """The constants, given or measured."""
@@ -73,7 +63,6 @@ class Links:
     "plan probe.json --samples 1e6",
     "plan probe.json --samples 1e6 --network wan --plot plan.png",
     "plan --target 1e-3 --sigma 1 --zeta 1 --L 10 --D1 1 --machines 64",
-    help_="Say how many machines pay, on which graph and with which rule, before they stop helping.",
 )
 def plan(
     known: Known,
@@ -81,7 +70,7 @@ def plan(
     probe: Annotated[Path | None, typer.Argument(help="JSON of klatsch probe, for the constants.")] = None,
     samples: Annotated[float | None, option("Gradients to take in all, N = M T.", parser=number)] = None,
     target: Annotated[float | None, option("Error f(x) - f* to reach.", parser=number)] = None,
-    machines: Annotated[int, option("Most machines to think of.", "-n", "--machines", parser=count)] = 1024,
+    machines: Annotated[int, option("Most machines to think of.", "-n", "--machines")] = 1024,
     efficiency: Annotated[float, option("Least speed-up per machine; 0: any.", parser=number)] = EFFICIENCY,
     rules: Annotated[str | None, text("Some of the rules, as dat,dsgd.", metavar="LIST")] = None,
     families: Annotated[str | None, text("Some of the graphs, as ring,ring/8.", "--topologies", metavar="LIST")] = None,
@@ -90,7 +79,7 @@ def plan(
     draw: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan."""
+    """Say how many machines pay, on which graph and with which rule, before they stop helping."""
     from klatsch import pictures, planning
     from klatsch.planning import curves as figures
     from klatsch.planning import planner, sources, words
@@ -100,22 +89,11 @@ def plan(
         pictures.check_path(draw)
     measured = None if probe is None else sources.read_probe(probe)
     params, gradient = (measured.params, measured.gradient_seconds) if measured else (PARAMS, GRADIENT)
-    task = planning.Task(
-        known.constants(measured),
-        params if known.params is None else known.params,
-        planning.network(
-            links.network,
-            gradient if links.gradient is None else links.gradient,
-            bandwidth=links.bandwidth,
-            latency=links.latency,
-            handling=links.handling,
-        ),
-        samples,
-        target,
-        machines,
-        efficiency,
-        planning.UNCALIBRATED if uncalibrated else None,
-    )
+    params = params if known.params is None else known.params
+    numbers = asdict(links) | ({"gradient": gradient} if links.gradient is None else {})
+    network = planning.network(numbers.pop("network"), **numbers)
+    rates = planning.UNCALIBRATED if uncalibrated else None
+    task = planning.Task(known.constants(measured), params, network, samples, target, machines, efficiency, rates)
     rule_names = {name.replace(" ", ""): name for name in planning.RULES} | {"dat-cta": "dat (cta)"}
     asked = None if rules is None else [rule_names.get(name.replace(" ", ""), name) for name in listed(rules)]
     found = planning.plan(task, rules=asked, families=None if families is None else listed(families))
@@ -145,75 +123,74 @@ def _print(found: Plan) -> None:
     from klatsch.topology.names import family
 
     task, c = found.task, found.task.constants
-    console = terminal.console()
     budget = f"at most {task.samples:,.4g} samples" if task.samples else "any number of samples"
     title = f"to error {task.goal:.3g} with {budget}, {task.params:,} parameters, {task.network.name}"
     soonest = {line.topology: line.best.seconds for line in sorted(found.lines, key=lambda line: -line.best.seconds)}
     lines = sorted(found.lines, key=lambda line: (soonest[line.topology], line.topology, line.best.seconds))
-    reached: dict[str, Callable[[Line], str]] = {  # by a line whose error gets there
-        "best M": lambda line: f"{line.best.machines:,}",
-        "rounds": lambda line: f"{line.best.rounds:,.0f}",
-        "per round": lambda line: words.duration(line.best.seconds_per_round),
-        "time": lambda line: words.duration(line.best.seconds),
-        "speed-up": lambda line: f"{line.best.speedup:.3g}",
-        "sent per node": lambda line: words.size(line.best.bytes_per_node),
-    }
-
-    def cell(heading: str, line: Line) -> str:
-        if math.isfinite(line.best.seconds):
-            return reached[heading](line)
-        return "never" if heading == "rounds" else "-"
-
-    columns: dict[str, Callable[[Line], str]] = {
-        "topology": lambda line: line.topology or "-",
-        "rule": lambda line: line.rule,
-        "largest M": lambda line: f"{line.largest:,}{'+' if line.largest >= line.choices[-1].machines > 1 else ''}",
-        **{heading: partial(cell, heading) for heading in reached},
-    }
-    terminal.print_table(
-        console, title, columns, lines, ["sent per node", "per round", "speed-up"], section=lambda line: line.topology
-    )
-    families = [line.topology for line in found.lines if line.topology]
-    built = [name for name in families if family(name).gap is None]
-    few = sorted(set(built)) if task.machines > LARGEST_BUILT else []
+    terminal.print_table(title, list(map(_cells, lines)), ["sent per node", "per round", "speed-up"], "topology")
+    few = sorted({name for line in lines if (name := line.topology) and family(name).gap is None})
     for note in (
         f"sigma {c.sigma:.4g}, zeta {c.zeta:.4g}, L {c.L:.4g}, D1 {c.D1:.4g}; bandwidth "
         f"{words.size(task.network.bandwidth)}/s, latency {words.duration(task.network.latency)}, gradient "
         f"{words.duration(task.network.gradient)}; up to {task.machines:,} machines",
         "largest M: up to where noise is the larger half of the error; best M: the fastest that brings at least "
         f"{task.efficiency:.0%} of a machine each, or fewer within 5 %",
-        *([f"up to {LARGEST_BUILT} machines only: {', '.join(few)}"] if few else []),
+        *([f"up to {LARGEST_BUILT} machines only: {', '.join(few)}"] if few and task.machines > LARGEST_BUILT else []),
         *(
             f"left out, since {why}: {', '.join(what for what, other in found.left_out.items() if other == why)}"
             for why in dict.fromkeys(found.left_out.values())
         ),
     ):
-        terminal.note(console, note)
-    terminal.note(console, f"recommended: {words.recommendation(found)}", "bold")
+        terminal.note(note)
+    terminal.note(f"recommended: {words.recommendation(found)}", "bold")
     for reason in words.reasons(found):
-        terminal.note(console, f"  - {reason}", "")
+        terminal.note(f"  - {reason}", "")
+
+
+def _cells(line: Line) -> dict[str, str]:
+    from klatsch.planning import words
+
+    best, most = line.best, line.choices[-1].machines
+    cells = {
+        "topology": line.topology or "-",
+        "rule": line.rule,
+        "largest M": f"{line.largest:,}{'+' if line.largest >= most > 1 else ''}",
+        **dict.fromkeys(("best M", "rounds", "per round", "time", "speed-up", "sent per node"), "-"),
+    }
+    if not math.isfinite(best.seconds):
+        return cells | {"rounds": "never"}
+    return cells | {
+        "best M": f"{best.machines:,}",
+        "rounds": f"{best.rounds:,.0f}",
+        "per round": words.duration(best.seconds_per_round),
+        "time": words.duration(best.seconds),
+        "speed-up": f"{best.speedup:.3g}",
+        "sent per node": words.size(best.bytes_per_node),
+    }
 
 
 def _print_check(checked: Verification) -> None:
     from klatsch.planning import words
     from klatsch.planning.verify import DIM
 
-    console = terminal.console()
-    columns = {
-        "machines": lambda trial: f"{trial.machines:,}",
-        "rounds": lambda trial: f"{trial.rounds:,}",
-        "predicted error": lambda trial: f"{trial.predicted:.3g}",
-        "simulated error": lambda trial: f"{trial.simulated:.3g}",
-        "lr": lambda trial: f"{trial.lr:.3g}",
-    }
+    lines = [
+        {
+            "machines": f"{trial.machines:,}",
+            "rounds": f"{trial.rounds:,}",
+            "predicted error": f"{trial.predicted:.3g}",
+            "simulated error": f"{trial.simulated:.3g}",
+            "lr": f"{trial.lr:.3g}",
+        }
+        for trial in checked.trials
+    ]
     title = f"{checked.title}, in equal time, on least squares with these constants and {DIM} parameters"
-    terminal.print_table(console, title, columns, checked.trials, [])
+    terminal.print_table(title, lines)
     if checked.most:
-        console.print(f"more than {checked.most:,} machines are not simulated", style="dim")
+        terminal.note(f"more than {checked.most:,} machines are not simulated")
     if checked.shortened:
-        console.print("with fewer rounds than planned, so that it does not take long", style="dim")
+        terminal.note("with fewer rounds than planned, so that it does not take long")
     for sentence in words.verdict(checked):
-        terminal.note(console, sentence, "bold")
+        terminal.note(sentence, "bold")
 
 
 def _plain(found: Plan, between: planner.Span, checked: Verification | None) -> dict[str, object]:
@@ -226,6 +203,7 @@ def _plain(found: Plan, between: planner.Span, checked: Verification | None) -> 
         return asdict(one) | {"rounds": rounds} | dict.fromkeys(never)
 
     given = asdict(found.task)
+    verified = checked and asdict(checked) | {"held": checked.held, "text": words.verdict(checked)}
     return {
         **{name: given[name] for name in ("constants", "network", "params", "samples", "target")},
         "goal": found.task.goal,
@@ -238,7 +216,5 @@ def _plain(found: Plan, between: planner.Span, checked: Verification | None) -> 
             for line in found.lines
         ],
         "left_out": dict(found.left_out),
-        "verified": None
-        if checked is None
-        else asdict(checked) | {"held": checked.held, "text": words.verdict(checked)},
+        "verified": verified,
     }

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from klatsch import catalogue, files
 from klatsch.cli import terminal
 from klatsch.cli.app import command
 from klatsch.cli.data import use_folder
-from klatsch.cli.settings import Settings, check_known, parameters_of, split, typed
+from klatsch.cli.settings import Settings, chosen, parameters_of
 from klatsch.cli.terminal import AsJson, Data, option, print_json
 from klatsch.own import is_own
 
@@ -32,8 +31,7 @@ MEANINGS = {
     "probe least-squares -n 16 --set noise=10 -o probe.json",
     "probe logistic -n 8 --set alpha=0.1 --set batch=4 --json",
     "probe mine.py:problem -n 8 -o probe.json",
-    help_="Measure what the theory needs to know of a problem: noise, heterogeneity, smoothness and distance."
-    f"\n\nPROBLEM is one of {', '.join(catalogue.PROBLEMS)}, or FILE.py:FUNCTION that returns a problem.",
+    more=f"PROBLEM is one of {', '.join(catalogue.PROBLEMS)}, or FILE.py:FUNCTION that returns a problem.",
 )
 def probe(
     problem: Annotated[str, typer.Argument(help="A problem's name, or FILE.py:FUNCTION.")],
@@ -46,7 +44,7 @@ def probe(
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the JSON to FILE, for klatsch plan.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the constants of a problem."""
+    """Measure what the theory needs to know of a problem: noise, heterogeneity, smoothness and distance."""
     from klatsch import planning
     from klatsch.planning import sources
 
@@ -54,10 +52,8 @@ def probe(
         files.check_output(out, "JSON")
     use_folder(folder)
     options: dict[str, Any] = {} if seed is None else {"seed": seed}
-    if given := split(settings):
-        parameters = {} if is_own(problem) else parameters_of("problem", problem)
-        check_known(given, {problem: parameters}, {})
-        options |= typed(given, parameters)
+    if settings:
+        options |= chosen(settings, problem, {} if is_own(problem) else parameters_of("problem", problem))
     found = planning.probe(sources.problem_of(problem, nodes, **options), rounds=rounds, samples=samples)
     if out is not None:
         files.save(out, json.dumps(found.as_dict(), indent=2, allow_nan=False).encode(), "JSON")
@@ -71,18 +67,19 @@ def probe(
 def _print(found: Probe) -> None:
     from klatsch.planning import words
 
-    table = Table(
-        title=f"{found.problem}, {found.nodes} nodes, {found.params:,} parameters", title_justify="left", box=None
-    )
-    for heading in ("", "value", "from", "to", "gradients", ""):
-        table.add_column(heading, justify="left" if not heading else "right", style="bold" if not heading else "")
     estimates = {"sigma": found.sigma, "zeta": found.zeta, "L": found.L, "D1": found.D1}
-    shown = {name: (estimate, MEANINGS[name]) for name, estimate in estimates.items()}
     for stage in found.stages:
-        shown |= {f"sigma, {stage.place}": (stage.sigma, ""), f"zeta, {stage.place}": (stage.zeta, "")}
-    for name, (estimate, meaning) in shown.items():
-        numbers = [f"{value:.4g}" for value in estimate[:3]]
-        table.add_row(name, *numbers, f"{estimate.samples:,}", meaning)
-    console = terminal.console()
-    console.print(table)
-    console.print(f"one node's gradient takes {words.duration(found.gradient_seconds)} here", style="dim")
+        estimates |= {f"sigma, {stage.place}": stage.sigma, f"zeta, {stage.place}": stage.zeta}
+    lines = [
+        {
+            "constant": name,
+            "value": f"{estimate.value:.4g}",
+            "from": f"{estimate.low:.4g}",
+            "to": f"{estimate.high:.4g}",
+            "gradients": f"{estimate.samples:,}",
+            "meaning": MEANINGS.get(name, ""),
+        }
+        for name, estimate in estimates.items()
+    ]
+    terminal.print_table(f"{found.problem}, {found.nodes} nodes, {found.params:,} parameters", lines)
+    terminal.note(f"one node's gradient takes {words.duration(found.gradient_seconds)} here")

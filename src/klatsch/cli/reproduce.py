@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from klatsch import catalogue
 from klatsch.cli import narration, terminal
@@ -24,7 +25,7 @@ COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
     "reproduce table1",
     "reproduce fig1 --out results",
     "reproduce fig2 --scale paper --device cuda --data ~/fashion-mnist",
-    help_=f"Reproduce a figure or table of the paper: TARGET is one of {', '.join(catalogue.TARGETS)}.\n\n"
+    more=f"TARGET is one of {', '.join(catalogue.TARGETS)}. "
     "Runs what the store does not hold yet, draws PNG, SVG and PDF, writes the numbers as CSV and Markdown, and checks "
     "each sentence of the paper. `beyond` adds gt, d2, dat-gt, dat-d2, dat in cta order and averaged outputs; "
     "`images-beyond` adds such rules to the image study.",
@@ -87,17 +88,15 @@ def _make_folder(folder: Path) -> None:
 
 
 def _print(page: Page, files: list[Path], seconds: float) -> None:
-    console = terminal.console()
-    terminal.note(console, page.title, "bold")
+    terminal.note(page.title, "bold")
     for fact in page.facts:
-        terminal.note(console, fact)
+        terminal.note(fact)
     for verdict in page.verdicts:
-        console.print(f"[{COLOURS[verdict.word]}]{verdict.word}[/]: ", end="")
-        console.print(verdict.claim, markup=False, highlight=False)
+        terminal.console().print(Text.assemble((verdict.word, COLOURS[verdict.word]), f": {verdict.claim}"))
         for line in verdict.figures:
-            terminal.note(console, f"    {line}")
+            terminal.note(f"    {line}")
     for note in page.notes:
-        terminal.note(console, f"note: {note}")
+        terminal.note(f"note: {note}")
     if seconds:
         print(f"{narration.words(seconds)} of running")
-    print(f"written: {', '.join(str(file) for file in files)}")
+    print(f"written: {', '.join(map(str, files))}")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from klatsch import files
+from klatsch import files, own
 from klatsch.cli import terminal
 from klatsch.cli.app import command
 from klatsch.cli.rows import plain, print_rows, short
@@ -21,9 +19,8 @@ if TYPE_CHECKING:
     from klatsch.study.choices import Row
     from klatsch.study.store import Store
 
-    Run = tuple[Case, dict[str, Any]]
-    Runs = list[Run]
-    Kind = tuple[object, ...]
+    Runs = list[tuple[Case, dict[str, Any]]]
+    Kind = tuple[str, str, str, int, str]
 
 
 @dataclass(frozen=True)
@@ -35,46 +32,32 @@ class Filters:
     nodes: Annotated[str | None, text("Only these sizes.", "-n", "--nodes", metavar="N,...")] = None
     seed: Annotated[str | None, text("Only these seeds.", metavar="N,...")] = None
     lr: Annotated[str | None, text("Only these learning rates.", metavar="X,...")] = None
-    where: Annotated[
-        list[str] | None, text("Only this value of a setting, such as noise=10.", metavar="NAME=VALUE")
-    ] = None
+    where: Annotated[list[str] | None, text("Only this setting, such as noise=10.", metavar="NAME=VALUE")] = None
 
     def apply(self, runs: Runs) -> Runs:
         """The runs that pass every filter."""
-        from klatsch import own
         from klatsch.arguments import named
+        from klatsch.study.grids import shown
 
-        lists: list[tuple[str, str | None, Callable[[Case], tuple[object, ...]], Callable[[str], object]]] = [
-            ("rule", self.rule, lambda case: (own.label(case.rule), case.label), str),
-            ("topology", self.topology, lambda case: (own.label(case.topology), case.graph_label), str),
-            ("nodes", self.nodes, lambda case: (case.nodes,), terminal.whole),
-            ("seed", self.seed, lambda case: (case.seed,), terminal.whole),
-            ("lr", self.lr, lambda case: (case.lr,), terminal.number),
-        ]
-        tests = [
-            (name, of, [read(word) for word in terminal.words(asked)])
-            for name, asked, of, read in lists
-            if asked is not None
-        ]
+        read = {"nodes": terminal.whole, "seed": terminal.whole, "lr": terminal.number}
+        lists = {name: terminal.words(asked) for name, asked in vars(self).items() if isinstance(asked, str)}
+        tests = [(name, [read.get(name, _value)(word) for word in asked]) for name, asked in lists.items()]
         for setting in self.where or []:
             name, equals, value = setting.partition("=")
             if not equals:
                 raise ValueError(f"--where {setting}: give a name and a value, such as noise=10")
             named("setting", name, dict.fromkeys(option for case, _ in runs for option in _settings(case)))
-            tests.append((name, partial(_setting_of, name), [_as_number(value)]))
-        for name, of, wanted in tests:
-            there = list(dict.fromkeys(str(of(case)[-1]) for case, _ in runs))
-            runs = [run for run in runs if any(value in wanted for value in of(run[0]))]
+            tests.append((name, [_value(value)]))
+        for name, wanted in tests:
+            there = dict.fromkeys(shown(_spellings(case, name)[-1]) for case, _ in runs)
+            runs = [run for run in runs if any(value in wanted for value in _spellings(run[0], name))]
             if not runs:
-                raise ValueError(f"no run has {name} {', '.join(map(str, wanted))}; there are {', '.join(there[:12])}")
+                some = ", ".join(list(there)[:12])
+                raise ValueError(f"no run has {name} {', '.join(map(shown, wanted))}; there are {some}")
         return runs
 
 
-@command(
-    "results results.sqlite --rule dat --where noise=10",
-    "results results.sqlite --all --csv runs.csv",
-    help_="Print, filter and export the results in STORE: the best learning rates, or every run.",
-)
+@command("results results.sqlite --rule dat --where noise=10", "results results.sqlite --all --csv runs.csv")
 def results(
     store: Annotated[Path, typer.Argument(help="A store of klatsch run or klatsch reproduce.")],
     filters: Filters,
@@ -85,7 +68,7 @@ def results(
     parquet: Annotated[Path | None, text("Write the runs to FILE.parquet.", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print, filter and export what a store holds."""
+    """Print, filter and export the results in STORE: the best learning rates, or every run."""
     from klatsch.study import export
     from klatsch.study.grids import counted
     from klatsch.study.store import Store
@@ -95,7 +78,7 @@ def results(
     if csv is not None:
         files.check_output(csv, "CSV", store)
     if parquet is not None:
-        files.check_output(parquet, "Parquet", store, *([] if csv is None else [csv]))
+        files.check_output(parquet, "Parquet", store, *filter(None, [csv]))
     with Store(store, read_only=True) as opened:
         runs = sorted(opened.runs(), key=lambda run: _order(run[0]))
         if not runs:
@@ -112,36 +95,28 @@ def results(
         elif every:
             _print_runs(opened, runs, metric)
         else:
-            kinds: dict[Kind, list[tuple[str, Case]]] = {}
-            for case, facts in runs:
-                kind = case.problem_label, case.length, case.dtype, case.record, case.source("problem")
-                kinds.setdefault(kind, []).append((facts["key"], case))
-            tables = _tables(opened, kinds, metric)
+            tables = _tables(opened, runs, metric)
             if as_json:
-                print_json({"rows": [plain(row) | {"dtype": key[2]} for key, rows in tables for row in rows]})
-                return
+                return print_json({"rows": [plain(row) | {"dtype": kind[2]} for kind, rows in tables for row in rows]})
             for (problem, length, dtype, *_), rows in tables:
-                print_rows(rows, [], f"{problem}: {rows[0].metric}, {length}, {dtype}", "cpu")
+                print_rows(rows, [], f"{problem}: {rows[0].metric}, {length}, {dtype}")
 
 
-@command(
-    "report results.sqlite",
-    "report results.sqlite -o ring.html --title 'How far a ring goes'",
-    help_="Write everything that STORE holds as one self-contained HTML page.",
-)
+@command("report results.sqlite", "report results.sqlite -o ring.html --title 'How far a ring goes'")
 def report(
     store: Annotated[Path, typer.Argument(help="A store of klatsch run or klatsch reproduce.")],
     out: Annotated[Path, text("The page.", "-o", "--out", metavar="FILE")] = Path("report.html"),
     title: Annotated[str | None, text("Its title.", metavar="TEXT")] = None,
 ) -> None:
-    """Write a report."""
+    """Write everything that STORE holds as one self-contained HTML page."""
     from klatsch.paper.report import report as write_report
+    from klatsch.study.grids import counted
     from klatsch.study.store import Store
 
     files.check_output(out, "HTML", store)
     with Store(store, read_only=True) as opened:
         pages = write_report(opened, out, title)
-    print(f"{len(pages)} {'page' if len(pages) == 1 else 'pages'} of results written to {out}")
+    print(f"{counted(len(pages), 'page')} of results written to {out}")
 
 
 def _settings(case: Case) -> dict[str, object]:
@@ -150,14 +125,19 @@ def _settings(case: Case) -> dict[str, object]:
     return {**plain, **case.topology_options, **case.rule_options, **case.problem_options}
 
 
-def _setting_of(name: str, case: Case) -> tuple[str]:
-    """A setting as text, numbers in one way of writing them."""
-    return (_as_number(str(_settings(case).get(name, "-"))),)
+def _spellings(case: Case, name: str) -> tuple[object, ...]:
+    """What a filter may call a setting of a run; the last one is shown."""
+    if name == "rule":
+        return own.label(case.rule), case.label
+    if name == "topology":
+        return own.label(case.topology), case.graph_label
+    return (_value(str(_settings(case).get(name, "-"))),)
 
 
-def _as_number(text: str) -> str:
+def _value(text: str) -> object:
+    """A number however it is written, else the text."""
     try:
-        return f"{float(text):g}"
+        return float(text)
     except ValueError:
         return text
 
@@ -166,12 +146,14 @@ def _order(case: Case) -> tuple[object, ...]:
     return case.problem_label, case.steps, case.graph_label, case.setting, case.nodes, case.label, case.lr, case.seed
 
 
-def _tables(
-    store: Store, kinds: Mapping[Kind, list[tuple[str, Case]]], metric: str | None
-) -> list[tuple[Kind, list[Row]]]:
+def _tables(store: Store, runs: Runs, metric: str | None) -> list[tuple[Kind, list[Row]]]:
     """The rows of each kind of runs; kinds that do not have the metric are left out, if others do."""
     from klatsch.study.choices import summarize
 
+    kinds: dict[Kind, list[tuple[str, Case]]] = {}
+    for case, facts in runs:
+        kind = case.problem_label, case.length, case.dtype, case.record, case.source("problem")
+        kinds.setdefault(kind, []).append((facts["key"], case))
     tables, refusals = [], []
     for kind, mine in kinds.items():
         try:
@@ -184,30 +166,30 @@ def _tables(
 
 
 def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
+    from klatsch.study.grids import shown
+
     outcomes = store.outcomes([facts["key"] for _, facts in runs], last=True)
-    shown = {case.problem: metric or case.headline.metric for case, _ in runs}
-    runs = [run for run in runs if shown[run[0].problem] in outcomes[run[1]["key"]].metrics]
+    metrics = {case.problem: metric or case.headline.metric for case, _ in runs}
+    runs = [run for run in runs if metrics[run[0].problem] in outcomes[run[1]["key"]].metrics]
     if not runs:
         there = dict.fromkeys(name for outcome in outcomes.values() for name in outcome.metrics)
         raise ValueError(f"no metric {metric!r}; there are {', '.join(there)}")
     settings = list(dict.fromkeys(name for case, _ in runs for name in case.problem_options))
-
-    def setting(name: str, run: Run) -> str:
-        return _setting_of(name, run[0])[0]
-
-    def final(run: Run) -> str:
-        return short(float(outcomes[run[1]["key"]].metrics[shown[run[0].problem]][-1]))
-
-    columns: dict[str, Callable[[Run], str]] = {
-        "topology": lambda run: run[0].graph_label,
-        **{name: partial(setting, name) for name in settings},
-        "nodes": lambda run: str(run[0].nodes),
-        "rule": lambda run: run[0].label,
-        "lr": lambda run: f"{run[0].lr:g}",
-        "seed": lambda run: str(run[0].seed),
-        "rounds": lambda run: f"{run[0].steps:,}",
-        " / ".join(dict.fromkeys(shown.values())): final,
-        "seconds": lambda run: f"{run[1]['seconds']:.2g}",
-        "engine": lambda run: run[1]["engine"],
-    }
-    terminal.print_table(terminal.console(), f"{len(runs):,} runs", columns, runs, ("engine", "seconds", "rounds"))
+    lines = [
+        {
+            "topology": case.graph_label,
+            **{name: shown(case.problem_options.get(name, "-")) for name in settings},
+            "nodes": str(case.nodes),
+            "rule": case.label,
+            "lr": f"{case.lr:g}",
+            "seed": str(case.seed),
+            "rounds": f"{case.steps:,}",
+            " / ".join(dict.fromkeys(metrics.values())): short(
+                float(outcomes[facts["key"]].metrics[metrics[case.problem]][-1])
+            ),
+            "seconds": f"{facts['seconds']:.2g}",
+            "engine": facts["engine"],
+        }
+        for case, facts in runs
+    ]
+    terminal.print_table(f"{len(runs):,} runs", lines, ("engine", "seconds", "rounds"))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from klatsch.cli import terminal
@@ -24,41 +23,38 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
     if not rows:
         raise ValueError("no run is finished yet")
 
-    def setting(name: str, row: Row) -> str:
-        return shown(row.setting.get(name, "-"))
-
-    console = terminal.console()
     settings = dict.fromkeys(name for row in rows for name in row.setting)
     varying = [name for name in settings if len({row.setting.get(name) for row in rows}) > 1]
-    columns: dict[str, Callable[[Row], str]] = {
-        "topology": lambda row: row.topology,
-        **{name: partial(setting, name) for name in varying},
-        "nodes": lambda row: str(row.nodes),
-        "rule": lambda row: row.rule,
-        rows[0].title: lambda row: "diverged" if row.diverged else short(row.value),
-        "lr": lambda row: f"{row.lr:g}" + ("*" if row.at_edge else ""),
-        "from": lambda row: short(row.low),
-        "to": lambda row: short(row.high),
-        "Gamma": lambda row: short(float(row.consensus[:, -1, row.best].mean())),
-    }
-    kept = terminal.print_table(console, title, columns, rows, EXPENDABLE, lambda row: row.topology)
+    lines = [
+        {
+            "topology": row.topology,
+            **{name: shown(row.setting.get(name, "-")) for name in varying},
+            "nodes": str(row.nodes),
+            "rule": row.rule,
+            row.title: "diverged" if row.diverged else short(row.value),
+            "lr": f"{row.lr:g}" + ("*" if row.at_edge else ""),
+            "from": short(row.low),
+            "to": short(row.high),
+            "Gamma": short(float(row.consensus[:, -1, row.best].mean())),
+        }
+        for row in rows
+    ]
+    kept = terminal.print_table(title, lines, EXPENDABLE, section="topology")
     counts = sorted({len(row.curves) for row in rows})
     seeds = " or ".join(map(str, counts)) + (" seed" if counts == [1] else " seeds")
     notes = {
         "from": f"from, to: smallest and largest of {seeds}",
         "Gamma": "Gamma: consensus distance of the points where gradients are taken",
     }
-    said = [note for name, note in notes.items() if name in kept]
-    if len(kept) < len(columns):
-        said.append(terminal.WIDER)
-    console.print("; ".join(said), style="dim")
+    said = [note for name, note in notes.items() if name in kept] + [terminal.WIDER] * (len(kept) < len(lines[0]))
+    terminal.note("; ".join(said))
     if any(row.at_edge for row in rows):
-        console.print("* the smallest or largest learning rate tried: a better one may lie beyond", style="dim")
+        terminal.note("* the smallest or largest learning rate tried: a better one may lie beyond")
     for reason in dict.fromkeys(item.reason for item in left_out):
         sizes = ", ".join(str(item.nodes) for item in left_out if item.reason == reason)
-        terminal.note(console, f"left out at {sizes} nodes: {reason}")
+        terminal.note(f"left out at {sizes} nodes: {reason}")
     if native.why_not() is not None and device == "cpu":
-        terminal.note(console, f"slower than it could be: {native.why_not()}")
+        terminal.note(f"slower than it could be: {native.why_not()}")
 
 
 def plain(row: Row) -> dict[str, object]:

@@ -130,8 +130,7 @@ class Crew:
     "run --rules dat,dsgd --topology ring,torus -n 4,9 --steps 1000",
     "run --rules dat --set beta=1,0.9 --set heterogeneity=10",
     "run --problem logistic --set batch=8 --rules dat,gt --lr 0.1,0.5 -n 8",
-    help_="Run a study: FILE is a TOML file, or the options name rules, topologies and a grid to compare.\n\n"
-    "Each rule gets the best learning rate of the grid on each graph and size. "
+    more="Each rule gets the best learning rate of the grid on each graph and size. "
     f"Rules: {', '.join(catalogue.RULES)}. Problems: {', '.join(catalogue.PROBLEMS)}. "
     "Names and numbers in lists are separated by commas; topology ring/8 gossips in every 8th round only. "
     "FILE.py:NAME is a rule, topology or problem of your own; the file is executed.",
@@ -144,7 +143,7 @@ def run(
     plot: Annotated[Path | None, typer.Option(help="Draw the curves to FILE.png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a study."""
+    """Run a study: FILE is a TOML file, or the options name rules, topologies and a grid to compare."""
     from klatsch import pictures
     from klatsch.arguments import named
     from klatsch.paper import figures
@@ -190,17 +189,13 @@ def run(
             print(f"drawn to {plot}")
 
 
-@command(
-    "demo",
-    "demo --steps 2000 --seeds 1 --out figures",
-    help_="DAT-SGD against D-SGD on three graphs: how many machines help? About a minute.",
-)
+@command("demo", "demo --steps 2000 --seeds 1 --out figures")
 def demo(
     out: Annotated[Path, text("Folder for the figure.", metavar="FOLDER")] = Path(),
     steps: Annotated[int, option("Rounds.", "--steps")] = 20_000,
     seeds: Annotated[int, option("Number of seeds.", "--seeds")] = 2,
 ) -> None:
-    """Run the demo."""
+    """DAT-SGD against D-SGD on three graphs: how many machines help? About a minute."""
     from klatsch.paper import demo as demos
 
     study = demos.study(steps, seeds)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from types import MappingProxyType
 from typing import Annotated
 
 import typer
@@ -40,7 +42,15 @@ def typed(given: Mapping[str, str], parameters: Parameters) -> dict[str, object]
     return {name: _values(name, text, parameters[name]) for name, text in given.items() if name in parameters}
 
 
-def check_known(given: Collection[str], owners: Mapping[str, Parameters], reasons: Mapping[str, str]) -> None:
+def chosen(given: Sequence[str] | None, owner: str, parameters: Parameters) -> dict[str, object]:
+    """The settings of the only thing that can have them."""
+    check_known(split(given), {owner: parameters})
+    return typed(split(given), parameters)
+
+
+def check_known(
+    given: Collection[str], owners: Mapping[str, Parameters], reasons: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Refuse a setting that none of several things has; `reasons` says why not of some."""
     known = dict.fromkeys(option for parameters in owners.values() for option in parameters)
     who = f"{', '.join(owners)} has no" if len(owners) == 1 else f"none of {', '.join(owners)} has an"
@@ -69,32 +79,20 @@ def parameters_of(kind: str, name: str) -> Parameters:
 
 
 def _values(name: str, text: str, parameter: inspect.Parameter) -> object:
-    values = [_value(name, word, _type(parameter)) for word in words(text)]
+    hint, kind = parameter.annotation, type(parameter.default)
+    first = hint.__name__ if isinstance(hint, type) else str(hint).split(" | ")[0]
+    kind = TYPES.get(first) or (kind if kind in (bool, float, str) else object)  # object: nothing says what it takes
+    values = [_value(name, word, kind) for word in words(text)]
     return values[0] if len(values) == 1 else values
 
 
-def _type(parameter: inspect.Parameter) -> type | None:
-    """What a parameter takes; None where nothing says."""
-    hint = parameter.annotation
-    first = hint.__name__ if isinstance(hint, type) else str(hint).split(" | ")[0]
-    kind = type(parameter.default)
-    return TYPES.get(first) or (kind if kind in (bool, float, str) else None)
-
-
-def _value(name: str, word: str, kind: type | None) -> object:
+def _value(name: str, word: str, kind: type) -> object:
     truth = {"true": True, "false": False}.get(word.lower())
-    if kind is str:
-        return word
-    if kind is bool or (kind is None and truth is not None):
-        if truth is None:
-            raise ValueError(f"--set {name}={word}: give true or false")
+    if kind is bool and truth is None:
+        raise ValueError(f"--set {name}={word}: give true or false")
+    if kind is bool or (kind is object and truth is not None):
         return truth
-    try:
-        return float(word) if kind is float else int(word)
-    except ValueError:
-        if kind is not None:
-            raise ValueError(f"--set {name}: {word!r} is not a {'whole ' * (kind is int)}number") from None
-    try:
-        return float(word)
-    except ValueError:
-        return word
+    for read in {int: (int,), float: (float,), str: (str,)}.get(kind, (int, float, str)):
+        with suppress(ValueError):
+            return read(word)
+    raise ValueError(f"--set {name}: {word!r} is not a {'whole ' * (kind is int)}number")

@@ -6,27 +6,29 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.measure import Measurement
 from rich.table import Table
 
-Thing = TypeVar("Thing")
-
-LEFT = ("topology", "rule", "study", "engine")  # headings of words; all others are of numbers
-STRONG = {"rule": "bold"}
+LEFT = ("topology", "rule", "engine", "constant", "meaning")  # headings of words; all others are of numbers
+STRONG = {"rule": "bold", "constant": "bold"}
 WIDER = "a wider terminal, or --json, shows more columns"
 
 
 def whole(text: str | int) -> int:
-    """A whole number from the command line."""
+    """A whole number from the command line, also written as 1e8."""
     try:
         return int(text)
     except ValueError:
+        with suppress(ValueError):
+            if (value := float(text)).is_integer():
+                return int(value)
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
@@ -63,9 +65,9 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 140)
 
 
-def note(console: Console, line: str, style: str = "dim") -> None:
+def note(line: str, style: str = "dim") -> None:
     """Print a line as it is."""
-    console.print(line, style=style, markup=False, highlight=False)
+    console().print(line, style=style, markup=False, highlight=False)
 
 
 def command_line() -> str:
@@ -79,32 +81,27 @@ def print_json(content: Mapping[str, object]) -> None:
 
 
 def print_table(
-    console: Console,
-    title: str,
-    columns: Mapping[str, Callable[[Thing], str]],
-    things: Sequence[Thing],
-    expendable: Sequence[str],
-    section: Callable[[Thing], object] | None = None,
+    title: str, lines: Sequence[Mapping[str, str]], expendable: Sequence[str] = (), section: str = ""
 ) -> list[str]:
-    """Print a line per thing; returns the headings shown, since a narrow terminal loses columns, not digits.
+    """Print lines of texts by their headings; a narrow terminal loses columns, not digits. Returns the headings shown.
 
-    Headings that are `expendable` may go, the first one first; where `section` changes, a line is drawn.
+    Headings that are `expendable` may go, the first one first; where the text of `section` changes, a line is drawn.
     """
-    kept, gone = list(columns), list(expendable)
+    kept, screen = list(lines[0]), console()
 
     def table() -> Table:
         shown = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for heading in kept:
-            left = heading in LEFT
-            shown.add_column(heading, justify="left" if left else "right", style=STRONG.get(heading, ""), no_wrap=True)
-        for thing, following in zip(things, [*things[1:], None], strict=True):
-            last = section is not None and following is not None and section(following) != section(thing)
-            shown.add_row(*(columns[heading](thing) for heading in kept), end_section=last)
+            justify: JustifyMethod = "left" if heading in LEFT else "right"
+            shown.add_column(heading, justify=justify, style=STRONG.get(heading, ""), no_wrap=heading != "meaning")
+        for line, following in zip(lines, [*lines[1:], lines[-1]], strict=True):
+            last = line.get(section) != following.get(section)
+            shown.add_row(*(line[heading] for heading in kept), end_section=last)
         return shown
 
-    unlimited = console.options.update(max_width=10_000)
-    while gone and Measurement.get(console, unlimited, table()).maximum > console.width:
-        if (heading := gone.pop(0)) in kept:
+    unlimited = screen.options.update(max_width=10_000)
+    for heading in expendable:
+        if Measurement.get(screen, unlimited, table()).maximum > screen.width and heading in kept:
             kept.remove(heading)
-    console.print(table())
+    screen.print(table())
     return kept

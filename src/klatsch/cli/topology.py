@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 from klatsch import catalogue
 from klatsch.cli import terminal
 from klatsch.cli.app import command
-from klatsch.cli.settings import Settings, check_known, parameters_of, split, typed
+from klatsch.cli.settings import Settings, chosen, parameters_of, split
 from klatsch.cli.terminal import AsJson, option, print_json
 
 if TYPE_CHECKING:
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
     "topology ring -n 16",
     "topology torus --set rows=3 --set cols=5 --draw torus.svg",
     "topology --compare -n 16",
-    help_="Show how fast a communication graph mixes and what a round of it costs."
-    f"\n\nNAME is one of {', '.join(catalogue.TOPOLOGIES)}; ring/8 gossips in every 8th round only.",
+    more=f"NAME is one of {', '.join(catalogue.TOPOLOGIES)}; ring/8 gossips in every 8th round only.",
 )
 def topology(
     name: Annotated[str | None, typer.Argument(help="The graph to show.")] = None,
@@ -43,26 +41,22 @@ def topology(
     from klatsch import topology as topologies
     from klatsch.topology.comparison import beyond_solvers
 
-    given = split(settings)
     if compare:
         refused = {f"the topology {name!r}": name, "--lazy": lazy, "--draw": draw}
-        refused |= {f"--set {side}": side in given for side in ("rows", "cols")}
+        refused |= {f"--set {side}": side in split(settings) for side in ("rows", "cols")}
         if wrong := [text for text, value in refused.items() if value]:
             raise ValueError(f"--compare looks at all topologies and does not go with {wrong[0]}; leave one out")
         if nodes is None:
             raise ValueError("--compare needs the number of nodes, for example -n 16")
-        families = {family: parameters_of("topology", family) for family in topologies.TOPOLOGIES}
-        check_known(given, {"topologies": ChainMap(*map(dict, families.values()))}, {})
-        choices = {name: value for family in families.values() for name, value in typed(given, family).items()}
+        families = [dict(parameters_of("topology", family)) for family in topologies.TOPOLOGIES]
+        choices = chosen(settings, "topologies", ChainMap(*families))
         summaries, left_out = topologies.compare(nodes, params, **choices)
         if as_json:
             return print_json({"topologies": [asdict(s) for s in summaries], "left_out": left_out})
         return _print_comparison(summaries, left_out)
     if name is None:
         raise ValueError("name a topology, for example klatsch topology ring -n 16, or give --compare")
-    parameters = parameters_of("topology", name)  # a wrong name shows first
-    check_known(given, {name: parameters}, {})
-    choices = typed(given, parameters)
+    choices = chosen(settings, name, parameters_of("topology", name))
     if nodes is None and not {"rows", "cols"} & choices.keys():
         raise ValueError(f"{name} needs the number of nodes, for example -n 16")
     size = prod(side for side in (choices.get("rows"), choices.get("cols")) if isinstance(side, int))
@@ -112,27 +106,27 @@ def _print_summary(s: Summary) -> None:
 def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> None:
     from klatsch.planning.words import size
 
-    console = terminal.console()
-    columns: dict[str, Callable[[Summary], str]] = {
-        "topology": lambda s: s.name,
-        "edges": lambda s: f"{s.edges:,}",
-        "degree": lambda s: f"{s.degree:,}",
-        "period": lambda s: f"{s.period:,}",
-        "sym-\nmetric": lambda s: _yes(s.symmetric),
-        "doubly\nstoch.": lambda s: _yes(s.doubly_stochastic),
-        "rho": lambda s: f"{s.rho:.4g}",
-        "rounds\nto halve": lambda s: _number(s.rounds_to_halve),
-        "exact\nafter": lambda s: _number(s.exact_after),
-        "messages\n/round": lambda s: f"{s.messages_per_round:,.4g}",
-        "bytes\n/round": lambda s: size(s.bytes_per_round_dat),
-    }
+    lines = [
+        {
+            "topology": s.name,
+            "edges": f"{s.edges:,}",
+            "degree": f"{s.degree:,}",
+            "period": f"{s.period:,}",
+            "sym-\nmetric": _yes(s.symmetric),
+            "doubly\nstoch.": _yes(s.doubly_stochastic),
+            "rho": f"{s.rho:.4g}",
+            "rounds\nto halve": _number(s.rounds_to_halve),
+            "exact\nafter": _number(s.exact_after),
+            "messages\n/round": f"{s.messages_per_round:,.4g}",
+            "bytes\n/round": size(s.bytes_per_round_dat),
+        }
+        for s in summaries
+    ]
     expendable = ["doubly\nstoch.", "sym-\nmetric", "edges", "messages\n/round", "period", "exact\nafter", "degree"]
-    title = f"{summaries[0].nodes:,} nodes, largest spectral gap rho first"
-    shown = terminal.print_table(console, title, columns, summaries, expendable)
-    notes = [f"per node; bytes for DAT-SGD with {summaries[0].params:,} float32 parameters, D-SGD sends half"]
-    notes += [] if len(shown) == len(columns) else [terminal.WIDER]
-    for note in notes + [f"left out: {reason}" for reason in left_out.values()]:
-        terminal.note(console, note)
+    kept = terminal.print_table(f"{summaries[0].nodes:,} nodes, largest spectral gap rho first", lines, expendable)
+    terminal.note(f"per node; bytes for DAT-SGD with {summaries[0].params:,} float32 parameters, D-SGD sends half")
+    for note in [terminal.WIDER] * (len(kept) < len(lines[0])) + [f"left out: {why}" for why in left_out.values()]:
+        terminal.note(note)
 
 
 def _yes(value: bool) -> str:
