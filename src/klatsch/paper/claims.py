@@ -1,4 +1,4 @@
-"""Sentences about errors and accuracies, checked panel by panel: a sentence holds if it holds in every panel.
+"""Sentences about errors and accuracies: each is checked panel by panel, and holds if it does so in every panel.
 
 A panel is one setting of the problem: (sigma, zeta) or alpha. Values are means over the seeds at the chosen learning
 rate. "Grows" and "falls" forgive a step in the other direction that is within SLACK, or within the scatter of the seeds
@@ -49,11 +49,6 @@ class Verdict:
         return {True: "holds", False: "does not hold", None: "not decided"}[self.holds]
 
 
-def anything(row: Row) -> bool:
-    """A sentence about every row."""
-    return True
-
-
 @dataclass(frozen=True)
 class Sentence:
     """What is said of a figure, where, and how to check it in one panel; fewer rounds decide nothing."""
@@ -62,7 +57,7 @@ class Sentence:
     find: OfRows
     source: str
     rounds: int = 1
-    about: Callable[[Row], bool] = anything
+    about: Callable[[Row], bool] = lambda row: True
 
     def check(self, rows: Sequence[Row]) -> Verdict:
         """Check it in every panel; {most} in it is the largest number of machines."""
@@ -76,8 +71,8 @@ class Sentence:
             panels.setdefault(f"alpha {row.setting['alpha']:g}" if images else row.setting_text, []).append(row)
         found = {panel: self.find(mine) for panel, mine in panels.items()}
         known = [holds for holds, _ in found.values() if holds is not None]
-        word = {None: "", True: "" if images else "yes, ", False: "" if images else "no, "}
-        figures = [f"{panel}: {word[holds]}{text}" for panel, (holds, text) in found.items()]
+        words = {None: "", True: "yes, ", False: "no, "} if not images else {}  # accuracies speak for themselves
+        figures = [f"{panel}: {words.get(holds, '')}{text}" for panel, (holds, text) in found.items()]
         short = self._too_short(rows, images)
         if short or (all(known) and len(known) < len(found)):  # nothing speaks against it, but not all is known
             return Verdict(claim, self.source, None, (*short, *figures))
@@ -86,10 +81,9 @@ class Sentence:
         return Verdict(claim, self.source, all(known), tuple(figures))
 
     def _too_short(self, rows: Sequence[Row], images: bool) -> list[str]:
-        if images:
-            epochs, seeds = min(row.epochs or 0 for row in rows), min(len(row.curves) for row in rows)
-            needs = f"needs {EPOCHS} epochs and {SEEDS} seeds, these are {epochs} and {seeds}"
-            return [needs] if epochs < EPOCHS or seeds < SEEDS else []
+        epochs, seeds = min(row.epochs or 0 for row in rows), min(len(row.curves) for row in rows)
+        if images and (epochs < EPOCHS or seeds < SEEDS):
+            return [f"needs {EPOCHS} epochs and {SEEDS} seeds, these are {epochs} and {seeds}"]
         steps = min(row.steps[-1] for row in rows)
         return [f"needs {self.rounds:,} rounds, these are {steps:,}"] if steps < self.rounds else []
 
@@ -100,13 +94,17 @@ class Sentence:
 @asks
 def points_of(rows: Sequence[Row], rule: str, topology: str, find: OfPoints) -> Answer:
     """Look at one rule on one topology."""
-    points = {row.nodes: row for row in rows if (row.rule, row.topology) == (rule, topology)}
+    points = _points(rows, rule, topology)
     if len(points) < 2 or not all(math.isfinite(row.value) for row in points.values()):
         return None, f"{rule} has no finite error at every size" if points else f"{rule} was not run"
     try:
         return find(points)
     except (KeyError, IndexError):
         return None, _other_sizes(points)
+
+
+def _points(rows: Sequence[Row], rule: str, topology: str) -> Points:
+    return {row.nodes: row for row in rows if (row.rule, row.topology) == (rule, topology)}
 
 
 @asks
@@ -194,12 +192,11 @@ def larger_best_size(rows: Sequence[Row]) -> Answer:
     """Whether dat is best at more machines than dsgd, on every graph."""
     texts, holds = [], True
     for topology in dict.fromkeys(row.topology for row in rows):
-        of = {rule: {r.nodes: r for r in rows if (r.rule, r.topology) == (rule, topology)} for rule in ("dsgd", "dat")}
-        if not all(of.values()):
+        dat, dsgd = _points(rows, "dat", topology), _points(rows, "dsgd", topology)
+        if not dat or not dsgd:
             return None, f"dat or dsgd was not run on {topology}"
-        best = {rule: best_size(points) for rule, points in of.items()}
-        holds = holds and best["dat"] > best["dsgd"]
-        texts.append(f"{topology}: dat is best at M = {best['dat']}, dsgd at {best['dsgd']}")
+        holds = holds and best_size(dat) > best_size(dsgd)
+        texts.append(f"{topology}: dat is best at M = {best_size(dat)}, dsgd at {best_size(dsgd)}")
     return holds, "; ".join(texts)
 
 
@@ -239,13 +236,11 @@ def average_is_better(rows: Sequence[Row], rule: str) -> Answer:
 
 
 def _ratios(rows: Sequence[Row], above: str, below: str) -> list[tuple[float, str]]:
+    """The error of one rule over that of another, and where, on every graph and size that both have."""
     error = {(row.rule, row.topology, row.nodes): row.value for row in rows}
-    pairs = [
-        (error[above, t, M] / error[below, t, M], f"{t}, M = {M}")
-        for rule, t, M in error
-        if rule == below and (above, t, M) in error
-    ]
-    return [pair for pair in pairs if math.isfinite(pair[0])]
+    both = [(t, M) for rule, t, M in error if rule == below and (above, t, M) in error]
+    pairs = ((error[above, t, M] / error[below, t, M], f"{t}, M = {M}") for t, M in both)
+    return [(ratio, where) for ratio, where in pairs if math.isfinite(ratio)]
 
 
 # --- accuracies -----------------------------------------------------------------------------------------------------
@@ -263,7 +258,7 @@ def ahead(rows: Sequence[Row], one: str, other: str) -> Answer:
     pairs = [(a, of[other, t, M]) for (name, t, M), a in of.items() if name == one and (other, t, M) in of]
     if not pairs:
         return None, f"{one} and {other} were not run on the same graph"
-    texts = [f"{a.topology}, M = {a.nodes}: {_percent(a)} against {_percent(b)}" for a, b in pairs]
+    texts = [f"{_place(a)}: {_percent(a)} against {_percent(b)}" for a, b in pairs]
     met = [a.value > b.value + LEVEL and a.low > b.high for a, b in pairs if not a.diverged and not b.diverged]
     return all(met) if met else None, f"yes in {sum(met)} of {len(met)}: {'; '.join(texts)}"
 
@@ -297,14 +292,18 @@ def largest_drop(rows: Sequence[Row], rule: str, low: int, high: int) -> Answer:
 @asks
 def leads(rows: Sequence[Row], rule: str) -> Answer:
     """Whether a rule is the best, or level with it, on every graph and at every size."""
-    texts, holds = [], True
-    for mine in (row for row in rows if family(row) == rule):
-        here = [row for row in rows if (row.topology, row.nodes) == (mine.topology, mine.nodes)]
-        best = max(here, key=lambda row: row.value)
-        holds = holds and mine.value >= best.value - LEVEL
-        place = f"{mine.topology}, M = {mine.nodes}"
-        texts.append(f"{place}: {_percent(mine)}, best is {family(best)} {_percent(best)}")
-    return (holds, "; ".join(texts)) if texts else (None, f"{rule} was not run")
+    best: dict[tuple[str, int], Row] = {}
+    for row in sorted(rows, key=lambda row: -row.value):
+        best.setdefault((row.topology, row.nodes), row)
+    pairs = [(row, best[row.topology, row.nodes]) for row in rows if family(row) == rule]
+    if not pairs:
+        return None, f"{rule} was not run"
+    texts = [f"{_place(a)}: {_percent(a)}, best is {family(b)} {_percent(b)}" for a, b in pairs]
+    return all(a.value >= b.value - LEVEL for a, b in pairs), "; ".join(texts)
+
+
+def _place(row: Row) -> str:
+    return f"{row.topology}, M = {row.nodes}"
 
 
 def _percent(row: Row) -> str:

@@ -14,9 +14,7 @@ from klatsch.study.choices import Row
 from klatsch.study.execute import Told, run_study
 from klatsch.study.spec import PAPER_GRID, Study, parse
 
-NODES = (4, 9, 25, 49)
-# Below the paper's grid, whose smallest learning rate is still too large for D-SGD here.
-SMALLER = (2e-6, 5e-6, 1e-5, 5e-5)
+SMALLER = (2e-6, 5e-6, 1e-5, 5e-5)  # the smallest learning rate of the paper's grid is too large for D-SGD here
 TITLE = "Least squares, heterogeneous data: error after {steps:,} rounds, learning rate chosen for each point"
 
 
@@ -37,7 +35,7 @@ def study(steps: int = 20_000, seeds: int = 2) -> Study:
             "name": "demo",
             "rules": ["dsgd", "dat", "dat-d2", "gt"],
             "topologies": ["ring", "torus", "one_peer_exponential"],
-            "nodes": NODES,
+            "nodes": (4, 9, 25, 49),
             "steps": steps,
             "seeds": seeds,
             "lr": (*SMALLER, *PAPER_GRID),

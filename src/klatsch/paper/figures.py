@@ -1,12 +1,10 @@
-"""Figures of studies, in the style of a paper: seeds as a band, units on the axes, one look per rule.
-
-Rows of one caption share a panel, rows of one label are a line.
-"""
+"""Figures of studies, in the style of a paper: seeds as a band, units on the axes, one look per rule."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,64 +30,73 @@ ERROR = r"$\frac{1}{M}\sum_i \|x_T^i - x^*\|^2$"
 SYMBOLS = {"noise": r"$\sigma$", "heterogeneity": r"$\zeta$"}
 ACCURACY = "test accuracy, mean over nodes"
 
-
 Style = dict[str, Any]  # how matplotlib draws a line
 Text = Callable[[Row], str]
 Look = Callable[[Row], Style]
 Value = TypeVar("Value")
 
 
-def error_against_nodes(rows: Sequence[Row], title: str, look: Look | None = None) -> Figure:
+@dataclass(frozen=True)
+class Layout:
+    """Rows of one caption share a panel, rows of one label are a line; all panels show the same quantity."""
+
+    quantity: str
+    caption: Text
+    label: Text
+    look: Look
+    wide: int  # panels side by side
+    legends: bool = False  # one in every panel, not one for all
+
+
+def error_against_nodes(rows: Sequence[Row], title: str, together: bool = False) -> Figure:
     """The best final error against the number of machines: a panel per setting and topology, a line per rule.
 
-    With `look`, which says how a row is drawn, all topologies share the panels of their settings.
+    With `together`, all topologies share the panels of their settings.
     """
-    setting, wide = _settings(rows), min(4, len({row.topology for row in rows}))
+    setting, quantity = _settings(rows), _quantity(rows[0], ERROR)
     settings = _distinct(rows, setting)
     rows = sorted(rows, key=lambda row: settings.index(setting(row)))
-    draw = partial(_against_nodes, rows, title, _quantity(rows[0], ERROR))
-    if look is not None:
-        return draw(setting, lambda row: f"{row.rule}, {row.topology}", look, 2)
-    return draw(lambda row: _joined(row.topology, setting(row)), lambda row: row.rule, by_rule(rows), wide)
+    if together:
+        layout = Layout(quantity, setting, lambda row: f"{row.rule}, {row.topology}", _by_topology(rows), 2)
+        return _against_nodes(rows, title, layout)
+    wide = min(4, len({row.topology for row in rows}))
+    caption = partial(_joined, lambda row: row.topology, setting)
+    return _against_nodes(rows, title, Layout(quantity, caption, lambda row: row.rule, _by_rule(rows), wide))
 
 
-def error_against_rounds(rows: Sequence[Row], title: str, look: Look | None = None) -> Figure:
+def error_against_rounds(rows: Sequence[Row], title: str, together: bool = False) -> Figure:
     """The error round by round at the best learning rate: a panel per setting, topology and size, a line per rule.
 
-    With `look`, which says how a row is drawn, all sizes share the panels of their settings.
+    With `together`, all sizes share the panels of their settings.
     """
-    setting = _settings(rows)
-    draw = partial(_against_rounds, rows, title, _quantity(rows[0], ERROR.replace("_T", "_t")))
-    if look is not None:
-        return draw(setting, lambda row: f"{row.rule}, M = {row.nodes}", look, 2)
-
-    def caption(row: Row) -> str:
-        return _joined(f"{row.topology}, {row.nodes} machines", setting(row))
-
+    setting, quantity = _settings(rows), _quantity(rows[0], ERROR.replace("_T", "_t"))
+    if together:
+        layout = Layout(quantity, setting, lambda row: f"{row.rule}, M = {row.nodes}", _by_size(rows), 2)
+        return _against_rounds(rows, title, layout)
+    caption = partial(_joined, lambda row: f"{row.topology}, {row.nodes} machines", setting)
     wide = min(3, len(_distinct(rows, caption)))
-    return draw(caption, lambda row: f"{row.rule}, lr {row.lr:g}", by_rule(rows), wide, legends=True)
+    layout = Layout(quantity, caption, lambda row: f"{row.rule}, lr {row.lr:g}", _by_rule(rows), wide, legends=True)
+    return _against_rounds(rows, title, layout)
 
 
 def accuracy_against_epochs(rows: Sequence[Row], title: str) -> Figure:
     """Figure 2: a row of panels per number of machines, a column per alpha; colours are rules, lines are graphs."""
-    ordered = sorted(rows, key=lambda row: (row.nodes, row.setting["alpha"]))
-    figure = _against_rounds(
-        ordered,
-        title,
+    layout = Layout(
         ACCURACY,
         lambda row: f"{row.nodes} machines, {_alpha(row)}",
         lambda row: _family_and_graph(row) + " (diverged)" * row.diverged,
-        by_family(rows),
+        _by_family(rows),
         len(_distinct(rows, _alpha)),
     )
+    figure = _against_rounds(sorted(rows, key=lambda row: (row.nodes, row.setting["alpha"])), title, layout)
     figure.axes[0].set_ylim(*_limits([row.curve for row in rows]))  # which all panels share
     return figure
 
 
 def accuracy_against_nodes(rows: Sequence[Row], title: str) -> Figure:
     """Figure 3: the final accuracy against the number of machines, a panel per alpha."""
-    ordered, wide = sorted(rows, key=lambda row: row.setting["alpha"]), len(_distinct(rows, _alpha))
-    figure = _against_nodes(ordered, title, ACCURACY, _alpha, _family_and_graph, by_family(rows), wide)
+    layout = Layout(ACCURACY, _alpha, _family_and_graph, _by_family(rows), len(_distinct(rows, _alpha)))
+    figure = _against_nodes(sorted(rows, key=lambda row: row.setting["alpha"]), title, layout)
     figure.axes[0].set_ylim(*_limits([np.array([row.low, row.high]) for row in rows]))
     return figure
 
@@ -129,8 +136,8 @@ def _settings(rows: Sequence[Row]) -> Text:
     )
 
 
-def _joined(*parts: str) -> str:
-    return ", ".join(part for part in parts if part)
+def _joined(first: Text, second: Text, row: Row) -> str:
+    return ", ".join(filter(None, (first(row), second(row))))
 
 
 def _alpha(row: Row) -> str:
@@ -145,28 +152,24 @@ def _quantity(row: Row, formula: str) -> str:
     return f"error  {formula}" if row.metric == "distance" else row.metric
 
 
-def colour_of_topology(rows: Sequence[Row]) -> Look:
-    """One colour per topology, one line style and marker per rule."""
-    topologies, rules = _distinct(rows, lambda row: row.topology), _distinct(rows, lambda row: row.rule)
-    return lambda row: {
-        "color": _cycled(GRAPH_COLOURS, topologies.index(row.topology)),
-        "linestyle": _cycled(DASHES, rules.index(row.rule)),
-        "marker": _cycled(MARKERS, rules.index(row.rule)),
-    }
+def _by_topology(rows: Sequence[Row]) -> Look:
+    """One colour per topology, one kind of line and marker per rule."""
+    topologies, names = _distinct(rows, lambda row: row.topology), _distinct(rows, lambda row: row.rule)
+    return lambda row: _style(
+        topologies.index(row.topology), names.index(row.rule), names.index(row.rule), GRAPH_COLOURS
+    )
 
 
-def colour_of_size(rows: Sequence[Row]) -> Look:
-    """One shade per number of machines, dark for many; one line style per rule."""
+def _by_size(rows: Sequence[Row]) -> Look:
+    """One shade per number of machines, dark for many; one kind of line per rule."""
     from matplotlib import colormaps
 
-    nodes, rules = sorted({row.nodes for row in rows}), _distinct(rows, lambda row: row.rule)
-    return lambda row: {
-        "color": colormaps["viridis_r"](0.15 + 0.85 * nodes.index(row.nodes) / max(1, len(nodes) - 1)),
-        "linestyle": _cycled(DASHES, rules.index(row.rule)),
-    }
+    nodes, names = sorted({row.nodes for row in rows}), _distinct(rows, lambda row: row.rule)
+    shades = [colormaps["viridis_r"](0.15 + 0.85 * k / max(1, len(nodes) - 1)) for k in range(len(nodes))]
+    return lambda row: _style(nodes.index(row.nodes), names.index(row.rule), colours=shades)
 
 
-def by_rule(rows: Sequence[Row]) -> Look:
+def _by_rule(rows: Sequence[Row]) -> Look:
     """A rule looks the same in every figure; its variants differ in the line."""
     labels = _distinct(rows, lambda row: row.rule)
     names = [label.split(" ")[0] for label in labels]
@@ -180,37 +183,30 @@ def by_rule(rows: Sequence[Row]) -> Look:
     return look
 
 
-def by_family(rows: Sequence[Row]) -> Look:
+def _by_family(rows: Sequence[Row]) -> Look:
     """One colour and marker per rule, one kind of line per graph."""
     families, graphs = _distinct(rows, family), _distinct(rows, lambda row: row.topology)
     return lambda row: _style(families.index(family(row)), graphs.index(row.topology))
 
 
-def _style(colour: int, line: int) -> Style:
-    return {
-        "color": _cycled(COLOURS, colour),
-        "marker": _cycled(MARKERS, colour),
-        "linestyle": _cycled(DASHES, line),
-    }
-
-
-def _cycled(values: Sequence[Value], k: int) -> Value:
-    return values[k % len(values)]
+def _style(colour: int, line: int, marker: int | None = None, colours: Sequence[object] = COLOURS) -> Style:
+    """A line by places in the tables of looks; by default one marker per colour."""
+    marker = colour if marker is None else marker
+    tables = {"color": (colours, colour), "marker": (MARKERS, marker), "linestyle": (DASHES, line)}
+    return {name: table[k % len(table)] for name, (table, k) in tables.items()}
 
 
 # --- drawing --------------------------------------------------------------------------------------------------------
 
 
-def _against_nodes(
-    rows: Sequence[Row], title: str, quantity: str, caption: Text, label: Text, look: Look, wide: int
-) -> Figure:
-    figure, panels = _panels(rows, title, caption, wide, f"final {quantity}")
+def _against_nodes(rows: Sequence[Row], title: str, layout: Layout) -> Figure:
+    figure, panels = _panels(rows, title, layout, "final ")
     nodes = sorted({row.nodes for row in rows})
     for axis, mine in panels:
-        for name in _distinct(mine, label):
-            line = [row for row in mine if label(row) == name]
+        for name in _distinct(mine, layout.label):
+            line = [row for row in mine if layout.label(row) == name]
             ends = np.array([[row.value, row.low, row.high] for row in line]).T
-            _line_of_seeds(axis, name, [row.nodes for row in line], ends, look(line[0]))
+            _line_of_seeds(axis, name, [row.nodes for row in line], ends, layout.look(line[0]))
             for row in line:
                 _mark(axis, row, row.nodes, row.final[:, row.best])
         axis.set_xscale("log")
@@ -221,44 +217,34 @@ def _against_nodes(
     return figure
 
 
-def _against_rounds(
-    rows: Sequence[Row],
-    title: str,
-    quantity: str,
-    caption: Text,
-    label: Text,
-    look: Look,
-    wide: int,
-    legends: bool = False,  # one in every panel
-) -> Figure:
-    figure, panels = _panels(rows, title, caption, wide, quantity)
-    rounds = rows[0].epochs is None
-    every = 6 if quantity != ACCURACY else 3  # points with a value to point at
+def _against_rounds(rows: Sequence[Row], title: str, layout: Layout) -> Figure:
+    figure, panels = _panels(rows, title, layout)
+    rounds, accuracy = rows[0].epochs is None, layout.quantity == ACCURACY
     for axis, mine in panels:
         for row in mine:
             when = row.steps if row.epochs is None else [row.epochs * step / row.steps[-1] for step in row.steps]
             spread = np.stack((row.curve.mean(0), row.curve.min(0), row.curve.max(0)))
-            _line_of_seeds(axis, label(row), when, spread, look(row) | {"marker": ""})
-            for k in range(len(row.steps) - 1, -1, -every):
-                after = f"{row.steps[k]:,} rounds" if every == 6 else f"{when[k]:.3g} epochs"
+            _line_of_seeds(axis, layout.label(row), when, spread, layout.look(row) | {"marker": ""})
+            for k in range(len(row.steps) - 1, -1, -3 if accuracy else -6):  # points with a value to point at
+                after = f"{when[k]:.3g} epochs" if accuracy else f"{row.steps[k]:,} rounds"
                 _mark(axis, row, when[k], row.curve[:, k], f" after {after}")
         axis.set_xscale("log" if rounds else "linear")
         axis.set_xlabel("rounds t" if rounds else "epochs")
-        if legends:
+        if layout.legends:
             axis.legend(frameon=False, fontsize="small")
-    if not legends:
+    if not layout.legends:
         _legend(figure)
     return figure
 
 
 def _panels(
-    rows: Sequence[Row], title: str, caption: Text, wide: int, quantity: str
+    rows: Sequence[Row], title: str, layout: Layout, which: str = ""
 ) -> tuple[Figure, list[tuple[Axes, list[Row]]]]:
-    """A figure with a panel per caption, side by side as far as `wide` allows, and the rows of each."""
+    """A figure with its panels, and the rows of each."""
     # The object, not pyplot: no window system is asked for, and nothing is kept alive.
     from matplotlib import figure as figures
 
-    captions = _distinct(rows, caption)
+    captions, wide = _distinct(rows, layout.caption), layout.wide
     count, high = len(captions), -(-len(captions) // wide)
     figure = figures.Figure(figsize=(1.2 + 3.2 * min(wide, count), 0.9 + 3.0 * high), layout="constrained")
     axes = figure.subplots(high, wide, sharey=True, squeeze=False).flatten()
@@ -270,9 +256,9 @@ def _panels(
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_title(text, fontsize=10)
     for axis in axes[:count:wide]:
-        axis.set_ylabel(quantity)
+        axis.set_ylabel(f"{which}{layout.quantity}")
     figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=10)
-    return figure, [(axes[k], [row for row in rows if caption(row) == text]) for k, text in enumerate(captions)]
+    return figure, [(axes[k], [row for row in rows if layout.caption(row) == text]) for k, text in enumerate(captions)]
 
 
 def _line_of_seeds(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.float64], style: Style) -> None:

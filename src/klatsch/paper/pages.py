@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,16 +61,15 @@ def as_markdown(page: Page) -> str:
     parts += [f"    {page.command}"] if page.command else []
     parts += [f"![{page.title}]({name}.png)" for name, _ in page.figures]
     if page.verdicts:
-        lines = (
-            (f"- **{verdict.word}**: {verdict.claim} ({verdict.source})", *(f"  - {text}" for text in verdict.figures))
+        lines = [
+            "\n  - ".join((f"- **{verdict.word}**: {verdict.claim} ({verdict.source})", *verdict.figures))
             for verdict in page.verdicts
-        )
-        parts += ["## Verdicts", "\n".join(chain.from_iterable(lines))]
+        ]
+        parts += ["## Verdicts", "\n".join(lines)]
     if page.notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in page.notes)]
-    rule = "|" + "|".join("---" for _ in page.header) + "|"
-    rows = ["| " + " | ".join(row) + " |" for row in (page.header, *page.table)]
-    parts += ["## Numbers", "\n".join([rows[0], rule, *rows[1:]])]
+    header, *rows = ("| " + " | ".join(row) + " |" for row in (page.header, *page.table))
+    parts += ["## Numbers", "\n".join([header, "|---" * len(page.header) + "|", *rows])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -90,7 +89,7 @@ def table_of(rows: Sequence[Row]) -> tuple[tuple[str, ...], tuple[tuple[str, ...
 
 def edge_note(rows: Sequence[Row]) -> tuple[str, ...]:
     """Which rules may want a learning rate beyond the grid."""
-    edges = {rule: [row.at_edge for row in rows if row.rule == rule] for rule in dict.fromkeys(r.rule for r in rows)}
-    texts = [f"{rule} in {sum(edge)} of {len(edge)}" for rule, edge in edges.items() if any(edge)]
+    points, edges = Counter(row.rule for row in rows), Counter(row.rule for row in rows if row.at_edge)
+    texts = [f"{rule} in {edges[rule]} of {count}" for rule, count in points.items() if edges[rule]]
     note = "The chosen learning rate is the smallest or largest of the grid, so that a better one may lie beyond: "
     return (f"{note}{', '.join(texts)} points.",) if texts else ()

@@ -65,11 +65,11 @@ def _expanded(remembered: Remembered, store: Store) -> Expanded:
 def _figures_of_any(study: Study, rows: Sequence[Row], title: str) -> list[tuple[str, Figure]]:
     """The figures of a custom study, with the names of their files."""
     most = max(row.nodes for row in rows)
-    curves = [row for row in rows if row.nodes == most]  # of the largest size: all of them would be too many panels
-    found = [(f"{study.name}-rounds", figures.error_against_rounds(curves, title))]
-    if len({row.nodes for row in rows}) > 1:
-        found.insert(0, (f"{study.name}-nodes", figures.error_against_nodes(rows, title)))
-    return found
+    largest = [row for row in rows if row.nodes == most]  # all sizes would be too many panels
+    rounds = [(f"{study.name}-rounds", figures.error_against_rounds(largest, title))]
+    if {row.nodes for row in rows} == {most}:
+        return rounds
+    return [(f"{study.name}-nodes", figures.error_against_nodes(rows, title)), *rounds]
 
 
 def _facts(remembered: Remembered) -> tuple[str, str]:
@@ -151,7 +151,12 @@ def _render(
         for page in pages
     }
     return templates.get_template("report.html").render(
-        title=title, pages=pages, pictures=drawn, environments=environments, summary=summary, version=VERSION
+        title=title,
+        pages=pages,
+        pictures=drawn,
+        environments=environments,
+        summary=summary,
+        version=VERSION,
     )
 
 

@@ -1,13 +1,14 @@
-"""One table of what `klatsch reproduce` knows: each figure with its study, its title, its drawing and its sentences."""
+"""One table of all that `klatsch reproduce` knows: each figure with its title, study, drawing and sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from klatsch.paper import claims, figures, tables
-from klatsch.paper.claims import OfRows, Sentence, anything
+from klatsch.paper.claims import OfRows, Sentence
 from klatsch.paper.claims import points_of as of
 from klatsch.paper.pages import Page
 from klatsch.study.choices import Row
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Sentences = tuple[Sentence, ...]
-About = Callable[[Row], bool]
+Said = tuple[str, OfRows] | tuple[str, OfRows, int]  # a claim, how to check it, and the rounds it needs
 Content = Mapping[str, object]  # of a study, as a TOML file would hold it
 
 PAPER_ROUNDS = 100_000  # sentences on the network's error term need as many: it shrinks like 1 / T
@@ -31,10 +32,11 @@ BEYOND_SCALES: dict[str, Content] = {
 }
 CURVES = (4, 9, 25, 49, 100)  # sizes whose course is drawn: all nine would hide each other
 ALPHA_MIDDLE = 1.0  # data are heterogeneous below, nearly homogeneous above
+RING, TORUS, PEER = "ring", "torus", "one_peer_exponential"
 
 LEAST_SQUARES: Content = {
     "problem": {"name": "least-squares", "noise": [1.0, 10.0], "heterogeneity": [1.0, 10.0]},
-    "topologies": ("ring", "torus", "one_peer_exponential"),
+    "topologies": (RING, TORUS, PEER),
     "rules": ("dat", "dsgd"),
     "lr": PAPER_GRID,
 }
@@ -84,14 +86,9 @@ class Target:
 def study_of(
     target: str, scale: str, device: str = "cpu", dtype: str | None = None, epochs: int | None = None
 ) -> Study:
-    """The runs behind a figure.
+    """The runs behind a figure at "quick" or "paper" scale; `epochs` of the image studies are 50 at paper scale.
 
-    Args:
-        target: a name of TARGETS.
-        scale: "quick" or "paper".
-        device: "cpu", "cuda", ...
-        dtype: by default float32 on a CPU, where it is twice as fast, and float64 on a GPU; float32 for images.
-        epochs: of the image studies, how often to go through the data; 50 at paper scale by default.
+    By default dtype is float32 on a CPU, where it is twice as fast, and float64 on a GPU; float32 for images.
     """
     chosen = TARGETS[target]
     content = {"name": f"{target}-{scale}", "device": device, **chosen.study, **chosen.scales[scale]}
@@ -116,17 +113,12 @@ def _images(nodes: object, alpha: object = 0.1, topologies: object = "ring", epo
 # --- what is drawn, and what is said of it --------------------------------------------------------------------------
 
 
-def _together(rows: Sequence[Row], title: str) -> Figure:
-    return figures.error_against_nodes(rows, title, figures.colour_of_topology(rows))
-
-
 def _courses(rows: Sequence[Row], title: str) -> Figure:
-    shown = [row for row in rows if row.nodes in CURVES] or rows
-    return figures.error_against_rounds(shown, title, figures.colour_of_size(shown))
+    return figures.error_against_rounds([row for row in rows if row.nodes in CURVES] or rows, title, together=True)
 
 
-def _said(source: str, *said: tuple[str, OfRows] | tuple[str, OfRows, int], about: About = anything) -> Sentences:
-    """Sentences of one source: the claim, how to check it, and the rounds it needs."""
+def _said(source: str, *said: Said, about: Callable[[Row], bool] = lambda row: True) -> Sentences:
+    """Sentences of one source."""
     return tuple(Sentence(claim, find, source, rounds[0] if rounds else 1, about) for claim, find, *rounds in said)
 
 
@@ -134,21 +126,22 @@ def _skewed(row: Row) -> bool:
     return bool(row.setting["alpha"] < ALPHA_MIDDLE)
 
 
-def _on_courses(graph: str, where: str, *more: tuple[str, OfRows] | tuple[str, OfRows, int]) -> Sentences:
-    """What the appendix says of the course of the error on one graph; the first and last on all of them."""
+def _convergence(title: str, graph: str, *more: Said) -> Target:
+    """Figures 4 to 6: the course of the error on one graph, and what the appendix says of it."""
     here, ours = "Appendix, additional experimental results", "a check of ours on the sentence before"
-    relative = "D-SGD is so also in relation to where it starts (the start is nearer for larger M)"
     never = "D-SGD does not end better with more machines than 9"
     first = "D-SGD is better with larger M in the first rounds"
-    return (
+    relative = "D-SGD is so also in relation to where it starts (the start is nearer for larger M)"
+    where = "exponential graph" if graph == PEER else graph
+    sentences = (
         *_said(here, (f"{never}, on the {where}", of("dsgd", graph, claims.never_helps(9)))),
         *_said(here, (f"{first}, on the {where}", claims.first_rounds(relative=False))),
         *_said(ours, (f"{relative}, on the {where}", claims.first_rounds(relative=True))),
         *_said(here, *((f"{claim}, on the {where}", *rest) for claim, *rest in more)),
     )
+    return Target(title, {**LEAST_SQUARES, "topologies": graph}, SCALES, _courses, sentences)
 
 
-RING, TORUS, PEER = "ring", "torus", "one_peer_exponential"
 LATER, STEADILY = "D-SGD with larger M falls behind later", "DAT improves steadily with M"
 CEILING = "{} has no ceiling on the ring: its error does not grow up to M = {{most}}"
 AVERAGE = "the average of {}'s iterates is better than the last one"
@@ -159,7 +152,7 @@ TARGETS: dict[str, Target] = {
         "Figure 1: final error against the number of machines",
         LEAST_SQUARES,
         SCALES,
-        _together,
+        partial(figures.error_against_nodes, together=True),
         _said(
             "Section 5.1, figure 1",
             ("D-SGD gets worse with M on the ring from M = 4", of("dsgd", RING, claims.grows_from(4))),
@@ -212,42 +205,24 @@ TARGETS: dict[str, Target] = {
         ),
         IMAGE_NOTES,
     ),
-    "fig4": Target(
+    "fig4": _convergence(
         "Figure 4: convergence on ring",
-        {**LEAST_SQUARES, "topologies": RING},
-        SCALES,
-        _courses,
-        _on_courses(
-            RING,
-            "ring",
-            (LATER, of("dsgd", RING, claims.last_is_worse)),
-            ("DAT improves from M = 9 to 25", of("dat", RING, claims.step(9, 25, up=False)), PAPER_ROUNDS),
-            ("DAT is worse at M = 100 than at 25", of("dat", RING, claims.step(25, 100, up=True)), PAPER_ROUNDS),
-        ),
+        RING,
+        (LATER, of("dsgd", RING, claims.last_is_worse)),
+        ("DAT improves from M = 9 to 25", of("dat", RING, claims.step(9, 25, up=False)), PAPER_ROUNDS),
+        ("DAT is worse at M = 100 than at 25", of("dat", RING, claims.step(25, 100, up=True)), PAPER_ROUNDS),
     ),
-    "fig5": Target(
+    "fig5": _convergence(
         "Figure 5: convergence on torus",
-        {**LEAST_SQUARES, "topologies": TORUS},
-        SCALES,
-        _courses,
-        _on_courses(
-            TORUS,
-            "torus",
-            (LATER, of("dsgd", TORUS, claims.last_is_worse)),
-            (STEADILY, of("dat", TORUS, claims.falls()), PAPER_ROUNDS),
-        ),
+        TORUS,
+        (LATER, of("dsgd", TORUS, claims.last_is_worse)),
+        (STEADILY, of("dat", TORUS, claims.falls()), PAPER_ROUNDS),
     ),
-    "fig6": Target(
+    "fig6": _convergence(
         "Figure 6: convergence on one_peer_exponential",
-        {**LEAST_SQUARES, "topologies": PEER},
-        SCALES,
-        _courses,
-        _on_courses(
-            PEER,
-            "exponential graph",
-            ("D-SGD ends at about the same error for all M", of("dsgd", PEER, claims.flat)),
-            (STEADILY, of("dat", PEER, claims.falls())),
-        ),
+        PEER,
+        ("D-SGD ends at about the same error for all M", of("dsgd", PEER, claims.flat)),
+        (STEADILY, of("dat", PEER, claims.falls())),
     ),
     "beyond": Target(
         "Beyond the paper: other rules on the same axes",
