@@ -167,7 +167,7 @@ def test_ctrl_c_saves_what_is_in_progress(tmp_path, start):
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all processes of the group
     out, err = process.communicate(timeout=HANG)
     assert (process.returncode, out) == (130, "")
-    assert re.fullmatch(r"stopped; .*s.sqlite holds [\d,]+ runs, and the same command goes on from here\n", err)
+    assert re.fullmatch(r"stopped; .*s.sqlite holds [\d,]+ runs; the same command continues from here\n", err)
     assert before < rounds_in(saved[0]) < 100_000
 
 

@@ -32,13 +32,13 @@ def use_folder(folder: Path | None) -> None:
     from klatsch.problems.images import fashion_mnist
 
     if folder is not None:
-        fashion_mnist.load(folder, download=False)  # a wrong one shows at once
+        fashion_mnist.load(folder, download=False)  # a wrong folder fails at once
         os.environ[fashion_mnist.VARIABLE] = str(folder.resolve())
 
 
 @command("data fetch", "data fetch --data ~/fashion-mnist", to=data)
 def fetch(folder: Data = None) -> None:
-    """Look for Fashion-MNIST, download it where it is nowhere, and verify it."""
+    """Find Fashion-MNIST, download it if it is missing, and verify it."""
     from klatsch.problems.images import fashion_mnist
 
     place = fashion_mnist.find(folder)

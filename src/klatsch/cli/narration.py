@@ -1,4 +1,4 @@
-"""How far a study is: a bar for people at a terminal, a few lines for logs of long ones."""
+"""The progress of a study: a bar on a terminal, a few lines in the log of a long one."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def shown() -> Iterator[Told]:
 
 @contextmanager
 def interruptible(store: Store) -> Iterator[None]:
-    """On Ctrl-C say what is safe, and how to go on."""
+    """On Ctrl-C, say what is saved and how to continue."""
     try:
         yield
     except KeyboardInterrupt:
         if store.path != ":memory:":
             done = len(store.done())
-            print(f"stopped; {store.path} holds {done:,} runs, and the same command goes on from here", file=sys.stderr)
+            print(f"stopped; {store.path} holds {done:,} runs; the same command continues from here", file=sys.stderr)
         raise
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from klatsch.planning.verify import Verification
     from klatsch.theory import Constants
 
-GRADIENT, PARAMS = 0.1, 1_000_000  # where nothing is said of them
+GRADIENT, PARAMS = 0.1, 1_000_000  # by default
 HANDLING, EFFICIENCY = 5e-10, 0.1  # as in planning.Network and planning.Task
 
 
@@ -50,7 +50,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Links:
-    """The network, and what a machine does in a round."""
+    """The network, and the work of a machine in a round."""
 
     network: Annotated[str, text(f"One of {', '.join(catalogue.NETWORKS)}.")] = "10gbe"
     bandwidth: Annotated[float | None, option("Bytes per second of a machine's link.", parser=number)] = None
@@ -70,11 +70,11 @@ def plan(
     probe: Annotated[Path | None, typer.Argument(help="JSON of klatsch probe, for the constants.")] = None,
     samples: Annotated[float | None, option("Gradients to take in all, N = M T.", parser=number)] = None,
     target: Annotated[float | None, option("Error f(x) - f* to reach.", parser=number)] = None,
-    machines: Annotated[int, option("Most machines to think of.", "-n", "--machines")] = 1024,
+    machines: Annotated[int, option("Most machines to consider.", "-n", "--machines")] = 1024,
     efficiency: Annotated[float, option("Least speed-up per machine; 0: any.", parser=number)] = EFFICIENCY,
-    rules: Annotated[str | None, text("Some of the rules, as dat,dsgd.", metavar="LIST")] = None,
-    families: Annotated[str | None, text("Some of the graphs, as ring,ring/8.", "--topologies", metavar="LIST")] = None,
-    uncalibrated: Annotated[bool, typer.Option("--uncalibrated", help="All constants of the rates 1.")] = False,
+    rules: Annotated[str | None, text("Only these rules, such as dat,dsgd.", metavar="LIST")] = None,
+    families: Annotated[str | None, text("Only these graphs, as ring,ring/8.", "--topologies", metavar="LIST")] = None,
+    uncalibrated: Annotated[bool, typer.Option("--uncalibrated", help="Set all constants of the rates to 1.")] = False,
     check: Annotated[bool, typer.Option("--verify", help="Simulate the recommendation and its neighbours.")] = False,
     draw: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.png, .svg or .pdf.")] = None,
     as_json: AsJson = False,

@@ -1,4 +1,4 @@
-"""`klatsch reproduce`: the paper's figures and tables, with verdicts on what the paper says of them."""
+"""`klatsch reproduce`: the paper's figures and tables, with verdicts on what the paper says about them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.text import Text
 from klatsch import catalogue
 from klatsch.cli import narration, terminal
 from klatsch.cli.app import command
+from klatsch.cli.data import use_folder
 from klatsch.cli.run import Crew
 from klatsch.cli.terminal import AsJson, option, print_json, text
 
@@ -57,7 +58,7 @@ def reproduce(
         page = TABLES[target]()
         _make_folder(out)
     else:
-        crew.use_data()
+        use_folder(crew.data)
         study = study_of(target, scale, crew.device or "cpu", dtype, epochs)
         executor = crew.executor(study.device)
         expanded = expand(study)

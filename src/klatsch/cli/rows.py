@@ -16,7 +16,7 @@ EXPENDABLE = ("Gamma", "to", "from", "nodes")  # what a narrow terminal loses fi
 
 
 def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu") -> None:
-    """Print one line per row, and what it does not say by itself."""
+    """Print one line per row, then notes."""
     from klatsch.simulation import native
     from klatsch.study.grids import shown
 

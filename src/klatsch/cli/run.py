@@ -29,7 +29,7 @@ GRID = "0.0001,0.0005,0.001,0.005,0.01,0.05,0.1"  # the paper's
 
 @dataclass(frozen=True)
 class Comparison:
-    """What to run, where no file says it."""
+    """What to run, if no file is given."""
 
     rules: Annotated[str | None, text("Rules to compare (dat,dsgd).", metavar="NAMES")] = None
     topology: Annotated[str | None, text("Topologies (ring).", "-t", "--topology", metavar="NAMES")] = None
@@ -41,19 +41,18 @@ class Comparison:
     lr: Annotated[str | None, text("Learning rates to choose from (the paper's seven).", metavar="X,...")] = None
     seeds: Annotated[int | None, option("Number of seeds: 0, 1, 2 (3).", "--seeds")] = None
     lazy: Annotated[bool, typer.Option("--lazy", help="Graphs mix with (I + P) / 2.")] = False
-    any_graph: Annotated[bool, typer.Option("--any-graph", help="Run also where a rule refuses the graph.")] = False
+    any_graph: Annotated[bool, typer.Option("--any-graph", help="Run even where a rule refuses the graph.")] = False
     float32: Annotated[bool, typer.Option("--float32", help="Compute in float32: faster.")] = False
 
     def refuse_beside_a_file(self) -> None:
-        """Refuse what the file would have to say."""
-        flags = {"settings": "--set", "any_graph": "--any-graph"}
-        for field in fields(self):
-            if vars(self)[field.name] != field.default:
-                flag = flags.get(field.name, f"--{field.name}")
-                raise ValueError(f"{flag} does not go with a study file; write it into the file")
+        """Refuse options that belong in the file."""
+        given = [field.name for field in fields(self) if vars(self)[field.name] != field.default]
+        if given:
+            flag = {"settings": "set", "any_graph": "any-graph"}.get(given[0], given[0])
+            raise ValueError(f"--{flag} does not go with a study file; write it into the file")
 
     def study(self) -> Study:
-        """The study; an option goes to all that have it, and what does not fit is left out."""
+        """The study; an option goes to everything that has it, and what does not fit is left out."""
         from klatsch.own import label
         from klatsch.rules.names import WHY_NOT
         from klatsch.study import spec
@@ -94,10 +93,6 @@ class Crew:
     dask: Annotated[str | None, text("Run on the Dask cluster at ADDRESS.", metavar="ADDRESS")] = None
     data: Data = None
 
-    def use_data(self) -> None:
-        """Read Fashion-MNIST from the folder given."""
-        use_folder(self.data)
-
     def executor(self, device: str, in_memory: bool = False) -> workers.Open | None:
         """What runs the batches."""
         from klatsch.study import workers
@@ -106,15 +101,15 @@ class Crew:
         if count is not None and not 1 <= count <= workers.MOST_WORKERS:
             raise ValueError(f"--workers {count}: give a number from 1 to {workers.MOST_WORKERS:,}")
         if count is not None and (dask is not None or device != "cpu"):
-            raise ValueError(f"--workers {count}: leave it out: a cluster and a GPU have their own")
+            raise ValueError(f"--workers {count}: leave it out; a cluster and a GPU have their own")
         if dask is not None:
             return lambda: workers.dask(dask)
         if device == "cpu" and in_memory:
-            return lambda: workers.threads(count)  # start at once, which suits a quick look
+            return lambda: workers.threads(count)  # which start at once
         return None if count is None else lambda: workers.processes(count)
 
     def check(self, study: Study, cases: list[Case], store: Store) -> None:
-        """Refuse what cannot run before anything is written; what is done already can be shown anywhere."""
+        """Refuse what cannot run before anything is written; finished runs can be shown anywhere."""
         from klatsch.study import workers
         from klatsch.study.execute import check_ready
 
@@ -138,7 +133,7 @@ class Crew:
 def run(
     comparison: Comparison,
     crew: Crew,
-    file: Annotated[Path | None, typer.Argument(help="A study, instead of the options that say what to run.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="A study file, instead of options that say what to run.")] = None,
     engine: Annotated[str, text("stacked (simulation), or ranks: one process per node, under torchrun.")] = "stacked",
     plot: Annotated[Path | None, typer.Option(help="Draw the curves to FILE.png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
@@ -152,7 +147,7 @@ def run(
     from klatsch.study.execute import run_study
     from klatsch.study.store import Origin, Store
 
-    crew.use_data()
+    use_folder(crew.data)
     if named("engine", engine, {"stacked": False, "ranks": True}) and on_ranks.join() != 0:
         return on_ranks.serve()
     if file is not None:

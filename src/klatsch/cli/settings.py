@@ -1,4 +1,4 @@
-"""`--set NAME=VALUE`: options of rules, graphs and problems, typed by the signature of whoever has them."""
+"""`--set NAME=VALUE`: options of rules, graphs and problems, typed by the signatures of their owners."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 
 
 def split(given: Sequence[str] | None) -> dict[str, str]:
-    """The names that are set, each with its value as text."""
+    """The settings by name, each as text."""
     found: dict[str, str] = {}
     for text in given or ():
         name, _, value = (part.strip() for part in text.partition("="))
@@ -38,12 +38,12 @@ def split(given: Sequence[str] | None) -> dict[str, str]:
 
 
 def typed(given: Mapping[str, str], parameters: Parameters) -> dict[str, object]:
-    """Those settings that something has among its parameters, as values of their types."""
+    """The settings that are among the parameters, as values of their types."""
     return {name: _values(name, text, parameters[name]) for name, text in given.items() if name in parameters}
 
 
 def chosen(given: Sequence[str] | None, owner: str, parameters: Parameters) -> dict[str, object]:
-    """The settings of the only thing that can have them."""
+    """The settings of a single owner, as values of their types."""
     check_known(split(given), {owner: parameters})
     return typed(split(given), parameters)
 
@@ -51,7 +51,7 @@ def chosen(given: Sequence[str] | None, owner: str, parameters: Parameters) -> d
 def check_known(
     given: Collection[str], owners: Mapping[str, Parameters], reasons: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Refuse a setting that none of several things has; `reasons` says why not of some."""
+    """Refuse a setting that no owner has; `reasons` explains some of the refusals."""
     known = dict.fromkeys(option for parameters in owners.values() for option in parameters)
     who = f"{', '.join(owners)} has no" if len(owners) == 1 else f"none of {', '.join(owners)} has an"
     for name in given:

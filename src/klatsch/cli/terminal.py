@@ -56,7 +56,7 @@ def text(help_: str, *names: str, metavar: str = "NAME") -> Any:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-Data = Annotated[Path | None, text("Folder of Fashion-MNIST's four files (else looked for).", "--data", metavar="DIR")]
+Data = Annotated[Path | None, text("Folder of Fashion-MNIST's four files (else searched).", "--data", metavar="DIR")]
 
 
 def console() -> Console:
@@ -71,12 +71,12 @@ def note(line: str, style: str = "dim") -> None:
 
 
 def command_line() -> str:
-    """What was typed, to be kept with the results."""
+    """What was typed, to keep with the results."""
     return shlex.join(["klatsch", *sys.argv[1:]])
 
 
 def print_json(content: Mapping[str, object]) -> None:
-    """Print for programs."""
+    """Print JSON for programs."""
     print(json.dumps(content, indent=2, allow_nan=False))
 
 

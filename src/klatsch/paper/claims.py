@@ -3,7 +3,7 @@
 A panel is one setting of the problem: (sigma, zeta) or alpha. Values are means over the seeds at the chosen learning
 rate. "Grows" and "falls" forgive a step in the other direction that is within SLACK, or within the scatter of the seeds
 (their ranges overlap); overall the change must be CHANGE or more. "About the same" is within FLAT. Of accuracies,
-"ahead" is by more than LEVEL and more than the seeds scatter; "level" is within LEVEL. What diverged decides nothing.
+"ahead" is by more than LEVEL and more than the seeds scatter; "level" is within LEVEL. Diverged runs decide nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Options = ParamSpec("Options")
 
 
 def asks(find: Callable[Concatenate[Looked, Options], Answer]) -> Callable[Options, Callable[[Looked], Answer]]:
-    """Let a check take its options first, and what it looks at later."""
+    """Let a check take its options first, and rows or points later."""
     return lambda *args, **kwargs: lambda looked: find(looked, *args, **kwargs)
 
 
@@ -51,7 +51,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Sentence:
-    """What is said of a figure, where, and how to check it in one panel; fewer rounds decide nothing."""
+    """A statement about a figure, its source, and how to check it in one panel; fewer rounds decide nothing."""
 
     claim: str
     find: OfRows

@@ -24,7 +24,7 @@ COLOURS = ("#0072B2", "#D55E00", "#999999", "#CC79A7", "#56B4E9", "#E69F00", "#0
 GRAPH_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*h"
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
-VALUE = "value: "  # an element with this id carries a text, which a report shows where one points
+VALUE = "value: "  # an element with this id carries a text, which a report shows as a tooltip
 
 ERROR = r"$\frac{1}{M}\sum_i \|x_T^i - x^*\|^2$"
 SYMBOLS = {"noise": r"$\sigma$", "heterogeneity": r"$\zeta$"}
@@ -241,7 +241,7 @@ def _panels(
     rows: Sequence[Row], title: str, layout: Layout, which: str = ""
 ) -> tuple[Figure, list[tuple[Axes, list[Row]]]]:
     """A figure with its panels, and the rows of each."""
-    # The object, not pyplot: no window system is asked for, and nothing is kept alive.
+    # The object, not pyplot: no window system is needed, and nothing is kept alive.
     from matplotlib import figure as figures
 
     captions, wide = _distinct(rows, layout.caption), layout.wide
@@ -263,14 +263,14 @@ def _panels(
 
 def _line_of_seeds(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.float64], style: Style) -> None:
     """A line for the mean of the seeds, and a band from the smallest to the largest; spread holds these three."""
-    shown = np.isfinite(spread[0])  # what diverged has no place on the axis
+    shown = np.isfinite(spread[0])  # diverged values are not drawn
     x, (mean, low, high) = np.asarray(x, dtype=float)[shown], spread[:, shown]
     axis.plot(x, mean, markersize=4, linewidth=1.4, label=label, **style)
     axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
 def _mark(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: str = "") -> None:
-    """What a page shows where one points at a marker: the mean of the seeds, and their range."""
+    """What a report shows when you point at a marker: the mean of the seeds and their range."""
     if np.isfinite(mean := values.mean()):
         spread = f"{mean:.3g} ({values.min():.3g} to {values.max():.3g})"
         text = f"{row.rule}, {row.topology}, M = {row.nodes}{when}: {spread}, lr {row.lr:g}"
@@ -285,11 +285,11 @@ def _legend(figure: Figure) -> None:
 
 
 def _limits(curves: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
-    """An axis that shows all accuracies; what has diverged is below it."""
+    """Limits that show all accuracies; diverged ones fall below."""
     shown = [float(value) for curve in curves for value in curve.flat if value > 0]
     return max(0.0, min(shown, default=0.0) - 0.03), min(1.0, max(shown, default=1.0) + 0.02)
 
 
 def _distinct(rows: Sequence[Row], of: Callable[[Row], Value]) -> list[Value]:
-    """The different values of something, in order."""
+    """The distinct values, in order."""
     return list(dict.fromkeys(of(row) for row in rows))

@@ -29,7 +29,7 @@ BANDS = "bands reach from the smallest to the largest seed."
 
 
 def page_of(remembered: Remembered, store: Store, expanded: Expanded | None = None) -> Page:
-    """The page of a study, from the runs that the store holds so far; `expanded` where that is done already."""
+    """The page of a study, from the runs that the store holds so far; give `expanded` if you have it."""
     study, origin, target = remembered.study, remembered.origin, TARGETS.get(remembered.origin.kind)
     title = study.name if target is None else f"{target.title} ({origin.scale} scale)"
     cases, left_out = expanded or _expanded(remembered, store)
@@ -55,7 +55,7 @@ def _expanded(remembered: Remembered, store: Store) -> Expanded:
     study = remembered.study
     if remembered.sources is not None:
         return expand(study, remembered.sources)
-    # Of 0.1, where D2 could be lazy on some graphs and not on others.
+    # A study of 0.1, in which D2 could be lazy on some graphs and not on others.
     cases, left_out = expand(study.model_copy(update={"leave_out": True}))
     done = store.done()
     cases = [case for case in cases if case.key in done or "lazy" not in case.rule_options]
@@ -168,7 +168,7 @@ def inline_svg(text: str, prefix: str) -> str:
     svg = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\1{prefix}-", svg)
     tag, rest = svg.split(">", 1)
     width = re.search(r'width="([\d.]+)pt"', tag)
-    # On a phone a figure scrolls, and does not shrink below what can be read.
+    # On a phone a figure scrolls instead of shrinking until it cannot be read.
     least = f' style="min-width: {0.72 * float(width.group(1)):.0f}pt"' if width else ""
     tag = re.sub(r' (width|height)="[\d.]+pt"', "", tag)
     return f"{tag}{least}>{rest}"

@@ -21,7 +21,7 @@ Sentences = tuple[Sentence, ...]
 Said = tuple[str, OfRows] | tuple[str, OfRows, int]  # a claim, how to check it, and the rounds it needs
 Content = Mapping[str, object]  # of a study, as a TOML file would hold it
 
-PAPER_ROUNDS = 100_000  # sentences on the network's error term need as many: it shrinks like 1 / T
+PAPER_ROUNDS = 100_000  # sentences on the network's error term need this many: it shrinks like 1 / T
 SCALES: dict[str, Content] = {
     "quick": {"nodes": (4, 9, 16, 25, 49, 100), "steps": 20_000, "seeds": 3},
     "paper": {"nodes": (4, 9, 16, 25, 36, 49, 64, 81, 100), "steps": PAPER_ROUNDS, "seeds": 3},
@@ -73,7 +73,7 @@ IMAGE_NOTES = (
 
 @dataclass(frozen=True)
 class Target:
-    """A figure: what to run, what to call it, how to draw it, and what is said of it."""
+    """A figure: its title, what to run, how to draw it, and what is said about it."""
 
     title: str
     study: Content
@@ -110,7 +110,7 @@ def _images(nodes: object, alpha: object = 0.1, topologies: object = "ring", epo
     return {"nodes": nodes, "topologies": topologies, "seeds": seeds, "epochs": epochs, "problem": problem}
 
 
-# --- what is drawn, and what is said of it --------------------------------------------------------------------------
+# --- what is drawn, and what is said about it -----------------------------------------------------------------------
 
 
 def _courses(rows: Sequence[Row], title: str) -> Figure:
