@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -60,7 +59,7 @@ def error_against_nodes(rows: Sequence[Row], title: str, together: bool = False)
         layout = Layout(quantity, setting, lambda row: f"{row.rule}, {row.topology}", _by_topology(rows), 2)
         return _against_nodes(rows, title, layout)
     wide = min(4, len({row.topology for row in rows}))
-    caption = partial(_joined, lambda row: row.topology, setting)
+    caption = _settings(rows, lambda row: [row.topology])
     return _against_nodes(rows, title, Layout(quantity, caption, lambda row: row.rule, _by_rule(rows), wide))
 
 
@@ -73,7 +72,7 @@ def error_against_rounds(rows: Sequence[Row], title: str, together: bool = False
     if together:
         layout = Layout(quantity, setting, lambda row: f"{row.rule}, M = {row.nodes}", _by_size(rows), 2)
         return _against_rounds(rows, title, layout)
-    caption = partial(_joined, lambda row: f"{row.topology}, {row.nodes} machines", setting)
+    caption = _settings(rows, lambda row: [row.topology, f"{row.nodes} machines"])
     wide = min(3, len(_distinct(rows, caption)))
     layout = Layout(quantity, caption, lambda row: f"{row.rule}, lr {row.lr:g}", _by_rule(rows), wide, legends=True)
     return _against_rounds(rows, title, layout)
@@ -127,17 +126,16 @@ def classes_of_nodes(counts: NDArray[np.int64], classes: Sequence[str], title: s
 # --- what a row is called and how it looks --------------------------------------------------------------------------
 
 
-def _settings(rows: Sequence[Row]) -> Text:
-    """The setting of a row by the options that differ between rows, in the paper's letters."""
+def _settings(rows: Sequence[Row], before: Callable[[Row], list[str]] = lambda row: []) -> Text:
+    """The setting of a row by the options that differ between rows, in the paper's letters, after other words."""
     names = dict.fromkeys(name for row in rows for name in row.setting)
     varying = [name for name in names if len({row.setting.get(name) for row in rows}) > 1]
-    return lambda row: ", ".join(
-        f"{SYMBOLS.get(name, name)} = {row.setting[name]:g}" for name in varying if name in row.setting
-    )
 
+    def text(row: Row) -> str:
+        letters = (f"{SYMBOLS.get(name, name)} = {row.setting[name]:g}" for name in varying if name in row.setting)
+        return ", ".join([*before(row), *letters])
 
-def _joined(first: Text, second: Text, row: Row) -> str:
-    return ", ".join(filter(None, (first(row), second(row))))
+    return text
 
 
 def _alpha(row: Row) -> str:

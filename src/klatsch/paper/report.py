@@ -151,12 +151,7 @@ def _render(
         for page in pages
     }
     return templates.get_template("report.html").render(
-        title=title,
-        pages=pages,
-        pictures=drawn,
-        environments=environments,
-        summary=summary,
-        version=VERSION,
+        title=title, pages=pages, pictures=drawn, environments=environments, summary=summary, version=VERSION
     )
 
 
