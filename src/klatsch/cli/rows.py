@@ -46,8 +46,8 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
         "from": f"from, to: smallest and largest of {seeds}",
         "Gamma": "Gamma: consensus distance of the points where gradients are taken",
     }
-    said = [note for name, note in notes.items() if name in kept] + [terminal.WIDER] * (len(kept) < len(lines[0]))
-    terminal.note("; ".join(said))
+    wider = [terminal.WIDER] if len(kept) < len(lines[0]) else []
+    terminal.note("; ".join([note for name, note in notes.items() if name in kept] + wider))
     if any(row.at_edge for row in rows):
         terminal.note("* the smallest or largest learning rate tried: a better one may lie beyond")
     for reason in dict.fromkeys(item.reason for item in left_out):

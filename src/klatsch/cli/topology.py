@@ -125,8 +125,10 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
     expendable = ["doubly\nstoch.", "sym-\nmetric", "edges", "messages\n/round", "period", "exact\nafter", "degree"]
     kept = terminal.print_table(f"{summaries[0].nodes:,} nodes, largest spectral gap rho first", lines, expendable)
     terminal.note(f"per node; bytes for DAT-SGD with {summaries[0].params:,} float32 parameters, D-SGD sends half")
-    for note in [terminal.WIDER] * (len(kept) < len(lines[0])) + [f"left out: {why}" for why in left_out.values()]:
-        terminal.note(note)
+    if len(kept) < len(lines[0]):
+        terminal.note(terminal.WIDER)
+    for why in left_out.values():
+        terminal.note(f"left out: {why}")
 
 
 def _yes(value: bool) -> str:
