@@ -156,6 +156,12 @@ def test_links_lead_somewhere(path):
         assert target.startswith("http") or (path.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_files_named_in_the_documents_exist(path):
+    for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|c|toml|safetensors))`", path.read_text()):
+        assert any((root / name).exists() for root in (ROOT, ROOT / "src", ROOT / "src" / "klatsch")), name
+
+
 def test_make_targets_named_in_the_documents_exist():
     makefile = (ROOT / "Makefile").read_text()
     for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:

@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 import numpy as np
 import pytest
 
+from klatsch import rules
 from klatsch.paper import claims, figures, pages, tables
 from klatsch.paper import targets as paper
 from klatsch.paper.report import inline_svg, page_of
@@ -434,3 +435,7 @@ def test_every_line_is_in_the_legend():
 def test_pages_say_when_a_learning_rate_lies_at_the_edge():
     edge = Row("dsgd", "ring", 4, (0.1, 0.2), (1,), np.array([[[1.0, 2.0]]]), np.zeros((1, 1, 2)), 0.0)
     assert "dsgd in 1 of 1 points" in pages.edge_note([edge])[0]
+
+
+def test_every_rule_has_a_look_of_its_own():
+    assert len(rules.RULES) <= len(set(figures.COLOURS)) == len(set(figures.MARKERS)), "add a colour and a marker"

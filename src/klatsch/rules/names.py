@@ -61,6 +61,7 @@ def dat_sgp(lr: Given, averaging: Given = "constant", momentum: Given = 0.0, bet
     return Anytime(Push(lr, inertia(momentum)), averaging, beta)
 
 
+# Figures give each a colour and a marker by its place here: add a new one at the end.
 RULES: dict[str, Callable[..., Rule]] = {
     build.__name__.replace("_", "-"): build for build in (dsgd, dat, d2, gt, sgp, decentlam, dat_gt, dat_d2, dat_sgp)
 }
