@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from klatsch import topology as topologies
 from klatsch.arguments import number
+from klatsch.search import last
 
 Number = float | NDArray[np.float64]
 
@@ -311,17 +312,9 @@ def rounds_to_error(rule: str, epsilon: float, M: int, rho: float, constants: Co
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """The last step from 1 up at which `holds`, at least 1: all small steps are tried, larger ones by bisection."""
+    """The last step from 1 at which `holds`, at least 1: all small steps are tried, larger ones by bisection."""
     low = max((step for step in range(1, SMALL + 1) if holds(step)), default=1)
-    if low < SMALL:
-        return low
-    high = 2 * low
-    while holds(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    return low if low < SMALL else last(holds, low)
 
 
 def _first_after(holds: Callable[[int], bool]) -> int:

@@ -28,35 +28,8 @@ from klatsch.topology.families import (
 from klatsch.topology.graph import Topology, every, from_matrices, from_networkx, lazy
 from klatsch.topology.names import builder, make, nth_size, options, spectral_gap
 
-__all__ = [
-    "FAMILIES",
-    "TOPOLOGIES",
-    "Family",
-    "Summary",
-    "Topology",
-    "base_graph",
-    "builder",
-    "compare",
-    "complete",
-    "directed_ring",
-    "draw",
-    "erdos_renyi",
-    "every",
-    "exponential",
-    "from_matrices",
-    "from_networkx",
-    "grid",
-    "hypercube",
-    "lazy",
-    "make",
-    "near_complete",
-    "nth_size",
-    "one_peer_exponential",
-    "options",
-    "random_regular",
-    "ring",
-    "spectral_gap",
-    "star",
-    "summarize",
-    "torus",
-]
+__all__ = ["FAMILIES", "TOPOLOGIES", "Family", "Summary", "Topology"]
+__all__ += ["builder", "compare", "draw", "every", "from_matrices", "from_networkx", "lazy", "make", "nth_size"]
+__all__ += ["options", "spectral_gap", "summarize"]
+__all__ += ["base_graph", "complete", "directed_ring", "erdos_renyi", "exponential", "grid", "hypercube"]
+__all__ += ["near_complete", "one_peer_exponential", "random_regular", "ring", "star", "torus"]

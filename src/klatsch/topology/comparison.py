@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from klatsch.arguments import whole
 from klatsch.topology.families import FAMILIES
-from klatsch.topology.graph import Topology
+from klatsch.topology.graph import Topology, check_topology
 from klatsch.topology.names import family, make, options, spectral_gap
 from klatsch.topology.validation import node_count
 
@@ -56,8 +56,7 @@ def summarize(
         bytes_per_parameter: 4 for float32.
         rho: the spectral gap in closed form; then it is not solved for, and changing graphs are not followed.
     """
-    if not isinstance(topology, Topology):
-        raise ValueError(f"summarize takes a Topology, not a {type(topology).__name__}")
+    check_topology("summarize", topology)
     vector = topology.messages * whole(params, "params", 1) * whole(bytes_per_parameter, "bytes_per_parameter", 1)
     small = topology.size <= LARGEST_DETAILED
     static = topology.symmetric and not topology.changes

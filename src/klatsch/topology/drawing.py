@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from klatsch import pictures
-from klatsch.topology.graph import Topology
+from klatsch.topology.graph import Topology, check_topology
 
 if TYPE_CHECKING:  # loaded only to draw
     from matplotlib.axes import Axes
@@ -26,8 +26,7 @@ Positions = NDArray[np.float64]
 
 def draw(topology: Topology, path: str | Path) -> Path:
     """Draw every round of the period in which nodes talk to an SVG, PNG or PDF file."""
-    if not isinstance(topology, Topology):
-        raise ValueError(f"draw takes a Topology, not a {type(topology).__name__}; make one with from_networkx")
+    check_topology("draw", topology)
     path = Path(path)
     pictures.check_path(path)
     if topology.size > LARGEST:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from klatsch.arguments import whole
+from klatsch.arguments import number, whole
 from klatsch.topology import schedules
 from klatsch.topology.graph import Topology
 from klatsch.topology.matrix import Nodes, circulant, metropolis_hastings, symmetric
@@ -182,11 +182,10 @@ def erdos_renyi(n: int, *, p: float | None = None, seed: int = 0) -> Topology:
 
     n = FAMILIES["erdos_renyi"].checked(n)
     p = min(1.0, 2 * math.log(n) / n) if p is None else p
-    if not isinstance(p, int | float | np.number) or not 0 <= p <= 1:
-        raise ValueError(f"erdos_renyi: p = {p!r} is not a probability; choose it from 0 to 1")
+    p = number("erdos_renyi: p", p, lambda v: 0 <= v <= 1, "a probability, from 0 to 1")
     remedy = f"raise p above ln(n) / n = {math.log(n) / n:.3g}"
     draw = partial(nx.fast_gnp_random_graph, n, p)
-    return _drawn("erdos_renyi", n, f"p = {p:g}", float(p) * n * (n - 1) / 2, draw, seed, remedy)
+    return _drawn("erdos_renyi", n, f"p = {p:g}", p * n * (n - 1) / 2, draw, seed, remedy)
 
 
 def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topology:
@@ -211,9 +210,7 @@ def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topol
     if degree < min(2, n - 1):
         raise ValueError(f"random_regular: degree = {degree} cannot connect {n} nodes; choose 2 or more")
     draw = partial(nx.random_regular_graph, degree, n)
-    return _drawn(
-        "random_regular", n, f"degree = {degree:,}", n * degree / 2, draw, seed, remedy="choose degree 3 or more"
-    )
+    return _drawn("random_regular", n, f"degree = {degree:,}", n * degree / 2, draw, seed, "choose degree 3 or more")
 
 
 def powers_of_two_below(n: int) -> list[int]:
@@ -251,15 +248,13 @@ def _lattice_shape(
 
 def _lattice(name: str, n: int | None, rows: int | None, cols: int | None) -> Topology:
     rows, cols = _lattice_shape(name, n, rows, cols)
-    number = np.arange(rows * cols).reshape(rows, cols)
-    links = [(number.ravel()[:0],) * 2]
-    for axis, length in enumerate((rows, cols)):
-        if name == "torus" and length > 2:  # a side of two would close on the link it already has
-            links.append((number.ravel(), np.roll(number, -1, axis).ravel()))
-        else:
-            along = np.moveaxis(number, axis, 0)
-            links.append((along[:-1].ravel(), along[1:].ravel()))
-    i, j = (np.concatenate(ends) for ends in zip(*links, strict=True))
+    nodes = np.arange(rows * cols).reshape(rows, cols)
+    links = []
+    for along in (nodes, nodes.T):
+        # A torus closes each line, but a side of two would close on the link it already has.
+        ends = len(along) if name == "torus" and len(along) > 2 else len(along) - 1
+        links.append((along[:ends], np.roll(along, -1, axis=0)[:ends]))
+    i, j = (np.concatenate([part.ravel() for part in parts]) for parts in zip(*links, strict=True))
     return _undirected(f"{name}({rows}x{cols})", rows * cols, i, j, (rows, cols))
 
 
@@ -305,11 +300,6 @@ def _no_power_of_two(n: int) -> str:
     lower, upper = 1 << (n.bit_length() - 1), 1 << n.bit_length()
     nearest = lower if n - lower <= upper - n else upper
     return f"hypercube: n = {n} is not a power of two; the nearest that works is {nearest}" if n != lower else ""
-
-
-def _disconnected(n: int) -> str:
-    reason = "near_complete: 2 nodes without their only link are disconnected; the nearest sizes are 1 and 3"
-    return reason if n == 2 else ""
 
 
 def _torus_gap(n: int | None = None, *, rows: int | None = None, cols: int | None = None) -> float:
@@ -384,7 +374,7 @@ FAMILIES: dict[str, Family] = {
             near_complete,
             _near_complete_gap,
             lambda n: n - 1 - (n > 1 and n % 2 == 0),
-            _disconnected,
+            lambda n: "near_complete: 2 nodes have only the link it leaves out; take 1 or 3" if n == 2 else "",
             lambda s: 1 if s == 1 else s + 1,
             dense=True,
         ),

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isfinite
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from klatsch.arguments import number
+from klatsch.arguments import number, whole
 from klatsch.topology import spectrum, validation
 from klatsch.topology.matrix import SUM_TOLERANCE, Matrix, identity, mapped, metropolis_hastings, with_self_weights
 
 if TYPE_CHECKING:
-    import networkx as nx  # loaded by those who have such a graph
+    import networkx as nx  # loaded only for such a graph
 
 Stochastic = Literal["doubly", "rows", "columns"]
 Node = TypeVar("Node", bound=Hashable)
@@ -47,15 +48,13 @@ class Topology:
     every: int = 1
 
     def __post_init__(self) -> None:
-        if self.stochastic not in get_args(Stochastic):
-            raise ValueError(
-                f"{self.name}: stochastic = {self.stochastic!r}; choose from {', '.join(get_args(Stochastic))}"
-            )
+        if self.stochastic not in (known := get_args(Stochastic)):
+            raise ValueError(f"{self.name}: stochastic = {self.stochastic!r}; choose from {', '.join(known)}")
         given = tuple(self.matrices)
         numbers = {id(P): k for k, P in reversed(list(enumerate(given, 1)))}
         matrices = tuple(mapped(given, lambda P: validation.canonical(P, f"{self.name}, matrix {numbers[id(P)]}")))
-        object.__setattr__(self, "every", validation.check_silence(self.name, matrices, self.every))
-        validation.check_matrices(self.name, matrices[self.every - 1 :: self.every], self.stochastic)
+        object.__setattr__(self, "every", whole(self.every, "every", 1, validation.LONGEST))
+        validation.check_matrices(self.name, matrices, self.stochastic, self.every)
         for P in matrices:
             for part in (P.data, P.indices, P.indptr):
                 part.flags.writeable = False
@@ -86,11 +85,11 @@ class Topology:
 
     def neighbors(self, i: int, t: int = 1) -> NDArray[np.int64]:
         """The nodes that node i hears in round t, without itself, in ascending order."""
-        return _others(self.matrices[self._phase(t)], self._node(i))
+        return _others(self.matrices[self._phase(t)], i, self.name)
 
     def receivers(self, i: int, t: int = 1) -> NDArray[np.int64]:
         """The nodes that hear node i in round t; equal to `neighbors` unless the graph is directed."""
-        return _others(self._transposed[self._phase(t)], self._node(i))
+        return _others(self._transposed[self._phase(t)], i, self.name)
 
     @property
     def changes(self) -> bool:
@@ -105,10 +104,7 @@ class Topology:
     @cached_property
     def directed(self) -> bool:
         """Whether some link carries a message one way only within a round."""
-        return any(
-            not np.array_equal(P.indptr, Q.indptr) or not np.array_equal(P.indices, Q.indices)
-            for P, Q in zip(self.speaking, self._transposed[self.every - 1 :: self.every], strict=True)
-        )
+        return any(P.multiply(P.T).nnz < P.nnz for P in self.speaking)
 
     @cached_property
     def row_stochastic(self) -> bool:
@@ -128,24 +124,22 @@ class Topology:
     @cached_property
     def edges(self) -> int:
         """Distinct links used over one period: pairs of nodes, or arrows if the graph is directed."""
-        pattern = sum(self.speaking[1:], start=self.speaking[0])
-        arrows = int(pattern.nnz - np.count_nonzero(pattern.diagonal()))
+        arrows = _arrows(sum(self.speaking[1:], start=self.speaking[0]))
         return arrows if self.directed else arrows // 2
 
     @cached_property
     def degree(self) -> int:
         """The largest number of nodes that one node hears or is heard by in one round."""
         return max(
-            int((np.diff(P.indptr) - (P.diagonal() > 0)).max())
-            for matrices in (self.speaking, self._transposed[self.every - 1 :: self.every])
-            for P in matrices
+            int((heard - (P.diagonal() > 0)).max())
+            for P in self.speaking
+            for heard in (np.diff(P.indptr), np.bincount(P.indices, minlength=self.size))
         )
 
     @cached_property
     def messages(self) -> float:
         """Messages that a node sends per round, on average over nodes and rounds."""
-        sent = sum(P.nnz - np.count_nonzero(P.diagonal()) for P in self.speaking)
-        return float(sent / (self.size * self.period))
+        return sum(map(_arrows, self.speaking)) / (self.size * self.period)
 
     @cached_property
     def spectral_gap(self) -> float:
@@ -233,14 +227,7 @@ class Topology:
         return tuple(mapped(self.matrices, lambda P: validation.canonical(P.T, self.name)))
 
     def _phase(self, t: int) -> int:
-        if not isinstance(t, int | np.integer) or t < 1:
-            raise ValueError(f"round t = {t!r}: rounds count from 1")
-        return (t - 1) % self.period
-
-    def _node(self, i: int) -> int:
-        if not isinstance(i, int | np.integer) or not 0 <= i < self.size:
-            raise ValueError(f"node {i!r} is not in {self.name}: nodes count from 0 to {self.size - 1}")
-        return i
+        return (whole(t, "round t", 1) - 1) % self.period
 
 
 def from_matrices(matrices: object, *, stochastic: Stochastic = "doubly", name: str = "from_matrices") -> Topology:
@@ -280,12 +267,11 @@ def from_networkx(
     if not nodes:
         raise ValueError(f"{name}: the graph has no nodes; give at least one")
     if graph.is_multigraph():
+        simple = "DiGraph" if graph.is_directed() else "Graph"
         raise ValueError(
-            f"{name}: the graph is a multigraph; merge parallel edges first,"
-            f" for example with nx.{'DiGraph' if graph.is_directed() else 'Graph'}(graph)"
+            f"{name}: the graph is a multigraph; merge parallel edges, for example with nx.{simple}(graph)"
         )
-    loops = sorted(map(repr, nx.nodes_with_selfloops(graph)))
-    if loops:
+    if loops := sorted(map(repr, nx.nodes_with_selfloops(graph))):
         raise ValueError(
             f"{name}: node {loops[0]} has a self-loop; remove it, for example with"
             " graph.remove_edges_from(nx.selfloop_edges(graph)): its self-weight is what its links leave of 1"
@@ -303,17 +289,14 @@ def from_networkx(
 def _matrix(
     graph: nx.Graph[Hashable], nodes: list[Hashable], weight: str | None, stochastic: Stochastic, name: str
 ) -> Matrix:
-    size, number = len(nodes), {node: i for i, node in enumerate(nodes)}
-    ends = np.array([(number[u], number[v]) for u, v in graph.edges], dtype=np.int64).reshape(-1, 2)
+    size, place = len(nodes), {node: i for i, node in enumerate(nodes)}
+    ends = np.array([(place[u], place[v]) for u, v in graph.edges], dtype=np.int64).reshape(-1, 2)
     sender, receiver = ends[:, 0], ends[:, 1]
     if weight is not None:
-        given = [(edge, data.get(weight)) for *edge, data in graph.edges(data=True)]
-        for edge, value in given:
-            if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not np.isfinite(value):
-                raise ValueError(
-                    f"{name}: edge {tuple(edge)} has {weight} = {value!r}; give every edge a number from 0 to 1"
-                )
-        values = np.array([value for _, value in given], dtype=np.float64)
+        what, wanted = f"{name}: {weight} of edge", "every edge a number from 0 to 1"
+        values = np.array(
+            [number(f"{what} {u, v}", of.get(weight), isfinite, wanted) for u, v, of in graph.edges(data=True)]
+        )
     elif graph.is_directed():
         values = 1.0 / (1 + np.bincount(sender, minlength=size)[sender])
     else:
@@ -336,11 +319,12 @@ def _matrix(
 
 def lazy(topology: Topology) -> Topology:
     """The same graph with (I + P) / 2: half as fast, but no eigenvalue below 0 (what D2 wants on an even ring)."""
-    _check_topology("lazy", topology)
+    check_topology("lazy", topology)
     itself, matrices = identity(topology.size), list(topology.matrices)
-    halved = [validation.canonical((itself + P) / 2.0, topology.name) for P in topology.speaking]
-    matrices[topology.every - 1 :: topology.every] = halved
-    return Topology(f"lazy {topology.name}", tuple(matrices), topology.stochastic, topology.lattice, topology.every)
+    matrices[topology.every - 1 :: topology.every] = [
+        validation.canonical((itself + P) / 2.0, topology.name) for P in topology.speaking
+    ]
+    return replace(topology, name=f"lazy {topology.name}", matrices=tuple(matrices))
 
 
 def every(topology: Topology, H: int) -> Topology:
@@ -351,7 +335,7 @@ def every(topology: Topology, H: int) -> Topology:
     References:
         Koloskova et al., "A unified theory of decentralized SGD with changing topology and local updates", 2020.
     """
-    _check_topology("every", topology)
+    check_topology("every", topology)
     rounds_between, speaking = validation.rounds_between, topology.speaking
     between = rounds_between(rounds_between(H) * topology.every, len(speaking))
     if between == topology.every:
@@ -359,14 +343,22 @@ def every(topology: Topology, H: int) -> Topology:
     name = topology.name.removesuffix(f"/{topology.every}") if topology.every > 1 else topology.name
     matrices = [identity(topology.size)] * (between * len(speaking))
     matrices[between - 1 :: between] = speaking
-    return Topology(f"{name}/{between}", tuple(matrices), topology.stochastic, topology.lattice, between)
+    return replace(topology, name=f"{name}/{between}", matrices=tuple(matrices), every=between)
 
 
-def _check_topology(taker: str, topology: object) -> None:
+def check_topology(taker: str, topology: object) -> None:
+    """Refuse what is not a Topology."""
     if not isinstance(topology, Topology):
         raise ValueError(f"{taker} takes a Topology, not a {type(topology).__name__}; make one with from_matrices")
 
 
-def _others(P: Matrix, i: int) -> NDArray[np.int64]:
+def _arrows(P: Matrix) -> int:
+    """Entries off the diagonal: messages of one round."""
+    return int(P.nnz - np.count_nonzero(P.diagonal()))
+
+
+def _others(P: Matrix, i: int, name: str) -> NDArray[np.int64]:
+    """The columns of row i, without i."""
+    i = whole(i, f"{name}: node", 0, P.shape[0] - 1)
     row = np.asarray(P.indices[P.indptr[i] : P.indptr[i + 1]], dtype=np.int64)
     return np.delete(row, np.flatnonzero(row == i))

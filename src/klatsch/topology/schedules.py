@@ -67,7 +67,9 @@ def _simple(nodes: Nodes, k: int) -> list[Round]:
             met, resting = parts[:, : len(others)].ravel(), parts[:, len(others) :].ravel()
             weight = len(block) / (a * (len(block) + len(others)))
             meeting.append((met, np.tile(others, a), np.full(len(met), weight)))
-            meeting += _groups(resting, k)
+            full = len(resting) // (k + 1) * (k + 1)
+            rest = (resting[:full].reshape(-1, k + 1), resting[full:].reshape(1, -1))
+            meeting += [_cliques(groups) for groups in rest if groups.size]
         # Last, each part spreads the mean inside, while the later blocks go on.
         start = first + step + (1 if later else 0)
         for part in parts:
@@ -90,13 +92,7 @@ def _composed_length(n: int, k: int) -> int:
 
 def _digits(n: int, k: int) -> list[tuple[int, int]]:
     """The non-zero digits a and their exponents p in n = sum of a (k + 1)^p, largest first."""
-    digits, p = [], 0
-    while n:
-        n, a = divmod(n, k + 1)
-        if a:
-            digits.append((a, p))
-        p += 1
-    return digits[::-1]
+    return [(a, p) for p in reversed(range(n.bit_length())) if (a := n // (k + 1) ** p % (k + 1))]
 
 
 def _split(n: int, k: int) -> tuple[int, int]:
@@ -124,13 +120,6 @@ def _cliques(groups: Nodes) -> WeightedLinks:
     i, j = np.triu_indices(side, k=1)
     a, b = groups[:, i].ravel(), groups[:, j].ravel()
     return a, b, np.full(len(a), 1.0 / side)
-
-
-def _groups(nodes: Nodes, k: int) -> Round:
-    """Groups of k + 1 nodes that average, and a smaller one of the rest."""
-    full = len(nodes) // (k + 1) * (k + 1)
-    parts = (nodes[:full].reshape(-1, k + 1), nodes[full:].reshape(1, -1))
-    return [_cliques(groups) for groups in parts if groups.size]
 
 
 def _repeated(rounds: list[Round], length: int) -> list[Round]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import reduce
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
 
+from klatsch.search import last
 from klatsch.topology.matrix import Matrix
 
 Vector = NDArray[np.float64]
@@ -47,14 +49,28 @@ def second_modulus(matrices: Sequence[Matrix]) -> float:
     return min(1.0, _dense_second(matrices) if size <= DENSE_LIMIT else _directed_second(matrices))
 
 
-def smallest_eigenvalue(P: Matrix) -> float:
-    """The smallest eigenvalue of a symmetric P."""
-    return float(np.linalg.eigvalsh(P.toarray())[0]) if P.shape[0] <= DENSE_LIMIT else _lowest(P)
+def smallest_eigenvalue(P: Matrix, *, rough: bool = False) -> float:
+    """The smallest eigenvalue of a symmetric P; `rough` stops large ones at an estimate within 1e-3."""
+    size = P.shape[0]
+    if size <= DENSE_LIMIT:
+        return float(np.linalg.eigvalsh(P.toarray())[0])
+    start = random_normal(size)
+    # 1 - lambda lies in [0, 2] and is largest at the wanted end, so relative tolerances mean something.
+    upside_down = LinearOperator((size, size), matvec=lambda v: v - P @ v, dtype=np.float64)
+    if not rough:
+        with suppress(ArpackNoConvergence):
+            return 1 - largest(upside_down, "LA", start)
+    estimate = 1 - largest(upside_down, "LA", start, tol=1e-3, maxiter=10**5)
+    if rough:
+        return estimate
+    below = estimate - 3e-3
+    found = eigsh(P, k=1, sigma=below, v0=start, tol=1e-8, ncv=60, maxiter=10**4, return_eigenvectors=False)
+    return float(found[0])
 
 
-def random_vectors(size: int, columns: int) -> Vector:
-    """Always the same normal vectors."""
-    return np.random.default_rng(0).standard_normal((size, columns))
+def random_normal(*shape: int) -> Vector:
+    """Normal numbers, the same in every call."""
+    return np.random.default_rng(0).standard_normal(shape)
 
 
 def mix(P: Any, v: Vector) -> Vector:
@@ -65,6 +81,11 @@ def mix(P: Any, v: Vector) -> Vector:
 def walk(matrices: Sequence[Any]) -> Callable[[Vector], Vector]:
     """The map v -> P_tau ... P_1 v."""
     return lambda v: reduce(lambda u, P: mix(P, u), matrices, v)
+
+
+def dense(matrices: Sequence[Matrix]) -> Vector:
+    """The product P_tau ... P_1 as a dense array."""
+    return walk(matrices)(np.eye(matrices[0].shape[0]))
 
 
 def without_mean(apply: Callable[[Vector], Vector], size: int) -> LinearOperator:
@@ -92,7 +113,7 @@ def _symmetric_second(P: Matrix, *, positive: bool = False) -> float:
         eigenvalues = np.linalg.eigvalsh(P.toarray())
         return float(max(abs(eigenvalues[0]), abs(eigenvalues[-2])))
     operator = without_mean(lambda v: mix(P, v), size)
-    start = random_vectors(size, 1)[:, 0]
+    start = random_normal(size)
     if vanishes(operator, start):
         return 0.0  # the averaging matrix itself
     try:
@@ -100,33 +121,13 @@ def _symmetric_second(P: Matrix, *, positive: bool = False) -> float:
     except ArpackNoConvergence:
         # Slow mixing: the eigenvalues crowd next to 1, where (P - sigma I)^-1 tells them apart.
         second = float(min(eigsh(P, k=2, sigma=1 + 1e-6, v0=start, tol=1e-10, return_eigenvectors=False)))
-    if positive or -_lowest(P, rough=True) < second - 1e-2:
+    if positive or -smallest_eigenvalue(P, rough=True) < second - 1e-2:
         return second
-    return max(second, -_lowest(P))
-
-
-def _lowest(P: Matrix, *, rough: bool = False) -> float:
-    """The smallest eigenvalue of a large symmetric P: by Lanczos, or else by shift-and-invert below its estimate."""
-    size = P.shape[0]
-    start = random_vectors(size, 1)[:, 0]
-    # 1 - lambda lies in [0, 2] and is largest at the end that is wanted, so relative tolerances mean something.
-    upside_down = LinearOperator((size, size), matvec=lambda v: v - P @ v, dtype=np.float64)
-    if not rough:
-        try:
-            return 1 - largest(upside_down, "LA", start)
-        except ArpackNoConvergence:
-            pass
-    estimate = 1 - largest(upside_down, "LA", start, tol=1e-3, maxiter=10**5)
-    if rough:
-        return estimate
-    below = estimate - 3e-3
-    found = eigsh(P, k=1, sigma=below, v0=start, tol=1e-8, ncv=60, maxiter=10**4, return_eigenvectors=False)
-    return float(found[0])
+    return max(second, -smallest_eigenvalue(P))
 
 
 def _dense_second(matrices: Sequence[Matrix]) -> float:
-    product = walk(matrices)(np.eye(matrices[0].shape[0]))
-    return float(np.sort(np.abs(np.linalg.eigvals(product)))[-2])
+    return float(np.sort(np.abs(np.linalg.eigvals(dense(matrices))))[-2])
 
 
 def _directed_second(matrices: Sequence[Matrix]) -> float:
@@ -134,7 +135,7 @@ def _directed_second(matrices: Sequence[Matrix]) -> float:
     size = matrices[0].shape[0]
     forth, back = walk(matrices), walk([P.T for P in reversed(matrices)])
     operator = without_mean(forth, size)
-    start = random_vectors(size, 1)[:, 0]
+    start = random_normal(size)
     if vanishes(operator, start):
         return 0.0
     # W W^T = W^T W, tried on a random vector, as for all circulant graphs: then the symmetric W^T W has the eigenvalues
@@ -170,7 +171,7 @@ def exact_after(matrices: Sequence[Matrix]) -> int | None:
         # A symmetric matrix has a power equal to the averaging matrix only if it is the averaging matrix.
         return 1 if matrices[0].nnz == size**2 and np.abs(matrices[0].data - 1 / size).max() <= ZERO else None
     # Exact graphs end with their period; a static directed one, such as de Bruijn's, takes log_d(n) rounds.
-    v = random_vectors(size, 3)
+    v = random_normal(size, 3)
     mean = v.mean(axis=0)
     away = start = np.abs(v - mean).max()
     for t in range(1, max(2 * len(matrices), 64) + 1):
@@ -192,11 +193,12 @@ def rounds_to_halve(matrices: Sequence[Matrix], doubly: bool, second_modulus: Ca
         return 0
     if period == 1 and is_normal(matrices[0]):
         return _from_modulus(second_modulus(), period)
-    if doubly and size <= DENSE_LIMIT:
-        return _first(_dense_test(matrices))
-    if doubly and (t := _first(_sparse_test(matrices), most=FARTHEST)) <= FARTHEST:
-        return t
-    return max(_from_modulus(second_modulus(), period), FARTHEST + 1 if doubly else 1)
+    if not doubly:
+        return _from_modulus(second_modulus(), period)
+    # Gossip never increases the distance, so bisection finds the first round.
+    most = math.inf if size <= DENSE_LIMIT else FARTHEST
+    t = 1 + last(lambda t: t <= most and not _halved(matrices, t))
+    return t if t <= most else max(_from_modulus(second_modulus(), period), t)
 
 
 def effective_neighbors(matrices: Sequence[Matrix], gamma: float, every: int = 1) -> float:
@@ -233,54 +235,27 @@ def _from_modulus(modulus: float, period: int) -> int:
     return max(1, math.ceil(period * math.log(0.5) / math.log(modulus) - 1e-9))
 
 
-def _first(holds: Callable[[int], bool], most: float = math.inf) -> int:
-    """The first t from 1 at which `holds`, by doubling and bisection: gossip never increases the distance."""
-    high = 1
-    while not holds(high):
-        if high > most:
-            return high
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
-
-
-def _dense_test(matrices: Sequence[Matrix]) -> Callable[[int], bool]:
-    """Whether ||P_t ... P_1 - J||_2 <= 1/2, from dense products."""
-    size = matrices[0].shape[0]
-    period = walk(matrices)(np.eye(size))
-
-    def halved(t: int) -> bool:
-        periods, rest = divmod(t, len(matrices))
-        product = walk(matrices[:rest])(np.linalg.matrix_power(period, periods))
+def _halved(matrices: Sequence[Matrix], t: int) -> bool:
+    """Whether ||P_t ... P_1 - J||_2 <= 1/2."""
+    size, (periods, rest) = matrices[0].shape[0], divmod(t, len(matrices))
+    if size <= DENSE_LIMIT:
+        product = walk(matrices[:rest])(np.linalg.matrix_power(dense(matrices), periods))
         return bool(np.linalg.norm(product - 1 / size, 2) <= 0.5 + 1e-9)
-
-    return halved
-
-
-def _sparse_test(matrices: Sequence[Matrix]) -> Callable[[int], bool]:
-    """The same for large graphs: the largest eigenvalue of (W - J)^T (W - J) against 1/4."""
-    size = matrices[0].shape[0]
-    start = random_vectors(size, 1)[:, 0]
-
-    def halved(t: int) -> bool:
-        rounds = [matrices[s % len(matrices)] for s in range(t)]
-        forth, back = walk(rounds), walk([P.T for P in reversed(rounds)])
-        operator = without_mean(lambda v: back(forth(v)), size)
-        v = start - start.mean()
-        for _ in range(30):  # a few powers bound the largest eigenvalue from below, which settles most rounds
-            v = v / np.linalg.norm(v)
-            after = operator.matvec(v)
-            if v @ after > 0.25 + 1e-9:
-                return False
-            if np.linalg.norm(after) <= ZERO:
-                return True
-            v = after
-        return largest(operator, "LA", start, tol=1e-6, maxiter=1000) <= 0.25 + 1e-9
-
-    return halved
+    # Large graphs: the largest eigenvalue of (W - J)^T (W - J) against 1/4.
+    rounds = [*matrices] * periods + [*matrices[:rest]]
+    forth, back = walk(rounds), walk([P.T for P in reversed(rounds)])
+    operator = without_mean(lambda v: back(forth(v)), size)
+    start = random_normal(size)
+    v = start - start.mean()
+    for _ in range(30):  # a few powers bound the largest eigenvalue from below, which settles most rounds
+        v = v / np.linalg.norm(v)
+        after = operator.matvec(v)
+        if v @ after > 0.25 + 1e-9:
+            return False
+        if np.linalg.norm(after) <= ZERO:
+            return True
+        v = after
+    return largest(operator, "LA", start, tol=1e-6, maxiter=1000) <= 0.25 + 1e-9
 
 
 def _stationary_variance(matrices: Sequence[Matrix], gamma: float) -> float:
@@ -292,7 +267,7 @@ def _stationary_variance(matrices: Sequence[Matrix], gamma: float) -> float:
         return mix(P, half.T).T
 
     # Over one period C <- A C A^T + B. Its fixed point is B + A B A^T + A^2 B A^2T + ..., summed by doubling.
-    A = gamma ** (period / 2) * walk(matrices)(np.eye(size))
+    A = gamma ** (period / 2) * dense(matrices)
     C = np.zeros((size, size))
     for P in matrices:
         C = advance(C, P)
@@ -312,7 +287,7 @@ def _estimated_variance(matrices: Sequence[Matrix], gamma: float) -> float:
     of them and counts 1, so ||W_s||_F^2 = 1 + ||W_s - J||_F^2, and random signs estimate the second (Hutchinson).
     """
     size, period, columns = matrices[0].shape[0], len(matrices), 64
-    probes = np.sign(random_vectors(size, columns))
+    probes = np.sign(random_normal(size, columns))
     probes -= probes.mean(axis=0)
     total = 1 / (1 - gamma)
     for phase in range(period):

@@ -78,32 +78,22 @@ def canonical(P: Any, name: str) -> Matrix:
     return result
 
 
-def check_silence(name: str, matrices: Sequence[Matrix], every: object) -> int:
-    """Check that all matrices but every H-th are the identity, and return H."""
-    between = rounds_between(every)
-    if between == 1:
-        return between
-    if len(matrices) % between:
-        raise ValueError(
-            f"{name}: {len(matrices):,} matrices with every = {between:,}; give a multiple of {between:,}, or use "
-            "topology.every"
-        )
-    silent = mapped(matrices, lambda P: bool(P.nnz == P.shape[0] and (P.diagonal() == 1.0).all()))
-    for k, is_silent in enumerate(silent, 1):
-        if k % between and not is_silent:
-            raise ValueError(
-                f"{name}, matrix {k}: not the identity, but with every = {between:,} nodes talk in every {between:,}th "
-                "round only; use topology.every"
-            )
-    _check_sizes(name, matrices)
-    return between
-
-
-def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str) -> None:
-    """Check sizes, sums, that all nodes are connected, and that mixing settles."""
+def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str, every: int) -> None:
+    """Check sizes, silent rounds and sums, that all nodes are connected, and that mixing settles."""
     if not matrices:
         raise ValueError(f"{name}: no matrix given; a topology has at least one")
-    _check_sizes(name, matrices)
+    if len(sizes := sorted({int(P.shape[0]) for P in matrices})) > 1:
+        raise ValueError(f"{name}: matrices of {' and '.join(map(str, sizes))} nodes; all rounds have the same nodes")
+    if len(matrices) % every:
+        remedy = f"give a multiple of {every:,}, or use topology.every"
+        raise ValueError(f"{name}: {len(matrices):,} matrices with every = {every:,}; {remedy}")
+    silent = mapped(matrices, lambda P: bool(P.nnz == P.shape[0] and (P.diagonal() == 1.0).all()))
+    if loud := [k for k, is_silent in enumerate(silent, 1) if k % every and not is_silent]:
+        raise ValueError(
+            f"{name}, matrix {loud[0]}: not the identity, but with every = {every:,} nodes talk in every {every:,}th "
+            "round only; use topology.every"
+        )
+    matrices = matrices[every - 1 :: every]
     for k, P in enumerate(matrices, 1):
         where = f"{name}, matrix {k}" if len(matrices) > 1 else name
         if stochastic in ("doubly", "rows"):
@@ -117,11 +107,6 @@ def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str) -> No
             f"{name}: |lambda_2| = 1, so mixing swaps values and never averages them;"
             " give nodes a weight of their own, for example (I + P) / 2 in place of P"
         )
-
-
-def _check_sizes(name: str, matrices: Sequence[Matrix]) -> None:
-    if len(sizes := sorted({int(P.shape[0]) for P in matrices})) > 1:
-        raise ValueError(f"{name}: matrices of {' and '.join(map(str, sizes))} nodes; all rounds have the same nodes")
 
 
 def _settles(matrices: Sequence[Matrix]) -> bool:
