@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from klatsch import topology as topologies
-from klatsch.arguments import number
+from klatsch.arguments import named, number
 from klatsch.search import last
 
 Number = float | NDArray[np.float64]
@@ -328,6 +328,4 @@ def _powers(rule: str, heterogeneous: bool) -> tuple[Fraction, Fraction]:
 
 
 def _rate(rule: str) -> RateFunction:
-    if not isinstance(rule, str) or rule not in RATES:
-        raise ValueError(f"no rate is known for rule {rule!r}; choose from {', '.join(RATES)}")
-    return RATES[rule]
+    return named("rate of a rule", rule, RATES)

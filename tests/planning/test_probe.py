@@ -191,7 +191,7 @@ def test_problems_from_a_file(tmp_path):
         (f"{path}:fails", r"own\.py, line \d+: RuntimeError: no data"),
         (f"{path}:leaves", "SystemExit: 3"),
         (f"{path}:Kind", "without"),
-        (f"{path}:misshapen", "has another size than 4 nodes and 50 parameters say"),
+        (f"{path}:misshapen", "does not fit 4 nodes and 50 parameters"),
         (f"{path}:raises", r"own\.py, line \d+: ZeroDivisionError"),
         (f"{path}:thing", "thing in .* is a int"),
         (f"{path}:none", "has no none; it has small, fixed"),
@@ -211,7 +211,7 @@ def test_problems_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("{}", "holds no number 'L: value'"),
         ("[1]", "holds no number"),
         ('{"L": {"value": "x"}}', "number 'L: value'"),

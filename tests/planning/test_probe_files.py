@@ -26,7 +26,7 @@ def test_what_has_no_end_is_refused(kind, start, tmp_path):
         says = "is larger than 1 MiB"
     else:
         path.write_text("[" * 50_000)
-        says = "is no JSON; write one with klatsch probe --json"
+        says = "is not JSON; write one with klatsch probe --json"
     done = start("plan", path, "--samples", "1e4").done()
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"klatsch: error: {path} {says}")
@@ -51,8 +51,8 @@ def written(tmp_path, **changes):
         ({"gradient_seconds": 0}, "gradient_seconds = 0; give"),
         ({"sigma": ESTIMATE | {"value": -1.0}}, "sigma: value = -1; give a number from 0"),
         ({"L": ESTIMATE | {"value": 1e299}}, r"L: value = 1e\+299; give a number from 0 to 1e\+50"),
-        ({"D1": ESTIMATE | {"low": 2.0, "high": 0.5}}, "D1 = 1 is not between its low = 2 and its high = 0.5"),
-        ({"zeta": ESTIMATE | {"value": 3.0}}, "zeta = 3 is not between its low = 0.5 and its high = 2"),
+        ({"D1": ESTIMATE | {"low": 2.0, "high": 0.5}}, "D1 = 1 is not between low = 2 and high = 0.5"),
+        ({"zeta": ESTIMATE | {"value": 3.0}}, "zeta = 3 is not between low = 0.5 and high = 2"),
         ({"zeta": ESTIMATE | {"low": float("nan")}}, "holds no number 'zeta: low'"),
     ],
 )

@@ -5,22 +5,5 @@ from klatsch.planning.measurement import Estimate, Probe, Stage, probe
 from klatsch.planning.planner import Choice, Line, Plan, Task, plan
 from klatsch.planning.predictions import CALIBRATION, RULES, UNCALIBRATED, Calibration, predicted
 
-__all__ = [
-    "CALIBRATION",
-    "NETWORKS",
-    "RULES",
-    "UNCALIBRATED",
-    "Calibration",
-    "Choice",
-    "Estimate",
-    "Line",
-    "Network",
-    "Plan",
-    "Probe",
-    "Stage",
-    "Task",
-    "network",
-    "plan",
-    "predicted",
-    "probe",
-]
+__all__ = ["CALIBRATION", "NETWORKS", "RULES", "UNCALIBRATED", "Calibration", "Choice", "Estimate", "Line", "Network"]
+__all__ += ["Plan", "Probe", "Stage", "Task", "network", "plan", "predicted", "probe"]

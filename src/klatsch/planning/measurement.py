@@ -73,8 +73,7 @@ class Probe:
         """Plain data, for JSON."""
         measured = {"sigma": self.sigma, "zeta": self.zeta, "L": self.L, "D1": self.D1}
         stages = [
-            {"place": stage.place, "sigma": stage.sigma._asdict(), "zeta": stage.zeta._asdict()}
-            for stage in self.stages
+            {"place": place, "sigma": sigma._asdict(), "zeta": zeta._asdict()} for place, sigma, zeta in self.stages
         ]
         return asdict(self) | {name: value._asdict() for name, value in measured.items()} | {"stages": stages}
 
@@ -141,10 +140,8 @@ class _Gradients:
             found = self.problem.grad(points[:, None, :], t if t is not None else self.new_rounds(1)[0])
         found = torch.as_tensor(found).reshape(self.problem.nodes, -1)
         if not torch.isfinite(found).all():
-            raise ValueError(
-                f"{type(self.problem).__name__} gives gradients that are not finite near its start; check its start "
-                "and its data"
-            )
+            name = type(self.problem).__name__
+            raise ValueError(f"{name} gives gradients that are not finite near its start; check its start and data")
         return found
 
     def everywhere(self, point: Tensor) -> Tensor:
@@ -182,33 +179,31 @@ def _spreads(ask: _Gradients, point: Tensor, samples: int) -> tuple[Estimate, Es
             sums[k] += apart
             squares[k] += apart.square().sum(-1)
 
-    def noise(of: list[int]) -> float:
+    def squared(of: Sequence[int]) -> tuple[float, float]:
+        """sigma² and zeta² from these blocks."""
         n = sum(counts[k] for k in of)
         mean = sums[of].sum(0) / n
-        return float((squares[of].sum(0) - n * mean.square().sum(-1)).clamp_min(0).mean() / (n - 1))
-
-    def spread(of: list[int]) -> float:
-        n = sum(counts[k] for k in of)
-        means = centre + sums[of].sum(0) / n
-        raw = float((means - means.mean(0)).square().sum(-1).mean())
-        return raw - noise(of) / n * (1 - 1 / M)
+        noise = float((squares[of].sum(0) - n * mean.square().sum(-1)).clamp_min(0).mean() / (n - 1))
+        return noise, float(_apart(centre + mean)) - noise / n * (1 - 1 / M)
 
     every, taken = list(range(blocks)), ask.taken - before
-    errors = float(stdtrit(blocks - 1, 0.975))  # that an interval of 95 % reaches to both sides
-    without = [[k for k in every if k != left_out] for left_out in every]
+    reach = float(stdtrit(blocks - 1, 0.975))  # standard errors to both sides of an interval of 95 %
+    # The jackknife: how much a value moves when a block is left out.
+    moves = np.array([squared([k for k in every if k != left_out]) for left_out in every]).T
     found = []
-    for measure in (noise, spread):
-        value = measure(every)
-        # The jackknife: how much the value moves when a block is left out.
-        moves = np.array([measure(rest) for rest in without])
-        error = math.sqrt((blocks - 1) / blocks * float(((moves - moves.mean()) ** 2).sum()))
-        low, value, high = (math.sqrt(max(0.0, v)) for v in (value - errors * error, value, value + errors * error))
-        found.append(Estimate(value, low, high, taken))
+    for value, moved in zip(squared(every), moves, strict=True):
+        error = reach * math.sqrt((blocks - 1) / blocks * float(((moved - moved.mean()) ** 2).sum()))
+        low, middle, high = (math.sqrt(max(0.0, v)) for v in (value - error, value, value + error))
+        found.append(Estimate(middle, low, high, taken))
     if ask.exact is not None:
-        means = ask.at(point.expand(M, -1), 0).double()
-        zeta = float((means - means.mean(0)).square().sum(-1).mean().sqrt())
+        zeta = float(_apart(ask.at(point.expand(M, -1), 0).double()).sqrt())
         found[1] = Estimate(zeta, zeta, zeta, M)
     return found[0], found[1]
+
+
+def _apart(rows: Tensor) -> Tensor:
+    """The mean squared distance of the rows from their mean."""
+    return (rows - rows.mean(0)).square().sum(-1).mean()
 
 
 def _smoothness(ask: _Gradients, point: Tensor, samples: int) -> Estimate:

@@ -12,19 +12,9 @@ from numpy.typing import NDArray
 
 from klatsch import topology as topologies
 from klatsch.arguments import named, number, whole
-from klatsch.planning import graphs
+from klatsch.planning import graphs, predictions
 from klatsch.planning.hardware import TINY, Network
-from klatsch.planning.predictions import (
-    ALL_REDUCE,
-    CALIBRATION,
-    MOST_ROUNDS,
-    RULES,
-    Array,
-    Calibration,
-    Rule,
-    predicted,
-    rounds_to,
-)
+from klatsch.planning.predictions import ALL_REDUCE, CALIBRATION, RULES, Calibration, Rule, predicted, rounds_to
 from klatsch.theory import Constants
 from klatsch.topology.names import family
 
@@ -185,13 +175,14 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
             lines.append(Line(rule.name, name, choices, _best(task, choices), _largest(task, rule, name, choices)))
     if not lines:
         refusals = "; ".join(f"{what}: {reason}" for what, reason in left_out.items())
-        raise ValueError(
-            f"nothing is left to plan with ({refusals or 'no rule, or no topology, was named'}); name others"
-        )
+        why = refusals or "no rule, or no topology, was named"
+        raise ValueError(f"nothing is left to plan with ({why}); name others")
     every = [alone, *(choice for line in lines for choice in line.choices)]
     if not any(math.isfinite(choice.seconds) for choice in every):
         if task.samples is None:
-            raise ValueError(f"target = {task.goal:g} takes more than {MOST_ROUNDS:g} rounds; give a larger one")
+            raise ValueError(
+                f"target = {task.goal:g} takes more than {predictions.MOST_ROUNDS:g} rounds; give a larger one"
+            )
         near = min(every, key=lambda choice: choice.error)
         how = near.title if near.machines == 1 else f"{near.title}, {near.machines:,} machines"
         raise ValueError(
@@ -268,7 +259,7 @@ def _largest(task: Task, rule: Rule, name: str, choices: Sequence[Choice]) -> in
     if (N := task.budget) is None or task.constants.sigma * task.constants.D1 == 0:
         return 1
 
-    def pays(M: Array, rho: Array) -> NDArray[np.bool_]:
+    def pays(M: predictions.Array, rho: predictions.Array) -> NDArray[np.bool_]:
         parts = predicted(rule, M, np.maximum(1.0, N / M), rho, task.constants, task.by(rule.name))
         return np.asarray(parts.mostly_statistical & (M <= N))
 
@@ -278,9 +269,9 @@ def _largest(task: Task, rule: Rule, name: str, choices: Sequence[Choice]) -> in
     low, *high = (choice.machines for choice in choices[good[-1] : good[-1] + 2])
     passed_over = graphs.between(name or "complete", low, high[0]) if high else []
     while passed_over:  # halved: gaps that ripple may hide a larger one
-        size = passed_over[len(passed_over) // 2]
+        middle = len(passed_over) // 2
+        size = passed_over[middle]
         one = graphs.graph(name or "complete", size)
         good_too = one is not None and pays(np.array([float(size)]), np.array([one.rho if name else 1.0]))[0]
-        low = size if good_too else low
-        passed_over = [other for other in passed_over if (other > size if good_too else other < size)]
+        low, passed_over = (size, passed_over[middle + 1 :]) if good_too else (low, passed_over[:middle])
     return low

@@ -43,9 +43,9 @@ def problem_of(text: str, nodes: int | None = None, **options: object) -> Proble
             "grad(x, 1, [0])": torch.as_tensor(made.grad(start.expand(1, 1, d), 1, [0])).numel() == d,
         }
     if wrong := [name for name, right in sizes.items() if not right]:
+        name = type(made).__name__
         raise ValueError(
-            f"{text}: {wrong[0]} of {type(made).__name__} has another size than {M} nodes and {d} parameters say; "
-            "see problems.Problem"
+            f"{text}: {wrong[0]} of {name} does not fit {M} nodes and {d} parameters; see problems.Problem"
         )
     return made
 
@@ -67,11 +67,11 @@ def read_probe(path: Path) -> Measured:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; {remedy}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text; {remedy}") from None
+        raise ValueError(f"{path} is not text; {remedy}") from None
     try:
         content = json_of(text)
     except ValueError:
-        raise ValueError(f"{path} is no JSON; {remedy}") from None
+        raise ValueError(f"{path} is not JSON; {remedy}") from None
 
     def number(name: str, part: str = "", least: float = 0.0, most: float = 1 / TINY) -> float:
         shown = f"{name}: {part}" if part else name
@@ -83,15 +83,13 @@ def read_probe(path: Path) -> Measured:
             raise ValueError(f"{path}: {shown} = {value:g}; give a number from {least:g} to {most:g}, or {remedy}")
         return float(value)
 
-    names = ("L", "D1", "sigma", "zeta")
-    constants = Constants(**{name: number(name, "value") for name in names})
-    ranges = {name: (number(name, "low"), number(name, "high")) for name in names}
-    for name, (low, high) in ranges.items():
-        if not low <= (value := number(name, "value")) <= max(high, TINY):
-            raise ValueError(
-                f"{path}: {name} = {value:g} is not between its low = {low:g} and its high = {high:g}; {remedy}"
-            )
+    values, ranges = {}, {}
+    for name in ("L", "D1", "sigma", "zeta"):
+        value, low, high = (number(name, part) for part in ("value", "low", "high"))
+        if not low <= value <= max(high, TINY):
+            raise ValueError(f"{path}: {name} = {value:g} is not between low = {low:g} and high = {high:g}; {remedy}")
+        values[name], ranges[name] = value, (low, high)
     params = number("params", least=1, most=MOST_PARAMS)
     if not params.is_integer():
         raise ValueError(f"{path}: params = {params:g}; give a whole number, or {remedy}")
-    return Measured(constants, ranges, int(params), number("gradient_seconds", least=TINY))
+    return Measured(Constants(**values), ranges, int(params), number("gradient_seconds", least=TINY))

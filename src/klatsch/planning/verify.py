@@ -90,8 +90,7 @@ def verify(plan: Plan) -> Verification:
     """
     best = plan.best
     # For one machine: the line whose two machines come nearest.
-    seconds_of_two = [line.choices[1].seconds if len(line.choices) > 1 else math.inf for line in plan.lines]
-    nearest = plan.lines[seconds_of_two.index(min(seconds_of_two))]
+    nearest = min(plan.lines, key=lambda line: line.choices[1].seconds if len(line.choices) > 1 else math.inf)
     line = plan.line(best.rule, best.topology) if best.machines > 1 else nearest
     degree = family(line.topology or "complete").degree
     most = LARGEST_DENSE if degree is not None and degree(LARGEST) >= LARGEST - 2 else LARGEST
@@ -119,8 +118,6 @@ def _enough(plan: Plan, possible: list[Choice], trial: Trial, seconds: float) ->
     found = None
     while trial.simulated <= plan.task.goal:
         found = trial
-        if trial.machines == 1:
-            break
         choice = _nearest(possible, trial.machines // 2)
         rounds = seconds / choice.seconds_per_round
         if choice.machines >= trial.machines or rounds > MOST_ROUNDS:

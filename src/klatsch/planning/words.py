@@ -9,7 +9,7 @@ from klatsch.planning.predictions import RULES, predicted
 from klatsch.planning.verify import Verification
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "days": 86_400, "years": 31_557_600}
-UP_TO = (1e-3, 1, 120, 7200, 172_800, 86_400_000, math.inf)  # seconds that are told in these
+UP_TO = (1e-3, 1, 120, 7200, 172_800, 86_400_000, math.inf)  # seconds below which each unit is used
 
 
 def duration(seconds: float) -> str:
@@ -31,11 +31,15 @@ def rounds(count: float) -> str:
     return "1 round" if count == 1 else f"{count:,.0f} rounds"
 
 
+def effort(choice: Choice) -> str:
+    """What it takes to reach the goal: rounds, the time of each, and all of it."""
+    return f"{rounds(choice.rounds)} of {duration(choice.seconds_per_round)}, {duration(choice.seconds)}"
+
+
 def span(between: Span, measured: bool) -> str:
     """How far the number of machines moves if a constant changes; measured: by a probe, with intervals."""
-    varied = (
-        "at an end of its interval (halved or doubled, where it came from a flag)" if measured else "halved or doubled"
-    )
+    end = "at an end of its interval (halved or doubled, where it came from a flag)"
+    varied = end if measured else "halved or doubled"
     same = between.low == between.high
     number = f"{between.low:,} machines would still" if same else f"{between.low:,} to {between.high:,} machines would"
     reach = ", or the target would be out of reach" if between.out_of_reach else ""
@@ -46,13 +50,10 @@ def recommendation(plan: Plan) -> str:
     """One line: what to take, and what it needs."""
     best, alone = plan.best, plan.alone
     if best.machines == 1:
-        return f"one machine: {rounds(best.rounds)} of {duration(best.seconds_per_round)}, {duration(best.seconds)}"
+        return f"one machine: {effort(best)}"
     share = f"{best.speedup / best.machines:.0%} per machine"
     faster = f", {best.speedup:.3g} times as fast as one machine ({share})" if alone.seconds < 1e300 else ""
-    return (
-        f"{best.title}, {best.machines:,} machines: {rounds(best.rounds)} of {duration(best.seconds_per_round)}, "
-        f"{duration(best.seconds)}{faster}"
-    )
+    return f"{best.title}, {best.machines:,} machines: {effort(best)}{faster}"
 
 
 def reasons(plan: Plan) -> list[str]:
@@ -117,10 +118,7 @@ def _of_more(plan: Plan, best: Choice) -> str:
     held_up = "they mix more slowly" if mixing else "some rounds are needed even without noise"
     if more.seconds == math.inf:
         return f"{more.machines:,} machines do not reach it with these samples: {held_up}"
-    text = (
-        f"{more.machines:,} machines would take {rounds(more.rounds)} of {duration(more.seconds_per_round)}, "
-        f"{duration(more.seconds)}"
-    )
+    text = f"{more.machines:,} machines would take {effort(more)}"
     if more.speedup < task.efficiency * more.machines:
         return f"{text}: less than {task.efficiency:.0%} of a machine each"
     longer = more.seconds_per_round > 1.2 * best.seconds_per_round and more.rounds < best.rounds
@@ -131,9 +129,8 @@ def _of_more(plan: Plan, best: Choice) -> str:
 def verdict(checked: Verification) -> list[str]:
     """What a simulation says: whether the order held, how far the errors are off, and whether fewer would do."""
     flips = [f"{b.machines:,} machines came out ahead of {a.machines:,}" for a, b in checked.flips]
-    found = ["the predicted order holds" if checked.held else f"the predicted order does not hold: {', '.join(flips)}"]
-    if len(checked.trials) < 2:
-        found = ["one size only: there is no order to compare"]
+    held = "the predicted order holds" if checked.held else f"the predicted order does not hold: {', '.join(flips)}"
+    found = [held if len(checked.trials) > 1 else "one size only: there is no order to compare"]
     ratios = sorted(t.predicted / t.simulated for t in checked.trials if t.simulated > 0 and t.predicted > 0)
     if ratios and (ratios[0] > 3 or ratios[-1] < 1 / 3):
         far = ratios if ratios[0] > 3 else [1 / ratio for ratio in reversed(ratios)]

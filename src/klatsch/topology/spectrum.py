@@ -73,14 +73,9 @@ def random_normal(*shape: int) -> Vector:
     return np.random.default_rng(0).standard_normal(shape)
 
 
-def mix(P: Any, v: Vector) -> Vector:
-    """P v."""
-    return np.asarray(P @ v)
-
-
 def walk(matrices: Sequence[Any]) -> Callable[[Vector], Vector]:
     """The map v -> P_tau ... P_1 v."""
-    return lambda v: reduce(lambda u, P: mix(P, u), matrices, v)
+    return lambda v: reduce(lambda u, P: np.asarray(P @ u), matrices, v)
 
 
 def dense(matrices: Sequence[Matrix]) -> Vector:
@@ -112,7 +107,7 @@ def _symmetric_second(P: Matrix, *, positive: bool = False) -> float:
     if size <= DENSE_LIMIT:
         eigenvalues = np.linalg.eigvalsh(P.toarray())
         return float(max(abs(eigenvalues[0]), abs(eigenvalues[-2])))
-    operator = without_mean(lambda v: mix(P, v), size)
+    operator = without_mean(lambda v: P @ v, size)
     start = random_normal(size)
     if vanishes(operator, start):
         return 0.0  # the averaging matrix itself
@@ -175,7 +170,7 @@ def exact_after(matrices: Sequence[Matrix]) -> int | None:
     mean = v.mean(axis=0)
     away = start = np.abs(v - mean).max()
     for t in range(1, max(2 * len(matrices), 64) + 1):
-        v = mix(matrices[(t - 1) % len(matrices)], v)
+        v = matrices[(t - 1) % len(matrices)] @ v
         before, away = away, np.abs(v - mean).max()
         if away <= ZERO * start:
             # Exact averaging falls from afar to rounding in one round. Mixing that only tends to the mean takes steps.
@@ -263,8 +258,8 @@ def _stationary_variance(matrices: Sequence[Matrix], gamma: float) -> float:
     size, period = matrices[0].shape[0], len(matrices)
 
     def advance(C: Vector, P: Matrix) -> Vector:
-        half = mix(P, gamma * C + np.eye(size))
-        return mix(P, half.T).T
+        half = P @ (gamma * C + np.eye(size))
+        return np.asarray(P @ half.T).T
 
     # Over one period C <- A C A^T + B. Its fixed point is B + A B A^T + A^2 B A^2T + ..., summed by doubling.
     A = gamma ** (period / 2) * dense(matrices)
@@ -293,7 +288,7 @@ def _estimated_variance(matrices: Sequence[Matrix], gamma: float) -> float:
     for phase in range(period):
         v, weight, s, seen = probes, 1.0, 0, 0.0
         while True:
-            v = mix(matrices[(phase + s) % period], v)
+            v = matrices[(phase + s) % period] @ v
             distance = float(np.einsum("ij,ij->", v, v)) / (columns * period)
             seen += weight * distance
             weight, s = weight * gamma, s + 1
