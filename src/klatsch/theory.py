@@ -277,14 +277,14 @@ def largest_machines(
             return refusal
 
     def machines(step: int) -> int:
-        """The size of this step, or the next one that the family allows: an even one for an odd degree, say."""
+        """The size of this step, or the next that the family allows: an even one for an odd degree, say."""
         M = topologies.nth_size(topology, step)
         return next((size for size in range(M, M + SMALL) if isinstance(gap(size), float)), M)
 
     def step_pays(step: int) -> bool:
         M = machines(step)
         rho = gap(M) if M <= N else None
-        if isinstance(rho, ValueError) and step > SMALL:  # the smallest graphs may not exist, for want of neighbours
+        if isinstance(rho, ValueError) and step > SMALL:  # the smallest graphs may have too few neighbours
             raise rho
         return isinstance(rho, float) and pays(M, rho)
 
@@ -300,7 +300,7 @@ def transient_iterations(rule: str, M: int, rho: float, constants: Constants = U
     check_network(M, 1, rho)
     if constants.sigma * constants.D1 == 0:
         return math.inf
-    return float(_first_after(lambda T: not rate(M, T, rho, constants).mostly_statistical))
+    return float(1 + last(lambda T: not rate(M, T, rho, constants).mostly_statistical))
 
 
 def rounds_to_error(rule: str, epsilon: float, M: int, rho: float, constants: Constants = UNIT) -> int:
@@ -308,17 +308,13 @@ def rounds_to_error(rule: str, epsilon: float, M: int, rho: float, constants: Co
     rate = _rate(rule)
     number("epsilon", epsilon, lambda v: 1e-100 < v < math.inf, "a positive error, above 1e-100")
     check_network(M, 1, rho)
-    return _first_after(lambda T: bool(rate(M, T, rho, constants).total > epsilon))
+    return 1 + last(lambda T: bool(rate(M, T, rho, constants).total > epsilon))
 
 
 def _last(holds: Callable[[int], bool]) -> int:
     """The last step from 1 at which `holds`, at least 1: all small steps are tried, larger ones by bisection."""
     low = max((step for step in range(1, SMALL + 1) if holds(step)), default=1)
     return low if low < SMALL else last(holds, low)
-
-
-def _first_after(holds: Callable[[int], bool]) -> int:
-    return _last(holds) + 1 if holds(1) else 1
 
 
 def _powers(rule: str, heterogeneous: bool) -> tuple[Fraction, Fraction]:

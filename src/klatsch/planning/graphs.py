@@ -1,4 +1,4 @@
-"""The sizes of a family of graphs that a planner looks at, with their gaps and degrees."""
+"""The sizes of a family of graphs that the planner considers, with their gaps and degrees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from klatsch.topology import make, spectral_gap
 from klatsch.topology.names import family as family_of
 from klatsch.topology.names import split
 
-ALL_UP_TO = 64  # steps that are all looked at; beyond, each is about a tenth larger than the one before
+ALL_UP_TO = 64  # steps that are all considered; beyond, each is about a tenth larger than the last
 RIPPLED_UP_TO = 1024  # the same for families whose gap does not simply fall with the size
 LARGEST_BUILT = 256  # nodes of families without a closed form of their gap, which are built
 
@@ -21,7 +21,7 @@ class Graph(NamedTuple):
     nodes: int
     rho: float  # spectral gap
     degree: int  # most messages that a node sends in a round
-    every: int = 1  # rounds between two in which it sends any
+    every: int = 1  # H: it sends in every H-th round only
 
 
 def sizes(name: str, most: int) -> list[int]:

@@ -12,7 +12,7 @@ from klatsch.theory import Number
 BUCKET = 25e6  # bytes that an all-reduce of gradients waits for, as in DDP; nothing hides the last bucket
 HIDDEN = 1 / 3  # of a gradient's time: the part of the backward pass in which finished buckets may travel
 
-TINY = 1e-50  # a smaller number, or one above its inverse, is a slip
+TINY = 1e-50  # a smaller number, or one above its inverse, is a mistake
 
 # Goodput of TCP (94 % of the line) in bytes per second, and seconds until a message arrives.
 NETWORKS = {
@@ -63,7 +63,7 @@ class Network:
             size: bytes of one vector.
             degree: neighbours that each vector goes to; 0 for a machine by itself.
             eager: vectors that may travel while the gradient is computed.
-            late: vectors that are sent when it is there.
+            late: vectors that wait for it.
         """
         degree = np.asarray(degree, float)
         talks = degree > 0

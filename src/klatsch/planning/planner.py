@@ -33,7 +33,7 @@ class Task:
         network: the machines.
         samples: how many gradients may be taken in all, N = M T; without a limit if None.
         target: the error E f(x) - f* to be reached; if None, twice what N samples can bring at best.
-        machines: most machines to think of.
+        machines: the most machines to consider.
         efficiency: least speed-up per machine; M machines that are not at least this times M as fast as one do not pay.
         calibration: the constants of the rates.
     """
@@ -200,9 +200,7 @@ def within_a_factor(found: Plan) -> dict[str, tuple[float, float]]:
 def machines_between(found: Plan, ranges: Mapping[str, tuple[float, float]]) -> Span:
     """The smallest and the largest best M of the recommended rule and graph, as one constant at a time changes.
 
-    Args:
-        found: the plan.
-        ranges: the lowest and the highest value of a constant, by name (sigma, zeta, L, D1).
+    `ranges` holds the lowest and the highest value of each constant, by name (sigma, zeta, L, D1).
     """
     best, task = found.best, found.task
     if best.machines == 1:

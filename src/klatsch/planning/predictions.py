@@ -1,8 +1,8 @@
-"""Predicted error and rounds: the rates of the theory, with constants that were measured once.
+"""Predicted error and rounds: the rates of the theory, with measured constants.
 
-The theory leaves the numerical constants of a rate open, and its proofs bound them from above. Here each of the three
-parts has a constant fitted to simulations of the paper's least-squares problem (benchmarks/calibration.py), so that a
-prediction is of the usual case, not of the worst. `UNCALIBRATED` sets them all to 1.
+The theory only bounds the numerical constants of a rate. Here each of its three parts has a constant fitted to
+simulations of the paper's least-squares problem (benchmarks/calibration.py), which predicts the usual case, not the
+worst. `UNCALIBRATED` sets them all to 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def dat_d2_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = 
 
 
 class Rule(NamedTuple):
-    """An update rule as a planner sees it."""
+    """An update rule as the planner sees it."""
 
     name: str
     rate: RateFunction

@@ -111,7 +111,7 @@ def _of_more(plan: Plan, best: Choice) -> str:
     line, task = plan.line(best.rule, best.topology), plan.task
     larger = [choice for choice in line.choices if choice.machines > best.machines]
     if not larger:
-        return f"{best.machines:,} machines are the most of this kind that are looked at"
+        return f"{best.machines:,} machines are the most of this kind that are considered"
     more = min(larger, key=lambda choice: abs(choice.machines - 2 * best.machines))
     parts = predicted(RULES[best.rule], more.machines, best.rounds, more.rho, task.constants, task.by(best.rule))
     mixing = parts.network > parts.optimization or best.rounds < more.rounds < math.inf

@@ -82,7 +82,7 @@ def summarize(
 
 
 def beyond_solvers(name: str, n: int, lazy: bool = False) -> bool:
-    """Whether n nodes are too many to solve for the spectral gap, so that its closed form is used; refused without."""
+    """Whether n nodes are too many to solve for the spectral gap, and its closed form is used; without one n is refused."""
     if reason := _unsolvable(name, n, lazy):
         raise ValueError(reason)
     return n > LARGEST_SOLVED

@@ -23,7 +23,7 @@ from klatsch.topology.matrix import Nodes, circulant, metropolis_hastings, symme
 from klatsch.topology.validation import LARGEST, node_count
 
 if TYPE_CHECKING:
-    import networkx as nx  # loaded by the random graphs, which need it
+    import networkx as nx  # loaded only for random graphs
 
 UNLIMITED = 10**100  # nodes, for closed forms
 LARGEST_DENSE = 5_000  # nodes that may all be linked with each other: a gigabyte or two
@@ -34,31 +34,18 @@ TRIES = 100  # draws of a random graph until it is connected
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a family of graphs at every size.
+    """What is known of a family of graphs at every size."""
 
-    Args:
-        build: makes the graph of n nodes.
-        gap: the spectral gap in closed form; None where it is solved for on the built graph.
-        degree: the most neighbours of a node in one round; None where the built graph tells.
-        refusal: why there is no graph of n nodes, and the remedy; "" where there is one.
-        nth_size: the s-th size (from 1) along which the family keeps its shape.
-        symmetric: whether every matrix is symmetric.
-        changes: whether several matrices are used in turn.
-        ripples: whether the gap does not simply fall with the size.
-        dense: whether (nearly) all nodes are linked with each other.
-        lattice: whether nodes form rows and columns.
-    """
-
-    build: Callable[..., Topology]
-    gap: Callable[..., float] | None = None
-    degree: Callable[[int], int] | None = None
-    refusal: Callable[[int], str] = lambda n: ""
-    nth_size: Callable[[int], int] = lambda s: s
-    symmetric: bool = True
-    changes: bool = False
-    ripples: bool = False
-    dense: bool = False
-    lattice: bool = False
+    build: Callable[..., Topology]  # makes the graph of n nodes
+    gap: Callable[..., float] | None = None  # the spectral gap in closed form; None where the built graph is solved
+    degree: Callable[[int], int] | None = None  # most neighbours in one round; None where the built graph tells
+    refusal: Callable[[int], str] = lambda n: ""  # why there is no graph of n nodes, and the remedy
+    nth_size: Callable[[int], int] = lambda s: s  # the s-th size (from 1) along which the family keeps its shape
+    symmetric: bool = True  # whether every matrix is symmetric
+    changes: bool = False  # whether several matrices are used in turn
+    ripples: bool = False  # whether the gap does not simply fall with the size
+    dense: bool = False  # whether (nearly) all nodes are linked with each other
+    lattice: bool = False  # whether nodes form rows and columns
 
     @property
     def options(self) -> tuple[str, ...]:

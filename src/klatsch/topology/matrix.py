@@ -1,4 +1,4 @@
-"""Gossip matrices: from links to weights, and lists of matrices in which one stands many times."""
+"""Gossip matrices: from links to weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array
 
 if TYPE_CHECKING:
-    import torch  # graphs alone do without it
+    import torch  # which graphs do not need
 
 # In quotes, since older versions of SciPy do not take the element type at run time.
 Matrix: TypeAlias = "csr_array[np.float64]"
@@ -29,7 +29,7 @@ def identity(size: int) -> Matrix:
 
 
 def mapped(things: Sequence[Thing], make: Callable[[Thing], Made]) -> list[Made]:
-    """make(P) of every P, computed once where the same object stands many times, as in silent rounds."""
+    """make(P) of every P, computed once per object: all silent rounds share one."""
     made = {number: make(P) for number, P in {id(P): P for P in things}.items()}
     return [made[id(P)] for P in things]
 

@@ -107,7 +107,7 @@ def _symmetric_second(P: Matrix, *, positive: bool = False) -> float:
     if size <= DENSE_LIMIT:
         eigenvalues = np.linalg.eigvalsh(P.toarray())
         return float(max(abs(eigenvalues[0]), abs(eigenvalues[-2])))
-    operator = without_mean(lambda v: P @ v, size)
+    operator = without_mean(walk([P]), size)
     start = random_normal(size)
     if vanishes(operator, start):
         return 0.0  # the averaging matrix itself
@@ -170,7 +170,7 @@ def exact_after(matrices: Sequence[Matrix]) -> int | None:
     mean = v.mean(axis=0)
     away = start = np.abs(v - mean).max()
     for t in range(1, max(2 * len(matrices), 64) + 1):
-        v = matrices[(t - 1) % len(matrices)] @ v
+        v = np.asarray(matrices[(t - 1) % len(matrices)] @ v)
         before, away = away, np.abs(v - mean).max()
         if away <= ZERO * start:
             # Exact averaging falls from afar to rounding in one round. Mixing that only tends to the mean takes steps.

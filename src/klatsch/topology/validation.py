@@ -101,7 +101,7 @@ def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str, every
         if stochastic in ("doubly", "columns"):
             _check_sums(where, P, 0)
     check_connected(name, matrices)
-    # With a self-weight everywhere a connected graph settles. Without, it may swap values for ever.
+    # With a self-weight everywhere a connected graph settles. Without, it may swap values forever.
     if not all((P.diagonal() > NO_WEIGHT).all() for P in matrices) and not _settles(matrices):
         raise ValueError(
             f"{name}: |lambda_2| = 1, so mixing swaps values and never averages them;"
