@@ -324,4 +324,4 @@ def _powers(rule: str, heterogeneous: bool) -> tuple[Fraction, Fraction]:
 
 
 def _rate(rule: str) -> RateFunction:
-    return named("rate of a rule", rule, RATES)
+    return named("rate", rule, RATES)

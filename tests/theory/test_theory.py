@@ -256,7 +256,7 @@ def test_rounds_to_error_is_the_first_round_that_reaches_it():
         (lambda: theory.dat_rate(1, 10, 0.0), "rho = 0.0; give a spectral gap above 0 and up to 1"),
         (lambda: theory.dat_bound(1, 10, 1.5), "rho = 1.5"),
         (lambda: theory.dat_rate(1, 10, np.array([0.5, math.nan])), "rho = "),
-        (lambda: theory.largest_machines("adam", 1e6, "ring"), "unknown rate of a rule 'adam'"),
+        (lambda: theory.largest_machines("adam", 1e6, "ring"), "unknown rate 'adam'"),
         (lambda: theory.largest_machines("dat", 0, "ring"), "N = 0"),
         (lambda: theory.largest_machines("dat", 1e300, "ring"), "N = 1e\\+300"),
         (lambda: theory.largest_machines("dat", "1e8", "ring"), "N = '1e8'"),

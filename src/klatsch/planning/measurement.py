@@ -119,12 +119,13 @@ def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
     )
 
 
+@dataclass
 class _Gradients:
-    """Gradients of all nodes, from a new round each time, and how many were taken."""
+    """Gradients of all nodes, from a new round each time."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.taken, self.round = problem, 0, 0
-        self.exact = problem.exact
+    problem: Problem
+    taken: int = 0  # gradients of single nodes
+    round: int = 0
 
     def new_rounds(self, count: int) -> list[int]:
         """Numbers of rounds that were not used before."""
@@ -134,8 +135,8 @@ class _Gradients:
     def at(self, points: Tensor, t: int | None = None) -> Tensor:
         """Of every node at its own point, (M, d): without noise where the problem can, else in round t or a new one."""
         self.taken += self.problem.nodes
-        if t is not None and self.exact is not None:
-            found = self.exact(points[:, None, :])
+        if t is not None and self.problem.exact is not None:
+            found = self.problem.exact(points[:, None, :])
         else:
             found = self.problem.grad(points[:, None, :], t if t is not None else self.new_rounds(1)[0])
         found = torch.as_tensor(found).reshape(self.problem.nodes, -1)
@@ -195,7 +196,7 @@ def _spreads(ask: _Gradients, point: Tensor, samples: int) -> tuple[Estimate, Es
         error = reach * math.sqrt((blocks - 1) / blocks * float(((moved - moved.mean()) ** 2).sum()))
         low, middle, high = (math.sqrt(max(0.0, v)) for v in (value - error, value, value + error))
         found.append(Estimate(middle, low, high, taken))
-    if ask.exact is not None:
+    if ask.problem.exact is not None:
         zeta = float(_apart(ask.at(point.expand(M, -1), 0).double()).sqrt())
         found[1] = Estimate(zeta, zeta, zeta, M)
     return found[0], found[1]

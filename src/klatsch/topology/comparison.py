@@ -82,7 +82,7 @@ def summarize(
 
 
 def beyond_solvers(name: str, n: int, lazy: bool = False) -> bool:
-    """Whether n nodes are too many to solve for the spectral gap, and its closed form is used; without one n is refused."""
+    """Whether n nodes need the closed form of the gap, being too many to solve; refused where there is none."""
     if reason := _unsolvable(name, n, lazy):
         raise ValueError(reason)
     return n > LARGEST_SOLVED

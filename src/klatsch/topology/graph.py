@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import networkx as nx  # loaded only for such a graph
 
 Stochastic = Literal["doubly", "rows", "columns"]
-Node = TypeVar("Node", bound=Hashable)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -268,9 +267,7 @@ def from_networkx(
         raise ValueError(f"{name}: the graph has no nodes; give at least one")
     if graph.is_multigraph():
         simple = "DiGraph" if graph.is_directed() else "Graph"
-        raise ValueError(
-            f"{name}: the graph is a multigraph; merge parallel edges, for example with nx.{simple}(graph)"
-        )
+        raise ValueError(f"{name}: the graph is a multigraph; merge parallel edges, such as with nx.{simple}(graph)")
     if loops := sorted(map(repr, nx.nodes_with_selfloops(graph))):
         raise ValueError(
             f"{name}: node {loops[0]} has a self-loop; remove it, for example with"
@@ -294,9 +291,8 @@ def _matrix(
     sender, receiver = ends[:, 0], ends[:, 1]
     if weight is not None:
         what, wanted = f"{name}: {weight} of edge", "every edge a number from 0 to 1"
-        values = np.array(
-            [number(f"{what} {u, v}", of.get(weight), isfinite, wanted) for u, v, of in graph.edges(data=True)]
-        )
+        given = {edge: graph.edges[edge].get(weight) for edge in graph.edges}
+        values = np.array([number(f"{what} {edge}", value, isfinite, wanted) for edge, value in given.items()])
     elif graph.is_directed():
         values = 1.0 / (1 + np.bincount(sender, minlength=size)[sender])
     else:
