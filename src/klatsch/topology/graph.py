@@ -267,7 +267,9 @@ def from_networkx(
         raise ValueError(f"{name}: the graph has no nodes; give at least one")
     if graph.is_multigraph():
         simple = "DiGraph" if graph.is_directed() else "Graph"
-        raise ValueError(f"{name}: the graph is a multigraph; merge parallel edges, such as with nx.{simple}(graph)")
+        raise ValueError(
+            f"{name}: the graph is a multigraph; merge parallel edges first, for example with nx.{simple}(graph)"
+        )
     if loops := sorted(map(repr, nx.nodes_with_selfloops(graph))):
         raise ValueError(
             f"{name}: node {loops[0]} has a self-loop; remove it, for example with"
@@ -290,9 +292,10 @@ def _matrix(
     ends = np.array([(place[u], place[v]) for u, v in graph.edges], dtype=np.int64).reshape(-1, 2)
     sender, receiver = ends[:, 0], ends[:, 1]
     if weight is not None:
-        what, wanted = f"{name}: {weight} of edge", "every edge a number from 0 to 1"
+        wanted = "every edge a number from 0 to 1"
         given = {edge: graph.edges[edge].get(weight) for edge in graph.edges}
-        values = np.array([number(f"{what} {edge}", value, isfinite, wanted) for edge, value in given.items()])
+        checked = (number(f"{name}: edge {edge} has {weight}", w, isfinite, wanted) for edge, w in given.items())
+        values = np.array(list(checked))
     elif graph.is_directed():
         values = 1.0 / (1 + np.bincount(sender, minlength=size)[sender])
     else:
