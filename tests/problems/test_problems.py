@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import optimize, stats
 
+import klatsch
 from klatsch import problems
 from klatsch.problems import LeastSquares, LogisticRegression, dirichlet, draws
 from tests.support.comparisons import assert_same_to_rounding
@@ -243,3 +244,31 @@ def test_names(name):
     assert (problem.nodes, problem.dim) == (4, 3)
     assert "nodes" not in problems.options(name)
     assert str(problem.nodes) in repr(problem)
+
+
+class Wrapper:
+    """A user's object that changes one thing about a problem and delegates the rest."""
+
+    def __init__(self, problem):
+        self.problem = problem
+
+    def __getattr__(self, name):
+        return getattr(self.problem, name)
+
+
+class Doubled(Wrapper):
+    def grad(self, x, t, nodes=None):
+        return 2 * self.problem.grad(x, t, nodes)
+
+
+def test_a_wrapper_that_delegates_is_a_problem_whose_own_gradients_count():
+    inner, graph = MAKE["least squares"](4), klatsch.topology.ring(4)
+    slow, fast = (klatsch.rules.dsgd(lr) for lr in (1e-3, 2e-3))
+    expected = klatsch.simulate(inner, fast, graph, 20)
+    for problem, rule in ((Wrapper(inner), fast), (Doubled(inner), slow)):
+        adopted = problems.adopted(problem)
+        assert (adopted.nodes, adopted.dim, adopted.columns) == (4, 6, 2)
+        assert not adopted.draws_ahead
+        assert_same_to_rounding(klatsch.simulate(problem, rule, graph, 20).output, expected.output)
+    with pytest.raises(ValueError, match="a Wrapper without nodes, dim, start, grad, metrics"):
+        problems.adopted(Wrapper(3))

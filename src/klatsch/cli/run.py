@@ -205,4 +205,5 @@ def title_of(study: Study) -> str:
     """What the errors of a study are."""
     from klatsch import problems
 
-    return f"{study.problem.label}: {problems.headline(study.problem.name).text}, {study.length}, {study.choice}"
+    measured = problems.declared(study.problem.name).headline.text
+    return f"{study.problem.label}: {measured}, {study.length}, {study.choice}"

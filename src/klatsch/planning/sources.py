@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -34,19 +35,13 @@ def problem_of(text: str, nodes: int | None = None, **options: object) -> Proble
         raise ValueError(f"{function} takes no number of nodes; leave -n out, or let it take one")
     with own.explained(text):
         made = problems.adopted(make(NODES if nodes is None else nodes) if takes_nodes else make(), f"{text} gives")
-        # The probe will ask for these.
-        start = torch.as_tensor(made.start()).reshape(-1)
-        M, d = int(made.nodes), int(made.dim)
-        sizes = {
-            "start()": start.numel() == d,
-            "grad(x, 1)": torch.as_tensor(made.grad(start.expand(M, 1, d), 1, None)).numel() == M * d,
-            "grad(x, 1, [0])": torch.as_tensor(made.grad(start.expand(1, 1, d), 1, [0])).numel() == d,
-        }
-    if wrong := [name for name, right in sizes.items() if not right]:
-        name = type(made).__name__
-        raise ValueError(
-            f"{text}: {wrong[0]} of {name} does not fit {M} nodes and {d} parameters; see problems.Problem"
-        )
+        shapes = problems.shapes(made, torch.as_tensor(made.start()).reshape(-1))
+    for asked, (got, wanted) in shapes.items():
+        if math.prod(got) != math.prod(wanted):
+            raise ValueError(
+                f"{text}: {asked} of {type(made).__name__} does not fit {made.nodes} nodes and {made.dim} parameters; "
+                "see problems.Problem"
+            )
     return made
 
 

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 Made = TypeVar("Made")
+Shape = tuple[int, ...]
 
 
 class Headline(NamedTuple):
@@ -59,9 +60,7 @@ class Problem(ABC):
     per_network: tuple[str, ...] | None = None  # options that may differ between networks in one stack, beside the seed
     columns_share: bool = True  # whether the columns of a run share work
     numbers_per_parameter: int | None = None  # that a node holds beside its states; None: a matrix, and its draws
-    check: Callable[..., None] | None = (
-        None  # refuses (nodes, **options) without the data, which may have to be fetched
-    )
+    check: Callable[..., None] | None = None  # refuses (nodes, **options) without fetching the data
     rounds_per_epoch: Callable[..., int] | None = None  # of (nodes, **options), where there is a data set
     joined: Callable[[Sequence[Any]], Problem] | None = None  # several such problems as one stack of nodes
     ready: Callable[[], object] | None = None  # fetches the data, once, before many processes want them
@@ -189,7 +188,7 @@ DECLARED = {name for name in (*vars(Problem), *Problem.__annotations__) if not n
 
 def adopted(problem: Any, source: str = "problem is") -> Problem:
     """A problem; any object that has what a problem needs becomes one."""
-    if missing := [part for part in NEEDED if part not in dir(problem)]:
+    if missing := [part for part in NEEDED if not hasattr(problem, part)]:
         raise ValueError(
             f"{source} a {type(problem).__name__} without {', '.join(missing)}; give a problem, such as "
             "problems.LeastSquares(16), or see problems.Problem for what your own needs"
@@ -206,9 +205,25 @@ def adopted(problem: Any, source: str = "problem is") -> Problem:
 
 
 def derived(thing: object, name: str) -> type[Problem]:
-    """A problem's class of what a user's object, class or function has of what `Problem` declares."""
-    offered = {part: getattr(thing, part) for part in dir(thing) if part in DECLARED}
-    return type(name, (Problem,), {k: staticmethod(v) if callable(v) else v for k, v in offered.items()})
+    """A problem's class, made of what a user's object, class or function has of what `Problem` declares.
+
+    Of an object that delegates to another by `__getattr__`, functions that are not needed stay behind: the other's
+    `gradient`, say, would bypass the wrapper's `grad`.
+    """
+    offered = {part: getattr(thing, part) for part in DECLARED if hasattr(thing, part)}
+    kept = {*dir(thing), *NEEDED, *(k for k, v in offered.items() if k in Problem.__annotations__ and not callable(v))}
+    parts = {k: staticmethod(v) if callable(v) else v for k, v in offered.items() if k in kept}
+    return type(name, (Problem,), parts)
+
+
+def shapes(problem: Problem, start: Tensor) -> dict[str, tuple[Shape, Shape]]:
+    """The shapes of a custom problem's start, which is given flat, and gradients, each with the one it should have."""
+    M, d = int(problem.nodes), int(problem.dim)
+    found: dict[str, tuple[Shape, Shape]] = {"start()": (tuple(start.shape), (d,))}
+    if len(start) == d:
+        found["grad(x, 1)"] = tuple(problem.grad(start.expand(M, 1, d), 1).shape), (M, 1, d)
+        found["grad(x, 1, [0])"] = tuple(problem.grad(start.expand(1, 1, d), 1, [0]).shape), (1, 1, d)
+    return found
 
 
 def changed(problem: Made, **values: object) -> Made:

@@ -155,7 +155,7 @@ class Case:
     def large_is_good(self) -> Collection[str]:
         """The metrics that are good when large."""
         source = self.sources.get("problem")
-        return problems.large_is_good(self.problem) if source is None else source["large_is_good"]
+        return problems.declared(self.problem).worst if source is None else source["large_is_good"]
 
     def source(self, kind: str) -> str:
         """The hash of the file of its problem, rule or topology; empty for those of klatsch."""
@@ -230,13 +230,14 @@ def sources_of(study: Study) -> Sources:
     names = [entry.name for entry in (*study.rules, *study.topologies, study.problem) if own.is_own(entry.name)]
     found: Sources = {name: {"source": own.digest(name)} for name in names}
     if (name := study.problem.name) in found:
-        found[name] |= {"headline": list(problems.headline(name)), "large_is_good": list(problems.large_is_good(name))}
+        problem = problems.declared(name)
+        found[name] |= {"headline": list(problem.headline), "large_is_good": list(problem.worst)}
     return found
 
 
 def headline_of(problem: str, source: Options | None = None) -> Headline:
     """The metric of a problem by which learning rates are chosen; `source` where its file may be gone."""
-    return problems.headline(problem) if source is None else Headline(*source["headline"])
+    return problems.declared(problem).headline if source is None else Headline(*source["headline"])
 
 
 def _refusal(case: Case) -> str | None:

@@ -184,7 +184,8 @@ def check_ready(study: Study, cases: Iterable[Case], store: Store) -> None:
     """Check that this machine has the device and data for what is missing, before anything is written."""
     if not {case.key for case in cases} <= store.done():
         check_place(DTYPES[study.dtype], study.device)
-        problems.make_ready(study.problem.name)
+        if fetch := problems.declared(study.problem.name).ready:  # once, before many processes want the data
+            fetch()
 
 
 def _run(

@@ -210,7 +210,7 @@ class Study(BaseModel):
             given = "both are given" if self.steps else "neither is given"
             raise ValueError(f"a study is as long as its steps or its epochs say, and {given}; give one of them")
         custom = own.is_own(self.problem.name)
-        if self.epochs is not None and (custom or problems.rounds_per_epoch(self.problem.name, 1) is None):
+        if self.epochs is not None and (custom or problems.declared(self.problem.name).rounds_per_epoch is None):
             raise ValueError(f"epochs = {self.epochs}, but {self.problem.label} has no data set; give steps")
         return self
 
@@ -218,7 +218,8 @@ class Study(BaseModel):
         """Rounds of a run on this many machines; 0 where each has less than a batch of the data."""
         if self.steps is not None:
             return self.steps
-        return (problems.rounds_per_epoch(self.problem.name, nodes, **setting) or 0) * (self.epochs or 0)
+        per_epoch = problems.declared(self.problem.name).rounds_per_epoch
+        return per_epoch(nodes, **setting) * (self.epochs or 0) if per_epoch else 0
 
     @property
     def length(self) -> str:
