@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import klatsch
 from klatsch import problems, rules, topology
-from klatsch.study.rank_runs import simulate_on_ranks
+from klatsch.study.on_ranks import simulate_on_ranks
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     **{name: (name, {}, "ring") for name in rules.RULES},

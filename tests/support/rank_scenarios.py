@@ -11,7 +11,7 @@ from torch import nn
 import klatsch
 from klatsch.problems import LeastSquares
 from klatsch.ranks import node
-from klatsch.study.rank_runs import simulate_on_ranks
+from klatsch.study.on_ranks import simulate_on_ranks
 from klatsch.topology import make
 from tests.support import numbers_before
 from tests.support.processes import say

@@ -90,13 +90,14 @@ def simulate_together(
     if not problems or len(problems) != len(topologies):
         raise ValueError(f"{len(problems)} problems and {len(topologies)} topologies; give one topology per problem")
     parts = prepared(problems, rule, topologies, steps, record, dtype, device, any_graph)
-    kinds, join = {type(problem) for problem in problems}, parts.networks[0].problem.joined
-    if len(kinds) > 1 or join is None:
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(f"problems of type {names} cannot be run in one stack; call simulate for each of them")
-    joined = join(problems).to(dtype, parts.rates.device)
+    kinds, first = {type(problem) for problem in problems}, parts.networks[0].problem
+    if len(problems) > 1:
+        if len(kinds) > 1 or first.joined is None:
+            names = ", ".join(sorted(kind.__name__ for kind in kinds))
+            raise ValueError(f"problems of type {names} cannot be run in one stack; call simulate for each of them")
+        first = first.joined(problems).to(dtype, parts.rates.device)
     title = f"{parts.rule.name} on {len(problems)} networks"
-    return _simulated(parts, joined, title, progress, (checkpoint, checkpoint_every))
+    return _simulated(parts, first, title, progress, (checkpoint, checkpoint_every))
 
 
 def _simulated(

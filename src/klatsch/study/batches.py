@@ -12,6 +12,7 @@ import platform
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from klatsch import own, problems, rules
 from klatsch.problems import Problem
 from klatsch.sealed import CheckpointError
-from klatsch.simulation import Result, simulate, simulate_together
+from klatsch.simulation import Result, simulate_together
 from klatsch.simulation.mixing import common_period
 from klatsch.study.cases import Case
 from klatsch.study.grids import Options
@@ -152,19 +153,15 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Callable[[
     made = parts(batch)
     if any(problem.fingerprint() is None for problem in made.problems):
         checkpoint = None  # nothing would tell it from that of another problem
-    choices: Options = {
+    run = partial(
+        simulate_together,
+        *(made.problems, made.rule, made.graphs, made.steps),
+        device=batch.device,
+        checkpoint=checkpoint,
+        checkpoint_every=CHECKPOINT_EVERY,
+        progress=progress if progress is not None else False,
         **made.choices,
-        "device": batch.device,
-        "checkpoint": checkpoint,
-        "checkpoint_every": CHECKPOINT_EVERY,
-        "progress": progress if progress is not None else False,
-    }
-
-    def run() -> list[Result]:
-        if len(made.problems) > 1:
-            return simulate_together(made.problems, made.rule, made.graphs, made.steps, **choices)
-        return [simulate(made.problems[0], made.rule, made.graphs[0], made.steps, **choices)]
-
+    )
     with own.explained(*batch.names):
         try:
             results = run()

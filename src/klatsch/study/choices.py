@@ -15,10 +15,7 @@ from klatsch.study.store import Outcome, Store
 
 @dataclass(frozen=True)
 class Row:
-    """One rule on one topology, with the learning rate whose mean final error over the seeds is smallest.
-
-    Where large is good, as with accuracy, the mean is the largest.
-    """
+    """One rule on one topology, with the learning rate whose mean final error (accuracy) over the seeds is best."""
 
     rule: str
     topology: str
@@ -56,15 +53,15 @@ class Row:
     @property
     def value(self) -> float:
         """The mean final error (or accuracy) over the seeds at the learning rate chosen; inf (or 0) if all diverged."""
-        return float(self.final[:, self.best].mean())
+        return float(self.curve[:, -1].mean())
 
     @property
     def low(self) -> float:  # of a seed
-        return float(self.final[:, self.best].min())
+        return float(self.curve[:, -1].min())
 
     @property
     def high(self) -> float:  # of a seed
-        return float(self.final[:, self.best].max())
+        return float(self.curve[:, -1].max())
 
     @property
     def setting_text(self) -> str:

@@ -31,25 +31,15 @@ Stop = threading.Event | Event
 
 @dataclass(frozen=True)
 class Workers:
-    """An executor in use.
-
-    Args:
-        executor: takes the batches.
-        task: what it calls with a batch and the name of its checkpoint.
-        count: how many run at a time, for the estimate of the time left.
-        stop: set, it asks running batches to save themselves and end; None where they cannot be asked.
-        shares_files: whether workers see the files of this machine, so that checkpoints are of use.
-        losses: what a batch raises when its worker is gone.
-        alive: whether results may still come.
-    """
+    """An executor in use."""
 
     executor: Executor
-    task: Callable[[Batch, Path | None], Finished]
-    count: int
-    stop: Stop | None = None
-    shares_files: bool = True
-    losses: tuple[type[BaseException], ...] = (BrokenExecutor,)
-    alive: Callable[[], bool] = lambda: True
+    task: Callable[[Batch, Path | None], Finished]  # called with a batch and the name of its checkpoint
+    count: int  # that run at a time, for the estimate of the time left
+    stop: Stop | None = None  # once set, running batches save themselves and end; None where they cannot be asked
+    shares_files: bool = True  # whether workers see this machine's files, so that checkpoints are of use
+    losses: tuple[type[BaseException], ...] = (BrokenExecutor,)  # raised by a batch whose worker is gone
+    alive: Callable[[], bool] = lambda: True  # whether results may still come
 
 
 Open = Callable[[], AbstractContextManager[Workers]]
@@ -130,14 +120,14 @@ def dask(address: str) -> Iterator[Workers]:
 def _quiet_logs(name: str) -> Iterator[None]:
     """Log nothing of broken connections, which end in an error of one line."""
     known = [other for other in logging.root.manager.loggerDict if other == name or other.startswith(f"{name}.")]
-    usual = {other: logging.getLogger(other).level for other in known}
-    for other in known:
-        logging.getLogger(other).setLevel(logging.CRITICAL)
+    usual = {logger: logger.level for logger in map(logging.getLogger, known)}
+    for logger in usual:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        for other, level in usual.items():
-            logging.getLogger(other).setLevel(level)
+        for logger, level in usual.items():
+            logger.setLevel(level)
 
 
 @contextmanager
