@@ -49,7 +49,7 @@ _OWNERS = {
 
 
 def __getattr__(name: str) -> object:
-    """Load what is asked for, when it is asked for: `klatsch --help` need not wait for torch."""
+    """Load a room on first use: `klatsch --help` need not wait for torch."""
     if name not in (*__all__, "algorithms"):  # the former name of rules, which says so itself
         raise AttributeError(f"module 'klatsch' has no attribute {name!r}")
     module = importlib.import_module(f"klatsch.{_OWNERS.get(name, name)}")

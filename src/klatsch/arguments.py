@@ -48,7 +48,7 @@ def check_options(owner: str, given: Collection[str], known: Collection[str]) ->
     """Refuse an option that something does not have."""
     for option in given:
         if option not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no option beside n"
+            takes = f"it takes {', '.join(known)}" if known else "it takes no option besides n"
             raise ValueError(f"{owner} has no option {option!r}; {takes}")
 
 

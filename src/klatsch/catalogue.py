@@ -17,7 +17,7 @@ RULES = {
     "dat-sgp": "DAT over push-sum, for directed graphs.",
 }
 
-OPTIONS = {  # of the rules, beside lr
+OPTIONS = {  # of the rules, besides lr
     "dsgd": ("momentum", "average", "order"),
     "dat": ("averaging", "order", "momentum", "beta"),
     "d2": ("momentum", "average", "lazy"),

@@ -39,7 +39,7 @@ def check_output(path: Path, kind: str, *inputs: Path) -> None:
         if not path.exists():
             return
         if not path.is_file():
-            raise ValueError(f"cannot write {path}: it is no ordinary file; give another name")
+            raise ValueError(f"cannot write {path}: it is not an ordinary file; give another name")
         with path.open("rb") as file:
             head = file.read(HEAD)
         held = kind_of(head, path.stat().st_size) or (None if b"\0" in head else ENDINGS.get(path.suffix.lower()))
@@ -95,7 +95,7 @@ def text_of(path: Path) -> str:
     """The text of a small file: not of a device or a pipe, which may have no end."""
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise ValueError(f"{path} is no plain file, but a device or a pipe; give the name of a text file")
+        raise ValueError(f"{path} is not a plain file, but a device or a pipe; give the name of a text file")
     with path.open("rb") as file:
         data = file.read(LARGEST + 1)
     if len(data) > LARGEST:

@@ -53,7 +53,7 @@ def read(path: Path, format_: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
             header = json_of((file.metadata() or {}).get("klatsch", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged or no checkpoint ({error}); {REMEDY}") from None
+        raise CheckpointError(f"{path} is damaged or not a checkpoint ({error}); {REMEDY}") from None
     known = header.get("format") if isinstance(header, dict) else None
     if isinstance(known, str) and known != format_ and known in OLDER:
         raise OldCheckpointError(
@@ -61,7 +61,7 @@ def read(path: Path, format_: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"on with it, or {REMEDY}"
         )
     if not isinstance(header, dict) or known != format_:
-        raise CheckpointError(f"{path} is no checkpoint of this version of klatsch; {REMEDY}")
+        raise CheckpointError(f"{path} is not a checkpoint of this version of klatsch; {REMEDY}")
     if header.pop("sha256", None) != digest(tensors, header):
         raise CheckpointError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
     return header, tensors

@@ -155,7 +155,7 @@ def test_what_is_no_file_is_left_alone(folder, run_cli):
     for out in ("pipe", "/dev/null"):
         code, _, err = run_cli(*filled(WRITERS["probe"], out))
         assert code == 2
-        assert "no ordinary file" in err
+        assert "not an ordinary file" in err
     assert (folder / "pipe").is_fifo()
 
 

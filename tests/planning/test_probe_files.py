@@ -15,7 +15,7 @@ PROBE = dict.fromkeys(("L", "D1", "sigma", "zeta"), ESTIMATE) | {"params": 100, 
 
 @pytest.mark.parametrize("kind", ["/dev/zero", "a pipe", "a huge file", "deep"])
 def test_what_has_no_end_is_refused(kind, start, tmp_path):
-    path, says = tmp_path / "probe.json", "is no plain file, but a device or a pipe"
+    path, says = tmp_path / "probe.json", "is not a plain file, but a device or a pipe"
     if kind == "/dev/zero":
         path = kind
     elif kind == "a pipe":

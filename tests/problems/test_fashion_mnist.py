@@ -105,7 +105,7 @@ def test_a_damaged_file_is_named_and_not_used(tmp_path, kind):
 @pytest.mark.parametrize(
     "prepare, found",
     [
-        (lambda path: {"folder": path / "none"}, "is no folder"),
+        (lambda path: {"folder": path / "none"}, "is not a folder"),
         (lambda path: {"folder": path}, "has no train-images-idx3-ubyte.gz"),
         (lambda path: {"download": False}, "is not on this machine"),
         (lambda path: {}, "cannot be downloaded"),

@@ -413,7 +413,7 @@ BAD = [
         "not finite",
         "finite numbers only",
     ),
-    (lambda: ImageClassification(small, "/nowhere", nodes=4), "/nowhere is no folder", "KLATSCH_DATA"),
+    (lambda: ImageClassification(small, "/nowhere", nodes=4), "/nowhere is not a folder", "KLATSCH_DATA"),
 ]
 
 

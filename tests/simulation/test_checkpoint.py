@@ -170,7 +170,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_left_alone(damage, tmp_path
         }[damage]
         assert content != whole
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"run\.safetensors is (damaged|no checkpoint).*move the file away"):
+    with pytest.raises(ValueError, match=r"run\.safetensors is (damaged|not a checkpoint).*move the file away"):
         simulate(tmp_path)
     assert path.read_bytes() == content
 

@@ -84,7 +84,7 @@ def test_a_stopped_stack_goes_on_with_the_same_bits(tmp_path):
         ([problems.LeastSquares(4)], [], "one topology per problem"),
         ([problems.LeastSquares(4), problems.LeastSquares(4, dim=3)], [tp.ring(4)] * 2, "same parameters"),
         ([problems.LeastSquares(4), problems.LeastSquares(4, noise=2.0)], [tp.ring(4)] * 2, "noise levels"),
-        ([problems.LogisticRegression(4)], [tp.ring(4)], "LogisticRegression cannot be run in one stack"),
+        ([problems.LogisticRegression(4)] * 2, [tp.ring(4)] * 2, "LogisticRegression cannot be run in one stack"),
         ([problems.LeastSquares(4)], [tp.ring(5)], "the same number"),
     ],
 )

@@ -45,7 +45,7 @@ REFUSED = {
     "store in no folder": (["--store", "nowhere/s.sqlite"], "there is no folder"),
     "store that is a folder": (["--store", "."], "is a folder"),
     "store that cannot be made": (["--store", "/proc/s.sqlite"], "can be written to"),
-    "device as a store": (["--store", "/dev/zero"], "no plain file"),
+    "device as a store": (["--store", "/dev/zero"], "not a plain file"),
     "text as a store": (["--store", "letter.txt"], "not a database"),
 }
 
@@ -177,9 +177,9 @@ def test_what_has_no_end_is_no_study_and_no_store(study_file, tmp_path, start):
 
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/zero", tmp_path / "pipe"):
-        refused(klatsch("run", path), f"{path} is no plain file, but a device or a pipe")
-        refused(klatsch("run", study_file, "--store", path), f"{path} is no plain file")
-        refused(klatsch("results", path), f"{path} is no plain file")
+        refused(klatsch("run", path), f"{path} is not a plain file, but a device or a pipe")
+        refused(klatsch("run", study_file, "--store", path), f"{path} is not a plain file")
+        refused(klatsch("results", path), f"{path} is not a plain file")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "s.toml"]
 
 
@@ -230,7 +230,7 @@ def test_a_checkpoint_whose_header_is_nested_deeply_is_damaged(tmp_path):
     from klatsch import sealed
 
     save_file({"w": torch.zeros(1)}, tmp_path / "c.safetensors", metadata={"klatsch": nested(50_000)})
-    with pytest.raises(sealed.CheckpointError, match="damaged or no checkpoint"):
+    with pytest.raises(sealed.CheckpointError, match="damaged or not a checkpoint"):
         sealed.read(tmp_path / "c.safetensors", "klatsch simulation 1")
 
 

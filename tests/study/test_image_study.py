@@ -243,7 +243,7 @@ def test_sizes_that_do_not_fit_can_be_left_out():
 def test_a_study_without_its_data_says_so_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("KLATSCH_DATA", "/nowhere")
     with Store(tmp_path / "s.sqlite") as store:
-        with pytest.raises(ValueError, match="KLATSCH_DATA = /nowhere is no folder"):
+        with pytest.raises(ValueError, match="KLATSCH_DATA = /nowhere is not a folder"):
             run_study(study(), store)
         assert not store.studies()
 
@@ -262,10 +262,10 @@ def test_data_show(tmp_path, start):
 @pytest.mark.parametrize(
     "words, found",
     [
-        (("data", "show", "--data", "/nowhere"), "--data = /nowhere is no folder"),
+        (("data", "show", "--data", "/nowhere"), "--data = /nowhere is not a folder"),
         (("data", "show", "--alpha", "0"), "alpha = 0"),
         (("data", "show", "-n", "60001"), "60001"),
-        (("reproduce", "fig2", "--data", "/nowhere"), "/nowhere is no folder"),
+        (("reproduce", "fig2", "--data", "/nowhere"), "/nowhere is not a folder"),
         (("reproduce", "fig1", "--epochs", "3"), "fig1 has no data set"),
         (("reproduce", "table1", "--epochs", "3"), "table1 trains nothing"),
         (("reproduce", "fig2", "--dtype", "float64"), "fig2 trains in float32"),

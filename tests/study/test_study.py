@@ -148,7 +148,7 @@ def test_what_is_missing_is_said(tmp_path, run_cli):
 def test_plain_mistakes_in_python_are_told():
     with pytest.raises(ValueError, match=r"study is a dict; make one with study.parse"):
         run_study(SMALL)
-    with pytest.raises(ValueError, match=r"'x.toml' is no study; give a dictionary, or load\(file\)"):
+    with pytest.raises(ValueError, match=r"'x.toml' is not a study; give a dictionary, or load\(file\)"):
         parse("x.toml")
     assert study(problem="logistic").problem.name == "logistic"
 

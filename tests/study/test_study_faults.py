@@ -345,7 +345,7 @@ def test_somebody_elses_database_is_refused(study_file, tmp_path, run_cli):
     base.close()
     before = store.read_bytes()
     for command in (("run", study_file), ("results", store)):
-        refused(run_cli(*command), "no store of klatsch")
+        refused(run_cli(*command), "not a klatsch store")
         assert store.read_bytes() == before
     (tmp_path / "letter.sqlite").write_text("Dear reader, " * 100)
     refused(run_cli("run", study_file, "--store", tmp_path / "letter.sqlite"), "not a database", "damaged")

@@ -60,13 +60,13 @@ def show(
 
     from klatsch import pictures, problems
     from klatsch.paper.figures import classes_of_nodes
+    from klatsch.problems import FashionMNIST
     from klatsch.problems.images import fashion_mnist
-    from klatsch.problems.images.classification import check_sizes
 
     if draw is not None:
         pictures.check_path(draw)
     labels, classes = fashion_mnist.load(folder).labels.numpy(), fashion_mnist.CLASSES
-    check_sizes(nodes, 1, len(labels))
+    FashionMNIST.check(nodes, alpha, batch=1, seed=seed)
     shards = problems.dirichlet(labels, nodes, alpha, seed)
     counts = np.stack([np.bincount(labels[shard], minlength=len(classes)) for shard in shards])
     title = f"Fashion-MNIST over {nodes} nodes, alpha = {alpha:g}, seed {seed}: {shards.shape[1]:,} images each"

@@ -57,9 +57,9 @@ class Problem(ABC):
     headline: Headline = DISTANCE
     worst: Mapping[str, float] = MappingProxyType({})  # of the metrics that are good when large: their worst value
     per_column: tuple[str, ...] = ()  # options that may differ between the columns of one run
-    per_network: tuple[str, ...] | None = None  # options that may differ between networks in one stack, beside the seed
+    per_network: tuple[str, ...] | None = None  # options that, like the seed, may differ between networks in a stack
     columns_share: bool = True  # whether the columns of a run share work
-    numbers_per_parameter: int | None = None  # that a node holds beside its states; None: a matrix, and its draws
+    numbers_per_parameter: int | None = None  # held by a node besides its states; None: a matrix, and its draws
     check: Callable[..., None] | None = None  # refuses (nodes, **options) without fetching the data
     rounds_per_epoch: Callable[..., int] | None = None  # of (nodes, **options), where there is a data set
     joined: Callable[[Sequence[Any]], Problem] | None = None  # several such problems as one stack of nodes

@@ -127,10 +127,8 @@ class LeastSquares(core.Convex):
         return core.changed(
             first,
             nodes=sum(p.nodes for p in problems),
-            numbers=torch.cat([p.numbers for p in problems]),  # every node draws as it does in its own network
-            _seeds=torch.cat([p._seeds.expand(p.nodes) for p in problems]),
-            _H=torch.cat([p._H for p in problems]),
-            _offset=torch.cat([p._offset for p in problems]),
+            _seeds=torch.cat([p._seeds.expand(p.nodes) for p in problems]),  # nodes draw as in their own networks
+            **{k: torch.cat([vars(p)[k] for p in problems]) for k in ("numbers", *first.of_nodes)},
         )
 
     def loss_gap(self, x: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ Network = tuple[Case, ...]  # the runs on one network, column by column
 
 @dataclass(frozen=True)
 class Batch:
-    """Runs that are done in one go: one network, or several in one stack, with the same columns each."""
+    """Runs done in one go: one network, or several in one stack, with the same columns each."""
 
     networks: tuple[Network, ...]
     device: str
@@ -108,7 +108,7 @@ def pack(cases: Iterable[Case], device: str) -> list[Batch]:
 
 
 def quick(batches: Sequence[Batch]) -> bool:
-    """Whether batches are a matter of seconds even on a slow machine: less than processes take to start."""
+    """Whether batches take seconds even on a slow machine, less than processes take to start."""
     dims = [batch.cases[0].problem_settings.get("dim") for batch in batches]
     if None in dims or len(batches) > QUICK_BATCHES:  # images have none, and take long
         return False
@@ -214,7 +214,7 @@ def _joined(options: list[Options]) -> Options:
 
 
 def _split(case: Case) -> tuple[list[object], list[Options]]:
-    """What all runs of a batch share beside the network's size and seed, and what may differ between its columns."""
+    """What all runs of a batch share besides the network's size and seed, and what may differ between its columns."""
     varying = problems.declared(case.problem).per_column, ("lr",) if own.is_own(case.rule) else rules.PER_COLUMN
     given = list(zip((case.problem_options, case.rule_options), varying, strict=True))
     shared: list[object] = [

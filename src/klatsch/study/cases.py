@@ -185,9 +185,7 @@ class LeftOut(NamedTuple):
 def expand(study: Study, sources: Sources | None = None) -> tuple[list[Case], list[LeftOut]]:
     """The runs of a study, ordered by topology, setting, nodes, rule, learning rate and seed, and what is left out.
 
-    Args:
-        study: from `load(file)` or `parse(content)`.
-        sources: what was kept of custom parts when the study was run; then their files are not looked at.
+    `sources` is what was kept of custom parts when the study was run; their files are then not needed.
     """
     known = sources_of(study) if sources is None else sources
     cases: dict[str, Case] = {}

@@ -120,7 +120,7 @@ class Database:
         if not path.parent.is_dir():
             raise ValueError(f"there is no folder {path.parent}; make it first, or give another name for the store")
         if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is no plain file, but a device or a pipe; give another name for the store")
+            raise ValueError(f"{path} is not a plain file, but a device or a pipe; give another name for the store")
         if not must_exist:
             _check_writable(path)
         if not path.exists() or path.stat().st_size == 0:  # empty: its creator was killed
@@ -169,7 +169,7 @@ class Database:
 
     def _check_numbers(self, version: int, application: int) -> None:
         if application != APPLICATION:
-            raise ValueError(f"{self.path} is a database, but no store of klatsch; give another name")
+            raise ValueError(f"{self.path} is a database, but not a klatsch store; give another name")
         if version < 1:
             raise sqlite3.DatabaseError(f"it has no format {version}")
         if version > FORMAT:
@@ -192,7 +192,7 @@ class Database:
         self._ready = True
 
     def _use_log(self) -> None:
-        """Write ahead, once no other process is switching to it: SQLite does not wait for that by itself."""
+        """Switch to write-ahead, once no other process is doing so: SQLite itself does not wait for that."""
         deadline = time.monotonic() + WAIT
         while True:
             try:

@@ -28,7 +28,7 @@ MOST_LOSSES = 5  # times in a row that workers may die without a batch done in b
 
 @dataclass
 class Progress:
-    """How far a study is."""
+    """How far a study has come."""
 
     began: float
     batches: int = 0  # of this process, not those of others
@@ -44,7 +44,7 @@ class Progress:
     first: tuple[float, int] | None = None  # when the first batch came back, and its work
 
     def expect(self, missing: Sequence[Batch]) -> None:
-        """Set how much there is to do: what was done, and what is missing."""
+        """Set the total: what is done, and what is missing."""
         self.batches = self.batches_done + len(missing)
         self.runs = self.runs_done + sum(len(batch.cases) for batch in missing)
         self.work = self.work_done + sum(batch.work for batch in missing)
@@ -90,25 +90,23 @@ def execute(
     executor: Executor | Open | None = None,
     told: Told | None = None,
 ) -> Progress:
-    """Do every run that the store does not hold yet. Results stay when a batch fails or workers keep dying.
+    """Do every run that the store does not hold yet; returns what this process did.
 
-    On Ctrl-C, running batches save themselves and go on from there next time.
+    What is stored stays when a batch fails or workers keep dying. On Ctrl-C, running batches save themselves and resume
+    next time.
 
     Args:
-        cases: the runs, of `expand(study)`.
-        store: where results go; other processes may use it too, and each does what the others do not.
+        cases: the runs, from `expand(study)`.
+        store: where results go; other processes may share it and the work.
         device: "cpu", "cuda", ...
-        executor: what runs the batches: any `concurrent.futures.Executor`, or a function such as `workers.processes`
-            that opens one, and again if its workers die. By default one process per core (threads of this process for
-            a few seconds of work), or a thread for a GPU.
+        executor: any `concurrent.futures.Executor`, or a function such as `workers.processes` that opens one, and again
+            if its workers die. By default one process per core (threads for a few seconds of work), or one thread for
+            a GPU.
         told: called with the progress, at the beginning and after every batch.
-
-    Returns:
-        What this process did.
     """
     done, damaged = store.done(), store.damaged()
     todo = [left for batch in pack(cases, device) for left in batch.without(done)]
-    todo.sort(key=lambda batch: -batch.work)  # the largest first, so that none is left for the end
+    todo.sort(key=lambda batch: -batch.work)  # the largest first, so that none is left to the end
     progress = Progress(began=time.monotonic(), damaged=sum(case.key in damaged for case in cases))
     progress.expect(todo)
     tell = told or (lambda progress: None)
@@ -161,11 +159,11 @@ def run_study(
 
     Args:
         study: from `load(file)` or `parse(content)`.
-        store: a store, or the name of its file; by default results are kept in memory only.
+        store: a store, or the name of its file; by default results stay in memory.
         executor: see `execute`.
         told: see `execute`.
         expanded: the result of `expand(study)`, if it is there already.
-        origin: how it was asked for, kept in the store for reports.
+        origin: how the study was asked for, kept in the store for reports.
     """
     if not isinstance(study, Study):
         raise ValueError(f"study is a {type(study).__name__}; make one with study.parse({{...}}) or study.load(file)")
@@ -243,9 +241,9 @@ def _too_large(batch: Batch, error: MemoryError | RuntimeError) -> Exception:
     """A lack of memory as one line; other errors as they are."""
     if isinstance(error, RuntimeError) and "memory" not in str(error):
         return error
-    first = batch.cases[0]
+    first, nodes = batch.cases[0], max(case.nodes for case in batch.cases)
     return ValueError(
-        f"{first.label} on {first.graph_label} with up to {max(case.nodes for case in batch.cases)} nodes and "
+        f"{first.label} on {first.graph_label} with up to {nodes} nodes and "
         f"{len(batch.networks[0])} columns does not fit into memory; use fewer workers, or smaller grids"
     )
 

@@ -1,4 +1,4 @@
-"""Runs of a store as a flat table: CSV for everything, Parquet for large ones."""
+"""Runs of a store as a flat table: CSV for everything, Parquet where there are many."""
 
 from __future__ import annotations
 

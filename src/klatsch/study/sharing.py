@@ -60,7 +60,7 @@ class Share(AbstractContextManager["Share"]):
         return mine, left
 
     def beat(self) -> None:
-        """Give a sign of life, if it is time for one."""
+        """Give a sign of life when one is due."""
         if time.monotonic() - self._beaten > BEAT:
             with self.store.transaction():
                 self._live()
@@ -88,7 +88,7 @@ class Share(AbstractContextManager["Share"]):
                     file.unlink()
 
     def _live(self) -> None:
-        """Be among the owners; one that was paused for long may have been buried."""
+        """Register as an owner, again if others took a long pause for death."""
         self._known = True
         values = [self.owner, _machine(), os.getpid()]
         self.base.execute("INSERT OR IGNORE INTO owners VALUES (?, ?, ?, 0)", values)
@@ -135,7 +135,7 @@ def _machine() -> str:
 
 
 def _alive(pid: int) -> bool:
-    """Whether there is such a process here, as far as can be told."""
+    """Whether this process runs here, or may do so."""
     try:
         if os.name == "posix":
             os.kill(pid, 0)  # sends nothing

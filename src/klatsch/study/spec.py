@@ -266,7 +266,7 @@ def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "",
         stored: it was run before, so that such files are not needed.
     """
     if not isinstance(content, Mapping):
-        raise ValueError(f"{source}{content!r} is no study; give a dictionary, or load(file)")
+        raise ValueError(f"{source}{content!r} is not a study; give a dictionary, or load(file)")
     try:
         return Study.model_validate(dict(content), context={"folder": folder, "stored": stored})
     except ValidationError as refusal:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import groupby
@@ -172,7 +172,7 @@ class Store(AbstractContextManager["Store"]):
         return found
 
     def runs(self) -> list[tuple[Case, Options]]:
-        """All runs, each with what is known of it beside its metrics."""
+        """All runs, each with what is known of it besides its metrics."""
         self._check()
         names = ("key", "diverged", "device", "engine", "seconds", "finished")
         rows = self.base.execute(
@@ -233,10 +233,9 @@ class Store(AbstractContextManager["Store"]):
         points = {tuple(step for _, step, _ in part) for _, part in groupby(metrics, itemgetter(0))}
         if len({len(steps) for steps in points}) != 1 or {steps[-1] for steps in points} != {rounds}:
             return "lacks metrics"
-        try:
+        environment = None
+        with suppress(ValueError):
             environment = json_of(facts[-1] or "null")
-        except ValueError:
-            environment = None
         if not isinstance(environment, dict) or not {"processor", "torch"} <= environment.keys():
             return "has an environment that cannot be read"
         self._sound[number] = checksum

@@ -167,7 +167,7 @@ def _begin(stop: Stop) -> None:
 
 
 def _end_with_the_driver() -> None:
-    """Leave no workers behind a killed driver: they would wait for ever, or work on the same files."""
+    """Leave no workers behind a killed driver: they would wait forever, or work on the same files."""
     parent = mp.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -21,8 +21,11 @@ from klatsch.problems.images.networks import architecture, lenet, made
 from klatsch.problems.images.stacks import Stacked, plain_convolutions
 from klatsch.problems.partition import check_alpha, dirichlet
 
-MODELS_AT_ONCE = {"cpu": 64, "cuda": 288}  # that train: beyond these, more in one stack are not faster any more
-EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 9}  # that are evaluated, always as many on a GPU: each size is compiled
+MODELS_AT_ONCE = {"cpu": 64, "cuda": 288}  # that train at once: beyond this, a larger stack is no faster
+EVALUATED_AT_ONCE = {
+    "cpu": 64,
+    "cuda": 9,
+}  # that are evaluated; always 9 on a GPU: each size is compiled
 IMAGES_AT_ONCE = 2_000  # that each of them evaluates
 LOSS_SAMPLES = 2_000  # of the training images, on which the training loss is measured
 
@@ -66,16 +69,15 @@ class ImageClassification(core.Drawing):
         M, self.batch, self.seed = whole(nodes, "nodes", 1), whole(batch, "batch", 1), whole(seed, "seed", 0)
         data = Images(*data) if isinstance(data, tuple) and len(data) == 4 else fashion_mnist.load(data)
         data.check()
-        check_sizes(M, self.batch, len(data.labels))
+        count = check_choices(M, alpha, self.batch, self.seed, test, len(data.labels), len(data.test_labels))
         self.shards = torch.as_tensor(dirichlet(data.labels.numpy(), M, alpha, self.seed))  # (M, n)
         self.nodes, self.numbers, self.drawn = M, torch.arange(M), self.batch
         self.epoch = self.shards.shape[1] // self.batch  # rounds; the rest of the images wait for the next epoch
         self.alpha, self.classes = float(alpha), int(torch.cat([data.labels, data.test_labels]).max()) + 1
-        number = check_test(test, len(data.test_labels))
         self._content, shift, factor = _known(data)
         self._stacked = Stacked(made(model, self.seed), shift, factor)
         self._start, self.dim = self._stacked.start(), self._stacked.dim
-        self._data = data._replace(test_images=data.test_images[:number], test_labels=data.test_labels[:number])
+        self._data = data._replace(test_images=data.test_images[:count], test_labels=data.test_labels[:count])
         self._check_model()
 
     def start(self) -> Tensor:
@@ -206,10 +208,7 @@ class FashionMNIST(ImageClassification):
     @staticmethod
     def check(nodes: int, alpha: float = 0.1, batch: int = 32, seed: int = 0, test: int = 10_000) -> None:
         """Refuse options without the data set: a study can be read where it is missing."""
-        whole(seed, "seed", 0)
-        check_alpha(alpha)
-        check_sizes(whole(nodes, "nodes", 1), whole(batch, "batch", 1), fashion_mnist.SAMPLES)
-        check_test(test, fashion_mnist.TEST_SAMPLES)
+        check_choices(nodes, alpha, batch, seed, test, fashion_mnist.SAMPLES, fashion_mnist.TEST_SAMPLES)
 
     ready = staticmethod(fashion_mnist.load)
 
@@ -259,19 +258,17 @@ def equal_parts(count: int, most: int) -> int:
     return size if 2 * size >= min(most, count) else min(most, count)
 
 
-def check_sizes(nodes: int, batch: int, samples: int) -> None:
-    """Refuse more nodes than images, and batches larger than a node's share."""
-    if samples < nodes:
+def check_choices(nodes: int, alpha: float, batch: int, seed: int, test: int | None, samples: int, tests: int) -> int:
+    """Refuse options that do not fit a data set; returns the number of test images to use."""
+    whole(seed, "seed", 0)
+    check_alpha(alpha)
+    if samples < whole(nodes, "nodes", 1):
         raise ValueError(f"nodes = {nodes}, but there are {samples:,} images; give at most as many nodes")
-    if batch > samples // nodes:
+    if whole(batch, "batch", 1) > samples // nodes:
         raise ValueError(
             f"batch = {batch}, but each of {nodes} nodes has {samples // nodes} of the {samples:,} images; "
             "give a smaller batch, or fewer nodes"
         )
-
-
-def check_test(test: int | None, count: int) -> int:
-    """How many of the test images to use."""
-    if (number := whole(count if test is None else test, "test", 1)) > count:
-        raise ValueError(f"test = {number}, but there are {count:,} test images; give at most as many")
+    if (number := whole(tests if test is None else test, "test", 1)) > tests:
+        raise ValueError(f"test = {number}, but there are {tests:,} test images; give at most as many")
     return number

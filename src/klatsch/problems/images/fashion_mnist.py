@@ -111,9 +111,14 @@ def find(folder: str | Path | None = None, download: bool = True) -> Path:
         )
     given = folder if folder is not None else os.environ.get(VARIABLE) or None
     if given is not None:
-        return _folder(Path(given), "--data" if folder is not None else f"${VARIABLE}")
+        source = f"{'--data' if folder is not None else f'${VARIABLE}'} = {given}"
+        if not Path(given).is_dir():
+            raise ValueError(f"{source} is not a folder; {remedy()}")
+        if missing := _missing(Path(given)):
+            raise ValueError(f"{source} has no {missing[0]}.gz; {remedy()}")
+        return Path(given)
     for place in (cache(), DEBIAN):
-        if all(_file(place, name) is not None for name in CONTENT):
+        if not _missing(place):
             return place
     if not download:
         raise ValueError(f"Fashion-MNIST is not on this machine; {remedy()}")
@@ -135,24 +140,19 @@ def _read(folder: Path) -> Images:
     return Images(images[16:].view(shape), labels[8:].long(), test_images[16:].view(shape), test_labels[8:].long())
 
 
-def _folder(place: Path, source: str) -> Path:
-    if not place.is_dir():
-        raise ValueError(f"{source} = {place} is no folder; {remedy()}")
-    missing = [name for name in CONTENT if _file(place, name) is None]
-    if missing:
-        raise ValueError(f"{source} = {place} has no {missing[0]}.gz; {remedy()}")
-    return place
-
-
 def _file(folder: Path, name: str) -> Path | None:
     found = (folder / f"{name}.gz", folder / name)
     return next((path for path in found if path.is_file()), None)
 
 
+def _missing(folder: Path) -> list[str]:
+    return [name for name in CONTENT if _file(folder, name) is None]
+
+
 def _content(folder: Path, name: str) -> bytes:
     path = _file(folder, name)
     if path is None:
-        raise ValueError(f"{folder} has no {name}.gz any more; {remedy()}")
+        raise ValueError(f"{folder} no longer has {name}.gz; {remedy()}")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -162,12 +162,17 @@ def _content(folder: Path, name: str) -> bytes:
 
 def _verified(data: bytes, name: str, source: str) -> bytes:
     """The decompressed content of a file."""
-    try:
-        content = _unpacked(data) if data[:2] == b"\x1f\x8b" else data
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(
-            f"{source} is damaged or cut off ({error}) and is not used; replace it, or {remedy()}"
-        ) from None
+    content = data
+    if data[:2] == b"\x1f\x8b":
+        unpacker = zlib.decompressobj(wbits=31)
+        try:
+            content = unpacker.decompress(data, LARGEST)  # no more, however much a file claims to hold
+            if not unpacker.eof:
+                raise EOFError("it is too large" if unpacker.unconsumed_tail else "its end is missing")
+        except (EOFError, zlib.error) as error:
+            raise ValueError(
+                f"{source} is damaged or cut off ({error}) and is not used; replace it, or {remedy()}"
+            ) from None
     if hashlib.sha256(content).hexdigest() != CONTENT[name]:
         raise ValueError(
             f"{source} is not {name} of Fashion-MNIST (its SHA-256 differs, {len(content):,} bytes) and is not used; "
@@ -176,22 +181,13 @@ def _verified(data: bytes, name: str, source: str) -> bytes:
     return content
 
 
-def _unpacked(data: bytes) -> bytes:
-    unpacker = zlib.decompressobj(wbits=31)
-    content = unpacker.decompress(data, LARGEST)  # no more, however much a file claims to hold
-    if not unpacker.eof:
-        raise EOFError("its end is missing" if not unpacker.unconsumed_tail else "it is too large")
-    return content
-
-
 def _download(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot make the folder {folder}: {error.strerror}; {remedy()}") from None
-    for name in CONTENT:
-        if _file(folder, name) is None:
-            save(folder / f"{name}.gz", gzip.compress(_fetched(name), mtime=0), "gzip")
+    for name in _missing(folder):
+        save(folder / f"{name}.gz", gzip.compress(_fetched(name), mtime=0), "gzip")
     return folder
 
 
