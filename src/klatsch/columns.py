@@ -27,14 +27,7 @@ Object = TypeVar("Object")
 
 
 def hyper(name: str, value: Given, holds: Callable[[Any], Any], wanted: str) -> Number:
-    """Check a hyper-parameter and bring it into form.
-
-    Args:
-        name: what to call it in the error.
-        value: a number, or a list, array or tensor with one number per column.
-        holds: whether a number is allowed; must also work elementwise.
-        wanted: the remedy, for the error.
-    """
+    """Check a hyper-parameter: `holds` says, also elementwise, whether a number is allowed; `wanted` is the remedy."""
     if isinstance(value, bool | str | bytes | int | float | np.number) or value is None:
         return number(name, value, holds, wanted)
     try:
@@ -78,7 +71,7 @@ def mapped(thing: Object, function: Callable[[Tensor], Tensor]) -> Object:
 
 
 def replaced(thing: Object, **values: object) -> Object:
-    """A copy with fields set as they are, past the checks of the constructor; for engines."""
+    """A copy with other fields, past the checks of the constructor; for engines."""
     other = copy.copy(thing)
     settle(other, **values)
     return other
@@ -102,10 +95,7 @@ def described(thing: object) -> object:
 
 
 def flattened(name: str, thing: object) -> dict[str, object]:
-    """A rule and its parts as plain facts by name, so that an error can name the one that differs.
-
-    Of a rule: "rule", "base" and "averaging" are types, "lr" and "averaging p" are values.
-    """
+    """A rule and its parts as plain facts by name ("rule", "lr", "averaging p"), so that an error can name one."""
     is_rule = name in ("rule", "base")
     is_made = is_dataclass(thing) and not isinstance(thing, type)
     if not is_rule and not is_made:

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written to a temporary name, synced, renamed, never over another kind; and read."""
+"""Files that are whole or absent: written under a temporary name, synced and renamed, never over another kind."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ ENDINGS = {".csv": "CSV", ".md": "Markdown"}  # other texts have no beginning of
 
 
 def check_output(path: Path, kind: str, *inputs: Path) -> None:
-    """Refuse an output that would cost the user another file; to be called before the work is done.
-
-    `kind` is what will be written, one of `KINDS`; `inputs` are files that are read, or written as well.
-    """
+    """Refuse an output of one of `KINDS` that would overwrite another file or one of the inputs, before the work."""
     try:
         if any(_same(path, other) for other in inputs):
             raise ValueError(f"cannot write {path}: that is a file it is made from, or written with; give another name")

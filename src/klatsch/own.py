@@ -21,12 +21,12 @@ _lock = threading.RLock()  # batches run in threads, and each file is executed o
 
 
 def is_own(name: object) -> bool:
-    """Whether a name is that of a user's part."""
+    """Whether a name stands for a custom part."""
     return isinstance(name, str) and ".py:" in name
 
 
 def located(name: str, folder: str | Path = "") -> str:
-    """A user's part with its whole path, so that processes elsewhere find it; other names stay as they are."""
+    """A custom part with its absolute path, so that processes elsewhere find it; other names as they are."""
     if not is_own(name):
         return name
     before, _, H = name.rpartition("/")

@@ -69,7 +69,7 @@ def _title(value: object) -> object:
 
 
 class Entry(BaseModel):
-    """Something with a name and options; an option that is a list is a grid."""
+    """A name with options; a list of values is a grid."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
@@ -261,9 +261,9 @@ def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "",
 
     Args:
         content: what a TOML file would hold.
-        source: where it is from, for the errors.
-        folder: where your own files are, which names such as "mine.py:Extra" refer to; the current one by default.
-        stored: it was run before, so that such files are not needed.
+        source: where it is from, for errors.
+        folder: where files such as that of "mine.py:Extra" are; the current one by default.
+        stored: whether it was run before, so that such files are not needed.
     """
     if not isinstance(content, Mapping):
         raise ValueError(f"{source}{content!r} is not a study; give a dictionary, or load(file)")

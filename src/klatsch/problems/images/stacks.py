@@ -1,7 +1,7 @@
 """Many models of one architecture, each with its own parameters, evaluated as one: parameters are rows (S, d).
 
-Models made of known layers run as grouped convolutions and batched products, all S of them in one operation per layer.
-Any other module runs through torch.func, which is slower but needs to know nothing about it.
+Models made of known layers run as grouped convolutions and batched products, one operation per layer for all S. Any
+other module runs through torch.func, which is slower.
 """
 
 from __future__ import annotations
@@ -23,13 +23,7 @@ POOLS = (nn.MaxPool2d, nn.AvgPool2d)
 
 
 class Stacked:
-    """S models of one architecture: `stacked(x, images)` gives the logits (S, B, classes) of images (S, B, ...).
-
-    Args:
-        module: the architecture; its own parameters are the starting point.
-        shift: what is subtracted from pixels.
-        factor: what they are multiplied with then.
-    """
+    """S models of one architecture, whose own parameters are the start; pixels become (pixel - shift) * factor."""
 
     def __init__(self, module: nn.Module, shift: float = 0.0, factor: float = 1.0) -> None:
         self.module, self.shift, self.factor = module, shift, factor
@@ -148,7 +142,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _known(part: nn.Module) -> bool:
-    """Whether a layer is one that is written down here, with nothing about it that is not."""
+    """Whether `grouped` and `rows` cover everything about a layer."""
     if _hooked(part) or any(name not in ("weight", "bias") for name, _ in part.named_parameters()):
         return False
     if type(part) is nn.Conv2d:
