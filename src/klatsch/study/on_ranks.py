@@ -111,12 +111,12 @@ def serve() -> None:
 def run_together(batch: Batch) -> list[Result]:
     """The part of this rank in a batch; only rank 0 knows the results."""
     torch.set_num_threads(1)
-    made, results = parts(batch), []
+    made, device, results = parts(batch), _device(batch.device), []
     for problem, graph in zip(made.problems, made.graphs, strict=True):
-        group, where = _first_ranks(graph.size), {"device": _device(batch.device), **made.choices}
+        choices = {"group": _first_ranks(graph.size), "device": device, **made.choices}
         if dist.get_rank() < graph.size:
             with own.explained(*batch.names):
-                results.append(simulate_on_ranks(problem, made.rule, graph, made.steps, group=group, **where))
+                results.append(simulate_on_ranks(problem, made.rule, graph, made.steps, **choices))
     return [result for result in results if result is not None]
 
 

@@ -33,6 +33,7 @@ FACTS = (  # of a run, as they are stored and enter its checksum
     *("key", "problem", "rule", "topology", "nodes", "seed", "lr", "steps", "dtype", "settings", "diverged", "device"),
     *("engine", "batch", "seconds", "environment", "finished"),
 )
+METRICS = "SELECT name, step, value FROM metrics WHERE run = ?{} ORDER BY name, step"
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,10 @@ class Store(AbstractContextManager["Store"]):
         self._check(wanted)
         chosen = "" if names is None else f" AND name IN ({_marks(names)})"
         chosen += " AND step = (SELECT steps FROM runs WHERE id = run)" if last else ""
-        statement = f"SELECT name, step, value FROM metrics WHERE run = ?{chosen} ORDER BY name, step"
         found: dict[str, Outcome] = {}
         for key, number, seconds in self.base.execute("SELECT key, id, seconds FROM runs"):
             if key in wanted:
-                rows = self.base.execute(statement, [number, *(names or ())])
+                rows = self.base.execute(METRICS.format(chosen), [number, *(names or ())])
                 metrics = {name: np.array([v for *_, v in part]) for name, part in groupby(rows, itemgetter(0))}
                 steps = np.array([step for name, step, _ in rows if name == rows[0][0]], dtype=np.int64)
                 found[key] = Outcome(steps, metrics, seconds)
@@ -251,9 +251,7 @@ class Store(AbstractContextManager["Store"]):
         names = ", ".join(name for name in FACTS if name != "environment")
         joined = "runs LEFT JOIN environments ON environments.id = environment"
         (facts,) = self.base.execute(f"SELECT {names}, facts FROM {joined} WHERE runs.id = ?", [number])
-        return facts, self.base.execute(
-            "SELECT name, step, value FROM metrics WHERE run = ? ORDER BY name, step", [number]
-        )
+        return facts, self.base.execute(METRICS.format(""), [number])
 
 
 def settings_of(stored: Mapping[str, Any]) -> Options:
