@@ -39,21 +39,21 @@ class Quadratic(NamedTuple):
 
 
 class Problem(ABC):
-    """A stochastic problem spread over nodes: what it must have, and what it may have besides, with defaults.
+    """A stochastic problem spread over nodes: what it must have, and what it may have, with defaults.
 
-    Randomness is a function of (seed, t, node): asked again it gives the same numbers, and for one node alone the same
-    to rounding. Your own problem derives from this class, or is any object with `nodes`, `dim`, `start`, `grad` and
-    `metrics`: see `adopted`.
+    Randomness is a function of (seed, t, node): a repeated call returns the same numbers, and a call for one node alone
+    the same to rounding. Your own problem derives from this class, or is any object (also one that delegates to another
+    problem) with `nodes`, `dim`, `start`, `grad` and `metrics`.
     """
 
     nodes: int  # M
     dim: int  # d, the number of parameters
     columns: int = 1  # C, where the problem itself differs between the columns of a run
     optimum: Tensor | None = None  # (C, d), where it is known
-    drawn: int | None = None  # numbers drawn per node and round; d if it is not said
+    drawn: int | None = None  # numbers drawn per node and round; d by default
     exact: Callable[[Tensor], Tensor] | None = None  # the gradients at x, (M, C, d), without noise
 
-    # What is known of a kind of problem before one is made.
+    # Known of a kind of problem before one is made:
     headline: Headline = DISTANCE
     worst: Mapping[str, float] = MappingProxyType({})  # of the metrics that are good when large: their worst value
     per_column: tuple[str, ...] = ()  # options that may differ between the columns of one run
@@ -63,7 +63,7 @@ class Problem(ABC):
     check: Callable[..., None] | None = None  # refuses (nodes, **options) without fetching the data
     rounds_per_epoch: Callable[..., int] | None = None  # of (nodes, **options), where there is a data set
     joined: Callable[[Sequence[Any]], Problem] | None = None  # several such problems as one stack of nodes
-    ready: Callable[[], object] | None = None  # fetches the data, once, before many processes want them
+    ready: Callable[[], object] | None = None  # fetches the data, once, before many processes need them
 
     @abstractmethod
     def start(self) -> Tensor:

@@ -11,9 +11,9 @@ from klatsch.arguments import number, whole
 def dirichlet(labels: ArrayLike, nodes: int, alpha: float, seed: int = 0) -> NDArray[np.int64]:
     """Split samples over nodes so that every node has its own mixture of classes, drawn from Dirichlet(alpha).
 
-    A small alpha gives each node few classes, a large one gives all nodes the same mixture. Every sample goes to one
-    node at most, and all shards have the same size, len(labels) // nodes; what is left over is not used. Since the
-    classes are only so large, the mixtures are fitted to them by alternating scaling before they are rounded.
+    A small alpha gives each node few classes, a large one gives all the same mixture. No sample goes to two nodes,
+    and all shards have the same size, len(labels) // nodes; the rest is not used. Mixtures are fitted to the sizes of
+    the classes by alternating scaling, then rounded.
 
     Args:
         labels: the class of each sample.

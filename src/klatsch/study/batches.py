@@ -30,7 +30,7 @@ from klatsch.topology import Topology
 from klatsch.version import VERSION
 
 CHECKPOINT_EVERY = 3.0  # seconds: what a kill may cost
-MOST_COLUMNS = 256  # of one batch: more would only make it longer to lose
+MOST_COLUMNS = 256  # of one batch: a larger one only loses more when it is killed
 MOST_ROUNDS = 512  # of the common period of networks in one stack, all of which are captured
 MOST_NUMBERS = 1 << 29  # of a whole stack on a GPU: 4 GiB in float64
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -60,7 +60,7 @@ class Batch:
 
     @property
     def key(self) -> str:
-        """What tells this batch from others: the name of its checkpoint."""
+        """The name of its checkpoint: a hash of its runs."""
         return hashlib.sha256(" ".join(case.key for case in self.cases).encode()).hexdigest()[:32]
 
     @property

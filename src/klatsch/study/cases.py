@@ -289,7 +289,7 @@ def _form(option: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Plain data in which 1.0 and 1 are the same, while large whole numbers stay exact."""
+    """Plain data in which 1.0 equals 1, and large whole numbers stay exact."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -229,7 +229,7 @@ def _run(
                 progress.count(batch, outcome, new)
                 progress.expect([*running.values(), *todo, *lost])
                 tell(progress)
-    except BaseException:  # Ctrl-C, or a batch that failed: what was not begun need not be, the others save themselves
+    except BaseException:  # Ctrl-C, or a batch that failed: cancel what has not begun; running batches save themselves
         for future in running:
             future.cancel()
         if crew.stop is not None:
