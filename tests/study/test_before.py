@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from klatsch import rules
 from klatsch.study import Case, Store, expand, parse, run_study
 from klatsch.study.store import settings_of
 
@@ -103,3 +104,14 @@ def test_an_old_store_goes_on(store, run_cli):
         before = len(opened.done())
         assert run_study(study, opened).progress.runs_done == 0  # all of it is there
         assert len(opened.done()) == before
+
+
+def test_defaults_of_a_rule_that_is_new_may_be_written_out(monkeypatch):
+    monkeypatch.setitem(rules.RULES, "new", lambda lr, momentum=0.0, average=None: rules.gt(lr, momentum, average))
+
+    def key(**options):
+        content = {"steps": 9, "nodes": 4, "rules": [{"name": "new", **options}], "topologies": ["ring"], "lr": 0.1}
+        return expand(parse(content | {"seeds": 1}))[0][0].key
+
+    assert key() == key(momentum=0.0)
+    assert key(average="fixed(0.90)") == key(average="fixed(0.9)") != key()

@@ -111,7 +111,7 @@ def root(
 
 @command("list", "run --rules gt,dat-gt --set momentum=0.9", name="list")
 def list_names() -> None:
-    """List the rules (with their options beside lr), topologies and problems."""
+    """List the rules (with their options other than lr), topologies and problems."""
     console = terminal.console()
     tables = {"rules": catalogue.RULES, "topologies": catalogue.TOPOLOGIES, "problems": catalogue.PROBLEMS}
     for title, lines in tables.items():

@@ -79,7 +79,7 @@ def plan(
     draw: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how many machines pay, on which graph and with which rule, before they stop helping."""
+    """Predict how many machines are worth using, on which graph and with which rule."""
     from klatsch import pictures, planning
     from klatsch.planning import curves as figures
     from klatsch.planning import planner, sources, words

@@ -63,7 +63,7 @@ class Gossip(Points, Joinable, JoinHook):
         on_nonfinite: "raise" NonFiniteError when a gradient is not finite, before anything is sent; or "skip", a round
             without gradient, which `skipped` counts.
         start_equal: start from rank 0's parameters; else every rank starts from its own.
-        any_graph: run also where the rule refuses the graph.
+        any_graph: run even where the rule refuses the graph.
 
     Attributes:
         rank: which node of the topology this is.

@@ -55,7 +55,7 @@ class Problem(ABC):
 
     # Known of a kind of problem before one is made:
     headline: Headline = DISTANCE
-    worst: Mapping[str, float] = MappingProxyType({})  # of the metrics that are good when large: their worst value
+    worst: Mapping[str, float] = MappingProxyType({})  # of the metrics for which larger is better: their worst value
     per_column: tuple[str, ...] = ()  # options that may differ between the columns of one run
     per_network: tuple[str, ...] | None = None  # options that, like the seed, may differ between networks in a stack
     columns_share: bool = True  # whether the columns of a run share work

@@ -126,7 +126,7 @@ class Rule:
 
     @property
     def settings(self) -> dict[str, Number]:
-        """Numbers that may differ between groups of parameters and from round to round, beside lr."""
+        """Numbers that may differ between groups of parameters and from round to round, besides lr."""
         return {name: v for name, v in vars(self).items() if name == "momentum" and isinstance(v, int | float)}
 
     def with_settings(self, **values: Number) -> Self:

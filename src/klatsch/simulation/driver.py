@@ -68,7 +68,7 @@ class Nodes(ABC):
 
     @abstractmethod
     def beginnings(self, now: Snapshot, state: State, rounds: int) -> Tensor:
-        """`diverged_at` in a later state, reached after so many rounds."""
+        """`diverged_at` in a later state, reached after `rounds` rounds."""
 
 
 @dataclass

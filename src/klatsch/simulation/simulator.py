@@ -53,7 +53,7 @@ def simulate(
         checkpoint_every: seconds between two saves.
         after: go on from the end of an earlier result of the same problem, rule and topology.
         progress: a bar: True, False, or None for one if a terminal is attached; or a function of the rounds just done.
-        any_graph: run also where the rule refuses the graph.
+        any_graph: run even where the rule refuses the graph.
         engine: "auto" (the fastest that can run this), "torch" (plain operations), "fused" or "cuda graph".
 
     Returns:

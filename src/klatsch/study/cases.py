@@ -84,10 +84,12 @@ class Case:
 
     def _rule_facts(self) -> tuple[list[object], bool]:
         """What the key knows of the rule, and whether it mixes with (I + P) / 2."""
-        if self.rule not in BEFORE:
+        if self.rule not in rules.RULES:
             return self._facts("rule", self.rule, self.rule_options), self.lazy
         standard = _defaults(rules.RULES[self.rule])
         values = standard | self.rule_options
+        if self.rule not in BEFORE:
+            return [self.rule, {name: _form(name, v) for name, v in values.items()}], self.lazy
         lazy = values.pop("lazy", True)
         kind, fields = BEFORE[self.rule]
         facts: Options = {"type": kind} | {name: _form(name, values[name]) for name in fields}
@@ -153,7 +155,7 @@ class Case:
 
     @property
     def large_is_good(self) -> Collection[str]:
-        """The metrics that are good when large."""
+        """The metrics for which larger is better."""
         source = self.sources.get("problem")
         return problems.declared(self.problem).worst if source is None else source["large_is_good"]
 

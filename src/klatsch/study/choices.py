@@ -28,7 +28,7 @@ class Row:
     setting: Options = field(default_factory=dict)  # the problem's options
     metric: str = "distance"  # what the curves are of
     largest: bool = False  # whether large is good
-    epochs: int | None = None  # that the steps make, where the problem has a data set
+    epochs: int | None = None  # that the steps amount to, where the problem has a data set
 
     @property
     def final(self) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Studies on real ranks: rank 0 drives and writes the store as ever, and hands every batch to all the others.
+"""Studies on real ranks: rank 0 drives and writes the store as usual, and hands every batch to all the others.
 
 Batches travel as JSON; nothing is pickled. A network of M nodes runs on the first M ranks, one process per node, and
 rank 0 gathers what is measured.

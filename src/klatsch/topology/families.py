@@ -49,7 +49,7 @@ class Family:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What `build` takes beside n."""
+        """What `build` takes besides n."""
         return tuple(inspect.signature(self.build).parameters)[1:]
 
     def checked(self, n: object, most: int | None = None) -> int:

@@ -20,7 +20,7 @@ def make(name: str, n: int | None = None, **choices: object) -> Topology:
 
 
 def options(name: str) -> tuple[str, ...]:
-    """The options that `make(name, n, ...)` takes beside n; all take `every`, the rounds between two mixes."""
+    """The options that `make(name, n, ...)` takes besides n; all take `every`, the rounds between two mixes."""
     return *family(name).options, "every"
 
 
