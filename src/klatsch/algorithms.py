@@ -1,4 +1,4 @@
-"""The former name of `klatsch.rules`, with the classes of 0.1.0 as functions; it will be removed in the next version."""
+"""The former name of `klatsch.rules`, with the classes of 0.1.0 as functions; to be removed in the next version."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'klatsch.algorithms' has no attribute {name!r}")
     now = _NOW[name]
     warnings.warn(
-        f"klatsch.algorithms.{name} is klatsch.rules.{now} since 0.2; klatsch.algorithms will be removed in the next version",
+        f"klatsch.algorithms.{name} is klatsch.rules.{now} since 0.2; klatsch.algorithms goes in the next version",
         DeprecationWarning,
         stacklevel=2,
     )
