@@ -114,9 +114,7 @@ def test_an_error_is_wrapped_for_a_terminal_only(run_cli, monkeypatch, capsys):
     assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.parametrize(
-    "words", [("run", "--noise", "10"), ("topology", "torus", "--rows", "3"), ("probe", "--dim=4")]
-)
+@pytest.mark.parametrize("words", [("run", "--noise", 1), ("topology", "torus", "--rows", 3), ("probe", "--dim", 4)])
 def test_a_flag_that_is_gone_says_what_replaces_it(words, run_cli):
     code, out, err = run_cli(*words)
     name = words[-2].strip("-")
