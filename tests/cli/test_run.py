@@ -139,7 +139,7 @@ BAD = {
     "wrong momentum": (("--set", "momentum=1"), "momentum = 1"),
     "option of nobody": (
         ("--rules", "d2", "--set", "beta=0.5"),
-        "--set beta: none of d2, ring, least-squares has an option 'beta': it has no average",
+        "--set beta: none of d2, ring, least-squares has an option 'beta': it keeps no average",
     ),
     "option of another problem": (
         ("--set", "batch=3"),

@@ -23,7 +23,7 @@ def test_the_numbers_are_those_of_the_hand_written_rules(case, engine):
     assert_as_before(numbers(case, klatsch.simulate, engine=engine))
 
 
-@pytest.mark.parametrize("size, graphs", [(9, ["ring"]), (8, ["pushing ring"])])
+@pytest.mark.parametrize("size, graphs", [pytest.param(9, ["ring"], marks=pytest.mark.soak), (8, ["pushing ring"])])
 def test_ranks_compute_them_too(size, graphs, launch, tmp_path):
     launch(size, "numbers", graphs=graphs).succeed()
     found = torch.load(tmp_path / "numbers")

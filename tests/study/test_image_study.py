@@ -201,6 +201,7 @@ def test_studies_of_the_paper(target, scale):
     assert all(case.rule_options.get("momentum") == 0.9 for case in cases if case.rule in ("dat", "dsgd"))
 
 
+@pytest.mark.processes
 def test_pages_say_what_differs(tmp_path):
     tiny = study(
         nodes=4,
