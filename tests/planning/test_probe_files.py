@@ -26,7 +26,7 @@ def test_what_has_no_end_is_refused(kind, start, tmp_path):
         says = "is larger than 1 MiB"
     else:
         path.write_text("[" * 50_000)
-        says = "is not JSON; write one with klatsch probe --json"
+        says = "is not JSON; write one with klatsch probe PROBLEM -o FILE"
     done = start("plan", path, "--samples", "1e4").done()
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"klatsch: error: {path} {says}")
@@ -67,7 +67,8 @@ def test_the_command_says_it_in_one_line(tmp_path, run_cli):
     code, out, err = run_cli("plan", path, "--samples", "1e4")
     assert (code, out) == (2, "")
     assert err == (
-        f"klatsch: error: {path}: params = -1; give a number from 1 to 1e+15, or write one with klatsch probe --json\n"
+        f"klatsch: error: {path}: params = -1; give a number from 1 to 1e+15, "
+        "or write one with klatsch probe PROBLEM -o FILE\n"
     )
 
 

@@ -88,7 +88,7 @@ class Crew:
     """Where runs are computed and kept."""
 
     device: Annotated[str | None, text("cpu or cuda.")] = None
-    store: Annotated[Path | None, text("File for the results (beside the study, or in --out).", metavar="PATH")] = None
+    store: Annotated[Path | None, text("File for the results (beside the study file).", metavar="PATH")] = None
     processes: Annotated[int | None, option("Worker processes (one per core).", "--workers")] = None
     dask: Annotated[str | None, text("Run on the Dask cluster at ADDRESS.", metavar="ADDRESS")] = None
     data: Data = None
@@ -184,7 +184,7 @@ def run(
             print(f"drawn to {plot}")
 
 
-@command("demo", "demo --steps 2000 --seeds 1 --out figures")
+@command("demo", "demo --steps 2000 --seeds 1")
 def demo(
     out: Annotated[Path, text("Folder for the figure.", metavar="FOLDER")] = Path(),
     steps: Annotated[int, option("Rounds.", "--steps")] = 20_000,

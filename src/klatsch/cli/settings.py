@@ -16,7 +16,7 @@ Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="An option of a rule, topology or problem, such as momentum=0.9; several values as noise=1,10.",
+        help="An option of the rule, topology or problem: momentum=0.9, rows=3, or noise=1,10 for several values.",
         metavar="NAME=VALUE",
     ),
 ]

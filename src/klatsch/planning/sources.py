@@ -56,7 +56,7 @@ class Measured(NamedTuple):
 
 def read_probe(path: Path) -> Measured:
     """The numbers that `klatsch probe --json` printed to a file."""
-    remedy = "write one with klatsch probe --json"
+    remedy = "write one with klatsch probe PROBLEM -o FILE"
     try:
         text = text_of(path)
     except OSError as error:
