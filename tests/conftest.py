@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import math
 import os
 import signal
@@ -27,6 +28,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker("processes")
         if "browse" in item.fixturenames:
             item.add_marker("browser")
+
+
+def pytest_collection_finish():
+    """Keep what was imported out of the garbage collector, which optimizers also ask for all live objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @functools.cache

@@ -41,6 +41,8 @@ class Wrappers:
             raise ValueError(f"{what}; train the model without it; {HOW}")
 
     def _refuse_averaging(self) -> None:
+        if len(self._ranks) == 1:
+            return  # nobody to average with
         kinds: list[type[nn.Module]] = [nn.parallel.DistributedDataParallel, *_fsdp("FullyShardedDataParallel")]
         found = weakref.WeakSet(wrapper for wrapper in alive(kinds) if self._averages(wrapper))
         if found:

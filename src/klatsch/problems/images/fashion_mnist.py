@@ -187,7 +187,7 @@ def _download(folder: Path) -> Path:
     except OSError as error:
         raise ValueError(f"cannot make the folder {folder}: {error.strerror}; {remedy()}") from None
     for name in _missing(folder):
-        save(folder / f"{name}.gz", gzip.compress(_fetched(name), mtime=0), "gzip")
+        save(folder / f"{name}.gz", gzip.compress(_fetched(name), compresslevel=1, mtime=0), "gzip")
     return folder
 
 
