@@ -194,6 +194,7 @@ def test_sparse_gradients_are_refused():
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_compiled_models():
     model, other, images, labels = pair()
     compiled = torch.compile(model, backend="aot_eager")

@@ -344,6 +344,7 @@ def test_copies_and_models_without_their_optimizer_are_free():
         assert not any(m._forward_pre_hooks or m._state_dict_pre_hooks for m in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_models(fullgraph):
     model = make_model()

@@ -51,6 +51,7 @@ def test_smoothness_of_logistic_regression(nodes, seed):
     assert found.zeta.value == pytest.approx(float(problem.zeta), rel=0.01, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_mini_batches_of_a_problem_that_knows_nothing():
     problem = problems.LogisticRegression(4, batch=64)
     found = probe(Plain(problem), rounds=400)
@@ -63,6 +64,7 @@ def test_mini_batches_of_a_problem_that_knows_nothing():
     assert found.stages[0].sigma.low <= sigma <= found.stages[0].sigma.high
 
 
+@pytest.mark.slow
 def test_intervals_hold_as_often_as_they_say():
     hits = sum(
         found.low <= 2.0 <= found.high

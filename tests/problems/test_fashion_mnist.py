@@ -55,6 +55,7 @@ def test_the_content_is_fashion_mnist():
     assert abs(float(pixels.std()) - 1) < 1e-3
 
 
+@pytest.mark.slow
 @needs_data
 def test_places_are_tried_in_order(tmp_path, monkeypatch):
     """Every place alone is found; and where there are two, a damaged one that comes first is named."""
@@ -120,6 +121,7 @@ def test_missing_data_says_the_three_ways_to_get_it(tmp_path, prepare, found):
     assert "\n" not in message
 
 
+@pytest.mark.slow
 @needs_data
 def test_it_is_downloaded_once_and_verified(tmp_path, monkeypatch):
     """From real servers: the first answers nonsense, the second gives something else, the third the files."""

@@ -432,6 +432,7 @@ def test_a_model_with_a_buffer_is_refused():
         ImageClassification(module, toy(), nodes=4)
 
 
+@pytest.mark.slow
 @needs_data
 def test_lenet_learns_fashion_mnist(monkeypatch):
 

@@ -19,7 +19,7 @@ PATTERNS = {
 }
 GRAPHS = {"ring": tp.ring(7), "base graph": tp.base_graph(6), "torus": tp.torus(9)}
 CASES = [(pattern, graph) for pattern in PATTERNS for graph in GRAPHS if "corr" not in pattern or graph != "base graph"]
-STEPS = 80
+STEPS = 40
 
 
 def schedule_free(start, gradient, lr, weights, beta, momentum):

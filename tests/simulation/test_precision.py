@@ -13,6 +13,7 @@ precision = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(precision)
 
 
+@pytest.mark.slow
 @ENGINES
 @pytest.mark.parametrize("rounds", [2_000, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("case", precision.CASES)

@@ -94,6 +94,7 @@ def test_anytime_averaging_keeps_nodes_together():
     torch.testing.assert_close(dsgd["Gamma"], dsgd["Xi"])
 
 
+@pytest.mark.slow
 def test_logistic_regression_is_learnt_over_label_skewed_nodes():
     problem, graph = problems.LogisticRegression(8, dim=10, samples=100, batch=8, alpha=0.1), tp.ring(8)
     start = problem.loss(problem.start()[None])[0] - problem.loss(problem.optimum)[0]

@@ -79,6 +79,7 @@ def store(request, tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_an_old_store_is_shown(store, run_cli, tmp_path):
     code, out, err = run_cli("results", store, "--json")
     assert (code, err) == (0, "")

@@ -50,6 +50,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_refused_reproduction_has_written_nothing(case, tmp_path, run_cli, monkeypatch):
     options, words = REFUSED[case]

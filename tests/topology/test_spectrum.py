@@ -166,6 +166,7 @@ def test_sparse_solvers_agree_with_dense_ones(case, monkeypatch):
         assert graph.smallest_eigenvalue == pytest.approx(smallest, abs=1e-8, rel=0)
 
 
+@pytest.mark.slow
 def test_large_graphs_have_their_closed_forms():
     """At 10,000 nodes, where dense solvers are out of reach."""
     for name in ("ring", "torus"):
