@@ -44,6 +44,13 @@ def named(kind: str, name: object, table: Mapping[str, Thing]) -> Thing:
     return table[name]
 
 
+def there_are(name: str, known: Collection[str]) -> str:
+    """What a misspelt name may have meant: "did you mean rows? There are rows, cols"."""
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]}? There" if close else "there"
+    return f"{hint} are {', '.join(known)}"
+
+
 def check_options(owner: str, given: Collection[str], known: Collection[str]) -> None:
     """Refuse an option that something does not have."""
     for option in given:

@@ -162,6 +162,7 @@ def test_refusals_of_networkx_graphs(graph, options, message):
         (["topology"], "name a topology"),
         (["topology", "ring", "-n", "four"], "four"),
         (["topology", "ring", "-n", "4", "--set", "k=2"], "ring has no option 'k'"),
+        (["topology", "torus", "-n", "4", "--set", "row=2"], "did you mean rows? There are rows, cols, every"),
         (["topology", "ring", "-n", "4", "--params", "0"], "params = 0"),
         (["topology", "ring", "-n", "4", "--draw", "ring.jpg"], "must end in .svg, .png, .pdf"),
         (["topology", "ring", "-n", "4", "--draw", "/nowhere/ring.svg"], "there is no folder /nowhere"),

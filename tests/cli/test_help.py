@@ -36,6 +36,27 @@ def test_every_help_ends_with_examples_that_parse(name, run_cli):
         assert parsed(shlex.split(example)) is not ROOT, example
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_help_shows_no_type_beside_a_flag(name, run_cli):
+    _, out, _ = run_cli(*name.split(), "--help")
+    assert "bool" not in out.lower()
+    assert re.search(r"--help +Show this message and exit", out)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("topology", "An option of the graph: rows=3 of torus"),
+        ("probe", "An option of the problem: noise=10 of least-squares"),
+        ("run", "An option of a rule, topology or problem: momentum=0.9"),
+        ("plan", "Give --samples, --target or both, and the constants of the problem"),
+    ],
+)
+def test_help_says_what_an_option_is_for(name, words, run_cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert words in run_cli(name, "--help")[1]
+
+
 def test_no_function_of_the_command_line_has_many_parameters():
     for path in Path(commands.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -76,7 +97,11 @@ def test_values_have_the_type_that_the_signature_says(given, value):
         (["momentum=fast"], "--set momentum: 'fast' is not a number"),
         (["dim=1.5"], "--set dim: '1.5' is not a whole number"),
         (["lazy=perhaps"], "--set lazy=perhaps: give true or false"),
-        (["mometum=0.9"], "has an option 'mometum'; there are momentum, average, lazy, every, dim, noise"),
+        (
+            ["mometum=0.9"],
+            "an option 'mometum'; did you mean momentum? There are momentum, average, lazy, every, dim, noise",
+        ),
+        (["xyz=1"], "an option 'xyz'; there are momentum, average, lazy, every, dim, noise"),
     ],
 )
 def test_settings_that_are_refused(given, message, run_cli):
@@ -102,7 +127,8 @@ def test_settings_reach_parts_of_your_own(run_cli, tmp_path, monkeypatch):
         assert (code, err) == (0, "")
         error[name] = json.loads(out)["rows"][0]["error"]
     assert len(set(error.values())) == 3
-    assert "there are slow, width, every, dim, noise, heterogeneity" in run_cli(*own, "--set", "wide=2")[2]
+    refused = run_cli(*own, "--set", "wide=2")[2]
+    assert "did you mean width? There are slow, width, every, dim, noise, heterogeneity" in refused
 
 
 def test_an_error_is_wrapped_for_a_terminal_only(run_cli, monkeypatch, capsys):

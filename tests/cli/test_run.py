@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from io import StringIO
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 import klatsch
 from klatsch import pictures, problems, rules
 from klatsch import topology as tp
+from klatsch.cli import terminal
 from klatsch.paper import demo, figures
 from klatsch.study import Row, parse, run_study, workers
 from tests.support.pictures import check_picture
@@ -37,6 +39,28 @@ def test_run_prints_the_error_the_learning_rate_and_the_spread(run_cli):
         error, low, high = float(row[3]), float(row[5]), float(row[6])
         assert low <= error <= high
         assert row[4].rstrip("*") in ("0.0001", "0.001", "0.01")
+
+
+def test_one_seed_has_no_spread(run_cli):
+    _, out, _ = run_cli("run", "--rules", "dat", "-n", 4, "--steps", 20, "--seeds", 1, "--lr", 0.01)
+    header = next(line.split() for line in out.splitlines() if line.startswith(" topology"))
+    assert header == ["topology", "nodes", "rule", "error", "lr", "Gamma"]
+    assert "from, to" not in out
+
+
+def test_run_says_that_results_are_not_kept(run_cli, tmp_path):
+    arguments = ("run", "--rules", "dat", "-n", 4, "--steps", 20, "--seeds", 1, "--lr", 0.01)
+    hint = "the results are not kept; --store results.sqlite keeps them"
+    assert hint in run_cli(*arguments)[1]
+    assert hint not in run_cli(*arguments, "--store", tmp_path / "kept.sqlite")[1]
+    assert json.loads(run_cli(*arguments, "--json")[1])["rows"]
+
+
+def test_a_study_file_that_is_not_there_is_named_before_its_options(run_cli, tmp_path):
+    _, _, err = run_cli("run", tmp_path / "nowhere.toml", "--steps", 5)
+    assert f"there is no file {tmp_path / 'nowhere.toml'}" in err
+    (tmp_path / "study.toml").write_text('rules = "dat"\ntopologies = "ring"\nnodes = 4\nsteps = 5\n')
+    assert "--steps does not go with a study file" in run_cli("run", tmp_path / "study.toml", "--steps", 5)[2]
 
 
 def test_run_gives_json_that_agrees_with_the_library(run_cli):
@@ -179,6 +203,7 @@ def test_the_demo_runs_the_promised_grid_and_draws(small_demo):
         if (rule, topology) != ("dat-d2", "one_peer_exponential")
     }
     assert all("symmetric" in reason for _, reason in found.left_out)
+    assert not any("any_graph" in reason for _, reason in found.left_out)  # which the demo does not have
     assert {path.name for path in folder.iterdir()} == {"klatsch-demo.png", "klatsch-demo.svg"}
     for path in found.files:
         check_picture(path)
@@ -218,9 +243,21 @@ def test_the_demo_on_the_command_line(run_cli, tmp_path):
     code, out, err = run_cli("demo", "--steps", 60, "--seeds", 1, "--out", tmp_path)
     assert (code, err) == (0, "")
     assert "klatsch-demo.png" in out
+    assert "--" not in out  # it names no option that it does not have
     code, _, err = run_cli("demo", "--out", tmp_path / "nowhere")
     assert code == 2
     assert "no folder" in err
+
+
+def test_a_long_line_is_wrapped_for_a_terminal_only(monkeypatch):
+    class Screen(StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "40")
+    line = "  ring: dsgd grows 170-fold, dat stays, d2 diverges"
+    assert terminal.wrapped(line, StringIO()) == line
+    assert terminal.wrapped(line, Screen()) == "  ring: dsgd grows 170-fold, dat stays,\n    d2 diverges"
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])

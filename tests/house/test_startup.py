@@ -8,6 +8,7 @@ import klatsch
 from klatsch import catalogue, planning, problems, rules, topology
 from klatsch.cli import plan as plan_command
 from klatsch.cli import run as run_command
+from klatsch.cli.settings import parameters_of
 from klatsch.paper.targets import TABLES, TARGETS
 from klatsch.study.spec import PAPER_GRID
 
@@ -68,13 +69,19 @@ def test_every_name_of_the_package_is_there_and_no_other():
     ],
 )
 def test_the_catalogue_has_the_first_lines_of_the_docstrings(listed, table):
-    assert list(listed.items()) == [(name, thing.__doc__.strip().splitlines()[0]) for name, thing in table.items()]
+    lines = [(name, thing.__doc__.strip().splitlines()[0]) for name, thing in table.items()]
+    assert [(name, entry.line) for name, entry in listed.items()] == lines
 
 
-def test_the_catalogue_has_the_options_of_the_rules():
-    assert {name: ("lr", *options) for name, options in catalogue.OPTIONS.items()} == {
-        name: rules.options(name) for name in rules.RULES
-    }
+@pytest.mark.parametrize(
+    "kind, listed", [("rule", catalogue.RULES), ("topology", catalogue.TOPOLOGIES), ("problem", catalogue.PROBLEMS)]
+)
+def test_the_catalogue_has_the_options_that_set_takes(kind, listed):
+    everywhere = {"every"}  # of every topology, in the line below the list
+    assert "--set every=" in catalogue.SILENCE
+    for name, entry in listed.items():
+        options = [option for option in parameters_of(kind, name) if option not in everywhere]
+        assert entry.options == ", ".join(options), name
 
 
 def test_what_help_says_is_what_the_library_does():
@@ -91,6 +98,5 @@ def test_the_list_prints_the_catalogue(run_cli, monkeypatch):
     monkeypatch.setattr("klatsch.cli.terminal.console", lambda: Console(width=200))
     _, out, _ = run_cli("list")
     for listed in (catalogue.RULES, catalogue.TOPOLOGIES, catalogue.PROBLEMS):
-        for name, line in listed.items():
-            options = ", ".join(catalogue.OPTIONS[name]).split() if listed is catalogue.RULES else []
-            assert [name, *line.split(), *options] in [row.split() for row in out.splitlines()]
+        for name, entry in listed.items():
+            assert [name, *entry.line.split(), *entry.options.split()] in [row.split() for row in out.splitlines()]

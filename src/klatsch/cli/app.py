@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import Annotated, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import typer
 from rich.table import Table
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from klatsch import catalogue
 from klatsch.cli import terminal
@@ -21,12 +20,32 @@ from klatsch.version import VERSION
 Call = TypeVar("Call", bound=Callable[..., None])
 
 
+class _Flags:
+    """Shows no type beside a flag, which takes no value."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        found: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for parameter in found:
+            if isinstance(parameter, TyperOption) and parameter.is_flag:
+                parameter.metavar = ""
+        return found
+
+
+class Command(_Flags, TyperCommand):
+    """A command."""
+
+
+class Group(_Flags, TyperGroup):
+    """A group of commands."""
+
+
 def _after_help(examples: tuple[str, ...]) -> str:
     return "\n\n".join(("Examples:", *(f"klatsch {example}" for example in examples)))
 
 
 app = typer.Typer(
     name="klatsch",
+    cls=Group,
     help="Train models over a network of machines that talk only to their neighbours.",
     epilog=_after_help(("demo", "list", "run --rules dat,dsgd --topology ring -n 16 --set heterogeneity=10")),
     add_completion=False,
@@ -39,7 +58,8 @@ def command(*examples: str, more: str = "", name: str | None = None, to: typer.T
 
     def register(function: Call) -> Call:
         help_ = "\n\n".join(filter(None, (function.__doc__, more)))
-        to.command(name=name or function.__name__, help=help_, epilog=_after_help(examples))(_flat(function))
+        title, after = name or function.__name__, _after_help(examples)
+        to.command(name=title, cls=Command, help=help_, epilog=after)(_flat(function))
         return function
 
     return register
@@ -96,11 +116,7 @@ def main() -> NoReturn:
 
 def _complain(message: str) -> int:
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)  # names of files may hold anything
-    text = f"klatsch: error: {line}"
-    if sys.stderr.isatty():  # logs and programs get one line
-        width = shutil.get_terminal_size().columns
-        text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    print(text, file=sys.stderr)
+    print(terminal.wrapped(f"klatsch: error: {line}", sys.stderr), file=sys.stderr)
     return 2
 
 
@@ -119,15 +135,15 @@ def root(
 
 @command("list", "run --rules gt,dat-gt --set momentum=0.9", name="list")
 def list_names() -> None:
-    """List the rules (with their options other than lr), topologies and problems."""
+    """List the rules, topologies and problems, each with the options that --set takes."""
     console = terminal.console()
     tables = {"rules": catalogue.RULES, "topologies": catalogue.TOPOLOGIES, "problems": catalogue.PROBLEMS}
-    for title, lines in tables.items():
+    for title, entries in tables.items():
         table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column()
         table.add_column(style="dim")
-        for name, line in lines.items():
-            table.add_row(name, line, ", ".join(catalogue.OPTIONS[name]) if lines is catalogue.RULES else "")
+        for name, entry in entries.items():
+            table.add_row(name, *entry)
         console.print(table, "")
     terminal.note(catalogue.SILENCE)

@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from klatsch.cli import terminal
-from klatsch.cli.app import app, command
+from klatsch.cli.app import Group, app, command
 from klatsch.cli.terminal import AsJson, Data, number, option, print_json
 
 SHOW = "data show -n 8 --alpha 0.1 --draw classes.png"
 data = typer.Typer(
+    cls=Group,
     help="Fashion-MNIST: where it is, and how it is split over nodes.",
     epilog=f"Examples:\n\nklatsch data fetch\n\nklatsch {SHOW}",
 )

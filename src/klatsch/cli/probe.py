@@ -12,7 +12,7 @@ from klatsch import catalogue, files
 from klatsch.cli import terminal
 from klatsch.cli.app import command
 from klatsch.cli.data import use_folder
-from klatsch.cli.settings import Settings, chosen, parameters_of
+from klatsch.cli.settings import Settings, chosen, parameters_of, setting
 from klatsch.cli.terminal import AsJson, Data, option, print_json
 from klatsch.own import is_own
 
@@ -36,7 +36,7 @@ MEANINGS = {
 def probe(
     problem: Annotated[str, typer.Argument(help="A problem's name, or FILE.py:FUNCTION.")],
     nodes: Annotated[int | None, option("Number of nodes (16).", "-n", "--nodes")] = None,
-    settings: Settings = None,
+    settings: Annotated[Settings, setting("An option of the problem: noise=10 of least-squares")] = None,
     seed: Annotated[int | None, option("Seed of the problem (0).")] = None,
     rounds: Annotated[int, option("Rounds of the run that looks for an optimum that is not known.")] = 200,
     samples: Annotated[int, option("Gradients per node for each estimate of noise.")] = 64,

@@ -25,6 +25,8 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
 
     settings = dict.fromkeys(name for row in rows for name in row.setting)
     varying = [name for name in settings if len({row.setting.get(name) for row in rows}) > 1]
+    counts = sorted({len(row.curves) for row in rows})
+    spread = counts != [1]  # of the seeds
     lines = [
         {
             "topology": row.topology,
@@ -33,17 +35,14 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
             "rule": row.rule,
             row.title: "diverged" if row.diverged else short(row.value),
             "lr": f"{row.lr:g}" + ("*" if row.at_edge else ""),
-            "from": short(row.low),
-            "to": short(row.high),
+            **({"from": short(row.low), "to": short(row.high)} if spread else {}),
             "Gamma": short(float(row.consensus[:, -1, row.best].mean())),
         }
         for row in rows
     ]
     kept = terminal.print_table(title, lines, EXPENDABLE, section="topology")
-    counts = sorted({len(row.curves) for row in rows})
-    seeds = " or ".join(map(str, counts)) + (" seed" if counts == [1] else " seeds")
     notes = {
-        "from": f"from, to: smallest and largest of {seeds}",
+        "from": f"from, to: smallest and largest of {' or '.join(map(str, counts))} seeds",
         "Gamma": "Gamma: consensus distance of the points where gradients are taken",
     }
     wider = [terminal.WIDER] if len(kept) < len(lines[0]) else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ from klatsch.cli import narration, terminal
 from klatsch.cli.app import command
 from klatsch.cli.data import use_folder
 from klatsch.cli.rows import plain, print_rows
-from klatsch.cli.settings import Settings, check_known, parameters_of, split, typed
+from klatsch.cli.settings import Settings, check_known, parameters_of, setting, split, typed
 from klatsch.cli.terminal import AsJson, Data, option, print_json, text, words
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ class Comparison:
     topology: Annotated[str | None, text("Topologies (ring).", "-t", "--topology", metavar="NAMES")] = None
     nodes: Annotated[str | None, text("Numbers of nodes (16).", "-n", "--nodes", metavar="N,...")] = None
     problem: Annotated[str | None, text("Problem to solve (least-squares).")] = None
-    settings: Settings = None
+    settings: Annotated[
+        Settings, setting("An option of a rule, topology or problem: momentum=0.9, or noise=1,10 for both values")
+    ] = None
     steps: Annotated[int | None, option("Rounds (10,000).", "--steps")] = None
     epochs: Annotated[int | None, option("Epochs, instead of rounds (fashion-mnist).")] = None
     lr: Annotated[str | None, text("Learning rates to choose from (the paper's seven).", metavar="X,...")] = None
@@ -150,7 +153,7 @@ def run(
     use_folder(crew.data)
     if named("engine", engine, {"stacked": False, "ranks": True}) and on_ranks.join() != 0:
         return on_ranks.serve()
-    if file is not None:
+    if file is not None and file.exists():  # load names one that does not
         comparison.refuse_beside_a_file()
     study = comparison.study() if file is None else spec.load(file)
     study = study if crew.device is None else study.model_copy(update={"device": crew.device})
@@ -173,7 +176,9 @@ def run(
         print_json({"rows": [plain(row) for row in found.rows], "left_out": [i._asdict() for i in found.left_out]})
     else:
         print_rows(found.rows, found.left_out, title_of(study), study.device)
-        if place is not None:
+        if place is None:
+            terminal.note("the results are not kept; --store results.sqlite keeps them")
+        else:
             damaged = found.progress.damaged
             again = f" ({damaged:,} {'was' if damaged == 1 else 'were'} damaged)" if damaged else ""
             print(f"{found.progress.runs_done:,} runs new{again}, results in {place}")
@@ -197,7 +202,8 @@ def demo(
     with narration.shown() as told:
         found = demos.demo(study, out, told)
     print_rows(found.rows, found.left_out, title_of(study))
-    print(found.sentence)
+    for line in found.sentence.splitlines():
+        print(terminal.wrapped(line, sys.stdout))
     print(f"drawn to {' and '.join(str(file) for file in found.files)}")
 
 

@@ -6,31 +6,27 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Annotated
+from typing import Any
 
-import typer
+from klatsch.cli.terminal import text, words
 
-from klatsch.cli.terminal import words
-
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="An option of the rule, topology or problem: momentum=0.9, rows=3, or noise=1,10 for several values.",
-        metavar="NAME=VALUE",
-    ),
-]
+Settings = list[str] | None
 Parameters = Mapping[str, inspect.Parameter]
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
+
+
+def setting(help_: str) -> Any:
+    """The option --set."""
+    return text(f"{help_}; klatsch list names all.", "--set", metavar="NAME=VALUE")
 
 
 def split(given: Sequence[str] | None) -> dict[str, str]:
     """The settings by name, each as text."""
     found: dict[str, str] = {}
-    for text in given or ():
-        name, _, value = (part.strip() for part in text.partition("="))
+    for word in given or ():
+        name, _, value = (part.strip() for part in word.partition("="))
         if not name or not value:
-            raise ValueError(f"--set {text}: give a name and a value, such as momentum=0.9")
+            raise ValueError(f"--set {word}: give a name and a value, such as momentum=0.9")
         if name in found:
             raise ValueError(f"--set {name} is given twice; separate several values by commas, as {name}=1,2")
         found[name] = value
@@ -52,11 +48,13 @@ def check_known(
     given: Collection[str], owners: Mapping[str, Parameters], reasons: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Refuse a setting that no owner has; `reasons` explains some of the refusals."""
+    from klatsch.arguments import there_are
+
     known = dict.fromkeys(option for parameters in owners.values() for option in parameters)
     who = f"{', '.join(owners)} has no" if len(owners) == 1 else f"none of {', '.join(owners)} has an"
     for name in given:
         if name not in known:
-            why = f": {reasons[name]}" if name in reasons else f"; there are {', '.join(known)}" if known else ""
+            why = f": {reasons[name]}" if name in reasons else f"; {there_are(name, known)}" if known else ""
             raise ValueError(f"--set {name}: {who} option {name!r}{why}")
 
 

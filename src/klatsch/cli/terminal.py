@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -16,9 +18,10 @@ from rich.console import Console, JustifyMethod
 from rich.measure import Measurement
 from rich.table import Table
 
-LEFT = ("topology", "rule", "engine", "constant", "meaning")  # headings of words; all others are of numbers
+# Headings of words; all others are of numbers.
+LEFT = ("topology", "rule", "engine", "constant", "meaning", "term", "paper", "klatsch.theory")
 STRONG = {"rule": "bold", "constant": "bold"}
-WIDER = "a wider terminal, or --json, shows more columns"
+WIDER = "a wider terminal shows more columns"
 
 
 def whole(text: str | int) -> int:
@@ -68,6 +71,15 @@ def console() -> Console:
 def note(line: str, style: str = "dim") -> None:
     """Print a line as it is."""
     console().print(line, style=style, markup=False, highlight=False)
+
+
+def wrapped(line: str, stream: TextIO) -> str:
+    """A line, wrapped if it goes to a terminal; logs and programs get one line."""
+    if not stream.isatty():
+        return line
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def command_line() -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 from klatsch import catalogue
 from klatsch.cli import terminal
 from klatsch.cli.app import command
-from klatsch.cli.settings import Settings, chosen, parameters_of, split
+from klatsch.cli.settings import Settings, chosen, parameters_of, setting, split
 from klatsch.cli.terminal import AsJson, option, print_json
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def topology(
     name: Annotated[str | None, typer.Argument(help="The graph to show.")] = None,
     nodes: Annotated[int | None, option("Number of nodes.", "-n", "--nodes")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="All topologies side by side, sorted by rho.")] = False,
-    settings: Settings = None,
+    settings: Annotated[Settings, setting("An option of the graph: rows=3 of torus, k=2 of base_graph")] = None,
     lazy: Annotated[bool, typer.Option("--lazy", help="Mix with (I + P) / 2.")] = False,
     params: Annotated[int, option("Parameters of the model, in float32, for the message size.")] = 1_000_000,
     draw: Annotated[Path | None, typer.Option(help="Draw every round with messages to FILE.svg, .png or .pdf.")] = None,

@@ -55,7 +55,9 @@ def demo(runs: Study, folder: Path, told: Told | None = None) -> Demo:
     files = tuple(folder / f"klatsch-demo{suffix}" for suffix in (".png", ".svg"))
     for file in files:
         pictures.save(figure, file, dpi=160)
-    return Demo(found.rows, found.left_out, sentence(found.rows), files)
+    # The remedies that follow a reason are options of klatsch run, which the demo does not have.
+    left_out = [item._replace(reason=item.reason.partition(";")[0]) for item in found.left_out]
+    return Demo(found.rows, left_out, sentence(found.rows), files)
 
 
 def sentence(rows: list[Row]) -> str:

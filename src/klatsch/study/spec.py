@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from pydantic_core import ErrorDetails
 
 from klatsch import own, problems, rules
 from klatsch import topology as topologies
-from klatsch.arguments import check_options, number, shown, whole
+from klatsch.arguments import check_options, number, shown, there_are, whole
 from klatsch.files import text_of
 from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, axis, combinations, count, counted, several
 from klatsch.topology.names import split
@@ -280,9 +279,7 @@ def _explained(error: ErrorDetails) -> str:
     """One line from what pydantic found."""
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
     if error["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(key, Study.model_fields, n=1)
-        hint = f"did you mean {close[0]}? There" if close else "there"
-        return f"unknown key {key!r}; {hint} are {', '.join(Study.model_fields)}"
+        return f"unknown key {key!r}; {there_are(key, Study.model_fields)}"
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
     if error["type"] in ("model_type", "model_attributes_type"):
