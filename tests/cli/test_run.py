@@ -1,4 +1,4 @@
-"""klatsch list, run and demo, and the comparison behind them."""
+"""klatsch list, run, demo and reproduce of a table, and the comparison behind them."""
 
 import json
 import re
@@ -247,6 +247,17 @@ def test_the_demo_on_the_command_line(run_cli, tmp_path):
     code, _, err = run_cli("demo", "--out", tmp_path / "nowhere")
     assert code == 2
     assert "no folder" in err
+
+
+@pytest.mark.slow
+def test_reproduce_prints_a_table_before_its_sentences(run_cli, tmp_path):
+    _, out, _ = run_cli("reproduce", "table1", "--out", tmp_path)
+    table, _, sentences = out.partition("holds")
+    lines = [line.split() for line in table.splitlines()]
+    assert ["torus", "1.000", "(1.000)", "0.167", "(0.167)", "0.251", "(0.250)"] in lines
+    assert ["near_complete", "0.000", "(0.000)", "0.250", "(0.250)", "0.500", "(0.500)"] in lines
+    assert "on the near-complete graph: 0.25" in sentences
+    assert "near_complete" not in sentences
 
 
 def test_a_long_line_is_wrapped_for_a_terminal_only(monkeypatch):

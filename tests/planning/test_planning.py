@@ -391,7 +391,13 @@ CONSTANTS = ("--sigma", 1, "--zeta", 1, "--L", 1, "--D1", 1)
     [
         (("--samples", "1e6"), "sigma, zeta, L, D1 missing; measure them with klatsch probe"),
         (("--samples", "1e6", "--sigma", 1, "--zeta", 1, "--L", 1), "D1 missing"),
-        ((*CONSTANTS,), "nothing to plan for; give samples"),
+        ((), "as in klatsch plan probe.json --samples 1e6, or give --sigma X --zeta X --L X --D1 X"),
+        ((*CONSTANTS,), "nothing to plan for; give samples (--samples 1e6), or a target error (--target 0.01)"),
+        (
+            (*CONSTANTS, "--samples", "1e6", "--rules", "d2"),
+            "no convergence rate is known for d2; choose from dsgd, dat",
+        ),
+        ((*CONSTANTS, "--samples", "1e6", "--rules", "a.py:b"), "no convergence rate is known for a.py:b; choose from"),
         ((*CONSTANTS, "--samples", "1e6", "--sigma", -1), "sigma = -1.0; give 0 or a positive number"),
         ((*CONSTANTS, "--samples", "1e6", "--L", 0), "L = 0.0; give a positive number"),
         ((*CONSTANTS, "--samples", "1e6", "--zeta", "nan"), "zeta = nan; give 0 or a positive number"),

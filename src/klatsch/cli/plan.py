@@ -43,7 +43,8 @@ class Known:
         if missing := [name for name in ("sigma", "zeta", "L", "D1") if name not in known]:
             raise ValueError(
                 f"{', '.join(missing)} missing; measure them with klatsch probe PROBLEM -o probe.json and give that "
-                f"file, or give {' '.join(f'--{name} X' for name in missing)}"
+                "file, as in klatsch plan probe.json --samples 1e6, or give "
+                f"{' '.join(f'--{name} X' for name in missing)}"
             )
         return Constants(**known)
 
@@ -63,6 +64,7 @@ class Links:
     "plan probe.json --samples 1e6",
     "plan probe.json --samples 1e6 --network wan --plot plan.png",
     "plan --target 1e-3 --sigma 1 --zeta 1 --L 10 --D1 1 --machines 64",
+    more="Give --samples, --target or both, and the constants of the problem: PROBE, or --sigma, --zeta, --L and --D1.",
 )
 def plan(
     known: Known,

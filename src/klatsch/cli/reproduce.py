@@ -78,7 +78,7 @@ def reproduce(
         parts = asdict(replace(page, figures=()))  # which are in the files
         kept = ("title", "facts", "verdicts", "notes", "header", "table")
         return print_json({name: parts[name] for name in kept} | {"files": [str(file) for file in files]})
-    _print(page, files, seconds)
+    _print(page, files, seconds, with_table=target in TABLES)  # those of figures are long
 
 
 def _make_folder(folder: Path) -> None:
@@ -88,10 +88,14 @@ def _make_folder(folder: Path) -> None:
         raise ValueError(f"cannot make the folder {folder}: {error.strerror}; choose another with --out") from None
 
 
-def _print(page: Page, files: list[Path], seconds: float) -> None:
+def _print(page: Page, files: list[Path], seconds: float, with_table: bool) -> None:
     terminal.note(page.title, "bold")
     for fact in page.facts:
         terminal.note(fact)
+    if with_table:
+        lines = [dict(zip(page.header, line, strict=True)) for line in page.table]
+        if terminal.print_table("", lines, expendable=page.header[-1:]) != list(page.header):
+            terminal.note(terminal.WIDER)
     for verdict in page.verdicts:
         terminal.console().print(Text.assemble((verdict.word, COLOURS[verdict.word]), f": {verdict.claim}"))
         for line in verdict.figures:

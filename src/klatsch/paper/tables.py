@@ -23,6 +23,7 @@ CLOSE = 0.02  # between an exponent that was fitted and one of the paper
 
 # Table 1: the power of M in 1 / rho, and of N in the largest M for D-SGD and DAT. NC is the near-complete graph.
 TABLE_1 = {"ring": (2, 1 / 8, 1 / 6), "torus": (1, 1 / 6, 1 / 4), "near_complete": (0, 1 / 4, 1 / 2)}
+IN_WORDS = {"near_complete": "near-complete graph"}
 
 # Table 2: rounds to an error epsilon are sums of s^k / (M^m rho^r epsilon^e), where s is the noise sigma or the
 # heterogeneity zeta: the powers (k, m, r, e) of each term.
@@ -49,8 +50,8 @@ def table_1() -> Page:
     for family, expected in TABLE_1.items():
         largest = (_slope(SAMPLES, partial(_largest, rule, family)) for rule in ("dsgd", "dat"))
         pairs = list(zip((-_slope(SIZES, partial(_gap, family)), *largest), expected, strict=True))
-        rows.append((family, *(f"{value + 0.0:.3f} ({wanted:.3f})" for value, wanted in pairs)))
-        fits |= {f"{name} on the {family}": pair for name, pair in zip(names, pairs, strict=True)}
+        rows.append((family, *(f"{value:z.3f} ({wanted:.3f})" for value, wanted in pairs)))
+        fits |= {f"{name} on the {IN_WORDS.get(family, family)}": pair for name, pair in zip(names, pairs, strict=True)}
     fits["with a server, the largest M as a power of N"] = _slope(SAMPLES, partial(_largest, "minibatch", "ring")), 0.5
     for name, rule, wanted in (("D-SGD", "dsgd", 0.5), ("DAT", "dat", 1)):
         slope = _slope((1e-3, 0.1), partial(theory.parallelism_bound, rule, 1e12))  # as a function of rho
@@ -66,7 +67,7 @@ def table_1() -> Page:
         header=("topology", "1 / rho ~ M^", "D-SGD: M ~ N^", "DAT: M ~ N^"),
         table=tuple(rows),
         verdicts=tuple(
-            _verdict(f"{name}: {wanted:.3g}", 1, (value,), (wanted,), f"fitted {value:.4f}, paper {wanted:.4f}")
+            _verdict(f"{name}: {wanted:.3g}", 1, (value,), (wanted,), f"fitted {value:z.4f}, paper {wanted:.4f}")
             for name, (value, wanted) in fits.items()
         ),
         notes=(

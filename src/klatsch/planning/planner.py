@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from klatsch import topology as topologies
-from klatsch.arguments import named, number, whole
+from klatsch.arguments import number, whole
 from klatsch.planning import graphs, predictions
 from klatsch.planning.hardware import TINY, Network
 from klatsch.planning.predictions import ALL_REDUCE, CALIBRATION, RULES, Calibration, Rule, predicted, rounds_to
@@ -158,7 +158,7 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
         rules: names of `RULES`; all by default.
         families: names of topologies, such as "ring", or "ring/8" for gossip in every 8th round; all by default.
     """
-    asked = [named("rule", name, RULES) for name in dict.fromkeys(RULES if rules is None else rules)]
+    asked = [predictions.rule_named(name) for name in dict.fromkeys(RULES if rules is None else rules)]
     kinds = {name: family(name) for name in (topologies.TOPOLOGIES if families is None else families)}
     alone = _choices(task, RULES[ALL_REDUCE], "", [graphs.Graph(1, 1.0, 0)], None)[0]
     lines, left_out = [], {}

@@ -16,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from klatsch import rules, theory
+from klatsch.arguments import named
 from klatsch.channels.rehearsal import rehearse
+from klatsch.own import is_own
 from klatsch.theory import UNIT, Constants, Number, Rate, RateFunction
 
 MOST_ROUNDS = 1e30  # more are never reached
@@ -74,6 +76,13 @@ RULES: dict[str, Rule] = {
 TURNS = {"gt": 8e-6, "dat-d2": 8e-6}
 CALIBRATION: Mapping[str, Calibration] = {name: Calibration(0.08, TURNS.get(name, 8e-4), 5e-3) for name in RULES}
 UNCALIBRATED: Mapping[str, Calibration] = {name: Calibration() for name in RULES}
+
+
+def rule_named(name: str) -> Rule:
+    """A rule of `RULES`."""
+    if name not in RULES and (name in rules.RULES or is_own(name)):
+        raise ValueError(f"no convergence rate is known for {name}; choose from {', '.join(RULES)}")
+    return named("rule", name, RULES)
 
 
 def predicted(rule: Rule, M: Number, T: Number, rho: Number, constants: Constants, by: Calibration) -> Rate:
