@@ -1,4 +1,4 @@
-"""A plan as a picture: error and time against the number of machines, with the point to take."""
+"""A plan as a picture: error and time against the number of machines."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ COLOURS = {
     "dat-d2": "#56B4E9",
     "all-reduce": "#E69F00",
 }
-HIGHEST = 30  # times the goal: errors above are off the picture
+HIGHEST = 30  # times the goal; larger errors are cut off
 
 
 def curves(plan: Plan) -> Figure:
-    """The rules on the recommended family of graphs, and the all-reduce: predicted error and time against M."""
+    """Predicted error and time against M: all rules on the recommended family of graphs, and the all-reduce."""
     from matplotlib.figure import Figure
 
     task, best = plan.task, plan.best
@@ -37,7 +37,7 @@ def curves(plan: Plan) -> Figure:
     for line in shown:
         label = f"{line.rule}, {line.topology}" if line.topology else line.rule
         dashes = "--" if not line.topology else ":" if line.rule.endswith("(cta)") else "-"  # curves may coincide
-        width = 1.8 if len(line.choices) < 300 else 1.0  # many sizes ripple
+        width = 1.8 if len(line.choices) < 300 else 1.0  # curves of many sizes ripple
         style = {"color": COLOURS[line.rule], "linewidth": width, "linestyle": dashes, "label": label}
         machines = [choice.machines for choice in line.choices]
         values = [choice.error if task.samples else choice.rounds for choice in line.choices]

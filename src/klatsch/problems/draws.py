@@ -1,7 +1,6 @@
 """Random numbers as a function of (seed, purpose, round, node): the same in every engine and after every resume.
 
-There is no stream to advance: each number is a hash of its own address. The hash is SplitMix64, whose counter form
-passes the usual statistical batteries; a key is made by hashing one part of the address after the other.
+Each number is a hash of its address, by SplitMix64, which passes the usual statistical tests; there is no stream.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import math
 import torch
 from torch import Tensor
 
-# What numbers are drawn for; part of the address, so that no two uses share their numbers.
+# What numbers are for: part of the address, so that no two purposes share numbers.
 NOISE, MATRICES, CENTRE, SHIFTS, BATCHES, FEATURES, LABELS = range(7)
 
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, signed
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 _LOW = 0xFFFFFFFF
-_AT_ONCE = 30_000  # hashes worked on together: they stay in the cache, and torch starts no threads for so few
+_AT_ONCE = 30_000  # hashes at a time: they fit the cache, and torch starts no threads
 
 
 def normals(
@@ -26,7 +25,7 @@ def normals(
 ) -> Tensor:
     """Standard normals of shape (len(t), len(nodes), size), on the device of `t` (Box–Muller).
 
-    The seed is one for all nodes, or one per node. In float32 the numbers are those of float64 within rounding errors.
+    There is one seed for all nodes, or one for each. Numbers in float32 are those in float64, rounded.
     """
     pairs = (size + 1) // 2
     result = torch.empty(len(t), len(nodes), 2 * pairs, dtype=dtype, device=t.device)
@@ -53,7 +52,7 @@ def _bits(seed: int | Tensor, purpose: int, t: Tensor, nodes: Tensor, size: int)
 
 
 def _hashed(z: Tensor) -> Tensor:
-    # In place throughout: numbers are drawn in every round, and fresh memory would cost more than the arithmetic.
+    # In place: fresh memory in every round would take longer than the arithmetic.
     shifted = torch.empty_like(z)
     z.bitwise_xor_(_unsigned(z, 30, shifted)).mul_(_FIRST)
     z.bitwise_xor_(_unsigned(z, 27, shifted)).mul_(_SECOND)
@@ -61,5 +60,5 @@ def _hashed(z: Tensor) -> Tensor:
 
 
 def _unsigned(z: Tensor, places: int, out: Tensor | None = None) -> Tensor:
-    """z >> places as if z were unsigned: torch fills with the sign, which is masked away."""
+    """z >> places for unsigned z: torch fills with the sign, which the mask removes."""
     return torch.bitwise_right_shift(z, places, out=out).bitwise_and_((1 << (64 - places)) - 1)

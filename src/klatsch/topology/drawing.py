@@ -1,4 +1,4 @@
-"""Pictures of a topology: one panel per round of its period in which nodes talk."""
+"""Pictures of a topology: one panel for each round in which nodes talk."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:  # loaded only to draw
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LARGEST = 2000  # nodes that can still be told apart
-MOST_LINKS = 100_000  # per round, so that a picture stays within some megabytes
-MOST_PATCHES = 1000  # links per round that are drawn one by one, with arrows and bends; beyond, as plain lines
+LARGEST = 2000  # nodes; more cannot be told apart
+MOST_LINKS = 100_000  # per round, for files of a few megabytes
+MOST_PATCHES = 1000  # links per round that have arrows and bends; more are plain lines
 NODE, LINK = "#c2410c", "#334155"
 
 Positions = NDArray[np.float64]
 
 
 def draw(topology: Topology, path: str | Path) -> Path:
-    """Draw every round of the period in which nodes talk to an SVG, PNG or PDF file."""
+    """Draw a topology to an SVG, PNG or PDF file, with one panel for each round in which nodes talk."""
     check_topology("draw", topology)
     path = Path(path)
     pictures.check_path(path)
@@ -39,7 +39,7 @@ def draw(topology: Topology, path: str | Path) -> Path:
 
 
 def figure(topology: Topology) -> Figure:
-    """The same picture as a matplotlib figure."""
+    """The picture as a matplotlib figure."""
     from matplotlib.figure import Figure
 
     graphs = len(topology.speaking)
@@ -58,7 +58,7 @@ def figure(topology: Topology) -> Figure:
         panel.set_aspect("equal")
         _draw_links(panel, topology, where, t)
         _draw_nodes(panel, where, small=topology.changes)
-        # Room for whole nodes and bent links, also around graphs that are flat.
+        # Room for whole nodes and bent links, even around a flat graph.
         span = max(float(np.ptp(where, axis=0).max()), 1.0)
         low, high = where.min(axis=0) - 0.14 * span, where.max(axis=0) + 0.14 * span
         panel.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]))
@@ -102,7 +102,7 @@ def _draw_links(panel: Axes, topology: Topology, where: Positions, t: int) -> No
         return
     for pair in pairs:
         a, b = where[list(pair)]
-        # A link that wraps around a lattice would run through the nodes between its ends: bend it.
+        # Bend a link that wraps around a lattice, so that it misses the nodes between its ends.
         wraps = topology.lattice is not None and np.abs(a - b).max() > 1.5
         patch = FancyArrowPatch(
             tuple(a),

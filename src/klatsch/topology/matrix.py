@@ -59,18 +59,17 @@ def with_self_weights(size: int, i: Nodes, j: Nodes, weight: Weights) -> Matrix:
 
 
 def circulant(size: int, offsets: list[int]) -> Matrix:
-    """Every node i averages itself and the nodes i + offset (modulo size), which it hears, with equal weights."""
+    """Node i hears the nodes i + offset (modulo size) and averages them with itself, with equal weights."""
     i = np.tile(np.arange(size), len(offsets))
     j = (i + np.repeat(offsets, size).astype(np.int64)) % size
     return with_self_weights(size, i, j, np.full(len(i), 1.0 / (1 + len(offsets))))
 
 
 def exact_weights(P: Matrix, dtype: torch.dtype, by_rows: bool = True) -> tuple[Matrix, Weights]:
-    """The weights of the links, and the sum that each node gives away, so that the two cancel without rounding.
+    """The weights of the links, and each node's sum of them (of rows, or of columns for push-sum), without rounding.
 
-    Weights are rounded to multiples of 2^-24 (float32) or 2^-53 (float64): sums of such numbers below 1 are exact. The
-    rounding is the same for P_ij and P_ji, so a symmetric P stays symmetric and doubly stochastic. With `by_rows` the
-    rows sum to 1, otherwise the columns do (push-sum).
+    Multiples of 2^-24 (float32) or 2^-53 (float64) have exact sums below 1. P_ij and P_ji round alike, so a symmetric
+    P stays symmetric and doubly stochastic.
     """
     unit = 2.0**24 if str(dtype) == "torch.float32" else 2.0**53
     links = csr_array(P - diags_array(P.diagonal()))

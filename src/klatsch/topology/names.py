@@ -14,7 +14,7 @@ from klatsch.topology.validation import rounds_between
 def make(name: str, n: int | None = None, **choices: object) -> Topology:
     """A topology by name: `make("ring", 16)`, `make("base_graph", 16, k=2)`, `make("torus", rows=3, cols=4)`.
 
-    `make("ring/8", 16)`, or `make("ring", 16, every=8)`, gossips in every 8th round only; see `every`.
+    `make("ring/8", 16)` and `make("ring", 16, every=8)` gossip in every 8th round only; see `every`.
     """
     return builder(name, choices)(n, **choices)
 
@@ -25,22 +25,22 @@ def options(name: str) -> tuple[str, ...]:
 
 
 def spectral_gap(name: str, n: int, **choices: object) -> float:
-    """The spectral gap rho of `make(name, n, ...)`, by a closed form where one is known, so that n may be a million."""
+    """The spectral gap rho of `make(name, n, ...)`, in closed form where one is known: there n may be a million."""
     build, known = builder(name, choices), family(name)
     if known.gap is None:
         return build(n, **choices).spectral_gap
     own, between = _parted(name, choices)
-    # The sides of a lattice may allow an n that is refused alone; its closed form checks it.
+    # A lattice of given sides may have an n that is refused without them: its closed form checks.
     return known.gap(n if known.lattice else known.checked(n, UNLIMITED), **own) / between
 
 
 def nth_size(name: str, s: int) -> int:
-    """The s-th size (from 1) along which a family keeps its shape; most families allow every size."""
+    """The s-th size (from 1) at which a family keeps its shape; for most families that is s."""
     return family(name).nth_size(s)
 
 
 def builder(name: str, choices: Collection[str] = ()) -> Callable[..., Topology]:
-    """The function that builds a topology, after a check of its name and of the names of its options."""
+    """The function that builds a topology; checks its name and the names of its options first."""
     check_options(name, choices, options(name))
 
     def build(n: int | None = None, **chosen: object) -> Topology:
@@ -56,17 +56,17 @@ def builder(name: str, choices: Collection[str] = ()) -> Callable[..., Topology]
 
 
 def family(name: str) -> Family:
-    """The family of "ring" or "ring/8"; of your own "file.py:function" only the builder is known."""
+    """The family of "ring" or "ring/8"; for your own "file.py:function" it knows the builder only."""
     kind, _ = split(name)
     return Family(load("topology", kind), symmetric=False) if is_own(kind) else named("topology", kind, FAMILIES)
 
 
 def split(name: str) -> tuple[str, int]:
-    """The family and the rounds between two mixes that a name says: ("ring", 8) for "ring/8"."""
+    """A name as family and rounds between two mixes: ("ring", 8) for "ring/8"."""
     if not isinstance(name, str) or "/" not in name:
         return name, 1
     kind, _, H = name.rpartition("/") if is_own(name) else name.partition("/")
-    if is_own(H):  # the stroke belongs to a path
+    if is_own(H):  # the slash belongs to a path
         return name, 1
     if not (H.isascii() and H.isdigit() and len(H) < 10 and int(H) > 0):
         raise ValueError(
@@ -76,7 +76,7 @@ def split(name: str) -> tuple[str, int]:
 
 
 def _parted(name: str, choices: Mapping[str, object]) -> tuple[dict[str, object], int]:
-    """The options of the family, and the rounds between two mixes, which the name says or an option does."""
+    """The options of the family, and the rounds between two mixes, from the name or the option `every`."""
     kind, between = split(name)
     own = dict(choices)
     if "every" in own:

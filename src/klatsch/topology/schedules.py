@@ -1,7 +1,7 @@
-"""The rounds of the Base-(k+1) Graph (Takezawa et al. 2023): few messages each, and the exact mean together.
+"""The rounds of the Base-(k+1) Graph (Takezawa et al. 2023): few messages in each, and the exact mean after all.
 
-n = p q, where p holds all prime factors up to k + 1. Either p groups of q nodes average exactly inside by the simple
-Base-(k+1) Graph and then, factor by factor, across the groups; or all n nodes use the simple graph, if that is shorter.
+n = p q, where p holds all prime factors up to k + 1. Each of p groups of q nodes averages exactly by the simple
+Base-(k+1) Graph; then the groups average, factor by factor. If it is shorter, all n nodes use the simple graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Round = list[WeightedLinks]  # links of one round that touch different nodes
 
 
 def base_graph_rounds(n: int, k: int) -> list[WeightedLinks]:
-    """Algorithm 3: factors up to k + 1 by hyper-hypercubes, the rest by the simple graph."""
+    """Algorithm 3: hyper-hypercubes for the factors up to k + 1, the simple graph for the rest."""
     nodes = np.arange(n)
     if _simple_length(n, k) < _composed_length(n, k):
         rounds = _simple(nodes, k)
@@ -37,7 +37,7 @@ def base_graph_period(n: int, k: int = 1) -> int:
 
 
 def _hyper_hypercube(nodes: Nodes, k: int) -> list[Round]:
-    """Algorithm 1, for a number of nodes without prime factors above k + 1: average along one factor per round."""
+    """Algorithm 1, for numbers of nodes without prime factors above k + 1: one factor per round."""
     shape = _factors(len(nodes), k)
     assert shape is not None
     cube = nodes.reshape(shape)
@@ -45,20 +45,20 @@ def _hyper_hypercube(nodes: Nodes, k: int) -> list[Round]:
 
 
 def _simple(nodes: Nodes, k: int) -> list[Round]:
-    """Algorithm 2, for any number of nodes: n is written in base k + 1, one block of nodes per digit."""
+    """Algorithm 2, for any number of nodes n: one block of nodes for each digit of n in base k + 1."""
     digits = _digits(len(nodes), k)
     if len(digits) == 1:
         return _hyper_hypercube(nodes, k)
     sizes = [a * (k + 1) ** p for a, p in digits]
     blocks = np.split(nodes, np.cumsum(sizes)[:-1])
 
-    # First every block finds its own mean, all at the same time; a block that is done goes over it again.
+    # First all blocks find their own means at the same time; one that is done repeats its rounds.
     first = len(_hyper_hypercube(blocks[0], k))
     rounds = _in_parallel([_repeated(_hyper_hypercube(block, k), first) for block in blocks])
     rounds += [[] for _ in range(_simple_length(len(nodes), k) - first)]
 
-    # Then block l meets all later blocks at once: each later node meets one node of each of the a_l parts of block l,
-    # and takes over the share of their mean. That leaves the parts of block l with the overall mean on average.
+    # Then block l meets all later blocks: each later node meets one node from each of the a_l parts of block l and
+    # takes its share of their mean. Afterwards the mean of every part of block l is the overall mean.
     for step, (block, (a, p)) in enumerate(zip(blocks, digits, strict=True)):
         later = blocks[step + 1 :]
         parts = block.reshape(a, (k + 1) ** p) if later else block.reshape(1, -1)
@@ -70,7 +70,7 @@ def _simple(nodes: Nodes, k: int) -> list[Round]:
             full = len(resting) // (k + 1) * (k + 1)
             rest = (resting[:full].reshape(-1, k + 1), resting[full:].reshape(1, -1))
             meeting += [_cliques(groups) for groups in rest if groups.size]
-        # Last, each part spreads the mean inside, while the later blocks go on.
+        # Last, each part averages inside while the later blocks go on.
         start = first + step + (1 if later else 0)
         for part in parts:
             again = _repeated(_hyper_hypercube(part, k), len(rounds) - start)
@@ -123,10 +123,10 @@ def _cliques(groups: Nodes) -> WeightedLinks:
 
 
 def _repeated(rounds: list[Round], length: int) -> list[Round]:
-    """The rounds over and over, up to a length; a single node rests."""
+    """The rounds repeated up to a length; a single node rests."""
     return [list(rounds[t % len(rounds)]) if rounds else [] for t in range(length)]
 
 
 def _in_parallel(schedules: list[list[Round]]) -> list[Round]:
-    """Schedules on different nodes, side by side; the shorter ones rest at the end."""
+    """Schedules of different nodes at the same time; the shorter ones rest at the end."""
     return [[links for part in parts for links in part] for parts in zip_longest(*schedules, fillvalue=[])]

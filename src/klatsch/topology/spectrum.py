@@ -1,7 +1,7 @@
 """How fast gossip mixes: eigenvalues, exact averaging, rounds to halve, effective neighbours.
 
-Dense solvers are the reference. Large graphs take Lanczos where they mix fast, and shift-and-invert next to 1 where
-not: a ring of 10,000 nodes has a gap of 1e-7, which takes plain Lanczos a million products. Random starts are seeded.
+Dense solvers are the reference. Large graphs that mix fast are solved by Lanczos, others by shift-and-invert next to
+1: a ring of 10,000 nodes has a gap of 1e-7, for which plain Lanczos needs a million products. Starts are seeded.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from klatsch.topology.matrix import Matrix
 Vector = NDArray[np.float64]
 
 DENSE_LIMIT = 500  # up to here dense solvers take well under a second
-LAST_RESORT = 3000  # up to here they take seconds, for what the sparse ones cannot solve
-FARTHEST = 4096  # rounds that a large graph is followed before |lambda_2| decides
+LAST_RESORT = 3000  # up to here they take seconds, where sparse ones fail
+FARTHEST = 4096  # rounds to follow a large graph before |lambda_2| decides
 ZERO = 1e-12  # an exact zero after rounding, relative to the start
 
 
@@ -35,7 +35,7 @@ def is_symmetric(P: Matrix) -> bool:
 
 
 def is_normal(P: Matrix) -> bool:
-    """Whether P P^T = P^T P, as for symmetric and circulant matrices: then powers contract exactly by |lambda_2|."""
+    """Whether P P^T = P^T P, as for symmetric and circulant matrices, whose powers contract exactly by |lambda_2|."""
     return is_symmetric(P) or bool(np.abs((P @ P.T - P.T @ P).data).max(initial=0.0) <= ZERO)
 
 
@@ -55,7 +55,7 @@ def smallest_eigenvalue(P: Matrix, *, rough: bool = False) -> float:
     if size <= DENSE_LIMIT:
         return float(np.linalg.eigvalsh(P.toarray())[0])
     start = random_normal(size)
-    # 1 - lambda lies in [0, 2] and is largest at the wanted end, so relative tolerances mean something.
+    # 1 - lambda is in [0, 2] and largest at the wanted end, where relative tolerances make sense.
     upside_down = LinearOperator((size, size), matvec=lambda v: v - P @ v, dtype=np.float64)
     if not rough:
         with suppress(ArpackNoConvergence):
@@ -97,7 +97,7 @@ def largest(
 
 
 def vanishes(operator: LinearOperator, start: Vector) -> bool:
-    """Whether the operator is zero, tried on a random vector; ARPACK does not take such an operator."""
+    """Whether the operator is zero, tried on a random vector; ARPACK fails on it."""
     return bool(np.linalg.norm(operator.matvec(start)) <= ZERO * np.linalg.norm(start))
 
 
@@ -133,8 +133,8 @@ def _directed_second(matrices: Sequence[Matrix]) -> float:
     start = random_normal(size)
     if vanishes(operator, start):
         return 0.0
-    # W W^T = W^T W, tried on a random vector, as for all circulant graphs: then the symmetric W^T W has the eigenvalues
-    # |lambda|^2, and Lanczos finds the largest even where many are nearly as large, which misleads Arnoldi.
+    # If W W^T = W^T W (tried on a random vector), as on circulant graphs, the symmetric W^T W has the eigenvalues
+    # |lambda|^2. Lanczos finds the largest even among many that are nearly as large, which mislead Arnoldi.
     normal = bool(np.linalg.norm(back(forth(start)) - forth(back(start))) <= ZERO * np.linalg.norm(start))
     try:
         if normal:
@@ -148,7 +148,7 @@ def _directed_second(matrices: Sequence[Matrix]) -> float:
             product = csr_array(P @ product) if product.nnz <= 100 * size else product
         if normal and product.nnz <= 100 * size:
             return math.sqrt(abs(_symmetric_second(csr_array(product.T @ product), positive=True)))
-    # Shift-and-invert next to 1 would be fast here and wrong: |lambda_2| may lie anywhere on a circle.
+    # Shift-and-invert next to 1 would be wrong here: lambda_2 may lie anywhere on a circle.
     if size <= LAST_RESORT:
         return _dense_second(matrices)
     raise ValueError(
@@ -173,7 +173,7 @@ def exact_after(matrices: Sequence[Matrix]) -> int | None:
         v = np.asarray(matrices[(t - 1) % len(matrices)] @ v)
         before, away = away, np.abs(v - mean).max()
         if away <= ZERO * start:
-            # Exact averaging falls from afar to rounding in one round. Mixing that only tends to the mean takes steps.
+            # Exact averaging falls to rounding in one round; mixing that only tends to the mean takes many.
             return t if before > 1e-6 * start else None
     return None
 
@@ -186,11 +186,9 @@ def rounds_to_halve(matrices: Sequence[Matrix], doubly: bool, second_modulus: Ca
     size, period = matrices[0].shape[0], len(matrices)
     if size == 1:
         return 0
-    if period == 1 and is_normal(matrices[0]):
+    if not doubly or (period == 1 and is_normal(matrices[0])):
         return _from_modulus(second_modulus(), period)
-    if not doubly:
-        return _from_modulus(second_modulus(), period)
-    # Gossip never increases the distance, so bisection finds the first round.
+    # Gossip never increases the distance: bisection finds the first round.
     most = math.inf if size <= DENSE_LIMIT else FARTHEST
     t = 1 + last(lambda t: t <= most and not _halved(matrices, t))
     return t if t <= most else max(_from_modulus(second_modulus(), period), t)
@@ -199,9 +197,9 @@ def rounds_to_halve(matrices: Sequence[Matrix], doubly: bool, second_modulus: Ca
 def effective_neighbors(matrices: Sequence[Matrix], gamma: float, every: int = 1) -> float:
     """1 / (1 - gamma) over the mean stationary variance of x <- P (sqrt(gamma) x + noise), averaged over the period.
 
-    With a mix in every H-th round only, noise of variance S = 1 + gamma + ... + gamma^(H-1) has gathered between two
-    mixes, and memory has decayed by gamma^H. So the variance after a mix is S times that of gossip in all rounds with
-    gamma^H; s rounds later it has decayed by gamma^s, and noise of s rounds has come in.
+    Between two mixes H rounds apart, noise of variance S = 1 + gamma + ... + gamma^(H-1) gathers and memory decays by
+    gamma^H. So the variance after a mix is S times that of gossip in all rounds with gamma^H; s rounds later it has
+    decayed by gamma^s, and noise of s rounds has come in.
     """
     decay = gamma ** np.arange(every)
     gathered = float(decay.sum())
@@ -226,7 +224,7 @@ def _from_modulus(modulus: float, period: int) -> int:
         return period
     if modulus >= 1 - ZERO:
         return 2**63 - 1
-    # A hair above 1/2 must not cost a round when |lambda_2| is 1/2 up to rounding.
+    # If |lambda_2| is 1/2 up to rounding, one round is enough.
     return max(1, math.ceil(period * math.log(0.5) / math.log(modulus) - 1e-9))
 
 
@@ -242,7 +240,7 @@ def _halved(matrices: Sequence[Matrix], t: int) -> bool:
     operator = without_mean(lambda v: back(forth(v)), size)
     start = random_normal(size)
     v = start - start.mean()
-    for _ in range(30):  # a few powers bound the largest eigenvalue from below, which settles most rounds
+    for _ in range(30):  # a few powers give a lower bound, which settles most rounds
         v = v / np.linalg.norm(v)
         after = operator.matvec(v)
         if v @ after > 0.25 + 1e-9:
@@ -261,7 +259,7 @@ def _stationary_variance(matrices: Sequence[Matrix], gamma: float) -> float:
         half = P @ (gamma * C + np.eye(size))
         return np.asarray(P @ half.T).T
 
-    # Over one period C <- A C A^T + B. Its fixed point is B + A B A^T + A^2 B A^2T + ..., summed by doubling.
+    # Over one period C <- A C A^T + B, whose fixed point B + A B A^T + A^2 B A^2T + ... is summed by doubling.
     A = gamma ** (period / 2) * dense(matrices)
     C = np.zeros((size, size))
     for P in matrices:
@@ -278,8 +276,8 @@ def _stationary_variance(matrices: Sequence[Matrix], gamma: float) -> float:
 def _estimated_variance(matrices: Sequence[Matrix], gamma: float) -> float:
     """The same for a large graph, estimated.
 
-    Noise that is s rounds old has crossed s matrices W_s and counts gamma^(s-1) ||W_s||_F^2 / M. The mean survives all
-    of them and counts 1, so ||W_s||_F^2 = 1 + ||W_s - J||_F^2, and random signs estimate the second (Hutchinson).
+    Noise that is s rounds old has passed s matrices, with product W_s, and counts gamma^(s-1) ||W_s||_F^2 / M. There
+    ||W_s||_F^2 = 1 + ||W_s - J||_F^2: the mean survives, and random signs estimate the rest (Hutchinson).
     """
     size, period, columns = matrices[0].shape[0], len(matrices), 64
     probes = np.sign(random_normal(size, columns))
@@ -292,7 +290,7 @@ def _estimated_variance(matrices: Sequence[Matrix], gamma: float) -> float:
             distance = float(np.einsum("ij,ij->", v, v)) / (columns * period)
             seen += weight * distance
             weight, s = weight * gamma, s + 1
-            if weight * distance <= 1e-6 * (1 - gamma) * (total + seen):  # all that follows is below 1e-6 of it
+            if weight * distance <= 1e-6 * (1 - gamma) * (total + seen):  # the rest is below 1e-6 of it
                 break
         total += seen
     return total / size

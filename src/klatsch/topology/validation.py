@@ -1,4 +1,4 @@
-"""What a gossip matrix must satisfy, with errors that name the place, the value and the remedy."""
+"""Checks of gossip matrices."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_array, issparse
-from scipy.sparse.csgraph import breadth_first_order, connected_components
+from scipy.sparse import block_array, csr_array, issparse
+from scipy.sparse.csgraph import breadth_first_order, connected_components, shortest_path
 
 from klatsch.arguments import whole
 from klatsch.topology.matrix import SUM_TOLERANCE, Matrix, Weights, mapped
 
-LARGEST = 10**6  # nodes of a graph that is built: up to a gigabyte for ring and torus, several for the others
-LONGEST = 10**6  # rounds of a period: its matrices are listed one by one
-NO_WEIGHT = 1e-12  # a self-weight below this does not help mixing to settle
+LARGEST = 10**6  # nodes: up to a gigabyte for ring and torus, several for others
+LONGEST = 10**6  # rounds of a period, whose matrices are listed one by one
+NO_WEIGHT = 1e-12  # smaller self-weights do not help mixing to settle
 
 
 def node_count(n: object, name: str, most: int = LARGEST) -> int:
@@ -27,7 +27,7 @@ def node_count(n: object, name: str, most: int = LARGEST) -> int:
 
 
 def rounds_between(H: object, graphs: int = 1) -> int:
-    """Check a number of rounds between two mixes, of a graph with several matrices in turn, and return a plain int."""
+    """Check the rounds between two mixes of a graph with some matrices in turn, and return a plain int."""
     between = whole(H, "every", 1)
     if between * graphs > LONGEST:
         long = f", a period of {between * graphs:,} rounds" if graphs > 1 else ""
@@ -101,7 +101,7 @@ def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str, every
         if stochastic in ("doubly", "columns"):
             _check_sums(where, P, 0)
     check_connected(name, matrices)
-    # With a self-weight everywhere a connected graph settles. Without, it may swap values forever.
+    # A connected graph with self-weights settles; without them it may swap values forever.
     if not all((P.diagonal() > NO_WEIGHT).all() for P in matrices) and not _settles(matrices):
         raise ValueError(
             f"{name}: |lambda_2| = 1, so mixing swaps values and never averages them;"
@@ -112,27 +112,20 @@ def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str, every
 def _settles(matrices: Sequence[Matrix]) -> bool:
     """Whether the product over a period is primitive: all its eigenvalues but the 1 lie inside the circle.
 
-    A value moves on the graph of (phase, node); it is primitive if that graph is connected and the lengths of its
-    cycles have no common divisor beyond the period. The divisor is that of all level differences of a search.
+    So it is if the graph of (phase, node) is connected and the lengths of its cycles have no common divisor beyond the
+    period: the divisor of all differences between levels of a search.
     """
-    size, period = int(matrices[0].shape[0]), len(matrices)
-    sources, targets = [], []
+    phases = len(matrices)
+    blocks: list[list[Matrix | None]] = [[None] * phases for _ in matrices]
     for phase, P in enumerate(matrices):
-        entries = P.tocoo()
-        kept = entries.data > NO_WEIGHT
-        sources.append(entries.col[kept].astype(np.int64) + phase * size)
-        targets.append(entries.row[kept].astype(np.int64) + (phase + 1) % period * size)
-    source, target = np.concatenate(sources), np.concatenate(targets)
-    total = size * period
-    graph = csr_array((np.ones(len(source)), (source, target)), shape=(total, total))
-    components, _ = connected_components(graph, connection="strong")
-    if components > 1:
+        blocks[phase][(phase + 1) % phases] = P.T * (P.T > NO_WEIGHT)
+    graph = csr_array(block_array(blocks))
+    graph.eliminate_zeros()
+    if connected_components(graph, connection="strong")[0] > 1:
         return False
-    order, parent = breadth_first_order(graph, 0)
-    level = np.zeros(total, dtype=np.int64)
-    for node in order[1:]:  # parents stand before their children
-        level[node] = level[parent[node]] + 1
-    return int(np.gcd.reduce(level[source] + 1 - level[target])) == period
+    level = shortest_path(graph, unweighted=True, indices=0).astype(np.int64)
+    source, target = graph.nonzero()
+    return int(np.gcd.reduce(level[source] + 1 - level[target])) == phases
 
 
 def sums_to_one(P: Matrix, axis: int) -> bool:
@@ -159,7 +152,7 @@ def _check_sums(name: str, P: Matrix, axis: int) -> None:
 
 
 def check_connected(name: str, matrices: Sequence[Matrix], label: Callable[[int], str] = str) -> None:
-    """Refuse a graph in which some node never hears, directly or not, from some other."""
+    """Refuse a graph in which a node never hears from another, not even indirectly."""
     hears = sum(matrices[1:], start=matrices[0])
     size = int(hears.shape[0])
     for pattern, heard_first in ((hears.T, False), (hears, True)):
