@@ -1,7 +1,7 @@
-"""Every family of graphs: how it is built, and what is known of it at any size without building it.
+"""Every family of graphs: how to build it, and what is known of it at any size without building it.
 
-Undirected graphs carry Metropolis–Hastings weights, so a graph of equal degrees d has 1 / (d + 1) on every link. The
-table at the end holds one record per family; tests hold each record to the graphs that are built.
+Undirected graphs have Metropolis–Hastings weights: with equal degrees d, 1 / (d + 1) on every link. Tests compare the
+records of `FAMILIES` with the graphs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import networkx as nx  # loaded only for random graphs
 
 UNLIMITED = 10**100  # nodes, for closed forms
-LARGEST_DENSE = 5_000  # nodes that may all be linked with each other: a gigabyte or two
-MOST_DRAWN = 2_000_000  # links of a random graph: half a minute, and a gigabyte
+LARGEST_DENSE = 5_000  # nodes, all linked with each other: a gigabyte or two
+MOST_DRAWN = 2_000_000  # links of a random graph: half a minute and a gigabyte
 MOST_LINKS = 20_000_000  # of a base graph over a period: about four gigabytes
 TRIES = 100  # draws of a random graph until it is connected
 
@@ -36,16 +36,16 @@ TRIES = 100  # draws of a random graph until it is connected
 class Family:
     """What is known of a family of graphs at every size."""
 
-    build: Callable[..., Topology]  # makes the graph of n nodes
-    gap: Callable[..., float] | None = None  # the spectral gap in closed form; None where the built graph is solved
-    degree: Callable[[int], int] | None = None  # most neighbours in one round; None where the built graph tells
+    build: Callable[..., Topology]  # of n and options
+    gap: Callable[..., float] | None = None  # the spectral gap in closed form, if there is one
+    degree: Callable[[int], int] | None = None  # most neighbours in one round, if known
     refusal: Callable[[int], str] = lambda n: ""  # why there is no graph of n nodes, and the remedy
-    nth_size: Callable[[int], int] = lambda s: s  # the s-th size (from 1) along which the family keeps its shape
+    nth_size: Callable[[int], int] = lambda s: s  # the s-th size (from 1) at which it keeps its shape
     symmetric: bool = True  # whether every matrix is symmetric
     changes: bool = False  # whether several matrices are used in turn
     ripples: bool = False  # whether the gap does not simply fall with the size
     dense: bool = False  # whether (nearly) all nodes are linked with each other
-    lattice: bool = False  # whether nodes form rows and columns
+    lattice: bool = False  # whether the nodes form rows and columns
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ class Family:
         return tuple(inspect.signature(self.build).parameters)[1:]
 
     def checked(self, n: object, most: int | None = None) -> int:
-        """A number of nodes that this family has, as a plain int."""
+        """Check a number of nodes of this family, and return a plain int."""
         usual = LARGEST_DENSE if self.dense else LARGEST
         n = node_count(n, self.build.__name__, usual if most is None else most)
         if reason := self.refusal(n):
@@ -114,7 +114,7 @@ def exponential(n: int) -> Topology:
 
 
 def one_peer_exponential(n: int) -> Topology:
-    """Directed: in phase k node i averages itself with node i + 2^k (modulo n), which it hears; period ceil(log2 n).
+    """Directed: in phase k node i hears node i + 2^k (modulo n) and averages; period ceil(log2 n).
 
     If n is a power of two, one period gives the exact mean.
 
@@ -129,8 +129,8 @@ def one_peer_exponential(n: int) -> Topology:
 def base_graph(n: int, k: int = 1) -> Topology:
     """The Base-(k+1) Graph: at most k neighbours in every round, and one period gives the exact mean for every n.
 
-    A node with nothing to do in a round averages with nodes that hold the same value by then: that leaves the mean of
-    a period as it is, and makes every round count when gradients come in between.
+    A node with nothing to do in a round averages with nodes that hold the same value by then, so that every round
+    counts when gradients come in between.
 
     Args:
         n: number of nodes.
@@ -214,7 +214,7 @@ def squarest(n: int) -> tuple[int, int]:
 def _lattice_shape(
     name: str, n: int | None, rows: int | None, cols: int | None, most: int = LARGEST
 ) -> tuple[int, int]:
-    """Rows and columns of a lattice, from those of n, rows and cols that are given."""
+    """Rows and columns of a lattice, from two or fewer of n, rows and cols."""
     n, rows, cols = (size if size is None else node_count(size, name, most) for size in (n, rows, cols))
     if rows is None and cols is None:
         if n is None:
@@ -238,7 +238,7 @@ def _lattice(name: str, n: int | None, rows: int | None, cols: int | None) -> To
     nodes = np.arange(rows * cols).reshape(rows, cols)
     links = []
     for along in (nodes, nodes.T):
-        # A torus closes each line, but a side of two would close on the link it already has.
+        # A torus closes each line; on a side of two that link is there already.
         ends = len(along) if name == "torus" and len(along) > 2 else len(along) - 1
         links.append((along[:ends], np.roll(along, -1, axis=0)[:ends]))
     i, j = (np.concatenate([part.ravel() for part in parts]) for parts in zip(*links, strict=True))
@@ -252,7 +252,7 @@ def _undirected(name: str, n: int, i: Nodes, j: Nodes, lattice: tuple[int, int] 
 def _drawn(
     name: str, n: int, option: str, links: float, draw: Callable[..., nx.Graph[int]], seed: int, remedy: str
 ) -> Topology:
-    """The first connected one of up to 100 draws."""
+    """The first connected draw of up to 100."""
     import networkx as nx
 
     if links > MOST_DRAWN:
@@ -290,7 +290,7 @@ def _no_power_of_two(n: int) -> str:
 
 
 def _torus_gap(n: int | None = None, *, rows: int | None = None, cols: int | None = None) -> float:
-    """Eigenvalues (1 + r + c) / (1 + degree), where r and c run over the eigenvalues of the two circles' links."""
+    """Eigenvalues (1 + r + c) / (1 + degree), with eigenvalues r and c of the two circles' links."""
     sides = _lattice_shape("torus", n, rows, cols, most=UNLIMITED)
     if math.prod(sides) <= 2:
         return 1.0
@@ -312,16 +312,15 @@ def _exponential_gap(n: int) -> float:
 
 
 def _one_peer_exponential_gap(n: int) -> float:
-    """The period's product is circulant: its eigenvalues have the moduli prod_k |cos(pi j 2^k / n)|.
+    """The period's product is circulant, with eigenvalues of modulus |sin(pi j 2^tau / n)| / (2^tau sin(pi j / n)).
 
-    That is |sin(pi j 2^tau / n)| / (2^tau sin(pi j / n)), at most 1 / (2^tau sin(pi j / n)), which falls up to n / 2.
-    So the search for the largest may stop early; for a power of two all are 0.
+    The bound 1 / (2^tau sin(pi j / n)) falls up to n / 2, so the search may stop early; for a power of two all are 0.
     """
     tau = len(powers_of_two_below(n))
     largest, start, chunk = 0.0, n if n == 2**tau else 1, 2**16
     while start <= n // 2 and largest * 2**tau * math.sin(math.pi * start / n) < 1:
         j = np.arange(start, min(start + chunk, n // 2 + 1), dtype=np.float64)
-        turns = j * ((2**tau - n) / n)  # sin(pi j 2^tau / n) up to sign, with the whole turns taken out
+        turns = j * ((2**tau - n) / n)  # sin(pi j 2^tau / n) up to sign, without whole turns
         modulus = np.abs(np.sin(np.pi * turns)) / (2**tau * np.sin(np.pi * j / n))
         largest, start = max(largest, float(modulus.max())), start + chunk
     return (1 - largest) / max(1, tau)
@@ -334,7 +333,7 @@ def _near_complete_gap(n: int) -> float:
 
 def _base_graph_gap(n: int, k: int = 1) -> float:
     """One period is the mean."""
-    if min(whole(k, "base_graph: k", 1), n) > LARGEST:  # its divisors up to k are tried one by one
+    if min(whole(k, "base_graph: k", 1), n) > LARGEST:  # divisors up to k are tried one by one
         raise ValueError(f"base_graph: k = {k:,}; give at most {LARGEST:,}")
     return 1 / schedules.base_graph_period(n, k)
 

@@ -32,12 +32,11 @@ class Topology:
 
     Args:
         name: what to call it in tables and errors.
-        matrices: the gossip matrices P of one period, in the order of the rounds; dense or sparse.
-        stochastic: which sums are 1: "doubly" (rows and columns: mixing keeps the network mean, what every
-            averaging rule needs), "rows", or "columns" (directed graphs for push-sum).
-        lattice: rows and columns where the nodes form a lattice; only drawing looks at it.
-        every: H, nodes talk in rounds H, 2H, 3H, ... only, and all other matrices are the identity (best one
-            object for all of them). `topology.every` makes such a graph from any other.
+        matrices: the gossip matrices P of one period, one per round; dense or sparse.
+        stochastic: which sums are 1: "doubly" (rows and columns, so that mixing keeps the network mean), "rows", or
+            "columns" (directed graphs for push-sum).
+        lattice: rows and columns where the nodes form a lattice; for drawing only.
+        every: H: nodes talk in rounds H, 2H, 3H, ..., and all other matrices are the identity; see `every`.
     """
 
     name: str
@@ -66,16 +65,16 @@ class Topology:
 
     @property
     def period(self) -> int:
-        """Number of rounds after which the matrices repeat; 1 for a static graph without silent rounds."""
+        """Rounds after which the matrices repeat; 1 for a static graph without silent rounds."""
         return len(self.matrices)
 
     @cached_property
     def speaking(self) -> tuple[Matrix, ...]:
-        """The matrices of the rounds in which nodes talk, in their order: all of them, unless `every` is above 1."""
+        """The matrices of the rounds in which nodes talk: all of them, unless `every` is above 1."""
         return self.matrices[self.every - 1 :: self.every]
 
     def speaks(self, t: int) -> bool:
-        """Whether nodes talk in round t; in all other rounds they send nothing and wait for nothing."""
+        """Whether nodes talk in round t; if not, they send nothing and wait for nothing."""
         return (self._phase(t) + 1) % self.every == 0
 
     def matrix(self, t: int) -> Matrix:
@@ -92,7 +91,7 @@ class Topology:
 
     @property
     def changes(self) -> bool:
-        """Whether nodes mix with different matrices over time; silent rounds do not count as a change."""
+        """Whether nodes mix with different matrices over time; silent rounds do not count."""
         return len(self.speaking) > 1
 
     @cached_property
@@ -102,7 +101,7 @@ class Topology:
 
     @cached_property
     def directed(self) -> bool:
-        """Whether some link carries a message one way only within a round."""
+        """Whether some link carries messages one way only in a round."""
         return any(P.multiply(P.T).nnz < P.nnz for P in self.speaking)
 
     @cached_property
@@ -144,12 +143,11 @@ class Topology:
     def spectral_gap(self) -> float:
         """The spectral gap rho = 1 - |lambda_2| (Definition 2.5); for a period tau of rounds (1 - |lambda_2|) / tau.
 
-        Over a period, lambda_2 belongs to the product P_tau ... P_1, and dividing by tau makes a gap per round
-        (Koloskova et al. 2020, Assumption 4). A period that averages exactly has rho = 1 / tau; gossip in every H-th
-        round only divides the gap by H. Property 2.6 holds with it for symmetric and circulant graphs and their
-        products; other directed graphs contract by |lambda_2| in the long run, and may start more slowly.
+        There lambda_2 is that of the product P_tau ... P_1 (Koloskova et al. 2020, Assumption 4): a period that
+        averages exactly has rho = 1 / tau, and gossip in every H-th round has 1 / H of the gap. Property 2.6 holds for
+        symmetric and circulant graphs and their products; other directed graphs may start more slowly.
         """
-        # Where the mean is reached exactly, lambda_2 = 0, which a solver only finds to the root of a rounding error.
+        # An exact mean has lambda_2 = 0, which a solver finds only to the root of a rounding error.
         return (1.0 - (0.0 if self.exact_after is not None else self._second_modulus)) / self.period
 
     @cached_property
@@ -180,9 +178,9 @@ class Topology:
     def effective_neighbors(self, gamma: float) -> float:
         """How many independent nodes one node seems to average over when memory decays by gamma per round.
 
-        With x <- P (sqrt(gamma) x + noise) at every node, it is 1 / (1 - gamma), the variance of a node alone, over
-        the mean variance of x (Vogels et al. 2022, "Beyond spectral gap", Section 3): about degree + 1 for gamma = 0
-        and M for gamma -> 1. Beyond 500 nodes (2,000 if static and symmetric) it is an estimate, within a few percent.
+        For x <- P (sqrt(gamma) x + noise), it is the variance 1 / (1 - gamma) of a single node over the mean variance
+        of x (Vogels et al. 2022, "Beyond spectral gap", Section 3): about degree + 1 for gamma = 0 and M for gamma ->
+        1. Beyond 500 nodes (2,000 if static and symmetric) it is an estimate, within a few percent.
         """
         if not self.doubly_stochastic:
             raise ValueError(
@@ -193,7 +191,7 @@ class Topology:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the matrices, and of how often nodes talk: equal for equal graphs, on every machine."""
+        """SHA-256 of the matrices and of `every`: equal for equal graphs on every machine."""
         silence = f" every {self.every}" if self.every > 1 else ""
         digest = hashlib.sha256(f"{self.size} {self.period}{silence}".encode())
         for P in self.speaking:
@@ -209,7 +207,7 @@ class Topology:
         return hash(self.fingerprint)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Through the constructor, so that a copy in another process is checked and read-only too.
+        # By the constructor: a copy in another process is checked and read-only, too.
         return type(self), (self.name, self.matrices, self.stochastic, self.lattice, self.every)
 
     def __repr__(self) -> str:
@@ -247,7 +245,7 @@ def from_networkx(
     stochastic: Stochastic = "doubly",
     name: str = "from_networkx",
 ) -> Topology:
-    """A topology from a networkx graph: nodes 0 to n - 1 keep their numbers, others are numbered as `list(graph)`.
+    """A topology from a networkx graph; nodes keep the numbers 0 to n - 1, or are numbered as in `list(graph)`.
 
     Args:
         graph: an undirected graph, or a directed one in which u -> v means that u sends to v.
@@ -261,7 +259,7 @@ def from_networkx(
     if not isinstance(graph, nx.Graph):
         raise ValueError(f"{name} takes a networkx graph, not a {type(graph).__name__}; matrices go to from_matrices")
     nodes = list(graph)
-    if set(nodes) == set(range(len(nodes))):  # nodes that are numbers keep them, in whatever order they were added
+    if set(nodes) == set(range(len(nodes))):  # in whatever order they were added
         nodes = sorted(nodes)  # type: ignore[type-var]
     if not nodes:
         raise ValueError(f"{name}: the graph has no nodes; give at least one")
@@ -303,10 +301,10 @@ def _matrix(
     if not graph.is_directed():
         sender, receiver = np.concatenate([sender, receiver]), np.concatenate([receiver, sender])
         values = np.concatenate([values, values])
-    # Row i of a matrix for push-sum is what node i sends, up to a transpose.
+    # For push-sum, the transpose: row i is what node i sends.
     line, here, there = ("column", sender, receiver) if stochastic == "columns" else ("row", receiver, sender)
     sums = np.bincount(here, weights=values, minlength=size)
-    if (over := sums > 1 + SUM_TOLERANCE).any():  # here, where the sum that the user gave is still known
+    if (over := sums > 1 + SUM_TOLERANCE).any():  # Topology would no longer know the user's sum
         i = int(np.argmax(over))
         raise ValueError(
             f"{name}: the weights of node {nodes[i]!r} ({line} {i}) sum to {sums[i]:.12g} and leave no self-weight;"
