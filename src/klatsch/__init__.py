@@ -16,28 +16,9 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 
-__all__ = [
-    "Checkpointer",
-    "Gossip",
-    "LinkError",
-    "NonFiniteError",
-    "QuorumError",
-    "Result",
-    "Topology",
-    "__version__",
-    "average_",
-    "averaging",
-    "columns",
-    "optim",
-    "planning",
-    "problems",
-    "recalibrate",
-    "rules",
-    "simulate",
-    "simulation",
-    "theory",
-    "topology",
-]
+__all__ = ["Checkpointer", "Gossip", "LinkError", "NonFiniteError", "QuorumError", "Result", "Topology", "__version__"]
+__all__ += ["average_", "averaging", "columns", "optim", "planning", "problems", "recalibrate", "rules", "simulate"]
+__all__ += ["simulation", "theory", "topology"]
 
 _OWNERS = {
     **dict.fromkeys(("Result", "simulate"), "simulation"),

@@ -6,23 +6,10 @@ import warnings
 
 from klatsch import rules
 
-_NOW = {
-    "ALGORITHMS": "RULES",
-    "Algorithm": "Rule",
-    "D2": "d2",
-    "DAT": "dat",
-    "DATD2": "dat_d2",
-    "DATPush": "dat_sgp",
-    "DATTracking": "dat_gt",
-    "DSGD": "dsgd",
-    "DecentLaM": "decentlam",
-    "GradientTracking": "gt",
-    "PER_COLUMN": "PER_COLUMN",
-    "PushSum": "sgp",
-    "make": "make",
-    "options": "options",
-}
-
+_NOW = {name: name for name in ("PER_COLUMN", "make", "options")}
+_NOW |= {"ALGORITHMS": "RULES", "Algorithm": "Rule", "D2": "d2", "DAT": "dat", "DATD2": "dat_d2", "DSGD": "dsgd"}
+_NOW |= {"DATPush": "dat_sgp", "DATTracking": "dat_gt", "DecentLaM": "decentlam", "GradientTracking": "gt"}
+_NOW["PushSum"] = "sgp"
 
 __all__ = list(_NOW)
 

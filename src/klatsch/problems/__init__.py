@@ -18,26 +18,9 @@ from klatsch.problems.least_squares import LeastSquares
 from klatsch.problems.logistic import LogisticRegression
 from klatsch.problems.partition import dirichlet
 
-__all__ = [
-    "PROBLEMS",
-    "FashionMNIST",
-    "Headline",
-    "ImageClassification",
-    "Images",
-    "LeastSquares",
-    "LogisticRegression",
-    "Problem",
-    "Quadratic",
-    "adopted",
-    "check",
-    "declared",
-    "dirichlet",
-    "kind",
-    "lenet",
-    "make",
-    "options",
-    "shapes",
-]
+__all__ = ["PROBLEMS", "FashionMNIST", "Headline", "ImageClassification", "Images", "LeastSquares"]
+__all__ += ["LogisticRegression", "Problem", "Quadratic", "adopted", "check", "declared", "dirichlet", "kind"]
+__all__ += ["lenet", "make", "options", "shapes"]
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {
     "least-squares": LeastSquares,
@@ -62,7 +45,7 @@ def kind(name: str) -> Callable[..., Problem]:
 
 
 def declared(name: str) -> type[Problem]:
-    """What is known of a problem before one is made: its class, with defaults for what a custom one leaves out."""
+    """The class of a problem, which is known before one is made; a custom one gets the defaults of `Problem`."""
     found = kind(name)
     return found if isinstance(found, type) and issubclass(found, Problem) else derived(found, label(name))
 
@@ -73,7 +56,7 @@ def options(name: str) -> tuple[str, ...]:
 
 
 def check(name: str, nodes: int, **choices: Any) -> None:
-    """Refuse what `make` would refuse, without a data set that may have to be downloaded."""
+    """Refuse what `make` would refuse, if possible without fetching a data set."""
     check_options(name, choices, options(name))
     with explained(name):
         if check := declared(name).check:
@@ -85,7 +68,7 @@ def check(name: str, nodes: int, **choices: Any) -> None:
 
 
 def _check_own(name: str, problem: Problem) -> None:
-    """Check that a custom problem has what the engines ask for."""
+    """Refuse a custom problem without what the engines ask for."""
     start = torch.as_tensor(problem.start()).double().reshape(-1)
     for asked, (got, shape) in shapes(problem, start).items():
         if got != shape:

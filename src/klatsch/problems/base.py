@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-Made = TypeVar("Made")
+from klatsch.columns import replaced
+
 Shape = tuple[int, ...]
 
 
@@ -41,29 +41,29 @@ class Quadratic(NamedTuple):
 class Problem(ABC):
     """A stochastic problem spread over nodes: what it must have, and what it may have, with defaults.
 
-    Randomness is a function of (seed, t, node): a repeated call returns the same numbers, and a call for one node alone
-    the same to rounding. Your own problem derives from this class, or is any object (also one that delegates to another
-    problem) with `nodes`, `dim`, `start`, `grad` and `metrics`.
+    Randomness is a function of (seed, t, node): repeated calls return the same numbers, and calls for one node the same
+    to rounding. Your own problem derives from this class, or is any object with `nodes`, `dim`, `start`, `grad` and
+    `metrics`; it may delegate to another problem.
     """
 
     nodes: int  # M
     dim: int  # d, the number of parameters
-    columns: int = 1  # C, where the problem itself differs between the columns of a run
-    optimum: Tensor | None = None  # (C, d), where it is known
+    columns: int = 1  # C, if the problem itself differs between the columns of a run
+    optimum: Tensor | None = None  # (C, d), if it is known
     drawn: int | None = None  # numbers drawn per node and round; d by default
     exact: Callable[[Tensor], Tensor] | None = None  # the gradients at x, (M, C, d), without noise
 
-    # Known of a kind of problem before one is made:
+    # Known of a class of problems before one is made:
     headline: Headline = DISTANCE
-    worst: Mapping[str, float] = MappingProxyType({})  # of the metrics for which larger is better: their worst value
+    worst: Mapping[str, float] = MappingProxyType({})  # the worst value of each metric for which larger is better
     per_column: tuple[str, ...] = ()  # options that may differ between the columns of one run
     per_network: tuple[str, ...] | None = None  # options that, like the seed, may differ between networks in a stack
     columns_share: bool = True  # whether the columns of a run share work
-    numbers_per_parameter: int | None = None  # held by a node besides its states; None: a matrix, and its draws
+    numbers_per_parameter: int | None = None  # held by a node besides its states; None: a matrix and draws
     check: Callable[..., None] | None = None  # refuses (nodes, **options) without fetching the data
-    rounds_per_epoch: Callable[..., int] | None = None  # of (nodes, **options), where there is a data set
+    rounds_per_epoch: Callable[..., int] | None = None  # of (nodes, **options), if there is a data set
     joined: Callable[[Sequence[Any]], Problem] | None = None  # several such problems as one stack of nodes
-    ready: Callable[[], object] | None = None  # fetches the data, once, before many processes need them
+    ready: Callable[[], object] | None = None  # fetches the data before many processes need them
 
     @abstractmethod
     def start(self) -> Tensor:
@@ -99,7 +99,7 @@ class Problem(ABC):
         raise NotImplementedError
 
     def quadratic(self) -> Quadratic | None:
-        """The parts of the gradient, for the fused engine; None where it has none."""
+        """The parts of the gradient, for the fused engine; None if it cannot use them."""
         return None
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ class Drawing(Problem):
     """A problem whose gradients are a formula of what is drawn, written once for all nodes and for some."""
 
     seed: int
-    numbers: Tensor  # of the nodes: the addresses of their draws
+    numbers: Tensor  # of the nodes, by which they draw
     of_nodes: ClassVar[tuple[str, ...]]  # fields whose first axis are the nodes
 
     def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
@@ -128,13 +128,13 @@ class Drawing(Problem):
         asked = torch.as_tensor(list(nodes))
         if asked.ndim != 1 or asked.numel() == 0 or asked.min() < 0 or asked.max() >= self.nodes:
             raise ValueError(f"nodes = {list(nodes)}; give numbers from 0 to {self.nodes - 1}")
-        return changed(self, nodes=len(asked), **{k: vars(self)[k][asked] for k in ("numbers", *self.of_nodes)})
+        return replaced(self, nodes=len(asked), **{k: vars(self)[k][asked] for k in ("numbers", *self.of_nodes)})
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Self:
         """The same problem with its tensors in another dtype or on another device."""
         tensors = {name: v for name, v in vars(self).items() if isinstance(v, Tensor)}
         moved = {k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in tensors.items()}
-        return changed(self, **moved)
+        return replaced(self, **moved)
 
 
 class Convex(Drawing):
@@ -187,7 +187,7 @@ DECLARED = {name for name in (*vars(Problem), *Problem.__annotations__) if not n
 
 
 def adopted(problem: Any, source: str = "problem is") -> Problem:
-    """A problem; any object that has what a problem needs becomes one."""
+    """A problem, made of any object that has what a problem needs."""
     if missing := [part for part in NEEDED if not hasattr(problem, part)]:
         raise ValueError(
             f"{source} a {type(problem).__name__} without {', '.join(missing)}; give a problem, such as "
@@ -199,16 +199,16 @@ def adopted(problem: Any, source: str = "problem is") -> Problem:
     kind.__getattr__ = lambda self, name: getattr(problem, name)  # type: ignore[attr-defined]
     if "to" in vars(kind):
         kind.to = lambda self, dtype, device: adopted(problem.to(dtype, device))  # type: ignore[method-assign]
-    if " object at 0x" not in repr(problem):  # which says where it is in memory, not what it is
+    if " object at 0x" not in repr(problem):  # which tells nothing but its place in memory
         kind.__repr__ = lambda self: repr(problem)  # type: ignore[method-assign]
     return kind()
 
 
 def derived(thing: object, name: str) -> type[Problem]:
-    """A problem's class, made of what a user's object, class or function has of what `Problem` declares.
+    """A problem's class, with those parts of `Problem` that a user's object, class or function has.
 
-    Of an object that delegates to another by `__getattr__`, functions that are not needed stay behind: the other's
-    `gradient`, say, would bypass the wrapper's `grad`.
+    Optional functions that an object delegates to another by `__getattr__` are left out: the other's `gradient`, say,
+    would bypass the wrapper's `grad`.
     """
     offered = {part: getattr(thing, part) for part in DECLARED if hasattr(thing, part)}
     kept = {*dir(thing), *NEEDED, *(k for k, v in offered.items() if k in Problem.__annotations__ and not callable(v))}
@@ -217,7 +217,7 @@ def derived(thing: object, name: str) -> type[Problem]:
 
 
 def shapes(problem: Problem, start: Tensor) -> dict[str, tuple[Shape, Shape]]:
-    """The shapes of a custom problem's start, which is given flat, and gradients, each with the one it should have."""
+    """The shapes of a custom problem's flat start and of its gradients, each with the one it should have."""
     M, d = int(problem.nodes), int(problem.dim)
     found: dict[str, tuple[Shape, Shape]] = {"start()": (tuple(start.shape), (d,))}
     if len(start) == d:
@@ -226,15 +226,8 @@ def shapes(problem: Problem, start: Tensor) -> dict[str, tuple[Shape, Shape]]:
     return found
 
 
-def changed(problem: Made, **values: object) -> Made:
-    """A copy with other values of some fields."""
-    other = copy.copy(problem)
-    vars(other).update(values)
-    return other
-
-
 def points(x: Tensor, nodes: int, dim: int, columns: int) -> Tensor:
-    """Points as (nodes, C, d), where (nodes, d) and, for a single node, (d,) are allowed too."""
+    """Points as (nodes, C, d), from these, from (nodes, d), or from (d,) for a single node."""
     wanted = f"({nodes}, {columns}, {dim})" if columns > 1 else f"({nodes}, columns, {dim}) or ({nodes}, {dim})"
     fits = x.ndim in (1, 2, 3) and x.shape[-1] == dim and (x.shape[0] == nodes if x.ndim > 1 else nodes == 1)
     if not fits or (columns > 1 and (x.ndim < 3 or x.shape[1] != columns)):

@@ -22,8 +22,8 @@ class LeastSquares(core.Convex):
         A_i standard normal (d x d);   b_i = A_i (x# - delta_i);   x# ~ N(0, I/d);   delta_i ~ N(0, zeta² I/d)
         g_i = A_i' (A_i x - b_i) + xi,   xi ~ N(0, sigma² I/d)
 
-    The data of node i depend on the seed and i only, not on the number of nodes. Columns may differ in `noise` and
-    `heterogeneity` on the same A_i, and see the same draws, scaled.
+    The data of node i depend on the seed and i only. Columns may differ in `noise` and `heterogeneity`; they share A_i
+    and the draws, scaled.
 
     Args:
         nodes: number of nodes M.
@@ -47,7 +47,7 @@ class LeastSquares(core.Convex):
         centre = draws.normals(seed, draws.CENTRE, once, once, d)[0, 0] / d**0.5
         shifts = draws.normals(seed, draws.SHIFTS, once, every, d)[0] / d**0.5
         H = A.mT @ A
-        # A'b = H x# - zeta H delta: two rows, of which the second is scaled per column.
+        # A'b = H x# - zeta H delta: two rows, the second scaled per column.
         rows = torch.stack((-(H @ centre), (H @ shifts[:, :, None])[:, :, 0]), dim=1)
         scale = torch.stack((torch.ones_like(zeta), zeta), dim=1)
         self._fill(H, rows, scale, noise, seed)
@@ -117,14 +117,14 @@ class LeastSquares(core.Convex):
 
     @staticmethod
     def joined(problems: Sequence[LeastSquares]) -> LeastSquares:
-        """Several networks side by side, for `simulate_together`: their gradients, while each has its own metrics."""
+        """The gradients of several networks at once, for `simulate_together`; each keeps its own metrics."""
         first = problems[0]
         for other in problems[1:]:
             if other.dim != first.dim or not torch.equal(other.sigma, first.sigma):
                 raise ValueError(
                     f"{other!r} does not fit {first!r} in one stack: give all the same parameters and noise levels"
                 )
-        return core.changed(
+        return cols.replaced(
             first,
             nodes=sum(p.nodes for p in problems),
             _seeds=torch.cat([p._seeds.expand(p.nodes) for p in problems]),  # nodes draw as in their own networks

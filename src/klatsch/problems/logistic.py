@@ -16,8 +16,8 @@ from klatsch.problems.partition import dirichlet
 class LogisticRegression(core.Convex):
     """f_i(x) = mean over the samples (a, y) of node i of log(1 + exp(-y a'x)) + l2/2 ||x||², with y = 1 or -1.
 
-    A stochastic gradient is that of a mini-batch, drawn with replacement from the node's own samples. The
-    synthetic data are a ~ N(0, I) and y = 1 with probability 1 / (1 + exp(-a'u)) for one hidden u ~ N(0, 4 I/d).
+    A stochastic gradient is that of a mini-batch, drawn with replacement from the node's samples. The synthetic data
+    are a ~ N(0, I) and y = 1 with probability 1 / (1 + exp(-a'u)) for one hidden u ~ N(0, 4 I/d).
 
     Args:
         nodes: number of nodes M.
@@ -61,12 +61,12 @@ class LogisticRegression(core.Convex):
         alpha: float = 0.1,
         seed: int = 0,
     ) -> LogisticRegression:
-        """The same problem from your own data: one heap that is split over the nodes, or data of each node.
+        """The same problem from your own data: one heap to split over the nodes, or the data of each node.
 
         Args:
-            features: (samples, d), which are split over `nodes`; or (nodes, samples, d), which stay where they are.
+            features: (samples, d), to be split over `nodes`; or (nodes, samples, d), which stay where they are.
             labels: (samples,) or (nodes, samples), two different values; the larger one is y = 1.
-            nodes: number of nodes M to split over; not needed where the data are split already.
+            nodes: number of nodes M to split over; not needed for data that are split already.
             batch: size of a mini-batch.
             l2: strength of the regularisation, above 0.
             alpha: how label-skewed the nodes are; small is skewed.
@@ -126,14 +126,14 @@ class LogisticRegression(core.Convex):
         return self._slope(x, samples)
 
     def _slope(self, x: Tensor, samples: Tensor) -> Tensor:
-        wrong = torch.sigmoid(-(x @ samples.mT))  # (..., C, n): how far each sample is from being explained
+        wrong = torch.sigmoid(-(x @ samples.mT))  # (..., C, n): how wrong the model is on each sample
         return self.l2 * x - wrong @ samples / samples.shape[-2]
 
     def loss(self, x: Tensor) -> Tensor:
         """f(x) for points (..., d)."""
         flat = x.reshape(-1, self.dim)
         samples = self._signed.reshape(-1, self.dim)
-        rows = max(1, 20_000_000 // len(samples))  # so that ten thousand points do not need all the memory at once
+        rows = max(1, 20_000_000 // len(samples))  # at a time: ten thousand points would need too much memory
         losses = [torch.nn.functional.softplus(-(part @ samples.mT)).mean(-1) for part in torch.split(flat, rows)]
         return (torch.cat(losses) + 0.5 * self.l2 * flat.square().sum(-1)).reshape(x.shape[:-1])
 

@@ -1,4 +1,4 @@
-"""Who gets which samples: label-skewed shards of equal size, as federated and decentralized studies use them."""
+"""Who gets which samples: label-skewed shards of equal size, as in federated and decentralized studies."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from klatsch.arguments import number, whole
 
 
 def dirichlet(labels: ArrayLike, nodes: int, alpha: float, seed: int = 0) -> NDArray[np.int64]:
-    """Split samples over nodes so that every node has its own mixture of classes, drawn from Dirichlet(alpha).
+    """Split samples over nodes, each with its own mixture of classes, drawn from Dirichlet(alpha).
 
-    A small alpha gives each node few classes, a large one gives all the same mixture. No sample goes to two nodes,
-    and all shards have the same size, len(labels) // nodes; the rest is not used. Mixtures are fitted to the sizes of
-    the classes by alternating scaling, then rounded.
+    A small alpha gives each node few classes, a large one gives all the same mixture. Shards do not overlap and have
+    the same size, len(labels) // nodes; the rest is not used. Mixtures are fitted to the sizes of the classes by
+    alternating scaling, then rounded.
 
     Args:
         labels: the class of each sample.
@@ -47,7 +47,7 @@ def check_alpha(alpha: object) -> None:
 
 
 def _fitted(mixtures: NDArray[np.float64], available: NDArray[np.int64], size: int) -> NDArray[np.float64]:
-    """Scale rows to the shard size and columns to what the classes hold, in turn."""
+    """Scale rows to the shard size and columns to the sizes of the classes, in turn."""
     target = available * (size * len(mixtures) / available.sum())
     table = np.maximum(mixtures, 1e-12)
     for _ in range(1000):
@@ -57,7 +57,7 @@ def _fitted(mixtures: NDArray[np.float64], available: NDArray[np.int64], size: i
 
 
 def _rounded(table: NDArray[np.float64], available: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Whole numbers near the table, with exact row sums and no class used up."""
+    """Whole numbers near the table, with exact row sums and no more of a class than there is."""
     counts = np.floor(np.minimum(table, available)).astype(np.int64)
     while (over := counts.sum(axis=0) - available).max() > 0:  # the last scaling was of the rows
         k = int(over.argmax())

@@ -1,6 +1,6 @@
 """Update rules from three parts, and the table of their names.
 
-A direction says what a node makes of a gradient, a pattern how nodes combine, and `Anytime` where gradients are taken:
+A direction is what a node makes of a gradient, a pattern how nodes combine; `Anytime` takes gradients at an average:
 
     >>> from klatsch import rules
     >>> rules.make("dat-d2", lr=0.01, averaging="linear", momentum=0.9).name
@@ -15,34 +15,6 @@ from klatsch.rules.base import PER_COLUMN, Direction, Flow, Momentum, Rule, Stat
 from klatsch.rules.names import RULES, d2, dat, dat_d2, dat_gt, dat_sgp, decentlam, dsgd, gt, make, options, sgp
 from klatsch.rules.patterns import Corrected, DecentLaM, Pattern, Plain, Push, Tracked
 
-__all__ = [
-    "PER_COLUMN",
-    "RULES",
-    "Anytime",
-    "Averaged",
-    "Corrected",
-    "DecentLaM",
-    "Direction",
-    "Flow",
-    "Momentum",
-    "Pattern",
-    "Plain",
-    "Push",
-    "Rule",
-    "State",
-    "Tracked",
-    "averaging",
-    "d2",
-    "dat",
-    "dat_d2",
-    "dat_gt",
-    "dat_sgp",
-    "decentlam",
-    "dsgd",
-    "gt",
-    "make",
-    "momentum",
-    "options",
-    "sgd",
-    "sgp",
-]
+__all__ = ["PER_COLUMN", "RULES", "Direction", "Flow", "Momentum", "Rule", "State", "averaging", "make", "options"]
+__all__ += ["Anytime", "Averaged", "Corrected", "DecentLaM", "Pattern", "Plain", "Push", "Tracked", "momentum", "sgd"]
+__all__ += ["d2", "dat", "dat_d2", "dat_gt", "dat_sgp", "decentlam", "dsgd", "gt", "sgp"]

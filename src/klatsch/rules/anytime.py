@@ -1,6 +1,6 @@
-"""Anytime: gradients at an average x of a pattern's iterates w; its weights; and a plain average of them.
+"""Anytime: gradients at an average x of a pattern's iterates w; weights of the average; and a plain average.
 
-With weights alpha_t > 0 and delta_t = alpha_t / alpha_{1:t}, the average moves by x <- (1 - delta_t) x + delta_t w
+With weights alpha_t > 0 and delta_t = alpha_t / alpha_{1:t}, the average is x <- (1 - delta_t) x + delta_t w
 (Section 4.1 of the paper). The larger the later weights, the sooner x forgets its start and the faster it moves.
 
     >>> from klatsch import averaging
@@ -23,7 +23,7 @@ from klatsch.columns import Given, Number
 from klatsch.rules.base import Flow, Graph, Rule, State, blend, checked, joined, share
 
 Rounds = int | Tensor  # the round t = 1, 2, 3, ..., or several
-LARGEST_DEGREE = 50  # up to here alpha_t is a number for a million rounds; it grows like t^p
+LARGEST_DEGREE = 50  # alpha_t, which grows like t^p, stays finite for a million rounds
 
 
 @runtime_checkable
@@ -41,8 +41,8 @@ class Averaging(Protocol):
 class Polynomial:
     """alpha_t = t (t + 1) ... (t + p - 1), a polynomial of degree p, with delta_t = (p + 1) / (t + p) exactly.
 
-    These rising products, rather than t^p, have partial sums in closed form, so that x is the alpha-weighted average of
-    w to the last digit at any t. For p = 0 and p = 1 both are the same: the paper's constant and linear weights.
+    Unlike t^p, these products have sums in closed form, so that x is the alpha-weighted average of w to the last digit
+    at any t. For p = 0 and p = 1 both are the same: the paper's constant and linear weights.
     """
 
     p: int
@@ -102,7 +102,7 @@ polynomial, fixed = Polynomial, Fixed
 
 
 def parse(text: object) -> Averaging:
-    """Weights from a word, for command lines and study files: "linear", "polynomial(2)", "fixed(0.9)"."""
+    """Weights from a text, such as "linear", "polynomial(2)" or "fixed(0.9)"."""
     if isinstance(text, Averaging):
         return text
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*([-+.\w]*)\s*\))?\s*", text) if isinstance(text, str) else None
@@ -122,7 +122,7 @@ def parse(text: object) -> Averaging:
 
 @dataclass(frozen=True, eq=False)
 class Around(Rule):
-    """A rule around another one, whose learning rate, settings and needs it has."""
+    """A rule around another one, with its learning rate, settings and needs."""
 
     base: Rule
 
@@ -171,12 +171,12 @@ class Anytime(Around):
     """Gradients at an average x of the base's iterates (Section 4.1), which is gossiped as well.
 
         w <- the base's step with lr alpha_t and the gradient at beta x + (1 - beta) w
-        x <- (1 - delta_t) (x + flow(x)) + delta_t w      with the whole flow in w, where the base takes half of it
+        x <- (1 - delta_t) (x + flow(x)) + delta_t w      with the whole flow in w, even if the base takes half of it
 
-    x is what you evaluate and keep. Over `Plain` it is the paper's DAT-SGD (Algorithm 2): there x mixes the average
-    with w before it is gossiped, which is the same since gossip is linear; here x can travel while the gradient is
-    computed. With beta = 1 gradients are taken at x, as in the paper. With less, the network mean is Schedule-Free SGD
-    on the mean gradient.
+    x is what you evaluate and keep. Over `Plain` this is the paper's DAT-SGD (Algorithm 2). The paper averages first
+    and gossips then, which is the same, since gossip is linear; here x can travel while the gradient is computed. With
+    beta = 1 gradients are taken at x, as in the paper; with less, the network mean is Schedule-Free SGD on the mean
+    gradient.
 
     Args:
         base: a pattern.
@@ -217,7 +217,7 @@ class Anytime(Around):
 
 @dataclass(frozen=True, eq=False)
 class Averaged(Around):
-    """The base itself, but it returns the average of its iterates instead of the last one.
+    """The base itself, but its output is the average of its iterates.
 
         a <- (1 - delta_t) a + delta_t w
 

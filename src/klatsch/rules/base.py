@@ -28,9 +28,9 @@ PER_COLUMN = ("lr", "momentum", "beta")  # options that may differ between the c
 class Flow:
     """The pull of a node's neighbours in one round: flow(v)_i = sum_j P_ij (v_j - v_i).
 
-    Flows sum to zero over the nodes, so that v + flow(v) keeps the network mean. All tensors of one call travel in one
-    message. A state field that is passed as it is needs no gradient: such fields of a round travel together, early.
-    An engine may give a `mix` that is faster than the sum v + flow(v).
+    Flows sum to zero over the nodes, so v + flow(v) keeps the network mean. All tensors of one call travel in one
+    message. State fields that are passed unchanged need no gradient, and travel together, early. An engine may pass a
+    `mix` that is faster than the sum v + flow(v).
     """
 
     def __init__(self, flow: Callable[..., Tensors], mix: Callable[..., Tensors] | None = None) -> None:
@@ -68,15 +68,15 @@ class Graph(Protocol):
 
 
 class Rule:
-    """An update rule: a frozen dataclass of hyper-parameters, of which `lr` is one.
+    """An update rule: a frozen dataclass of hyper-parameters, one of them `lr`.
 
-    Your own rule derives from this class and needs an `lr`, an `update`, and an `init` if its state has more than the
+    Your own rule derives from this class and has an `lr`, an `update`, and an `init` if its state is more than the
     iterate w. Fields of type float may be lists, with one number per column.
     """
 
-    lr: Given  # a number, one per column, or a function of t; engines hand the one of the round to `update`
-    push: ClassVar[bool] = False  # keeps sums, not averages: what a node cannot pass on it must keep
-    short: ClassVar[str] = ""  # what to call it, if not by the name of its class
+    lr: Given  # a number, one per column, or a function of t; engines pass that of the round to `update`
+    push: ClassVar[bool] = False  # whether it keeps sums, not averages: a node keeps what it cannot pass on
+    short: ClassVar[str] = ""  # its name, if not that of its class
 
     @property
     def name(self) -> str:
@@ -88,7 +88,7 @@ class Rule:
         return {"w": x}
 
     def iterate(self, s: State) -> Tensor:
-        """The sequence that takes the steps."""
+        """The point that takes the steps."""
         return self.at(s, s["w"])
 
     def query(self, s: State) -> Tensor:
@@ -105,12 +105,12 @@ class Rule:
 
     @property
     def apart(self) -> bool:
-        """Whether `output` is another point than `query`, as seen at a state of made-up numbers."""
+        """Whether `output` and `query` are different points, as a made-up state shows."""
         s = {name: v * 0.0 + k for k, (name, v) in enumerate(self.init(torch.ones(2)).items(), 1)}
         return not torch.equal(self.query(s), self.output(s))
 
     def at(self, s: State, v: Tensor) -> Tensor:
-        """A vector of the state as a point: divided by the weight where sums are kept."""
+        """A vector of the state as a point: divided by the weight if the rule keeps sums."""
         return v
 
     def mixed(self, s: State, new: State) -> Tensor:
@@ -173,14 +173,12 @@ sgd = momentum = Momentum  # as in rules.Plain(0.1, rules.momentum(0.9)), or rul
 
 
 def checked(rule: object) -> Rule:
-    """A rule; any object that has all that a rule needs becomes one."""
+    """A rule, made of any object that has what a rule needs."""
     missing = [name for name in ("lr", "init", "query", "output", "update") if name not in dir(rule)]
     if missing or isinstance(rule, type):
         what = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {type(rule).__name__}"
         what += f" without {', '.join(missing)}" if missing else ""
-        remedy = (
-            "give a rule, such as rules.make('dat', lr=0.01), or an object of your class that derives from rules.Rule"
-        )
+        remedy = "give a rule, such as rules.make('dat', lr=0.01), or an object of a class that derives from rules.Rule"
         raise ValueError(f"the rule is {what}; {remedy}")
     if not isinstance(rule, Rule):
         kind = type(rule)
@@ -195,7 +193,7 @@ def checked(rule: object) -> Rule:
             "lr), where s is a dictionary and flow.mix(v) is what mix(v) was"
         ) from None
     lr = learning_rate(rule.lr)
-    # A list becomes a column here; rules around others hand on one that is in form already.
+    # A list becomes a column here; a rule around another has one already.
     formed = callable(lr) or isinstance(rule.lr, float) or (isinstance(rule.lr, Tensor) and rule.lr.ndim == 2)
     return rule if formed else columns.replaced(rule, lr=lr)
 
@@ -221,7 +219,7 @@ def learning_rate(value: Given) -> LearningRate:
 
 
 def rate(lr: LearningRate, t: int) -> Given:
-    """The learning rate of round t, which may be 0 where a function returns it."""
+    """The learning rate of round t; a function may return 0."""
     if not callable(lr):
         return lr
     return columns.hyper(f"lr({t})", lr(t), lambda v: v >= 0, "a function that returns finite numbers from 0 up")
@@ -234,7 +232,7 @@ def share(name: str, value: Given, most: str = "up to but not including 1") -> N
 
 
 def descend(w: Tensor, direction: Tensor, length: Number) -> Tensor:
-    """w - length * direction, in one pass through memory where the length is a number."""
+    """w - length * direction, in one pass through memory if the length is a number."""
     if isinstance(w, Tensor) and isinstance(length, float):
         return torch.sub(w, direction, alpha=length)
     if isinstance(w, Tensor) and isinstance(length, Tensor):
@@ -243,7 +241,7 @@ def descend(w: Tensor, direction: Tensor, length: Number) -> Tensor:
 
 
 def blend(x: Tensor, w: Tensor, delta: Number) -> Tensor:
-    """(1 - delta) x + delta w, in one pass through memory where delta is a number."""
+    """(1 - delta) x + delta w, in one pass through memory if delta is a number."""
     if isinstance(x, Tensor) and isinstance(delta, float):
         return torch.lerp(x, w, delta)
     return (1 - delta) * x + delta * w

@@ -61,12 +61,12 @@ def dat_sgp(lr: Given, averaging: Given = "constant", momentum: Given = 0.0, bet
     return Anytime(Push(lr, inertia(momentum)), averaging, beta)
 
 
-# Figures give each a colour and a marker by its place here: add a new one at the end.
+# A rule's place here is its colour and marker in figures: add new ones at the end.
 RULES: dict[str, Callable[..., Rule]] = {
     build.__name__.replace("_", "-"): build for build in (dsgd, dat, d2, gt, sgp, decentlam, dat_gt, dat_d2, dat_sgp)
 }
 
-WHY_NOT = {  # why some rules do not have an option that others have
+WHY_NOT = {  # an option that only other rules have: the reason
     "average": "it returns x, which is an average already; choose its weights with averaging",
     "averaging": "it takes gradients at its iterate; use dat, dat-gt, dat-d2 or dat-sgp, or average",
     "beta": "it keeps no average x, so there is no point between x and w; use dat, dat-gt, dat-d2 or dat-sgp",

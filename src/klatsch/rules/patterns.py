@@ -85,11 +85,11 @@ class Plain(Pattern):
 
 @dataclass(frozen=True, eq=False)
 class DecentLaM(Rule):
-    """Plain gossip whose momentum remembers what flows did as well: large-batch momentum.
+    """Plain gossip with a momentum that remembers flows, too: large-batch momentum.
 
         u = w - lr g;   v <- momentum v + w - (u + flow(u));   w <- w - v
 
-    w - mix(u) is lr times the gradient that plain gossip effectively follows. Local momentum amplifies its bias under
+    w - mix(u) is lr times the gradient that plain gossip follows in effect. Local momentum amplifies its bias on
     heterogeneous data by 1 / (1 - momentum)^2; this form does not. The paper accumulates v / lr, which is the same for
     a constant learning rate.
 
@@ -131,7 +131,7 @@ class Tracked(Pattern):
 
         z <- z + flow(y);   y <- g + z;   u = w - lr s;   w <- u + flow(u)          s = direction(y)
 
-    z sums to 0 over the nodes. It is the y <- mix(y) + g - g_prev of the literature, without g_prev, and in flows.
+    z sums to 0 over the nodes. This is y <- mix(y) + g - g_prev of the literature, written with flows.
 
     References:
         Koloskova et al., "An improved analysis of gradient tracking for decentralized machine learning", 2021.
@@ -152,17 +152,17 @@ class Tracked(Pattern):
 
 @dataclass(frozen=True, eq=False)
 class Corrected(Pattern):
-    """D2, or exact diffusion: y remembers what flows took away, and gives it back, so heterogeneity does no harm.
+    """D2, or exact diffusion: y remembers what flows took away and returns it, so heterogeneity does no harm.
 
         u = w - lr s - y / H;   f = flow(u) / 2;   w <- u + f;   y <- y - f         s = direction(g)
 
-    y sums to 0 over the nodes. With H = 1, eliminating y gives D2 with the matrix (I + P) / 2, whose eigenvalues suit
-    it on every symmetric graph:
+    y sums to 0 over the nodes. For H = 1 this is D2 with the matrix (I + P) / 2, which is stable on every symmetric
+    graph:
 
         w <- mix(2 w - w_prev - (lr s - lr_prev s_prev)),   first step mix(w - lr s)
 
-    Written with flows it does not drift in float32, and serves local steps: in silent rounds the flow is zero and y
-    stays, while y / H steers the steps.
+    With flows it does not drift in float32, and it works with local steps: in silent rounds y stays, and y / H steers
+    the steps.
 
     Args:
         lazy: halve the flow; if false, D2 as published, which is not stable on every graph.
@@ -215,8 +215,8 @@ class Push(Pattern):
 
         u = w - lr s;   w <- u + flow(u);   weight <- weight + flow(weight)         s = direction(g(w / weight))
 
-    There a node can choose how it splits what it sends (the columns of P sum to 1) but not what it receives, so values
-    drift towards nodes that hear much. A weight that drifts the same way is gossiped too, and values are divided by it.
+    There a node can choose how to split what it sends (the columns of P sum to 1) but not what it receives, so values
+    drift to nodes that hear much. A weight that drifts the same way is gossiped too, and divides the values.
 
     References:
         Assran et al., "Stochastic gradient push for distributed deep learning", 2019, Algorithm 1.

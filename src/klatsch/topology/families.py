@@ -114,7 +114,7 @@ def exponential(n: int) -> Topology:
 
 
 def one_peer_exponential(n: int) -> Topology:
-    """Directed: in phase k node i hears node i + 2^k (modulo n) and averages; period ceil(log2 n).
+    """Directed: in phase k node i averages itself with node i + 2^k (modulo n), which it hears; period ceil(log2 n).
 
     If n is a power of two, one period gives the exact mean.
 

@@ -118,7 +118,7 @@ def _settles(matrices: Sequence[Matrix]) -> bool:
     phases = len(matrices)
     blocks: list[list[Matrix | None]] = [[None] * phases for _ in matrices]
     for phase, P in enumerate(matrices):
-        blocks[phase][(phase + 1) % phases] = P.T * (P.T > NO_WEIGHT)
+        blocks[phase][(phase + 1) % phases] = csr_array(P.T * (P.T > NO_WEIGHT))
     graph = csr_array(block_array(blocks))
     graph.eliminate_zeros()
     if connected_components(graph, connection="strong")[0] > 1:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from klatsch.arguments import whole
+from klatsch.columns import replaced
 from klatsch.problems import base as core
 from klatsch.problems import draws
 from klatsch.problems.images import fashion_mnist
@@ -21,13 +22,10 @@ from klatsch.problems.images.networks import architecture, lenet, made
 from klatsch.problems.images.stacks import Stacked, plain_convolutions
 from klatsch.problems.partition import check_alpha, dirichlet
 
-MODELS_AT_ONCE = {"cpu": 64, "cuda": 288}  # that train at once: beyond this, a larger stack is no faster
-EVALUATED_AT_ONCE = {
-    "cpu": 64,
-    "cuda": 9,
-}  # that are evaluated; always 9 on a GPU: each size is compiled
-IMAGES_AT_ONCE = 2_000  # that each of them evaluates
-LOSS_SAMPLES = 2_000  # of the training images, on which the training loss is measured
+MODELS_AT_ONCE = {"cpu": 64, "cuda": 288}  # that train; a larger stack is no faster
+EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 9}  # that are evaluated; always 9 on a GPU, which compiles each size
+IMAGES_AT_ONCE = 2_000  # for each of them
+LOSS_SAMPLES = 2_000  # training images for the training loss
 
 Score = Callable[[Tensor, Tensor], Tensor]  # of logits (S, B, classes) and labels (S, B)
 
@@ -35,18 +33,18 @@ Score = Callable[[Tensor, Tensor], Tensor]  # of logits (S, B, classes) and labe
 class ImageClassification(core.Drawing):
     """f_i(x) = mean over the images of node i of the cross-entropy of a model with parameters x.
 
-    A stochastic gradient is that of a mini-batch. Every node goes through its own images in random order, epoch after
-    epoch; which batch it sees is a function of (seed, round, node). Pixels are scaled to mean 0 and variance 1.
+    A stochastic gradient is that of a mini-batch. Every node goes through its images in random order, epoch after
+    epoch; its batch is a function of (seed, round, node). Pixels are scaled to mean 0 and variance 1.
 
     Args:
-        model: a torch.nn.Module without buffers, whose parameters are the start; or a function that makes one, which
-            then starts according to the seed. A LeNet by default.
+        model: a torch.nn.Module without buffers, whose parameters are the start; or a function that makes one, called
+            with the seed set. A LeNet by default.
         data: `Images`, the folder of Fashion-MNIST's four files, or None to look for them.
         nodes: number of nodes M.
         alpha: how label-skewed the nodes are: Dirichlet(alpha) over the classes; small is skewed.
         batch: images per node and round.
         seed: of start, partition and mini-batches.
-        test: on how many of the test images accuracy is measured; all by default.
+        test: number of test images for the accuracy; all by default.
     """
 
     of_nodes = ("shards",)
@@ -103,7 +101,7 @@ class ImageClassification(core.Drawing):
         return self._slope(x.reshape(M * C, d), numbers).view(M, C, d)
 
     def metrics(self, x: Tensor) -> dict[str, Tensor]:
-        """Test accuracy as mean, smallest and largest over nodes and of the averaged model; training loss, mean."""
+        """Test accuracy: mean, smallest and largest over nodes, and of the averaged model; mean training loss."""
         M, C, d = x.shape
         models, own = torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d), self._data
         right = self._mean(models, own.test_images, own.test_labels, lambda v, labels: v.argmax(-1) == labels)
@@ -119,7 +117,7 @@ class ImageClassification(core.Drawing):
 
     @torch.no_grad()
     def _mean(self, models: Tensor, images: Tensor, labels: Tensor, score: Score) -> Tensor:
-        """The mean score of models, (S, d), over images: in portions, of the images in equal ones if possible."""
+        """The mean score of models, (S, d), over images, some at a time."""
         total = torch.zeros(len(models), dtype=torch.float64, device=models.device)
         some, size = EVALUATED_AT_ONCE[images.device.type], equal_parts(len(labels), IMAGES_AT_ONCE)
         for s in range(0, len(models), some):
@@ -130,7 +128,7 @@ class ImageClassification(core.Drawing):
 
     @cached_property
     def _seen(self) -> Tensor:
-        """The training images on which the loss is measured: about as many from every node."""
+        """The training images for the training loss, about the same number from every node."""
         own = self.shards.reshape(-1)  # node by node, each in random order
         count = min(LOSS_SAMPLES, len(own))
         return own[torch.arange(count, device=own.device) * len(own) // count]
@@ -171,11 +169,11 @@ class ImageClassification(core.Drawing):
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Self:
         """The same problem on another device, with its start in another dtype."""
-        return core.changed(super().to(dtype, device), _data=Images(*(tensor.to(device) for tensor in self._data)))
+        return replaced(super().to(dtype, device), _data=Images(*(tensor.to(device) for tensor in self._data)))
 
     @staticmethod
     def joined(problems: Sequence[ImageClassification]) -> ImageClassification:
-        """Several networks side by side, for `simulate_together`: their gradients, while each has its own metrics."""
+        """The gradients of several networks at once, for `simulate_together`; each keeps its own metrics."""
         return _Joined(problems)
 
     def fingerprint(self) -> str:
@@ -194,12 +192,7 @@ class ImageClassification(core.Drawing):
 class FashionMNIST(ImageClassification):
     """A LeNet on Fashion-MNIST, as in the paper's image study (Section 5.2).
 
-    Args:
-        nodes: number of nodes M.
-        alpha: how label-skewed the nodes are: Dirichlet(alpha) over the classes; small is skewed.
-        batch: images per node and round.
-        seed: of start, partition and mini-batches.
-        test: on how many of the 10,000 test images accuracy is measured.
+    Its options are those of `ImageClassification`.
     """
 
     def __init__(self, nodes: int, alpha: float = 0.1, batch: int = 32, seed: int = 0, test: int = 10_000) -> None:
@@ -207,14 +200,14 @@ class FashionMNIST(ImageClassification):
 
     @staticmethod
     def check(nodes: int, alpha: float = 0.1, batch: int = 32, seed: int = 0, test: int = 10_000) -> None:
-        """Refuse options without the data set: a study can be read where it is missing."""
+        """Refuse options without the data set, so that a study can be read without it."""
         check_choices(nodes, alpha, batch, seed, test, fashion_mnist.SAMPLES, fashion_mnist.TEST_SAMPLES)
 
     ready = staticmethod(fashion_mnist.load)
 
     @staticmethod
     def rounds_per_epoch(nodes: int, batch: int = 32, **_: object) -> int:
-        """Rounds in which the nodes go through their images once."""
+        """Rounds in which nodes go through their images once."""
         return fashion_mnist.SAMPLES // nodes // batch
 
 
@@ -238,8 +231,8 @@ class _Joined(ImageClassification):
     def to(self, dtype: torch.dtype, device: torch.device) -> Self:
         other = super().to(dtype, device)
         # One copy of the images for all.
-        parts = [core.changed(core.Drawing.to(p, dtype, device), _data=other._data) for p in self.problems]
-        return core.changed(other, problems=parts)
+        parts = [replaced(core.Drawing.to(p, dtype, device), _data=other._data) for p in self.problems]
+        return replaced(other, problems=parts)
 
 
 def _losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -248,12 +241,12 @@ def _losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _known(data: Images) -> tuple[str, float, float]:
-    """The digest of a data set and the scale of its pixels, found once for all problems that share it."""
+    """The digest of a data set and the scale of its pixels, once for all problems that share it."""
     return core.digest(*data), *data.scale()
 
 
 def equal_parts(count: int, most: int) -> int:
-    """The size of portions of at most `most`: one that leaves nothing over, if that is not much smaller."""
+    """The size of portions of at most `most`: one that divides `count`, unless that is much smaller."""
     size = next(size for size in range(min(most, count), 0, -1) if count % size == 0)
     return size if 2 * size >= min(most, count) else min(most, count)
 

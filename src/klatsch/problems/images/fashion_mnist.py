@@ -1,8 +1,8 @@
 """Labelled images, and Fashion-MNIST (Xiao et al. 2017, MIT licence): found here or downloaded, always verified.
 
-Looked for, in this order: the folder given, $KLATSCH_DATA, the user's cache, and where the Debian package
-dataset-fashion-mnist puts it; else it is downloaded into the cache. What counts is the SHA-256 of the decompressed
-content, since compressed files differ between mirrors.
+It is looked for in the given folder, in $KLATSCH_DATA, in the user's cache, and where the Debian package
+dataset-fashion-mnist puts it; else it is downloaded into the cache. The SHA-256 of the decompressed content is
+checked, since compressed files differ between mirrors.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CONTENT = {  # SHA-256 of the decompressed files
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
 SAMPLES, TEST_SAMPLES = 60_000, 10_000
-LARGEST = 60_000_000  # bytes of any of them: more is not worth decompressing
-SECONDS = 60.0  # that a mirror may keep silent
+LARGEST = 60_000_000  # bytes of a file, decompressed
+SECONDS = 60.0  # to wait for a mirror
 CLASSES = (
     *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
     *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
@@ -44,7 +44,7 @@ CLASSES = (
 
 
 class Images(NamedTuple):
-    """Labelled images: what to learn from, and what to test on."""
+    """Labelled images, to learn from and to test on."""
 
     images: Tensor  # (samples, channels, height, width), uint8 from 0 to 255, or floating point
     labels: Tensor  # (samples,), int64 from 0 up
@@ -52,7 +52,7 @@ class Images(NamedTuple):
     test_labels: Tensor
 
     def check(self) -> None:
-        """Refuse tensors that do not fit each other."""
+        """Refuse images and labels that do not fit each other."""
         for tensor in self:
             if not isinstance(tensor, Tensor):
                 kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
@@ -74,8 +74,8 @@ class Images(NamedTuple):
             )
 
     def scale(self) -> tuple[float, float]:
-        """What to subtract from pixels and to multiply them with, so that they have mean 0 and variance 1."""
-        if self.images.dtype == torch.uint8:  # by counting, without a copy of all of them in another dtype
+        """What to subtract from pixels, then multiply them by, for mean 0 and variance 1."""
+        if self.images.dtype == torch.uint8:  # by counting: no copy in another dtype
             counts = torch.bincount(self.images.flatten(), minlength=256).double()
             values = torch.arange(256, dtype=torch.float64)
             mean = (counts @ values) / counts.sum()
@@ -97,14 +97,14 @@ def load(folder: str | Path | None = None, download: bool = True) -> Images:
     """Fashion-MNIST: 60,000 images of 28 by 28 pixels to learn from, 10,000 to test on, in ten classes.
 
     Args:
-        folder: where the four files are, packed (.gz) or not; by default they are looked for, see above.
-        download: whether to fetch them if they are nowhere.
+        folder: where the four files are, packed (.gz) or not; found as described above by default.
+        download: whether to fetch them if they are missing.
     """
     return _read(find(folder, download))
 
 
 def find(folder: str | Path | None = None, download: bool = True) -> Path:
-    """The folder of the data set, see `load`; its content is not looked at yet."""
+    """The folder of the data set, see `load`; its files are not checked yet."""
     if folder is not None and not isinstance(folder, str | Path):
         raise ValueError(
             f"data is a {type(folder).__name__}; give Images, the name of a folder, or None to look for it"
@@ -133,7 +133,7 @@ def cache() -> Path:
 
 @lru_cache(maxsize=1)
 def _read(folder: Path) -> Images:
-    # The content is verified, so its header need not be read: 16 bytes before images, 8 before labels.
+    # The content is known, so its header can be skipped: 16 bytes before images, 8 before labels.
     content = (torch.frombuffer(bytearray(_content(folder, name)), dtype=torch.uint8) for name in CONTENT)
     images, labels, test_images, test_labels = content
     shape = (-1, 1, 28, 28)
@@ -166,7 +166,7 @@ def _verified(data: bytes, name: str, source: str) -> bytes:
     if data[:2] == b"\x1f\x8b":
         unpacker = zlib.decompressobj(wbits=31)
         try:
-            content = unpacker.decompress(data, LARGEST)  # no more, however much a file claims to hold
+            content = unpacker.decompress(data, LARGEST)  # no more, whatever a file claims
             if not unpacker.eof:
                 raise EOFError("it is too large" if unpacker.unconsumed_tail else "its end is missing")
         except (EOFError, zlib.error) as error:
@@ -198,7 +198,7 @@ def _fetched(name: str) -> bytes:
         try:
             with urllib.request.urlopen(f"{mirror}{name}.gz", timeout=SECONDS) as answer:
                 return _verified(answer.read(LARGEST), name, f"{mirror}{name}.gz")
-        except (OSError, HTTPException, ValueError) as error:  # no network, or something else than asked for
+        except (OSError, HTTPException, ValueError) as error:  # no network, or another file
             reason = getattr(error, "reason", error)  # what urllib wraps
             failures.append(f"{mirror.split('/')[2]}: {str(reason).partition('; ')[0] or type(error).__name__}")
     raise ValueError(

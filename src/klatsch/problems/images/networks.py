@@ -1,4 +1,4 @@
-"""Models: the LeNet of the image study, and what any other must be like so that its parameters can gossip."""
+"""Models: the LeNet of the image study, and what other models need so that their parameters can gossip."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lenet(channels: int = 1, classes: int = 10) -> nn.Sequential:
 
 
 def made(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A module for a problem: a copy of the one given, or a fresh one, whose start depends on the seed only."""
+    """A copy of a module, or a fresh one whose start depends on the seed only."""
     if isinstance(model, nn.Module):
         module = copy.deepcopy(model)
     elif callable(model):
@@ -71,7 +71,7 @@ def check(module: nn.Module) -> None:
 
 
 def architecture(module: nn.Module) -> str:
-    """A text that differs where two models of the same parameters compute something else."""
+    """A text that tells apart models that compute different things with the same parameters."""
     parts = []
     for name, part in module.named_modules():
         plain = {k: v for k, v in vars(part).items() if isinstance(v, bool | int | float | str | tuple) or v is None}

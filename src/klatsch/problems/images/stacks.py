@@ -1,7 +1,7 @@
 """Many models of one architecture, each with its own parameters, evaluated as one: parameters are rows (S, d).
 
-Models made of known layers run as grouped convolutions and batched products, one operation per layer for all S. Any
-other module runs through torch.func, which is slower.
+Models of known layers run as grouped convolutions and batched products, one operation per layer for all S. Others
+run through torch.func, which is slower.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POOLS = (nn.MaxPool2d, nn.AvgPool2d)
 
 
 class Stacked:
-    """S models of one architecture, whose own parameters are the start; pixels become (pixel - shift) * factor."""
+    """S models with the architecture and the start of a module; pixels become (pixel - shift) * factor."""
 
     def __init__(self, module: nn.Module, shift: float = 0.0, factor: float = 1.0) -> None:
         self.module, self.shift, self.factor = module, shift, factor
@@ -54,19 +54,19 @@ class Stacked:
         return self(x, images.expand(len(x), *images.shape))
 
     def loss(self, x: Tensor, images: Tensor, labels: Tensor) -> Tensor:
-        """The sum over models of their mean loss: models share nothing, so its gradient is each model's own."""
+        """The sum of the models' mean losses; models share nothing, so its gradient is each model's own."""
         logits = self(x, images)
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / labels.shape[1]
 
     def fast(self, name: str, device: torch.device) -> Callable[..., Tensor]:
-        """`logits` or `loss`; compiled on a GPU, where launching an operation takes longer than the operation."""
+        """`logits` or `loss`, compiled on a GPU, where launching an operation takes longer than running it."""
         functions: dict[str, Callable[..., Tensor]] = {"logits": self.logits, "loss": self.loss}
         if device.type != "cuda" or self.layers is None:
             return functions[name]
         # By architecture: networks that differ in data and start share what is compiled.
         key = (name, architecture(self.module), self.shift, self.factor)
         if key not in _compiled:
-            # It advises TensorFloat32, but full float32 is meant; and reports what it could not speed up further.
+            # It advises TensorFloat32, which is less exact, and reports what it could not speed up.
             warnings.filterwarnings("ignore", module=r"torch\._inductor")
             _compiled[key] = torch.compile(functions[name], dynamic=False)
         return _compiled[key]
@@ -88,9 +88,9 @@ _switches: Any = torch.backends  # oneDNN's and NNPACK's, which torch has not an
 
 @contextmanager
 def plain_convolutions() -> Iterator[None]:
-    """Without oneDNN and NNPACK: for many small kernels torch's own convolutions are faster on a CPU.
+    """Without oneDNN and NNPACK: torch's own convolutions are faster for many small kernels on a CPU.
 
-    They are switches of the whole process: the last thread to leave restores them.
+    These switches belong to the whole process; the last thread to leave restores them.
     """
     global _users, _before
     with _lock:
@@ -114,9 +114,9 @@ Values = dict[str, Tensor]
 
 
 def _layers(module: nn.Module) -> Layers | None:
-    """The layers of a model that is a plain chain of known ones: images first, then vectors; else None."""
+    """The layers of a plain chain of known ones, first on images, then on vectors; None for other models."""
     found = _listed(module, "")
-    named = {name for name, _ in module.named_parameters()}  # of which tied ones have one name only
+    named = {name for name, _ in module.named_parameters()}  # tied ones have one name only
     if not all(
         _known(layer) and {f"{name}.{p}" for p, _ in layer.named_parameters()} <= named for name, layer in found
     ):
@@ -130,7 +130,7 @@ def _layers(module: nn.Module) -> Layers | None:
 
 
 def _listed(module: nn.Module, prefix: str) -> Layers:
-    """The parts of a chain in order, those that occur twice included, which named_children would leave out."""
+    """The parts of a chain in order, also those that occur twice, which named_children leaves out."""
     if type(module) is not nn.Sequential or _hooked(module):  # a class of its own may do something else
         return [(prefix.removesuffix("."), module)]
     parts = ((name, part) for name, part in module._modules.items() if part is not None)
@@ -177,9 +177,9 @@ def grouped(layers: Layers, values: Values, images: Tensor) -> Tensor:
 def rows(layers: Layers, values: Values, images: Tensor) -> Tensor:
     """All models at once on a GPU: activations are (S, B, height, channels, width).
 
-    Grouped convolutions are slow there. Some columns of a row of the result depend on a small window of the image, so a
-    convolution is one product with a banded matrix, the same for all windows: more arithmetic, but large and regular.
-    All that is between two products can be compiled into few launches.
+    Grouped convolutions are slow there. A few columns of the result depend on a small window of the image, so a
+    convolution is one product of all windows with a banded matrix: more arithmetic, but large and regular. What is
+    between two products compiles into few launches.
     """
     S, B = images.shape[:2]
     v = images.transpose(2, 3)
@@ -222,7 +222,7 @@ def _convolution(v: Tensor, layer: nn.Conv2d, weight: Tensor | None, bias: Tenso
 
 
 def _strip(columns: int) -> int:
-    """How many columns to compute at once: in narrow strips less of the band is zero, in wide ones less is copied."""
+    """How many columns to compute at once: narrow strips have fewer zeros in the band, wide ones copy less."""
     for size in (8, 7, 6, 5, 4, 3):
         if columns % size == 0 and size < columns:
             return size
@@ -232,7 +232,7 @@ def _strip(columns: int) -> int:
 def _shifts(strip: int, window: int, across: int, right: int, like: Tensor) -> Tensor:
     """Where the kernel lies for each column of a strip: (across, strip window), ones and zeros.
 
-    A product with it lays the kernel into the band. The same by padding and cutting takes the compiler a minute.
+    Times the kernel, it is the band; padding and cutting instead would take the compiler a minute.
     """
     columns = torch.arange(strip, device=like.device)[:, None] * right
     places = columns + torch.arange(across, device=like.device)[:, None, None]
@@ -240,7 +240,7 @@ def _shifts(strip: int, window: int, across: int, right: int, like: Tensor) -> T
 
 
 def _group_norm(v: Tensor, layer: nn.GroupNorm, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    # Axes are split, never joined: the compiler takes long to see through that.
+    # Axes are split, never joined, which would take the compiler long.
     parts = v.reshape(*v.shape[:3], layer.num_groups, -1, v.shape[4])
     apart = parts - parts.mean((2, 4, 5), keepdim=True)
     v = (apart * torch.rsqrt(apart.square().mean((2, 4, 5), keepdim=True) + layer.eps)).flatten(3, 4)
