@@ -25,7 +25,7 @@ def whole(value: object, name: str, least: int, most: int = (1 << 63) - 1) -> in
 
 
 def number(name: str, value: object, holds: Callable[[float], bool], wanted: str) -> float:
-    """Check a finite number and make it a plain float; `wanted` is the remedy, for the error."""
+    """Check a finite number and make it a plain float; `wanted` is the remedy in the error."""
     value = value.item() if isinstance(value, np.generic) else value  # float32 would overflow in the comparison below
     real = isinstance(value, int | float | np.number) and not isinstance(value, bool | np.complexfloating)
     if not real or not abs(value) <= sys.float_info.max or not holds(float(value)):  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def number(name: str, value: object, holds: Callable[[float], bool], wanted: str
 
 
 def named(kind: str, name: object, table: Mapping[str, Thing]) -> Thing:
-    """What a name stands for in a table, or in a user's file."""
+    """What a name means in a table, or in a user's file."""
     if own.is_own(name) and kind in OWN:
         return own.load(kind, str(name))  # type: ignore[no-any-return]
     if not isinstance(name, str) or name not in table:
@@ -60,6 +60,6 @@ def check_options(owner: str, given: Collection[str], known: Collection[str]) ->
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it, cut where it is long."""
+    """A value as an error shows it, shortened if long."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

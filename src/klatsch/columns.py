@@ -1,7 +1,7 @@
 """Hyper-parameters: a number, or one number per column of a stacked run.
 
-A column is one configuration of the same rule (a learning rate, a momentum, a noise level...). A list of numbers
-becomes a tensor of shape (C, 1), which broadcasts against state tensors (M, C, d).
+A column is one configuration of a rule (a learning rate, a momentum, a noise level...). A list of numbers becomes a
+tensor (C, 1), which broadcasts against state tensors (M, C, d).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from klatsch.arguments import number, shown
 
 Number = float | Tensor
-"""A hyper-parameter once it is checked: one number for all columns, or a tensor (C, 1)."""
+"""A checked hyper-parameter: one number for all columns, or a tensor (C, 1)."""
 Given = Any
 """A hyper-parameter as users give it: a number, or a list, array or tensor with one number per column."""
 
@@ -64,7 +64,7 @@ def count(*objects: object) -> int:
 
 
 def mapped(thing: Object, function: Callable[[Tensor], Tensor]) -> Object:
-    """A copy of a frozen rule with every per-column tensor replaced (moved to a device, cut to a block...)."""
+    """A copy of a frozen rule with every per-column tensor replaced, for a device or a block."""
     parts = _parts(thing)
     new = {name: function(v) if isinstance(v, Tensor) else mapped(v, function) for name, v in parts.items()}
     return replaced(thing, **new) if parts else thing
@@ -84,13 +84,13 @@ def settle(thing: object, **values: object) -> None:
 
 
 def described(thing: object) -> object:
-    """A rule as plain data that JSON can hold: what decides whether two runs are the same."""
+    """A rule as data that JSON can hold: equal for equal rules."""
     if is_dataclass(thing) and not isinstance(thing, type):
         return {"type": type(thing).__name__} | {name: described(part) for name, part in _parts(thing).items()}
     if isinstance(thing, Tensor):
         return thing.flatten().tolist()
     if callable(thing):
-        return "a function"  # told apart by what it returns, not by its name
+        return "a function"  # runs compare what it returns
     return thing if isinstance(thing, str | int | float | bool | None) else repr(thing)
 
 

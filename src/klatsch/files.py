@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written under a temporary name, synced and renamed, never over another kind."""
+"""Files that are whole or absent, and never replace a file of another kind."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-LARGEST = 1 << 20  # bytes of a file that people write by hand
+LARGEST = 1 << 20  # bytes of a text written by hand
 
-HEAD = 4096  # bytes of a file that are looked at to tell its kind
+HEAD = 4096  # bytes of a file that tell its kind
 KINDS = {
     "SQLite": rb"SQLite format 3\0",
     "PNG": rb"\x89PNG",
@@ -21,13 +21,13 @@ KINDS = {
     "SVG": rb"\s*<(\?xml|svg)",
     "HTML": rb"(?is)\s*(<!--.*?-->\s*)*<(!doctype )?html",
     "JSON": rb"\s*\{",
-    "CSV": rb"problem,",  # as klatsch begins it
+    "CSV": rb"problem,",  # the first column of klatsch
 }
-ENDINGS = {".csv": "CSV", ".md": "Markdown"}  # other texts have no beginning of their own, and go by their name
+ENDINGS = {".csv": "CSV", ".md": "Markdown"}  # texts without a typical beginning
 
 
 def check_output(path: Path, kind: str, *inputs: Path) -> None:
-    """Refuse an output of one of `KINDS` that would overwrite another file or one of the inputs, before the work."""
+    """Refuse an output that would replace a file of another kind, or one of the inputs; called before the work."""
     try:
         if any(_same(path, other) for other in inputs):
             raise ValueError(f"cannot write {path}: that is a file it is made from, or written with; give another name")
@@ -53,12 +53,12 @@ def kind_of(head: bytes, size: int) -> str | None:
     """The kind of a file by its first bytes and its size; None if it is unknown."""
     if 0 < int.from_bytes(head[:8], "little") <= size - 8 and head[8:9] == b"{":
         return "safetensors"
-    text = head.removeprefix(b"\xef\xbb\xbf")  # some editors begin every text with it
+    text = head.removeprefix(b"\xef\xbb\xbf")  # some editors write it first
     return next((kind for kind, beginning in KINDS.items() if re.match(beginning, text)), None)
 
 
 def save(path: Path, data: bytes, kind: str) -> None:
-    """Write a file of a kind of `KINDS` atomically for a user; a file of another kind is not replaced."""
+    """Write a file of one of `KINDS` atomically; a file of another kind is not replaced."""
     check_output(path, kind)
     try:
         write_atomically(path, data)
@@ -67,7 +67,7 @@ def save(path: Path, data: bytes, kind: str) -> None:
 
 
 def write_atomically(path: Path, data: bytes, mode: int | None = None) -> None:
-    """Write a file, with these rights if given, so that a crash at any moment leaves the old content or the new."""
+    """Write a file so that a crash at any moment leaves the old content or the new; `mode` sets its rights."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -83,13 +83,13 @@ def write_atomically(path: Path, data: bytes, mode: int | None = None) -> None:
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the rename itself must survive a power cut
+        os.fsync(folder)  # the rename must survive a power cut
     finally:
         os.close(folder)
 
 
 def text_of(path: Path) -> str:
-    """The text of a small file: not of a device or a pipe, which may have no end."""
+    """The text of a small file; not of a device or a pipe, which may have no end."""
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f"{path} is not a plain file, but a device or a pipe; give the name of a text file")
@@ -109,7 +109,7 @@ def json_of(text: str | bytes) -> Any:
 
 
 def _same(path: Path, other: Path) -> bool:
-    """Whether two names are one file, also through links, and also before it exists."""
+    """Whether two names are one file, also through links or before it exists."""
     hard = path.exists() and other.exists() and path.samefile(other)
     return hard or os.path.realpath(path) == os.path.realpath(other)
 

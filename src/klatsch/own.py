@@ -1,7 +1,4 @@
-"""A user's parts by name: "file.py:name" is a rule, a problem or a topology in a Python file, which is executed.
-
-The file is loaded by its path, under a module name of its own, so that two files of one name do not clash.
-"""
+"""A user's parts by name: "file.py:name" is a rule, a problem or a topology in a Python file, which is executed."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def is_own(name: object) -> bool:
 
 
 def located(name: str, folder: str | Path = "") -> str:
-    """A custom part with its absolute path, so that processes elsewhere find it; other names as they are."""
+    """The name of a custom part with its absolute path, for processes elsewhere; other names as they are."""
     if not is_own(name):
         return name
     before, _, H = name.rpartition("/")
@@ -37,22 +34,22 @@ def located(name: str, folder: str | Path = "") -> str:
 
 
 def label(name: str) -> str:
-    """What to call it in tables, wherever the file is: "file.py:name"."""
+    """Its name in tables, without the folder: "file.py:name"."""
     return ":".join((_split(name)[0].name, _split(name)[1])) if is_own(name) else name
 
 
 def part_of(name: str) -> str:
-    """What it is called in its file."""
+    """Its name in its file."""
     return _split(name)[1]
 
 
 def digest(name: str) -> str:
-    """SHA-256 of the file: edited, it is another part."""
+    """SHA-256 of the file: an edited file has other parts."""
     return hashlib.sha256(_read(_split(name)[0])).hexdigest()
 
 
 def load(kind: str, name: str) -> Any:
-    """The class or function "file.py:name"; `kind` is what it should be, for the errors."""
+    """The class or function "file.py:name"; `kind` is what it makes, for errors."""
     path, part = _split(name)
     module = _executed(path, _read(path))
     if part in vars(module):
@@ -97,7 +94,7 @@ def _read(path: Path) -> bytes:
 
 
 def _executed(path: Path, source: bytes) -> ModuleType:
-    """The module of a file, which is executed once for each content."""
+    """The module of a file, executed once for each content; its name is unique, so that files do not clash."""
     path = Path(os.path.abspath(path))
     unique = "klatsch_own_" + hashlib.sha256(str(path).encode() + source).hexdigest()[:24]
     with _lock:
@@ -105,7 +102,7 @@ def _executed(path: Path, source: bytes) -> ModuleType:
             return sys.modules[unique]
         module = ModuleType(unique)
         module.__file__ = str(path)
-        sys.modules[unique] = module  # where dataclasses look their annotations up
+        sys.modules[unique] = module  # where dataclasses look up annotations
         try:
             exec(compile(source, str(path), "exec"), vars(module))
         except BaseException as error:
@@ -117,7 +114,7 @@ def _executed(path: Path, source: bytes) -> ModuleType:
 
 
 def _told(error: BaseException, paths: list[Path]) -> str:
-    """One line of an error, with the last place in one of the files."""
+    """An error in one line, with its last place in one of the files."""
     names = {os.path.abspath(path) for path in paths}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in names]
     place = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ", ".join(sorted(names))

@@ -1,4 +1,4 @@
-"""Figures as files: SVG, PNG or PDF by the ending of the name, the same bytes for the same figure."""
+"""Figures as SVG, PNG or PDF files, with the same bytes for the same figure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 def check_path(path: Path) -> None:
-    """Refuse a name that no figure can be written to, before the work is done."""
+    """Refuse a name for a figure that cannot be written, before the work."""
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"cannot draw to {path}: the file name must end in {', '.join(FORMATS)}")
     if not path.parent.is_dir():

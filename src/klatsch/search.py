@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 
 def last(holds: Callable[[int], bool], low: int = 0) -> int:
-    """The last whole number from `low` at which `holds`, which is true up to it and false beyond."""
+    """The last whole number from `low` up at which `holds` is true; it must be true up to there and false beyond."""
     high = max(1, 2 * low)
     while holds(high):
         low, high = high, 2 * high

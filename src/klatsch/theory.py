@@ -29,7 +29,7 @@ from klatsch.search import last
 
 Number = float | NDArray[np.float64]
 
-SMALL = 64  # steps that are all tried, since the smallest graphs of a family need not follow its trend
+SMALL = 64  # steps that are all tried: small graphs of a family need not follow its trend
 
 # a and b of Table 1's bounds M <= rho^a N^b.
 POWERS = {
@@ -57,7 +57,7 @@ def check_network(M: Number, T: Number, rho: Number) -> None:
 
 @dataclass(frozen=True)
 class Constants:
-    """What the theory needs to know of a problem; all 1, and homogeneous data, unless said otherwise.
+    """What the theory needs to know of a problem; by default all are 1, and data homogeneous.
 
     Args:
         L: smoothness of every f_i (Assumption 2.1).
@@ -93,7 +93,7 @@ UNIT = Constants()
 class Rate(NamedTuple):
     """An expected excess loss as the sum of its parts."""
 
-    statistical: Number  # what averaging N = M T noisy samples allows at best
+    statistical: Number  # what averaging N = M T noisy samples leaves
     network: Number  # what talking only to neighbours adds
     optimization: Number  # what remains without noise
 
@@ -154,7 +154,7 @@ def consensus_bound(eta: float, rho: float, constants: Constants = UNIT) -> floa
     """Lemma C.3: Gamma_t <= 2560 sigma~^2 eta^2 / rho^4 for linear weights, eta <= rho^2 / K and every round t."""
     check_network(1, 1, rho)
     limit = rho**2 / constants.K
-    # The learning rate of Theorem 4.1 may equal the limit, so rounding is forgiven.
+    # The learning rate of Theorem 4.1 may equal the limit, up to rounding.
     number("eta", eta, lambda v: 0 <= v <= limit * (1 + 1e-12), f"a number from 0 up to rho^2 / K = {limit:.6g}")
     return 2560 * constants.sigma_tilde**2 * eta**2 / rho**4
 
@@ -217,7 +217,7 @@ RATES: dict[str, RateFunction] = {"dat": dat_rate, "dsgd": dsgd_rate, "gt": gt_r
 
 
 def parallelism_bound(rule: str, N: float, rho: float, *, heterogeneous: bool = False) -> float:
-    """Up to which order of M a rule keeps the rate O(1 / sqrt(N)) for N = M T samples (Table 1, all constants 1).
+    """The order of M up to which a rule keeps the rate O(1 / sqrt(N)) for N = M T samples (Table 1, all constants 1).
 
     minibatch sqrt(N); dat rho sqrt(N); dsgd and gt rho^(1/2) N^(1/4), and dsgd rho N^(1/4) on heterogeneous data.
     """
@@ -240,12 +240,12 @@ def parallelism_exponent(rule: str, gap_exponent: int, *, heterogeneous: bool = 
 def largest_machines(
     rule: str, N: float, topology: str | Callable[[int], float], constants: Constants = UNIT, **choices: object
 ) -> int:
-    """The largest M for which N = M T samples still bring the statistical rate, solved on the actual rho(M).
+    """The largest M for which N = M T samples still bring the statistical rate, solved with the actual rho(M).
 
     It pays as long as the network and optimization terms together do not exceed sigma D1 / sqrt(N). Torus and grid grow
-    as r x r and r x (r + 1), the hypercube by powers of two. All of the first 64 steps are tried, larger ones by
-    doubling and bisection: the result pays and the next size does not. Where rho(M) ripples, as that of exponential and
-    base_graph, single larger sizes may pay, and single smaller ones may not. Without noise M is 1.
+    as r x r and r x (r + 1), the hypercube by powers of two. The first 64 steps are all tried, larger by bisection:
+    the result pays and the next size does not. If rho(M) ripples, as for exponential and base_graph, single larger
+    sizes may pay and single smaller ones may not. Without noise M is 1.
 
     Args:
         rule: "dat", "dsgd", "gt" or "minibatch".
@@ -254,7 +254,7 @@ def largest_machines(
         constants: of the problem.
         choices: options of the named topology, such as k of base_graph.
     """
-    rate = _rate(rule)
+    rate = named("rate", rule, RATES)
     number("N", N, lambda v: 1 <= v <= 1e100, "a number of samples from 1 to 1e100")
     if not isinstance(topology, str) and not callable(topology):
         kind = type(topology).__name__
@@ -267,7 +267,7 @@ def largest_machines(
 
     if not isinstance(topology, str):
         return _last(lambda M: M <= N and pays(M, topology(M)))
-    topologies.builder(topology, choices)  # an unknown name or option shows here
+    topologies.builder(topology, choices)  # refuses an unknown name or option
 
     @cache
     def gap(M: int) -> float | ValueError:
@@ -277,7 +277,7 @@ def largest_machines(
             return refusal
 
     def machines(step: int) -> int:
-        """The size of this step, or the next that the family allows: an even one for an odd degree, say."""
+        """The size of this step, or the next that the family has: for an odd degree, an even one."""
         M = topologies.nth_size(topology, step)
         return next((size for size in range(M, M + SMALL) if isinstance(gap(size), float)), M)
 
@@ -292,11 +292,11 @@ def largest_machines(
 
 
 def transient_iterations(rule: str, M: int, rho: float, constants: Constants = UNIT) -> float:
-    """Rounds T after which the statistical term dominates, as for a central server (Section 4.2; Pu et al. 2021).
+    """Rounds T until the statistical term dominates, as with a central server (Section 4.2; Pu et al. 2021).
 
     Of order M / rho^2 for dat and M^3 / rho^2 for dsgd (M^3 / rho^4 on heterogeneous data); inf without noise.
     """
-    rate = _rate(rule)
+    rate = named("rate", rule, RATES)
     check_network(M, 1, rho)
     if constants.sigma * constants.D1 == 0:
         return math.inf
@@ -304,8 +304,8 @@ def transient_iterations(rule: str, M: int, rho: float, constants: Constants = U
 
 
 def rounds_to_error(rule: str, epsilon: float, M: int, rho: float, constants: Constants = UNIT) -> int:
-    """Rounds T until the rate reaches epsilon (Table 2, solved instead of estimated)."""
-    rate = _rate(rule)
+    """Rounds T until the rate reaches epsilon (Table 2, solved exactly)."""
+    rate = named("rate", rule, RATES)
     number("epsilon", epsilon, lambda v: 1e-100 < v < math.inf, "a positive error, above 1e-100")
     check_network(M, 1, rho)
     return 1 + last(lambda T: bool(rate(M, T, rho, constants).total > epsilon))
@@ -319,9 +319,5 @@ def _last(holds: Callable[[int], bool]) -> int:
 
 def _powers(rule: str, heterogeneous: bool) -> tuple[Fraction, Fraction]:
     """The powers a and b of M <= rho^a N^b."""
-    _rate(rule)
+    named("rate", rule, RATES)
     return POWERS["dsgd, heterogeneous" if rule == "dsgd" and heterogeneous else rule]
-
-
-def _rate(rule: str) -> RateFunction:
-    return named("rate", rule, RATES)

@@ -1,3 +1,3 @@
-"""The version of klatsch, at the bottom so that every room can write it down."""
+"""The version of klatsch, for all rooms."""
 
 VERSION = "0.2.0.dev0"

@@ -25,24 +25,23 @@ __all__ = ["D2", "DATD2", "DATSGD", "DSGD", "Checkpointer", "Gossip", "GradientT
 __all__ += ["NonFiniteError", "QuorumError", "average_", "recalibrate"]
 
 Graph = Topology | str
-# Networks are not convex: x must forget where it was long ago. The paper's choice for them (Section 5.2).
+# Neural networks are not convex: x must forget its past. The paper's choice for them (Section 5.2).
 FORGETFUL = "fixed(0.9)"
 
 
 class DATSGD(Gossip):
     """Decentralized Anytime SGD: gradients at a moving average x of the iterates, or near it; see `rules.Anytime`.
 
-    The averaging is a momentum: with fixed(gamma), one machine alone takes exactly the steps of
-    torch.optim.SGD(lr=(1 - gamma) * lr, momentum=gamma). So from SGD with lr=0.1 and momentum=0.9 go to lr=1.0 and the
-    default fixed(0.9), without another momentum; both together smooth twice, and need smaller steps.
+    The averaging is a momentum: with fixed(gamma), a single machine takes exactly the steps of
+    torch.optim.SGD(lr=(1 - gamma) * lr, momentum=gamma). So in place of SGD with lr=0.1 and momentum=0.9, use lr=1.0
+    and the default fixed(0.9) without momentum; both together smooth twice, and need smaller steps.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
         topology: a Topology, or the name of one, such as "ring", or "ring/8" to gossip in every 8th round.
         averaging: how x averages: "fixed(0.9)" for networks, "constant" or "linear" for convex problems.
-        order: "atc", the paper's; or "cta", where no message is waited for unless the network is slower than the
-            gradient.
+        order: "atc", the paper's; or "cta", which waits for messages only if the network is slower than the gradient.
         momentum: local momentum, on top of the averaging.
         beta: where gradients are taken, between the iterate (0) and x (1, the paper's). Below 1 the model holds that
             point while it trains; `eval()` puts x into it.

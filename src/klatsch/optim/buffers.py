@@ -20,16 +20,15 @@ from klatsch.ranks.failures import reason
 def average_(model: nn.Module, *, parameters: bool = False, group: ProcessGroup | None = None) -> nn.Module:
     """Average the floating-point buffers of a model over all ranks, in place; all ranks must call it together.
 
-    BatchNorm's running statistics follow each rank's own data, and an optimizer does not see them. Call this before
-    evaluating or saving. It is an all-reduce, exact and seldom needed, unlike what happens in training. Where the model
-    is trained by an optimizer with on_failure="continue", it is the average over the ranks that are still within reach,
-    and a warning says who they are.
+    BatchNorm's running statistics follow each rank's own data, and the optimizer does not see them: call this before
+    evaluating or saving. It is an exact all-reduce. For a model whose optimizer has on_failure="continue", it averages
+    over the ranks within reach, and a warning names them.
 
     Args:
         model: the model, with the same buffers on every rank.
-        parameters: average the parameters as well: the model of the whole network. It is the mean of x, also where the
-            model held another point to train. After the last step, or, to evaluate it in between, inside
-            `with optimizer.averaged():`, which puts this rank's own point back.
+        parameters: average the parameters as well, to get the model of the whole network: the mean of x, even if the
+            model holds another point while it trains. Do it after the last step, or in between inside
+            `with optimizer.averaged():`, which puts this rank's point back.
         group: the process group; all ranks by default.
 
     Returns:
@@ -48,16 +47,15 @@ def average_(model: nn.Module, *, parameters: bool = False, group: ProcessGroup 
 
 @torch.no_grad()
 def recalibrate(model: nn.Module, batches: Iterable[object]) -> nn.Module:
-    """Gather the running statistics of a model anew, as means over some batches, at x.
+    """Gather the running statistics of a model again, at x, as means over some batches.
 
-    BatchNorm's statistics belong to the point at which they were gathered. Where an optimizer trains at another point
-    than x (`beta` below 1), call this before evaluating or saving. If the model is in training, it holds x meanwhile.
-    As torch.optim.swa_utils.update_bn, but only what keeps statistics is in training mode: dropout stays out of them.
-    Every rank gathers its own; `klatsch.average_(model)` averages them.
+    BatchNorm's statistics belong to the point where they were gathered. If an optimizer trains at another point than x
+    (`beta` below 1), call this before evaluating or saving. It is torch.optim.swa_utils.update_bn, at x and without
+    dropout. Every rank gathers its own; `klatsch.average_(model)` averages them.
 
     Args:
         model: the model.
-        batches: inputs of the model, or tuples and lists whose first element they are, as a DataLoader yields.
+        batches: inputs of the model, or tuples or lists that begin with them, as a DataLoader yields.
 
     Returns:
         The model, with modes and momenta as before; after an error, also with its old statistics.

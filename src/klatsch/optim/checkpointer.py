@@ -1,9 +1,8 @@
-"""Checkpoints of a network: every rank writes its own files, and all go on from the newest round that all of them have.
+"""Checkpoints of a network: every rank writes its own files, and all resume from the newest round that all have.
 
-A file holds the state after a whole round, from which the messages of the next one are sent again, so no message is
-lost. Ranks are never far apart: one that has done t rounds has heard, through its neighbours and theirs, that every
-other has done t - lag of them. So a rank knows which rounds all others have saved, and keeps two of those: one to go on
-from, and one in case a file of it is damaged or missing somewhere.
+A file holds the state after a whole round, and the messages of the next one are sent again, so none is lost. A rank
+that has done t rounds knows, through its neighbours and theirs, that all others have done t - lag of them. So it knows
+which rounds all have saved, and keeps two of those, in case a file is damaged or missing somewhere.
 """
 
 from __future__ import annotations
@@ -45,16 +44,15 @@ class Checkpointer:
             scheduler.step()
             checkpointer.step()
 
-    With `torchrun --max-restarts` (and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, see docs/cluster.md) a killed rank brings
-    all of them back to the last checkpoint. On the CPU the result equals that of a run without interruption bit for
-    bit, if the data are a function of the round or drawn from the generators of torch, NumPy or Python, whose states
-    are saved.
+    With `torchrun --max-restarts` (and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, see docs/cluster.md), all ranks return to
+    the last checkpoint when one is killed. On the CPU the result is that of a run without interruption, bit for bit, if
+    the data are a function of the round, or drawn from the generators of torch, NumPy or Python, which are saved.
 
     Args:
-        folder: where the files go; one that all ranks share, or one on each machine. It is made if need be.
+        folder: where the files go; shared by all ranks, or one on each machine. It is made if it does not exist.
         every: rounds between two checkpoints.
-        keep: how many checkpoints that all ranks have are kept, besides those that some may not have yet. With two, a
-            file that is damaged or missing on one rank costs `every` rounds, and not the training.
+        keep: checkpoints to keep, besides those that some ranks may not have yet. With two, a file that is damaged or
+            missing on one rank costs `every` rounds, not the training.
     """
 
     def __init__(self, folder: str | Path, every: int = 100, keep: int = 2) -> None:
@@ -71,30 +69,27 @@ class Checkpointer:
         """Go on from the newest round that all ranks have; all ranks must call it together.
 
         Args:
-            optimizer: what is trained.
-            others: what else belongs to the training and has a state_dict(): the model (for buffers), a scheduler, a
-                GradScaler.
+            optimizer: an optimizer of klatsch.
+            others: what else has a state_dict(): the model (for buffers), a scheduler, a GradScaler.
 
         Returns:
             The rounds done; 0 where there is no checkpoint yet.
         """
         if not isinstance(optimizer, Gossip):
             raise ValueError(f"optimizer is a {type(optimizer).__name__}; give one of klatsch, such as optim.DATSGD")
-        if optimizer is not self._optimizer:
-            optimizer.idle_hooks.append(
-                WeakMethod(self.step)
-            )  # else the checkpoints of those who still train would lack this rank's
+        if optimizer is not self._optimizer:  # without gradients, too, since other ranks still train and save
+            optimizer.idle_hooks.append(WeakMethod(self.step))
         self._optimizer, self._others, self._lag = optimizer, others, lag(optimizer.topology)
         for path in self.folder.glob(f".rank{optimizer.rank:05d}-*.safetensors.*"):
             path.unlink(missing_ok=True)  # half written when it was killed
         common = self._common(self._looked_through())
         if common is None:
             self.save()
-            gathered(optimizer.group, torch.zeros(1))  # so that a rank without files is one that lost them
+            gathered(optimizer.group, torch.zeros(1))  # from now on, a rank without files has lost them
             return 0
         self._load(*sealed.read(self._files()[common], FORMAT))
         for rounds, path in self._files().items():
-            if rounds > common:  # of a future that is about to be trained again
+            if rounds > common:  # these rounds are trained again
                 path.unlink()
         return common
 
@@ -141,7 +136,7 @@ class Checkpointer:
         return self._optimizer
 
     def _identity(self) -> dict[str, object]:
-        """What a checkpoint must have in common with a training that goes on from it."""
+        """What a checkpoint and the training that resumes from it must share."""
         optimizer = self._trained
         return {
             "rank": optimizer.rank,
@@ -161,7 +156,7 @@ class Checkpointer:
         return dict(sorted((int(match[1]), self.folder / match[0]) for match in matches if match))
 
     def _looked_through(self) -> dict[int, int]:
-        """The files of this rank by round: for how many ranks they were written, or DAMAGED or OLD."""
+        """The files of this rank by round: the number of ranks in their training, or DAMAGED or OLD."""
         found = {}
         for rounds, path in self._files().items():
             try:
@@ -177,7 +172,7 @@ class Checkpointer:
         return found
 
     def _common(self, mine: dict[int, int]) -> int | None:
-        """The newest round that all ranks have; None where none of them has any yet."""
+        """The newest round that all ranks have; None if no rank has any yet."""
         group = self._trained.group
         most = max(int(count) for count in gathered(group, torch.tensor([len(mine)])))
         row = torch.tensor([*mine.items(), *[(-1, -1)] * (most - len(mine))], dtype=torch.int64).reshape(-1, 2)
@@ -190,7 +185,7 @@ class Checkpointer:
             )
         if others := sizes - {DAMAGED, len(rows)}:
             raise self._of_another("number of ranks", others.pop(), len(rows))
-        if not any(theirs.keys() - {0} for theirs in rows):  # none, or killed while the first ones were written
+        if not any(theirs.keys() - {0} for theirs in rows):  # none, or round 0 alone
             return None
         common: set[int] = set.intersection(*({r for r, size in theirs.items() if size != DAMAGED} for theirs in rows))
         if not common:
@@ -237,7 +232,7 @@ def _is_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _inventory(rows: list[dict[int, int]]) -> str:
-    """Which ranks have which rounds, those that have the same named together."""
+    """Which ranks have which rounds."""
     held: dict[str, list[int]] = {}
     for rank, theirs in enumerate(rows):
         listed = ", ".join(f"{r}{' (damaged)' if size == DAMAGED else ''}" for r, size in theirs.items())
@@ -246,7 +241,7 @@ def _inventory(rows: list[dict[int, int]]) -> str:
 
 
 def _state(name: str, other: Any, optimizer: Gossip) -> Any:
-    """The state of something else; that of a model without what the optimizer saves."""
+    """The state of one of the others; of a model, only what the optimizer does not save."""
     if not all(hasattr(other, method) for method in ("state_dict", "load_state_dict")):
         raise ValueError(f"{name} is a {type(other).__name__} without state_dict(); leave it out, or give it one")
     with optimizer.unwatched():

@@ -15,8 +15,8 @@ from torch import Tensor
 class Flat:
     """Parameters of one dtype on one device, side by side in one buffer.
 
-    After `bind_gradients`, gradients live in a buffer of the same layout. Until then they are whatever autograd made
-    of them, so that a sparse one shows itself. Errors call parameters by `names`, given by their id.
+    After `bind_gradients`, gradients live in a buffer of the same layout; until then autograd makes them, so that a
+    sparse one shows. `names` are those of the parameters in errors, by id.
     """
 
     def __init__(self, parameters: Sequence[Tensor], names: Mapping[int, object]) -> None:
@@ -76,12 +76,12 @@ class Flat:
         self.accept()
 
     def accept(self) -> None:
-        """Count everything written to the parameters so far as known."""
+        """Accept everything written to the parameters so far."""
         self._seen = self._versions()
 
     @property
     def touched(self) -> bool:
-        """Whether somebody else has written to the parameters themselves, and not through the buffer."""
+        """Whether somebody else has written to the parameters, not through the buffer."""
         return self._versions() != self._seen
 
     def holds(self, tensor: Tensor) -> bool:
@@ -111,7 +111,7 @@ class Flat:
         return vector.as_strided(shape, strides, vector.storage_offset() + start)
 
     def _rebind(self, gradients: Tensor) -> None:
-        """Make the views of the gradients anew if model.to(...) has moved the memory of the old ones."""
+        """Make new views of the gradients if model.to(...) has moved the old ones."""
         if self._elsewhere(gradients, self._bound):
             self._bound = self.views(gradients)
 
@@ -125,6 +125,6 @@ class Flat:
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Those of a parameter where they leave no gaps (as channels last does not), else the usual ones."""
+    """Those of a parameter if they leave no gaps, as channels last; else the usual ones."""
     dense = torch.empty_like(parameter).stride() == parameter.stride()
     return parameter.stride() if dense else parameter.new_empty(parameter.shape).stride()

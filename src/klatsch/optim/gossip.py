@@ -42,11 +42,11 @@ class Gossip(Points, Joinable, JoinHook):
     """An update rule on this rank's parameters, gossiped with its neighbours on a topology.
 
     Make it on every rank, with the same rule, topology and shapes. Ranks start from rank 0's parameters. A parameter
-    that receives no gradient counts as one with gradient zero: it is still averaged with the neighbours'. Parameters
-    that are frozen when the optimizer is made stay out of it. Ranks with fewer batches than others end with `finish()`,
-    or train inside torch's `Join([optimizer])`.
+    without gradient has gradient zero, and is still averaged with the neighbours'. Parameters that are frozen when the
+    optimizer is made stay out of it. Ranks with fewer batches than others end with `finish()`, or train inside torch's
+    `Join([optimizer])`.
 
-    The model holds the point where gradients are taken. Where the rule's output x is another one (`beta` below 1, or
+    The model holds the point where gradients are taken. If the rule's output x is another one (`beta` below 1, or
     `average`), evaluate and save inside `with optimizer.averaged():`, or between `eval()` and `train()`.
 
     Args:
@@ -58,7 +58,7 @@ class Gossip(Points, Joinable, JoinHook):
         timeout: seconds that a neighbour may keep this rank waiting.
         on_failure: "raise" LinkError when a neighbour is gone or late, or "continue" without it: its weight in the
             gossip matrix becomes part of this rank's own.
-        quorum: with on_failure="continue", the share of all ranks that must be left within reach, such as 0.5; else
+        quorum: with on_failure="continue", the share of all ranks that must stay within reach, such as 0.5; with fewer,
             training stops with QuorumError.
         on_nonfinite: "raise" NonFiniteError when a gradient is not finite, before anything is sent; or "skip", a round
             without gradient, which `skipped` counts.
@@ -70,11 +70,11 @@ class Gossip(Points, Joinable, JoinHook):
         skipped: rounds without gradient, because it was not finite.
     """
 
-    living: ClassVar[weakref.WeakSet[Gossip]] = weakref.WeakSet()  # all in this process, found by who has only a model
+    living: ClassVar[weakref.WeakSet[Gossip]] = weakref.WeakSet()  # all in this process, to be found from a model
     _step_supports_amp_scaling = True  # a GradScaler must not skip a round, or neighbours would wait for it
-    grad_scale: Tensor | float | None = 1.0  # which it sets during a step, as well as the next one
+    grad_scale: Tensor | float | None = 1.0  # it sets this and the next during a step
     found_inf: Tensor | float = 0.0
-    join_device = torch.device("cpu")  # where torch's Join counts the ranks that go on, since the group is gloo's
+    join_device = torch.device("cpu")  # where Join counts ranks, since the group is gloo's
     _made = False
 
     def __init__(
@@ -136,12 +136,11 @@ class Gossip(Points, Joinable, JoinHook):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One round: take in the gradients, exchange messages with the neighbours, move the model to the next point.
+        """One round: take the gradients, exchange messages with the neighbours, move the model to the next point.
 
         Raises:
-            LinkError: a neighbour is gone or late, and failures are to be raised. The model and the state are still
-                those of the round before, and can be saved.
-            NonFiniteError: a gradient is not finite; nothing was sent, and the state is that of the round before.
+            LinkError: a neighbour is gone or late. Model and state are those of the round before, and can be saved.
+            NonFiniteError: a gradient is not finite. Nothing was sent, and the state is that of the round before.
         """
         if self._finished:
             raise ValueError(f"rank {self.rank} has called finish() and takes no more steps; make a new optimizer")
@@ -153,7 +152,7 @@ class Gossip(Points, Joinable, JoinHook):
         if any(p.requires_grad for p in self._frozen):
             raise ValueError("a parameter was frozen when the optimizer was made and is not now; make a new optimizer")
         self._wrappers.look(now=any(share.flat.touched for share in self._shares))
-        Join.notify_join_context(self)  # inside torch's Join: tells ranks that are done that this one is not
+        Join.notify_join_context(self)  # inside torch's Join: this rank is not done
         scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
         self._round(0.0 if float(self.found_inf) > 0 else 1.0 / scale)
         return loss
@@ -162,7 +161,7 @@ class Gossip(Points, Joinable, JoinHook):
     def finish(self, leave: bool = False) -> int:
         """Take no more steps; for ranks that have fewer batches than others. Every rank must end with it.
 
-        Gossips on, in rounds without gradient, until all ranks have finished, so that none waits for one that is done.
+        Goes on with rounds without gradient until all ranks have finished, so that no rank waits for one that is done.
         All return after the same round.
 
         Args:
@@ -225,7 +224,7 @@ class Gossip(Points, Joinable, JoinHook):
             group["lr"] = self._scheduled
 
     def _skip(self, wrong: str) -> None:
-        """Make it a round without gradient, if that is wanted."""
+        """Make it a round without gradient, or raise."""
         if self.on_nonfinite == "raise":
             remedy = "see the loss and the learning rate, clip, or go on without it (on_nonfinite='skip')"
             raise NonFiniteError(self.rank, self.rounds + 1, wrong, f"nothing was sent; {remedy}")
@@ -238,12 +237,12 @@ class Gossip(Points, Joinable, JoinHook):
             warnings.warn(f"{here}; {instead}", RuntimeWarning, stacklevel=3)
 
     def join_hook(self, **_: object) -> JoinHook:
-        """What torch's Join asks what to do once the batches of this rank have ended, while others go on."""
+        """Torch's Join asks this what to do when this rank has no more batches and others go on."""
         return self
 
     @torch.no_grad()
     def main_hook(self) -> None:
-        """A round without gradient, in which others may train."""
+        """A round without gradient, while others train."""
         self._round(0.0)
         for reference in self.idle_hooks:
             if (hook := reference()) is not None:
@@ -251,7 +250,7 @@ class Gossip(Points, Joinable, JoinHook):
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The group in which Join counts them."""
+        """The group in which Join counts ranks."""
         return self.group
 
     @property
@@ -272,8 +271,8 @@ class Gossip(Points, Joinable, JoinHook):
     def consensus(self) -> float:
         """Gamma, the mean over ranks of the squared distance of x from its network mean; all ranks must ask together.
 
-        It is that of x, the rule's output, whichever point the model holds. With on_failure="continue" it is that of
-        the ranks within reach, and a warning says who they are.
+        x is the rule's output, whatever the model holds. With on_failure="continue" only ranks within reach count, and
+        a warning names them.
         """
         with self.together("consensus()") as (total, ranks):
             distance = torch.zeros(1, dtype=torch.float64)
@@ -316,8 +315,8 @@ class Gossip(Points, Joinable, JoinHook):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on from a state; on all ranks, each with its own of the same round.
 
-        The model then holds its x or its query point, as it did before: that is no part of the state. A state that does
-        not fit changes nothing.
+        The model holds x or the query point, as before: that is not part of the state. A state that does not fit
+        changes nothing.
         """
         vectors = state.vectors_of(state_dict, self.param_groups, self._shares)
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -332,7 +331,7 @@ class Gossip(Points, Joinable, JoinHook):
     def load_vectors(self, vectors: list[State], rounds: int) -> None:
         """Go on from what `vectors` returned after some rounds, on all ranks."""
         agree(self.group, {"round to go on from": str(rounds), "rounds done before": str(self.rounds)})
-        if self.rounds > 0:  # messages are on their way that belong to another story
+        if self.rounds > 0:  # messages of the rounds before are on their way
             own = group_of(self.process_group, self._links.timeout)
             self._close()
             self._train_over(self._links.reopened(own), [share.flat for share in self._shares])
@@ -355,7 +354,7 @@ class Gossip(Points, Joinable, JoinHook):
         """Begin at round 0 over some links."""
         self._links = links
         self._shares = [Share(flat, self.rule, links, k) for k, flat in enumerate(flats)]
-        # The last messages must leave before the optimizer or the process ends, or neighbours could not finish.
+        # Neighbours need the last messages: they leave before the optimizer or the process ends.
         self._close = weakref.finalize(self, _end, links, self.process_group)
 
 

@@ -45,7 +45,9 @@ def trainable(groups: Sequence[Group]) -> list[Tensor]:
     trained = [p for p in parameters_of(groups) if p.requires_grad]
     if not trained:
         raise ValueError("no parameter requires a gradient; unfreeze some before the optimizer is made")
-    if any(kind.__name__ == "DTensor" for p in trained for kind in type(p).__mro__):  # its module has moved
+    if any(
+        kind.__name__ == "DTensor" for p in trained for kind in type(p).__mro__
+    ):  # by name: its module moves between versions
         raise ValueError(
             "parameters are DTensors, pieces into which fully_shard (FSDP2) or parallelize_module cuts a model, and "
             "cannot be gossiped yet; give every rank a whole model, without them"
@@ -62,13 +64,13 @@ def trainable(groups: Sequence[Group]) -> list[Tensor]:
 
 
 def names(groups: Sequence[Group]) -> dict[int, object]:
-    """What to call parameters, by their id: the names the optimizer was given, or their numbers."""
+    """The names of parameters by id: those passed to the optimizer, or their numbers."""
     given, parameters = [name for group in groups for name in group.get("param_names", ())], parameters_of(groups)
     return {id(p): name for p, name in zip(parameters, given or range(len(parameters)), strict=True)}
 
 
 def facts(rule: Rule, topology: Topology, groups: Sequence[Group]) -> dict[str, str]:
-    """What all ranks with the same kind of rule must agree on, as texts that are the same on every machine."""
+    """What all ranks must agree on, as texts that are the same on every machine."""
     parameters = parameters_of(groups)
     trained = [p for p in parameters if p.requires_grad]
     return {f"{name} of the rule": str(value) for name, value in settings_of(rule).items()} | {

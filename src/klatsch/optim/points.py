@@ -1,8 +1,7 @@
 """Which point the model holds: the one where gradients are taken, or the one to evaluate and keep.
 
-For most rules they are the same. Where they are apart (`beta` below 1, or an average of iterates kept beside them), the
-model holds the query point while it trains, and x, the rule's output, on demand. To evaluate or save the wrong one is a
-mistake that warns.
+For most rules they are the same. Otherwise (`beta` below 1, or an average of iterates), the model holds the query point
+while it trains, and x, the rule's output, on demand. Evaluating or saving the wrong one warns.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Points(Optimizer):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Evaluate or save inside: the model holds x there, and afterwards what it held before."""
+        """Evaluate or save inside: there the model holds x, and afterwards what it held before."""
         before = self._holds
         self.eval()
         try:
@@ -91,7 +90,7 @@ class Points(Optimizer):
 
     @contextmanager
     def merging(self) -> Iterator[None]:
-        """Average the model over ranks inside: it holds x there. Where that fails, it holds what it held before."""
+        """Average the model over ranks inside: there it holds x. After a failure it holds what it held before."""
         before = self._holds
         self._show_output()
         try:
@@ -111,7 +110,7 @@ class Points(Optimizer):
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Take the model's state_dict() inside for what else is in it, without a warning."""
+        """Take the model's state_dict() inside without a warning, for what else is in it."""
         self._watch.paused = True
         try:
             yield
@@ -119,7 +118,7 @@ class Points(Optimizer):
             self._watch.paused = False
 
     def recalibrated(self) -> None:
-        """Warn no more of statistics such as BatchNorm's: somebody takes care of them."""
+        """Do not warn of statistics such as BatchNorm's any more: somebody takes care of them."""
         self._watch.said.add("statistics")
 
     def _check_training(self) -> None:
@@ -156,8 +155,8 @@ class Points(Optimizer):
 class Watch:
     """Watches the modules that own the parameters, and warns once of each kind of mistake.
 
-    An optimizer knows parameters only, so their modules are looked for among all live objects, which takes up to a
-    tenth of a second. Hooks on a few of them then notice who runs, saves or copies the model.
+    An optimizer knows parameters only, so their modules are found among all live objects, which takes up to a tenth of
+    a second. Hooks on a few of them then notice when the model is run, saved or copied.
     """
 
     def __init__(self, optimizer: Points, parameters: Sequence[Tensor]) -> None:
@@ -170,12 +169,12 @@ class Watch:
         weakref.finalize(optimizer, self._hooks.close)
 
     def look(self) -> None:
-        """Look for the modules: when the optimizer is made, and again at its first step, for those that came later."""
+        """Look for the modules: when the optimizer is made, and again at its first step."""
         ours, whole = {id(p) for p in self._parameters}, {"_parameters", "_modules"}
-        everyone = [m for m in alive([nn.Module]) if whole <= vars(m).keys()]  # others are just being made
+        everyone = [m for m in alive([nn.Module]) if whole <= vars(m).keys()]  # others are not finished yet
         around = {id(m) for m in everyone if any(id(p) in ours for p in m._parameters.values())}
         inner = {id(child) for m in everyone for child in m._modules.values()}
-        # A few are enough: a model that is run passes by its first or last layer, even if only a part of it is run.
+        # A few are enough: even a part of a model runs its first or its last layer.
         ends = {id(self._parameters[0]), id(self._parameters[-1])}
         some = [m for m in everyone if any(id(p) in ends for p in m._parameters.values())]
         while above := {id(m) for m in everyone if any(id(child) in around for child in m._modules.values())} - around:
@@ -187,7 +186,7 @@ class Watch:
         self.attach(True)
 
     def attach(self, on: bool) -> None:
-        """Put the hooks in place while the model holds the point of training; else it is free to be pickled."""
+        """Put the hooks in place while the model holds the query point, or remove them, so that it can be pickled."""
         self._hooks.close()
         for module in self._modules if on else ():
             self._hooks.enter_context(module.register_forward_pre_hook(_Hook(self, "run")))
@@ -205,12 +204,12 @@ class Watch:
         self.warn(how)
 
     def warn_of_statistics(self) -> None:
-        """Warn of running statistics that were gathered at the point of training, and do not belong to x."""
+        """Warn of running statistics that were gathered at the query point, not at x."""
         if self._normed is not None and self._has_moved:
             self.warn("statistics", self._normed)
 
     def warn(self, what: str, of: str = "") -> None:
-        """Say something once."""
+        """Warn once."""
         if what not in self.said:
             self.said.add(what)
             warnings.warn(WARNINGS[what].format(of), RuntimeWarning, stacklevel=5)
@@ -222,7 +221,7 @@ class Watch:
 
 
 class _Hook:
-    """A hook on a module; copies of the module get one that does nothing, since they hold other parameters."""
+    """A hook on a module; in copies, which have other parameters, it does nothing."""
 
     def __init__(self, watch: Watch | None, how: str) -> None:
         self._watch, self._how = watch, how

@@ -1,4 +1,4 @@
-"""The state of a training as plain data and tensors, which need no pickle: of the optimizer, and of all else."""
+"""The state of a training as plain data and tensors, without pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from klatsch.optim.groups import Group, parameters_of
 from klatsch.optim.share import Share
 from klatsch.rules import State
 
-FORMAT = 2  # 1 was that of the hand-written rules of 0.1.0
+FORMAT = 2  # 1: the hand-written rules of 0.1.0
 
 
 def per_parameter(share: Share) -> dict[Tensor, State]:
@@ -42,7 +42,7 @@ def vectors_of(state: StateDict, groups: Sequence[Group], shares: Sequence[Share
             "this state_dict is of klatsch 0.1.0, whose rules kept other vectors; load it with that version"
         )
     if facts is None or form != FORMAT:
-        raise ValueError("this is no state_dict of a Gossip optimizer of this version; give what its state_dict() gave")
+        raise ValueError("this is not a state_dict of a Gossip optimizer of this version; give its state_dict()")
     sizes = [[len(group["params"]) for group in some] for some in (state["param_groups"], groups)]
     for what, there, here in (
         ("the rule", facts["rule"], shares[0].rule.name),
@@ -78,7 +78,7 @@ def _joined(share: Share, entries: Sequence[State], single: State) -> State:
 
 
 def packed(value: object, tensors: dict[str, Tensor], path: str) -> object:
-    """A nested value as data that JSON can hold; tensors are put aside under their path."""
+    """A nested value as data that JSON can hold; tensors go into `tensors`, by their path."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
@@ -99,7 +99,7 @@ def packed(value: object, tensors: dict[str, Tensor], path: str) -> object:
 
 
 def unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `packed` was given."""
+    """The value that `packed` packed."""
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()

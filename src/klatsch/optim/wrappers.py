@@ -1,7 +1,7 @@
-"""Wrappers that do gossip's work before it, and so undo it: DDP and FSDP average gradients over all of their ranks.
+"""Wrappers that gossip cannot work with: DDP and FSDP average gradients over all of their ranks.
 
-Nothing on a parameter tells that it is wrapped, and a wrapper may come before the optimizer or after it. So all live
-objects are searched, which takes up to a tenth of a second, when the optimizer is made and in its steps 1, 10, 100...
+A parameter does not know that it is wrapped, and the wrapper may be older or younger than the optimizer. So all live
+objects are searched, which takes up to a tenth of a second, when the optimizer is made and in steps 1, 10, 100...
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Wrappers:
         self._refuse_averaging()
 
     def look(self, *, now: bool = False) -> None:
-        """Look again in a step, if it is time to, or `now`: DDP writes to the parameters when it wraps them."""
+        """Look again in a step, if it is time, or `now`: DDP writes to the parameters when it wraps them."""
         self._looks += 1
         if self._looks == self._next:
             now, self._next = True, self._next * 10
@@ -46,7 +46,7 @@ class Wrappers:
         kinds: list[type[nn.Module]] = [nn.parallel.DistributedDataParallel, *_fsdp("FullyShardedDataParallel")]
         found = weakref.WeakSet(wrapper for wrapper in alive(kinds) if self._averages(wrapper))
         if found:
-            gc.collect()  # one that nobody uses any more does no harm
+            gc.collect()  # one that nobody uses does no harm
         for wrapper in found:
             raise ValueError(
                 f"{type(wrapper).__name__} is around this model on ranks that gossip, and averages their gradients "
@@ -64,7 +64,7 @@ class Wrappers:
 
 
 def _fsdp(name: str) -> list[type[nn.Module]]:
-    """A class of FSDP, if that was ever imported: importing it takes a while, and without it there are no objects."""
+    """A class of FSDP if it is imported, which takes a while; else it has no objects."""
     module = sys.modules.get("torch.distributed.fsdp")
     return [vars(module)[name]] if module is not None and name in vars(module) else []
 
@@ -79,6 +79,6 @@ def alive(kinds: Sequence[type[Kind]]) -> Iterator[Kind]:
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    with suppress(AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # a group that was destroyed
+    with suppress(AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # a destroyed group
         return dist.get_process_group_ranks(group) if group is not None else []
     return []

@@ -10,9 +10,9 @@ from klatsch.topology import make, spectral_gap
 from klatsch.topology.names import family as family_of
 from klatsch.topology.names import split
 
-ALL_UP_TO = 64  # steps that are all considered; beyond, each is about a tenth larger than the last
+ALL_UP_TO = 64  # steps that are all considered; beyond, each is about 10 % larger than the last
 RIPPLED_UP_TO = 1024  # the same for families whose gap does not simply fall with the size
-LARGEST_BUILT = 256  # nodes of families without a closed form of their gap, which are built
+LARGEST_BUILT = 256  # nodes, for families without a closed form of their gap
 
 
 class Graph(NamedTuple):
@@ -25,7 +25,7 @@ class Graph(NamedTuple):
 
 
 def sizes(name: str, most: int) -> list[int]:
-    """Sizes of a family up to `most`: all small ones, then fewer and fewer, with powers of two, which mix fast."""
+    """Sizes of a family up to `most`: all small ones, then fewer, and powers of two, which mix fast."""
     known = family_of(name)
     most = min(most, LARGEST_BUILT) if known.gap is None else most
     every = RIPPLED_UP_TO if known.ripples else ALL_UP_TO
@@ -39,7 +39,7 @@ def sizes(name: str, most: int) -> list[int]:
 
 @lru_cache(maxsize=100_000)
 def graph(name: str, n: int) -> Graph | None:
-    """One size of a family, or None where the family refuses it."""
+    """One size of a family, or None if the family does not have it."""
     known, (_, every) = family_of(name), split(name)
     if n == 1:
         return Graph(1, 1.0, 0)
@@ -48,7 +48,7 @@ def graph(name: str, n: int) -> Graph | None:
             return Graph(n, spectral_gap(name, n), known.degree(n), every)
         built = make(name, n)
         return Graph(n, built.spectral_gap, built.degree, every)
-    except ValueError:  # a size that the family does not have
+    except ValueError:
         return None
 
 
@@ -63,6 +63,6 @@ def between(name: str, low: int, high: int) -> list[int]:
     known = family_of(name)
     if known.gap is None:
         return list(range(low + 1, high))
-    steps = range(1, high + 1)  # no family keeps its shape at more sizes than there are
+    steps = range(1, high + 1)  # there are no more sizes than numbers
     first, end = (bisect_right(steps, size, key=known.nth_size) for size in (low, high - 1))
     return [known.nth_size(step) for step in steps[first:end]]

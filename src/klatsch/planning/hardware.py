@@ -1,4 +1,4 @@
-"""What a round costs: a latency-bandwidth model of equal machines in which messages overlap with gradients."""
+"""What a round costs: a latency-bandwidth model of equal machines whose messages overlap with gradients."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 from klatsch.arguments import named, number
 from klatsch.theory import Number
 
-BUCKET = 25e6  # bytes that an all-reduce of gradients waits for, as in DDP; nothing hides the last bucket
-HIDDEN = 1 / 3  # of a gradient's time: the part of the backward pass in which finished buckets may travel
+BUCKET = 25e6  # bytes that an all-reduce of gradients collects, as in DDP; nothing hides the last bucket
+HIDDEN = 1 / 3  # of a gradient's time, in which finished buckets may travel
 
-TINY = 1e-50  # a smaller number, or one above its inverse, is a mistake
+TINY = 1e-50  # smaller numbers, and those above 1 / TINY, are mistakes
 
 # Goodput of TCP (94 % of the line) in bytes per second, and seconds until a message arrives.
 NETWORKS = {
@@ -31,8 +31,8 @@ class Network:
         bandwidth: bytes per second of a machine's link, in each direction.
         latency: seconds until a message arrives, not counting its bytes.
         gradient: seconds of one gradient.
-        handling: seconds to pack and add up each byte of a vector that travels; nothing hides them.
-        per_message: seconds of work for each message, however short.
+        handling: seconds to pack and add up each byte of a vector; nothing hides them.
+        per_message: seconds of work for each message of any length.
         name: what to call it.
     """
 
@@ -74,23 +74,20 @@ class Network:
         return np.maximum(self.gradient, early) + after + work
 
     def all_reduce_seconds(self, size: float, M: Number) -> Number:
-        """Seconds of a round of mini-batch SGD: an all-reduce of the gradient, in buckets as they are finished.
-
-        Along a ring, or, where waiting takes longer than sending, along a tree and back.
-        """
+        """Seconds of a round of mini-batch SGD: an all-reduce of the gradient in buckets, by ring or tree."""
         M = np.asarray(M, float)
         travel = np.minimum(*self._ways(size, M))
         hidden = np.minimum(HIDDEN * self.gradient, travel * (1 - min(1.0, BUCKET / size)))
         return self.gradient + travel - hidden + np.where(M > 1, size * self.handling, 0.0)
 
     def all_reduce_bytes(self, size: float, M: Number) -> Number:
-        """Bytes that the busiest machine sends for an all-reduce, the faster way."""
+        """Bytes that the busiest machine sends for an all-reduce, by the faster way."""
         M = np.asarray(M, float)
         ring, tree = self._ways(size, M)
         return np.where(ring <= tree, 2 * (M - 1) / M, np.ceil(np.log2(M))) * size
 
     def _ways(self, size: float, M: Number) -> tuple[Number, Number]:
-        """Seconds that an all-reduce travels along a ring, and along a tree and back."""
+        """Seconds that an all-reduce takes along a ring, and along a tree and back."""
         message, vector = self.latency + self.per_message, size / self.bandwidth
         return 2 * (M - 1) * message + 2 * (M - 1) / M * vector, 2 * np.ceil(np.log2(M)) * (message + vector)
 

@@ -23,17 +23,17 @@ from klatsch.problems import Problem, adopted
 from klatsch.theory import Constants
 
 LEAST_SAMPLES = 4  # two blocks of two
-POWER_STEPS, NOISY_STEPS = 300, 20  # of power iteration at most; the second where every product takes many rounds
+POWER_STEPS, NOISY_STEPS = 300, 20  # of power iteration at most; fewer if a product takes many rounds
 TINY = float(np.finfo(float).tiny)
-CLOSE = 1e-3  # relative residual at which it stops
-PULL = 1e-4  # relative length of the difference that stands for a derivative
+CLOSE = 1e-3  # the relative residual at which it stops
+PULL = 1e-4  # the relative length of a difference in place of a derivative
 
 
 class Estimate(NamedTuple):
     """A measured number, an interval around it, and how many gradients of single nodes it took.
 
-    The interval is one of 95 % confidence for sigma and zeta. For L it is the residual of power iteration, or the
-    difference between two sets of mini-batches; for D1 two standard errors and an estimate of the way still to go.
+    For sigma and zeta it is a 95 % confidence interval; for L the residual of power iteration, or the difference
+    between two sets of mini-batches; for D1 two standard errors and an estimate of the remaining distance.
     """
 
     value: float
@@ -58,7 +58,7 @@ class Probe:
     nodes: int
     params: int
     sigma: Estimate  # the largest along the way
-    zeta: Estimate  # at the end of it: the optimum where that is known, else the end of a short run
+    zeta: Estimate  # at its end: the optimum if known, else the end of a short run
     L: Estimate
     D1: Estimate
     stages: tuple[Stage, ...]
@@ -83,7 +83,7 @@ def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
 
     Args:
         problem: any `Problem` with one column.
-        rounds: of the centralized run that looks for the optimum, where that is not known.
+        rounds: of the centralized run that looks for an unknown optimum.
         samples: gradients per node for each estimate of noise.
     """
     whole(rounds, "rounds", 1)
@@ -133,7 +133,7 @@ class _Gradients:
         return list(range(self.round - count + 1, self.round + 1))
 
     def at(self, points: Tensor, t: int | None = None) -> Tensor:
-        """Of every node at its own point, (M, d): without noise where the problem can, else in round t or a new one."""
+        """Of every node at its own point, (M, d), in round t or a new one; with t exact, if the problem can."""
         self.taken += self.problem.nodes
         if t is not None and self.problem.exact is not None:
             found = self.problem.exact(points[:, None, :])
@@ -162,9 +162,8 @@ def _seconds(ask: _Gradients, start: Tensor) -> float:
 def _spreads(ask: _Gradients, point: Tensor, samples: int) -> tuple[Estimate, Estimate]:
     """sigma and zeta at a point, from gradients of all nodes in several rounds.
 
-    sigma² = mean over nodes of E ||g_i - E g_i||²; zeta² = mean over nodes of ||E g_i - mean||². The spread of the
-    nodes' means holds a share of their noise, which is subtracted. The scatter of blocks of rounds gives the confidence
-    intervals.
+    sigma² = mean over nodes of E ||g_i - E g_i||²; zeta² = mean over nodes of ||E g_i - mean||², less the share of the
+    noise in the nodes' means. Confidence intervals come from the scatter of blocks of rounds.
     """
     from scipy.special import stdtrit
 
@@ -210,10 +209,9 @@ def _apart(rows: Tensor) -> Tensor:
 def _smoothness(ask: _Gradients, point: Tensor, samples: int) -> Estimate:
     """L: the largest eigenvalue of any node's Hessian at a point, by power iteration on all nodes at once.
 
-    A product with the Hessian is the difference of two gradients of the same round, in which additive noise cancels.
-    For a symmetric matrix an eigenvalue lies within the residual of the estimate: that is the interval. Mini-batches
-    differ in their Hessians: the direction is found on the mean of some, and the value is that of others along it,
-    which is unbiased but for the direction; the interval reaches to the value where the direction was found.
+    A product with the Hessian is the difference of two gradients of one round, in which additive noise cancels; an
+    eigenvalue lies within the residual of the estimate. Mini-batches differ in their Hessians: some give the direction,
+    others the value along it, and the interval reaches from one value to the other.
     """
     before, M = ask.taken, ask.problem.nodes
     here, length = point.expand(M, -1), PULL * max(1.0, float(point.norm()))
@@ -248,11 +246,10 @@ def _smoothness(ask: _Gradients, point: Tensor, samples: int) -> Estimate:
 
 
 def _descent(ask: _Gradients, start: Tensor, L: float, rounds: int) -> tuple[Tensor, Tensor, Estimate]:
-    """A point on the way of a centralized run, its end, and how far that is from the start.
+    """A point on the way of a centralized run, its end, and the distance of that from the start.
 
-    Steps of 1 / (2 L) on the mean of all nodes' gradients. The end is the mean of the second half, which removes most
-    of the noise; the scatter of its parts says how much is left. How far it still is to the optimum is judged by how
-    the distances between the means of the run's quarters shrink.
+    Steps are 1 / (2 L). The end is the mean of the second half, without most of the noise; the scatter of its parts
+    shows the rest. The means of the run's quarters show, by how they approach each other, how far the optimum is.
     """
     before, x, parts = ask.taken, start.clone(), min(8, max(1, rounds // 2))
     means, counts = torch.zeros(parts, x.numel(), dtype=torch.float64), [0] * parts

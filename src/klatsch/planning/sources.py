@@ -23,7 +23,7 @@ NODES = 16  # by default
 def problem_of(text: str, nodes: int | None = None, **options: object) -> Problem:
     """A problem by name, such as "least-squares", or from your own function: "file.py:function".
 
-    The function is called with the number of nodes if it takes an argument; its file is run, so it must be trusted.
+    The function may take the number of nodes. Its file is executed.
     """
     if ".py" not in text:
         return problems.make(text, NODES if nodes is None else nodes, **options)
@@ -55,7 +55,7 @@ class Measured(NamedTuple):
 
 
 def read_probe(path: Path) -> Measured:
-    """The numbers that `klatsch probe --json` printed to a file."""
+    """The numbers in a file of `klatsch probe`."""
     remedy = "write one with klatsch probe PROBLEM -o FILE"
     try:
         text = text_of(path)

@@ -1,4 +1,4 @@
-"""The recommendation in words: what to take, what it brings, and why not something else."""
+"""The recommendation in words: what to take, what it brings, and why nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from klatsch.planning.predictions import RULES, predicted
 from klatsch.planning.verify import Verification
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "days": 86_400, "years": 31_557_600}
-UP_TO = (1e-3, 1, 120, 7200, 172_800, 86_400_000, math.inf)  # seconds below which each unit is used
+UP_TO = (1e-3, 1, 120, 7200, 172_800, 86_400_000, math.inf)  # seconds, for each unit
 
 
 def duration(seconds: float) -> str:
@@ -32,12 +32,12 @@ def rounds(count: float) -> str:
 
 
 def effort(choice: Choice) -> str:
-    """What it takes to reach the goal: rounds, the time of each, and all of it."""
+    """What it takes to reach the goal: rounds, the time of each, and the total."""
     return f"{rounds(choice.rounds)} of {duration(choice.seconds_per_round)}, {duration(choice.seconds)}"
 
 
 def span(between: Span, measured: bool) -> str:
-    """How far the number of machines moves if a constant changes; measured: by a probe, with intervals."""
+    """How far the number of machines moves if a constant changes; `measured` by a probe, with intervals."""
     end = "at an end of its interval (halved or doubled, where it came from a flag)"
     varied = end if measured else "halved or doubled"
     same = between.low == between.high
