@@ -339,7 +339,7 @@ def test_a_state_with_an_average_is_refused_without():
 
 def test_a_state_of_sgd_is_refused():
     model, _, _ = model_and_data()
-    with pytest.raises(ValueError, match="no state_dict of a Gossip optimizer"):
+    with pytest.raises(ValueError, match="not a state_dict of a Gossip optimizer"):
         DATSGD(model.parameters(), 0.1).load_state_dict(torch.optim.SGD(model.parameters(), 0.1).state_dict())
 
 
