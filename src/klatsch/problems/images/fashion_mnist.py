@@ -150,9 +150,7 @@ def _missing(folder: Path) -> list[str]:
 
 
 def _content(folder: Path, name: str) -> bytes:
-    path = _file(folder, name)
-    if path is None:
-        raise ValueError(f"{folder} no longer has {name}.gz; {remedy()}")
+    path = _file(folder, name) or folder / f"{name}.gz"
     try:
         data = path.read_bytes()
     except OSError as error:
