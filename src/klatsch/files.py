@@ -30,7 +30,7 @@ def check_output(path: Path, kind: str, *inputs: Path) -> None:
     """Refuse an output that would replace a file of another kind, or one of the inputs; called before the work."""
     try:
         if any(_same(path, other) for other in inputs):
-            raise ValueError(f"cannot write {path}: that is a file it is made from, or written with; give another name")
+            raise ValueError(f"cannot write {path}: that file is an input, or another output; give another name")
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"cannot write {path}: give the name of a file in a folder that exists")
         if not path.exists():
@@ -96,7 +96,7 @@ def text_of(path: Path) -> str:
     with path.open("rb") as file:
         data = file.read(LARGEST + 1)
     if len(data) > LARGEST:
-        raise ValueError(f"{path} is larger than {LARGEST >> 20} MiB; give a file that says less")
+        raise ValueError(f"{path} is larger than {LARGEST >> 20} MiB; give a smaller file")
     return data.decode()
 
 

@@ -91,7 +91,7 @@ def test_nor_through_a_link_to_the_input(command, link, folder, run_cli):
     before = contents(folder)
     code, _, err = run_cli(*filled(command, "out.html"))
     assert code == 2
-    assert "that is a file it is made from" in err
+    assert "that file is an input, or another output" in err
     assert contents(folder) == before
     assert (folder / "out.html").samefile(folder / "s.sqlite")
 
@@ -130,7 +130,7 @@ def test_csv_and_parquet_in_one_file_are_refused_before_either_is_written(folder
     before = contents(folder)
     code, out, err = run_cli("results", "s.sqlite", "--csv", "both", "--parquet", "both")
     assert (code, out) == (2, "")
-    assert "that is a file it is made from, or written with" in err
+    assert "that file is an input, or another output" in err
     assert contents(folder) == before
 
 

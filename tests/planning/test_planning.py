@@ -215,7 +215,7 @@ def test_one_machine():
     assert found.best.machines == found.alone.machines == 1
     assert found.best.bytes_per_node == 0
     assert found.best.seconds_per_round == 0.05
-    assert words.reasons(found) == ["no more than one was asked for"]
+    assert words.reasons(found) == ["only one machine is allowed"]
 
 
 def test_a_network_so_slow_that_one_machine_wins():

@@ -366,10 +366,10 @@ def frozen():
 BAD = [
     (lambda: ImageClassification(small, toy(), nodes=4, alpha=0), "alpha = 0", "number above 0"),
     (lambda: ImageClassification(small, toy(), nodes=4, alpha=-1.0), "alpha = -1.0", "number above 0"),
-    (lambda: ImageClassification(small, toy(), nodes=241), "nodes = 241", "at most as many nodes"),
+    (lambda: ImageClassification(small, toy(), nodes=241), "nodes = 241", "at most that many nodes"),
     (lambda: ImageClassification(small, toy(), nodes=8, batch=31), "batch = 31", "smaller batch, or fewer nodes"),
     (lambda: ImageClassification(small, toy(), nodes=8, batch=0), "batch = 0", "from 1 up"),
-    (lambda: ImageClassification(small, toy(), nodes=4, test=1000), "test = 1000", "at most as many"),
+    (lambda: ImageClassification(small, toy(), nodes=4, test=1000), "test = 1000", "at most that many"),
     (
         lambda: ImageClassification(lenet, toy(), nodes=4),
         "does not take images of 1 by 12 by 12 numbers",

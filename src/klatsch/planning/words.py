@@ -15,7 +15,7 @@ UP_TO = (1e-3, 1, 120, 7200, 172_800, 86_400_000, math.inf)  # seconds, for each
 def duration(seconds: float) -> str:
     """A time as people say it."""
     if seconds == math.inf:
-        return "for ever"
+        return "forever"
     unit, size = next(pair for pair, most in zip(UNITS.items(), UP_TO, strict=True) if seconds < most)
     return f"{seconds / size:,.3g} {unit}"
 
@@ -81,7 +81,7 @@ def _why_alone(plan: Plan) -> str:
         return "one round is enough"
     pairs = [choice for line in plan.lines for choice in line.choices if choice.machines > 1]
     if not pairs:
-        return "no more than one was asked for"
+        return "only one machine is allowed"
     nearest = min(pairs, key=lambda choice: choice.seconds)
     if nearest.speedup > 1 and nearest.speedup >= task.efficiency * nearest.machines:
         return f"{nearest.machines:,} machines ({nearest.title}) would not be 5 % faster"

@@ -158,7 +158,7 @@ class ImageClassification(core.Drawing):
         except Exception as error:  # a user's model may raise anything
             pixels, reason = " by ".join(map(str, sample.shape[1:])), (str(error).splitlines() or [""])[0]
             raise ValueError(
-                f"the model does not take images of {pixels} numbers and give one tensor ({type(error).__name__}: "
+                f"the model does not take images of {pixels} numbers and return one tensor ({type(error).__name__}: "
                 f"{reason}); give one that does"
             ) from None
         if len(shape) != 3 or shape[:2] != (1, 2) or shape[2] < self.classes:
@@ -256,12 +256,12 @@ def check_choices(nodes: int, alpha: float, batch: int, seed: int, test: int | N
     whole(seed, "seed", 0)
     check_alpha(alpha)
     if samples < whole(nodes, "nodes", 1):
-        raise ValueError(f"nodes = {nodes}, but there are {samples:,} images; give at most as many nodes")
+        raise ValueError(f"nodes = {nodes}, but there are {samples:,} images; give at most that many nodes")
     if whole(batch, "batch", 1) > samples // nodes:
         raise ValueError(
             f"batch = {batch}, but each of {nodes} nodes has {samples // nodes} of the {samples:,} images; "
             "give a smaller batch, or fewer nodes"
         )
     if (number := whole(tests if test is None else test, "test", 1)) > tests:
-        raise ValueError(f"test = {number}, but there are {tests:,} test images; give at most as many")
+        raise ValueError(f"test = {number}, but there are {tests:,} test images; give at most that many")
     return number

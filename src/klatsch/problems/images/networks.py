@@ -57,7 +57,7 @@ def check(module: nn.Module) -> None:
             )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
-            raise ValueError(f"the parameter {name!r} of the model has no shape yet; call the model once before")
+            raise ValueError(f"the parameter {name!r} of the model has no shape yet; call the model once first")
         if not parameter.requires_grad:
             raise ValueError(f"the parameter {name!r} of the model is frozen, but rules move all of them; unfreeze it")
     buffers = [name for name, _ in module.named_buffers()]
