@@ -44,7 +44,7 @@ REFUSED = {
     "epochs": (["--epochs", "3"], "epochs = 3"),
     "store in no folder": (["--store", "nowhere/s.sqlite"], "there is no folder"),
     "store that is a folder": (["--store", "."], "is a folder"),
-    "store that cannot be made": (["--store", "/proc/s.sqlite"], "can be written to"),
+    "store that cannot be made": (["--store", "/proc/s.sqlite"], "make file and folder writable"),
     "device as a store": (["--store", "/dev/zero"], "not a plain file"),
     "text as a store": (["--store", "letter.txt"], "not a database"),
 }
@@ -136,7 +136,7 @@ def test_long_lists_are_read_once(never_expanded):
     many = 20_000
     assert grids.several([Rate(k) for k in range(many)] * 2) == list(range(many))
     assert compared < 10 * many
-    with pytest.raises(ValueError, match=r"a grid of 3,000,000 runs; 100,000 are the most"):
+    with pytest.raises(ValueError, match=r"a grid of 3,000,000 runs; the limit is 100,000"):
         parse({**SMALL, "nodes": list(range(1, 3_000_001)), "lr": 0.1, "seeds": 1})
     tables = [{"name": "dat", "momentum": k / 2e4} for k in range(10_000)]
     assert len(grids.several(tables + tables)) == 10_000
@@ -153,7 +153,7 @@ TOO_LARGE = {
     "seeds": ({"seeds": 10**12}, "seeds = 1000000000000; give a whole number from 1 to 100000"),
     "a problem's options": (
         {"problem": {"noise": list(range(1, 2001)), "heterogeneity": list(range(1, 2001))}},
-        "a grid of 4,000,000 settings; 1,000 are the most",
+        "a grid of 4,000,000 settings; the limit is 1,000",
     ),
     "a rule's options": (
         {"rules": [{"name": "dat", "momentum": [k / 1e3 for k in range(999)], "lr": [k + 1 for k in range(1000)]}]},
@@ -317,7 +317,7 @@ def test_a_table_that_is_missing_is_damage(table, study_file, tmp_path, run_cli)
     run_study(load(study_file), store, executor=workers.threads)
     changed(store, f"DROP TABLE {table}")
     for command in (("run", study_file), ("results", store)):
-        refused(run_cli(*command), f"no table '{table}'", "damaged or was edited", "bring back a copy")
+        refused(run_cli(*command), f"no table '{table}'", "damaged or was edited", "restore a copy")
 
 
 @pytest.mark.parametrize(

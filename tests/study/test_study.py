@@ -385,7 +385,7 @@ def test_what_does_not_fit_into_memory_is_one_line(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(workers, "run_batch", failing)
-    with pytest.raises(ValueError, match=r"with up to \d nodes and 4 columns does not fit into memory; use fewer"):
+    with pytest.raises(ValueError, match=r"with up to \d nodes and 4 columns does not fit in memory; use fewer"):
         run_study(study(rules=["dat"]), executor=workers.threads)
 
 

@@ -1,7 +1,6 @@
 """Runs that advance together: those that share a problem instance are columns of one stacked simulation.
 
-On a GPU the same rule on networks of several sizes and seeds goes into one stack, too, since small networks are bound
-by kernel launches there.
+On a GPU, where kernel launches limit small networks, networks of several sizes and seeds share a stack, too.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from klatsch.study.grids import Options
 from klatsch.topology import Topology
 from klatsch.version import VERSION
 
-CHECKPOINT_EVERY = 3.0  # seconds: what a kill may cost
-MOST_COLUMNS = 256  # of one batch: a larger one only loses more when it is killed
+CHECKPOINT_EVERY = 3.0  # seconds that a kill may cost
+MOST_COLUMNS = 256  # per batch: a larger one only loses more when it is killed
 MOST_ROUNDS = 512  # of the common period of networks in one stack, all of which are captured
-MOST_NUMBERS = 1 << 29  # of a whole stack on a GPU: 4 GiB in float64
+MOST_NUMBERS = 1 << 29  # in a whole stack on a GPU: 4 GiB in float64
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
-VECTORS = 12  # of the size of its state that a run holds, about
-# What even a slow machine does in a few seconds: batches to build, rounds to go through, numbers to multiply.
+VECTORS = 12  # a run holds about this many vectors of the size of its state
+# What even a slow machine does in a few seconds: batches to build, rounds to run, numbers to multiply.
 QUICK_BATCHES, QUICK_ROUNDS, QUICK_NUMBERS = 64, 20_000, 1 << 30
 
 Network = tuple[Case, ...]  # the runs on one network, column by column
@@ -43,7 +42,7 @@ Network = tuple[Case, ...]  # the runs on one network, column by column
 
 @dataclass(frozen=True)
 class Batch:
-    """Runs done in one go: one network, or several in one stack, with the same columns each."""
+    """Runs done in one go: one network, or a stack of several with the same columns."""
 
     networks: tuple[Network, ...]
     device: str
@@ -54,7 +53,7 @@ class Batch:
 
     @property
     def names(self) -> tuple[str, str, str]:
-        """Its problem, rule and topology, any of which may be custom."""
+        """Its problem, rule and topology; any of them may be custom."""
         first = self.networks[0][0]
         return first.problem, first.rule, first.topology
 
@@ -65,11 +64,11 @@ class Batch:
 
     @property
     def work(self) -> int:
-        """Gradients to take, one per node, run and round."""
+        """The number of gradients, one per node, run and round."""
         return sum(case.nodes * case.steps for case in self.cases)
 
     def without(self, done: set[str]) -> list[Batch]:
-        """What is left of it."""
+        """What remains of it."""
         if not done & {case.key for case in self.cases}:
             return [self]
         return pack([case for case in self.cases if case.key not in done], self.device)
@@ -89,7 +88,7 @@ class Finished:
 
 
 def pack(cases: Iterable[Case], device: str) -> list[Batch]:
-    """Runs as batches, always the same ones for the same runs."""
+    """Runs as batches; the same runs always make the same batches."""
     networks: dict[str, list[Case]] = {}
     for case in cases:
         networks.setdefault(_text(_split(case)[0], case.nodes, case.seed), []).append(case)
@@ -108,9 +107,9 @@ def pack(cases: Iterable[Case], device: str) -> list[Batch]:
 
 
 def quick(batches: Sequence[Batch]) -> bool:
-    """Whether batches take seconds even on a slow machine, less than processes take to start."""
+    """Whether batches take only seconds even on a slow machine, less than starting processes."""
     dims = [batch.cases[0].problem_settings.get("dim") for batch in batches]
-    if None in dims or len(batches) > QUICK_BATCHES:  # images have none, and take long
+    if None in dims or len(batches) > QUICK_BATCHES:  # images have no dim, and take long
         return False
     rounds = sum(batch.cases[0].steps for batch in batches)
     numbers = sum(batch.work * int(dim or 0) ** 2 for batch, dim in zip(batches, dims, strict=True))
@@ -119,7 +118,7 @@ def quick(batches: Sequence[Batch]) -> bool:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a batch is run from: one rule for all networks, and of each network its problem and graph."""
+    """The arguments of a simulation: one rule for all networks, a problem and a graph for each."""
 
     rule: rules.Rule
     problems: list[Problem]
@@ -129,7 +128,7 @@ class Parts:
 
 
 def parts(batch: Batch) -> Parts:
-    """What a batch is run from."""
+    """Build what a batch simulates."""
     first = batch.networks[0][0]
     first.check_sources()
     seeded = "seed" in problems.options(first.problem)
@@ -152,7 +151,7 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Callable[[
     """Run a batch, from its checkpoint if there is one."""
     made = parts(batch)
     if any(problem.fingerprint() is None for problem in made.problems):
-        checkpoint = None  # nothing would tell it from that of another problem
+        checkpoint = None  # nothing would tell it from another problem's
     run = partial(
         simulate_together,
         *(made.problems, made.rule, made.graphs, made.steps),
@@ -165,7 +164,7 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Callable[[
     with own.explained(*batch.names):
         try:
             results = run()
-        except CheckpointError:  # of another version, or damaged: it is ours, and the rounds can be repeated
+        except CheckpointError:  # another version's, or damaged; it is ours, so repeat the rounds
             assert checkpoint is not None
             checkpoint.unlink(missing_ok=True)
             results = run()
@@ -173,7 +172,7 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Callable[[
 
 
 def finished(batch: Batch, results: list[Result], seconds: float) -> Finished:
-    """What is kept of the results of a batch, one per network."""
+    """What to keep of the results of a batch, which has one result per network."""
     first, pairs = results[0], list(zip(results, map(len, batch.networks), strict=True))
     return Finished(
         keys=[case.key for case in batch.cases],
@@ -197,7 +196,7 @@ def finished(batch: Batch, results: list[Result], seconds: float) -> Finished:
 
 
 def _processor(device: str) -> str:
-    """The name of the GPU, or of the CPU where the system tells."""
+    """The name of the GPU, or of the CPU if the system tells."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     with suppress(OSError):
@@ -208,13 +207,13 @@ def _processor(device: str) -> str:
 
 
 def _joined(options: list[Options]) -> Options:
-    """Options of several columns: one value where all agree, a list where they differ."""
+    """Options of several columns: a value where all agree, a list where they differ."""
     together = {name: [each[name] for each in options] for name in options[0]}
     return {name: values[0] if all(v == values[0] for v in values) else values for name, values in together.items()}
 
 
 def _split(case: Case) -> tuple[list[object], list[Options]]:
-    """What all runs of a batch share besides the network's size and seed, and what may differ between its columns."""
+    """What all runs of a batch share besides size and seed, and what may differ between its columns."""
     varying = problems.declared(case.problem).per_column, ("lr",) if own.is_own(case.rule) else rules.PER_COLUMN
     given = list(zip((case.problem_options, case.rule_options), varying, strict=True))
     shared: list[object] = [
@@ -226,7 +225,7 @@ def _split(case: Case) -> tuple[list[object], list[Options]]:
 
 
 def _in_stack(case: Case) -> list[object]:
-    """What all networks of one stack have in common."""
+    """What all networks of a stack share."""
     per_network = problems.declared(case.problem).per_network
     if per_network is not None:
         options = {name: value for name, value in case.problem_options.items() if name not in per_network}
@@ -235,20 +234,20 @@ def _in_stack(case: Case) -> list[object]:
 
 
 def _most_columns(case: Case, device: str) -> int:
-    """Columns of one batch; one where they share no work, so that many small batches keep all cores busy."""
+    """Columns per batch; one where columns share no work, so that many small batches keep all cores busy."""
     alone = device == "cpu" and not problems.declared(case.problem).columns_share
-    alone |= own.is_own(case.rule) and not is_dataclass(case.make_rule())  # whose lists are not columns
+    alone |= own.is_own(case.rule) and not is_dataclass(case.make_rule())  # its lists are not columns
     return 1 if alone else MOST_COLUMNS
 
 
 def _cut(blocks: list[Network]) -> list[list[Network]]:
-    """Networks as stacks that fit: into memory, and into the rounds that are captured at once."""
+    """Networks as stacks that fit in memory and whose common period can be captured."""
     first = blocks[0][0]
     problem = problems.declared(first.problem)
     if problem.joined is None:
         return [[block] for block in blocks]
     dim = int(problems.make(first.problem, 1, **first.problem_options).dim)
-    # Of every node: its matrix (joined, and the network's own), and the draws of the rounds that are captured.
+    # Per node: its matrix (joined, and the network's own), and the draws of the captured rounds.
     held = 2 * dim + 3 * MOST_ROUNDS if problem.numbers_per_parameter is None else problem.numbers_per_parameter
     stacks: list[list[Network]] = []
     graphs: list[Topology] = []

@@ -1,7 +1,7 @@
-"""The runs of a study: each one as plain data, and the key that it is stored under.
+"""The runs of a study: each as plain data, with the key under which it is stored.
 
-Keys describe rules as they were before 0.2, when each was a class with fields: what is new enters only where it differs
-from its default. So runs of older stores are found, and repeated only where their results have changed.
+Keys describe rules as before 0.2, when each was a class with fields; newer options enter only where they differ from
+their defaults. So runs of older stores are found, and repeated only where their results have changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from klatsch.study.grids import Options, combinations, counted, in_words, shown
 from klatsch.study.spec import Study
 from klatsch.topology import Topology
 
-REVISION = 1  # raised when the same settings give other results than before
+REVISION = 1  # raised when the same settings lead to other results than before
 BEFORE = {  # the rules before 0.2: their classes and fields
     "dsgd": ("DSGD", ("lr", "momentum", "average")),
     "dat": ("DAT", ("lr", "averaging", "order", "momentum")),
@@ -37,12 +37,12 @@ BEFORE = {  # the rules before 0.2: their classes and fields
     "dat-sgp": ("DATPush", ("lr", "averaging")),
 }
 
-Sources = dict[str, Options]  # what is kept of custom parts, by name or kind: see `sources_of`
+Sources = dict[str, Options]  # what a store keeps of custom parts, by name or kind: see `sources_of`
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: everything that determines its result but the device, which changes rounding only."""
+    """One run: everything that determines its result except the device, which only changes rounding."""
 
     problem: str
     problem_options: Options
@@ -57,12 +57,12 @@ class Case:
     record: int
     dtype: str
     any_graph: bool  # decides whether it may run, not its result
-    epochs: int | None = None  # which determine `steps`; metrics are then taken evenly
-    sources: Sources = field(default_factory=dict)  # of its problem, rule and topology, where those are custom
+    epochs: int | None = None  # determine `steps` if given; metrics are then evenly spaced
+    sources: Sources = field(default_factory=dict)  # of its problem, rule and topology, if custom
 
     @cached_property
     def key(self) -> str:
-        """SHA-256 of all settings, defaults included: written out or left out, it is the same run."""
+        """SHA-256 of all settings, including defaults, so that writing one out does not matter."""
         graph = self.topology_options
         if "topology" not in self.sources:
             graph = _defaults(topologies.TOPOLOGIES[self.topology]) | graph
@@ -79,11 +79,11 @@ class Case:
         return hashlib.sha256(json.dumps(_plain(facts), sort_keys=True).encode()).hexdigest()
 
     def _facts(self, kind: str, name: str, settings: Options) -> list[object]:
-        """What the key knows of a part; a custom one is known by its file's content, wherever that is."""
+        """A part in the key; a custom one counts by its file's content, not its path."""
         return [own.part_of(name), self.source(kind), settings] if kind in self.sources else [name, settings]
 
     def _rule_facts(self) -> tuple[list[object], bool]:
-        """What the key knows of the rule, and whether it mixes with (I + P) / 2."""
+        """The rule in the key, and whether it mixes with (I + P) / 2."""
         if self.rule not in rules.RULES:
             return self._facts("rule", self.rule, self.rule_options), self.lazy
         standard = _defaults(rules.RULES[self.rule])
@@ -94,7 +94,7 @@ class Case:
         kind, fields = BEFORE[self.rule]
         facts: Options = {"type": kind} | {name: _form(name, values[name]) for name in fields}
         facts |= {name: _form(name, v) for name, v in values.items() if name not in fields and v != standard[name]}
-        if self.rule == "d2":  # lazy by itself, which is the same as D2 as published on a lazy graph
+        if self.rule == "d2":  # lazy by default, which equals D2 as published on a lazy graph
             facts |= {"lazy": "twice"} if lazy and self.lazy else {}
             return [self.rule, facts], self.lazy or lazy
         facts |= {} if lazy else {"lazy": False}
@@ -102,7 +102,7 @@ class Case:
 
     @property
     def problem_settings(self) -> Options:
-        """All options of the problem but the seed, defaults included; of a custom one, those given."""
+        """All options of the problem except the seed, including defaults; of a custom one, those given."""
         if "problem" in self.sources:
             return self.problem_options
         defaults = _defaults(problems.kind(self.problem))
@@ -119,22 +119,22 @@ class Case:
 
     @property
     def points(self) -> int | list[int]:
-        """When metrics are taken, in the form that `simulate` takes."""
+        """When metrics are taken, as `record` of `simulate`."""
         if self.epochs is None:
             return self.record
         return sorted({max(1, round(k * self.steps / self.record)) for k in range(1, self.record + 1)})
 
     @property
     def label(self) -> str:
-        """What to call the rule: its name and the options that were given, such as "dat (cta)"."""
+        """The rule's name and given options, such as "dat (cta)"."""
         given = {name: value for name, value in self.rule_options.items() if name != "lr"}
-        if given.get("lazy") is True and self.rule in BEFORE:  # which it is anyway
+        if given.get("lazy") is True and self.rule in BEFORE:  # the default
             del given["lazy"]
         return _called(own.label(self.rule), ", ".join(_word(name, value) for name, value in given.items()))
 
     @property
     def graph_label(self) -> str:
-        """What to call the graph, such as "ring/8" or "base_graph (k 2)"."""
+        """The graph's name and given options, such as "ring/8" or "base_graph (k 2)"."""
         given = dict(self.topology_options)
         every = f"/{given.pop('every')}" if "every" in given else ""
         return _called(("lazy " if self.lazy else "") + own.label(self.topology) + every, in_words(given))
@@ -145,22 +145,22 @@ class Case:
 
     @property
     def setting(self) -> str:
-        """What to call the problem's options, such as "noise 1, heterogeneity 10"."""
+        """The problem's options, such as "noise 1, heterogeneity 10"."""
         return in_words(self.problem_options)
 
     @property
     def headline(self) -> Headline:
-        """The metric by which learning rates are chosen."""
+        """The metric that chooses learning rates."""
         return headline_of(self.problem, self.sources.get("problem"))
 
     @property
     def large_is_good(self) -> Collection[str]:
-        """The metrics for which larger is better."""
+        """The metrics where larger is better."""
         source = self.sources.get("problem")
         return problems.declared(self.problem).worst if source is None else source["large_is_good"]
 
     def source(self, kind: str) -> str:
-        """The hash of the file of its problem, rule or topology; empty for those of klatsch."""
+        """The hash of the file of a custom problem, rule or topology; empty if it is built in."""
         return str(self.sources.get(kind, {}).get("source", ""))
 
     def make_rule(self) -> rules.Rule:
@@ -187,7 +187,7 @@ class LeftOut(NamedTuple):
 def expand(study: Study, sources: Sources | None = None) -> tuple[list[Case], list[LeftOut]]:
     """The runs of a study, ordered by topology, setting, nodes, rule, learning rate and seed, and what is left out.
 
-    `sources` is what was kept of custom parts when the study was run; their files are then not needed.
+    `sources` is what a store keeps of custom parts; their files are then not needed.
     """
     known = sources_of(study) if sources is None else sources
     cases: dict[str, Case] = {}
@@ -226,7 +226,7 @@ def expand(study: Study, sources: Sources | None = None) -> tuple[list[Case], li
 
 
 def sources_of(study: Study) -> Sources:
-    """What is kept of custom parts, by name: the hash of the file, and of a problem how learning rates are chosen."""
+    """What a store keeps of custom parts, by name: a hash of the file, and how a problem chooses learning rates."""
     names = [entry.name for entry in (*study.rules, *study.topologies, study.problem) if own.is_own(entry.name)]
     found: Sources = {name: {"source": own.digest(name)} for name in names}
     if (name := study.problem.name) in found:
@@ -236,7 +236,7 @@ def sources_of(study: Study) -> Sources:
 
 
 def headline_of(problem: str, source: Options | None = None) -> Headline:
-    """The metric of a problem by which learning rates are chosen; `source` where its file may be gone."""
+    """The metric that chooses a problem's learning rates; `source` if its file may be gone."""
     return problems.declared(problem).headline if source is None else Headline(*source["headline"])
 
 
@@ -264,7 +264,7 @@ def _graph(name: str, options: tuple[tuple[str, Any], ...], lazy: bool, nodes: i
     with own.explained(name):
         graph = topologies.make(name, nodes, **dict(options))
     if graph.size != nodes:
-        raise ValueError(f"{own.label(name)} has {graph.size} nodes where {nodes} were asked for; build it from n")
+        raise ValueError(f"{own.label(name)} has {graph.size} nodes instead of {nodes}; build it from n")
     return topologies.lazy(graph) if lazy else graph
 
 
@@ -286,7 +286,7 @@ def _defaults(function: Callable[..., object]) -> Options:
 
 
 def _form(option: str, value: Any) -> Any:
-    """An option in one way of writing it."""
+    """An option in its canonical form."""
     return described(averaging.parse(value)) if option in ("average", "averaging") and value is not None else value
 
 

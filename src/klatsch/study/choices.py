@@ -1,4 +1,4 @@
-"""What a study found: for every rule, graph, size and setting the learning rate that does best over the seeds."""
+"""What a study found: the best learning rate over the seeds for every rule, graph, size and setting."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Row:
     consensus: NDArray[np.float64]  # Gamma, (seeds, steps, lrs)
     seconds: float
     setting: Options = field(default_factory=dict)  # the problem's options
-    metric: str = "distance"  # what the curves are of
+    metric: str = "distance"  # what the curves show
     largest: bool = False  # whether large is good
-    epochs: int | None = None  # that the steps amount to, where the problem has a data set
+    epochs: int | None = None  # how many the steps amount to, if the problem has a data set
 
     @property
     def final(self) -> NDArray[np.float64]:
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def best(self) -> int:
-        """The index of the learning rate chosen."""
+        """The index of the chosen learning rate."""
         means = self.final.mean(axis=0)
         return int(means.argmax() if self.largest else means.argmin())
 
@@ -47,12 +47,12 @@ class Row:
 
     @property
     def title(self) -> str:
-        """What its values are."""
+        """The name of its values."""
         return "error" if self.metric == "distance" else self.metric
 
     @property
     def value(self) -> float:
-        """The mean final error (or accuracy) over the seeds at the learning rate chosen; inf (or 0) if all diverged."""
+        """The mean final error (or accuracy) over the seeds at the chosen learning rate; inf (or 0) if all diverged."""
         return float(self.curve[:, -1].mean())
 
     @property
@@ -69,12 +69,12 @@ class Row:
 
     @property
     def curve(self) -> NDArray[np.float64]:
-        """The values at the learning rate chosen, (seeds, steps)."""
+        """The values at the chosen learning rate, (seeds, steps)."""
         return np.asarray(self.curves[:, :, self.best])
 
     @property
     def at_edge(self) -> bool:
-        """Whether the learning rate chosen is the smallest or largest tried, so that a better one may lie beyond."""
+        """Whether the chosen learning rate is the smallest or largest tried, so that a better one may lie beyond."""
         return len(self.lrs) > 1 and not self.diverged and self.lr in (min(self.lrs), max(self.lrs))
 
     @property
@@ -84,10 +84,9 @@ class Row:
 
 
 def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None = None) -> list[Row]:
-    """The rows of runs, given with their keys and in their order, as far as the store holds them.
+    """The rows of those runs, given with their keys, that the store holds, in order.
 
-    Learning rates are chosen by the metric given, or by the problem's own. One counts where it has all the seeds that
-    the most complete one has.
+    Learning rates are chosen by this metric, or the problem's own, among those with as many seeds as the most complete.
     """
     runs = list(runs)
     if metric is None:
@@ -96,7 +95,7 @@ def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None
     if outcomes and not any(metric in outcome.metrics for outcome in outcomes.values()):
         some = next(iter(store.outcomes([next(iter(outcomes))]).values()))
         raise ValueError(f"no metric {metric!r}; there are {', '.join(some.metrics)}")
-    versions: dict[str, set[str]] = {}  # of the custom file behind a label, which may have been edited between runs
+    versions: dict[str, set[str]] = {}  # of the custom file behind a label, which may change between runs
     for _, case in runs:
         versions.setdefault(case.label, set()).add(case.source("rule"))
         versions.setdefault(case.graph_label, set()).add(case.source("topology"))

@@ -1,4 +1,4 @@
-"""The SQLite file of a store: its tables, opened with care, written in transactions, its errors one line each."""
+"""The SQLite file of a store: its tables, checks when it is opened, transactions, and errors of one line each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 FORMAT = 2
 APPLICATION = 0x6B6C6174  # "klat": tells a store from other SQLite files
-WAIT = 60.0  # seconds that a process waits for another one's transaction
+WAIT = 60.0  # seconds to wait for another process's transaction
 TABLES = """
 CREATE TABLE studies (
     name TEXT PRIMARY KEY, kind TEXT NOT NULL, scale TEXT NOT NULL, spec TEXT NOT NULL, command TEXT NOT NULL,
@@ -37,25 +37,25 @@ CREATE TABLE claims (
     key TEXT PRIMARY KEY, batch TEXT NOT NULL, owner TEXT NOT NULL REFERENCES owners ON DELETE CASCADE
 ) WITHOUT ROWID;
 """
-# By format, what leads to the next.
+# How to get from each format to the next.
 UPGRADES = {1: f"ALTER TABLE runs ADD COLUMN checksum TEXT; {TABLES[TABLES.index('CREATE TABLE owners') :]}"}
-# In one statement: another process may be creating the file, and two queries would see it at two moments.
+# One statement, because another process may be creating the file: two queries would see it at two moments.
 SEEN = (
     "SELECT v.user_version, a.application_id, m.type, m.name, m.rootpage "
     "FROM pragma_user_version v, pragma_application_id a LEFT JOIN sqlite_master m"
 )
-DAMAGED = "if it is a store, it is damaged or was edited: move it away and run again, or bring back a copy"
+DAMAGED = "if it is a store, it is damaged or was edited: move it away and run again, or restore a copy"
 REMEDIES = {  # by what SQLite's message contains
     "full": "free some space and run again: what was stored before is safe",
     "disk I/O": "free some space and run again: what was stored before is safe",
-    "readonly": "see that the folder can be written to",
-    "unable to open": "see that the folder can be written to",
-    "locked": f"another process held it for more than {WAIT:.0f} seconds; run again when that is done",
+    "readonly": "make the folder writable",
+    "unable to open": "make the folder writable",
+    "locked": f"another process held it for more than {WAIT:.0f} seconds; run again when that one is done",
 }
 
 
 class Database:
-    """A store's file in write-ahead mode, created or upgraded by the first transaction; refused ones stay untouched."""
+    """A store's file in write-ahead mode; the first transaction creates or upgrades it, refused files stay untouched."""
 
     def __init__(self, path: str, read_only: bool) -> None:
         self.path = path
@@ -67,7 +67,7 @@ class Database:
                 there = self.format > 0  # else its creator was killed
                 if not there:
                     self._base.close()
-            if not there:  # until the file is created, an empty one in memory answers
+            if not there:  # an empty one in memory stands in until the file is created
                 self._base = self._connected("memory")
                 self._make()
         self._lacking = not there and not in_memory
@@ -92,7 +92,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of what follows, or nothing."""
+        """All or nothing."""
         with self._explained():
             if not self._ready:
                 self._prepare()
@@ -102,7 +102,7 @@ class Database:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn SQLite's errors into one line with the file and a remedy."""
+        """Turn SQLite's errors into one line with file and remedy."""
         try:
             yield
         except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -113,7 +113,7 @@ class Database:
             raise ValueError(f"{self.path}: {text}; {remedy}") from None
 
     def _check_file(self, must_exist: bool) -> bool:
-        """Whether there is a file to open; foreign ones are refused unopened, which may already change a file."""
+        """Whether there is a file to open; foreign ones are refused unopened, since opening may change a file."""
         path = Path(self.path)
         if path.is_dir():
             raise ValueError(f"{path} is a folder; give the name of a file")
@@ -125,19 +125,19 @@ class Database:
             _check_writable(path)
         if not path.exists() or path.stat().st_size == 0:  # empty: its creator was killed
             if must_exist:
-                raise ValueError(f"there is no store {path}; klatsch run and klatsch reproduce make one")
+                raise ValueError(f"there is no store {path}; klatsch run and klatsch reproduce create one")
             return False
         with path.open("rb") as file:
             head = file.read(100)
         if len(head) < 100 or not head.startswith(b"SQLite format 3\0"):
             raise sqlite3.DatabaseError("file is not a database")
         version, application = (int.from_bytes(head[k : k + 4], "big") for k in (60, 68))
-        if (version, application) != (0, 0):  # else its creator was killed, or its content will tell
+        if (version, application) != (0, 0):  # else its creator was killed, or its content shows what it is
             self._check_numbers(version, application)
         return True
 
     def _check_content(self, must_exist: bool) -> None:
-        """Refuse what shows only in an open file: numbers still in its log, a foreign schema, damage."""
+        """Refuse what only an open file shows: numbers still in its log, a foreign schema, damage."""
         try:
             rows = self._base.execute(SEEN).fetchall()
             version, application = rows[0][:2]
@@ -154,12 +154,12 @@ class Database:
             raise
 
     def _check_schema(self, version: int, entries: Sequence[Sequence[Any]]) -> None:
-        """Refuse triggers and the like, which would act on their own, and a file that lacks a table."""
+        """Refuse triggers and the like, which would run by themselves, and a file that lacks a table."""
         for kind, name, page in entries:
             if not page:  # without data of its own: a trigger, a view, a virtual table
                 raise ValueError(
                     f"{self.path} holds a {kind} {name!r} that klatsch did not make and does not run; remove it with "
-                    f"sqlite3 (DROP {kind.upper()}), or bring back a copy"
+                    f"sqlite3 (DROP {kind.upper()}), or restore a copy"
                 )
         later = "".join(text for number, text in UPGRADES.items() if number >= version)
         names = {name for kind, name, _ in entries if kind == "table"}
@@ -192,7 +192,7 @@ class Database:
         self._ready = True
 
     def _use_log(self) -> None:
-        """Switch to write-ahead, once no other process is doing so: SQLite itself does not wait for that."""
+        """Switch to write-ahead mode; SQLite does not wait for another process that is switching too."""
         deadline = time.monotonic() + WAIT
         while True:
             try:
@@ -226,10 +226,10 @@ class Database:
             log = Path(f"{self.path}-wal")
             if log.exists() and log.stat().st_size:
                 raise ValueError(
-                    f"{self.path} has a log beside it ({log.name}) that can only be read in a folder that can be "
-                    "written to; copy both into another one"
+                    f"{self.path} has a log beside it ({log.name}), which can only be read in a writable folder; copy "
+                    "both into one"
                 ) from None
-            return self._connected("ro&immutable=1")  # a folder that cannot be written to, so nobody else writes there
+            return self._connected("ro&immutable=1")  # the folder is read-only, so nobody else writes there
         return base
 
     def _connected(self, mode: str) -> sqlite3.Connection:
@@ -244,12 +244,12 @@ class Database:
 
 
 def _check_writable(path: Path) -> None:
-    """SQLite writes to the file and creates others beside it; whether a folder allows that shows only when tried."""
+    """SQLite writes to the file and creates others beside it; only trying shows whether the folder allows that."""
     try:
         with NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):
             pass
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        remedy = "free some space" if error.errno == errno.ENOSPC else "see that file and folder can be written to"
+        remedy = "free some space" if error.errno == errno.ENOSPC else "make file and folder writable"
         raise ValueError(f"{path}: {error.strerror}; {remedy}, or give another name for the store") from None

@@ -1,4 +1,4 @@
-"""Running a study: what the store lacks is packed into batches, handed to workers, and stored as it comes back."""
+"""Running a study: missing runs are packed into batches, handed to workers, and stored as they come back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from klatsch.study.store import Origin, Store
 from klatsch.study.workers import Open, Workers
 
 POLL = 0.5  # seconds between two looks at what other processes have done
-MOST_LOSSES = 5  # times in a row that workers may die without a batch done in between
+MOST_LOSSES = 5  # how often in a row workers may die without finishing a batch in between
 
 
 @dataclass
@@ -31,11 +31,11 @@ class Progress:
     """How far a study has come."""
 
     began: float
-    batches: int = 0  # of this process, not those of others
+    batches: int = 0  # of this process only
     runs: int = 0
     work: int = 0
-    damaged: int = 0  # runs in the store that are not whole, and are repeated
-    elsewhere: int = 0  # batches that other processes work on, where nothing else is left to do
+    damaged: int = 0  # runs in the store that are repeated
+    elsewhere: int = 0  # batches of other processes, while this one has nothing else to do
     workers: int = 0
     batches_done: int = 0
     runs_done: int = 0
@@ -44,13 +44,13 @@ class Progress:
     first: tuple[float, int] | None = None  # when the first batch came back, and its work
 
     def expect(self, missing: Sequence[Batch]) -> None:
-        """Set the total: what is done, and what is missing."""
+        """Set the totals to what is done plus what is missing."""
         self.batches = self.batches_done + len(missing)
         self.runs = self.runs_done + sum(len(batch.cases) for batch in missing)
         self.work = self.work_done + sum(batch.work for batch in missing)
 
     def count(self, batch: Batch, outcome: Finished, new: int) -> None:
-        """Add a batch with the number of its runs that no other process stored first."""
+        """Add a finished batch; `new` is the number of its runs that no other process stored first."""
         self.batches_done += 1
         self.runs_done += new
         self.work_done += batch.work
@@ -72,10 +72,10 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Time left at the pace since the first batch came back, once every worker has done one."""
+        """Time left at the pace since the first batch came back; None until every worker has done one."""
         if self.first is None or self.batches_done <= min(max(self.workers, 1), self.batches - 1):
             return None
-        since, work = self.first  # before that, workers were starting
+        since, work = self.first  # workers were starting before
         return (time.monotonic() - since) * (self.work - self.work_done) / max(self.work_done - work, 1)
 
 
@@ -92,21 +92,21 @@ def execute(
 ) -> Progress:
     """Do every run that the store does not hold yet; returns what this process did.
 
-    What is stored stays when a batch fails or workers keep dying. On Ctrl-C, running batches save themselves and resume
-    next time.
+    Results stay when a batch fails or workers keep dying. On Ctrl-C, running batches save themselves and resume next
+    time.
 
     Args:
         cases: the runs, from `expand(study)`.
         store: where results go; other processes may share it and the work.
         device: "cpu", "cuda", ...
-        executor: any `concurrent.futures.Executor`, or a function such as `workers.processes` that opens one, and again
-            if its workers die. By default one process per core (threads for a few seconds of work), or one thread for
-            a GPU.
-        told: called with the progress, at the beginning and after every batch.
+        executor: any `concurrent.futures.Executor`, or a function such as `workers.processes` that opens one (again if
+            its workers die). By default one process per core (threads for a few seconds of work), or one thread for a
+            GPU.
+        told: called with the progress at the start and after every batch.
     """
     done, damaged = store.done(), store.damaged()
     todo = [left for batch in pack(cases, device) for left in batch.without(done)]
-    todo.sort(key=lambda batch: -batch.work)  # the largest first, so that none is left to the end
+    todo.sort(key=lambda batch: -batch.work)  # largest first, so that none is left to the end
     progress = Progress(began=time.monotonic(), damaged=sum(case.key in damaged for case in cases))
     progress.expect(todo)
     tell = told or (lambda progress: None)
@@ -115,7 +115,7 @@ def execute(
     with Share(store) as share:
         while todo:
             mine, todo = share.take(todo, 1)
-            if not mine:  # other processes work on all that is missing: wait for their results, or their end
+            if not mine:  # other processes work on everything missing: wait for their results, or their death
                 if progress.elsewhere != len(todo):
                     progress.elsewhere = len(todo)
                     tell(progress)
@@ -139,7 +139,7 @@ def execute(
 
 @dataclass(frozen=True)
 class StudyResult:
-    """What a study found, and what was left out with the reason."""
+    """What a study found, and what it left out and why."""
 
     rows: list[Row]
     left_out: list[LeftOut]
@@ -162,8 +162,8 @@ def run_study(
         store: a store, or the name of its file; by default results stay in memory.
         executor: see `execute`.
         told: see `execute`.
-        expanded: the result of `expand(study)`, if it is there already.
-        origin: how the study was asked for, kept in the store for reports.
+        expanded: the result of `expand(study)`, if you have it.
+        origin: where the study comes from, kept in the store for reports.
     """
     if not isinstance(study, Study):
         raise ValueError(f"study is a {type(study).__name__}; make one with study.parse({{...}}) or study.load(file)")
@@ -171,7 +171,7 @@ def run_study(
         with Store(store) as opened:
             return run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
     cases, left_out = expanded or expand(study)
-    if executor is None:  # others have their own device and data
+    if executor is None:  # other executors have their own device and data
         check_ready(study, cases, store)
     store.remember(study, origin or Origin())
     progress = execute(cases, store, device=study.device, executor=executor, told=told)
@@ -179,23 +179,23 @@ def run_study(
 
 
 def check_ready(study: Study, cases: Iterable[Case], store: Store) -> None:
-    """Check that this machine has the device and data for what is missing, before anything is written."""
+    """Check that this machine has the device and data for missing runs, before anything is written."""
     if not {case.key for case in cases} <= store.done():
         check_place(DTYPES[study.dtype], study.device)
-        if fetch := problems.declared(study.problem.name).ready:  # once, before many processes want the data
+        if fetch := problems.declared(study.problem.name).ready:  # once, before many processes need the data
             fetch()
 
 
 def _run(
     mine: list[Batch], todo: list[Batch], crew: Workers, share: Share, progress: Progress, tell: Told
 ) -> tuple[list[Batch], list[Batch]]:
-    """Run the batches taken, and all that can still be taken; returns those whose worker died, and the rest."""
+    """Run claimed batches and all that can still be claimed; returns those whose worker died, and the rest."""
     running: dict[Future[Finished], Batch] = {}
     lost: list[Batch] = []
     store = share.store
     try:
         while True:
-            # A few ahead keep workers busy; the rest is for other processes. The number of workers elsewhere may grow.
+            # A few ahead keep workers busy; other processes take the rest. Workers elsewhere may grow in number.
             room = 2 * crew.count - len(running) - len(mine) if crew.shares_files else len(todo)
             if todo and room > 0 and not lost:
                 more, todo = share.take(todo, room)
@@ -229,7 +229,7 @@ def _run(
                 progress.count(batch, outcome, new)
                 progress.expect([*running.values(), *todo, *lost])
                 tell(progress)
-    except BaseException:  # Ctrl-C, or a batch that failed: cancel what has not begun; running batches save themselves
+    except BaseException:  # Ctrl-C, or a failed batch: cancel what has not begun; running batches save themselves
         for future in running:
             future.cancel()
         if crew.stop is not None:
@@ -238,13 +238,13 @@ def _run(
 
 
 def _too_large(batch: Batch, error: MemoryError | RuntimeError) -> Exception:
-    """A lack of memory as one line; other errors as they are."""
+    """A lack of memory as one line; any other error as it is."""
     if isinstance(error, RuntimeError) and "memory" not in str(error):
         return error
     first, nodes = batch.cases[0], max(case.nodes for case in batch.cases)
     return ValueError(
         f"{first.label} on {first.graph_label} with up to {nodes} nodes and "
-        f"{len(batch.networks[0])} columns does not fit into memory; use fewer workers, or smaller grids"
+        f"{len(batch.networks[0])} columns does not fit in memory; use fewer workers, or smaller grids"
     )
 
 
@@ -255,5 +255,5 @@ def _opened(executor: Executor | Open | None, device: str, todo: Sequence[Batch]
         return executor()
     if device != "cpu":
         return workers.threads(1)
-    # Threads start at once; processes are faster over hours, and one can die without harm.
+    # Threads start at once; processes are faster over hours, and one may die without harm.
     return workers.threads() if quick(todo) else workers.processes()

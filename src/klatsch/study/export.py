@@ -1,4 +1,4 @@
-"""Runs of a store as a flat table: CSV for everything, Parquet where there are many."""
+"""Runs of a store as a flat table: CSV, or Parquet for many runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from klatsch.study.store import Store
 
 
 def records(store: Store, runs: Sequence[tuple[Case, Options]], curves: bool = False) -> list[Options]:
-    """One record per run with its final metrics, or with `curves` one per run and recorded round."""
+    """One record per run with its final metrics, or with `curves` one per recorded round."""
     outcomes = store.outcomes([facts["key"] for _, facts in runs], last=not curves)
     found: list[Options] = []
     for case, facts in runs:
@@ -60,7 +60,7 @@ def to_parquet(found: Sequence[Options], path: Path) -> None:
 
 
 def plain(found: Sequence[Options]) -> list[Options]:
-    """Records as JSON can hold them: None for inf."""
+    """Records for JSON: None instead of inf."""
     return [
         {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()} for record in found
     ]

@@ -16,12 +16,12 @@ Options = dict[str, Any]
 
 
 def several(value: object) -> list[Any]:
-    """A list without repetitions, anything else as a list of one."""
+    """A list without duplicates; a single value becomes a list of one."""
     entries = value if isinstance(value, list | tuple) else [value]
     if not entries:
         raise ValueError("the list is empty; give at least one entry")
     found: dict[Any, Any] = {}
-    for entry in entries:  # which may also be a table, or a mistake that is refused later
+    for entry in entries:  # may be a table, or a mistake that is refused later
         found.setdefault(entry if isinstance(entry, str | int | float) else (repr(entry),), entry)
     return list(found.values())
 
@@ -42,9 +42,9 @@ def count(options: Mapping[str, object]) -> int:
 
 
 def combinations(options: Mapping[str, object], most: int = MOST_RUNS) -> list[Options]:
-    """All combinations of options, of which some are lists."""
+    """All combinations of options, some of which are lists."""
     if (number := count(options)) > most:
-        raise ValueError(f"a grid of {number:,} settings; {most:,} are the most, make its lists shorter")
+        raise ValueError(f"a grid of {number:,} settings; the limit is {most:,}: shorten its lists")
     axes = [axis(name, value) for name, value in options.items()]
     return [dict(zip(options, chosen, strict=True)) for chosen in product(*axes)]
 

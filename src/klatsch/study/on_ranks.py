@@ -1,7 +1,7 @@
-"""Studies on real ranks: rank 0 drives and writes the store as usual, and hands every batch to all the others.
+"""Studies on real ranks: rank 0 drives, writes the store as usual, and hands every batch to the other ranks.
 
-Batches travel as JSON; nothing is pickled. A network of M nodes runs on the first M ranks, one process per node, and
-rank 0 gathers what is measured.
+Batches travel as JSON, never as pickles. A network of M nodes runs on the first M ranks, one process per node, and rank
+0 gathers the measurements.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from klatsch.rules import Rule, State
 from klatsch.rules.base import each
 from klatsch.simulation import Result
 from klatsch.simulation.checkpoint import Saver
-from klatsch.simulation.driver import Advance, Network, Nodes, Run, Snapshot
+from klatsch.simulation.driver import Network, Nodes, Run, Snapshot
 from klatsch.simulation.preparation import Rates, prepared
 from klatsch.simulation.stack import Watched
 from klatsch.study.batches import Batch, Finished, finished, parts
@@ -39,13 +39,14 @@ from klatsch.study.cases import Case
 from klatsch.study.workers import Open, Workers
 from klatsch.topology import Topology
 
-PATIENCE = timedelta(days=30)  # ranks that a small network leaves idle wait for the next batch
+PATIENCE = timedelta(days=30)  # idle ranks of a small network wait for the next batch
+TIMEOUT = 300.0  # seconds to wait for a neighbour in a round
 MOST_STEPS = 1000  # within a round: a moment of a run is its round times this, plus the step
 NEVER = torch.iinfo(torch.int64).max  # a moment that does not come
 
 
 def join() -> int:
-    """Join the other ranks that torchrun has started; returns the rank of this one."""
+    """Join the ranks that torchrun started; returns this process's rank."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "--engine ranks needs several processes; start it with "
@@ -54,26 +55,26 @@ def join() -> int:
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=PATIENCE)
     if dist.get_rank() == 0:
-        atexit.register(_dismiss)  # also after an error: the others are waiting for batches
+        atexit.register(_dismiss)  # also after an error: the others wait for batches
     return dist.get_rank()
 
 
 def ranks_for(nodes: Sequence[int], *others: object) -> Open:
-    """What runs a study with networks of these sizes; `others` are further workers asked for, which are refused."""
+    """The ranks as workers for networks of these sizes; `others` are further workers, which are refused."""
     if any(other is not None for other in others):
         raise ValueError("--engine ranks has its own workers, the ranks; leave --workers and --dask out")
     if max(nodes) > dist.get_world_size():
         raise ValueError(
-            f"the study has networks of {max(nodes)} nodes, but there are {dist.get_world_size()} ranks; start as many "
-            f"(torchrun --nproc-per-node {max(nodes)}), or leave the larger networks out"
+            f"the study has networks of {max(nodes)} nodes, but there are {dist.get_world_size()} ranks; start one per "
+            f"node (torchrun --nproc-per-node {max(nodes)}), or leave out the larger networks"
         )
     return ranks
 
 
 @contextmanager
 def ranks() -> Iterator[Workers]:
-    """On rank 0: all ranks as workers that do one batch at a time, together."""
-    with ThreadPoolExecutor(1) as executor:  # so that a batch is stored while the next one runs
+    """On rank 0: all ranks as one worker, which does a batch at a time."""
+    with ThreadPoolExecutor(1) as executor:  # stores a batch while the next one runs
         try:
             yield Workers(executor, hand_out, 1, shares_files=False, losses=())
         finally:
@@ -84,7 +85,7 @@ _failures: list[str] = []
 
 
 def hand_out(batch: Batch, _: Path | None = None) -> Finished:
-    """On rank 0: have all ranks do a batch, unless a rank is gone."""
+    """On rank 0: run a batch on all ranks, unless a rank is gone."""
     if not _failures:
         try:
             _shared(json.dumps(asdict(batch)))
@@ -92,11 +93,11 @@ def hand_out(batch: Batch, _: Path | None = None) -> Finished:
             return finished(batch, results, sum(result.seconds for result in results))
         except RuntimeError as error:
             _failures.append(reason(error))
-    raise ValueError(f"{_failures[0]}; what was stored is safe, start again to go on")
+    raise ValueError(f"{_failures[0]}; what was stored is safe, start again to continue")
 
 
 def serve() -> None:
-    """On all other ranks: do the batches that rank 0 hands out, until it has no more."""
+    """On all other ranks: run batches from rank 0 until there are no more."""
     try:
         while text := _shared():
             facts = json.loads(text)
@@ -105,11 +106,11 @@ def serve() -> None:
     except RuntimeError as error:
         raise ValueError(reason(error)) from None
     finally:
-        dist.destroy_process_group()  # left to the end of the process, its threads may be torn down before it
+        dist.destroy_process_group()  # at the end of the process, its threads may be torn down first
 
 
 def run_together(batch: Batch) -> list[Result]:
-    """The part of this rank in a batch; only rank 0 knows the results."""
+    """This rank's part of a batch; only rank 0 has the results."""
     torch.set_num_threads(1)
     made, device, results = parts(batch), _device(batch.device), []
     for problem, graph in zip(made.problems, made.graphs, strict=True):
@@ -121,10 +122,10 @@ def run_together(batch: Batch) -> list[Result]:
 
 
 def _device(name: str) -> torch.device:
-    """Where this rank computes: ranks of one machine share its GPUs out."""
+    """Where this rank computes: the ranks of a machine take turns on its GPUs."""
     device = torch.device(name)
     if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
-        return device  # which `simulate_on_ranks` refuses where it is not there
+        return device  # `simulate_on_ranks` refuses one that is missing
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
 
 
@@ -147,7 +148,7 @@ def _shared(text: str = "") -> str:
 
 
 def _dismiss() -> None:
-    with suppress(RuntimeError):  # they are gone already
+    with suppress(RuntimeError):  # the others are already gone
         _shared()
     dist.destroy_process_group()
 
@@ -162,31 +163,28 @@ def simulate_on_ranks(
     group: dist.ProcessGroup,
     dtype: torch.dtype = torch.float64,
     device: str | torch.device = "cpu",
-    timeout: float = 300.0,
     any_graph: bool = False,
-    progress: Advance | None = None,
 ) -> Result | None:
-    """Run an update rule on a problem, every node in its own process; all ranks of the group call it together.
+    """Run an update rule on a problem, every node in its own process; all ranks of the gloo `group` call it together.
 
-    It takes the arguments of `simulate` and computes the same numbers up to rounding, since randomness is a function of
-    (seed, round, node). Rank 0 returns the result, the others None. `group` is a gloo process group with one rank per
-    node. A neighbour that is gone, or keeps a rank waiting for more than `timeout` seconds, is a LinkError.
+    Arguments and numbers are those of `simulate`, up to rounding. Rank 0 returns the result, the others None. A
+    neighbour that is gone or late is a LinkError.
     """
     parts = prepared([problem], rule, [topology], steps, record, dtype, device, any_graph)
     rates, size = parts.rates, dist.get_world_size(group)
     if topology.size != size:
-        raise ValueError(f"{topology.name} has {topology.size} nodes but the group has {size} ranks; one for each")
-    with closing(GlooLinks(group, topology, rates.device, timeout, "raise")) as links:
+        raise ValueError(f"{topology.name} has {topology.size} nodes but the group has {size} ranks; use one per node")
+    with closing(GlooLinks(group, topology, rates.device, TIMEOUT, "raise")) as links:
         here = parts.networks[0].problem
         node = Node(rates.placed(parts.rule), rates.start(here).contiguous(), links)
         nodes = RankNodes(node, here, rates, group)
         run = Run(Snapshot({}, nodes.begun))
-        run.drive(nodes, parts.points, rates.steps, Saver(None, 0.0, {}), progress or (lambda rounds: None))
+        run.drive(nodes, parts.points, rates.steps, Saver(None, 0.0, {}), lambda rounds: None)
     return next(iter(run.results(nodes, parts.points, parts.origins)), None)
 
 
 class RankNodes(Nodes):
-    """The node of this rank. Where a run is measured, rank 0 sees the states of all; the others see nothing."""
+    """The node of this rank. When a run is measured, rank 0 sees all states, the others nothing."""
 
     name = "ranks"
 
@@ -196,10 +194,10 @@ class RankNodes(Nodes):
         self.networks = [Network(problem, slice(None))] if self.rank == 0 else []
         self.begun = torch.full((rates.columns, 2), -1)
         self._watched = Watched(self.rule)
-        self._lost = torch.full((rates.columns,), NEVER)  # by column: the moment at which this node was not finite
+        self._lost = torch.full((rates.columns,), NEVER)  # by column: when this node was first not finite
 
     def advance(self, state: State, done: int, until: int) -> State:
-        """Rounds done + 1 to until, after which `state` is still what was seen of the last one measured."""
+        """Rounds done + 1 to until; `state` stays what the last measurement saw."""
         for t in range(done + 1, until + 1):
             self._round(t)
         return state
@@ -229,7 +227,7 @@ class RankNodes(Nodes):
         return given.grad
 
     def _gathered(self, mine: Tensor) -> Tensor:
-        """A tensor of all ranks, stacked, on rank 0; on the others this rank's own."""
+        """The tensors of all ranks, stacked, on rank 0; the rank's own on the others."""
         first = dist.get_process_group_ranks(self.group)[0]
         here = mine.detach().cpu().contiguous()
         rows = [torch.empty_like(here) for _ in range(dist.get_world_size(self.group))] if self.rank == 0 else None

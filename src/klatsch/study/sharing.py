@@ -1,7 +1,7 @@
-"""Several processes on one store: each takes batches that no other one works on; those of a dead one are free again.
+"""Several processes on one store: each claims batches that no other works on, and a dead process's claims expire.
 
-Clocks are never compared. A process counts its signs of life in the store; the others watch that number by their own
-clocks. A dead process on the same machine is noticed at once.
+Clocks are never compared. A process counts its signs of life in the store, and the others watch that number by their
+own clocks. A dead process on the same machine is noticed at once.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from klatsch.study.cases import expand
 from klatsch.study.store import Store
 
 BEAT = 5.0  # seconds between two signs of life
-SILENCE = 60.0  # seconds without one after which a process counts as dead
-STALE = 7 * 86400.0  # seconds after which an unfinished checkpoint is abandoned
+SILENCE = 60.0  # seconds without one before a process counts as dead
+STALE = 7 * 86400.0  # seconds before an unfinished checkpoint counts as abandoned
 
 
 class Share(AbstractContextManager["Share"]):
-    """One process's share of a store's missing runs; leaving it returns what was not done."""
+    """One process's share of a store's missing runs; leaving it releases what is not done."""
 
     def __init__(self, store: Store) -> None:
         self.store, self.base = store, store.base
         self.owner = secrets.token_hex(8)
         self._known = False  # to others
         self._beaten = time.monotonic()
-        self._seen: dict[str, tuple[int, float]] = {}  # of others: their signs of life, and when the last one came
+        self._seen: dict[str, tuple[int, float]] = {}  # by process: its signs of life, and when the last one came
 
     def __exit__(self, *_: object) -> None:
         if self._known:
-            with suppress(ValueError), self.store.transaction():  # on a full disk it stays, and is silent from now on
+            with suppress(ValueError), self.store.transaction():  # on a full disk the claims stay until they expire
                 self.base.execute("DELETE FROM owners WHERE id = ?", [self.owner])
 
     def take(self, todo: Sequence[Batch], most: int) -> tuple[list[Batch], list[Batch]]:
-        """Take batches that no other process works on, up to `most`; returns them, and what else is missing."""
+        """Claim up to `most` batches that no other process works on; returns them, and the others still missing."""
         mine: list[Batch] = []
         left: list[Batch] = []
         with self.store.transaction():
@@ -88,13 +88,13 @@ class Share(AbstractContextManager["Share"]):
                     file.unlink()
 
     def _live(self) -> None:
-        """Register as an owner, again if others took a long pause for death."""
+        """Register as an owner, again if others mistook a long pause for death."""
         self._known = True
         values = [self.owner, _machine(), os.getpid()]
         self.base.execute("INSERT OR IGNORE INTO owners VALUES (?, ?, ?, 0)", values)
 
     def _bury(self) -> None:
-        """Free what dead processes claimed."""
+        """Release what dead processes claimed."""
         others = self.base.execute("SELECT id, host, pid, beats FROM owners WHERE id != ?", [self.owner])
         for owner, host, pid, beats in others:
             last, since = self._seen.get(owner, (None, 0.0))
@@ -106,12 +106,12 @@ class Share(AbstractContextManager["Share"]):
 
 
 def checkpoint(store: Store, batch: Batch) -> Path | None:
-    """The file of a batch in progress, beside the store; None for a store in memory."""
+    """The file of a batch in progress, beside the store; None if the store is in memory."""
     return None if store.path == ":memory:" else Path(f"{store.path}-{batch.key}.safetensors")
 
 
 def _unfinished(store: Store) -> set[str] | None:
-    """The keys of batches that studies in a store still lack; None where that cannot be known."""
+    """The keys of batches that the studies of a store still lack; None if that cannot be known."""
     done = store.done()
     try:
         batches = [
@@ -119,14 +119,14 @@ def _unfinished(store: Store) -> set[str] | None:
             for remembered in store.studies()
             for batch in pack(expand(remembered.study, remembered.sources)[0], remembered.study.device)
         ]
-    except ValueError:  # of another version, or without its data
+    except ValueError:  # a study of another version, or without its data
         return None
     return {left.key for batch in batches for left in batch.without(done)}
 
 
 @cache
 def _machine() -> str:
-    """What tells machines apart, and containers, each of which numbers its own processes."""
+    """A name for this machine and container: each container numbers its own processes."""
     facts = [platform.node()]
     with suppress(OSError):
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -135,12 +135,12 @@ def _machine() -> str:
 
 
 def _alive(pid: int) -> bool:
-    """Whether this process runs here, or may do so."""
+    """Whether this process runs on this machine, or may."""
     try:
         if os.name == "posix":
             os.kill(pid, 0)  # sends nothing
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError, TypeError):  # somebody else's process, or not a process number
+    except (OSError, OverflowError, TypeError):  # another user's process, or not a process number
         pass
     return True

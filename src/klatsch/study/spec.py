@@ -1,4 +1,4 @@
-"""What a study is: a TOML file (docs/studies.md), or the same in Python, checked before anything runs."""
+"""A study: a TOML file (docs/studies.md), or the same content in Python, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from klatsch.topology.names import split
 from klatsch.topology.validation import rounds_between
 
 PAPER_GRID = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1)  # Section 5.1
-MOST_POINTS = 10_000  # at which metrics are kept
+MOST_POINTS = 10_000  # of `record`
 
 
 def _named(value: object, info: ValidationInfo) -> object:
-    """An entry as a table, in which names of files have their whole path."""
+    """An entry as a table, with the absolute path of a custom part."""
     entry = {"name": value} if isinstance(value, str) else value
     if isinstance(entry, Mapping) and own.is_own(entry.get("name")):
         return {**entry, "name": own.located(entry["name"], (info.context or {}).get("folder", ""))}
@@ -75,7 +75,7 @@ class Entry(BaseModel):
 
     @model_validator(mode="after")
     def _checked(self, info: ValidationInfo) -> Entry:
-        # A study from a store was checked before it ran, and the files of its custom parts may be gone.
+        # A stored study was checked before it ran, and the files of its custom parts may be gone.
         if not (own.is_own(self.name) and (info.context or {}).get("stored")):
             self.check()
         return self
@@ -92,12 +92,12 @@ class Entry(BaseModel):
 
     @property
     def label(self) -> str:
-        """What to call it in tables."""
+        """Its name in tables."""
         return own.label(self.name)
 
 
 class ProblemEntry(Entry):
-    """The problem: `nodes` and `seed` come from the study."""
+    """A problem; `nodes` and `seed` come from the study."""
 
     name: str = "least-squares"
 
@@ -105,7 +105,7 @@ class ProblemEntry(Entry):
         check_options(self.label, self.options, [name for name in problems.options(self.name) if name != "seed"])
         for setting in combinations(self.options, MOST_SETTINGS):
             if own.is_own(self.name):
-                return  # it may not allow every size; `expand` checks those of the study
+                return  # may not allow every size; `expand` checks the study's sizes
             try:
                 problems.check(self.name, 2, **setting)
             except (MemoryError, RuntimeError) as error:
@@ -114,12 +114,12 @@ class ProblemEntry(Entry):
 
 
 class RuleEntry(Entry):
-    """An update rule; without `lr` it takes the study's."""
+    """An update rule; `lr` defaults to the study's."""
 
     @model_validator(mode="before")
     @classmethod
     def _lazy_by_itself(cls, entry: Any) -> Any:
-        """Files of klatsch 0.1 may say lazy = "auto" of D2, which has been lazy by itself since."""
+        """Drop lazy = "auto", which files of klatsch 0.1 set on D2: it is lazy by default now."""
         if isinstance(entry, Mapping) and entry.get("lazy") == "auto" and entry.get("name") in ("d2", "dat-d2"):
             return {option: value for option, value in entry.items() if option != "lazy"}
         return entry
@@ -137,7 +137,7 @@ class TopologyEntry(Entry):
     @model_validator(mode="before")
     @classmethod
     def _taken_apart(cls, value: Any) -> Any:
-        """The name "ring/8" as ring with every = 8, so that both are the same runs."""
+        """Read "ring/8" as ring with every = 8, so that both are the same runs."""
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(name, str) or split(name) == (name, 1):
             return value
@@ -153,7 +153,7 @@ class TopologyEntry(Entry):
         self.combinations()
 
     def combinations(self) -> list[Options]:
-        found = super().combinations()  # in which every = 1 is the same as `every` left out
+        found = super().combinations()  # every = 1 is the default
         return [{name: value for name, value in one.items() if (name, value) != ("every", 1)} for one in found]
 
 
@@ -164,19 +164,19 @@ class Study(BaseModel):
         nodes: numbers of machines M.
         rules: names, or tables with a name and options.
         topologies: the same.
-        steps: rounds of every run; or else
-        epochs: how often every run goes through all the data, where the problem has a data set. More machines then do
-            fewer rounds each, and metrics are taken evenly.
+        steps: rounds per run. Give either steps or
+        epochs: passes through the data set, if the problem has one. More machines then take fewer rounds each, and
+            metrics are evenly spaced.
         name: its name in tables and reports.
         problem: a table with a name and options; the paper's least squares by default.
-        lr: learning rates of the rules that have none of their own.
+        lr: learning rates for rules without their own.
         seeds: how many (0, 1, 2...), or a list.
-        record: at how many rounds metrics are kept: log-spaced ones, or evenly spaced ones with `epochs`.
+        record: at how many rounds metrics are kept: log-spaced, or evenly spaced with `epochs`.
         dtype: "float64" or "float32".
         device: "cpu", "cuda", "cuda:1"...
-        any_graph: run also where a rule refuses a graph.
-        leave_out: name what does not fit (a size that a graph cannot have, a graph that a rule refuses) and leave it
-            out, instead of refusing the study.
+        any_graph: run even where a rule refuses the graph.
+        leave_out: skip and report what does not fit (a size that a graph cannot have, a graph that a rule refuses)
+            instead of refusing the study.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -202,19 +202,19 @@ class Study(BaseModel):
         runs = rules * graphs * count(self.problem.options) * len(self.nodes) * len(self.seeds)
         if runs > MOST_RUNS:
             raise ValueError(
-                f"a grid of {runs:,} runs; {MOST_RUNS:,} are the most: make its lists shorter, or several studies of "
-                "it, which may share a store"
+                f"a grid of {runs:,} runs; the limit is {MOST_RUNS:,}: shorten its lists, or split it into several "
+                "studies, which may share a store"
             )
         if (self.steps is None) == (self.epochs is None):
             given = "both are given" if self.steps else "neither is given"
-            raise ValueError(f"a study is as long as its steps or its epochs say, and {given}; give one of them")
+            raise ValueError(f"a study needs either steps or epochs, and {given}; give one of them")
         custom = own.is_own(self.problem.name)
         if self.epochs is not None and (custom or problems.declared(self.problem.name).rounds_per_epoch is None):
             raise ValueError(f"epochs = {self.epochs}, but {self.problem.label} has no data set; give steps")
         return self
 
     def rounds(self, nodes: int, setting: Options) -> int:
-        """Rounds of a run on this many machines; 0 where each has less than a batch of the data."""
+        """Rounds of a run on this many machines; 0 if each has less than a batch of data."""
         if self.steps is not None:
             return self.steps
         per_epoch = problems.declared(self.problem.name).rounds_per_epoch
@@ -227,7 +227,7 @@ class Study(BaseModel):
 
     @property
     def grids(self) -> list[tuple[str, tuple[float, ...]]]:
-        """The rules by name, each with the learning rates that it chooses from."""
+        """Each rule's name and the learning rates it chooses from."""
         return [(rule.label, tuple(several(rule.options.get("lr", self.lr)))) for rule in self.rules]
 
     @property
@@ -246,9 +246,9 @@ def load(path: str | Path) -> Study:
         content = tomllib.loads(text_of(path))
         return parse({"name": path.stem, **content}, f"{path}: ", path.parent)
     except FileNotFoundError:
-        raise ValueError(f"there is no file {path}; give the name of a study, a TOML file") from None
+        raise ValueError(f"there is no file {path}; give the TOML file of a study") from None
     except IsADirectoryError:
-        raise ValueError(f"{path} is a folder; give the name of a study, a TOML file") from None
+        raise ValueError(f"{path} is a folder; give the TOML file of a study") from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply; give a study, as in docs/studies.md") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
@@ -260,9 +260,9 @@ def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "",
 
     Args:
         content: what a TOML file would hold.
-        source: where it is from, for errors.
-        folder: where files such as that of "mine.py:Extra" are; the current one by default.
-        stored: whether it was run before, so that such files are not needed.
+        source: a prefix for errors.
+        folder: where files such as mine.py of "mine.py:Extra" are; the current folder by default.
+        stored: whether it was run before, so that such files may be gone.
     """
     if not isinstance(content, Mapping):
         raise ValueError(f"{source}{content!r} is not a study; give a dictionary, or load(file)")
@@ -276,7 +276,7 @@ def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "",
 
 
 def _explained(error: ErrorDetails) -> str:
-    """One line from what pydantic found."""
+    """The error as one line."""
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}; {there_are(key, Study.model_fields)}"
@@ -286,7 +286,7 @@ def _explained(error: ErrorDetails) -> str:
         return f"{key} = {shown(error['input'])}; give a name, or a table with a name and options"
     message = error["msg"].removeprefix("Value error, ")
     if " = " in message.split(";")[0] and key in ("steps", "epochs", "nodes", "seeds", "record", "lr"):
-        return message  # which names the value itself
-    if isinstance(error["input"], dict | Study | Entry):  # the message names the option and its value itself
+        return message  # shows the value already
+    if isinstance(error["input"], dict | Study | Entry):  # the message shows the option and its value
         return f"{key}: {message}" if key else message
     return f"{key} = {shown(error['input'])}: {message[:1].lower() + message[1:]}"

@@ -1,7 +1,7 @@
-"""All results in one SQLite file: a run is there whole or not at all, and is never done twice.
+"""All results in one SQLite file: a run is stored whole or not at all, and is never repeated.
 
-One transaction per finished batch; runs are keyed by a hash of what determines them, each with a checksum over all
-that is stored of it. Several processes may use one store: see `study/sharing.py`.
+Every batch is one transaction. A run's key is a hash of its settings, and a checksum covers everything stored about it.
+Several processes may use one store: see `study/sharing.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from klatsch.study.database import Database
 from klatsch.study.grids import Options
 from klatsch.study.spec import Study
 
-FACTS = (  # of a run, as they are stored and enter its checksum
+FACTS = (  # the columns of a run that its checksum covers
     *("key", "problem", "rule", "topology", "nodes", "seed", "lr", "steps", "dtype", "settings", "diverged", "device"),
     *("engine", "batch", "seconds", "environment", "finished"),
 )
@@ -47,10 +47,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Origin:
-    """How a study was asked for."""
+    """Where a study comes from."""
 
     command: str = ""
-    kind: str = "study"  # or what of the paper it reproduces
+    kind: str = "study"  # or the target that it reproduces
     scale: str = ""
 
 
@@ -60,22 +60,22 @@ class Remembered:
 
     study: Study
     origin: Origin
-    sources: Sources | None = None  # what was kept of custom parts; None in stores of klatsch 0.1
+    sources: Sources | None = None  # of its custom parts; None in stores of klatsch 0.1
 
 
 class Store(AbstractContextManager["Store"]):
-    """A store of results; a file that is damaged, foreign or of a newer version is refused and left as it is.
+    """A store of results; a file that is damaged, foreign or newer than this version is refused and left untouched.
 
     Args:
-        path: the file, made if it does not exist; ":memory:" for a temporary one.
-        read_only: the file must exist and is not written to.
+        path: the file, created if it does not exist; ":memory:" for a temporary one.
+        read_only: never write to the file, which must exist.
     """
 
     def __init__(self, path: str | Path, read_only: bool = False) -> None:
         self.path = str(path)
         self.base = Database(self.path, read_only)
-        self._all_sealed = False  # whether every run has a checksum, as far as this process knows
-        self._sound: dict[int, str | None] = {}  # the checksums of runs found whole, which are not checked again
+        self._all_sealed = False  # whether this process has seen that every run has a checksum
+        self._sound: dict[int, str | None] = {}  # checksums of runs found whole, so that they are checked once
 
     def close(self) -> None:
         self.base.close()
@@ -87,7 +87,7 @@ class Store(AbstractContextManager["Store"]):
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of what follows, or nothing; the first one gives runs of an older version their checksums."""
+        """All or nothing; the first transaction adds the checksums that runs of an older version lack."""
         with self.base.transaction():
             if not self._all_sealed:
                 for (number,) in self.base.execute("SELECT id FROM runs WHERE checksum IS NULL"):
@@ -97,10 +97,7 @@ class Store(AbstractContextManager["Store"]):
             yield
 
     def save(self, batch: Batch, finished: Finished) -> int:
-        """Store the results of a batch, in one transaction; returns how many of its runs are new.
-
-        A run that is there already stays as it is, unless it is damaged.
-        """
+        """Store the results of a batch; returns how many of its runs are new. Only damaged runs are replaced."""
         facts, now = [json.dumps(finished.environment)], _now()
         with self.transaction():
             self.base.execute("INSERT OR IGNORE INTO environments (facts) VALUES (?)", facts)
@@ -129,7 +126,7 @@ class Store(AbstractContextManager["Store"]):
         return len(set(finished.keys) - done)
 
     def remember(self, study: Study, origin: Origin) -> None:
-        """Keep what was asked for; a study replaces an older one of the same name, whose runs stay."""
+        """Keep a study; it replaces an older one of the same name, whose runs stay."""
         content = json.dumps({**study.model_dump(mode="json"), "sources": sources_of(study)})
         with self.transaction():
             self.base.execute(
@@ -141,15 +138,15 @@ class Store(AbstractContextManager["Store"]):
     # --- reading -----------------------------------------------------------------------------------------------
 
     def done(self) -> set[str]:
-        """The keys of all runs in the store that are whole."""
+        """The keys of all undamaged runs."""
         return {key for _, key, flaw in self._examined() if flaw is None}
 
     def damaged(self) -> set[str]:
-        """The keys of all other runs in the store."""
+        """The keys of all damaged runs."""
         return {key for _, key, flaw in self._examined() if flaw is not None}
 
     def studies(self) -> list[Remembered]:
-        """The studies that were run, in the order of their beginning."""
+        """The studies that were run, oldest first."""
         rows = self.base.execute("SELECT spec, command, kind, scale FROM studies ORDER BY begun, rowid")
         with self._readable():
             return [_remembered(json_of(content), Origin(*rest)) for content, *rest in rows]
@@ -157,7 +154,7 @@ class Store(AbstractContextManager["Store"]):
     def outcomes(
         self, keys: Iterable[str], names: Sequence[str] | None = None, last: bool = False
     ) -> dict[str, Outcome]:
-        """The metrics of runs by key: all or those named, of all rounds or the last; absent runs are left out."""
+        """Metrics of the runs that the store has, by key: all or those named, of all recorded rounds or the last."""
         wanted = set(keys)
         self._check(wanted)
         chosen = "" if names is None else f" AND name IN ({_marks(names)})"
@@ -172,7 +169,7 @@ class Store(AbstractContextManager["Store"]):
         return found
 
     def runs(self) -> list[tuple[Case, Options]]:
-        """All runs, each with what is known of it besides its metrics."""
+        """All runs, each with what is stored besides its metrics."""
         self._check()
         names = ("key", "diverged", "device", "engine", "seconds", "finished")
         rows = self.base.execute(
@@ -186,14 +183,14 @@ class Store(AbstractContextManager["Store"]):
             ]
 
     def environments(self) -> list[dict[str, str]]:
-        """The versions and machines that the runs were done with."""
+        """The versions and machines behind the runs."""
         rows = self.base.execute("SELECT facts FROM environments ORDER BY id")
         with self._readable():
             return [json_of(facts) for (facts,) in rows]
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """Refuse in one line what another version or a user wrote into the tables."""
+        """Turn errors about content that another version or a user wrote into one line."""
         try:
             yield
         except (TypeError, ValueError, KeyError) as error:
@@ -203,24 +200,24 @@ class Store(AbstractContextManager["Store"]):
     # --- checksums ---------------------------------------------------------------------------------------------
 
     def _examined(self, keys: Collection[str] | None = None) -> Iterator[tuple[int, str, str | None]]:
-        """Runs by number and key, of these keys or all, with what is wrong with each, if anything."""
+        """Number, key and flaw (None if it is whole) of these runs, or of all."""
         column = "checksum" if self.base.format > 1 else "NULL"
         for number, key, checksum in self.base.execute(f"SELECT id, key, {column} FROM runs ORDER BY id"):
             if keys is None or key in keys:
                 yield number, key, self._flaw(number, checksum)
 
     def _check(self, keys: Collection[str] | None = None) -> None:
-        """Refuse to show runs that are not what was stored."""
+        """Refuse damaged runs."""
         examined = list(self._examined(keys))
         if flaws := [(number, flaw) for number, _, flaw in examined if flaw is not None]:
             (number, flaw), are = flaws[0], "is" if len(flaws) == 1 else "are"
             raise ValueError(
                 f"{self.path}: {len(flaws):,} of {len(examined):,} runs {are} damaged (number {number} {flaw}); "
-                "bring back a copy of the store, or run the study again, which repeats them"
+                "restore a copy of the store, or run the study again, which repeats them"
             )
 
     def _flaw(self, number: int, checksum: str | None) -> str | None:
-        """What is wrong with a run, if anything; one of an older version has no checksum."""
+        """What is wrong with a run, or None; a run of an older version has no checksum."""
         if number in self._sound and self._sound[number] == checksum:
             return None
         facts, metrics = self._content(number)
@@ -247,7 +244,7 @@ class Store(AbstractContextManager["Store"]):
         self.base.execute("UPDATE runs SET checksum = ? WHERE id = ?", [self._sound[number], number])
 
     def _content(self, number: int) -> tuple[Any, list[Any]]:
-        """All that is stored of a run, read back: SQLite may have converted a value."""
+        """Everything stored about a run, read back: SQLite may have converted a value."""
         names = ", ".join(name for name in FACTS if name != "environment")
         joined = "runs LEFT JOIN environments ON environments.id = environment"
         (facts,) = self.base.execute(f"SELECT {names}, facts FROM {joined} WHERE runs.id = ?", [number])
@@ -255,7 +252,7 @@ class Store(AbstractContextManager["Store"]):
 
 
 def settings_of(stored: Mapping[str, Any]) -> Options:
-    """The settings of a stored run as `Case` takes them; in klatsch 0.1 `lazy_rule` meant the graph of that rule."""
+    """The settings of a stored run for `Case`; klatsch 0.1 had `lazy_rule`, which made that rule's graph lazy."""
     settings = dict(stored)
     if "lazy_rule" not in settings:
         return settings
@@ -273,16 +270,16 @@ def _remembered(content: Options, origin: Origin) -> Remembered:
 
 
 def _study_of(stored: Mapping[str, Any]) -> Options:
-    """A study of klatsch 0.1, which knew no sources, as `Study` takes it."""
+    """A study stored by klatsch 0.1, as `Study` takes it."""
     graphs = [bool(graph.get("lazy")) for graph in stored["topologies"]]
     rules = []
     for entry in map(dict, stored["rules"]):
         lazy = entry.pop("lazy", False)
-        if entry["name"] == "d2":  # what was lazy where necessary is found in one of two ways
+        if entry["name"] == "d2":  # "auto" was lazy on some graphs only: its runs have one of two keys
             entry["lazy"] = [True, False] if lazy == "auto" or (lazy and any(graphs)) else bool(lazy)
         elif lazy is True and not all(graphs):
             raise ValueError(
-                f"study {stored['name']}: lazy = true on {entry['name']} is for klatsch 0.1; klatsch results shows it"
+                f"study {stored['name']} needs klatsch 0.1: lazy = true on {entry['name']}; use klatsch results here"
             )
         rules.append(entry)
     return {**stored, "rules": rules}

@@ -1,4 +1,4 @@
-"""Where batches run: a process per core, threads, a Dask cluster, or any `concurrent.futures.Executor`."""
+"""Where batches run: one process per core, threads, a Dask cluster, or any `concurrent.futures.Executor`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from klatsch.simulation.native import cores, quiet_threads
 from klatsch.study.batches import Batch, Finished, run_batch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-MOST_WORKERS = 1024  # of one machine
+MOST_WORKERS = 1024  # on one machine
 
 Stop = threading.Event | Event
 
@@ -34,21 +34,21 @@ class Workers:
     """An executor in use."""
 
     executor: Executor
-    task: Callable[[Batch, Path | None], Finished]  # called with a batch and the name of its checkpoint
-    count: int  # that run at a time, for the estimate of the time left
-    stop: Stop | None = None  # once set, running batches save themselves and end; None where they cannot be asked
-    shares_files: bool = True  # whether workers see this machine's files, so that checkpoints are of use
-    losses: tuple[type[BaseException], ...] = (BrokenExecutor,)  # raised by a batch whose worker is gone
-    alive: Callable[[], bool] = lambda: True  # whether results may still come
+    task: Callable[[Batch, Path | None], Finished]  # takes a batch and the path of its checkpoint
+    count: int  # batches that run at the same time
+    stop: Stop | None = None  # tells running batches to save and end; None where that is impossible
+    shares_files: bool = True  # whether workers see this machine's files, and so its checkpoints
+    losses: tuple[type[BaseException], ...] = (BrokenExecutor,)  # errors that mean a dead worker
+    alive: Callable[[], bool] = lambda: True  # whether results can still arrive
 
 
 Open = Callable[[], AbstractContextManager[Workers]]
 
-_inherited: Stop | None = None  # in a worker process: what the driver sets to stop it
+_inherited: Stop | None = None  # in a worker process: set by the driver to stop it
 
 
 def work(batch: Batch, checkpoint: Path | None, stop: Stop | None = None) -> Finished:
-    """Run a batch in a worker, on one thread; a request to stop is an interrupt, before which the run saves itself."""
+    """Run a batch on one thread; on a request to stop it saves itself and raises KeyboardInterrupt."""
     torch.set_num_threads(1)
     request = stop or _inherited
 
@@ -63,23 +63,23 @@ def work(batch: Batch, checkpoint: Path | None, stop: Stop | None = None) -> Fin
 def processes(count: int | None = None) -> Iterator[Workers]:
     """One process per core, one thread each."""
     number = cores() if count is None else count
-    # Fresh processes: a fork would copy the locks of torch's threads in whatever state they are.
+    # Not forked: a fork would copy the locks of torch's threads in whatever state they are.
     context = mp.get_context("spawn")
     stop = context.Event()
     with ProcessPoolExecutor(number, context, initializer=_begin, initargs=(stop,)) as executor:
         with _ctrl_c_held_back():
             for _ in range(number):
-                executor.submit(int)  # starts a worker as long as none is idle
+                executor.submit(int)  # starts a worker unless one is idle
         yield Workers(executor, work, number, stop)
 
 
 @contextmanager
 def threads(count: int | None = None) -> Iterator[Workers]:
-    """Threads of this process: no start-up time, and enough where native code does the work."""
+    """Threads of this process: they start at once, and are enough where native code does the work."""
     number = cores() if count is None else count
     stop = threading.Event()
     usual = torch.get_num_threads()
-    torch.set_num_threads(1)  # here too: MKL takes the latest for all threads, and several change the rounding
+    torch.set_num_threads(1)  # MKL applies the latest setting to all threads, and more threads round differently
     try:
         with quiet_threads(number) as executor:
             yield Workers(executor, partial(work, stop=stop), number, stop)
@@ -89,7 +89,7 @@ def threads(count: int | None = None) -> Iterator[Workers]:
 
 @contextmanager
 def dask(address: str) -> Iterator[Workers]:
-    """The workers of a Dask cluster; the scheduler gives a lost worker's batch to another one."""
+    """The workers of a Dask cluster, which repeats a lost worker's batch on another one."""
     try:
         from distributed import Client
         from distributed.scheduler import KilledWorker
@@ -101,24 +101,24 @@ def dask(address: str) -> Iterator[Workers]:
         except (OSError, ValueError, TimeoutError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"no Dask scheduler answers at {address} ({reason}); start one with dask scheduler, or see its address"
+                f"no Dask scheduler answers at {address} ({reason}); start one with dask scheduler, or check its address"
             ) from None
         with client:
             yield Workers(
-                client.get_executor(pure=False),  # not as a context: leaving it would wait for what is cancelled
+                client.get_executor(pure=False),  # not as a context, which would wait for cancelled batches
                 work,
                 sum(client.nthreads().values()),
                 shares_files=False,
-                # The scheduler gives up a batch that several workers died of, and cancels all when it is gone itself.
+                # KilledWorker: several workers died of this batch. CancelledError: the scheduler is gone.
                 losses=(BrokenExecutor, CancelledError, KilledWorker),
-                # A result that was on its way when the scheduler died never comes, and raises nothing either.
+                # A result that is on its way when the scheduler dies neither arrives nor raises.
                 alive=lambda: client.status != "closed",
             )
 
 
 @contextmanager
 def _quiet_logs(name: str) -> Iterator[None]:
-    """Log nothing of broken connections, which end in an error of one line."""
+    """Silence logs of broken connections, which end in a one-line error anyway."""
     known = [other for other in logging.root.manager.loggerDict if other == name or other.startswith(f"{name}.")]
     usual = {logger: logger.level for logger in map(logging.getLogger, known)}
     for logger in usual:
@@ -132,22 +132,19 @@ def _quiet_logs(name: str) -> Iterator[None]:
 
 @contextmanager
 def _ctrl_c_held_back() -> Iterator[None]:
-    """Start processes that do not receive Ctrl-C, which a terminal sends to all; this one receives it afterwards.
-
-    Only the driver decides what it means, and tells them through `stop`.
-    """
+    """Start processes that ignore Ctrl-C, which a terminal sends to all; only the driver handles it, afterwards."""
     if os.name != "posix" or threading.current_thread() is not threading.main_thread():
         yield
         return
-    # Children inherit the mask. It keeps the signal from this thread alone: any other one may still take it, and
-    # Python then runs the handler here, in the middle of a start.
+    # Children inherit the mask. It covers this thread only: another one may receive the signal, and Python then runs
+    # the handler here, in the middle of a start.
     heard: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # a signal held back arrives now
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # a blocked signal arrives now
         signal.signal(signal.SIGINT, handler)
         if heard:
             signal.raise_signal(signal.SIGINT)
@@ -158,16 +155,16 @@ def _begin(stop: Stop) -> None:
     global _inherited
     _inherited = stop
     with suppress(OSError, AttributeError):  # not the GNU library
-        # Have it keep freed memory: to take that from the system again costs a third of the time.
+        # Keep freed memory: taking it from the system again costs a third of the time.
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, 1 << 30)
         mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # also in a worker that was started later
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for workers that start later
     threading.Thread(target=_end_with_the_driver, daemon=True).start()
 
 
 def _end_with_the_driver() -> None:
-    """Leave no workers behind a killed driver: they would wait forever, or work on the same files."""
+    """Exit when the driver is killed: workers left behind would wait forever, or write the same files."""
     parent = mp.parent_process()
     if parent is not None:
         wait([parent.sentinel])
