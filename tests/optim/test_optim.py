@@ -474,7 +474,7 @@ def test_a_link_error_says_who_when_and_how_long():
     late = LinkError(2, 3, "3 -> 2", 17, 10.04, None)
     assert str(late) == (
         "rank 2, round 17: neighbour 3 is late: its connection is open, but nothing moves; waited 10.0 s on edge "
-        "3 -> 2; see that it takes as many steps as the others, give it more time (timeout=...), end uneven trainings "
+        "3 -> 2; check that it takes as many steps as the others, give it more time (timeout=...), end uneven training "
         "with optimizer.finish(), or go on without it (on_failure='continue')"
     )
     assert (late.rank, late.neighbor, late.round, late.gone) == (2, 3, 17, False)
@@ -525,6 +525,6 @@ def test_a_rule_that_gossips_in_some_rounds_only_is_refused(early):
     for _ in range(6):
         optimizer.step()
     for _ in range(2):  # nothing has moved
-        with pytest.raises(ValueError, match="Odd does not call flow in every round as in the first"):
+        with pytest.raises(ValueError, match="Odd does not call flow the same way in every round"):
             optimizer.step()
     assert optimizer.rounds == 6

@@ -68,7 +68,7 @@ def test_the_others_go_on_without_a_killed_rank(tmp_path, launch, victim):
         assert [text.split()[0] for text in rest] == ["consensus()", "average_"]
         assert re.fullmatch(
             rf"rank {rank}, round 4\d: neighbour {victim} is gone \(.+\); waited [\d.]+ s on edge .+; "
-            "going on without it, its weight is this rank's own now",
+            "going on without it: this rank takes over its weight",
             warning,
         )
 

@@ -133,7 +133,7 @@ def test_disagreement_names_ranks_and_field(launch, what, error):
 def test_a_rank_that_does_not_come(launch):
     ranks = launch(3, "disagree", what="absent")
     assert ranks.codes() == [1, 1, 0]
-    assert re.search(r"rank 1: not all of the 3 ranks came to the same place within 4 s", ranks.errors(1))
+    assert re.search(r"rank 1: not all of the 3 ranks got here within 4 s", ranks.errors(1))
 
 
 STUDY = """

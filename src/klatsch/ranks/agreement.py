@@ -1,4 +1,4 @@
-"""What all ranks must agree on before the first round, and collectives over all of them. Nothing is ever unpickled."""
+"""What all ranks must agree on before the first round, and collectives over all of them. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, 
 from klatsch.ranks.failures import reason, who
 
 Group: TypeAlias = "dist.ProcessGroup | None"  # None for all ranks
-WIDTH = 160  # bytes of a text in an agreement, of which 16 are a hash of the whole
-PATIENCE = timedelta(seconds=20)  # with ranks that are on their way to the same refusal
+WIDTH = 160  # bytes per text in an agreement; 16 of them hash the whole text
+PATIENCE = timedelta(seconds=20)  # for ranks that are about to be refused as well
 
 
 def members(group: Group) -> list[int]:
@@ -29,12 +29,12 @@ def members(group: Group) -> list[int]:
             "with torchrun --nproc-per-node 4 SCRIPT"
         )
     if group is not None and dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in the process group it was given; call this on members only")
+        raise ValueError(f"rank {dist.get_rank()} is not in this process group; call this on its members only")
     return dist.get_process_group_ranks(group if group is not None else _get_default_group())
 
 
 def group_of(group: Group, timeout: float) -> dist.ProcessGroup:
-    """A gloo process group of the same ranks, for klatsch alone, so that nobody else's collectives get in the way."""
+    """A gloo process group of the same ranks for klatsch alone, out of the way of other collectives."""
     ranks = members(group)
     _check_restarts()
     try:
@@ -43,23 +43,23 @@ def group_of(group: Group, timeout: float) -> dist.ProcessGroup:
         )
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
-            f"rank {dist.get_rank()}: not all of the {len(ranks)} ranks came to the same place within {timeout:g} s "
-            f"({reason(error)}); every rank must make the optimizer, and in the same order; give a slow start more "
-            "time with timeout=..."
+            f"rank {dist.get_rank()}: not all of the {len(ranks)} ranks got here within {timeout:g} s "
+            f"({reason(error)}); make the optimizer on every rank, in the same order; give a slow start more time with "
+            "timeout=..."
         ) from None
 
 
 def leave(own: Group, group: Group) -> None:
-    """Close what `group_of(group)` returned, with its connections and threads, unless that has happened already."""
-    # Links over NCCL have no group of their own (None): they use everybody's, which must live on. Groups of some ranks
-    # are named after them, and the next such group would find the addresses of the last one.
+    """Close what `group_of(group)` returned, with its connections and threads, unless it is closed already."""
+    # Links over NCCL use everybody's group (`own` is None), which must live on. A group of some ranks is named after
+    # them, so the next one would find the addresses of this one.
     if group is None and own is not None:
         with suppress(AssertionError, KeyError, RuntimeError, ValueError):
             dist.destroy_process_group(own)
 
 
 def agree(group: Group, facts: Mapping[str, str]) -> None:
-    """Check that all ranks have the same facts (texts by name); otherwise raise on every rank, with who has what."""
+    """Check that all ranks have the same facts (texts by name); if not, every rank raises and says who has what."""
     mine = torch.frombuffer(bytearray(b"".join(_packed(text) for text in facts.values())), dtype=torch.uint8)
     rows = [bytes(row.tolist()) for row in gathered(group, mine)]
     for k, name in enumerate(facts):
@@ -87,16 +87,16 @@ def summed(group: Group, mine: Tensor) -> Tensor:
 
 
 def broadcast(group: Group, tensor: Tensor) -> None:
-    """Give every rank what the first rank of the group has, in place."""
+    """Copy the first rank's tensor to every rank, in place."""
     here = tensor.detach().cpu().contiguous().reshape(-1)
-    # As bytes: gloo does not know every dtype.
+    # As bytes: gloo does not support every dtype.
     dist.broadcast(here.view(torch.uint8), members(group)[0], group=group)
     if here.data_ptr() != tensor.data_ptr():
         tensor.copy_(here.reshape(tensor.shape))
 
 
 def _place(group: Group) -> str:
-    """Where a group's collectives want their tensors; NCCL only knows GPUs."""
+    """Where a group's collectives need their tensors: for NCCL on the GPU."""
     return "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
 
 
@@ -114,11 +114,11 @@ def _text(packed: bytes) -> str:
 
 
 def _check_restarts() -> None:
-    """Refuse restarts that would lead ranks to dead ones.
+    """Refuse restarts that would connect ranks to dead ones.
 
-    Where torchrun shares its own store with its workers, the addresses of dead workers stay in it. Restarted workers
-    read them inside init_process_group, before klatsch has a say, and connect, fail or hang by chance
-    (pytorch/pytorch#135712). So the first attempt already fails, while nothing has been trained.
+    If torchrun shares its own store with its workers, the addresses of dead workers stay in it. Restarted workers read
+    them inside init_process_group, before klatsch runs, and connect, fail or hang by chance (pytorch/pytorch#135712).
+    So the first attempt fails already, before anything is trained.
     """
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -127,20 +127,20 @@ def _check_restarts() -> None:
     default = store = _get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    # A store that init_process_group makes itself has the prefix default_pg; one that the caller gave it has not.
+    # A store made by init_process_group itself has the prefix default_pg; one from the caller does not.
     default.set("klatsch", "is here")
     if not store.check([f"default_pg/{_get_default_group().group_name}//klatsch"]):
         return
-    # torchrun starts refused ranks again, and they must not hang on this attempt's addresses.
-    with suppress(RuntimeError, ValueError):  # not all ranks gossip, or it is NCCL's group, which has no such barrier
+    # torchrun restarts refused ranks, and they must not hang on this attempt's addresses.
+    with suppress(RuntimeError, ValueError):  # not all ranks gossip, or NCCL's group, which lacks this barrier
         dist.monitored_barrier(timeout=PATIENCE)  # all have read the addresses
         if dist.get_rank() == 0 and hasattr(store, "list_keys"):  # not in every version of torch
             for key in [key for key in store.list_keys() if key.startswith("default_pg/")]:
                 store.delete_key(key)
         dist.monitored_barrier(timeout=PATIENCE)  # the first rank that is refused ends all others
     raise ValueError(
-        f"torchrun is to restart ranks ({restarts} times) but keeps the addresses of dead ones in its store, where "
-        "restarted ones would look for the living; start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and "
-        "--rdzv-backend c10d (or --standalone) in place of --master-port, or give init_process_group a store for each "
-        "attempt (see docs/cluster.md)"
+        f"torchrun may restart ranks ({restarts} times) but keeps the addresses of dead ones in its store, where "
+        "restarted ones would find them; start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d "
+        "(or --standalone) instead of --master-port, or give init_process_group a store for each attempt (see "
+        "docs/cluster.md)"
     )

@@ -1,4 +1,4 @@
-"""What goes wrong on ranks, in words: who, in which round, and what to do."""
+"""Errors on ranks: who, in which round, and what to do."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class LinkError(RuntimeError):
         rank: who noticed.
         neighbor: who is gone or late.
         round: the round t in which it was noticed.
-        seconds: how long it was waited for.
-        gone: whether its connection broke; otherwise it is open, and the neighbour is late.
+        seconds: how long the wait was.
+        gone: whether its connection broke; otherwise the neighbour is late.
     """
 
     def __init__(self, rank: int, neighbor: int, edge: str, t: int, seconds: float, reason: str | None) -> None:
@@ -30,14 +30,14 @@ class LinkError(RuntimeError):
         if self.gone:
             first = "see what ended it (an error, or fewer steps than the others take), resume from a Checkpointer"
         else:
-            first = "see that it takes as many steps as the others, give it more time (timeout=...)"
-        return f"{first}, end uneven trainings with optimizer.finish(), or go on without it (on_failure='continue')"
+            first = "check that it takes as many steps as the others, give it more time (timeout=...)"
+        return f"{first}, end uneven training with optimizer.finish(), or go on without it (on_failure='continue')"
 
 
 class MessageError(LinkError):
     """A neighbour has sent numbers that are not finite."""
 
-    remedy = "see what it computes, resume from a Checkpointer, or go on without it (on_failure='continue')"
+    remedy = "check what it computes, resume from a Checkpointer, or go on without it (on_failure='continue')"
 
     def __init__(self, rank: int, neighbor: int, t: int) -> None:
         super().__init__(rank, neighbor, f"{neighbor} -> {rank}", t, 0.0, "refused")
@@ -59,7 +59,7 @@ class NonFiniteError(FloatingPointError):
 
     Attributes:
         rank: whose they are.
-        round: the round t that they would have led to, or after which the state is not finite.
+        round: the round t of these gradients, or after which the state is not finite.
     """
 
     def __init__(self, rank: int, t: int, what: str, remedy: str) -> None:
@@ -74,11 +74,11 @@ def shown(ranks: Sequence[int]) -> str:
 
 
 def who(ranks: Sequence[int]) -> str:
-    """Ranks as the subject of a sentence that goes on with what they have."""
+    """Ranks as the subject of a sentence, with "has" or "have"."""
     return f"{shown(ranks)} {'has' if len(ranks) == 1 else 'have'}"
 
 
 def reason(error: BaseException) -> str:
-    """What gloo says, without the place in its sources."""
+    """What gloo says, without the place in its source code."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
     return (text.partition(".cc:")[2].partition("] ")[2] or text).partition(". ")[0]

@@ -1,4 +1,4 @@
-"""Links over gloo: messages are posted early and waited for late, and never for longer than agreed."""
+"""Links over gloo: messages are posted early and waited for late, within a time limit."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from klatsch.ranks.links import Links, OnFailure, Total
 from klatsch.ranks.waiting import Notes, Transfer, Waiter
 from klatsch.topology import Topology
 
-MOST_PATIENCE = 4  # timeouts that a neighbour gets if it says that it waits itself
-FIRST_TAG, LAST_TAG = 1 << 20, 1 << 31  # of sums over survivors: above those of rounds, and different in every round
+MOST_PATIENCE = 4  # timeouts for a neighbour that says it is waiting, too
+FIRST_TAG, LAST_TAG = 1 << 20, 1 << 31  # for sums over survivors: above the tags of rounds, and new in every round
 NEWS, UP, DOWN = range(3)
 
 
 class GlooLinks(Links):
     """The links of one rank over a gloo group that nobody else uses; vectors on a GPU travel through pinned memory.
 
-    With on_failure="continue" it goes on without neighbours that fail, while `quorum`, a share of all ranks, is within
-    reach.
+    With on_failure="continue" it goes on without failed neighbours while `quorum`, a share of all ranks, is in reach.
     """
 
     def __init__(
@@ -45,14 +44,14 @@ class GlooLinks(Links):
         self.survives = on_failure == "continue"
         self._place = torch.device("cpu")
         self._staged = device.type != "cpu"
-        self._heard: dict[int, int] = {}  # by neighbour: the last round of which something came from it
+        self._heard: dict[int, int] = {}  # by neighbour: the last round from which a message came
         self._arriving: dict[int, list[Transfer]] = {}
         self._leaving: dict[tuple[int, int], list[Transfer]] = {}
-        self._abandoned: list[Transfer] = []  # with neighbours that are lost; gloo may still work on them
+        self._abandoned: list[Transfer] = []  # with lost neighbours; gloo may still work on them
         self._notes = Notes(group)
         self._waiters: dict[tuple[int, bool], Waiter] = {}
         self._failure: LinkError | QuorumError | None = None
-        self._apart = False  # whether a warning has said that the network is no longer connected
+        self._apart = False  # whether a warning has reported a network in several pieces
 
     def expect(self, tag: int, t: int, like: Tensor) -> None:
         room = self._room(tag, t, like)
@@ -70,7 +69,7 @@ class GlooLinks(Links):
     def sent(self, tag: int, t: int) -> None:
         leaving = self._leaving.pop((tag, t), [])
         for transfer in leaving:
-            # A neighbour that has sent something of a later round has ended this one, and needed the message for that.
+            # A neighbour that has sent a message of a later round needed this one before.
             if self._heard.get(transfer.peer, 0) > t and not transfer.waited_for:
                 transfer.finish()
         self._wait([transfer for transfer in leaving if not transfer.ended(0.0) or transfer.error is not None], t)
@@ -79,10 +78,10 @@ class GlooLinks(Links):
         self._lose(source, MessageError(self.rank, source, t))
 
     def take_stock(self, t: int) -> None:
-        for peer in set(self.membership.links_lost()) - self.lost.keys():  # which has given up this rank
+        for peer in set(self.membership.links_lost()) - self.lost.keys():  # it has given up on this rank
             edge = f"{peer} -> {self.rank}"
             self._lose(peer, LinkError(self.rank, peer, edge, t, 0.0, "it goes on without this rank"))
-        if self.membership.leaving:  # this rank goes on without the others, as it was asked to
+        if self.membership.leaving:  # this rank is meant to go on without the others
             return
         near, size = self.membership.within_reach(), self.topology.size
         if len(near) / size < self.quorum and self._failure is None:
@@ -94,8 +93,8 @@ class GlooLinks(Links):
             others = " and ".join(shown(group) for group in apart)
             warnings.warn(
                 f"rank {self.rank}, round {t}: the network is no longer connected: {len(near)} of {size} ranks are "
-                f"left within reach ({shown(near)}), and {others} are gone or keep training on their own; quorum=... "
-                "would stop where too few are left",
+                f"left within reach ({shown(near)}), and {others} are gone or keep training on their own; set "
+                "quorum=... to stop when too few are left",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -110,9 +109,9 @@ class GlooLinks(Links):
                 yield everyone
 
     def swap(self, tag: int, t: int, message: Tensor, sources: Sequence[int], targets: Sequence[int]) -> list[Tensor]:
-        """Send a vector on the CPU to some neighbours after round t; returns what came from others, of the same shape.
+        """Send a vector on the CPU to `targets` after round t; returns the vectors of `sources`, of the same shape.
 
-        One that is gone is lost, as in a round; one that does not answer in time raises RuntimeError.
+        A neighbour that is gone is lost, as in a round; one that does not answer in time raises RuntimeError.
         """
         came = [self._post(dist.irecv, torch.empty_like(message), source, tag) for source in sources]
         went = [self._post(dist.isend, message, target, tag) for target in targets]
@@ -123,16 +122,16 @@ class GlooLinks(Links):
         deadline = time.monotonic() + self.timeout
         leaving = [*chain(*self._leaving.values())]
         self._take(leaving)
-        for transfer in leaving:  # those that do not end stay, and their memory is not used again
+        for transfer in leaving:  # one that does not end stays, and its memory is not reused
             transfer.ended(deadline - time.monotonic())
 
     def close(self) -> None:
         """Let the last messages leave, and end the threads.
 
-        A thread that still waits for a late neighbour when the process ends would crash it. It ends when its connection
-        is closed, which gloo does, for all ranks at once, when a wait passes its limit.
+        A thread that still waits for a late neighbour would crash the process at its end. It stops when its connection
+        closes, and gloo closes all connections when a wait passes its limit.
         """
-        if self._failure is None:  # otherwise the sooner it ends the better
+        if self._failure is None:  # otherwise, the sooner it ends the better
             self.drain()
         for transfer in (*self._abandoned, *chain(*self._leaving.values())):
             transfer.give_up()
@@ -154,7 +153,7 @@ class GlooLinks(Links):
 
     def _post(self, move: Callable[..., dist.Work | None], memory: Tensor, peer: int, tag: int) -> Transfer:
         incoming = move is dist.irecv
-        if (peer, incoming) not in self._waiters:  # not only when needed: at the end, some Pythons start no threads
+        if (peer, incoming) not in self._waiters:  # not later: some Pythons start no threads at the end
             self._waiters[peer, incoming] = Waiter(f"klatsch {'source' if incoming else 'target'} {peer}")
         return Transfer(peer, incoming, memory, partial(move, memory, self._global[peer], group=self.group, tag=tag))
 
@@ -164,13 +163,13 @@ class GlooLinks(Links):
 
     def _wait(self, transfers: list[Transfer], t: int) -> None:
         if self._failure is not None:
-            raise self._failure  # somebody caught it and goes on; but messages are missing now
+            raise self._failure  # again, for a caller that caught it: messages are missing now
         began = time.monotonic()
         self._settle(transfers, t)
         self.seconds_waited += time.monotonic() - began
 
     def _settle(self, transfers: list[Transfer], t: int, must_answer: bool = False) -> None:
-        """Wait for messages to come or go, and lose neighbours that fail or, unless they must answer, are late."""
+        """Wait for messages, and lose neighbours that fail or are late; a late one that must answer raises."""
         began = time.monotonic()
         self._take(transfers)
         for transfer in transfers:
@@ -185,7 +184,7 @@ class GlooLinks(Links):
                 self._lose(peer, LinkError(self.rank, peer, edge, t, time.monotonic() - began, why))
 
     def _in_time(self, transfer: Transfer, began: float) -> bool:
-        """Whether a message comes or goes in time; a neighbour that waits itself gets more of it."""
+        """Whether a message ends in time; a neighbour that is itself waiting gets more time."""
         deadline, last_call = began + self.timeout, began + MOST_PATIENCE * self.timeout
         while not transfer.ended(min(self.timeout / 8, deadline - time.monotonic())):
             now = time.monotonic()
@@ -203,24 +202,23 @@ class GlooLinks(Links):
             self._failure = failure
             raise failure
         self.lost[peer] = failure
-        # Messages may still arrive in memory that was posted, so it is not used again.
+        # Messages may still arrive in posted memory, so it is not reused.
         self._memory.clear()
         for transfers in (*self._arriving.values(), *self._leaving.values()):
             self._abandoned += [transfer for transfer in transfers if transfer.peer == peer]
             transfers[:] = [transfer for transfer in transfers if transfer.peer != peer]
         warnings.warn(
-            f"{failure.args[0]}; going on without it, its weight is this rank's own now", RuntimeWarning, stacklevel=2
+            f"{failure.args[0]}; going on without it: this rank takes over its weight", RuntimeWarning, stacklevel=2
         )
         self.membership.lose(peer)
         self.take_stock(failure.round)
 
 
 class Survivors:
-    """Sums over the ranks within reach, over the links that still hold, where a collective would fail.
+    """Sums over the ranks within reach and the links that still hold, where a collective would fail.
 
-    First the ranks tell each other what they know, until all within reach know the same; then numbers go up a tree that
-    all of them see alike, and their sum comes down again. All make this, and ask it, together after the same round t,
-    which tells the messages of one question from those of another.
+    First the ranks exchange news until all within reach know the same; then numbers go up a tree that all of them agree
+    on, and their sum comes down again. All of them do this together after the same round t, which tags the messages.
     """
 
     def __init__(self, links: GlooLinks, t: int) -> None:
@@ -236,7 +234,7 @@ class Survivors:
         self._parent, self._children = known.tree()
 
     def summed(self, mine: Tensor) -> Tensor:
-        """The sum over all of them. Where one dies meanwhile, all others raise RuntimeError too."""
+        """The sum over all of them. If one dies meanwhile, the others raise RuntimeError."""
         parents = [] if self._parent is None else [self._parent]
         total = torch.cat([mine, mine.new_ones(1)])  # the last number counts who is in the sum
         for theirs in self._swap(UP, total, self._children, []):
@@ -246,7 +244,7 @@ class Survivors:
             total = next(iter(self._swap(DOWN, total, parents, [])), torch.zeros_like(total))
         self._swap(DOWN, total, [], self._children)
         if int(total[-1]) != len(self.ranks):
-            raise RuntimeError("a rank was lost meanwhile; ask again")
+            raise RuntimeError("a rank was lost meanwhile; try again")
         return total[:-1]
 
     def _swap(self, kind: int, message: Tensor, sources: list[int], targets: list[int]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""How messages travel: the interface that nodes, optimizers and studies use. `gloo` and `nccl` are the two kinds."""
+"""How messages travel: the interface for nodes, optimizers and studies; `gloo` and `nccl` implement it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Total = Callable[[Tensor], Tensor]  # sums a vector over ranks
 class Links:
     """One rank's links to its neighbours, over a process group with one rank per node.
 
-    Every message of a round has its own tag; messages with one tag between two ranks arrive in the order in which they
-    were sent. Receives of a round are posted (`expect`) before anything of it is sent, and only `received` and `sent`
-    block, so no order of ranks can lock up. A neighbour may keep this rank waiting for `timeout` seconds.
+    Every message of a round has its own tag; messages with one tag between two ranks arrive in order. Receives of a
+    round are posted (`expect`) before anything is sent, and only `received` and `sent` block, so ranks cannot deadlock.
+    A neighbour may keep this rank waiting for `timeout` seconds.
     """
 
     survives = False  # whether this rank goes on without neighbours that fail
@@ -34,7 +34,7 @@ class Links:
         self.group, self.topology, self.device, self.timeout = group, topology, device, timeout
         self.rank = dist.get_rank(group)
         self.membership = Membership(topology, self.rank)
-        self.tail = len(self.membership)  # numbers at the end of every message: what its sender knows of the network
+        self.tail = len(self.membership)  # numbers at the end of every message: its sender's news of the network
         self.lost: dict[int, LinkError] = {}  # neighbours that this rank goes on without
         self.bytes_sent, self.seconds_waited = 0, 0.0
         self._global = members(group)
@@ -45,21 +45,21 @@ class Links:
         self._place = device  # of that memory, which is pinned where this is not the device
 
     def expect(self, tag: int, t: int, like: Tensor) -> None:
-        """Get ready for what the neighbours send in round t under a tag: vectors like the one that this rank sends."""
+        """Prepare to receive the neighbours' vectors of round t under a tag, shaped like the one this rank sends."""
         raise NotImplementedError
 
     def send(self, tag: int, t: int, message: Tensor) -> None:
-        """Send a vector to all that hear this rank in round t; it must not change until `sent(tag, t)`.
+        """Fill in the last `tail` numbers of a vector and send it to all that hear this rank in round t.
 
-        Its last `tail` numbers are filled in here.
+        It must not change until `sent(tag, t)`.
         """
         raise NotImplementedError
 
     def sent(self, tag: int, t: int) -> None:
-        """Wait until what was sent under a tag for round t has left, so that its memory can be used again."""
+        """Wait until the message of round t under a tag has left, so that its memory can be reused."""
 
     def received(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
-        """What the neighbours sent under a tag, once all of it is there; valid until the next `expect` of the tag."""
+        """Wait for the neighbours' vectors under a tag; they stay valid until the next `expect` of the tag."""
         arrived = self._arrived(tag, t)
         if self.membership.learn(memory[-self.tail :] for _, memory in arrived):
             self.take_stock(t)
@@ -67,27 +67,27 @@ class Links:
         return [(source, memory[: -self.tail].to(self.device)) for source, memory in there]
 
     def absent(self, t: int) -> set[int]:
-        """Ranks that are lost, or have left before round t; all of them if this rank has."""
+        """Ranks that are lost or left before round t; all of them if this rank left."""
         gone = self.membership.gone_by(t)
         return set(range(self.topology.size)) if self.rank in gone else gone | self.lost.keys()
 
     def refuse(self, source: int, t: int) -> None:
-        """Fail, or go on without a neighbour, because it has sent numbers that are not finite."""
+        """Fail, or go on without a neighbour, because it sent numbers that are not finite."""
         raise MessageError(self.rank, source, t)
 
     def take_stock(self, t: int) -> None:
-        """Look at what is left of the network when a link is lost, or a rank leaves, somewhere."""
+        """Look at what is left of the network after a link is lost or a rank leaves."""
 
     @contextmanager
     def together(self, group: Group, t: int) -> Iterator[tuple[Total, list[int]]]:
-        """What sums over the ranks that are left, and who they are; all of them ask together after the same round t.
+        """A function that sums over the remaining ranks, and these ranks; all of them call it after the same round t.
 
-        Where failures are raised it is a collective of all ranks, over their `group`.
+        If failures are raised, it is a collective of all ranks over `group`.
         """
         yield partial(summed, group), list(range(self.topology.size))
 
     def drain(self) -> None:
-        """Wait until all that was sent has left, or its receiver is gone; at most for the timeout. Raises nothing."""
+        """Wait, at most for the timeout, until every message has left or its receiver is gone. Raises nothing."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -95,11 +95,11 @@ class Links:
         self.drain()
 
     def reopened(self, group: dist.ProcessGroup) -> Links:
-        """Links over a fresh group, with no message on its way."""
+        """Links over a fresh group, with no messages in flight."""
         return self
 
     def _arrived(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
-        """The whole messages under a tag by neighbour, once they are there."""
+        """Wait for the whole messages under a tag, by neighbour."""
         raise NotImplementedError
 
     def _present(self, peers: list[list[int]], t: int) -> list[int]:
@@ -107,7 +107,7 @@ class Links:
         return [peer for peer in peers[(t - 1) % len(peers)] if peer not in absent]
 
     def _room(self, tag: int, t: int, like: Tensor) -> list[tuple[int, Tensor]]:
-        """Memory for the messages of round t under a tag, by neighbour; the same in all rounds."""
+        """Memory for the messages of round t under a tag, by neighbour; reused in every round."""
         sources, pinned = self._present(self._sources, t), self._place.type != self.device.type
         for key in [(tag, k) for k in range(len(sources)) if (tag, k) not in self._memory]:
             self._memory[key] = torch.empty(like.shape, dtype=like.dtype, device=self._place, pin_memory=pinned)

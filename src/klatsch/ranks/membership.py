@@ -1,7 +1,7 @@
-"""Who is still there: which links are lost, who has finished and who leaves, told at the end of every message.
+"""Who is still there: which links are lost, who has finished and who leaves, sent at the end of every message.
 
-What a rank knows of the network is a vector of numbers that only grow, its status. Each rank keeps the larger of its
-own numbers and of those it hears, so news travels one hop per round, without a server.
+A rank's status is a vector of numbers that only grow. Each rank keeps the larger of its own and its neighbours'
+numbers, so news travels one hop per round, without a server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from klatsch.topology import Topology
 
-DIGIT = 1 << 20  # rounds are told as two numbers below this, which every dtype of a message holds exactly
+DIGIT = 1 << 20  # rounds are sent as two numbers below this, which every dtype of a message holds exactly
 
 
 class Membership:
@@ -46,7 +46,7 @@ class Membership:
         tail.copy_(self._status)
 
     def learn(self, tails: Iterable[Tensor]) -> bool:
-        """Take in what other ranks know; returns whether a link is newly lost, or a rank newly leaves."""
+        """Add what other ranks know; returns whether a link is newly lost or a rank newly leaves."""
         before = self._gone.clone()
         for tail in tails:
             heard = torch.nan_to_num(tail.to(self._status), nan=0.0, posinf=0.0)  # nonsense is not news
@@ -70,7 +70,7 @@ class Membership:
         return [sum(pair) - self.rank for pair, k in self._number.items() if self.rank in pair and self._lost[k]]
 
     def gone_by(self, t: int) -> set[int]:
-        """The ranks that have left before round t, as they had announced."""
+        """The ranks that announced that they leave before round t."""
         return {node for node in self._leavers() if t > self._end([node])}
 
     @property
@@ -79,10 +79,10 @@ class Membership:
         return bool(self._leaving[self.rank])
 
     def last_round(self) -> int | None:
-        """The round after which nobody needs this rank any more; None while that is not known.
+        """The round after which nobody needs this rank any more; None while that is unknown.
 
-        By then all have finished, and all know it: news of the last one takes one round to be sent, and `lag` to
-        arrive. A rank that leaves only waits until everyone has heard of that.
+        By then all have finished and know it: the last one's news takes one round to be sent and `lag` to arrive. A
+        rank that leaves only waits until everyone knows that.
         """
         if self.leaving:
             return self._end([self.rank])
@@ -90,33 +90,33 @@ class Membership:
         return self._end(nodes) if bool((self._low[nodes] > 0).all()) else None
 
     def within_reach(self) -> list[int]:
-        """The ranks that this one still hears and is heard by, directly or through others; itself included."""
+        """The ranks that this one still hears and is heard by, directly or through others, including itself."""
         return next(group for group in self._groups() if self.rank in group)
 
     def out_of_reach(self) -> list[list[int]]:
-        """Ranks that may train on without this one, in groups that still hear each other.
+        """Ranks that may keep training without this one, in groups that still hear each other.
 
-        A single rank counts only if no link to it is lost and it does not leave; otherwise it is taken to be gone.
+        A single rank counts only if no link to it is lost and it does not leave; otherwise it is presumed gone.
         """
         ended = {node for pair, k in self._number.items() if self._lost[k] for node in pair} | {*self._leavers()}
         return [g for g in self._groups() if self.rank not in g and (len(g) > 1 or not ended.intersection(g))]
 
     def tree(self) -> tuple[int | None, list[int]]:
-        """The parent and the children of this rank in a tree of all within reach, the same on all of them."""
+        """The parent and children of this rank in a tree of all within reach, which is the same on all of them."""
         nodes = self.within_reach()
         parents = breadth_first_order(self._graph(), nodes[0], directed=False)[1]
         parent = None if self.rank == nodes[0] else int(parents[self.rank])
         return parent, [node for node in nodes if parents[node] == self.rank]
 
     def beside(self) -> list[int]:
-        """All neighbours, in whichever round and direction, whose link to this rank holds."""
+        """All neighbours, in any round and direction, whose link to this rank holds."""
         return sorted(sum(pair) - self.rank for pair in self._number if self.rank in pair and self._holds(pair))
 
     def _leavers(self) -> list[int]:
         return self._leaving.nonzero()[:, 0].tolist()
 
     def _holds(self, ends: tuple[int, int]) -> bool:
-        """Whether a link is there to stay: it is not lost, and neither end leaves."""
+        """Whether a link is not lost, and neither end leaves."""
         return not (self._lost[self._number[min(ends), max(ends)]] or any(self._leaving[node] for node in ends))
 
     def _graph(self) -> csr_array:
@@ -130,7 +130,7 @@ class Membership:
         return [np.flatnonzero(groups == k).tolist() for k in range(number)]
 
     def _end(self, nodes: list[int]) -> int:
-        """The round by which all know that these ranks have finished; later than needed where links are missing."""
+        """The round by which all know that these ranks have finished; an upper bound if links are lost."""
         rounds = max(int(self._high[node]) * DIGIT + int(self._low[node]) - 1 for node in nodes)
         hops = (self.size - 1) * self.topology.period if bool(self._gone.any()) else self._lag
         return rounds + (1 + hops if self.size > 1 else 0)
@@ -141,17 +141,17 @@ class Membership:
 
 
 def lag(topology: Topology) -> int:
-    """Rounds that a rank may be ahead of the slowest one: after t of its own, all others have done t - lag.
+    """Rounds that a rank can be ahead of the slowest: after t rounds of its own, all others have done t - lag.
 
-    It is also how many rounds news takes to reach everybody, whichever round it starts in.
+    It is also how many rounds news takes to reach everybody, from any round.
     """
     if not topology.changes:
         hops = shortest_path(topology.speaking[0], unweighted=True)
         return int(hops[np.isfinite(hops)].max()) * topology.every
-    worst, itself = 0, np.eye(topology.size, dtype=np.float32)  # floats, whose product is the fast one
+    worst, itself = 0, np.eye(topology.size, dtype=np.float32)  # products of floats are fast
     heard = [np.maximum(itself, P.toarray() != 0).astype(np.float32) for P in topology.speaking]
     for phase in range(len(heard)):
-        reached, back, last = itself, 0, 0  # `last`: the hops after which something new was reached
+        reached, back, last = itself, 0, 0  # `last`: hops until something new was last reached
         while not reached.all() and back - last < len(heard):
             further = np.minimum(reached @ heard[(phase - back) % len(heard)], 1)
             back += 1

@@ -1,7 +1,7 @@
 """Links over NCCL, one process per GPU: each exchange is one batch, in the same order on all ranks.
 
-A neighbour that is gone or late is noticed by the watchdog of the process group, after the group's own timeout. How
-long a rank has waited is not known.
+The process group's watchdog notices a neighbour that is gone or late, after the group's own timeout. Waiting times are
+unknown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NcclLinks(Links):
         super().__init__(group, topology, device, timeout)
         self._incoming: dict[int, list[tuple[int, Tensor]]] = {}
         self._running: dict[int, list[dist.Work]] = {}
-        # The first operation makes the communicator, and all ranks must take part in it; not all do in every round.
+        # The first operation makes the communicator with all ranks; not all of them speak in every round.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def expect(self, tag: int, t: int, like: Tensor) -> None:

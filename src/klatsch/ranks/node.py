@@ -1,8 +1,8 @@
 """One node of a network: its part of the rule's state, and the rounds that advance it.
 
-The same `rule.update` as in simulation runs here, on slices of the vectors that stay in the cache: between two flows a
-rule is elementwise, so a slice needs nothing but itself. Where a message depends on the gradient, the update runs up to
-that call of `flow` to find what to send, and once more from the beginning when all messages have come.
+The same `rule.update` as in simulation runs on slices of the vectors that stay in the cache: between two flows a rule
+is elementwise, so slices are independent. If a message depends on the gradient, the update runs up to that call of
+`flow` to find what to send, and once more from the beginning when all messages have arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from klatsch.rules.base import each
 from klatsch.topology.matrix import Matrix, exact_weights, mapped
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # numbers per slice: a cache's worth, or enough to hide the launches
-PIECE = 1 << 30  # numbers in one dot product: a GPU's takes at most twice as many
+PIECE = 1 << 30  # numbers per dot product; the limit on a GPU is twice that
 
 Block = slice | None  # a slice of the vectors, or all of them
 
@@ -36,14 +36,14 @@ class Given(NamedTuple):
 
 
 Inputs = Callable[[Block], Given]
-Receiver = Callable[[Block, State, Rule], None]  # is called with a slice of the new state and the rule of the round
+Receiver = Callable[[Block, State, Rule], None]  # called with a slice of the new state and the rule of the round
 
 
 class Row(NamedTuple):
     """One node's part of one gossip matrix, by node."""
 
-    links: dict[int, float]  # P_ij: its weights for the values that it hears
-    away: dict[int, float]  # P_ki: the weights that others have for its value
+    links: dict[int, float]  # P_ij: its weights for the values it hears
+    away: dict[int, float]  # P_ki: others' weights for its value
 
 
 class Heard(NamedTuple):
@@ -51,13 +51,12 @@ class Heard(NamedTuple):
 
     parts: list[list[Tensor]]  # by neighbour: the tensors of its message
     weights: list[float]  # P_ij by neighbour
-    away: float | None  # where columns sum to 1 instead of rows: what this node gives away of its own value
+    away: float | None  # if columns sum to 1 instead of rows: the share of its value that this node gives away
 
     def pull(self, v: Tensor, others: list[Tensor], mixed: bool) -> Tensor:
         """The flow sum_j P_ij (v_j - v_i), or v_i plus that; summed as differences, which keep equal values equal.
 
-        Where columns sum to 1 instead of rows (push-sum), what others take is what this node gives away: the flow is
-        sum_j P_ij v_j - sum_k P_ki v_i.
+        If columns sum to 1 instead of rows (push-sum), it is sum_j P_ij v_j - sum_k P_ki v_i.
         """
         if self.away is not None:
             result = v * (float(mixed) - self.away)
@@ -74,7 +73,7 @@ class Heard(NamedTuple):
 
 
 class Message:
-    """Tensors side by side in one piece of memory, so that they travel together, with room for news at the end."""
+    """Tensors side by side in memory, so that they travel together, with room for news at the end."""
 
     def __init__(self, shapes: Sequence[torch.Size], like: Tensor, tail: int) -> None:
         self.whole = like.new_zeros(sum(shape.numel() for shape in shapes) + tail)
@@ -82,7 +81,7 @@ class Message:
 
 
 class _Reached(Exception):  # noqa: N818
-    """The update has come to the call of `flow` that was looked for."""
+    """The update has reached the call of `flow` where it should stop."""
 
     def __init__(self, places: Iterable[tuple[Tensor, Place]]) -> None:
         self.places = places
@@ -91,8 +90,8 @@ class _Reached(Exception):  # noqa: N818
 class Node:
     """One rank's share of a network: a rule that starts at x, of any shape that ends in the parameter axis.
 
-    The stream tells the messages of several nodes on the same links apart. A guarded node refuses messages that are
-    not finite.
+    `stream` tells apart the messages of several nodes on the same links. A guarded node refuses messages that are not
+    finite.
     """
 
     def __init__(self, rule: Rule, x: Tensor, links: Links, stream: int = 0, guarded: bool = False) -> None:
@@ -104,7 +103,7 @@ class Node:
         self._blocks, self._wide = _blocks(x), x.shape[-1]
         self._begun, self._guarded, self._calls = False, guarded, 0
         self._messages = [Message(sent.shapes, x, links.tail) for sent in self._traffic.messages]
-        # What travels early does so while the next state is computed, so its memory takes turns with a spare one.
+        # Early messages travel while the next state is computed, so their memory alternates with a spare one.
         self._early = self._traffic.early
         self._spare = Message(self._traffic.messages[0].shapes, x, links.tail) if self._early else None
         start = rule.init(x)
@@ -116,41 +115,38 @@ class Node:
 
     @property
     def state(self) -> State:
-        """The state after the last round. Its tensors are this node's own memory."""
+        """The state after the last round; its tensors are the node's own memory."""
         return dict(self._fields)
 
     def load(self, fields: State, rounds: int) -> None:
-        """Go on from a state that was saved after some rounds."""
+        """Continue from a state saved after some rounds."""
         for name, value in fields.items():
             self._fields[name].copy_(value)
         self.rounds, self._begun = rounds, False
 
     @torch.no_grad()
     def write(self, point: Callable[[State], Tensor], into: Tensor) -> None:
-        """Write a point of the state into a vector, in the slices of a round: the same bits that a round computes."""
+        """Write a point of the state into a vector, in the same slices and so the same bits as a round."""
         for block in self._blocks:
             self._part(block, into).copy_(point(self._cut(block)))
 
     def keep_also(self, rule: Rule) -> None:
-        """Keep what the same rule needs with other options, such as a momentum; it begins as at the start."""
+        """Add the fields that the rule needs with other options, such as a momentum, with their initial values."""
         for name, value in rule.init(self.rule.query(self.state)).items():
             if name not in self._fields:
                 self._fields[name] = value.clone()
 
     def exchange(self, given: Inputs) -> None:
-        """The first half of a round: send what is to be sent, and wait for what is to come.
-
-        Where a neighbour fails, the state is still that of the round before.
-        """
+        """The first half of a round: send and receive all messages. If a neighbour fails, the state is unchanged."""
         t = self.rounds + 1
         if not self._begun:
             self._begin(t)
         self._heard = {}
         for k, sent in enumerate(self._traffic.messages):
-            if sent.call is None:  # it has travelled early
+            if sent.call is None:  # it travels early
                 continue
             self._collect(t, sent.needs)
-            self.links.sent(self._first_tag + k, t - 1)  # its memory is used again
+            self.links.sent(self._first_tag + k, t - 1)  # its memory is reused
             if self.links.topology.speaks(t):  # otherwise nobody waits for it
                 self._compute_message(k, t, given)
                 self.links.send(self._first_tag + k, t, self._messages[k].whole)
@@ -159,10 +155,7 @@ class Node:
             self.links.sent(self._first_tag, t - 1)
 
     def advance(self, given: Inputs, arrived: Receiver | None = None, last: bool = False) -> None:
-        """The second half: compute the new state, hand every slice of it to `arrived`, and begin the next round.
-
-        After the `last` round no message is sent or waited for.
-        """
+        """The second half: compute the new state, pass its slices to `arrived`, and begin the next round, if any."""
         t, following = self.rounds + 1, dict(self._fields)
         if self._spare is not None:
             following |= dict(zip(self._early, self._spare.parts, strict=True))
@@ -176,7 +169,7 @@ class Node:
                 place = following[name]
                 if block is None or place.shape[-1] == self._wide:
                     self._part(block, place).copy_(value)
-                else:  # the same for all slices, and still read by the next ones
+                else:  # the same for all slices, and the next ones still read it
                     single[name] = value
             if arrived is not None:
                 arrived(block, new, rule)
@@ -191,7 +184,7 @@ class Node:
     # --- inside ------------------------------------------------------------------------------------------------
 
     def _begin(self, t: int) -> None:
-        """Get ready for all messages of round t, and send those that need no gradient."""
+        """Prepare to receive all messages of round t, and send those that need no gradient."""
         for k, message in enumerate(self._messages):
             self.links.expect(self._first_tag + k, t, message.whole)
         if self._early:
@@ -207,8 +200,8 @@ class Node:
             if self._guarded:
                 for source in [source for source, vector in vectors if not is_sound(vector)]:
                     self.links.refuse(source, t)
-            # What this node would give to the value of a lost one it gives to its own, and rows still sum to 1; for
-            # push-sum it keeps what it would have passed on to the lost one, and columns still do.
+            # The weight of a lost neighbour goes to this node's own value, so rows still sum to 1; in push-sum this
+            # node keeps what it would have passed on to it, so columns still do.
             absent, row = self.links.absent(t), self._rows[(t - 1) % len(self._rows)]
             away = None if self._by_rows else sum(w for node, w in row.away.items() if node not in absent)
             there = [(source, vector) for source, vector in vectors if source not in absent]
@@ -216,7 +209,7 @@ class Node:
             self._heard[k] = Heard(parts, [row.links[source] for source, _ in there], away)
 
     def _compute_message(self, k: int, t: int, given: Inputs) -> None:
-        """Run the update up to the call whose tensors message k carries, and keep them."""
+        """Fill message k: run the update up to the call of `flow` whose tensors it carries."""
         sent, parts = self._traffic.messages[k], self._messages[k].parts
         for block in self._blocks:
             (rule, grad, lr), old = given(block), self._cut(block)
@@ -232,7 +225,7 @@ class Node:
             part.copy_(self._fields[name])
 
     def _flow(self, block: Block, old: State, stop: int | None = None) -> Flow:
-        """What the rule calls as `flow`, for one slice; it raises _Reached at the call `stop`."""
+        """The rule's `flow` for one slice; it raises _Reached at call number `stop`."""
         self._calls = 0
 
         def exchanged(mixed: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -245,7 +238,7 @@ class Node:
             for tensor, (k, part, field) in zip(tensors, self._traffic.calls[c], strict=True):
                 if field is not None and tensor is not old[field]:
                     raise self._other_calls()
-                if (heard := self._heard.get(k)) is None:  # nothing before the stop needs it
+                if (heard := self._heard.get(k)) is None:  # not needed before the stop
                     results.append(tensor)
                 else:
                     others = [self._part(block, theirs[part]) for theirs in heard.parts]
@@ -262,15 +255,12 @@ class Node:
 
     def _other_calls(self) -> ValueError:
         return ValueError(
-            f"{self.rule.name} does not call flow in every round as in the first; neighbours must know what to wait for"
+            f"{self.rule.name} does not call flow the same way in every round; neighbours must know what to wait for"
         )
 
 
 def is_sound(v: Tensor) -> bool:
-    """Whether all numbers of a vector are finite, and none is absurd: their squares must not overflow.
-
-    One dot product is 15 times as fast as asking of every number whether it is finite.
-    """
+    """Whether the squares of all numbers are finite; one dot product is 15 times as fast as testing each number."""
     v = v.float() if v.element_size() < 4 else v
     return bool(torch.isfinite(torch.stack([torch.dot(piece, piece) for piece in torch.split(v, PIECE)]).sum()))
 
@@ -285,14 +275,14 @@ def _row(P: Matrix, rank: int, dtype: torch.dtype) -> Row:
 
 
 def _parts(vector: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The tensors that a message begins with."""
+    """The tensors at the start of a message."""
     sizes = [shape.numel() for shape in shapes]
     pieces = torch.split(vector[: sum(sizes)], sizes)
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _blocks(x: Tensor) -> list[Block]:
-    """Slices of a plain vector; anything else is taken as a whole."""
+    """Slices of a plain vector; any other tensor stays whole."""
     if x.ndim != 1:
         return [None]
     size = BLOCK.get(x.device.type, BLOCK["cuda"])
@@ -300,6 +290,6 @@ def _blocks(x: Tensor) -> list[Block]:
 
 
 def _apart(old: State, new: State) -> State:
-    """A new state in which no field is the memory of another field of the old one, which will be overwritten."""
+    """The new state, with copies of fields that are other fields of the old one: those will be overwritten."""
     owners = {v.data_ptr(): name for name, v in old.items()}
     return {name: v.clone() if owners.get(v.data_ptr(), name) != name else v for name, v in new.items()}

@@ -1,7 +1,7 @@
-"""Waiting for messages over gloo, with a limit, and telling others about it.
+"""Waiting for messages over gloo with a time limit, and telling others about it.
 
-gloo can wait for a message, but it can neither say whether one has arrived nor keep a time limit: when a limit passes,
-it closes the connections to all ranks. So a thread per neighbour waits for gloo, and the rank waits for the thread.
+gloo can wait for a message, but cannot say whether one has arrived, and when a time limit passes it closes the
+connections to all ranks. So a thread per neighbour waits for gloo, and the rank waits for the thread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 FOREVER = timedelta(days=3650)
-ANSWER_WITHIN = 1.0  # seconds; a store whose host has stopped would never answer
+ANSWER_WITHIN = 1.0  # seconds; a store on a stopped host never answers
 
 
 class Transfer:
@@ -25,18 +25,18 @@ class Transfer:
 
     def __init__(self, peer: int, incoming: bool, memory: Tensor, post: Callable[[], dist.Work | None]) -> None:
         self.peer, self.incoming = peer, incoming
-        self.memory = memory  # held until the message has arrived or left
+        self.memory = memory  # kept alive until the message has arrived or left
         self.error: RuntimeError | None = None
         self.waited_for, self._over = False, False  # waited_for: by a thread
         self._done: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
         self._work: dist.Work | None = None
         try:
             self._work = post()
-        except RuntimeError as error:  # the connection is already closed, which whoever waits will see
+        except RuntimeError as error:  # the connection is already closed; waiting for it will raise
             self.error = error
 
     def finish(self) -> None:
-        """Wait for its end, however long that takes."""
+        """Wait for its end without a limit."""
         try:
             if self._work is not None:
                 self._work.wait(FOREVER)
@@ -45,7 +45,7 @@ class Transfer:
             self._done.put(error)
 
     def ended(self, seconds: float) -> bool:
-        """Whether it ends within some seconds; `error` then says how."""
+        """Whether it ends within some seconds; `error` is then set if it failed."""
         if not self._over:
             try:
                 self.error = self._done.get(timeout=max(seconds, 0.0))
@@ -74,13 +74,13 @@ class Waiter(threading.Thread):
             transfer.finish()
 
     def take(self, transfer: Transfer) -> None:
-        """Wait for a transfer, unless that was asked before."""
+        """Wait for a transfer, once."""
         if not transfer.waited_for:
             transfer.waited_for = True
             self._transfers.put(transfer)
 
     def end(self) -> None:
-        """End, unless it waits for something that does not come."""
+        """End the thread, unless it waits for a message that never comes."""
         self._transfers.put(None)
         self.join(1.0)
 
@@ -89,8 +89,8 @@ class Notes:
     """Who is waiting: a rank that waits long says so, and its neighbours do not blame it for being late.
 
     When one rank stops, its neighbours wait for it, and theirs wait for them. All run out of patience at about the same
-    time, and without notes the network would fall apart. They go through the process group's store: the only use of
-    anything central, and only while something is wrong. Where the store does not answer, there are no notes.
+    time, and without notes the network would fall apart. Notes go through the process group's store, the only central
+    thing, used only when something is wrong; if the store does not answer, there are no notes.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -102,14 +102,14 @@ class Notes:
             self._store = PrefixStore(f"klatsch/{group.group_name}", store)
 
     def waiting(self) -> None:
-        """Say that this rank is alive and waits for another one."""
+        """Say that this rank is alive and waiting for another."""
         self._count += 1
         text = str(self._count)
         self._ask(lambda store: store.set(str(self._rank), text))
 
     @contextmanager
     def excuse(self, every: float) -> Iterator[None]:
-        """Say so again and again, in intervals of some seconds, while this rank waits in a collective."""
+        """Say so every few seconds while this rank waits in a collective."""
         over = threading.Event()
 
         def tell() -> None:
@@ -125,7 +125,7 @@ class Notes:
             thread.join()
 
     def is_waiting(self, peer: int) -> bool:
-        """Whether a neighbour has said since the last question that it waits itself."""
+        """Whether a neighbour has said since the last call that it is waiting."""
         key = str(peer)
         found = self._ask(lambda store: store.get(key) if store.check([key]) else None)
         if not found or found == self._read.get(peer):

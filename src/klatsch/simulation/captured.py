@@ -1,4 +1,4 @@
-"""Rounds on a GPU, captured as a CUDA graph: a few dozen rounds are launched at once instead of a kernel at a time."""
+"""Rounds on a GPU, captured as a CUDA graph: a few dozen rounds per launch instead of one kernel per launch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from klatsch.rules.base import each
 from klatsch.simulation.preparation import Prepared
 from klatsch.simulation.stack import Stack
 
-ROUNDS = 32  # per graph, or a little more to make whole periods of the topology
-MOST_ROUNDS = 512  # in one graph: it takes memory and time to capture
+ROUNDS = 32  # per graph, rounded up to whole periods of the topology
+MOST_ROUNDS = 512  # per graph: capturing takes memory and time
 
 
 class GraphStack(Stack):
-    """Rounds as replays of a CUDA graph; what does not fill a graph is run with plain operations.
+    """Rounds as replays of a CUDA graph; those that do not fill a graph use plain operations.
 
-    A graph repeats the same launches on the same memory, so everything that changes from round to round lies in
-    tensors that are filled before a replay: what was drawn, the numbers of the rounds, the learning rates of a
-    schedule. What cannot be captured, such as a rule that asks for the round as a number, is a RuntimeError.
+    A graph repeats the same launches on the same memory, so draws, round numbers and scheduled learning rates are
+    copied into place before each replay. A rule that cannot be captured, such as one that asks for the round as a
+    number, is a RuntimeError.
     """
 
     name, place = "cuda graph", "cuda"
@@ -34,7 +34,7 @@ class GraphStack(Stack):
         if period > MOST_ROUNDS:
             raise ValueError(f"the topology repeats after {period:,} rounds; a graph holds {MOST_ROUNDS} at most")
         self.rounds = period * -(-ROUNDS // period)
-        # A chunk of draws holds whole graphs, so that filling one is a copy and no computation.
+        # A chunk of draws covers whole graphs, so that filling one is a plain copy.
         self.gradients.chunk = self.rounds * -(-self.gradients.chunk // self.rounds)
         self._numbers = torch.arange(1, self.rounds + 1, dtype=torch.float64, device=self.device)
         self._t = self._numbers.clone()
@@ -61,7 +61,7 @@ class GraphStack(Stack):
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         self._fill(0)
-        with torch.cuda.stream(side):  # lets libraries set themselves up, which cannot be captured
+        with torch.cuda.stream(side):  # libraries set themselves up here, which cannot be captured
             self._all_rounds()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""A run in one safetensors file with a checksum: written atomically, rejected if damaged or of another run."""
+"""A run in one safetensors file with a checksum: written atomically, refused if damaged or from another run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from klatsch.simulation.driver import Run, Snapshot
 from klatsch.simulation.record import Facts
 
 FORMAT = "klatsch simulation 3"
-LARGEST_SHARE = 0.03  # of the time that may go into saving, where states are large
+LARGEST_SHARE = 0.03  # of the time may go into saving large states
 
 
 class Saver:
-    """Writes a run to a file from time to time, or does nothing where no file is wanted.
+    """Saves a run to a file from time to time; without a file it does nothing.
 
     Args:
         path: the file, or None.
-        every: seconds between two saves; more where a save takes long, so that they cost little in all.
-        identity: what determines the result; a run with any other does not go on from this file.
+        every: seconds between two saves; more if a save takes long.
+        identity: what determines the result; a file with another identity is refused.
     """
 
     def __init__(self, path: str | Path | None, every: float, identity: Facts) -> None:
@@ -35,12 +35,12 @@ class Saver:
         self._last, self._rounds, self._took = time.monotonic(), -1, 0.0
 
     def perhaps(self, run: Run) -> None:
-        """Save if it is time."""
+        """Save if it is due."""
         if time.monotonic() - self._last >= max(self.every, self._took / LARGEST_SHARE):
             self.now(run)
 
     def now(self, run: Run) -> None:
-        """Save, unless the file holds just this."""
+        """Save, unless the file is up to date."""
         if self.path is not None and run.now.rounds != self._rounds:
             began, now = time.monotonic(), run.now
             tensors = {f"state.{name}": value for name, value in now.state.items()}
@@ -49,10 +49,10 @@ class Saver:
             header = {"format": FORMAT, "rounds": now.rounds, "seconds": now.seconds, "points": now.points}
             sealed.write(self.path, header | {"run": self.identity}, tensors)
             self._last, self._rounds = time.monotonic(), now.rounds
-            self._took = self._last - began if self.every else 0.0  # every = 0 asks for all of them
+            self._took = self._last - began if self.every else 0.0  # every = 0 means every time
 
     def restored(self, fresh: State) -> Run | None:
-        """The run in the file, or None if there is no file; `fresh` is a state of the run, for names and shapes."""
+        """The run in the file, or None without a file; `fresh` is a state with the right names and shapes."""
         if self.path is None or not self.path.exists():
             return None
         run = load(self.path, self.identity, fresh)
@@ -61,7 +61,7 @@ class Saver:
 
 
 def load(path: Path, identity: Facts, fresh: State) -> Run:
-    """Read a run; a file that is damaged or of another run is refused, with the setting that differs, and stays."""
+    """Read a run; refuse a file that is damaged, or from another run, with the setting that differs."""
     header, tensors = sealed.read(path, FORMAT)
     here, there = json.loads(json.dumps(identity)), header["run"]
     for name in {**here, **there}:

@@ -1,4 +1,4 @@
-"""The one loop behind every simulation: from point to point, measured, saved and shown on the way."""
+"""The one loop behind every simulation: from one measured round to the next, saving and reporting on the way."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is looked at
 
-Advance = Callable[[int], None]  # is called with the number of rounds just done
+Advance = Callable[[int], None]  # called with the number of rounds just done
 
 
 class Network(NamedTuple):
-    """One network of a run: its problem, and which rows of the state are its nodes."""
+    """One network of a run: its problem, and its rows of the state."""
 
     problem: Problem
     nodes: slice
@@ -37,13 +37,13 @@ class Network(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """Where a run stands. It is replaced as a whole, so that an interrupt at any moment finds it consistent."""
+    """Where a run stands; replaced as a whole, so that an interrupt always finds it consistent."""
 
     state: State
     diverged_at: Tensor  # (columns of all networks, 2): the first node and round that were not finite, or -1
     rounds: int = 0
     seconds: float = 0.0
-    points: int = 0  # how many rows of metrics belong to it
+    points: int = 0  # rows of metrics so far
 
     @property
     def diverged(self) -> Tensor:
@@ -55,7 +55,7 @@ class Nodes(ABC):
 
     name: ClassVar[str]
     rule: Rule
-    networks: Sequence[Network]  # those that this process measures
+    networks: Sequence[Network]  # measured by this process
     device: torch.device
 
     @abstractmethod
@@ -64,11 +64,11 @@ class Nodes(ABC):
 
     @abstractmethod
     def one(self, state: State, t: int) -> tuple[State, Tensor]:
-        """Round t: the next state, and the gradients that led to it."""
+        """Round t: the next state and its gradients."""
 
     @abstractmethod
     def beginnings(self, now: Snapshot, state: State, rounds: int) -> Tensor:
-        """`diverged_at` in a later state, reached after `rounds` rounds."""
+        """`diverged_at` of a later state, after `rounds` rounds."""
 
 
 @dataclass
@@ -76,12 +76,12 @@ class Run:
     """A run in progress: where it stands, and what was measured."""
 
     now: Snapshot
-    rows: list[dict[str, Tensor]] = field(default_factory=list)  # one number per column; `now` says how many rows count
-    size: int = 64  # of a piece: rounds that take a fraction of a second, found as the run goes
+    rows: list[dict[str, Tensor]] = field(default_factory=list)  # one number per column; `now.points` rows count
+    size: int = 64  # rounds per piece, doubled until a piece takes PIECE_SECONDS
 
     @classmethod
     def resumed(cls, now: Snapshot, metrics: dict[str, Tensor]) -> Self:
-        """A run that goes on from a snapshot, with its metrics, (points, columns) each."""
+        """A run that continues from a snapshot and its metrics, (points, columns) each."""
         return cls(now, [{name: values[k] for name, values in metrics.items()} for k in range(now.points)])
 
     @property
@@ -90,7 +90,7 @@ class Run:
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
 
     def drive(self, nodes: Nodes, points: list[int], steps: int, saver: Saver, tell: Advance) -> None:
-        """Bring the run to its end: fast from point to point, and by a single round where it is measured."""
+        """Finish the run: in large pieces between points, in a single round at each point."""
         with torch.no_grad():
             try:
                 for point in [p for p in dict.fromkeys([*points, steps]) if p > self.now.rounds]:
@@ -107,7 +107,7 @@ class Run:
         saver.now(self)
 
     def results(self, nodes: Nodes, points: list[int], origins: Sequence[Facts]) -> list[Result]:
-        """What each network came to; `seconds` is the time of all of them."""
+        """The result of each network; `seconds` is the time of all of them."""
         now, found = self.now, []
         C = len(now.diverged) // len(origins)
         for k, network in enumerate(nodes.networks):
@@ -151,7 +151,7 @@ class Run:
 
 
 def _row(nodes: Nodes, state: State, grad: Tensor, diverged: Tensor) -> dict[str, Tensor]:
-    """The metrics of a step, the worst there is in a column that diverged: inf, unless the problem knows another."""
+    """The metrics of a step; where a column diverged, the worst value: inf, unless the problem has another."""
     found = [measure(n.problem, nodes.rule, n.part(state), grad[n.nodes]) for n in nodes.networks]
     C, worst = len(diverged) // len(found), nodes.networks[0].problem.worst
     row = {name: torch.cat([metrics[name].expand(C) for metrics in found]) for name in found[0]}
@@ -166,16 +166,14 @@ def _since(began: float, device: torch.device) -> float:
 
 @contextmanager
 def progress_bar(wanted: bool | Advance | None, total: int, done: int, title: str) -> Iterator[Advance]:
-    """A function to call with the rounds just done: the one given, one that moves a bar, or one that does nothing."""
+    """A function to call with the rounds just done: the user's, one that moves a bar, or one that does nothing."""
     if callable(wanted):
         wanted(done)
         yield wanted
     elif wanted or (wanted is None and sys.stderr.isatty()):
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-        except ModuleNotFoundError as error:
-            raise ValueError("a progress bar needs rich: pip install rich, or progress=False") from error
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[pace]}")
         left = TimeRemainingColumn(compact=True)
         with Progress(*columns, left, console=Console(stderr=True), transient=True) as bar:

@@ -1,7 +1,7 @@
 """Rounds in native code: a traced rule on a quadratic problem, many rounds per call, a block of columns per thread.
 
-The kernel keeps a block of columns in the cache for all rounds of a call, and there is no Python between rounds.
-Columns never touch each other, so how they are cut into blocks changes a result by rounding at most.
+The kernel keeps a block of columns in the cache for all rounds of a call, without Python in between. Columns are
+independent, so the choice of blocks changes a result by rounding at most.
 """
 
 from __future__ import annotations
@@ -27,18 +27,15 @@ from klatsch.simulation.trace import LINEAR, NotLinearError, Program, coefficien
 from klatsch.topology import Topology
 from klatsch.topology.matrix import exact_weights, mapped
 
-WIDEST = 64  # bytes of the widest vector, which the kernel may read past the end of H
-MOST_INPUTS, MOST_REGISTERS = 6, 64  # what the kernel has room for
-CACHE = 2 << 20  # bytes of the second-level cache of a core, on current machines
+WIDEST = 64  # bytes of the widest vector; the kernel may read as far past the end of H
+MOST_INPUTS, MOST_REGISTERS = 6, 64  # the kernel's limits
+CACHE = 2 << 20  # bytes of a core's second-level cache on current machines
 
 Array = NDArray[Any]
 
 
 class FusedStack(Stack):
-    """Rounds in native code, of one network on a row-stochastic graph.
-
-    A machine without the kernel is an OSError, a rule that cannot be traced a NotLinearError.
-    """
+    """Rounds in native code; an OSError without the kernel, a NotLinearError if the rule cannot be traced."""
 
     name, place = "fused", "cpu"
 
@@ -78,7 +75,7 @@ class FusedStack(Stack):
         self._drawer = native.quiet_threads(1)
 
     def advance(self, state: State, done: int, until: int) -> State:
-        used = [state[name].contiguous().numpy() for name in self.start]  # a round may return them in another order
+        used = [state[name].contiguous().numpy() for name in self.start]  # a round may reorder the fields
         for block in self._blocks:
             block.load(used)
         while done < until:
@@ -86,11 +83,11 @@ class FusedStack(Stack):
             table = self._table(done, end)
             drawn = np.ascontiguousarray(self.gradients.drawn(done, end).numpy())
             running = [self._pool.submit(block.run, table, drawn, done) for block in self._blocks]
-            self.gradients.draw_next(done, self._drawer)  # while the blocks are running
+            self.gradients.draw_next(done, self._drawer)  # while the blocks run
             for run in running:
                 run.result()
             done = end
-        # Copies by NumPy, here and in the blocks: torch would start threads for them, which spin in the kernel's way.
+        # NumPy copies, here and in the blocks: torch would start threads for them, which slow the kernel down.
         results = [np.empty_like(v) for v in used]
         for block in self._blocks:
             block.store(results)
@@ -102,20 +99,20 @@ class FusedStack(Stack):
         program = self._trace(done + 1, done + rounds + 1)
         if (program.operations, program.next_state) != (self._program.operations, self._program.next_state):
             raise ValueError(
-                f"{self.rule.name} took other steps in round {done + 1} than before; a rule must depend "
-                "on nothing but its arguments, or be run with engine='torch'"
+                f"{self.rule.name} took other steps in round {done + 1} than before; make it depend only on its "
+                "arguments, or use engine='torch'"
             )
         return coefficient_table(program, rounds, self.columns, self.rates.dtype)[: until - done].numpy()
 
     def _trace(self, first: int, beyond: int) -> Program:
-        """The rule as a program, with coefficients for the rounds from `first` up to but not including `beyond`."""
+        """The rule as a program, with coefficients for rounds `first` to `beyond` - 1."""
         times = torch.arange(first, beyond, dtype=torch.float64)[:, None, None]
         lr = self._rates.between(first - 1, beyond - 1) if self._rates.change else self._rates(first)
         return trace(self._rule, self.start, times, lr)
 
 
 class _Block:
-    """A block of columns: its buffers, and everything that the kernel needs to know."""
+    """A block of columns: its buffers and its kernel job."""
 
     def __init__(
         self,
@@ -130,7 +127,7 @@ class _Block:
         buffer_of, turn, buffers, scratch_rows = assigned(program)
         self._buffers = [_aligned(shape, arrays["H"].dtype) for _ in range(buffers)]
         self._table = np.array([v.ctypes.data for v in self._buffers], dtype=np.uintp)
-        self._arrays = {  # kept alive as long as the job points to them
+        self._arrays = {  # kept alive while the job points to them
             **arrays,
             "op": encoded(program),
             "buffer_of": np.array(buffer_of, dtype=np.int32),
@@ -153,21 +150,21 @@ class _Block:
         )
 
     def run(self, table: Array, drawn: Array, done: int) -> None:
-        """The rounds after `done`: coefficients (rounds, coefficients, all columns), drawn (rounds, M, d)."""
+        """Run the rounds after `done`; `table` is (rounds, coefficients, all columns), `drawn` is (rounds, M, d)."""
         own = np.ascontiguousarray(table[:, :, self.part])
         job = self._job
         job.rounds, job.first_phase = len(own), done % self.period
         job.coef, job.noise = own.ctypes.data, drawn.ctypes.data
         if self.kernel(ctypes.byref(job)):
-            raise MemoryError("not enough memory for a simulation of that size; choose fewer nodes or columns")
+            raise MemoryError("not enough memory for a simulation of this size; choose fewer nodes or columns")
 
     def load(self, states: list[Array]) -> None:
-        """Take this block's columns of all fields, (M, C, d) each."""
+        """Copy this block's columns of all fields in, (M, C, d) each."""
         for buffer, whole in zip(self._current(), states, strict=True):
             buffer[...] = whole[:, self.part]
 
     def store(self, states: list[Array]) -> None:
-        """Put this block's columns back."""
+        """Copy this block's columns out."""
         for buffer, whole in zip(self._current(), states, strict=True):
             whole[:, self.part] = buffer
 
@@ -179,8 +176,8 @@ class _Block:
 def column_blocks(columns: int, nodes: int, dim: int, bytes_each: int, threads: int) -> list[slice]:
     """Columns in blocks that stay in the cache for all rounds, at least one per thread.
 
-    H is read in every round. Where it fits the cache of a core, a block may take what is left of it; where it does
-    not, wide blocks spread the cost of reading it. Multiples of 8 columns fill the vectors best; the optimum is flat.
+    Every round reads H. If it fits in a core's cache, a block takes what is left of the cache; if not, wide blocks
+    spread the cost of reading it. Multiples of 8 columns fill the vectors best; the optimum is flat.
     """
     left = CACHE - nodes * dim * dim * bytes_each
     width = min(16, max(8, left // (4 * nodes * dim * bytes_each) // 4 * 4)) if left > 0 else 40
@@ -191,11 +188,10 @@ def column_blocks(columns: int, nodes: int, dim: int, bytes_each: int, threads: 
 
 
 def assigned(program: Program) -> tuple[list[int], list[int], int, int]:
-    """Memory for registers: the buffer of each (-1 - k: scratch row k), how buffers turn after a round, how many.
+    """Memory for registers: the buffer of each (-1 - k: scratch row k), how buffers rotate after a round, how many.
 
-    A result may take the buffer of a register that does not outlive the round, that no later operation reads, and that
-    is mixed in earlier levels only: neighbours read whole columns of nodes at any time of their level, a combination
-    reads its own row.
+    A result may overwrite a register that does not outlive the round, that no later operation reads, and that is mixed
+    in earlier levels only: a mix reads all rows at any time of its level, a combination only its own row.
     """
     operations = program.by_level()
     registers = range(len(program.level))
@@ -208,7 +204,7 @@ def assigned(program: Program) -> tuple[list[int], list[int], int, int]:
     owners, scratch = list(range(program.fields)), list[int]()  # the register in each buffer, and in each scratch row
     buffer_of = dict(enumerate(owners))
     results = [*enumerate(operation.out for operation in operations)]
-    results.insert(program.before, (-1, program.gradient))  # which writes over nothing
+    results.insert(program.before, (-1, program.gradient))  # overwrites nothing
     for k, register in results:
         pool = scratch if program.needs_rows_only(register) else owners
         free = (
@@ -247,7 +243,7 @@ def _links(topology: Topology, dtype: torch.dtype) -> dict[str, Array]:
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any], behind: int = 0) -> Array:
-    """Memory that starts where a vector may start, with some bytes behind it that may be read."""
+    """Memory aligned for vectors, with some readable bytes behind it."""
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.zeros(size + behind + WIDEST, dtype=np.uint8)
     begin = -raw.ctypes.data % WIDEST

@@ -1,8 +1,8 @@
 """Gossip of all nodes at once: v <- P v over the first axis, dense or sparse, whichever is faster at this size.
 
-It is computed as v + Q v, where Q is P less the identity and its sums are exactly zero: in float32 weights like 1/3 do
-not add up to 1, and over 100,000 rounds the plain sum drifts. A flow alone is Q times what distinguishes the nodes,
-since rules add flows up, and those of large numbers that are nearly alike must not be rounded as large numbers are.
+It is computed as v + Q v, where Q is P minus the identity, with sums of exactly zero: in float32 weights like 1/3 do
+not add up to 1, and over 100,000 rounds the plain sum drifts. A flow is Q times the differences between nodes: rules
+add flows up, so those of large, nearly equal numbers must not carry the rounding of large numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DENSE_NODES = {"cpu": 24, "cuda": 256}  # below this a dense product is faster t
 
 
 class StackedMix:
-    """The gossip of a topology, or of several side by side, on tensors (M, ...), for every phase of its period."""
+    """The gossip of a topology, or of several side by side, on tensors (M, ...), for every round of its period."""
 
     def __init__(self, *topologies: Topology, dtype: torch.dtype, device: torch.device) -> None:
         matrices = side_by_side(topologies)
@@ -40,7 +40,7 @@ class StackedMix:
 
         products = mapped(matrices, less_identity)
         sizes = torch.tensor([topology.size for topology in topologies], device=device)
-        first = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)  # of each node: the first one of its network
+        first = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)  # by node: the first one of its network
         alike = None if not by_rows else slice(0, 1) if len(topologies) == 1 else first
         self._flows = mapped(products, lambda Q: Flow(partial(_flow, Q, alike), partial(_mix, Q)))
 
@@ -53,7 +53,7 @@ def _flow(Q: Tensor | None, alike: slice | Tensor | None, *tensors: Tensor) -> t
     if Q is None:
         return tuple(torch.zeros_like(v) for v in tensors)
     flat = [v.reshape(v.shape[0], -1) for v in tensors]
-    if alike is not None:  # the rows of Q sum to 0: what all nodes have in common may be left out
+    if alike is not None:  # the rows of Q sum to 0, so what all nodes share drops out
         flat = [v - v[alike] for v in flat]
     return tuple((Q @ f).reshape(v.shape) for f, v in zip(flat, tensors, strict=True))
 
@@ -70,13 +70,13 @@ def common_period(topologies: Sequence[Topology]) -> int:
 
 
 def side_by_side(topologies: Sequence[Topology]) -> list[csr_array]:
-    """The gossip matrices of several networks that do not hear each other, over their common period."""
+    """The joint gossip matrices of several separate networks, over their common period."""
     if len(topologies) == 1:
         return list(topologies[0].matrices)
     rounds = [[topology.matrix(t) for topology in topologies] for t in range(1, common_period(topologies) + 1)]
     keys = [tuple(map(id, parts)) for parts in rounds]
     joined = {key: csr_array(block_diag(parts)) for key, parts in dict(zip(keys, rounds, strict=True)).items()}
-    return [joined[key] for key in keys]  # one matrix for all rounds that are alike, such as silent ones
+    return [joined[key] for key in keys]  # equal rounds, such as silent ones, share a matrix
 
 
 def _tensor(Q: csr_array, dtype: torch.dtype, device: torch.device, dense: bool) -> Tensor:

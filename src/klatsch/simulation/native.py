@@ -1,8 +1,8 @@
-"""The kernel kernel.c: built by the machine's own C compiler at first use, kept in a cache, loaded with ctypes.
+"""The kernel kernel.c: built by the machine's own C compiler at first use, cached, and loaded with ctypes.
 
-Without a compiler, simulations run with plain torch operations. KLATSCH_NATIVE=0 turns the kernel off, KLATSCH_CACHE
-names another folder for it, CC another compiler ("gcc", or with options as "gcc -O2"). The name of the file holds the
-checksum of its content: code that was damaged, or that others may have written, is never loaded but built again.
+Without a compiler, simulations use plain torch operations. KLATSCH_NATIVE=0 turns the kernel off, KLATSCH_CACHE names
+another folder for it, CC another compiler ("gcc", or with options "gcc -O2"). The file's name holds a checksum of its
+content: code that is damaged, or that others may have written, is built again instead of loaded.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ class Job(ctypes.Structure):
 
 
 def library() -> ctypes.CDLL:
-    """The kernel; an OSError with the reason where it cannot be built or loaded."""
+    """The kernel; an OSError with the reason if it cannot be built or loaded."""
     if isinstance(found := _library(), str):
         raise OSError(found)
     return found
 
 
 def why_not() -> str | None:
-    """The reason why there is no kernel, or None if there is one."""
+    """Why there is no kernel, or None if there is one."""
     return found if isinstance(found := _library(), str) else None
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | str:
-    """The kernel, or the reason why there is none; asked once, since a compiler that fails would fail again."""
+    """The kernel, or why there is none; tried once, since a compiler that fails would fail again."""
     if os.environ.get("KLATSCH_NATIVE") == "0":
         return "it is turned off by KLATSCH_NATIVE=0"
     try:
         compiler = _compiler()
         folder, key = _folder(), _key(compiler)
-        # What may be in the way is not removed, since another process may just have put it right.
+        # A damaged file is not removed: another process may just have replaced it.
         if (kernel := _loaded(folder, key)) is None:
             _build(compiler, folder, key)
             if (kernel := _loaded(folder, key)) is None:
-                return f"the kernel in {folder} was damaged as soon as it was built"
+                return f"the kernel in {folder} is damaged right after the build"
         for function in (kernel.klatsch_rounds_f32, kernel.klatsch_rounds_f64):
             function.argtypes, function.restype = [ctypes.POINTER(Job)], ctypes.c_int
     except subprocess.TimeoutExpired as error:
@@ -83,7 +83,7 @@ def _compiler() -> list[str]:
     try:
         name, *options = shlex.split(given)
         path = shutil.which(name)
-    except ValueError:  # no word, or a quotation mark that nothing closes
+    except ValueError:  # empty, or an unclosed quotation mark
         path = None
     if path is None:
         raise OSError(f"there is no C compiler {given!r}; install gcc or clang")
@@ -91,14 +91,14 @@ def _compiler() -> list[str]:
 
 
 def _loaded(folder: Path, key: str) -> ctypes.CDLL | None:
-    """A kernel of the cache that is whole and ours, or None."""
+    """The cached kernel, or None if none is whole and ours."""
     for path in sorted(folder.glob(f"rounds-{key}-*.so")):
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:  # a link, or gone
             continue
         if _whole(file, path.stem):
-            # The very file that was read, even if another takes its name now; it stays open as long as it is used.
+            # By its number: another file may take the name now. It stays open as long as it is used.
             same = Path(f"/proc/self/fd/{file}")
             return ctypes.CDLL(str(same if same.exists() else path))
         os.close(file)
@@ -106,7 +106,7 @@ def _loaded(folder: Path, key: str) -> ctypes.CDLL | None:
 
 
 def _whole(file: int, name: str) -> bool:
-    """Whether an open file holds what its name says, and nobody else could have written it."""
+    """Whether an open file matches the checksum in its name, and nobody else could have written it."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or not _ours(status):
         return False
@@ -135,7 +135,7 @@ def _ours(status: os.stat_result) -> bool:
 
 
 def _key(compiler: list[str]) -> str:
-    """What the code depends on: source, flags, compiler and processor (a home folder may serve many machines)."""
+    """A hash of source, flags, compiler and processor: several machines may share a home folder."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
     processor = platform.processor()
     if (facts := Path("/proc/cpuinfo")).exists():
@@ -146,14 +146,14 @@ def _key(compiler: list[str]) -> str:
 
 
 def _folder() -> Path:
-    """The cache, if nobody else can put code there; else a folder of this process only."""
+    """The cache if nobody else can write to it, else a private folder of this process."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = Path(os.environ.get("KLATSCH_CACHE") or cache / "klatsch")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _ours(folder.stat()) and os.access(folder, os.W_OK):
             return folder
-    except (OSError, RuntimeError, AttributeError):  # no such right, no home, or no user numbers on this system
+    except (OSError, RuntimeError, AttributeError):  # no permission, no home, or a system without user numbers
         pass
     return Path(_private_folder().name)
 
@@ -164,11 +164,11 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def quiet_threads(count: int) -> ThreadPoolExecutor:
-    """A pool whose threads do not let torch start further ones, which would spin for a while after each operation."""
+    """A pool in which torch starts no further threads, which would spin for a while after each operation."""
     usual = torch.get_num_threads()
     pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
     list(pool.map(int, range(count)))
-    torch.set_num_threads(usual)  # the setting is one thread's own, except that new threads take the latest
+    torch.set_num_threads(usual)  # the setting is per thread, but new threads inherit the latest
     return pool
 
 

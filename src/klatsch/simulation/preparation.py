@@ -26,7 +26,7 @@ class Rates:
     """The learning rates of a run, round by round, and where it computes."""
 
     lr: LearningRate
-    steps: int  # the last round: engines look ahead, and a schedule is not asked beyond it
+    steps: int  # the last round: engines look ahead, but never ask a schedule beyond it
     columns: int
     dtype: torch.dtype
     device: torch.device
@@ -45,12 +45,12 @@ class Rates:
         return rates.to(self.device, self.dtype)
 
     def between(self, done: int, until: int) -> Tensor:
-        """Those of rounds done + 1 to until, (rounds, columns, 1)."""
+        """The learning rates of rounds done + 1 to until, (rounds, columns, 1)."""
         rates = [torch.as_tensor(self(t), dtype=self.dtype, device=self.device) for t in range(done + 1, until + 1)]
         return torch.stack([v.reshape(-1, 1).expand(self.columns, 1) for v in rates])
 
     def placed(self, rule: Rule) -> Rule:
-        """The rule with its per-column hyper-parameters where the run computes."""
+        """The rule with its per-column hyper-parameters on the device of the run."""
         return cols.mapped(rule, lambda v: v.to(self.device, self.dtype))
 
     def start(self, problem: Problem) -> Tensor:
@@ -60,14 +60,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The parts of a run, checked, with the problems where it computes."""
+    """The parts of a run, checked, with the problems on its device."""
 
     networks: list[Network]
     topologies: Sequence[Topology]  # one per network
     rule: Rule  # as it runs on them
     rates: Rates
     points: list[int]
-    origins: list[Facts]  # of each network, what tells it from others, whatever its length
+    origins: list[Facts]  # by network: what tells it from others, whatever its length
 
 
 def prepared(
@@ -80,12 +80,12 @@ def prepared(
     device: str | torch.device,
     any_graph: bool,
 ) -> Prepared:
-    """The parts of a run of one network or several, if they fit together."""
+    """Check that the parts of a run, of one network or several, fit together."""
     problems = [adopted(problem) for problem in problems]
     fitted = [_fitted(p, rule, g, any_graph) for p, g in zip(problems, topologies, strict=True)]
     rule, C = fitted[0][0], max(columns for _, columns in fitted)
     if len({str(cols.flattened("rule", fit)) for fit, _ in fitted}) > 1:
-        raise ValueError(f"{rule.name} is another rule on each of these graphs; give graphs with the same every")
+        raise ValueError(f"{rule.name} differs between these graphs; give graphs with the same every")
     steps = whole(steps, "steps", 1)
     points, where = record_points(record, steps), check_place(dtype, device)
     origins = [_identity(p, rule, g, C, dtype) for p, g in zip(problems, topologies, strict=True)]
@@ -95,7 +95,7 @@ def prepared(
 
 
 def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -> tuple[Rule, int]:
-    """The rule as it runs on the graph, and the number of columns C, if they fit the problem."""
+    """The rule as it runs on the graph, and the number of columns C; refuse parts that do not fit."""
     if not isinstance(topology, Topology):
         raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, such as topology.make('ring', 16)")
     rule = checked(rule)
@@ -113,12 +113,12 @@ def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -
 
 
 def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:
-    """Where tensors go, if this machine has such a dtype and device."""
+    """The device; refuse a dtype or device that this machine does not have."""
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype = {dtype}; choose torch.float32 or torch.float64")
     try:
         where = torch.device(device)
-        if where.type not in ("cpu", "cuda"):  # before torch tells all that its backends cannot do
+        if where.type not in ("cpu", "cuda"):  # torch's own error is long
             raise RuntimeError(f"{where.type} is not supported")
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError, TypeError) as error:
@@ -139,7 +139,7 @@ def _identity(problem: Problem, rule: Rule, topology: Topology, C: int, dtype: t
 
 
 def length(rates: Rates, points: list[int], start: Snapshot, engine: str) -> Facts:
-    """What else determines a result to the last bit: its length, schedule and points, where it begins, what runs it."""
+    """What else determines a result to the last bit: length, schedule, points, start, device and engine."""
     lr, rounds = rates.lr, sorted({1, *points, rates.steps})
     return {
         "steps": rates.steps,
@@ -152,7 +152,7 @@ def length(rates: Rates, points: list[int], start: Snapshot, engine: str) -> Fac
 
 
 def continued(after: Result, origin: Facts, state: State, steps: int) -> Run:
-    """The run that begins where a result ends."""
+    """The run that continues a result."""
     if not isinstance(after, Result):
         raise ValueError(f"after is a {type(after).__name__}; give a result of simulate")
     for name, value in origin.items():

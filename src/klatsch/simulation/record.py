@@ -24,17 +24,17 @@ class Result:
     `metrics[name]` is (len(steps), C), float64: the squared distance to the optimum as a mean over nodes ("distance"),
     the loss gap at the network mean ("loss_gap") and at the worst node ("worst_loss_gap"), and the consensus distances
     of the query points, iterates and gradients ("Gamma", "Xi", "Psi"). After s rounds Gamma and Xi are those of the
-    new points, Psi is that of the gradients taken in round s. A column that diverged is inf from there on, never NaN.
+    new points, Psi is that of the gradients of round s. A column that diverged is inf from there on, never NaN.
     """
 
     steps: list[int]  # rounds done when the metrics were taken
     metrics: dict[str, Tensor]
     output: Tensor  # (M, C, d): every node's final x
     diverged: Tensor  # (C,), bool
-    diverged_at: Tensor  # (C, 2): the node and the round with which it began; -1 for columns that are finite
+    diverged_at: Tensor  # (C, 2): the node and round where divergence began; -1 for finite columns
     seconds: float  # wall time of the rounds
     engine: str  # "fused", "cuda graph" or "torch"
-    state: State = field(repr=False)  # the rule's state after the last round, to go on from
+    state: State = field(repr=False)  # the rule's state after the last round, to continue from
     rounds: int = 0  # rounds done
     origin: Facts = field(default_factory=dict, repr=False)  # what tells this run from others
 

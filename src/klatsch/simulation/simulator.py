@@ -45,24 +45,31 @@ def simulate(
         problem: what the nodes minimise.
         rule: the update rule; lists of hyper-parameters make columns.
         topology: who talks to whom; as many nodes as the problem has.
-        steps: number of rounds T in all, those done before (`after`, `checkpoint`) included.
+        steps: total number of rounds T, including those done before (`after`, `checkpoint`).
         record: number of log-spaced steps at which metrics are taken, or the steps themselves.
-        dtype: torch.float64, or torch.float32 (faster; mixing is kept free of drift).
+        dtype: torch.float64, or torch.float32 (faster; mixing does not drift).
         device: "cpu", "cuda", "cuda:1"...
-        checkpoint: a file; the run is saved there, and the same call goes on from it after a kill.
+        checkpoint: a file where the run is saved; after a kill the same call continues from it.
         checkpoint_every: seconds between two saves.
-        after: go on from the end of an earlier result of the same problem, rule and topology.
-        progress: a bar: True, False, or None for one if a terminal is attached; or a function of the rounds just done.
+        after: continue from an earlier result of the same problem, rule and topology.
+        progress: a bar (True, False, or None for one on a terminal), or a function of the rounds just done.
         any_graph: run even where the rule refuses the graph.
         engine: "auto" (the fastest that can run this), "torch" (plain operations), "fused" or "cuda graph".
 
     Returns:
         Steps, metrics per step and column, and every node's final x.
     """
-    parts = prepared([problem], rule, [topology], steps, record, dtype, device, any_graph)
-    title = f"{parts.rule.name} on {topology.name}, {topology.size} nodes"
-    saved = checkpoint, checkpoint_every
-    return _simulated(parts, parts.networks[0].problem, title, progress, saved, engine, after)[0]
+    return simulate_together(
+        *([problem], rule, [topology], steps, record),
+        dtype=dtype,
+        device=device,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        after=after,
+        progress=progress,
+        any_graph=any_graph,
+        engine=engine,
+    )[0]
 
 
 def simulate_together(
@@ -76,13 +83,15 @@ def simulate_together(
     device: str | torch.device = "cpu",
     checkpoint: str | Path | None = None,
     checkpoint_every: float = 30.0,
+    after: Result | None = None,
     progress: bool | Advance | None = None,
     any_graph: bool = False,
+    engine: str = "auto",
 ) -> list[Result]:
-    """Run one rule on several problems over a topology each, all in one stack.
+    """Run one rule on several problems, each over its own topology, all in one stack.
 
     The problems are of one kind that can be joined (`LeastSquares`), with the same number of parameters and the same
-    noise per column, and each has a topology of its size. All other arguments are those of `simulate`.
+    noise per column. The other arguments are those of `simulate`; `after` is for a single problem.
 
     Returns:
         One result per problem; `seconds` is the time of all of them.
@@ -90,39 +99,28 @@ def simulate_together(
     if not problems or len(problems) != len(topologies):
         raise ValueError(f"{len(problems)} problems and {len(topologies)} topologies; give one topology per problem")
     parts = prepared(problems, rule, topologies, steps, record, dtype, device, any_graph)
-    kinds, first = {type(problem) for problem in problems}, parts.networks[0].problem
+    rates, points, origins, whole = parts.rates, parts.points, parts.origins, parts.networks[0].problem
+    identity, title = origins[0], f"{parts.rule.name} on {topologies[0].name}, {topologies[0].size} nodes"
     if len(problems) > 1:
-        if len(kinds) > 1 or first.joined is None:
+        kinds = {type(problem) for problem in problems}
+        if len(kinds) > 1 or whole.joined is None:
             names = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise ValueError(f"problems of type {names} cannot be run in one stack; call simulate for each of them")
-        first = first.joined(problems).to(dtype, parts.rates.device)
-    title = f"{parts.rule.name} on {len(problems)} networks"
-    return _simulated(parts, first, title, progress, (checkpoint, checkpoint_every))
-
-
-def _simulated(
-    parts: Prepared,
-    problem: Problem,
-    title: str,
-    progress: bool | Advance | None,
-    saved: tuple[str | Path | None, float],
-    engine: str = "auto",
-    after: Result | None = None,
-) -> list[Result]:
-    """One result per network; `problem` is that of all nodes, `saved` the checkpoint and its seconds."""
-    rates, points, origins = parts.rates, parts.points, parts.origins
-    nodes = _fastest(engine, problem, parts)
+        if after is not None:
+            raise ValueError(f"after continues one result, but there are {len(problems)} problems; give one problem")
+        whole = whole.joined(problems).to(dtype, rates.device)
+        identity, title = {"networks": digest({}, {"each": origins})}, f"{parts.rule.name} on {len(problems)} networks"
+    nodes = _fastest(engine, whole, parts)
     run = Run(Snapshot(nodes.start, torch.full((len(origins) * rates.columns, 2), -1)))
     if after is not None:
         run = continued(after, origins[0], nodes.start, rates.steps)
         points = [*after.steps, *(p for p in points if p > after.rounds)]
-    if saved[0] is not None and any(origin["problem"] is None for origin in origins):
+    if checkpoint is not None and any(origin["problem"] is None for origin in origins):
         raise ValueError(
-            f"a checkpoint needs to tell problems apart: give {type(problem).__name__} a method fingerprint() that "
+            f"a checkpoint needs to tell problems apart: give {type(whole).__name__} a method fingerprint() that "
             "returns a text which differs where the gradients differ"
         )
-    identity = origins[0] if len(origins) == 1 else {"networks": digest({}, {"each": origins})}
-    saver = Saver(*saved, identity | length(rates, points, run.now, nodes.name))
+    saver = Saver(checkpoint, checkpoint_every, identity | length(rates, points, run.now, nodes.name))
     run = saver.restored(nodes.start) or run
     with progress_bar(progress, rates.steps, run.now.rounds, title) as tell:
         run.drive(nodes, points, rates.steps, saver, tell)
@@ -130,7 +128,7 @@ def _simulated(
 
 
 def _fastest(engine: str, problem: Problem, parts: Prepared) -> Stack:
-    """The nodes, advanced by the engine asked for, or for "auto" by the fastest that can run this."""
+    """The nodes with this engine; for "auto", with the fastest that can run them."""
     if engine not in ENGINES:
         raise ValueError(f"engine = {engine!r}; choose from {', '.join(ENGINES)}")
     for kind in (FusedStack, GraphStack):

@@ -1,8 +1,7 @@
 """All nodes of one or several networks as one stack of tensors (M, C, d), advanced by plain torch operations.
 
-These run every rule on every problem; faster ways derive from them and are tested against them. The nodes of several
-networks lie one after the other along the first axis, and the gossip matrix is block-diagonal: on a GPU many small
-networks cost no more than one large one.
+They run every rule on every problem; faster engines derive from them and are tested against them. Several networks lie
+one after the other along the first axis, with a block-diagonal gossip matrix.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ MOST_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 24}  # drawn at once: a cache's wor
 
 
 class Gradients:
-    """`gradients(x, t)`: the stochastic gradients of round t at x, (M, C, d).
-
-    The randomness of many rounds is drawn at once where the problem can do so.
-    """
+    """`gradients(x, t)`: the stochastic gradients of round t at x, (M, C, d), drawn many rounds ahead if possible."""
 
     def __init__(self, problem: Problem, device: str = "cpu") -> None:
         self.problem, self.draws_ahead = problem, problem.draws_ahead
@@ -42,13 +38,13 @@ class Gradients:
         grad = self.problem.gradient(x, self.drawn(t - 1, t)[0]) if self.draws_ahead else self.problem.grad(x, t)
         if grad.shape != x.shape:
             raise ValueError(
-                f"the problem gave gradients of shape {tuple(grad.shape)} for points of shape {tuple(x.shape)}; "
+                f"the problem returned gradients of shape {tuple(grad.shape)} for points of shape {tuple(x.shape)}; "
                 "grad(x, t) must return one gradient for every point, (nodes, columns, parameters)"
             )
         return grad
 
     def drawn(self, done: int, until: int) -> Tensor:
-        """What was drawn for rounds done + 1 to until, which lie in one chunk."""
+        """The draws of rounds done + 1 to until, which lie in one chunk."""
         number = done // self.chunk
         if number not in self._chunks:
             chunk: Future[Tensor] = Future()
@@ -57,13 +53,13 @@ class Gradients:
         return self._chunks[number].result()[done - number * self.chunk : until - number * self.chunk]
 
     def draw_next(self, done: int, executor: Executor) -> None:
-        """Let someone else draw the chunk after the one that round done + 1 lies in."""
+        """Draw the chunk after that of round done + 1 in the background."""
         number = done // self.chunk + 1
         if number not in self._chunks:
             self._keep(number, executor.submit(self._draw, number))
 
     def _keep(self, number: int, chunk: Future[Tensor]) -> None:
-        """Keep this chunk and the one before."""
+        """Keep this chunk and the previous one."""
         self._chunks = {k: v for k, v in self._chunks.items() if k == number - 1} | {number: chunk}
 
     def _draw(self, number: int) -> Tensor:
@@ -72,10 +68,10 @@ class Gradients:
 
 
 class Stack(Nodes):
-    """The nodes of a simulation, advanced by plain torch operations; `problem` is that of all nodes."""
+    """The nodes of a simulation, advanced by plain torch operations; `problem` covers all of them."""
 
     name = "torch"
-    place: ClassVar[str] = ""  # the device on which it is the fastest
+    place: ClassVar[str] = ""  # the device where it is the fastest
 
     def __init__(self, problem: Problem, parts: Prepared) -> None:
         self.problem, self.networks, self.rates, self.device = problem, parts.networks, parts.rates, parts.rates.device
@@ -99,10 +95,7 @@ class Stack(Nodes):
         return rule.update(state, grad, self.mix.in_round(t), t, self.rates(t)), grad
 
     def beginnings(self, now: Snapshot, state: State, rounds: int) -> Tensor:
-        """`now.diverged_at`, with the first node and round of columns that were lost on the way to a later state.
-
-        These rounds are run again, in halves, until the round is found.
-        """
+        """`now.diverged_at` with the columns that diverge before a later state, found by bisection of these rounds."""
         lost = self._lost(state) & ~now.diverged
         begun, early = now.diverged_at.clone(), (now.state, now.rounds)
         while lost.any():
@@ -116,7 +109,7 @@ class Stack(Nodes):
                     low, done = middle, half
             first, watched = lost & self._lost(high), Watched(self.rule)
             self.one(low, reached, watched)
-            # Other engines round otherwise, and may be the only ones to overflow.
+            # Other engines round differently, and may be the only ones to overflow.
             finite = watched.finite_steps(self.rule.output(high))
             nodes = torch.cat([finite[network.nodes].argmin(0) for network in self.networks])
             begun[first] = torch.stack([nodes, torch.full_like(nodes, reached)], -1)[first]
@@ -124,16 +117,15 @@ class Stack(Nodes):
         return begun
 
     def _lost(self, state: State) -> Tensor:
-        """Which columns are not finite on some node, those of one network after the other."""
+        """Which columns are not finite on some node, network by network."""
         finite = torch.isfinite(self.rule.output(state)).all(-1)
         return torch.cat([~finite[network.nodes].all(0) for network in self.networks]).cpu()
 
 
 class Watched(Rule):
-    """A rule that remembers what its last round computed, in order: the gradient, all that was mixed, the output.
+    """A rule that remembers what its last round computed, in order: the gradient, everything mixed, the output.
 
-    What is not finite spreads to neighbours within a round, so the node that began is the one whose numbers failed
-    first in this order.
+    Numbers that are not finite spread to neighbours within a round; the node that began failed first in this order.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -155,10 +147,7 @@ class Watched(Rule):
         return new
 
     def finite_steps(self, *outputs: Tensor) -> Tensor:
-        """How many steps of the round were finite before the first that was not, per node and column.
-
-        Further outputs of the same round count as later steps.
-        """
+        """How many steps of the round, and then of `outputs`, were finite before one was not, per node and column."""
         steps = [*self._seen, *outputs]
         finite = [torch.isfinite(v).all(-1).expand(steps[-1].shape[:-1]) for v in steps]
         return torch.stack(finite).int().cumprod(0).sum(0).cpu()

@@ -1,9 +1,9 @@
 """An update rule as a short list of linear steps and flows, found by running the rule once on symbols.
 
-Most rules are linear in their vectors: the new state is a combination of old fields, the gradient, and flows of
-vectors, whose coefficients depend on the round and the column only. Running `update` on symbols writes the combinations
-down, to be computed row by row in one pass through memory. A rule that does anything else, such as the division of
-push-sum, raises NotLinearError and is run with plain operations.
+Most rules are linear in their vectors: the new state combines old fields, the gradient and flows, with coefficients
+that depend only on round and column. Running `update` on symbols records these combinations, so that the kernel can
+compute them row by row in one pass through memory. A rule that does anything else, such as the division of push-sum,
+raises NotLinearError and runs with plain operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from klatsch.columns import Number
 from klatsch.rules import Flow, Rule, State
 
-LINEAR, MIX, FLOW = range(3)  # kinds of operations, as the kernel numbers them
+LINEAR, MIX, FLOW = range(3)  # kinds of operations, numbered as in the kernel
 
 
 class NotLinearError(TypeError):
@@ -27,12 +27,12 @@ class NotLinearError(TypeError):
 
 
 class Operation(NamedTuple):
-    """One step of a program: `out` is a combination of some registers, or the mix or the flow of one."""
+    """One step of a program: `out` is a combination of registers, or the mix or flow of one."""
 
     kind: int
     out: int
     inputs: tuple[int, ...]
-    coefficients: tuple[int, ...]  # numbers in the list of coefficients; empty unless linear
+    coefficients: tuple[int, ...]  # places in the list of coefficients; empty unless linear
 
 
 @dataclass
@@ -41,10 +41,10 @@ class Program:
 
     fields: int
     query: int = 0
-    before: int = 0  # operations that come before the gradient: those that make the query point
+    before: int = 0  # operations before the gradient, which make the query point
     operations: list[Operation] = field(default_factory=list)
     coefficients: list[Number] = field(default_factory=list)
-    level: list[int] = field(default_factory=list)  # of each register: how many flows lie before it
+    level: list[int] = field(default_factory=list)  # by register: how many flows come before it
     next_state: list[int] = field(default_factory=list)
 
     @property
@@ -52,11 +52,11 @@ class Program:
         return self.fields
 
     def by_level(self) -> list[Operation]:
-        """The operations so that each level needs only its own row and what lower levels have finished."""
+        """The operations in order of level: each needs only its own row and the results of lower levels."""
         return sorted(self.operations, key=lambda operation: self.level[operation.out])
 
     def needs_rows_only(self, register: int) -> bool:
-        """Whether a register is used within its own level and row only, so that one row of memory will do."""
+        """Whether a register is used only within its level and row, so that one row of memory is enough."""
         if register < self.fields or register in self.next_state:
             return False
         users = [operation for operation in self.operations if register in operation.inputs]
@@ -67,7 +67,7 @@ class Program:
         return len(self.level) - 1
 
     def add(self, kind: int, terms: dict[int, Number]) -> int:
-        """The register of a new operation: a combination of registers, or the mix or the flow of one."""
+        """Add an operation; returns its register."""
         out = self.new_register(max(self.level[register] for register in terms) + (kind != LINEAR))
         first = len(self.coefficients)
         self.coefficients += terms.values() if kind == LINEAR else ()
@@ -76,18 +76,18 @@ class Program:
 
 
 class Symbol:
-    """A vector that is known as a combination of registers only."""
+    """A vector known only as a combination of registers."""
 
     def __init__(self, program: Program, terms: dict[int, Number]) -> None:
         self.program, self.terms = program, terms
 
     def register(self) -> int:
-        """The register that holds it, computed now if there is none yet."""
+        """The register that holds it, computed now if necessary."""
         if len(self.terms) == 1:
             ((register, coefficient),) = self.terms.items()
             if isinstance(coefficient, float) and coefficient == 1.0:
                 return register
-        self.terms = {self.program.add(LINEAR, self.terms): 1.0}  # known by that from now on
+        self.terms = {self.program.add(LINEAR, self.terms): 1.0}
         return next(iter(self.terms))
 
     def __add__(self, other: object) -> Symbol:
@@ -121,7 +121,7 @@ class Symbol:
     def __torch_function__(
         cls, function: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
     ) -> Symbol:
-        """Tensor * symbol comes here; so would any other torch function of a symbol."""
+        """Tensor * symbol arrives here, as does any other torch function of a symbol."""
         if function.__name__.strip("_").removeprefix("r") == "mul" and len(args) == 2 and not kwargs:
             factor, symbol = args if isinstance(args[1], Symbol) else args[::-1]
             if isinstance(symbol, Symbol):
@@ -134,13 +134,13 @@ def trace(rule: Rule, state: State, t: Tensor, lr: Number) -> Program:
 
     Args:
         rule: the rule, with hyper-parameters as numbers or tensors that broadcast against (len(t), C, 1).
-        state: a state, for the names of its fields.
-        t: rounds, (len(t), 1, 1): the coefficients are found for all of them at once. Two or more, so that a rule which
-            asks about a single round (`if t == 1`) shows that it cannot be traced.
+        state: a state with the names of the fields.
+        t: rounds, (len(t), 1, 1), whose coefficients are found at once. Two or more, so that a rule that asks about a
+            single round (`if t == 1`) fails.
         lr: the learning rates of these rounds.
     """
     program = Program(fields=len(state))
-    # Symbols and the tensor of rounds stand where a rule expects tensors and a number.
+    # Any: symbols and a tensor of rounds stand in for tensors and a number.
     symbols: Any = {name: Symbol(program, {program.new_register(0): 1.0}) for name in state}
     gradient: Any = Symbol(program, {program.new_register(0): 1.0})
     times: Any = t
@@ -155,12 +155,12 @@ def trace(rule: Rule, state: State, t: Tensor, lr: Number) -> Program:
         following: Any = rule.update(symbols, gradient, flow, times, lr)
         for name in state:
             register = following[name].register()
-            if register in program.next_state:  # two fields with one value need two places
+            if register in program.next_state:  # equal fields still need a place each
                 register = program.add(LINEAR, {register: 1.0})
             program.next_state.append(register)
     except NotLinearError:
         raise
-    except Exception as error:  # whatever a rule does to symbols or to a tensor of rounds that it cannot do
+    except Exception as error:  # anything that symbols or a tensor of rounds do not support
         raise NotLinearError(f"the rule cannot be written as linear steps ({error})") from error
     return program
 
@@ -169,6 +169,6 @@ def coefficient_table(program: Program, rounds: int, columns: int, dtype: torch.
     """All coefficients of a program, (rounds, coefficients, columns)."""
     table = torch.empty(rounds, len(program.coefficients), columns, dtype=dtype)
     for k, coefficient in enumerate(program.coefficients):
-        # (rounds, C, 1), (C, 1) or (1, C, 1) lose the last axis, where the parameters were.
+        # (rounds, C, 1), (C, 1) or (1, C, 1): drop the parameter axis.
         table[:, k] = coefficient[..., 0] if isinstance(coefficient, Tensor) and coefficient.ndim else coefficient
     return table

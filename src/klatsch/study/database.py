@@ -55,7 +55,7 @@ REMEDIES = {  # by what SQLite's message contains
 
 
 class Database:
-    """A store's file in write-ahead mode; the first transaction creates or upgrades it, refused files stay untouched."""
+    """A store's file in write-ahead mode, created or upgraded by the first transaction; a refused file is untouched."""
 
     def __init__(self, path: str, read_only: bool) -> None:
         self.path = path

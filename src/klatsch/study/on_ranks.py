@@ -110,7 +110,7 @@ def serve() -> None:
 
 
 def run_together(batch: Batch) -> list[Result]:
-    """This rank's part of a batch; only rank 0 has the results."""
+    """Do one rank's part of a batch; only rank 0 has the results."""
     torch.set_num_threads(1)
     made, device, results = parts(batch), _device(batch.device), []
     for problem, graph in zip(made.problems, made.graphs, strict=True):

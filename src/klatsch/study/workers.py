@@ -101,7 +101,7 @@ def dask(address: str) -> Iterator[Workers]:
         except (OSError, ValueError, TimeoutError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"no Dask scheduler answers at {address} ({reason}); start one with dask scheduler, or check its address"
+                f"no Dask scheduler answers at {address} ({reason}); start one (dask scheduler), or check its address"
             ) from None
         with client:
             yield Workers(
