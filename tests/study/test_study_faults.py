@@ -290,7 +290,7 @@ def test_a_place_that_cannot_be_written_is_one_line(study_file, tmp_path, run_cl
     (tmp_path / "file").write_text("")
     refused(run_cli("run", study_file, "--store", tmp_path / "nowhere" / "s.sqlite"), "there is no folder")
     refused(run_cli("run", study_file, "--store", tmp_path), "is a folder")
-    refused(run_cli("run", study_file, "--store", "/proc/s.sqlite"), "/proc/s.sqlite", "written to")
+    refused(run_cli("run", study_file, "--store", "/proc/s.sqlite"), "/proc/s.sqlite", "writable")
     refused(run_cli("reproduce", "table1", "--out", tmp_path / "file" / "results"), "cannot make the folder", "--out")
     refused(run_cli("reproduce", "table1", "--out", "/proc/results"), "cannot make the folder")
 
@@ -373,7 +373,7 @@ def test_a_store_can_be_read_where_nothing_can_be_written(study_file, tmp_path, 
         code, out, err = run_cli("results", disk / "s.sqlite")
         assert (code, err) == (0, "")
         assert "dat" in out
-        refused(run_cli("run", study_file, "--store", disk / "s.sqlite"), "written to")
+        refused(run_cli("run", study_file, "--store", disk / "s.sqlite"), "writable")
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
 

@@ -1,1 +1,1 @@
-"""The paper and beyond: its figures, tables and sentences, from what a store holds."""
+"""The paper and beyond: its figures, tables and sentences, from the results in a store."""

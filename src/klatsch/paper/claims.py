@@ -1,9 +1,9 @@
-"""Sentences about errors and accuracies: each is checked panel by panel, and holds if it does so in every panel.
+"""Sentences about errors and accuracies: each is checked panel by panel, and holds if it holds in every panel.
 
 A panel is one setting of the problem: (sigma, zeta) or alpha. Values are means over the seeds at the chosen learning
-rate. "Grows" and "falls" forgive a step in the other direction that is within SLACK, or within the scatter of the seeds
-(their ranges overlap); overall the change must be CHANGE or more. "About the same" is within FLAT. Of accuracies,
-"ahead" is by more than LEVEL and more than the seeds scatter; "level" is within LEVEL. Diverged runs decide nothing.
+rate. "Grows" and "falls" allow a step in the other direction within SLACK, or within the scatter of the seeds (their
+ranges overlap); the overall change must be CHANGE or more. "About the same" is within FLAT. For accuracies, "ahead" is
+by more than LEVEL and more than the seeds scatter; "level" is within LEVEL. Diverged runs decide nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SLACK, CHANGE, FLAT = 1.05, 1.25, 2.0
 LEVEL = 0.01  # of accuracy: one percent of the test images
 EPOCHS, SEEDS = 20, 2  # fewer decide nothing about accuracies
 
-Points = dict[int, Row]  # of one rule on one graph, by number of machines
-Answer = tuple[bool | None, str]  # whether it holds in a panel (None: cannot be told), and the figures that decide
+Points = dict[int, Row]  # one rule on one graph, by number of machines
+Answer = tuple[bool | None, str]  # whether it holds in a panel (None: unknown), and the figures that decide
 OfPoints = Callable[[Points], Answer]
 OfRows = Callable[[Sequence[Row]], Answer]
 Looked = TypeVar("Looked")
@@ -30,7 +30,7 @@ Options = ParamSpec("Options")
 
 
 def asks(find: Callable[Concatenate[Looked, Options], Answer]) -> Callable[Options, Callable[[Looked], Answer]]:
-    """Let a check take its options first, and rows or points later."""
+    """Let a check take its options first, and its rows or points later."""
     return lambda *args, **kwargs: lambda looked: find(looked, *args, **kwargs)
 
 
@@ -40,7 +40,7 @@ class Verdict:
 
     claim: str
     source: str
-    holds: bool | None  # None: not decided by these runs
+    holds: bool | None  # None: these runs do not decide
     figures: tuple[str, ...]
 
     @property
@@ -51,7 +51,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A statement about a figure, its source, and how to check it in one panel; fewer rounds decide nothing."""
+    """A statement about a figure, its source, how to check it in one panel, and the rounds that this takes."""
 
     claim: str
     find: OfRows
@@ -60,7 +60,7 @@ class Sentence:
     about: Callable[[Row], bool] = lambda row: True
 
     def check(self, rows: Sequence[Row]) -> Verdict:
-        """Check it in every panel; {most} in it is the largest number of machines."""
+        """Check it in every panel; {most} stands for the largest number of machines."""
         rows = [row for row in rows if self.about(row)]
         if not rows:
             return Verdict(self.claim, self.source, None, ("was not run",))
@@ -74,7 +74,7 @@ class Sentence:
         words = {None: "", True: "yes, ", False: "no, "} if not images else {}  # accuracies speak for themselves
         figures = [f"{panel}: {words.get(holds, '')}{text}" for panel, (holds, text) in found.items()]
         short = self._too_short(rows, images)
-        if short or (all(known) and len(known) < len(found)):  # nothing speaks against it, but not all is known
+        if short or (all(known) and len(known) < len(found)):  # nothing contradicts it, but not all is known
             return Verdict(claim, self.source, None, (*short, *figures))
         if 0 < sum(known) < len(found) and not images:
             figures.insert(0, f"yes in {sum(known)} of {len(found)} panels")
@@ -93,7 +93,7 @@ class Sentence:
 
 @asks
 def points_of(rows: Sequence[Row], rule: str, topology: str, find: OfPoints) -> Answer:
-    """Look at one rule on one topology."""
+    """Check one rule on one topology."""
     points = _points(rows, rule, topology)
     if len(points) < 2 or not all(math.isfinite(row.value) for row in points.values()):
         return None, f"{rule} has no finite error at every size" if points else f"{rule} was not run"
@@ -109,13 +109,13 @@ def _points(rows: Sequence[Row], rule: str, topology: str) -> Points:
 
 @asks
 def grows_from(points: Points, first: int) -> Answer:
-    """Whether the error grows from a number of machines on."""
+    """Whether the error grows from this number of machines on."""
     return _grows([points[M] for M in sorted(points) if first <= M]), _course(points)
 
 
 @asks
 def falls(points: Points, last: float = math.inf) -> Answer:
-    """Whether the error falls up to a number of machines."""
+    """Whether the error falls up to this number of machines."""
     return _grows([points[M] for M in sorted(points, reverse=True) if last >= M]), _course(points)
 
 
@@ -135,7 +135,7 @@ def flat(points: Points) -> Answer:
 
 @asks
 def turns(points: Points, low: int, high: int) -> Answer:
-    """Whether the error is smallest somewhere between two sizes, and grows beyond."""
+    """Whether the error is smallest between two sizes, and grows beyond."""
     flat_beyond, text = no_ceiling(points)
     return low <= best_size(points) < high and not flat_beyond, text
 
@@ -148,7 +148,7 @@ def never_helps(points: Points, first: int) -> Answer:
 
 
 def last_is_worse(points: Points) -> Answer:
-    """Whether the most machines end worse than the fewest."""
+    """Whether the error is larger with the most machines than with the fewest."""
     return step(min(points), max(points), up=True)(points)
 
 
@@ -161,7 +161,7 @@ def step(points: Points, low: int, high: int, up: bool) -> Answer:
 
 
 def no_ceiling(points: Points) -> Answer:
-    """Whether the error at the most machines is about the smallest of all."""
+    """Whether the error with the most machines is about the smallest of all."""
     best, last = best_size(points), max(points)
     ratio = points[last].value / points[best].value
     return ratio <= CHANGE, f"smallest at M = {best}, {ratio:.3g} times that at {last}; {_course(points)}"
@@ -173,7 +173,7 @@ def best_size(points: Points) -> int:
 
 
 def clearly_above(one: Row, other: Row) -> bool:
-    """Whether an error is above another by more than the seeds scatter."""
+    """Whether an error exceeds another by more than the seeds scatter."""
     return one.value > SLACK * other.value and one.low > other.high
 
 
@@ -182,7 +182,7 @@ def _course(points: Points) -> str:
 
 
 def _other_sizes(points: Points) -> str:
-    return f"sizes {', '.join(map(str, sorted(points)))} are not those that the sentence is about"
+    return f"the sentence is about other sizes than {', '.join(map(str, sorted(points)))}"
 
 
 # --- errors of several rules ----------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def larger_best_size(rows: Sequence[Row]) -> Answer:
 
 @asks
 def first_rounds(rows: Sequence[Row], relative: bool) -> Answer:
-    """Whether dsgd on the most machines is ahead of the fewest at some early round, each at its own learning rate."""
+    """Whether dsgd is ahead with the most machines at some early round, each size at its own learning rate."""
     mine = {row.nodes: row for row in rows if row.rule == "dsgd"}
     if len(mine) < 2:
         return None, "dsgd was not run at two sizes"
@@ -227,7 +227,7 @@ def cta_is_worse(rows: Sequence[Row]) -> Answer:
 
 @asks
 def average_is_better(rows: Sequence[Row], rule: str) -> Answer:
-    """Whether the average of a rule's iterates has a smaller error than the last one."""
+    """Whether the average of a rule's iterates has a smaller error than the last iterate."""
     if not (ratios := _ratios(rows, f"{rule} (average constant)", rule)):
         return None, "was not run"
     middle, low, high = median(ratio for ratio, _ in ratios), min(ratios), max(ratios)
@@ -236,7 +236,7 @@ def average_is_better(rows: Sequence[Row], rule: str) -> Answer:
 
 
 def _ratios(rows: Sequence[Row], above: str, below: str) -> list[tuple[float, str]]:
-    """The error of one rule over that of another, and where, on every graph and size that both have."""
+    """The ratio of two rules' errors, and where, on every graph and size that both have."""
     error = {(row.rule, row.topology, row.nodes): row.value for row in rows}
     both = [(t, M) for rule, t, M in error if rule == below and (above, t, M) in error]
     pairs = ((error[above, t, M] / error[below, t, M], f"{t}, M = {M}") for t, M in both)
@@ -247,7 +247,7 @@ def _ratios(rows: Sequence[Row], above: str, below: str) -> list[tuple[float, st
 
 
 def family(row: Row) -> str:
-    """The name of a rule where all have the paper's momentum and averaging: "dat", "dat (cta)", "d2"."""
+    """The name of a rule without the paper's momentum and averaging: "dat", "dat (cta)", "d2"."""
     return row.rule.partition(" (")[0] + (" (cta)" if "cta" in row.rule else "")
 
 
@@ -291,7 +291,7 @@ def largest_drop(rows: Sequence[Row], rule: str, low: int, high: int) -> Answer:
 
 @asks
 def leads(rows: Sequence[Row], rule: str) -> Answer:
-    """Whether a rule is the best, or level with it, on every graph and at every size."""
+    """Whether a rule is the best, or level with the best, on every graph and at every size."""
     best: dict[tuple[str, int], Row] = {}
     for row in sorted(rows, key=lambda row: -row.value):
         best.setdefault((row.topology, row.nodes), row)

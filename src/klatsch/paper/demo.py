@@ -1,4 +1,4 @@
-"""The demo: how many machines help? DAT-SGD against D-SGD on three graphs, in about a minute."""
+"""The demo: how many machines help? Four rules on three graphs, in about a minute."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def study(steps: int = 20_000, seeds: int = 2) -> Study:
 def demo(runs: Study, folder: Path, told: Told | None = None) -> Demo:
     """Run the demo and save its figure as PNG and SVG."""
     if not folder.is_dir():
-        raise ValueError(f"there is no folder {folder}; make it first, or give another with --out")
+        raise ValueError(f"there is no folder {folder}; make it first, or choose another with --out")
     found = run_study(runs, executor=workers.threads, told=told)
     figure = figures.error_against_nodes(found.rows, TITLE.format(steps=runs.steps))
     files = tuple(folder / f"klatsch-demo{suffix}" for suffix in (".png", ".svg"))
@@ -61,7 +61,7 @@ def demo(runs: Study, folder: Path, told: Told | None = None) -> Demo:
 
 
 def sentence(rows: list[Row]) -> str:
-    """What the figures say, in words."""
+    """What the figure shows, in words."""
     few, many = min(row.nodes for row in rows), max(row.nodes for row in rows)
     error = {(row.rule, row.topology, row.nodes): row.value for row in rows}
     rules, topologies = dict.fromkeys(row.rule for row in rows), dict.fromkeys(row.topology for row in rows)

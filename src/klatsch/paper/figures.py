@@ -1,4 +1,4 @@
-"""Figures of studies, in the style of a paper: seeds as a band, units on the axes, one look per rule."""
+"""Figures of studies in the style of a paper: seeds as a band, units on the axes, one look per rule."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which most colour-blind people can tell apart; one marker per rule for print.
+# Okabe and Ito's colours, which most colour-blind people can tell apart; markers per rule for print.
 COLOURS = ("#0072B2", "#D55E00", "#999999", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#009E73", "#F0E442")
 GRAPH_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*h"
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
-VALUE = "value: "  # an element with this id carries a text, which a report shows as a tooltip
+VALUE = "value: "  # an id that starts with this is a tooltip in the report
 
 ERROR = r"$\frac{1}{M}\sum_i \|x_T^i - x^*\|^2$"
 SYMBOLS = {"noise": r"$\sigma$", "heterogeneity": r"$\zeta$"}
@@ -37,7 +37,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Layout:
-    """Rows of one caption share a panel, rows of one label are a line; all panels show the same quantity."""
+    """Rows with one caption share a panel, rows with one label are a line; all panels show the same quantity."""
 
     quantity: str
     caption: Text
@@ -127,7 +127,7 @@ def classes_of_nodes(counts: NDArray[np.int64], classes: Sequence[str], title: s
 
 
 def _settings(rows: Sequence[Row], before: Callable[[Row], list[str]] = lambda row: []) -> Text:
-    """The setting of a row by the options that differ between rows, in the paper's letters, after other words."""
+    """The options that differ between rows, in the paper's letters, after other words."""
     names = dict.fromkeys(name for row in rows for name in row.setting)
     varying = [name for name in names if len({row.setting.get(name) for row in rows}) > 1]
 
@@ -151,7 +151,7 @@ def _quantity(row: Row, formula: str) -> str:
 
 
 def _by_topology(rows: Sequence[Row]) -> Look:
-    """One colour per topology, one kind of line and marker per rule."""
+    """A colour per topology, a kind of line and marker per rule."""
     topologies, names = _distinct(rows, lambda row: row.topology), _distinct(rows, lambda row: row.rule)
     return lambda row: _style(
         topologies.index(row.topology), names.index(row.rule), names.index(row.rule), GRAPH_COLOURS
@@ -168,10 +168,10 @@ def _by_size(rows: Sequence[Row]) -> Look:
 
 
 def _by_rule(rows: Sequence[Row]) -> Look:
-    """A rule looks the same in every figure; its variants differ in the line."""
+    """The same look for a rule in every figure; its variants differ in the kind of line."""
     labels = _distinct(rows, lambda row: row.rule)
     names = [label.split(" ")[0] for label in labels]
-    places = list(dict.fromkeys([*rules.RULES, *names]))  # custom rules come after the others
+    places = list(dict.fromkeys([*rules.RULES, *names]))  # custom rules come last
 
     def look(row: Row) -> Style:
         name = row.rule.split(" ")[0]
@@ -188,7 +188,7 @@ def _by_family(rows: Sequence[Row]) -> Look:
 
 
 def _style(colour: int, line: int, marker: int | None = None, colours: Sequence[object] = COLOURS) -> Style:
-    """A line by places in the tables of looks; by default one marker per colour."""
+    """A line's style by places in the tables above; by default a marker per colour."""
     marker = colour if marker is None else marker
     tables = {"color": (colours, colour), "marker": (MARKERS, marker), "linestyle": (DASHES, line)}
     return {name: table[k % len(table)] for name, (table, k) in tables.items()}
@@ -223,7 +223,7 @@ def _against_rounds(rows: Sequence[Row], title: str, layout: Layout) -> Figure:
             when = row.steps if row.epochs is None else [row.epochs * step / row.steps[-1] for step in row.steps]
             spread = np.stack((row.curve.mean(0), row.curve.min(0), row.curve.max(0)))
             _line_of_seeds(axis, layout.label(row), when, spread, layout.look(row) | {"marker": ""})
-            for k in range(len(row.steps) - 1, -1, -3 if accuracy else -6):  # points with a value to point at
+            for k in range(len(row.steps) - 1, -1, -3 if accuracy else -6):  # points with a tooltip
                 after = f"{when[k]:.3g} epochs" if accuracy else f"{row.steps[k]:,} rounds"
                 _mark(axis, row, when[k], row.curve[:, k], f" after {after}")
         axis.set_xscale("log" if rounds else "linear")
@@ -239,7 +239,7 @@ def _panels(
     rows: Sequence[Row], title: str, layout: Layout, which: str = ""
 ) -> tuple[Figure, list[tuple[Axes, list[Row]]]]:
     """A figure with its panels, and the rows of each."""
-    # The object, not pyplot: no window system is needed, and nothing is kept alive.
+    # Not pyplot, which needs a window system and keeps figures alive.
     from matplotlib import figure as figures
 
     captions, wide = _distinct(rows, layout.caption), layout.wide
@@ -260,7 +260,7 @@ def _panels(
 
 
 def _line_of_seeds(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.float64], style: Style) -> None:
-    """A line for the mean of the seeds, and a band from the smallest to the largest; spread holds these three."""
+    """A line for the mean of the seeds, and a band from the lowest to the highest; `spread` holds these three."""
     shown = np.isfinite(spread[0])  # diverged values are not drawn
     x, (mean, low, high) = np.asarray(x, dtype=float)[shown], spread[:, shown]
     axis.plot(x, mean, markersize=4, linewidth=1.4, label=label, **style)
@@ -268,7 +268,7 @@ def _line_of_seeds(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.floa
 
 
 def _mark(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: str = "") -> None:
-    """What a report shows when you point at a marker: the mean of the seeds and their range."""
+    """A tooltip for the report: the mean of the seeds and their range."""
     if np.isfinite(mean := values.mean()):
         spread = f"{mean:.3g} ({values.min():.3g} to {values.max():.3g})"
         text = f"{row.rule}, {row.topology}, M = {row.nodes}{when}: {spread}, lr {row.lr:g}"

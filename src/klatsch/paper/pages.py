@@ -24,7 +24,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class Page:
-    """What there is to say about one study, figure or table."""
+    """The content of one page: a study, figure or table."""
 
     name: str
     title: str
@@ -88,7 +88,7 @@ def table_of(rows: Sequence[Row]) -> tuple[tuple[str, ...], tuple[tuple[str, ...
 
 
 def edge_note(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Which rules may need a learning rate beyond the grid."""
+    """A note on rules that may need a learning rate beyond the grid."""
     points, edges = Counter(row.rule for row in rows), Counter(row.rule for row in rows if row.at_edge)
     texts = [f"{rule} in {edges[rule]} of {count}" for rule, count in points.items() if edges[rule]]
     note = "The chosen learning rate is the smallest or largest of the grid, so that a better one may lie beyond: "

@@ -29,7 +29,7 @@ BANDS = "bands reach from the smallest to the largest seed."
 
 
 def page_of(remembered: Remembered, store: Store, expanded: Expanded | None = None) -> Page:
-    """The page of a study, from the runs that the store holds so far; give `expanded` if you have it."""
+    """The page of a study, from the runs that the store holds so far; pass `expanded` if you have it."""
     study, origin, target = remembered.study, remembered.origin, TARGETS.get(remembered.origin.kind)
     title = study.name if target is None else f"{target.title} ({origin.scale} scale)"
     cases, left_out = expanded or _expanded(remembered, store)
@@ -55,7 +55,7 @@ def _expanded(remembered: Remembered, store: Store) -> Expanded:
     study = remembered.study
     if remembered.sources is not None:
         return expand(study, remembered.sources)
-    # A study of 0.1, in which D2 could be lazy on some graphs and not on others.
+    # In a study of 0.1, D2 may be lazy on some graphs only.
     cases, left_out = expand(study.model_copy(update={"leave_out": True}))
     done = store.done()
     cases = [case for case in cases if case.key in done or "lazy" not in case.rule_options]
@@ -65,7 +65,7 @@ def _expanded(remembered: Remembered, store: Store) -> Expanded:
 def _figures_of_any(study: Study, rows: Sequence[Row], title: str) -> list[tuple[str, Figure]]:
     """The figures of a custom study, with the names of their files."""
     most = max(row.nodes for row in rows)
-    largest = [row for row in rows if row.nodes == most]  # all sizes would be too many panels
+    largest = [row for row in rows if row.nodes == most]  # all sizes would need too many panels
     rounds = [(f"{study.name}-rounds", figures.error_against_rounds(largest, title))]
     if {row.nodes for row in rows} == {most}:
         return rounds
@@ -112,7 +112,7 @@ def _clock(moment: str) -> str:
 
 
 def report(store: Store, path: Path, title: str | None = None) -> list[Page]:
-    """Write the report of everything that a store holds; returns the pages that it shows."""
+    """Write the report of everything in a store; returns its pages."""
     studies = store.studies()
     if not studies:
         raise ValueError(f"{store.path} holds no study; klatsch run and klatsch reproduce put them there")
@@ -138,10 +138,8 @@ def report(store: Store, path: Path, title: str | None = None) -> list[Page]:
 def _render(
     pages: Sequence[Page], environments: Sequence[dict[str, str]], summary: dict[str, object], title: str
 ) -> str:
-    try:
-        from jinja2 import Environment, PackageLoader
-    except ModuleNotFoundError as error:
-        raise ValueError("a report needs Jinja: pip install jinja2") from error
+    from jinja2 import Environment, PackageLoader
+
     loader = PackageLoader("klatsch.paper")
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     drawn = {
@@ -156,14 +154,14 @@ def _render(
 
 
 def inline_svg(text: str, prefix: str) -> str:
-    """An SVG file as part of a page: with unique ids, values to point at, and as wide as the page."""
+    """An SVG file as part of a page: with unique ids, tooltips, and as wide as the page."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
     svg = re.sub(rf'<g id="{figures.VALUE}([^"]*)">', r'<g class="value"><title>\1</title>', svg)
     prefix = re.sub(r"\W", "-", prefix)
     svg = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\1{prefix}-", svg)
     tag, rest = svg.split(">", 1)
     width = re.search(r'width="([\d.]+)pt"', tag)
-    # On a phone a figure scrolls instead of shrinking until it cannot be read.
+    # On a phone a figure scrolls instead of shrinking until it is illegible.
     least = f' style="min-width: {0.72 * float(width.group(1)):.0f}pt"' if width else ""
     tag = re.sub(r' (width|height)="[\d.]+pt"', "", tag)
     return f"{tag}{least}>{rest}"

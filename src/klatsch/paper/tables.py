@@ -1,4 +1,4 @@
-"""The paper's tables from the theory, solved on actual graphs instead of read off the formulas."""
+"""The paper's tables from the theory, solved on actual graphs instead of copied from the formulas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SAMPLES = (1e12, 1e24)  # far out, so that constants no longer bend the slope
 SIZES = (1_000, 100_000)
-CLOSE = 0.02  # between an exponent that was fitted and one of the paper
+CLOSE = 0.02  # between a fitted exponent and the paper's
 
 # Table 1: the power of M in 1 / rho, and of N in the largest M for D-SGD and DAT. NC is the near-complete graph.
 TABLE_1 = {"ring": (2, 1 / 8, 1 / 6), "torus": (1, 1 / 6, 1 / 4), "near_complete": (0, 1 / 4, 1 / 2)}
@@ -44,7 +44,7 @@ TABLE_2: list[tuple[str, str, str, str, tuple[float, float, float, float]]] = [
 
 
 def table_1() -> Page:
-    """Table 1: up to how many machines the rate keeps, as a power of the samples N, on actual spectral gaps."""
+    """Table 1: how many machines keep the rate, as a power of the samples N, on actual spectral gaps."""
     rows, fits = [], dict[str, tuple[float, float]]()
     names = ("1 / rho as a power of M", "D-SGD's largest M as a power of N", "DAT's largest M as a power of N")
     for family, expected in TABLE_1.items():
@@ -89,7 +89,7 @@ def table_2() -> Page:
         title="Table 2: rounds to an error epsilon",
         facts=(
             "Powers of each term of the rates in klatsch.theory, by differences, beside the formulas of the paper's "
-            "table: whether the theory that klatsch plans with says the same. Nothing is simulated here.",
+            "table: does the theory that klatsch plans with say the same? Nothing is simulated here.",
         ),
         figures=(("table2", _rounds_figure()),),
         header=("rule", "term", "paper", "klatsch.theory"),
@@ -109,7 +109,7 @@ def _verdict(claim: str, table: int, fitted: Sequence[float], expected: Sequence
 
 
 def _powers(rule: str, term: str, spread: str) -> tuple[float, ...]:
-    """k, m, r and e of T = s^k / (M^m rho^r epsilon^e), from a term that goes like s^p M^-a rho^-b T^-c."""
+    """k, m, r and e of T = s^k / (M^m rho^r epsilon^e), from a term proportional to s^p M^-a rho^-b T^-c."""
 
     def value(M: float = 10.0, T: float = 1e12, rho: float = 0.01, s: float = 1.0) -> float:
         rate = RATES[rule](M, T, rho, Constants(**{"sigma": 0.0, "zeta": 0.0, spread: s}))

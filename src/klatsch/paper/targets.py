@@ -1,4 +1,4 @@
-"""One table of all that `klatsch reproduce` knows: each figure with its title, study, drawing and sentences."""
+"""The table behind `klatsch reproduce`: each figure with its title, study, drawing and sentences."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 Sentences = tuple[Sentence, ...]
 Said = tuple[str, OfRows] | tuple[str, OfRows, int]  # a claim, how to check it, and the rounds it needs
-Content = Mapping[str, object]  # of a study, as a TOML file would hold it
+Content = Mapping[str, object]  # of a study, as in a TOML file
 
-PAPER_ROUNDS = 100_000  # sentences on the network's error term need this many: it shrinks like 1 / T
+PAPER_ROUNDS = 100_000  # sentences about the network's error term need this many: it shrinks like 1 / T
 SCALES: dict[str, Content] = {
     "quick": {"nodes": (4, 9, 16, 25, 49, 100), "steps": 20_000, "seeds": 3},
     "paper": {"nodes": (4, 9, 16, 25, 36, 49, 64, 81, 100), "steps": PAPER_ROUNDS, "seeds": 3},
@@ -30,7 +30,7 @@ BEYOND_SCALES: dict[str, Content] = {
     "quick": {"nodes": (4, 25, 100, 256), "steps": 4_000, "seeds": 1},
     "paper": {"nodes": (4, 9, 25, 49, 100, 256), "steps": PAPER_ROUNDS, "seeds": 3},
 }
-CURVES = (4, 9, 25, 49, 100)  # sizes whose course is drawn: all nine would hide each other
+CURVES = (4, 9, 25, 49, 100)  # sizes whose curves are drawn: all nine would hide each other
 ALPHA_MIDDLE = 1.0  # data are heterogeneous below, nearly homogeneous above
 RING, TORUS, PEER = "ring", "torus", "one_peer_exponential"
 
@@ -73,7 +73,7 @@ IMAGE_NOTES = (
 
 @dataclass(frozen=True)
 class Target:
-    """A figure: its title, what to run, how to draw it, and what is said about it."""
+    """A figure: its title, what to run, how to draw it, and sentences about it."""
 
     title: str
     study: Content
@@ -86,9 +86,9 @@ class Target:
 def study_of(
     target: str, scale: str, device: str = "cpu", dtype: str | None = None, epochs: int | None = None
 ) -> Study:
-    """The runs behind a figure at "quick" or "paper" scale; `epochs` of the image studies are 50 at paper scale.
+    """The study behind a figure at "quick" or "paper" scale, where image studies have 50 epochs.
 
-    By default dtype is float32 on a CPU, where it is twice as fast, and float64 on a GPU; float32 for images.
+    By default dtype is float32 for images and on a CPU, where it is twice as fast, and float64 on a GPU.
     """
     chosen = TARGETS[target]
     content = {"name": f"{target}-{scale}", "device": device, **chosen.study, **chosen.scales[scale]}
@@ -103,14 +103,14 @@ def study_of(
 
 
 def _images(nodes: object, alpha: object = 0.1, topologies: object = "ring", epochs: int = 50) -> Content:
-    """The size of an image study; at quick scale, which has few epochs, with one seed and fewer test images."""
+    """The size of an image study; with few epochs (quick scale), one seed and fewer test images."""
     quick = epochs < 50
     problem = {"name": "fashion-mnist", "alpha": alpha, "test": 2_000 if quick else 10_000}
     seeds = 1 if quick else 3
     return {"nodes": nodes, "topologies": topologies, "seeds": seeds, "epochs": epochs, "problem": problem}
 
 
-# --- what is drawn, and what is said about it -----------------------------------------------------------------------
+# --- drawings and sentences -----------------------------------------------------------------------------------------
 
 
 def _courses(rows: Sequence[Row], title: str) -> Figure:
@@ -127,7 +127,7 @@ def _skewed(row: Row) -> bool:
 
 
 def _convergence(title: str, graph: str, *more: Said) -> Target:
-    """Figures 4 to 6: the course of the error on one graph, and what the appendix says of it."""
+    """Figures 4 to 6: the error over the rounds on one graph, and what the appendix says about it."""
     here, ours = "Appendix, additional experimental results", "a check of ours on the sentence before"
     never = "D-SGD does not end better with more machines than 9"
     first = "D-SGD is better with larger M in the first rounds"
