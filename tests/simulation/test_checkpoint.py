@@ -239,7 +239,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
     header, _ = sealed.read(path, checkpoints.FORMAT)
     fresh = rules.dat(0.1).init(torch.zeros(5, 3, 4))
     with pytest.raises(ValueError, match=r"damaged: the field w"):
-        checkpoints.load(path, header["run"], fresh)
+        checkpoints.Saver(path, 0.0, header["run"]).restored(fresh)
 
 
 def test_a_problem_that_cannot_be_told_apart_cannot_be_saved(tmp_path):

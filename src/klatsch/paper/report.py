@@ -113,6 +113,8 @@ def _clock(moment: str) -> str:
 
 def report(store: Store, path: Path, title: str | None = None) -> list[Page]:
     """Write the report of everything in a store; returns its pages."""
+    from jinja2 import Environment, PackageLoader
+
     studies = store.studies()
     if not studies:
         raise ValueError(f"{store.path} holds no study; klatsch run and klatsch reproduce put them there")
@@ -130,27 +132,24 @@ def report(store: Store, path: Path, title: str | None = None) -> list[Page]:
         "last": _clock(times[-1]) if times else "",
         "engines": sorted({f"{facts['engine']} on {facts['device']}" for facts in runs}),
     }
-    html = _render(pages, store.environments(), summary, title or f"klatsch: {Path(store.path).name}")
-    files.save(path, html.encode(), "HTML")
-    return pages
-
-
-def _render(
-    pages: Sequence[Page], environments: Sequence[dict[str, str]], summary: dict[str, object], title: str
-) -> str:
-    from jinja2 import Environment, PackageLoader
-
-    loader = PackageLoader("klatsch.paper")
-    templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     drawn = {
         page.name: [
             inline_svg(pictures.render(figure, ".svg").decode(), f"{page.name}-{name}") for name, figure in page.figures
         ]
         for page in pages
     }
-    return templates.get_template("report.html").render(
-        title=title, pages=pages, pictures=drawn, environments=environments, summary=summary, version=VERSION
+    loader = PackageLoader("klatsch.paper")
+    templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    html = templates.get_template("report.html").render(
+        title=title or f"klatsch: {Path(store.path).name}",
+        pages=pages,
+        pictures=drawn,
+        environments=store.environments(),
+        summary=summary,
+        version=VERSION,
     )
+    files.save(path, html.encode(), "HTML")
+    return pages
 
 
 def inline_svg(text: str, prefix: str) -> str:

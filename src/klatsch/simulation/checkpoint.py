@@ -52,32 +52,29 @@ class Saver:
             self._took = self._last - began if self.every else 0.0  # every = 0 means every time
 
     def restored(self, fresh: State) -> Run | None:
-        """The run in the file, or None without a file; `fresh` is a state with the right names and shapes."""
+        """The run in the file, or None without a file; a file that is damaged or from another run is refused.
+
+        `fresh` is a state with the right names and shapes.
+        """
         if self.path is None or not self.path.exists():
             return None
-        run = load(self.path, self.identity, fresh)
-        self._rounds = run.now.rounds
-        return run
-
-
-def load(path: Path, identity: Facts, fresh: State) -> Run:
-    """Read a run; refuse a file that is damaged, or from another run, with the setting that differs."""
-    header, tensors = sealed.read(path, FORMAT)
-    here, there = json.loads(json.dumps(identity)), header["run"]
-    for name in {**here, **there}:
-        if here.get(name) != there.get(name):
-            raise CheckpointError(
-                f"{path} belongs to another run: {name} is {_short(there.get(name))} there "
-                f"and {_short(here.get(name))} here; {REMEDY}"
-            )
-    for name, value in fresh.items():
-        saved = tensors.get(f"state.{name}")
-        if saved is None or value.shape != saved.shape:
-            raise CheckpointError(f"{path} is damaged: the field {name} of the state does not fit; {REMEDY}")
-    state = {name: tensors[f"state.{name}"].to(value) for name, value in fresh.items()}
-    metrics = {name.removeprefix("metric."): v for name, v in tensors.items() if name.startswith("metric.")}
-    now = Snapshot(state, tensors["diverged_at"], header["rounds"], header["seconds"], header["points"])
-    return Run.resumed(now, metrics)
+        header, tensors = sealed.read(self.path, FORMAT)
+        here, there = json.loads(json.dumps(self.identity)), header["run"]
+        for name in {**here, **there}:
+            if here.get(name) != there.get(name):
+                raise CheckpointError(
+                    f"{self.path} belongs to another run: {name} is {_short(there.get(name))} there "
+                    f"and {_short(here.get(name))} here; {REMEDY}"
+                )
+        for name, value in fresh.items():
+            saved = tensors.get(f"state.{name}")
+            if saved is None or value.shape != saved.shape:
+                raise CheckpointError(f"{self.path} is damaged: the field {name} of the state does not fit; {REMEDY}")
+        state = {name: tensors[f"state.{name}"].to(value) for name, value in fresh.items()}
+        metrics = {name.removeprefix("metric."): v for name, v in tensors.items() if name.startswith("metric.")}
+        self._rounds = header["rounds"]
+        now = Snapshot(state, tensors["diverged_at"], self._rounds, header["seconds"], header["points"])
+        return Run.resumed(now, metrics)
 
 
 def _short(value: object) -> str:

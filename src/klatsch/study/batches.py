@@ -116,19 +116,8 @@ def quick(batches: Sequence[Batch]) -> bool:
     return rounds <= QUICK_ROUNDS and numbers <= QUICK_NUMBERS
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The arguments of a simulation: one rule for all networks, a problem and a graph for each."""
-
-    rule: rules.Rule
-    problems: list[Problem]
-    graphs: list[Topology]
-    steps: int
-    choices: Options  # of `simulate`
-
-
-def parts(batch: Batch) -> Parts:
-    """Build what a batch simulates."""
+def arguments(batch: Batch) -> tuple[list[Problem], rules.Rule, list[Topology], int, Options]:
+    """The arguments of `simulate_together` for a batch: problems, rule, graphs, steps, and options by name."""
     first = batch.networks[0][0]
     first.check_sources()
     seeded = "seed" in problems.options(first.problem)
@@ -138,29 +127,19 @@ def parts(batch: Batch) -> Parts:
         seed = {"seed": network[0].seed} if seeded else {}
         return problems.make(first.problem, network[0].nodes, **seed, **options)
 
-    return Parts(
-        rule=rules.make(first.rule, **_joined([case.rule_options for case in batch.networks[0]])),
-        problems=[problem(network) for network in batch.networks],
-        graphs=[network[0].make_graph() for network in batch.networks],
-        steps=first.steps,
-        choices={"record": first.points, "dtype": DTYPES[first.dtype], "any_graph": first.any_graph},
-    )
+    rule = rules.make(first.rule, **_joined([case.rule_options for case in batch.networks[0]]))
+    graphs = [network[0].make_graph() for network in batch.networks]
+    choices = {"record": first.points, "dtype": DTYPES[first.dtype], "any_graph": first.any_graph}
+    return [problem(network) for network in batch.networks], rule, graphs, first.steps, choices
 
 
 def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Callable[[int], None] | None = None) -> Finished:
     """Run a batch, from its checkpoint if there is one."""
-    made = parts(batch)
-    if any(problem.fingerprint() is None for problem in made.problems):
+    instances, rule, graphs, steps, choices = arguments(batch)
+    if any(problem.fingerprint() is None for problem in instances):
         checkpoint = None  # nothing would tell it from another problem's
-    run = partial(
-        simulate_together,
-        *(made.problems, made.rule, made.graphs, made.steps),
-        device=batch.device,
-        checkpoint=checkpoint,
-        checkpoint_every=CHECKPOINT_EVERY,
-        progress=progress if progress is not None else False,
-        **made.choices,
-    )
+    choices |= {"device": batch.device, "checkpoint": checkpoint, "checkpoint_every": CHECKPOINT_EVERY}
+    run = partial(simulate_together, instances, rule, graphs, steps, progress=progress or False, **choices)
     with own.explained(*batch.names):
         try:
             results = run()

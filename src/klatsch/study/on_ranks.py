@@ -34,7 +34,7 @@ from klatsch.simulation.checkpoint import Saver
 from klatsch.simulation.driver import Network, Nodes, Run, Snapshot
 from klatsch.simulation.preparation import Rates, prepared
 from klatsch.simulation.stack import Watched
-from klatsch.study.batches import Batch, Finished, finished, parts
+from klatsch.study.batches import Batch, Finished, arguments, finished
 from klatsch.study.cases import Case
 from klatsch.study.workers import Open, Workers
 from klatsch.topology import Topology
@@ -112,12 +112,13 @@ def serve() -> None:
 def run_together(batch: Batch) -> list[Result]:
     """Do one rank's part of a batch; only rank 0 has the results."""
     torch.set_num_threads(1)
-    made, device, results = parts(batch), _device(batch.device), []
-    for problem, graph in zip(made.problems, made.graphs, strict=True):
-        choices = {"group": _first_ranks(graph.size), "device": device, **made.choices}
+    problems, rule, graphs, steps, choices = arguments(batch)
+    choices["device"], results = _device(batch.device), []
+    for problem, graph in zip(problems, graphs, strict=True):
+        group = _first_ranks(graph.size)
         if dist.get_rank() < graph.size:
             with own.explained(*batch.names):
-                results.append(simulate_on_ranks(problem, made.rule, graph, made.steps, **choices))
+                results.append(simulate_on_ranks(problem, rule, graph, steps, group=group, **choices))
     return [result for result in results if result is not None]
 
 
