@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from klatsch import pictures
 from klatsch.files import save
 from klatsch.paper.claims import Verdict
 from klatsch.study.choices import Row
+from klatsch.study.export import save_csv
 from klatsch.study.grids import shown
 
 if TYPE_CHECKING:
@@ -43,16 +42,9 @@ def write(page: Page, folder: Path) -> list[Path]:
     for file, figure in drawn.items():
         pictures.save(figure, file, dpi=160)
     numbers, text = folder / f"{page.name}.csv", folder / f"{page.name}.md"
-    save(numbers, as_csv(page).encode(), "CSV")
+    save_csv((page.header, *page.table), numbers)
     save(text, as_markdown(page).encode(), "Markdown")
     return [*drawn, numbers, text]
-
-
-def as_csv(page: Page) -> str:
-    """The table of numbers."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows((page.header, *page.table))
-    return text.getvalue()
 
 
 def as_markdown(page: Page) -> str:

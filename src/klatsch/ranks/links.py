@@ -49,7 +49,7 @@ class Links:
         raise NotImplementedError
 
     def send(self, tag: int, t: int, message: Tensor) -> None:
-        """Fill in the last `tail` numbers of a vector and send it to all that hear this rank in round t.
+        """Send a vector to all that hear this rank in round t, with news as its last `tail` numbers.
 
         It must not change until `sent(tag, t)`.
         """

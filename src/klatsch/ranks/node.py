@@ -90,8 +90,7 @@ class _Reached(Exception):  # noqa: N818
 class Node:
     """One rank's share of a network: a rule that starts at x, of any shape that ends in the parameter axis.
 
-    `stream` tells apart the messages of several nodes on the same links. A guarded node refuses messages that are not
-    finite.
+    Nodes on the same links need different streams. A guarded node refuses messages that are not finite.
     """
 
     def __init__(self, rule: Rule, x: Tensor, links: Links, stream: int = 0, guarded: bool = False) -> None:

@@ -18,13 +18,7 @@ LARGEST_SHARE = 0.03  # of the time may go into saving large states
 
 
 class Saver:
-    """Saves a run to a file from time to time; without a file it does nothing.
-
-    Args:
-        path: the file, or None.
-        every: seconds between two saves; more if a save takes long.
-        identity: what determines the result; a file with another identity is refused.
-    """
+    """Saves a run to a file, if there is one, at intervals of some seconds; refuses a file with another identity."""
 
     def __init__(self, path: str | Path | None, every: float, identity: Facts) -> None:
         self.path = None if path is None else Path(path)
@@ -52,10 +46,7 @@ class Saver:
             self._took = self._last - began if self.every else 0.0  # every = 0 means every time
 
     def restored(self, fresh: State) -> Run | None:
-        """The run in the file, or None without a file; a file that is damaged or from another run is refused.
-
-        `fresh` is a state with the right names and shapes.
-        """
+        """The run in the file, if there is one; `fresh` is a state with the right names and shapes."""
         if self.path is None or not self.path.exists():
             return None
         header, tensors = sealed.read(self.path, FORMAT)

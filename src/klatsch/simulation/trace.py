@@ -104,10 +104,8 @@ class Symbol:
             raise NotLinearError(f"a vector times a {type(factor).__name__}")
         return Symbol(self.program, {register: coefficient * factor for register, coefficient in self.terms.items()})
 
-    def __truediv__(self, divisor: object) -> Symbol:
-        if not isinstance(divisor, int | float | Tensor):
-            raise NotLinearError("a vector divided by a vector")
-        return self * (1.0 / divisor)
+    def __truediv__(self, divisor: Number) -> Symbol:
+        return self * (1.0 / divisor)  # a symbol as divisor is a TypeError
 
     def __neg__(self) -> Symbol:
         return self * -1.0
@@ -130,14 +128,10 @@ class Symbol:
 
 
 def trace(rule: Rule, state: State, t: Tensor, lr: Number) -> Program:
-    """Run a rule once on symbols.
+    """Run a rule once on symbols, with the field names of a state.
 
-    Args:
-        rule: the rule, with hyper-parameters as numbers or tensors that broadcast against (len(t), C, 1).
-        state: a state with the names of the fields.
-        t: rounds, (len(t), 1, 1), whose coefficients are found at once. Two or more, so that a rule that asks about a
-            single round (`if t == 1`) fails.
-        lr: the learning rates of these rounds.
+    `t` holds the rounds, (len(t), 1, 1), whose coefficients are found at once: two or more, so that a rule that asks
+    about a single round (`if t == 1`) fails. Learning rates and hyper-parameters broadcast against (len(t), C, 1).
     """
     program = Program(fields=len(state))
     # Any: symbols and a tensor of rounds stand in for tensors and a number.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from klatsch import files
@@ -40,10 +40,13 @@ def records(store: Store, runs: Sequence[tuple[Case, Options]], curves: bool = F
 
 def to_csv(found: Sequence[Options], path: Path) -> None:
     """Write records as CSV; diverged values are inf."""
+    save_csv([found[0].keys(), *(record.values() for record in found)], path)
+
+
+def save_csv(lines: Iterable[Iterable[object]], path: Path) -> None:
+    """Write lines of cells as CSV."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(found[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
+    csv.writer(text, lineterminator="\n").writerows(lines)
     files.save(path, text.getvalue().encode(), "CSV")
 
 
