@@ -91,3 +91,10 @@ def test_a_stopped_stack_goes_on_with_the_same_bits(tmp_path):
 def test_what_does_not_fit_is_refused(several, graphs, words):
     with pytest.raises(ValueError, match=words):
         simulate_together(several, rules.dat(0.01), graphs, 10)
+
+
+def test_several_networks_do_not_continue_one_result():
+    problem, graph = problems.LeastSquares(4, dim=3), tp.ring(4)
+    one = klatsch.simulate(problem, rules.dat(0.01), graph, 5)
+    with pytest.raises(ValueError, match="after continues one result, but there are 2 problems; give one problem"):
+        simulate_together([problem, problem], rules.dat(0.01), [graph, graph], 10, after=one)
