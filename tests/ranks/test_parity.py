@@ -89,7 +89,7 @@ def test_own_starts_two_dtypes_and_groups_of_some_ranks(features):
     for rank in features:
         torch.testing.assert_close(rank["mean"], torch.ones(70_002, dtype=torch.float64), rtol=0, atol=1e-6)
     torch.testing.assert_close(features[0]["some"], torch.ones(2))
-    assert "rank 1 is not in the process group" in features[1]["some"]
+    assert "rank 1 is not in this process group" in features[1]["some"]
 
 
 @pytest.mark.parametrize("rule, first", [("dsgd", 4), ("dat", 3)])  # x of dat leaves when it is known
