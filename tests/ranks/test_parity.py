@@ -89,7 +89,7 @@ def test_own_starts_two_dtypes_and_groups_of_some_ranks(features):
     for rank in features:
         torch.testing.assert_close(rank["mean"], torch.ones(70_002, dtype=torch.float64), rtol=0, atol=1e-6)
     torch.testing.assert_close(features[0]["some"], torch.ones(2))
-    assert "rank 1 is not in this process group" in features[1]["some"]
+    assert "rank 1 is not in the process group" in features[1]["some"]
 
 
 @pytest.mark.parametrize("rule, first", [("dsgd", 4), ("dat", 3)])  # x of dat leaves when it is known
@@ -133,7 +133,7 @@ def test_disagreement_names_ranks_and_field(launch, what, error):
 def test_a_rank_that_does_not_come(launch):
     ranks = launch(3, "disagree", what="absent")
     assert ranks.codes() == [1, 1, 0]
-    assert re.search(r"rank 1: not all of the 3 ranks got here within 4 s", ranks.errors(1))
+    assert re.search(r"rank 1: not all of the 3 ranks came to the same place within 4 s", ranks.errors(1))
 
 
 STUDY = """

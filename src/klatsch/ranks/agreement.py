@@ -29,7 +29,7 @@ def members(group: Group) -> list[int]:
             "with torchrun --nproc-per-node 4 SCRIPT"
         )
     if group is not None and dist.get_rank(group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in this process group; call this on its members only")
+        raise ValueError(f"rank {dist.get_rank()} is not in the process group; call this on its members only")
     return dist.get_process_group_ranks(group if group is not None else _get_default_group())
 
 
@@ -43,7 +43,7 @@ def group_of(group: Group, timeout: float) -> dist.ProcessGroup:
         )
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
-            f"rank {dist.get_rank()}: not all of the {len(ranks)} ranks got here within {timeout:g} s "
+            f"rank {dist.get_rank()}: not all of the {len(ranks)} ranks came to the same place within {timeout:g} s "
             f"({reason(error)}); make the optimizer on every rank, in the same order; give a slow start more time with "
             "timeout=..."
         ) from None
