@@ -104,6 +104,14 @@ def torchrun(prepared):
 
 
 @pytest.fixture
+def in_threads(monkeypatch):
+    """Studies run in threads, not in processes that load torch first: for tests of what they are asked, not of how."""
+    from klatsch.study import workers
+
+    monkeypatch.setattr(workers, "processes", workers.threads)
+
+
+@pytest.fixture
 def run_cli(monkeypatch, capsys):
     """Run the command line in this process; gives the exit code, stdout and stderr."""
     from klatsch.cli import main

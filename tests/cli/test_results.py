@@ -110,8 +110,7 @@ def test_results_of_another_revision_are_still_shown(store, run_cli, monkeypatch
     assert "dat" in out
 
 
-@pytest.mark.processes
-def test_two_comparisons_in_one_store_are_two_studies(run_cli, tmp_path):
+def test_two_comparisons_in_one_store_are_two_studies(run_cli, in_threads, tmp_path):
     for rule in ("dat", "gt"):
         options = ("--rules", rule, "-n", 4, "--steps", 50, "--seeds", 1, "--lr", 0.01, "--workers", 1)
         assert run_cli("run", *options, "--store", tmp_path / "s.sqlite")[0] == 0

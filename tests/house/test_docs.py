@@ -12,7 +12,7 @@ import pytest
 from klatsch.study import Store, expand, load
 from tests.support.machine import DATA
 
-pytestmark = pytest.mark.documents
+pytestmark = [pytest.mark.documents, pytest.mark.usefixtures("in_threads")]
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,16 +13,19 @@ from tests.support.processes import Ranks
 from tests.support.rank_scenarios import LR, RANK_GRAPHS, RANK_RULES, ROUNDS, problem_of
 
 GRAPHS = {4: RANK_GRAPHS, 6: ("torus", "one_peer_exponential", "base_graph", "base_graph/3")}  # 6 is no power of 2
+RULES = {4: RANK_RULES, 6: ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp")}  # one of every pattern
+CASES = [(size, label) for size, labels in RULES.items() for label in labels]
 
 
-@pytest.fixture(scope="module", params=GRAPHS)
+@pytest.fixture(scope="module")
 def outcome(request, prepared, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(f"parity{request.param}")
-    Ranks(prepared, folder, request.param, "parity", graphs=GRAPHS[request.param]).succeed()
-    return request.param, [torch.load(folder / f"parity-{rank}") for rank in range(request.param)]
+    size = request.param
+    folder = tmp_path_factory.mktemp(f"parity{size}")
+    Ranks(prepared, folder, size, "parity", graphs=GRAPHS[size], labels=list(RULES[size])).succeed()
+    return size, [torch.load(folder / f"parity-{rank}") for rank in range(size)]
 
 
-@pytest.mark.parametrize("label", RANK_RULES)
+@pytest.mark.parametrize("outcome, label", CASES, indirect=["outcome"])
 def test_ranks_are_the_rows_of_the_simulation(outcome, label):
     size, ranks = outcome
     rule, options = RANK_RULES[label]

@@ -59,7 +59,7 @@ def test_on_a_gpu_graphs_alphas_and_seeds_share_a_stack():
     assert {case.key for stack in stacks for case in stack.cases} == {case.key for case in cases}
 
 
-def test_learning_rates_are_chosen_by_accuracy(tmp_path, start):
+def test_learning_rates_are_chosen_by_accuracy(tmp_path, in_threads, start):
     tiny = {"name": "fashion-mnist", "alpha": [1.0, 10.0], "test": 500}
     small = study(nodes=4, topologies="ring", rules=["dsgd"], lr=[1e-9, 0.1], epochs=None, steps=40, problem=tiny)
     with Store(tmp_path / "s.sqlite") as store:
@@ -201,8 +201,8 @@ def test_studies_of_the_paper(target, scale):
     assert all(case.rule_options.get("momentum") == 0.9 for case in cases if case.rule in ("dat", "dsgd"))
 
 
-@pytest.mark.processes
-def test_pages_say_what_differs(tmp_path):
+@pytest.mark.slow
+def test_pages_say_what_differs(in_threads, tmp_path):
     tiny = study(
         nodes=4,
         topologies="ring",

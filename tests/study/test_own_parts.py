@@ -169,8 +169,8 @@ def test_a_problem_and_a_topology_in_a_file(folder, run_cli):
     assert found.rows[2].value == pytest.approx(float(expected.metrics["off"][-1]), rel=1e-9)
 
 
-@pytest.mark.processes
-def test_results_and_report_do_not_need_the_files(folder, run_cli):
+@pytest.mark.slow
+def test_results_and_report_do_not_need_the_files(folder, in_threads, run_cli):
     (folder / "own.toml").write_text(
         STUDY.replace('["ring"]', '["parts.py:band"]').replace(
             "dim = 4, heterogeneity = 10.0", 'name = "parts.py:Wishes"'

@@ -60,12 +60,13 @@ def train(optimizer, parameter, problem, rank, rounds):
         optimizer.step()
 
 
-def parity(folder, device="cpu", graphs=RANK_GRAPHS):
-    """Every rule on every one of these graphs that it is defined on, in one group after the other."""
+def parity(folder, device="cpu", graphs=RANK_GRAPHS, labels=tuple(RANK_RULES)):
+    """These rules on every one of these graphs that they are defined on, in one group after the other."""
     rank, size = group()
     node.BLOCK["cpu"] = 2  # several slices, the last one shorter
     found = {}
-    for label, (rule, options) in RANK_RULES.items():
+    for label in labels:
+        rule, options = RANK_RULES[label]
         for name in graphs:
             algorithm, graph = klatsch.rules.make(rule, lr=LR, **options), make(name, size)
             try:
