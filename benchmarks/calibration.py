@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from klatsch import problems, rules, simulate, topology
-from klatsch.planning import CALIBRATION, RULES, graphs, predicted
+from klatsch.planning import CALIBRATION, CANDIDATES, graphs, predicted
 from klatsch.study import parse, run_study
 from klatsch.theory import Constants
 
@@ -42,7 +42,7 @@ def turn(rule: str, family: str, rounds: int, noise: float, spread: float, most:
     known = constants(noise, spread)
     choices = graphs.family(family, most)
     return min(
-        choices, key=lambda g: predicted(RULES[rule], g.nodes, rounds, g.rho, known, CALIBRATION[rule]).total
+        choices, key=lambda g: predicted(CANDIDATES[rule], g.nodes, rounds, g.rho, known, CALIBRATION[rule]).total
     ).nodes
 
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from klatsch.planning import RULES, Network
+from klatsch.planning import CANDIDATES, Network
 
 CORES = 2
 LATENCY, HANDLING = 2e-3, 1e-9  # seconds; seconds per byte and rank of a core
@@ -51,7 +51,7 @@ def predictions(row: Row) -> list[float]:
     shared = max(1.0, row.ranks / CORES)
     network = Network(BANDWIDTH[row.network], LATENCY, row.step, HANDLING * shared)
     size, degree = 4.0 * row.params, min(row.ranks - 1, 2)
-    gossip = [network.gossip_seconds(size, degree, RULES[m].eager, RULES[m].late) for m in METHODS[:-1]]
+    gossip = [network.gossip_seconds(size, degree, *CANDIDATES[m].vectors) for m in METHODS[:-1]]
     return [float(seconds) for seconds in (*gossip, network.all_reduce_seconds(size, row.ranks))]
 
 

@@ -7,7 +7,7 @@ import torch
 
 import klatsch
 from klatsch import rules
-from klatsch.channels.rehearsal import MOST_MESSAGES, rehearse
+from klatsch.channels.rehearsal import MOST_MESSAGES, rehearse, vectors
 
 X = torch.zeros(5)
 # By rule: the fields that travel early, and what the other messages of a round carry: fields, numbers, needed before.
@@ -38,6 +38,13 @@ def test_what_travels_early(label):
     if early:  # all of them in one message
         numbers = {"weight": 1}
         assert [s.numel() for s in found.messages[0].shapes] == [numbers.get(field, 5) for field in early]
+
+
+@pytest.mark.parametrize("label", TRAFFIC)
+def test_whole_vectors_are_counted_and_weights_are_not(label):
+    (name, options), early, late = TRAFFIC[label]
+    expected = len([field for field in early if field != "weight"]), sum(sizes.count(5) for _, sizes, _ in late)
+    assert vectors(rules.make(name, lr=0.1, **options)) == expected
 
 
 class Own(rules.Rule):

@@ -14,7 +14,7 @@ from klatsch import problems
 from klatsch import topology as tp
 from klatsch.planning import (
     CALIBRATION,
-    RULES,
+    CANDIDATES,
     UNCALIBRATED,
     Network,
     Task,
@@ -61,7 +61,7 @@ def test_the_best_number_of_machines_is_where_the_simulated_curve_turns(setting,
     constants = Constants(problem.L, float(problem.D1), float(problem.sigma), float(problem.zeta))
     best = min(
         graphs.family("ring", 200),
-        key=lambda g: predicted(RULES["dat"], g.nodes, 100_000, g.rho, constants, CALIBRATION["dat"]).total,
+        key=lambda g: predicted(CANDIDATES["dat"], g.nodes, 100_000, g.rho, constants, CALIBRATION["dat"]).total,
     ).nodes
     assert simulated / 2 <= best <= 2 * simulated
 
@@ -122,25 +122,25 @@ def test_sizes_reach_a_million():
         assert graphs.graph(name, sizes[-1]).rho > 0
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", CANDIDATES)
 def test_rounds_to_the_target_are_the_first(rule):
     M, rho = np.array([1.0, 4.0, 50.0]), np.array([1.0, 0.5, 0.02])
     for target in (1e-1, 1e-3, 1e-5):
-        found = rounds_to(target, RULES[rule], M, rho, NOISY, CALIBRATION[rule])
-        here = predicted(RULES[rule], M, found, rho, NOISY, CALIBRATION[rule]).total
-        before = predicted(RULES[rule], M, np.maximum(found - 1, 1), rho, NOISY, CALIBRATION[rule]).total
+        found = rounds_to(target, CANDIDATES[rule], M, rho, NOISY, CALIBRATION[rule])
+        here = predicted(CANDIDATES[rule], M, found, rho, NOISY, CALIBRATION[rule]).total
+        before = predicted(CANDIDATES[rule], M, np.maximum(found - 1, 1), rho, NOISY, CALIBRATION[rule]).total
         assert np.all(here <= target)
         assert np.all((before > target) | (found == 1) | (found > 1e9))
 
 
 def test_uncalibrated_is_the_theory():
     constants = Constants(L=2.0, D1=3.0, sigma=4.0, zeta=5.0)
-    found = predicted(RULES["dat"], 16, 1000, 1e-9, constants, UNCALIBRATED["dat"])
+    found = predicted(CANDIDATES["dat"], 16, 1000, 1e-9, constants, UNCALIBRATED["dat"])
     assert found == pytest.approx(dat_rate(16, 1000, 1e-9, constants), rel=1e-8)
-    central = predicted(RULES["all-reduce"], 16, 1000, 1.0, constants, UNCALIBRATED["all-reduce"])
+    central = predicted(CANDIDATES["all-reduce"], 16, 1000, 1.0, constants, UNCALIBRATED["all-reduce"])
     assert central == pytest.approx(minibatch_rate(16, 1000, 1.0, constants))
     rounds = rounds_to(
-        0.1, RULES["all-reduce"], np.array([16.0]), np.array([1.0]), constants, UNCALIBRATED["all-reduce"]
+        0.1, CANDIDATES["all-reduce"], np.array([16.0]), np.array([1.0]), constants, UNCALIBRATED["all-reduce"]
     )
     assert rounds[0] == rounds_to_error("minibatch", 0.1, 16, 1.0, constants)
     line = plan(task(constants, 1e8, machines=10_000, calibration=UNCALIBRATED), rules=["all-reduce"]).lines[0]
@@ -160,26 +160,26 @@ def test_the_cost_of_a_round():
     assert chatty.gossip_seconds(1e6, 2, eager=0, late=1) == pytest.approx(2 + 0.1 + 1 + 2)
     assert slow.all_reduce_seconds(1e6, 4) == pytest.approx(2 + 6 * 0.1 + 1.5)  # one bucket: nothing hides
     assert slow.all_reduce_seconds(1e8, 4) == pytest.approx(2 + 6 * 0.1 + 150 - 2 / 3)
-    assert (RULES["dat"].eager, RULES["dat"].late) == (1, 1)
-    assert (RULES["dat (cta)"].eager, RULES["dat (cta)"].late) == (2, 0)
-    assert (RULES["dsgd"].eager, RULES["dsgd"].late) == (0, 1)
+    assert CANDIDATES["dat"].vectors == (1, 1)
+    assert CANDIDATES["dat (cta)"].vectors == (2, 0)
+    assert CANDIDATES["dsgd"].vectors == (0, 1)
 
 
 def test_messages_of_the_rules_are_those_they_mix():
     """Vectors per round, counted on the rules themselves."""
     import torch
 
-    for rule in RULES.values():
-        if rule.update is not None:
+    for candidate in CANDIDATES.values():
+        if candidate.rule is not None:
             sent = []
 
             def flow(*vectors, sent=sent):
                 sent.extend(vectors)
                 return vectors
 
-            state = rule.update.init(torch.zeros(1, 1, 3))
-            rule.update.update(state, torch.ones(1, 1, 3), Flow(flow), 1, 0.1)
-            assert len(sent) == rule.vectors
+            rule = candidate.rule(lr=0.1)
+            rule.update(rule.init(torch.zeros(1, 1, 3)), torch.ones(1, 1, 3), Flow(flow), 1, 0.1)
+            assert len(sent) == sum(candidate.vectors)
 
 
 # --- limits -------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_the_largest_number_pays_and_the_next_does_not():
             line = plan(goal, rules=[rule], families=[family]).lines[0]
 
             def pays(M, rule=rule, family=family, goal=goal):
-                parts = predicted(RULES[rule], M, 1e9 / M, tp.spectral_gap(family, M), NOISY, goal.by(rule))
+                parts = predicted(CANDIDATES[rule], M, 1e9 / M, tp.spectral_gap(family, M), NOISY, goal.by(rule))
                 return parts.network + parts.optimization <= parts.statistical
 
             step = next(s for s in range(1, 10_000) if tp.nth_size(family, s) > line.largest)

@@ -85,6 +85,14 @@ def rehearse(rule: Rule, x: Tensor) -> Traffic:
     return Traffic(tuple(messages), tuple(calls))
 
 
+def vectors(rule: Rule) -> tuple[int, int]:
+    """How many whole vectors a node sends to each neighbour in a round: early, and once there is a gradient."""
+    traffic = rehearse(rule, torch.zeros(FEW))
+    whole = [sum(shape[-1] == FEW for shape in sent.shapes) for sent in traffic.messages]
+    early = whole[0] if traffic.early else 0
+    return early, sum(whole) - early
+
+
 class _Stained(Tensor):
     """A tensor that depends on what some call of `flow` returned, as does whatever is computed from it."""
 

@@ -96,7 +96,7 @@ def plan(
     network = planning.network(numbers.pop("network"), **numbers)
     rates = planning.UNCALIBRATED if uncalibrated else None
     task = planning.Task(known.constants(measured), params, network, samples, target, machines, efficiency, rates)
-    rule_names = {name.replace(" ", ""): name for name in planning.RULES} | {"dat-cta": "dat (cta)"}
+    rule_names = {name.replace(" ", ""): name for name in planning.CANDIDATES} | {"dat-cta": "dat (cta)"}
     asked = None if rules is None else [rule_names.get(name.replace(" ", ""), name) for name in listed(rules)]
     found = planning.plan(task, rules=asked, families=None if families is None else listed(families))
     own = measured.ranges if measured else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from dataclasses import asdict
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -52,7 +53,7 @@ def topology(
         choices = chosen(settings, "topologies", ChainMap(*families))
         summaries, left_out = topologies.compare(nodes, params, **choices)
         if as_json:
-            return print_json({"topologies": [asdict(s) for s in summaries], "left_out": left_out})
+            return print_json({"topologies": [_plain(s) for s in summaries], "left_out": left_out})
         return _print_comparison(summaries, left_out)
     if name is None:
         raise ValueError("name a topology, for example klatsch topology ring -n 16, or give --compare")
@@ -68,7 +69,7 @@ def topology(
     rho = topologies.spectral_gap(name, graph.size, **choices) if closed else None
     summary = topologies.summarize(graph, params, rho=rho)
     if as_json:
-        return print_json(asdict(summary))
+        return print_json(_plain(summary))
     _print_summary(summary)
     if draw is not None:
         print(f"drawn to {draw}")
@@ -78,6 +79,7 @@ def _print_summary(s: Summary) -> None:
     from klatsch.planning.words import size
     from klatsch.topology.comparison import GAMMA
 
+    sent = _bytes(s)
     table = Table(title=f"{s.name}, {s.nodes:,} nodes", show_header=False, title_justify="left", title_style="bold")
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -96,8 +98,8 @@ def _print_summary(s: Summary) -> None:
         ("smallest eigenvalue", _number(s.smallest_eigenvalue), "D2 as published needs more than -1/3"),
         ("effective neighbours", _number(s.effective_neighbors), f"for memory gamma = {GAMMA}"),
         ("messages", f"{s.messages_per_round:.4g}", "sent per node and round, on average"),
-        ("bytes, D-SGD", size(s.bytes_per_round_dsgd), f"per node and round, {s.params:,} parameters"),
-        ("bytes, DAT-SGD", size(s.bytes_per_round_dat), "the same; DAT sends w and x"),
+        ("bytes, D-SGD", size(sent["dsgd"]), f"per node and round, {s.params:,} parameters"),
+        ("bytes, DAT-SGD", size(sent["dat"]), f"the same; DAT sends {_vectors('dat')} vectors"),
     ):
         table.add_row(*row)
     terminal.console().print(table)
@@ -118,17 +120,37 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
             "rounds\nto halve": _number(s.rounds_to_halve),
             "exact\nafter": _number(s.exact_after),
             "messages\n/round": f"{s.messages_per_round:,.4g}",
-            "bytes\n/round": size(s.bytes_per_round_dat),
+            "bytes\n/round": size(_bytes(s)["dat"]),
         }
         for s in summaries
     ]
     expendable = ["doubly\nstoch.", "sym-\nmetric", "edges", "messages\n/round", "period", "exact\nafter", "degree"]
     kept = terminal.print_table(f"{summaries[0].nodes:,} nodes, largest spectral gap rho first", lines, expendable)
-    terminal.note(f"per node; bytes for DAT-SGD with {summaries[0].params:,} float32 parameters, D-SGD sends half")
+    terminal.note(
+        f"per node, with {summaries[0].params:,} float32 parameters; bytes for DAT-SGD, which sends {_vectors('dat')} "
+        f"vectors where D-SGD sends {_vectors('dsgd')}"
+    )
     if len(kept) < len(lines[0]):
         terminal.note(terminal.WIDER)
     for why in left_out.values():
         terminal.note(f"left out: {why}")
+
+
+def _plain(s: Summary) -> dict[str, object]:
+    return asdict(s) | {f"bytes_per_round_{rule}": sent for rule, sent in _bytes(s).items()}
+
+
+def _bytes(s: Summary) -> dict[str, int]:
+    """What a node sends in a round, by rule."""
+    return {rule: round(_vectors(rule) * s.bytes_per_vector) for rule in ("dsgd", "dat")}
+
+
+@cache
+def _vectors(rule: str) -> int:
+    from klatsch import rules
+    from klatsch.channels.rehearsal import vectors
+
+    return sum(vectors(rules.make(rule, lr=1.0)))
 
 
 def _yes(value: bool) -> str:

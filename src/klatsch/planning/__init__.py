@@ -3,7 +3,7 @@
 from klatsch.planning.hardware import NETWORKS, Network, network
 from klatsch.planning.measurement import Estimate, Probe, Stage, probe
 from klatsch.planning.planner import Choice, Line, Plan, Task, plan
-from klatsch.planning.predictions import CALIBRATION, RULES, UNCALIBRATED, Calibration, predicted
+from klatsch.planning.predictions import CALIBRATION, CANDIDATES, UNCALIBRATED, Calibration, Candidate, predicted
 
-__all__ = ["CALIBRATION", "NETWORKS", "RULES", "UNCALIBRATED", "Calibration", "Choice", "Estimate", "Line", "Network"]
-__all__ += ["Plan", "Probe", "Stage", "Task", "network", "plan", "predicted", "probe"]
+__all__ = ["CALIBRATION", "CANDIDATES", "NETWORKS", "UNCALIBRATED", "Calibration", "Candidate", "Choice", "Estimate"]
+__all__ += ["Line", "Network", "Plan", "Probe", "Stage", "Task", "network", "plan", "predicted", "probe"]

@@ -14,7 +14,7 @@ from klatsch import topology as topologies
 from klatsch.arguments import number, whole
 from klatsch.planning import graphs, predictions
 from klatsch.planning.hardware import TINY, Network
-from klatsch.planning.predictions import ALL_REDUCE, CALIBRATION, RULES, Calibration, Rule, predicted, rounds_to
+from klatsch.planning.predictions import ALL_REDUCE, CALIBRATION, CANDIDATES, Calibration, Candidate, predicted
 from klatsch.theory import Constants
 from klatsch.topology.names import family
 
@@ -77,7 +77,7 @@ class Task:
         if self.target is not None:
             return self.target
         assert self.samples is not None
-        alone = predicted(RULES[ALL_REDUCE], 1, self.samples, 1.0, self.constants, self.by(ALL_REDUCE))
+        alone = predicted(CANDIDATES[ALL_REDUCE], 1, self.samples, 1.0, self.constants, self.by(ALL_REDUCE))
         return float(max(2 * alone.statistical, alone.total))
 
     @property
@@ -155,24 +155,24 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
 
     Args:
         task: the goal and the means.
-        rules: names of `RULES`; all by default.
+        rules: names of `CANDIDATES`; all by default.
         families: names of topologies, such as "ring", or "ring/8" for gossip in every 8th round; all by default.
     """
-    asked = [predictions.rule_named(name) for name in dict.fromkeys(RULES if rules is None else rules)]
+    asked = [predictions.candidate(name) for name in dict.fromkeys(CANDIDATES if rules is None else rules)]
     kinds = {name: family(name) for name in (topologies.TOPOLOGIES if families is None else families)}
-    alone = _choices(task, RULES[ALL_REDUCE], "", [graphs.Graph(1, 1.0, 0)], None)[0]
+    alone = _choices(task, CANDIDATES[ALL_REDUCE], "", [graphs.Graph(1, 1.0, 0)], None)[0]
     lines, left_out = [], {}
-    for rule in asked:
-        for name in [""] if rule.update is None else kinds:
-            if rule.name == "dat-d2" and (kinds[name].changes or not kinds[name].symmetric):
-                left_out[f"{rule.name} on {name}"] = "it needs one symmetric matrix for all rounds"
+    for one in asked:
+        for name in [""] if one.rule is None else kinds:
+            if one.name == "dat-d2" and (kinds[name].changes or not kinds[name].symmetric):
+                left_out[f"{one.name} on {name}"] = "it needs one symmetric matrix for all rounds"
                 continue
             found = graphs.family(name or "complete", task.machines)
-            choices = _choices(task, rule, name, found, alone.seconds)
+            choices = _choices(task, one, name, found, alone.seconds)
             if len(choices) == 1 and task.machines > 1:
-                left_out[f"{rule.name} on {name}"] = f"it has no graph of 2 to {task.machines:,} nodes"
+                left_out[f"{one.name} on {name}"] = f"it has no graph of 2 to {task.machines:,} nodes"
                 continue
-            lines.append(Line(rule.name, name, choices, _best(task, choices), _largest(task, rule, name, choices)))
+            lines.append(Line(one.name, name, choices, _best(task, choices), _largest(task, one, name, choices)))
     if not lines:
         refusals = "; ".join(f"{what}: {reason}" for what, reason in left_out.items())
         why = refusals or "no rule, or no topology, was named"
@@ -218,30 +218,30 @@ def machines_between(found: Plan, ranges: Mapping[str, tuple[float, float]]) -> 
 
 
 def _choices(
-    task: Task, rule: Rule, name: str, found: Sequence[graphs.Graph], alone: float | None
+    task: Task, candidate: Candidate, name: str, found: Sequence[graphs.Graph], alone: float | None
 ) -> tuple[Choice, ...]:
     M, rho, degree, every = (np.array(column, float) for column in zip(*found, strict=True))
-    by, constants, network = task.by(rule.name), task.constants, task.network
-    if rule.update is None:
+    by, constants, network = task.by(candidate.name), task.constants, task.network
+    if candidate.rule is None:
         rho = np.ones_like(M)
         each = np.asarray(network.all_reduce_seconds(task.vector, M))
         sent = np.asarray(network.all_reduce_bytes(task.vector, M))
     else:
-        talking = np.asarray(network.gossip_seconds(task.vector, degree, rule.eager, rule.late))
+        talking = np.asarray(network.gossip_seconds(task.vector, degree, *candidate.vectors))
         each = network.gradient + (talking - network.gradient) / every  # the other rounds only compute a gradient
-        sent = degree * rule.vectors * task.vector / every
-    rounds = rounds_to(task.goal, rule, M, rho, constants, by)
+        sent = degree * sum(candidate.vectors) * task.vector / every
+    rounds = predictions.rounds_to(task.goal, candidate, M, rho, constants, by)
     error = np.full_like(M, task.goal)
     if (N := task.samples) is not None:
         rounds = np.where(rounds * M <= math.ceil(N) * (1 + 1e-9), rounds, np.inf)
-        error = np.where(M <= N, predicted(rule, M, np.maximum(1.0, N / M), rho, constants, by).total, np.inf)
+        error = np.where(M <= N, predicted(candidate, M, np.maximum(1.0, N / M), rho, constants, by).total, np.inf)
     sent = np.where(np.isfinite(rounds), rounds, 0.0) * sent
     seconds = rounds * each
     reached = np.isfinite(seconds)
     speedup = np.ones_like(M) if alone is None else np.where(reached, alone / np.where(reached, seconds, 1.0), 0.0)
     columns = (M, rho, rounds, each, seconds, sent, error, speedup)
     rows = zip(*(np.asarray(column).tolist() for column in columns), strict=True)
-    return tuple(Choice(rule.name, name, int(m), *numbers) for m, *numbers in rows)
+    return tuple(Choice(candidate.name, name, int(m), *numbers) for m, *numbers in rows)
 
 
 def _best(task: Task, choices: Sequence[Choice]) -> Choice:
@@ -252,13 +252,13 @@ def _best(task: Task, choices: Sequence[Choice]) -> Choice:
     return min(enough, key=lambda c: (c.machines, c.seconds, c.bytes_per_node))
 
 
-def _largest(task: Task, rule: Rule, name: str, choices: Sequence[Choice]) -> int:
+def _largest(task: Task, candidate: Candidate, name: str, choices: Sequence[Choice]) -> int:
     """The largest M up to `task.machines` at which noise is still the larger half of the error."""
     if (N := task.budget) is None or task.constants.sigma * task.constants.D1 == 0:
         return 1
 
     def pays(M: predictions.Array, rho: predictions.Array) -> NDArray[np.bool_]:
-        parts = predicted(rule, M, np.maximum(1.0, N / M), rho, task.constants, task.by(rule.name))
+        parts = predicted(candidate, M, np.maximum(1.0, N / M), rho, task.constants, task.by(candidate.name))
         return np.asarray(parts.mostly_statistical & (M <= N))
 
     good = np.flatnonzero(pays(np.array([c.machines for c in choices], float), np.array([c.rho for c in choices])))

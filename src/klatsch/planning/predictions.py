@@ -7,17 +7,17 @@ worst. `UNCALIBRATED` sets them all to 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from klatsch import rules, theory
 from klatsch.arguments import named
-from klatsch.channels.rehearsal import rehearse
+from klatsch.channels.rehearsal import vectors
 from klatsch.own import is_own
 from klatsch.theory import UNIT, Constants, Number, Rate, RateFunction
 
@@ -39,69 +39,67 @@ def dat_d2_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = 
     return theory.dat_rate(M, T, rho, replace(constants, zeta=0.0))
 
 
-class Rule(NamedTuple):
-    """An update rule as the planner sees it."""
+@dataclass(frozen=True)
+class Candidate:
+    """A way to train that the planner may choose: a rule and its rate, or an all-reduce."""
 
     name: str
     rate: RateFunction
-    update: rules.Rule | None  # None for an all-reduce
-    vectors: int = 1  # that a round mixes
+    rule: Callable[..., rules.Rule] | None  # makes the rule from its lr; None for an all-reduce
     proved: bool = True
 
-    @property
-    def eager(self) -> int:
-        """Vectors that travel while the gradient is computed."""
-        return 0 if self.update is None else len(rehearse(self.update, torch.zeros(1)).early)
-
-    @property
-    def late(self) -> int:
-        """Vectors that are sent when the gradient is there."""
-        return self.vectors - self.eager
+    @cached_property
+    def vectors(self) -> tuple[int, int]:
+        """How many travel while the gradient is computed, and how many after it."""
+        assert self.rule is not None
+        return vectors(self.rule(lr=1.0))
 
 
 ALL_REDUCE = "all-reduce"
-RULES: dict[str, Rule] = {
-    rule.name: rule
-    for rule in (
-        Rule("dsgd", theory.dsgd_rate, rules.make("dsgd", lr=1.0)),
-        Rule("dat", theory.dat_rate, rules.make("dat", lr=1.0), 2),
-        Rule("dat (cta)", theory.dat_rate, rules.make("dat", lr=1.0, order="cta"), 2),
-        Rule("gt", theory.gt_rate, rules.make("gt", lr=1.0), 2),
-        Rule("dat-d2", dat_d2_rate, rules.make("dat-d2", lr=1.0), 2, proved=False),
-        Rule(ALL_REDUCE, theory.minibatch_rate, None),
+CANDIDATES: dict[str, Candidate] = {
+    one.name: one
+    for one in (
+        Candidate("dsgd", theory.dsgd_rate, rules.dsgd),
+        Candidate("dat", theory.dat_rate, rules.dat),
+        Candidate("dat (cta)", theory.dat_rate, partial(rules.dat, order="cta")),
+        Candidate("gt", theory.gt_rate, rules.gt),
+        Candidate("dat-d2", dat_d2_rate, rules.dat_d2, proved=False),
+        Candidate(ALL_REDUCE, theory.minibatch_rate, None),
     )
 }
 
 # Fitted to where simulated curves turn (network), and to their height on the complete graph (the others).
 TURNS = {"gt": 8e-6, "dat-d2": 8e-6}
-CALIBRATION: Mapping[str, Calibration] = {name: Calibration(0.08, TURNS.get(name, 8e-4), 5e-3) for name in RULES}
-UNCALIBRATED: Mapping[str, Calibration] = {name: Calibration() for name in RULES}
+CALIBRATION: Mapping[str, Calibration] = {name: Calibration(0.08, TURNS.get(name, 8e-4), 5e-3) for name in CANDIDATES}
+UNCALIBRATED: Mapping[str, Calibration] = {name: Calibration() for name in CANDIDATES}
 
 
-def rule_named(name: str) -> Rule:
-    """A rule of `RULES`."""
-    if name not in RULES and (name in rules.RULES or is_own(name)):
-        raise ValueError(f"no convergence rate is known for {name}; choose from {', '.join(RULES)}")
-    return named("rule", name, RULES)
+def candidate(name: str) -> Candidate:
+    """A way to train by its name."""
+    if name not in CANDIDATES and (name in rules.RULES or is_own(name)):
+        raise ValueError(f"no convergence rate is known for {name}; choose from {', '.join(CANDIDATES)}")
+    return named("rule", name, CANDIDATES)
 
 
-def predicted(rule: Rule, M: Number, T: Number, rho: Number, constants: Constants, by: Calibration) -> Rate:
+def predicted(candidate: Candidate, M: Number, T: Number, rho: Number, constants: Constants, by: Calibration) -> Rate:
     """The parts of the error after T rounds.
 
     The network's part carries a factor 1 - rho: where a round averages exactly, all machines agree, and a rule is
     mini-batch SGD.
     """
-    statistical, network, optimization = rule.rate(M, T, rho, constants)
-    if rule.name in ("dsgd", "gt"):  # L D1^2 / (rho T) is L D1^2 / T and a part of the network
+    statistical, network, optimization = candidate.rate(M, T, rho, constants)
+    if candidate.name in ("dsgd", "gt"):  # L D1^2 / (rho T) is L D1^2 / T and a part of the network
         optimization, network = optimization * rho, network + optimization * (1 - rho)
     return Rate(by.statistical * statistical, by.network * (1 - rho) * network, by.optimization * optimization)
 
 
-def rounds_to(target: float, rule: Rule, M: Array, rho: Array, constants: Constants, by: Calibration) -> Array:
+def rounds_to(
+    target: float, candidate: Candidate, M: Array, rho: Array, constants: Constants, by: Calibration
+) -> Array:
     """The first round at which the predicted error is at most `target`, for every M; inf where it never is."""
 
     def reached(T: Array) -> NDArray[np.bool_]:
-        return np.asarray(predicted(rule, M, T, rho, constants, by).total <= target)
+        return np.asarray(predicted(candidate, M, T, rho, constants, by).total <= target)
 
     high = np.ones_like(M)
     while not np.all(done := reached(high) | (high >= MOST_ROUNDS)):

@@ -14,10 +14,9 @@ from itertools import permutations
 
 import torch
 
-from klatsch import problems, topology
+from klatsch import problems, rules, topology
 from klatsch.planning.planner import Choice, Plan
-from klatsch.planning.predictions import RULES, predicted
-from klatsch.rules import make
+from klatsch.planning.predictions import CANDIDATES, predicted
 from klatsch.simulation import simulate
 from klatsch.theory import Constants
 from klatsch.topology.names import family
@@ -131,14 +130,13 @@ def _nearest(choices: Sequence[Choice], machines: float) -> Choice:
 
 
 def _trial(plan: Plan, choice: Choice, rounds: int) -> Trial:
-    task, rule = plan.task, RULES[choice.rule]
-    guess = predicted(rule, choice.machines, rounds, choice.rho, task.constants, task.by(rule.name)).total
+    task, candidate = plan.task, CANDIDATES[choice.rule]
+    guess = predicted(candidate, choice.machines, rounds, choice.rho, task.constants, task.by(choice.rule)).total
     lrs = [factor / task.constants.L for factor in LEARNING_RATES]
-    name = "dsgd" if rule.update is None else choice.rule.removesuffix(" (cta)")
-    update = make(name, lr=lrs, **({"order": "cta"} if choice.rule.endswith("(cta)") else {}))
+    rule = (candidate.rule or rules.dsgd)(lr=lrs)
     graph = topology.make(choice.topology or "complete", choice.machines)
     instances = [instance(task.constants, choice.machines, seed) for seed in SEEDS]
-    runs = [simulate(problem, update, graph, rounds, record=[rounds], progress=False) for problem in instances]
+    runs = [simulate(problem, rule, graph, rounds, record=[rounds], progress=False) for problem in instances]
     errors = torch.stack([run.metrics["loss_gap"][-1] for run in runs]).mean(0)
     column = int(errors.argmin())
     return Trial(choice.machines, rounds, float(guess), float(errors[column]), lrs[column])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from klatsch.planning.planner import Choice, Plan, Span
-from klatsch.planning.predictions import RULES, predicted
+from klatsch.planning.predictions import CANDIDATES, predicted
 from klatsch.planning.verify import Verification
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "days": 86_400, "years": 31_557_600}
@@ -66,7 +66,7 @@ def reasons(plan: Plan) -> list[str]:
         second = min(reachable, key=lambda line: line.best.seconds).best
         hardly = " (not 5 % faster, with more machines)" if second.seconds < best.seconds else ""
         found.append(f"next is {second.title} with {second.machines:,} machines: {duration(second.seconds)}{hardly}")
-    if not RULES[best.rule].proved:
+    if not CANDIDATES[best.rule].proved:
         found.append(f"no rate is proved for {best.rule}; that of dat on homogeneous data stands in")
     return found
 
@@ -103,7 +103,8 @@ def _of_the_round(plan: Plan, best: Choice) -> str:
     waits = best.seconds_per_round - gradient
     if waits > 0.1 * gradient:
         return f"a round is {duration(gradient)} of gradient and {duration(waits)} of communication"
-    hidden = ": communication hides behind it" if RULES[best.rule].eager and not RULES[best.rule].late else ""
+    chosen = CANDIDATES[best.rule]
+    hidden = ": communication hides behind it" if chosen.rule is not None and chosen.vectors[1] == 0 else ""
     return f"a round takes hardly longer than its gradient ({duration(gradient)}){hidden}"
 
 
@@ -113,7 +114,7 @@ def _of_more(plan: Plan, best: Choice) -> str:
     if not larger:
         return f"{best.machines:,} machines are the most of this kind that are considered"
     more = min(larger, key=lambda choice: abs(choice.machines - 2 * best.machines))
-    parts = predicted(RULES[best.rule], more.machines, best.rounds, more.rho, task.constants, task.by(best.rule))
+    parts = predicted(CANDIDATES[best.rule], more.machines, best.rounds, more.rho, task.constants, task.by(best.rule))
     mixing = parts.network > parts.optimization or best.rounds < more.rounds < math.inf
     held_up = "they mix more slowly" if mixing else "some rounds are needed even without noise"
     if more.seconds == math.inf:

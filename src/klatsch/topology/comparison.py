@@ -22,8 +22,8 @@ LARGEST_DENSE = 1000  # nodes up to which a graph with links between all of them
 class Summary:
     """What one round of gossip on a topology costs, and how fast it mixes.
 
-    Bytes are sent per node and round, on average, for a model of `params` parameters: D-SGD sends one vector
-    to each neighbour, DAT-SGD two (w and x).
+    Bytes are sent per node and round, on average, for each vector of `params` numbers that a rule sends to its
+    neighbours.
     """
 
     name: str
@@ -41,8 +41,7 @@ class Summary:
     effective_neighbors: float | None
     messages_per_round: float
     params: int
-    bytes_per_round_dsgd: int
-    bytes_per_round_dat: int
+    bytes_per_vector: float
 
 
 def summarize(
@@ -57,7 +56,7 @@ def summarize(
         rho: the spectral gap in closed form; then it is not solved for, and changing graphs are not followed.
     """
     check_topology("summarize", topology)
-    vector = topology.messages * whole(params, "params", 1) * whole(bytes_per_parameter, "bytes_per_parameter", 1)
+    vector = whole(params, "params", 1) * whole(bytes_per_parameter, "bytes_per_parameter", 1)
     small = topology.size <= LARGEST_DETAILED
     static = topology.symmetric and not topology.changes
     return Summary(
@@ -76,8 +75,7 @@ def summarize(
         effective_neighbors=topology.effective_neighbors(GAMMA) if topology.doubly_stochastic and small else None,
         messages_per_round=topology.messages,
         params=params,
-        bytes_per_round_dsgd=round(vector),
-        bytes_per_round_dat=round(2 * vector),
+        bytes_per_vector=topology.messages * vector,
     )
 
 
