@@ -250,7 +250,7 @@ def news(*members):
     """What every one knows after all have told each other."""
     for _ in members:
         for one in members:
-            tail = torch.zeros(len(one), dtype=torch.float32)
+            tail = torch.zeros(len(one) + 3, dtype=torch.uint8)[3:]  # behind a message of odd length
             one.tell(tail)
             for other in members:
                 other.learn([tail])
@@ -268,7 +268,8 @@ def test_what_is_known_of_a_network():
     assert nodes[1].out_of_reach() == [[0, 3, 4, 5]]
     assert (nodes[1].tree(), nodes[2].tree()) == ((None, [2]), (1, []))
     assert nodes[1].links_lost() == [0]
-    assert not nodes[1].learn([torch.full((len(nodes[1]),), torch.nan)])  # nonsense is no news
+    spoilt = torch.full((len(nodes[1]),), torch.nan, dtype=torch.float64).view(torch.uint8)
+    assert not nodes[1].learn([spoilt[: len(nodes[1])]])  # nonsense is no news
     assert nodes[1].within_reach() == [1, 2]
 
 

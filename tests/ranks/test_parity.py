@@ -66,8 +66,8 @@ def test_consensus_and_bytes(features):
     for rank in features:
         assert rank["consensus"] == pytest.approx(gamma, rel=1e-6)
         # w in 4 rounds and x, which has left for the fifth as well, to 2 neighbours in float32, each with what its
-        # sender knows of the network: 3 numbers of every rank, 1 of every link
-        assert rank["bytes"] == (4 + 5) * 2 * 4 * (x.shape[1] + 3 * 3 + 3)
+        # sender knows of the network: 9 bytes of every rank, 1 of every link
+        assert rank["bytes"] == (4 + 5) * 2 * (4 * x.shape[1] + 9 * 3 + 3)
 
 
 def test_running_statistics_are_averaged_on_request(features):
@@ -101,7 +101,7 @@ def test_ranks_send_nothing_and_wait_for_nobody_in_silent_rounds(tmp_path, launc
     launch(size, "silent", rule=rule).succeed()
     graph, made = klatsch.topology.make("ring/4", size), klatsch.rules.make(rule, lr=LR)
     expected = klatsch.simulate(problem_of(size), made, graph, 12, engine="torch", record=[12])
-    message = 2 * 8 * (5 + 3 * size + 4)  # to 2 neighbours in float64, with what the sender knows of the network
+    message = 2 * (8 * 5 + 9 * size + 4)  # to 2 neighbours in float64, with what the sender knows of the network
     for rank in range(size):
         found = torch.load(tmp_path / f"silent-{rank}")
         assert_same_to_rounding(found["path"][-1], made.query(expected.state)[rank, 0])

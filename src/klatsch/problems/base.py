@@ -113,6 +113,14 @@ class Drawing(Problem):
     numbers: Tensor  # of the nodes, by which they draw
     of_nodes: ClassVar[tuple[str, ...]]  # fields whose first axis are the nodes
 
+    @abstractmethod
+    def draw(self, t: Tensor) -> Tensor:
+        """The randomness of rounds t, (len(t), M, ...)."""
+
+    @abstractmethod
+    def gradient(self, x: Tensor, drawn: Tensor) -> Tensor:
+        """The gradients of one round at x, (M, C, d), from what was drawn for it, (M, ...)."""
+
     def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
         """Stochastic gradients of round t at x, (m, C, d), for these m nodes (all by default).
 
@@ -161,13 +169,13 @@ class Convex(Drawing):
         """The gradients at x, (M, C, d), without noise."""
         return self.gradient(x, None)
 
+    @abstractmethod
     def gradient(self, x: Tensor, drawn: Tensor | None) -> Tensor:
         """The gradients at x, (M, C, d); exact where nothing is drawn."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss_gap(self, x: Tensor) -> Tensor:
         """f(x) - f* for points (..., C, d)."""
-        raise NotImplementedError
 
     def metrics(self, x: Tensor) -> dict[str, Tensor]:
         """Squared distance to the optimum, mean over nodes; loss gap at the network mean and at the worst node."""

@@ -225,7 +225,7 @@ class Survivors:
         self._links, self._round = links, t
         known = links.membership
         for _ in range(links.topology.size - 1):
-            message = torch.zeros(len(known), dtype=torch.float64)
+            message = torch.zeros(len(known), dtype=torch.uint8)
             known.tell(message)
             beside = known.beside()
             if known.learn(self._swap(NEWS, message, beside, beside)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,12 +21,13 @@ OnFailure = Literal["raise", "continue"]
 Total = Callable[[Tensor], Tensor]  # sums a vector over ranks
 
 
-class Links:
+class Links(ABC):
     """One rank's links to its neighbours, over a process group with one rank per node.
 
-    Every message of a round has its own tag; messages with one tag between two ranks arrive in order. Receives of a
-    round are posted (`expect`) before anything is sent, and only `received` and `sent` block, so ranks cannot deadlock.
-    A neighbour may keep this rank waiting for `timeout` seconds.
+    A message is bytes (uint8), of which links understand only the tail. Every message of a round has its own tag;
+    messages with one tag between two ranks arrive in the order in which they were sent. Receives of a round are posted
+    (`expect`) before anything of it is sent, and only `received` and `sent` block, so no order of ranks can lock up. A
+    neighbour may keep this rank waiting for `timeout` seconds.
     """
 
     survives = False  # whether this rank goes on without neighbours that fail
@@ -34,7 +36,7 @@ class Links:
         self.group, self.topology, self.device, self.timeout = group, topology, device, timeout
         self.rank = dist.get_rank(group)
         self.membership = Membership(topology, self.rank)
-        self.tail = len(self.membership)  # numbers at the end of every message: its sender's news of the network
+        self.tail = len(self.membership)  # bytes at the end of every message: what its sender knows of the network
         self.lost: dict[int, LinkError] = {}  # neighbours that this rank goes on without
         self.bytes_sent, self.seconds_waited = 0, 0.0
         self._global = members(group)
@@ -44,22 +46,25 @@ class Links:
         self._memory: dict[tuple[int, int], Tensor] = {}
         self._place = device  # of that memory, which is pinned where this is not the device
 
+    @abstractmethod
     def expect(self, tag: int, t: int, like: Tensor) -> None:
-        """Prepare to receive the neighbours' vectors of round t under a tag, shaped like the one this rank sends."""
-        raise NotImplementedError
+        """Get ready for what the neighbours send in round t under a tag: as many bytes as this rank sends."""
 
+    @abstractmethod
     def send(self, tag: int, t: int, message: Tensor) -> None:
-        """Send a vector to all that hear this rank in round t, with news as its last `tail` numbers.
+        """Send a message to all that hear this rank in round t; it must not change until `sent(tag, t)`.
 
-        It must not change until `sent(tag, t)`.
+        Its last `tail` bytes are filled in here.
         """
-        raise NotImplementedError
 
     def sent(self, tag: int, t: int) -> None:
         """Wait until the message of round t under a tag has left, so that its memory can be reused."""
 
     def received(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
-        """Wait for the neighbours' vectors under a tag; they stay valid until the next `expect` of the tag."""
+        """What the neighbours sent under a tag, without the tails, once all of it is there.
+
+        It is valid until the next `expect` of the tag.
+        """
         arrived = self._arrived(tag, t)
         if self.membership.learn(memory[-self.tail :] for _, memory in arrived):
             self.take_stock(t)
@@ -86,9 +91,9 @@ class Links:
         """
         yield partial(summed, group), list(range(self.topology.size))
 
+    @abstractmethod
     def drain(self) -> None:
         """Wait, at most for the timeout, until every message has left or its receiver is gone. Raises nothing."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Let the last messages leave, and end what runs in the background."""
@@ -98,9 +103,9 @@ class Links:
         """Links over a fresh group, with no messages in flight."""
         return self
 
+    @abstractmethod
     def _arrived(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
         """Wait for the whole messages under a tag, by neighbour."""
-        raise NotImplementedError
 
     def _present(self, peers: list[list[int]], t: int) -> list[int]:
         absent = self.absent(t)

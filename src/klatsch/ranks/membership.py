@@ -1,7 +1,8 @@
 """Who is still there: which links are lost, who has finished and who leaves, sent at the end of every message.
 
-A rank's status is a vector of numbers that only grow. Each rank keeps the larger of its own and its neighbours'
-numbers, so news travels one hop per round, without a server.
+What a rank knows of the network are numbers that only grow, its status. Each rank keeps the larger of its own numbers
+and of those it hears, so news travels one hop per round, without a server. The status travels as bytes behind whatever
+else a message holds, so it is exact in every encoding of messages.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from klatsch.topology import Topology
 
-DIGIT = 1 << 20  # rounds are sent as two numbers below this, which every dtype of a message holds exactly
+WORD = 8  # bytes of a round's number
 
 
 class Membership:
@@ -30,14 +31,18 @@ class Membership:
         self._ways = [(source, target) for source, target in ways if source != target]
         pairs = sorted({(min(way), max(way)) for way in self._ways})
         self._number = {pair: k for k, pair in enumerate(pairs)}
-        self._status = torch.zeros(3 * self.size + len(pairs), dtype=torch.float64)
-        self._low, self._high, self._leaving, self._lost = torch.split(
-            self._status, [self.size, self.size, self.size, len(pairs)]
-        )
-        self._gone = self._status[2 * self.size :]  # the last two of them
+        self._status = torch.zeros((WORD + 1) * self.size + len(pairs), dtype=torch.uint8)
+        self._finished, self._gone = self._read(self._status)
+        self._leaving, self._lost = torch.split(self._gone, [self.size, len(pairs)])
 
     def __len__(self) -> int:
+        """The bytes of the status."""
         return len(self._status)
+
+    def _read(self, status: Tensor) -> tuple[Tensor, Tensor]:
+        """By rank: 1 + its last round, 0 while it is not finished. By rank and by link: 1 if it is gone, 0 if not."""
+        words = WORD * self.size
+        return status[:words].view(torch.int64), status[words:]
 
     # --- news --------------------------------------------------------------------------------------------------
 
@@ -49,8 +54,10 @@ class Membership:
         """Add what other ranks know; returns whether a link is newly lost or a rank newly leaves."""
         before = self._gone.clone()
         for tail in tails:
-            heard = torch.nan_to_num(tail.to(self._status), nan=0.0, posinf=0.0)  # nonsense is not news
-            torch.maximum(self._status, heard, out=self._status)
+            finished, gone = self._read(tail.to("cpu", copy=True))  # a copy, since words must be aligned
+            if finished.min() >= 0 and gone.max() <= 1:  # nonsense is not news
+                torch.maximum(self._finished, finished, out=self._finished)
+                torch.maximum(self._gone, gone, out=self._gone)
         return not torch.equal(before, self._gone)
 
     def lose(self, peer: int) -> None:
@@ -59,8 +66,7 @@ class Membership:
 
     def finish(self, rounds: int, leave: bool) -> None:
         """Record that this rank has taken its last gradient."""
-        self._high[self.rank], low = divmod(rounds, DIGIT)
-        self._low[self.rank] = low + 1  # 0: not finished
+        self._finished[self.rank] = rounds + 1
         self._leaving[self.rank] = leave
 
     # --- what follows from it ----------------------------------------------------------------------------------
@@ -87,7 +93,7 @@ class Membership:
         if self.leaving:
             return self._end([self.rank])
         nodes = self.within_reach()
-        return self._end(nodes) if bool((self._low[nodes] > 0).all()) else None
+        return self._end(nodes) if bool((self._finished[nodes] > 0).all()) else None
 
     def within_reach(self) -> list[int]:
         """The ranks that this one still hears and is heard by, directly or through others, including itself."""
@@ -130,8 +136,8 @@ class Membership:
         return [np.flatnonzero(groups == k).tolist() for k in range(number)]
 
     def _end(self, nodes: list[int]) -> int:
-        """The round by which all know that these ranks have finished; an upper bound if links are lost."""
-        rounds = max(int(self._high[node]) * DIGIT + int(self._low[node]) - 1 for node in nodes)
+        """The round by which all know that these ranks have finished; later than needed where links are missing."""
+        rounds = int(self._finished[nodes].max()) - 1
         hops = (self.size - 1) * self.topology.period if bool(self._gone.any()) else self._lag
         return rounds + (1 + hops if self.size > 1 else 0)
 

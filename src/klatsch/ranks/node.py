@@ -73,11 +73,15 @@ class Heard(NamedTuple):
 
 
 class Message:
-    """Tensors side by side in memory, so that they travel together, with room for news at the end."""
+    """Tensors side by side in one piece of memory, so that they travel together, with room for news at the end.
+
+    It travels as bytes: here and in `Node._collect` alone they are numbers. An encoding belongs to these two places.
+    """
 
     def __init__(self, shapes: Sequence[torch.Size], like: Tensor, tail: int) -> None:
-        self.whole = like.new_zeros(sum(shape.numel() for shape in shapes) + tail)
-        self.parts = _parts(self.whole, shapes)
+        size = like.element_size() * sum(shape.numel() for shape in shapes)
+        self.whole = torch.zeros(size + tail, dtype=torch.uint8, device=like.device)
+        self.parts = _parts(self.whole[:size].view(like.dtype), shapes)
 
 
 class _Reached(Exception):  # noqa: N818
@@ -99,7 +103,7 @@ class Node:
         self._by_rows = links.topology.row_stochastic and not rule.push
         self._rows = mapped(links.topology.matrices, lambda P: _row(P, links.rank, x.dtype))
         self._first_tag = stream * MOST_MESSAGES
-        self._blocks, self._wide = _blocks(x), x.shape[-1]
+        self._blocks, self._wide, self._dtype = _blocks(x), x.shape[-1], x.dtype
         self._begun, self._guarded, self._calls = False, guarded, 0
         self._messages = [Message(sent.shapes, x, links.tail) for sent in self._traffic.messages]
         # Early messages travel while the next state is computed, so their memory alternates with a spare one.
@@ -195,7 +199,8 @@ class Node:
         for k in messages:
             if k in self._heard:
                 continue
-            vectors = self.links.received(self._first_tag + k, t)
+            came = self.links.received(self._first_tag + k, t)
+            vectors = [(source, message.view(self._dtype)) for source, message in came]
             if self._guarded:
                 for source in [source for source, vector in vectors if not is_sound(vector)]:
                     self.links.refuse(source, t)
@@ -274,9 +279,8 @@ def _row(P: Matrix, rank: int, dtype: torch.dtype) -> Row:
 
 
 def _parts(vector: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The tensors at the start of a message."""
-    sizes = [shape.numel() for shape in shapes]
-    pieces = torch.split(vector[: sum(sizes)], sizes)
+    """The tensors of a message."""
+    pieces = torch.split(vector, [shape.numel() for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
