@@ -1,4 +1,4 @@
-"""Tensors with a header in one safetensors file: no pickle, a checksum over everything, whole or absent."""
+"""The file format of all checkpoints, of simulations and ranks: safetensors with a header and a checksum, no pickle."""
 
 from __future__ import annotations
 

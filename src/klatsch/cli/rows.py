@@ -1,4 +1,4 @@
-"""Rows of a study on the terminal and as plain data."""
+"""The table of results that `klatsch run` and `klatsch results` print, and the same rows as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of one dtype and the node that trains them: between torch's view of a model and a rule's."""
+"""`Share`: the parameters of one dtype and the node that trains them. An optimizer has one for each dtype."""
 
 from __future__ import annotations
 

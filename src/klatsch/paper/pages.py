@@ -1,4 +1,4 @@
-"""A page of results: figures, the table of their numbers, verdicts; as files, and as parts of a report."""
+"""`Page`: the figures, numbers and verdicts of one study, figure or table; and how it is written to a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store holds as pages, and all of them as one self-contained HTML file."""
+"""`klatsch report`: one HTML file of all that a store holds, a `Page` for each study."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in one safetensors file with a checksum: written atomically, refused if damaged or from another run."""
+"""Checkpoints of simulations: `Saver` writes a run as it goes, `load` goes on from it; `sealed.py` is their format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one loop behind every simulation: from one measured round to the next, saving and reporting on the way."""
+"""The loop that runs every simulation, here or on ranks: advance the nodes, measure, save, show progress."""
 
 from __future__ import annotations
 

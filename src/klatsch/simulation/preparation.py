@@ -1,4 +1,4 @@
-"""What must fit together before the first round, and what tells one run from another."""
+"""What `simulate` does before the first round: it checks that problem, rule and graph fit, and tells runs apart."""
 
 from __future__ import annotations
 

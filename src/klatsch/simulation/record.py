@@ -1,4 +1,4 @@
-"""What a run records: at which steps, and what is measured there."""
+"""What `simulate` returns (`Result`), at which rounds it measures, and what."""
 
 from __future__ import annotations
 

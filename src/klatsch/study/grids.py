@@ -1,4 +1,4 @@
-"""Grids: values and lists of values, counted before they are written out; and values in words."""
+"""Options of a study that are lists: all combinations of them, counted first; and options in words, for tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures that tell topologies apart, for tables and programs."""
+"""A graph in numbers: `summarize` says how fast it mixes and what a round costs, `compare` does so for all."""
 
 from __future__ import annotations
 
