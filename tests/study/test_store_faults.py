@@ -12,19 +12,11 @@ from klatsch.study import Store, execute, expand, load, parse, run_study, sharin
 from klatsch.study.batches import pack
 from klatsch.study.sharing import checkpoint
 from klatsch.study.store import Origin
+from tests.support.studies import PAPER, SMALL
+from tests.support.waiting import wait_until
 
-SMALL = {"steps": 50, "nodes": [4, 6], "seeds": 2, "lr": [0.001, 0.01], "rules": ["dat"], "topologies": ["ring"]}
 TEXT = 'steps = 50\nnodes = [4, 6]\nseeds = 2\nlr = [0.001, 0.01]\nrules = ["dat"]\ntopologies = ["ring"]\n'
-LONG = """
-steps = 2000
-nodes = [25, 36]
-seeds = 2
-record = 20
-dtype = "float32"
-rules = ["dat", "dsgd"]
-topologies = ["ring"]
-problem = { noise = [1.0, 10.0], heterogeneity = [1.0, 10.0] }
-"""
+LONG = PAPER.replace("100000", "2000").replace("seeds = 1", "seeds = 2")
 RUNS = 224  # of LONG, in 8 batches
 
 
@@ -55,16 +47,6 @@ def changed(store, *statements):
         base.execute(statement)
     base.commit()
     base.close()
-
-
-def until(true, *processes):
-    """Wait for something that running processes bring about."""
-    deadline = time.monotonic() + 120
-    while not (found := true()):
-        assert time.monotonic() < deadline
-        assert all(process.poll() is None for process in processes), processes[0].communicate()
-        time.sleep(0.02)
-    return found
 
 
 @pytest.fixture
@@ -137,7 +119,7 @@ def test_what_a_killed_process_was_at_is_done_by_the_others(tmp_path, start):
     file.write_text(LONG)
     three = [start("run", file) for _ in range(3)]
     owned = "SELECT pid FROM claims JOIN owners ON owners.id = owner WHERE pid = ?"
-    doomed = until(lambda: [each for each in three if asked(store, owned, each.pid)], *three)[0]
+    doomed = wait_until(lambda: [each for each in three if asked(store, owned, each.pid)], *three)[0]
     doomed.send_signal(signal.SIGKILL)
     doomed.communicate()
     others = sum(new_runs(process) for process in three if process is not doomed)
@@ -153,10 +135,10 @@ def test_one_that_finds_all_taken_waits_for_the_results(tmp_path, start):
         LONG.replace("nodes = [25, 36]", "nodes = 25").replace('"dat", ', "").replace("seeds = 2", "seeds = 1")
     )
     first = start("run", file, "--workers", 1)
-    until(lambda: asked(store, "SELECT * FROM claims"), first)
+    wait_until(lambda: asked(store, "SELECT * FROM claims"), first)
     first.send_signal(signal.SIGSTOP)
     second = start("run", file, "--workers", 1)
-    until(lambda: len(asked(store, "SELECT * FROM owners")) == 2, second)
+    wait_until(lambda: len(asked(store, "SELECT * FROM owners")) == 2, second)
     first.send_signal(signal.SIGCONT)
     assert (new_runs(first), new_runs(second)) == (28, 0)
 
@@ -215,14 +197,14 @@ def test_what_somebody_else_stored_first_is_not_counted(tmp_path):
 
 def test_leftovers_beside_a_complete_store_go_with_the_next_run(tmp_path, start):
     file, store = tmp_path / "s.toml", tmp_path / "s.sqlite"
-    file.write_text(LONG.replace("2000", "100000").replace("seeds = 2", "seeds = 1"))
+    file.write_text(PAPER)
     process = start("run", file)
-    saved = until(lambda: list(tmp_path.glob("s.sqlite-*.safetensors")), process)[0]
+    saved = wait_until(lambda: list(tmp_path.glob("s.sqlite-*.safetensors")), process)[0]
     process.send_signal(signal.SIGKILL)
     process.communicate()
     copy = saved.read_bytes()
     # The study changes: nobody will go on from what was in progress.
-    file.write_text(LONG.replace("2000", "50").replace("seeds = 2", "seeds = 1"))
+    file.write_text(PAPER.replace("100000", "50"))
     assert new_runs(start("run", file)) == 112
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.sqlite", "s.toml"]
     # Killed after a batch was stored and before its checkpoint went, or while one was written.

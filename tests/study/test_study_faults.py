@@ -24,20 +24,8 @@ from klatsch.study.batches import pack
 from klatsch.study.database import FORMAT
 from klatsch.study.sharing import checkpoint
 from klatsch.study.store import Origin
+from tests.support.studies import PAPER, SMALL
 from tests.support.waiting import HANG, wait_until
-
-# A slice of the paper's figure 1: its grid and settings, 100,000 rounds.
-PAPER = """
-steps = 100000
-nodes = [25, 36]
-seeds = 1
-record = 20
-dtype = "float32"
-rules = ["dat", "dsgd"]
-topologies = ["ring"]
-problem = { noise = [1.0, 10.0], heterogeneity = [1.0, 10.0] }
-"""
-SMALL = {"steps": 50, "nodes": [4, 6], "seeds": 2, "lr": [0.001, 0.01], "rules": ["dat"], "topologies": ["ring"]}
 
 
 def complaints(err):
