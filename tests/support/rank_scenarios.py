@@ -18,20 +18,13 @@ from tests.support.processes import say
 from tests.support.waiting import wait_until
 
 RANK_RULES = {
-    "dsgd": ("dsgd", {}),
+    **{name: (name, {}) for name in klatsch.rules.RULES},
     "dsgd momentum": ("dsgd", {"momentum": 0.9, "average": "constant"}),
-    "dat": ("dat", {}),
     "dat linear momentum": ("dat", {"averaging": "linear", "momentum": 0.5}),
     "dat cta": ("dat", {"order": "cta"}),
     "dat fixed cta": ("dat", {"order": "cta", "averaging": "fixed(0.9)", "momentum": 0.5}),
-    "d2": ("d2", {}),
-    "gt": ("gt", {}),
     "gt average": ("gt", {"average": "linear"}),
-    "sgp": ("sgp", {}),
     "decentlam": ("decentlam", {"momentum": 0.5}),
-    "dat-gt": ("dat-gt", {}),
-    "dat-d2": ("dat-d2", {}),
-    "dat-sgp": ("dat-sgp", {}),
     "dat beta": ("dat", {"beta": 0.9, "averaging": "linear", "momentum": 0.5}),
     "dat cta beta": ("dat", {"beta": 0.9, "order": "cta"}),
     "dat-gt beta": ("dat-gt", {"beta": 0.9}),

@@ -152,6 +152,11 @@ class Convex(Drawing):
     sha256: str
 
     @property
+    @abstractmethod
+    def L(self) -> float:
+        """Smoothness: how fast any node's gradient may change (Assumption 2.1)."""
+
+    @property
     def D1(self) -> Tensor:
         """The distance ||w_1 - x*|| of the start from the optimum, per column."""
         return self.optimum.square().sum(-1).sqrt()

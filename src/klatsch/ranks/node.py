@@ -75,13 +75,22 @@ class Heard(NamedTuple):
 class Message:
     """Tensors side by side in one piece of memory, so that they travel together, with room for news at the end.
 
-    It travels as bytes: here and in `Node._collect` alone they are numbers. An encoding belongs to these two places.
+    It travels as bytes, and only this class knows what they mean: an encoding belongs here.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], like: Tensor, tail: int) -> None:
         size = like.element_size() * sum(shape.numel() for shape in shapes)
         self.whole = torch.zeros(size + tail, dtype=torch.uint8, device=like.device)
         self.parts = _parts(self.whole[:size].view(like.dtype), shapes)
+        self._dtype, self._shapes = like.dtype, shapes
+
+    def numbers(self, came: Tensor) -> Tensor:
+        """What came in a message like this, as one vector."""
+        return came.view(self._dtype)
+
+    def tensors(self, vector: Tensor) -> list[Tensor]:
+        """The tensors that such a vector holds."""
+        return _parts(vector, self._shapes)
 
 
 class _Reached(Exception):  # noqa: N818
@@ -103,7 +112,7 @@ class Node:
         self._by_rows = links.topology.row_stochastic and not rule.push
         self._rows = mapped(links.topology.matrices, lambda P: _row(P, links.rank, x.dtype))
         self._first_tag = stream * MOST_MESSAGES
-        self._blocks, self._wide, self._dtype = _blocks(x), x.shape[-1], x.dtype
+        self._blocks, self._wide = _blocks(x), x.shape[-1]
         self._begun, self._guarded, self._calls = False, guarded, 0
         self._messages = [Message(sent.shapes, x, links.tail) for sent in self._traffic.messages]
         # Early messages travel while the next state is computed, so their memory alternates with a spare one.
@@ -199,8 +208,8 @@ class Node:
         for k in messages:
             if k in self._heard:
                 continue
-            came = self.links.received(self._first_tag + k, t)
-            vectors = [(source, message.view(self._dtype)) for source, message in came]
+            message, came = self._messages[k], self.links.received(self._first_tag + k, t)
+            vectors = [(source, message.numbers(theirs)) for source, theirs in came]
             if self._guarded:
                 for source in [source for source, vector in vectors if not is_sound(vector)]:
                     self.links.refuse(source, t)
@@ -209,7 +218,7 @@ class Node:
             absent, row = self.links.absent(t), self._rows[(t - 1) % len(self._rows)]
             away = None if self._by_rows else sum(w for node, w in row.away.items() if node not in absent)
             there = [(source, vector) for source, vector in vectors if source not in absent]
-            parts = [_parts(vector, self._traffic.messages[k].shapes) for _, vector in there]
+            parts = [message.tensors(vector) for _, vector in there]
             self._heard[k] = Heard(parts, [row.links[source] for source, _ in there], away)
 
     def _compute_message(self, k: int, t: int, given: Inputs) -> None:
