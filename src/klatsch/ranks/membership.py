@@ -136,7 +136,7 @@ class Membership:
         return [np.flatnonzero(groups == k).tolist() for k in range(number)]
 
     def _end(self, nodes: list[int]) -> int:
-        """The round by which all know that these ranks have finished; later than needed where links are missing."""
+        """The round by which all know that these ranks have finished; an upper bound if links are lost."""
         rounds = int(self._finished[nodes].max()) - 1
         hops = (self.size - 1) * self.topology.period if bool(self._gone.any()) else self._lag
         return rounds + (1 + hops if self.size > 1 else 0)

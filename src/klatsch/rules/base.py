@@ -69,7 +69,7 @@ class Graph(Protocol):
 
 
 class Rule(ABC):
-    """An update rule: a frozen dataclass of hyper-parameters, of which `lr` is one.
+    """An update rule: a frozen dataclass of hyper-parameters, one of them `lr`.
 
     Your own rule derives from this class and has an `lr`, an `update`, and an `init` if its state is more than the
     iterate w. Fields of type float may be lists, with one number per column.
