@@ -90,7 +90,7 @@ def test_a_receiver_refuses_what_is_not_finite_and_names_the_sender(tmp_path, la
     assert 1 in ranks.codes()
     for rank in (1, 3):
         assert re.search(
-            rf"MessageError: rank {rank}, round 10: neighbour 2 has sent numbers that are not finite; see what it "
+            rf"MessageError: rank {rank}, round 10: neighbour 2 has sent numbers that are not finite; check what it "
             "computes, resume from a Checkpointer, or go on without it",
             ranks.errors(rank),
         )
