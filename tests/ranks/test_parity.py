@@ -1,5 +1,6 @@
 """Ranks and rows are the same numbers: real processes over gloo against the stacked engine."""
 
+import functools
 import re
 
 import numpy as np
@@ -18,16 +19,21 @@ CASES = [(size, label) for size, labels in RULES.items() for label in labels]
 
 
 @pytest.fixture(scope="module")
-def outcome(request, prepared, tmp_path_factory):
-    size = request.param
-    folder = tmp_path_factory.mktemp(f"parity{size}")
-    Ranks(prepared, folder, size, "parity", graphs=GRAPHS[size], labels=list(RULES[size])).succeed()
-    return size, [torch.load(folder / f"parity-{rank}") for rank in range(size)]
+def outcomes(prepared, tmp_path_factory):
+    """What ranks found, by their number."""
+
+    @functools.cache
+    def of(size):
+        folder = tmp_path_factory.mktemp(f"parity{size}")
+        Ranks(prepared, folder, size, "parity", graphs=GRAPHS[size], labels=list(RULES[size])).succeed()
+        return [torch.load(folder / f"parity-{rank}") for rank in range(size)]
+
+    return of
 
 
-@pytest.mark.parametrize("outcome, label", CASES, indirect=["outcome"])
-def test_ranks_are_the_rows_of_the_simulation(outcome, label):
-    size, ranks = outcome
+@pytest.mark.parametrize("size, label", CASES)
+def test_ranks_are_the_rows_of_the_simulation(outcomes, size, label):
+    ranks = outcomes(size)
     rule, options = RANK_RULES[label]
     algorithm, compared = klatsch.rules.make(rule, lr=LR, **options), 0
     for name in GRAPHS[size]:

@@ -290,6 +290,9 @@ def test_parts_that_keep_fields_of_one_name_are_refused():
         def init(self, x):
             return {"w": x, "x": x}
 
+        def update(self, s, grad, flow, t, lr):
+            return s
+
     with pytest.raises(ValueError, match="both keep a field x; give one another name"):
         rules.Anytime(Mine(0.1)).init(torch.zeros(3))
 
