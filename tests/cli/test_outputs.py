@@ -96,6 +96,7 @@ def test_nor_through_a_link_to_the_input(command, link, folder, run_cli):
     assert (folder / "out.html").samefile(folder / "s.sqlite")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, suffix", [("plan", ".png"), ("topology", ".svg"), ("topology", ".pdf"), ("run", ".png")]
 )

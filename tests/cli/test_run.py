@@ -111,6 +111,7 @@ def test_what_is_refused_is_left_out_with_the_reason_and_the_rest_runs(run_cli):
     assert "use a static graph" in err
 
 
+@pytest.mark.slow
 def test_beta_and_momentum_may_be_several(run_cli):
     options = ("run", "--rules", "dat,dsgd", "-n", 6, *QUICK, "--json")
     rows = json.loads(run_cli(*options, "--set", "beta=0.5,1", "--set", "momentum=0,0.5")[1])["rows"]
@@ -230,6 +231,7 @@ def test_the_demos_sentence_tells_the_numbers():
     ]
 
 
+@pytest.mark.slow
 def test_the_same_figure_is_the_same_file(tmp_path):
     for kind in ("svg", "png", "pdf"):
         for name in ("a", "b"):
@@ -271,6 +273,7 @@ def test_a_long_line_is_wrapped_for_a_terminal_only(monkeypatch):
     assert terminal.wrapped(line, Screen()) == "  ring: dsgd grows 170-fold, dat stays,\n    d2 diverges"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_tables_fit_the_terminal(width, run_cli, monkeypatch):
     monkeypatch.setattr("klatsch.cli.terminal.console", lambda: Console(width=width))

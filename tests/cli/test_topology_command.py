@@ -80,6 +80,7 @@ def test_tables_fit_the_terminal(width, run_cli, monkeypatch):
         assert "0.1877" in out or "0.187712" in out  # rho in full
 
 
+@pytest.mark.slow
 def test_a_large_comparison_leaves_out_what_would_fill_the_memory(run_cli):
     _, out, _ = run_cli("topology", "--compare", "-n", 1001, "--json")
     assert "joins a comparison up to 1,000 nodes" in json.loads(out)["left_out"]["complete"]

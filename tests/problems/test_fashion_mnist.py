@@ -90,6 +90,7 @@ def damaged(kind, packed):
     }[kind]
 
 
+@pytest.mark.slow
 @needs_data
 @pytest.mark.parametrize("kind", ["cut off", "no gzip at all", "other content", "too large"])
 def test_a_damaged_file_is_named_and_not_used(tmp_path, kind):

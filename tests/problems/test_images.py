@@ -173,6 +173,7 @@ def test_stacked_equals_separate_for_every_layer(kind, way):
         torch.testing.assert_close(slope[s], torch.cat([g.flatten() for g in expected]), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_way_of_a_gpu_is_one_graph_for_the_compiler():
     """Strips of several widths in a LeNet; a break in the graph would cost as many launches as it should save."""
     stacked = Stacked(lenet())

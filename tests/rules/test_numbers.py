@@ -15,6 +15,7 @@ def test_the_file_holds_every_case():
     assert set(BEFORE) == {f"{title(*case)} | {part}" for case in CASES for part in ("output", "iterate")}
 
 
+@pytest.mark.slow
 @ENGINES
 @pytest.mark.parametrize("case", CASES, ids=lambda case: title(*case))
 def test_the_numbers_are_those_of_the_hand_written_rules(case, engine):

@@ -202,6 +202,7 @@ def test_a_checkpoint_that_cannot_be_written_shows_before_the_first_round(tmp_pa
             simulate(tmp_path, checkpoint_every=every)
 
 
+@pytest.mark.slow
 def test_saves_come_on_time_also_late_in_a_run(tmp_path, monkeypatch):
     """Log-spaced points leave long stretches at the end, which must not become one piece."""
     pieces, problem = [], Watched(5, dim=4)

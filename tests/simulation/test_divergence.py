@@ -33,6 +33,7 @@ def reference(problem, rule, graph, steps):
     return (~gradients.isfinite().all(-1)).flatten().nonzero().flatten().tolist(), t
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["dsgd", "dat, momentum", "gt", "d2"])
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_overflow_is_found_in_the_round_of_the_plain_loop(rule, device):

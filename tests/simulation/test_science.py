@@ -23,6 +23,7 @@ def constants(problem):
     return theory.Constants(L=problem.L, D1=D1, sigma=float(problem.sigma), zeta=float(problem.zeta) + steepest * D1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("T", [100, 3000])
 def test_theorem_4_1_and_its_consensus_bound_hold_at_the_theorems_learning_rate(graph, T):

@@ -83,6 +83,7 @@ def test_any_hyper_parameter_makes_columns(rule, option, values):
         torch.testing.assert_close(together.output[:, c], alone.output[:, 0], rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_float32_stays_near_float64(rule):
     graph = tp.ring(9)

@@ -280,6 +280,7 @@ def test_an_edited_run_is_one_line_and_is_done_again(edit, sealed, study_file, t
     assert run_cli("results", store, "--all")[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "statement"),
     [
@@ -311,6 +312,7 @@ def test_a_table_and_an_index_of_ones_own_may_stay(study_file, tmp_path, run_cli
     assert "4 runs new" in run_cli("run", study_file)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", ["runs", "metrics", "environments", "studies", "owners", "claims"])
 def test_a_table_that_is_missing_is_damage(table, study_file, tmp_path, run_cli):
     store = tmp_path / "s.sqlite"

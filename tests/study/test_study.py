@@ -236,6 +236,7 @@ def test_what_shares_a_problem_instance_is_one_batch():
     assert len(pack(cases, "cuda")) == 2 * 2  # sizes and seeds share a stack
 
 
+@pytest.mark.slow
 def test_a_batch_gives_what_each_run_gives_alone():
     cases, _ = expand(study(rules=[{"name": "dsgd", "momentum": [0.0, 0.5]}, {"name": "dat", "averaging": "linear"}]))
     for batch in pack(cases, "cpu"):

@@ -274,6 +274,7 @@ def test_a_disk_that_is_too_full_for_a_checkpoint_is_one_line(study_file, tmp_pa
         subprocess.run(["umount", "-l", disk], check=True)
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_is_one_line(study_file, tmp_path, run_cli):
     (tmp_path / "file").write_text("")
     refused(run_cli("run", study_file, "--store", tmp_path / "nowhere" / "s.sqlite"), "there is no folder")

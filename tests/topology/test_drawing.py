@@ -55,6 +55,7 @@ def test_where_nothing_can_be_written(tmp_path):
             tp.draw(tp.ring(3), tmp_path / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf", ".PNG"])
 def test_files(suffix, tmp_path, run_cli):
     path = tmp_path / f"ring{suffix}"

@@ -154,6 +154,7 @@ def _random_digraph(n):
     return graph
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SPARSE_CASES)
 def test_sparse_solvers_agree_with_dense_ones(case, monkeypatch):
     monkeypatch.setattr(spectrum, "DENSE_LIMIT", 10)
