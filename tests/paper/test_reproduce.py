@@ -307,13 +307,21 @@ def browse(prepared, tmp_path):
     return lambda page, *options: prepared.program(*command, *options, page.as_uri()).done()
 
 
+@pytest.fixture
+def report(results, run_cli):
+    """The report of all figures, made once."""
+    file = results / "report.html"
+    if not file.exists():
+        code, out, err = run_cli("report", results / "results.sqlite", "-o", file)
+        assert (code, err) == (0, "")
+        assert "5 pages" in out
+    return file
+
+
 @needs_browser
 @pytest.mark.parametrize("width", [390, 1280])
-def test_a_real_browser_shows_the_report(width, results, browse, tmp_path, run_cli):
-    code, out, err = run_cli("report", results / "results.sqlite", "-o", tmp_path / "report.html")
-    assert (code, err) == (0, "")
-    assert "5 pages" in out
-    html = (tmp_path / "report.html").read_text()
+def test_a_real_browser_shows_the_report(width, report, browse, tmp_path):
+    html = report.read_text()
     (tmp_path / "probed.html").write_text(html.replace("</head>", PROBE + "</head>"))
     shown = browse(tmp_path / "probed.html", "--dump-dom", f"--window-size={width},900")
     assert "CONSOLE" not in shown.stderr, shown.stderr
@@ -332,9 +340,8 @@ def test_a_real_browser_shows_the_report(width, results, browse, tmp_path, run_c
 
 
 @needs_browser
-def test_the_report_prints(results, browse, tmp_path, run_cli):
-    run_cli("report", results / "results.sqlite", "-o", tmp_path / "report.html")
-    browse(tmp_path / "report.html", f"--print-to-pdf={tmp_path / 'report.pdf'}")
+def test_the_report_prints(report, browse, tmp_path):
+    browse(report, f"--print-to-pdf={tmp_path / 'report.pdf'}")
     assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
     assert (tmp_path / "report.pdf").stat().st_size > 50_000
 

@@ -60,7 +60,7 @@ def test_on_a_gpu_graphs_alphas_and_seeds_share_a_stack():
 
 
 def test_learning_rates_are_chosen_by_accuracy(tmp_path, in_threads, start):
-    tiny = {"name": "fashion-mnist", "alpha": [1.0, 10.0], "test": 500}
+    tiny = {"name": "fashion-mnist", "alpha": 1.0, "test": 500}
     small = study(nodes=4, topologies="ring", rules=["dsgd"], lr=[1e-9, 0.1], epochs=None, steps=40, problem=tiny)
     with Store(tmp_path / "s.sqlite") as store:
         found = run_study(small, store)
@@ -208,7 +208,8 @@ def test_pages_say_what_differs(in_threads, tmp_path):
         topologies="ring",
         seeds=1,
         lr=[0.01],
-        problem={"name": "fashion-mnist", "alpha": 0.1, "batch": 3000, "test": 200},
+        rules=[{"name": "dsgd", "momentum": 0.9}],
+        problem={"name": "fashion-mnist", "alpha": 0.1, "batch": 100, "test": 200},
     )
     with Store(tmp_path / "s.sqlite") as store:
         run_study(tiny, store, origin=Origin("klatsch reproduce fig2", "fig2", "quick"))
