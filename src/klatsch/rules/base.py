@@ -23,7 +23,13 @@ from klatsch.columns import Given, Number
 State = dict[str, Tensor]
 LearningRate = Number | Callable[[int], Given]
 Tensors = tuple[Tensor, ...]
-PER_COLUMN = ("lr", "momentum", "beta")  # options that may differ between the columns of one run
+PER_COLUMN = (
+    "lr",
+    "momentum",
+    "beta",
+    "outer_lr",
+    "outer_momentum",
+)  # options that may differ between the columns of one run
 
 
 class Flow:

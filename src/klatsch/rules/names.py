@@ -11,7 +11,7 @@ from klatsch.own import explained
 from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import Rule, checked
 from klatsch.rules.base import momentum as inertia
-from klatsch.rules.patterns import Corrected, DecentLaM, Plain, Push, Tracked
+from klatsch.rules.patterns import Corrected, DecentLaM, DiLoCo, Plain, Push, QuasiGlobal, Tracked
 
 
 def dsgd(lr: Given, momentum: Given = 0.0, average: Given = None, order: str = "atc") -> Rule:
@@ -61,9 +61,22 @@ def dat_sgp(lr: Given, averaging: Given = "constant", momentum: Given = 0.0, bet
     return Anytime(Push(lr, inertia(momentum)), averaging, beta)
 
 
+def qg(lr: Given, momentum: Given = 0.9, average: Given = None) -> Rule:
+    """QG-DSGDm: momentum that follows the models after gossip, for data that differ between nodes."""
+    return _averaged(QuasiGlobal(lr, momentum), average)
+
+
+def diloco(
+    lr: Given, momentum: Given = 0.0, outer_lr: Given = 0.7, outer_momentum: Given = 0.9, average: Given = None
+) -> Rule:
+    """DiLoCo: local steps, then outer steps with Nesterov momentum; on a graph such as complete/16."""
+    return _averaged(DiLoCo(lr, inertia(momentum), outer_lr, outer_momentum), average)
+
+
 # A rule's place here is its colour and marker in figures: add new ones at the end.
 RULES: dict[str, Callable[..., Rule]] = {
-    build.__name__.replace("_", "-"): build for build in (dsgd, dat, d2, gt, sgp, decentlam, dat_gt, dat_d2, dat_sgp)
+    build.__name__.replace("_", "-"): build
+    for build in (dsgd, dat, d2, gt, sgp, decentlam, dat_gt, dat_d2, dat_sgp, qg, diloco)
 }
 
 WHY_NOT = {  # an option that only other rules have: the reason

@@ -9,7 +9,19 @@ from torch import Tensor
 
 from klatsch import columns
 from klatsch.columns import Given, Number
-from klatsch.rules.base import Direction, Flow, Graph, Rule, State, descend, joined, learning_rate, sgd, share
+from klatsch.rules.base import (
+    Direction,
+    Flow,
+    Graph,
+    Rule,
+    State,
+    blend,
+    descend,
+    joined,
+    learning_rate,
+    sgd,
+    share,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +52,7 @@ class Pattern(Rule):
         return columns.replaced(self, direction=columns.replaced(self.direction, **values))
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
-        name = name or self.name
-        if not graph.doubly_stochastic:
-            raise ValueError(
-                f"{name} on {graph.name}: the matrix is not doubly stochastic, so mixing does not keep the network "
-                f"mean; use {'dat-sgp' if name.startswith('dat') else 'sgp'} with a column-stochastic graph, or allow "
-                "it with any_graph=True (--any-graph)"
-            )
+        needs_doubly_stochastic(graph, name or self.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +129,94 @@ class DecentLaM(Rule):
                 f"{name or self.name} on {graph.name}: its momentum repeats the flow of a round with gossip in the "
                 "silent ones, and diverges; use d2 or dat-d2 for local steps"
             )
+
+
+@dataclass(frozen=True, eq=False)
+class QuasiGlobal(Rule):
+    """Plain gossip whose momentum follows the models after gossip, and so nearly that of the whole network.
+
+        w_new = mix(w - momentum v - lr g);   v <- momentum v + (1 - momentum) (w - w_new);   w <- w_new
+
+    Local momentum accumulates what a node's own data want; the displacement w - w_new has the neighbours in it. The
+    paper accumulates v / lr, which is the same for a constant learning rate.
+
+    Args:
+        lr: as of every `Pattern`.
+        momentum: a number from 0 up to but not including 1; 0 is plain gossip.
+
+    References:
+        Lin et al., "Quasi-global momentum: accelerating decentralized deep learning on heterogeneous data", 2021,
+        Algorithm 1 (QG-DSGDm).
+    """
+
+    lr: Given
+    momentum: Given = 0.9
+    short: ClassVar[str] = "qg"
+
+    def __post_init__(self) -> None:
+        columns.settle(self, lr=learning_rate(self.lr), momentum=share("momentum", self.momentum))
+
+    def init(self, x: Tensor) -> State:
+        return {"w": x, "v": x * 0.0}
+
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
+        (w,) = flow.mix(descend(descend(s["w"], grad, lr), s["v"], self.momentum))
+        return {"w": w, "v": blend(s["w"] - w, s["v"], self.momentum)}
+
+    def check_graph(self, graph: Graph, name: str = "") -> None:
+        needs_doubly_stochastic(graph, name or self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class DiLoCo(Pattern):
+    """Local steps, and every H rounds an outer step with Nesterov momentum along what the network has moved.
+
+        u = w - lr s;   m = u + flow(u);                                            s = direction(g)
+        every H rounds:   gap = anchor - m;   v <- outer_momentum v + gap;
+                          anchor <- anchor - outer_lr (gap + outer_momentum v);   w <- anchor
+        else:             w <- m
+
+    On the complete graph with every = H it is DiLoCo; with outer_lr = 1 and outer_momentum = 0 it is local SGD, which
+    is `Plain` there. On other graphs every node has an anchor of its own.
+
+    Args:
+        outer_lr: learning rate of the outer steps.
+        outer_momentum: a number from 0 up to but not including 1.
+        every: H, rounds between two mixes; taken from the graph.
+
+    References:
+        Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023, Algorithm 1.
+    """
+
+    outer_lr: Given = 0.7
+    outer_momentum: Given = 0.9
+    every: int = 1
+    short: ClassVar[str] = "diloco"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        columns.settle(
+            self,
+            outer_lr=columns.hyper("outer_lr", self.outer_lr, lambda v: v > 0, "a number above 0, such as 0.7"),
+            outer_momentum=share("outer_momentum", self.outer_momentum),
+        )
+
+    def init(self, x: Tensor) -> State:
+        return joined(self.name, super().init(x), {"anchor": x, "v": x * 0.0})
+
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
+        step, kept = self.direction(s, grad, t)
+        (m,) = flow.mix(descend(s["w"], step, lr))
+        gap = s["anchor"] - m
+        v = self.outer_momentum * s["v"] + gap
+        anchor = s["anchor"] - self.outer_lr * (gap + self.outer_momentum * v)
+        # 1 where t is a multiple of H, else 0. An `if` would not do: engines hand in many rounds at once.
+        outer = 1.0 * (t // self.every - (t - 1) // self.every)
+        fields = {"w": (m, anchor), "anchor": (s["anchor"], anchor), "v": (s["v"], v)}
+        return {name: blend(old, new, outer) for name, (old, new) in fields.items()} | kept
+
+    def on(self, graph: Graph) -> Self:
+        return columns.replaced(self, every=graph.every)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,6 +339,16 @@ class Push(Pattern):
                 f"stochastic='columns', or use {'dat' if name.startswith('dat') else 'dsgd'} on a doubly stochastic "
                 "graph"
             )
+
+
+def needs_doubly_stochastic(graph: Graph, rule: str) -> None:
+    """Refuse a graph on which mixing does not keep the network mean."""
+    if not graph.doubly_stochastic:
+        raise ValueError(
+            f"{rule} on {graph.name}: the matrix is not doubly stochastic, so mixing does not keep the network "
+            f"mean; use {'dat-sgp' if rule.startswith('dat') else 'sgp'} with a column-stochastic graph, or allow "
+            "it with any_graph=True (--any-graph)"
+        )
 
 
 def needs_static_symmetric(graph: Graph, rule: str) -> None:
