@@ -12,6 +12,7 @@ A direction is what a node makes of a gradient, a pattern how nodes combine; `An
 from klatsch.rules import anytime as averaging
 from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import PER_COLUMN, Direction, Flow, Momentum, Rule, State, momentum, sgd
+from klatsch.rules.decay import SCHEDULES, Decay
 from klatsch.rules.names import (
     RULES,
     d2,
@@ -30,7 +31,20 @@ from klatsch.rules.names import (
 )
 from klatsch.rules.patterns import Corrected, DecentLaM, DiLoCo, Pattern, Plain, Push, QuasiGlobal, Tracked
 
-__all__ = ["PER_COLUMN", "RULES", "Direction", "Flow", "Momentum", "Rule", "State", "averaging", "make", "options"]
+__all__ = [
+    "PER_COLUMN",
+    "RULES",
+    "SCHEDULES",
+    "Decay",
+    "Direction",
+    "Flow",
+    "Momentum",
+    "Rule",
+    "State",
+    "averaging",
+    "make",
+    "options",
+]
 __all__ += ["Anytime", "Averaged", "Corrected", "DecentLaM", "DiLoCo", "Pattern", "Plain", "Push"]
 __all__ += ["QuasiGlobal", "Tracked", "momentum", "sgd"]
 __all__ += ["d2", "dat", "dat_d2", "dat_gt", "dat_sgp", "decentlam", "diloco", "dsgd", "gt", "qg", "sgp"]

@@ -23,13 +23,8 @@ from klatsch.columns import Given, Number
 State = dict[str, Tensor]
 LearningRate = Number | Callable[[int], Given]
 Tensors = tuple[Tensor, ...]
-PER_COLUMN = (
-    "lr",
-    "momentum",
-    "beta",
-    "outer_lr",
-    "outer_momentum",
-)  # options that may differ between the columns of one run
+# Options that may differ between the columns of one run.
+PER_COLUMN = ("lr", "momentum", "beta", "outer_lr", "outer_momentum")
 
 
 class Flow:

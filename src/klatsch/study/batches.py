@@ -25,6 +25,7 @@ from klatsch.simulation import Result, simulate_together
 from klatsch.simulation.mixing import common_period
 from klatsch.study.cases import Case
 from klatsch.study.grids import Options
+from klatsch.study.spec import make_rule
 from klatsch.topology import Topology
 from klatsch.version import VERSION
 
@@ -127,7 +128,7 @@ def arguments(batch: Batch) -> tuple[list[Problem], rules.Rule, list[Topology], 
         seed = {"seed": network[0].seed} if seeded else {}
         return problems.make(first.problem, network[0].nodes, **seed, **options)
 
-    rule = rules.make(first.rule, **_joined([case.rule_options for case in batch.networks[0]]))
+    rule = make_rule(first.rule, _joined([case.rule_options for case in batch.networks[0]]), first.steps)
     graphs = [network[0].make_graph() for network in batch.networks]
     choices = {"record": first.points, "dtype": DTYPES[first.dtype], "any_graph": first.any_graph}
     return [problem(network) for network in batch.networks], rule, graphs, first.steps, choices

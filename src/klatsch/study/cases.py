@@ -21,7 +21,7 @@ from klatsch.columns import described
 from klatsch.problems import Headline
 from klatsch.rules import averaging
 from klatsch.study.grids import Options, combinations, counted, in_words, shown
-from klatsch.study.spec import Study
+from klatsch.study.spec import Study, make_rule
 from klatsch.topology import Topology
 
 REVISION = 1  # raised when the same settings lead to other results than before
@@ -93,7 +93,7 @@ class Case:
         lazy = values.pop("lazy", True)
         kind, fields = BEFORE[self.rule]
         facts: Options = {"type": kind} | {name: _form(name, values[name]) for name in fields}
-        facts |= {name: _form(name, v) for name, v in values.items() if name not in fields and v != standard[name]}
+        facts |= {name: _form(name, v) for name, v in values.items() if name not in fields and v != standard.get(name)}
         if self.rule == "d2":  # lazy by default, which equals D2 as published on a lazy graph
             facts |= {"lazy": "twice"} if lazy and self.lazy else {}
             return [self.rule, facts], self.lazy or lazy
@@ -164,7 +164,7 @@ class Case:
         return str(self.sources.get(kind, {}).get("source", ""))
 
     def make_rule(self) -> rules.Rule:
-        return rules.make(self.rule, **self.rule_options)
+        return make_rule(self.rule, self.rule_options, self.steps)
 
     def make_graph(self) -> Topology:
         options = tuple(sorted(self.topology_options.items()))
@@ -193,7 +193,7 @@ def expand(study: Study, sources: Sources | None = None) -> tuple[list[Case], li
     cases: dict[str, Case] = {}
     left_out: dict[LeftOut, None] = {}
     graphs = [(graph, chosen) for graph in study.topologies for chosen in graph.combinations()]
-    by_rule = [(rule.name, o) for rule in study.rules for o in combinations({"lr": study.lr, **rule.options})]
+    by_rule = [(rule.name, o) for rule in study.rules for o in combinations(study.options_of(rule))]
     for (graph, graph_options), setting, nodes, (rule, rule_options) in product(
         graphs, study.problem.combinations(), study.nodes, by_rule
     ):
@@ -201,7 +201,7 @@ def expand(study: Study, sources: Sources | None = None) -> tuple[list[Case], li
         first = Case(
             **parts,
             problem_options=setting,
-            rule_options=rule_options,
+            rule_options={name: v for name, v in rule_options.items() if (name, v) != ("schedule", "constant")},
             topology_options=graph_options,
             lazy=graph.lazy,
             nodes=nodes,
@@ -275,7 +275,7 @@ def _called(name: str, words: str) -> str:
 def _word(option: str, value: object) -> str:
     if option == "lazy" and value is False:
         return "not lazy"
-    return str(value) if option == "order" else f"{option} {shown(value)}"
+    return str(value) if option in ("order", "schedule") else f"{option} {shown(value)}"
 
 
 @cache

@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 
 from klatsch import own, problems, rules
 from klatsch import topology as topologies
-from klatsch.arguments import check_options, number, shown, there_are, whole
+from klatsch.arguments import check_options, named, number, shown, there_are, whole
 from klatsch.files import text_of
 from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, axis, combinations, count, counted, several
 from klatsch.topology.names import split
@@ -55,6 +55,13 @@ def _seeds(value: object) -> list[int]:
 
 def _rates(value: object) -> list[float]:
     return [number("lr", lr, lambda lr: lr > 0, "a number above 0, such as 0.01") for lr in axis("lr", value)]
+
+
+def _schedules(value: object) -> list[str]:
+    names = axis("schedule", value)
+    for name in names:
+        named("schedule", name, rules.SCHEDULES)
+    return names
 
 
 def _length(value: object, info: ValidationInfo) -> int | None:
@@ -114,7 +121,7 @@ class ProblemEntry(Entry):
 
 
 class RuleEntry(Entry):
-    """An update rule; `lr` defaults to the study's."""
+    """An update rule; `lr` and `schedule` default to the study's."""
 
     @model_validator(mode="before")
     @classmethod
@@ -126,7 +133,15 @@ class RuleEntry(Entry):
 
     def check(self) -> None:
         for chosen in self.combinations():
-            rules.make(self.name, **{"lr": PAPER_GRID[0], **chosen})
+            make_rule(self.name, {"lr": PAPER_GRID[0], **chosen}, steps=1)
+
+
+def make_rule(name: str, options: Options, steps: int) -> rules.Rule:
+    """A rule from its options in a study, of which `schedule` says how the learning rate changes over the steps."""
+    chosen = dict(options)
+    if "schedule" in chosen:
+        chosen["lr"] = rules.Decay(chosen["lr"], chosen.pop("schedule"), steps)
+    return rules.make(name, **chosen)
 
 
 class TopologyEntry(Entry):
@@ -170,6 +185,7 @@ class Study(BaseModel):
         name: its name in tables and reports.
         problem: a table with a name and options; the paper's least squares by default.
         lr: learning rates for rules without their own.
+        schedule: how learning rates change over a run: "constant", "cosine", "linear", or a list of these; likewise.
         seeds: how many (0, 1, 2...), or a list.
         record: at how many rounds metrics are kept: log-spaced, or evenly spaced with `epochs`.
         dtype: "float64" or "float32".
@@ -188,6 +204,7 @@ class Study(BaseModel):
     name: Annotated[str, Field(min_length=1, max_length=100), BeforeValidator(_title)] = "study"
     problem: Annotated[ProblemEntry, BeforeValidator(_named)] = Field(default_factory=ProblemEntry)
     lr: Annotated[tuple[float, ...], BeforeValidator(_rates)] = PAPER_GRID
+    schedule: Annotated[tuple[str, ...], BeforeValidator(_schedules)] = ("constant",)
     seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = (0, 1, 2)
     record: Annotated[int, BeforeValidator(lambda value: whole(value, "record", 1, MOST_POINTS))] = 50
     dtype: Literal["float64", "float32"] = "float64"
@@ -197,7 +214,7 @@ class Study(BaseModel):
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Study:
-        rules = sum(count({"lr": self.lr, **rule.options}) for rule in self.rules)
+        rules = sum(count(self.options_of(rule)) for rule in self.rules)
         graphs = sum(count(graph.options) for graph in self.topologies)
         runs = rules * graphs * count(self.problem.options) * len(self.nodes) * len(self.seeds)
         if runs > MOST_RUNS:
@@ -212,6 +229,10 @@ class Study(BaseModel):
         if self.epochs is not None and (custom or problems.declared(self.problem.name).rounds_per_epoch is None):
             raise ValueError(f"epochs = {self.epochs}, but {self.problem.label} has no data set; give steps")
         return self
+
+    def options_of(self, rule: RuleEntry) -> Options:
+        """The options of a rule, each a value or a list, with those that it takes from the study."""
+        return {"lr": self.lr, **rule.options, "schedule": rule.options.get("schedule", self.schedule)}
 
     def rounds(self, nodes: int, setting: Options) -> int:
         """Rounds of a run on this many machines; 0 if each has less than a batch of data."""
