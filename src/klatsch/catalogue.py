@@ -40,6 +40,14 @@ RULES = {
         "DAT over D2, without the bias that data which differ between nodes cause.", "averaging, momentum, beta, lazy"
     ),
     "dat-sgp": Entry("DAT over push-sum, for directed graphs.", "averaging, momentum, beta"),
+    "qg": Entry(
+        "QG-DSGDm: momentum that follows the models after gossip, for data that differ between nodes.",
+        "momentum, average",
+    ),
+    "diloco": Entry(
+        "DiLoCo: local steps, then outer steps with Nesterov momentum; on a graph such as complete/16.",
+        "momentum, outer_lr, outer_momentum, average",
+    ),
 }
 
 TOPOLOGIES = {

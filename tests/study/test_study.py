@@ -324,6 +324,24 @@ def test_rows_are_ordered_and_choose_by_the_mean_over_seeds():
         assert row.lr == row.lrs[row.final.mean(axis=0).argmin()]
 
 
+def test_schedules_are_part_of_a_rule():
+    """Each has a row and keys of its own, a rule may have others than the study, and constant is what it always was."""
+    common = {"steps": 30, "nodes": 4, "seeds": 1, "lr": [1e-3, 3e-3], "topologies": "ring"}
+    dat = {"name": "dat", "schedule": "linear"}
+    found = run_study(parse({**common, "rules": ["dsgd", dat], "schedule": ["constant", "cosine"]}))
+    assert [row.rule for row in found.rows] == ["dsgd", "dsgd (cosine)", "dat (linear)"]
+    problem, graph = problems.LeastSquares(4), tp.ring(4)
+    for row, name, schedule in zip(found.rows, ("dsgd", "dsgd", "dat"), ("constant", "cosine", "linear"), strict=True):
+        for k, lr in enumerate(row.lrs):
+            rule = rules.make(name, lr=rules.Decay(lr, schedule, 30))
+            expected = klatsch.simulate(problem, rule, graph, 30).metrics["distance"][-1]
+            assert row.final[0, k] == pytest.approx(float(expected), rel=1e-9)
+    before = expand(parse({**common, "rules": "dsgd"}))[0]
+    keys = [case.key for case in expand(parse({**common, "rules": "dsgd", "schedule": ["cosine", "constant"]}))[0]]
+    assert {case.key for case in before} < set(keys)
+    assert len(set(keys)) == 4
+
+
 @pytest.mark.processes
 def test_any_executor_will_do(tmp_path):
     reference = run_study(study(), executor=workers.threads).rows

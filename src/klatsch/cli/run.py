@@ -42,6 +42,9 @@ class Comparison:
     steps: Annotated[int | None, option("Rounds (10,000).", "--steps")] = None
     epochs: Annotated[int | None, option("Epochs, instead of rounds (fashion-mnist).")] = None
     lr: Annotated[str | None, text("Learning rates to choose from (the paper's seven).", metavar="X,...")] = None
+    schedule: Annotated[
+        str | None, text("How learning rates change: constant, cosine, linear (constant).", metavar="NAMES")
+    ] = None
     seeds: Annotated[int | None, option("Number of seeds: 0, 1, 2 (3).", "--seeds")] = None
     lazy: Annotated[bool, typer.Option("--lazy", help="Graphs mix with (I + P) / 2.")] = False
     any_graph: Annotated[bool, typer.Option("--any-graph", help="Run even where a rule refuses the graph.")] = False
@@ -72,6 +75,7 @@ class Comparison:
             "problem": entry["problem", problem],
             "nodes": [terminal.whole(word) for word in words(self.nodes or "16")],
             "lr": [terminal.number(word) for word in words(self.lr or GRID)],
+            "schedule": words(self.schedule or "constant"),
             **{name: count for name, count in length.items() if count is not None},
             "seeds": 3 if self.seeds is None else self.seeds,
             "dtype": "float32" if self.float32 else "float64",

@@ -37,17 +37,20 @@ class Rates:
 
     def __call__(self, t: int) -> cols.Number:
         """The learning rate of round t: a number, or a tensor (columns, 1)."""
-        rates: cols.Number = rate(self._fixed, min(t, self.steps))
-        if not self.change or not isinstance(rates, Tensor):
-            return rates
-        if len(rates) != self.columns:
-            raise ValueError(f"lr({t}) has {len(rates)} columns; return one number, or {self.columns} at every round")
-        return rates.to(self.device, self.dtype)
+        rates = self._of(t)
+        return rates.to(self.device, self.dtype) if isinstance(rates, Tensor) else rates
 
     def between(self, done: int, until: int) -> Tensor:
         """The learning rates of rounds done + 1 to until, (rounds, columns, 1)."""
-        rates = [torch.as_tensor(self(t), dtype=self.dtype, device=self.device) for t in range(done + 1, until + 1)]
-        return torch.stack([v.reshape(-1, 1).expand(self.columns, 1) for v in rates])
+        rates = (torch.as_tensor(self._of(t), dtype=self.dtype) for t in range(done + 1, until + 1))
+        # One transfer for all rounds: on a GPU one for each would take longer than the rounds themselves.
+        return torch.stack([v.reshape(-1, 1).expand(self.columns, 1) for v in rates]).to(self.device)
+
+    def _of(self, t: int) -> cols.Number:
+        rates: cols.Number = rate(self._fixed, min(t, self.steps))
+        if self.change and isinstance(rates, Tensor) and len(rates) != self.columns:
+            raise ValueError(f"lr({t}) has {len(rates)} columns; return one number, or {self.columns} at every round")
+        return rates
 
     def placed(self, rule: Rule) -> Rule:
         """The rule with its per-column hyper-parameters on the device of the run."""
