@@ -24,6 +24,7 @@ PATTERNS = {
     "corrected, published": lambda lr, direction: rules.Corrected(lr, direction, lazy=False),
     "tracked": rules.Tracked,
     "push": rules.Push,
+    "diloco": rules.DiLoCo,
 }
 MOMENTA = {"sgd": 0.0, "momentum": 0.7}
 AROUND = {
@@ -49,7 +50,8 @@ def least_squares(graph, **choices):
 @products
 def test_every_product_learns(pattern, direction, around):
     problem = least_squares(RING, noise=0.0)
-    lr = (0.001 if (direction, around) == ("momentum", "anytime") else 0.02) / problem.L  # whose steps grow with t
+    remembers = (direction == "momentum") + (pattern == "diloco")
+    lr = (0.02 / 20**remembers if around == "anytime" else 0.02) / problem.L  # steps of linear weights grow with t
     result = klatsch.simulate(problem, build(pattern, direction, around, lr), RING, 400, record=[1, 400])
     assert result.metrics["distance"][1] < 0.8 * result.metrics["distance"][0]
 

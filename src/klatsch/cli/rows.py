@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from klatsch.study.cases import LeftOut
     from klatsch.study.choices import Row
 
-EXPENDABLE = ("Gamma", "to", "from", "nodes")  # what a narrow terminal loses first
+EXPENDABLE = ("Gamma", "worst", "merged", "to", "from", "nodes")  # what a narrow terminal loses first
 
 
 def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu") -> None:
@@ -27,6 +27,7 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
     varying = [name for name in settings if len({row.setting.get(name) for row in rows}) > 1]
     counts = sorted({len(row.curves) for row in rows})
     spread = counts != [1]  # of the seeds
+    known = {name for row in rows for name, value in beside(row).items() if not math.isnan(value)}
     lines = [
         {
             "topology": row.topology,
@@ -36,6 +37,7 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
             row.title: "diverged" if row.diverged else short(row.value),
             "lr": f"{row.lr:g}" + ("*" if row.at_edge else ""),
             **({"from": short(row.low), "to": short(row.high)} if spread else {}),
+            **{name: "-" if math.isnan(v) else short(v) for name, v in beside(row).items() if name in known},
             "Gamma": short(float(row.consensus[:, -1, row.best].mean())),
         }
         for row in rows
@@ -43,6 +45,7 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
     kept = terminal.print_table(title, lines, EXPENDABLE, section="topology")
     notes = {
         "from": f"from, to: smallest and largest of {' or '.join(map(str, counts))} seeds",
+        "merged": "merged: mean of all models; worst: worst node",
         "Gamma": "Gamma: consensus distance of the points where gradients are taken",
     }
     wider = [terminal.WIDER] if len(kept) < len(lines[0]) else []
@@ -68,12 +71,18 @@ def plain(row: Row) -> dict[str, object]:
         row.title: finite(row.value),
         "low": finite(row.low),
         "high": finite(row.high),
+        **{name: finite(value) for name, value in beside(row).items()},
         "Gamma": finite(row.consensus[:, -1, row.best].mean()),
         "seconds": row.seconds,
         "steps": list(row.steps),
         "curve": [finite(value) for value in row.curve.mean(axis=0)],
         "final_by_lr": {f"{lr:g}": finite(value) for lr, value in zip(row.lrs, row.final.mean(axis=0), strict=True)},
     }
+
+
+def beside(row: Row) -> dict[str, float]:
+    """What a row knows beside the mean of its nodes; nan if it was not measured."""
+    return {"merged": row.beside(row.merged), "worst": row.beside(row.worst)}
 
 
 def short(value: float) -> str:

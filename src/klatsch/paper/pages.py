@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,11 +69,13 @@ def as_markdown(page: Page) -> str:
 def table_of(rows: Sequence[Row]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """The numbers of a study: the header and a line per row."""
     settings = list(dict.fromkeys(name for row in rows for name in row.setting))
-    header = ("topology", *settings, "M", "rule", rows[0].title, "from", "to", "lr", "lr at the edge")
+    measured = [name for name in ("merged", "worst") if any(vars(row)[name] is not None for row in rows)]
+    header = ("topology", *settings, "M", "rule", rows[0].title, "from", "to", *measured, "lr", "lr at the edge")
 
     def line(row: Row) -> tuple[str, ...]:
         setting = (shown(row.setting.get(name, "-")) for name in settings)
-        values = (f"{value:.4g}" for value in (row.value, row.low, row.high))
+        beside = (row.beside(vars(row)[name]) for name in measured)
+        values = ("-" if math.isnan(v) else f"{v:.4g}" for v in (row.value, row.low, row.high, *beside))
         edge = "yes" if row.at_edge else "no"
         return row.topology, *setting, str(row.nodes), row.rule, *values, f"{row.lr:g}", edge
 

@@ -24,9 +24,16 @@ class Headline(NamedTuple):
     metric: str
     text: str
     largest: bool = False  # whether large is good
+    merged: str = ""  # the same of the mean of all nodes' models, if there is such a metric
+    worst: str = ""  # the same of the worst node
 
 
-DISTANCE = Headline("distance", "squared distance to the optimum, mean over nodes")
+DISTANCE = Headline(
+    "distance",
+    "squared distance to the optimum, mean over nodes",
+    merged="distance_of_mean",
+    worst="worst_distance",
+)
 
 
 class Quadratic(NamedTuple):
@@ -183,9 +190,12 @@ class Convex(Drawing):
         """f(x) - f* for points (..., C, d)."""
 
     def metrics(self, x: Tensor) -> dict[str, Tensor]:
-        """Squared distance to the optimum, mean over nodes; loss gap at the network mean and at the worst node."""
+        """Squared distance to the optimum and loss gap, of the nodes, of their mean, and of the worst node."""
+        squared = (x - self.optimum).square().sum(-1)
         return {
-            "distance": (x - self.optimum).square().sum(-1).mean(0),
+            "distance": squared.mean(0),
+            "distance_of_mean": (x.mean(0) - self.optimum).square().sum(-1),
+            "worst_distance": squared.amax(0),
             "loss_gap": self.loss_gap(x.mean(0)),
             "worst_loss_gap": self.loss_gap(x).amax(0),
         }

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from klatsch.problems.base import DISTANCE, Headline
 from klatsch.study.cases import Case
 from klatsch.study.grids import Options, in_words
 from klatsch.study.store import Outcome, Store
@@ -29,6 +30,8 @@ class Row:
     metric: str = "distance"  # what the curves show
     largest: bool = False  # whether large is good
     epochs: int | None = None  # how many the steps amount to, if the problem has a data set
+    merged: NDArray[np.float64] | None = None  # as the curves, of the mean of all nodes' models, if it was measured
+    worst: NDArray[np.float64] | None = None  # as the curves, of the worst node
 
     @property
     def final(self) -> NDArray[np.float64]:
@@ -63,6 +66,10 @@ class Row:
     def high(self) -> float:  # of a seed
         return float(self.curve[:, -1].max())
 
+    def beside(self, curves: NDArray[np.float64] | None) -> float:
+        """The final value of `merged` or `worst`, mean over the seeds at the chosen learning rate; nan if unknown."""
+        return np.nan if curves is None else float(curves[:, -1, self.best].mean())
+
     @property
     def setting_text(self) -> str:
         return in_words(self.setting)
@@ -89,9 +96,10 @@ def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None
     Learning rates are chosen by this metric, or the problem's own, among those with as many seeds as the most complete.
     """
     runs = list(runs)
-    if metric is None:
-        metric = runs[0][1].headline.metric if runs else "distance"
-    outcomes = store.outcomes((key for key, _ in runs), (metric, "Gamma"))
+    headline = runs[0][1].headline if runs else DISTANCE
+    metric = headline.metric if metric is None else metric
+    headline = headline if metric == headline.metric else Headline(metric, "")
+    outcomes = store.outcomes((key for key, _ in runs), (metric, "Gamma", headline.merged, headline.worst))
     if outcomes and not any(metric in outcome.metrics for outcome in outcomes.values()):
         some = next(iter(store.outcomes([next(iter(outcomes))]).values()))
         raise ValueError(f"no metric {metric!r}; there are {', '.join(some.metrics)}")
@@ -108,10 +116,10 @@ def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None
         if key in outcomes:
             graph, rule = called(case.graph_label, case.source("topology")), called(case.label, case.source("rule"))
             groups.setdefault((graph, case.setting, case.nodes, rule), []).append((case, outcomes[key]))
-    return [_row(group, metric, rule, graph) for (graph, _, _, rule), group in groups.items()]
+    return [_row(group, headline, rule, graph) for (graph, _, _, rule), group in groups.items()]
 
 
-def _row(group: list[tuple[Case, Outcome]], metric: str, rule: str, graph: str) -> Row:
+def _row(group: list[tuple[Case, Outcome]], headline: Headline, rule: str, graph: str) -> Row:
     found = {(case.lr, case.seed): outcome for case, outcome in group}
     seeds_of: dict[float, list[int]] = {}
     for lr, seed in found:
@@ -122,6 +130,10 @@ def _row(group: list[tuple[Case, Outcome]], metric: str, rule: str, graph: str) 
     def stacked(name: str) -> NDArray[np.float64]:
         return np.array([[found[lr, seed].metrics[name] for lr in lrs] for seed in seeds]).swapaxes(1, 2)
 
+    def known(name: str) -> NDArray[np.float64] | None:
+        """None where a run was done before this was measured."""
+        return stacked(name) if all(name in outcome.metrics for outcome in found.values()) else None
+
     first = group[0][0]
     return Row(
         rule=rule,
@@ -129,11 +141,13 @@ def _row(group: list[tuple[Case, Outcome]], metric: str, rule: str, graph: str) 
         nodes=first.nodes,
         lrs=tuple(lrs),
         steps=tuple(found[lrs[0], seeds[0]].steps.tolist()),
-        curves=stacked(metric),
+        curves=stacked(headline.metric),
         consensus=stacked("Gamma"),
         seconds=sum(outcome.seconds for outcome in found.values()),
         setting=first.problem_options,
-        metric=metric,
-        largest=metric in first.large_is_good,
+        metric=headline.metric,
+        largest=headline.metric in first.large_is_good,
         epochs=first.epochs,
+        merged=known(headline.merged),
+        worst=known(headline.worst),
     )

@@ -52,7 +52,7 @@ class ImageClassification(core.Drawing):
     columns_share = False  # every column is a model of its own
     numbers_per_parameter = 0  # the images are shared by all
     worst = dict.fromkeys(("accuracy", "accuracy_min", "accuracy_max", "accuracy_of_mean"), 0.0)
-    headline = core.Headline("accuracy", "test accuracy, mean over nodes", largest=True)
+    headline = core.Headline("accuracy", "test accuracy, mean over nodes", True, "accuracy_of_mean", "accuracy_min")
 
     def __init__(
         self,
