@@ -50,6 +50,10 @@ def test_columns_have_rates_and_schedules_of_their_own(name, engine):
     [
         ((0.1, "cosin", 5), "unknown schedule 'cosin'; did you mean cosine"),
         ((0.1, ["cosine", 3], 5), "unknown schedule 3"),
+        ((0.1, 3, 5), "unknown schedule 3"),
+        ((0.0, "cosine", 5), "lr = 0.0; give a number above 0"),
+        (("0.1", "cosine", 5), "lr = '0.1'; give a number above 0"),
+        (([0.1, 0.2], ["cosine", "linear", "constant"], 5), "3 schedules for 2 learning rates; give one, or one for"),
         ((0.1, "cosine", 0), "steps = 0; give a whole number from 1 up"),
     ],
 )

@@ -195,6 +195,13 @@ def test_results_and_report_do_not_need_the_files(folder, in_threads, run_cli):
     assert "there is no file" in err
 
 
+def test_schedule_is_the_studys_word(folder, run_cli):
+    (folder / "mine.py").write_text(EXTRA.replace("    lr: float\n", '    lr: float\n    schedule: str = "warm"\n'))
+    code, _, err = run_cli("run", "study.toml")
+    assert code == 2
+    assert "mine.py:Extra has an option schedule, which is the study's word; give it another name" in err
+
+
 def test_a_key_knows_the_source_and_not_the_place(folder, run_cli):
     keys = [case.key for case in expand(load("study.toml"))[0]]
     (folder / "elsewhere").mkdir()

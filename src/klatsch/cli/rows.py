@@ -45,7 +45,8 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
     kept = terminal.print_table(title, lines, EXPENDABLE, section="topology")
     notes = {
         "from": f"from, to: smallest and largest of {' or '.join(map(str, counts))} seeds",
-        "merged": "merged: mean of all models; worst: worst node",
+        "merged": "merged: mean of all models",
+        "worst": "worst: worst node",
         "Gamma": "Gamma: consensus distance of the points where gradients are taken",
     }
     wider = [terminal.WIDER] if len(kept) < len(lines[0]) else []

@@ -75,7 +75,7 @@ class Comparison:
             "problem": entry["problem", problem],
             "nodes": [terminal.whole(word) for word in words(self.nodes or "16")],
             "lr": [terminal.number(word) for word in words(self.lr or GRID)],
-            "schedule": words(self.schedule or "constant"),
+            **({"schedule": words(self.schedule)} if self.schedule else {}),
             **{name: count for name, count in length.items() if count is not None},
             "seeds": 3 if self.seeds is None else self.seeds,
             "dtype": "float32" if self.float32 else "float64",

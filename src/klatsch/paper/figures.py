@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart; one marker per rule for print.
 OKABE_ITO = ("#0072B2", "#D55E00", "#999999", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#009E73", "#F0E442")
-COLOURS = (*OKABE_ITO, "#882255", "#44AA99", "#332288")  # the last ones, and their markers, wait for rules to come
+COLOURS = (*OKABE_ITO, "#882255", "#44AA99", "#332288", "#AA4499", "#117733")  # the last three wait for rules to come
 GRAPH_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX*h<>p"
+MARKERS = "osD^vPX*h<>pdH"
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 VALUE = "value: "  # an id that starts with this is a tooltip in the report
 

@@ -133,7 +133,7 @@ class _Gradients:
         return list(range(self.round - count + 1, self.round + 1))
 
     def at(self, points: Tensor, t: int | None = None) -> Tensor:
-        """Of every node at its own point, (M, d), in round t or a new one; with t exact, if the problem can."""
+        """Of every node at its own point, (M, d), in round t or a new one; with t, exact gradients if there are any."""
         self.taken += self.problem.nodes
         if t is not None and self.problem.exact is not None:
             found = self.problem.exact(points[:, None, :])

@@ -24,15 +24,15 @@ class Headline(NamedTuple):
     metric: str
     text: str
     largest: bool = False  # whether large is good
-    merged: str = ""  # the same of the mean of all nodes' models, if there is such a metric
-    worst: str = ""  # the same of the worst node
+    of_mean: str = ""  # the same metric of the mean of all nodes' models, if there is one
+    of_worst: str = ""  # the same of the worst node
 
 
 DISTANCE = Headline(
     "distance",
     "squared distance to the optimum, mean over nodes",
-    merged="distance_of_mean",
-    worst="worst_distance",
+    of_mean="distance_of_mean",
+    of_worst="worst_distance",
 )
 
 
@@ -190,7 +190,7 @@ class Convex(Drawing):
         """f(x) - f* for points (..., C, d)."""
 
     def metrics(self, x: Tensor) -> dict[str, Tensor]:
-        """Squared distance to the optimum and loss gap, of the nodes, of their mean, and of the worst node."""
+        """Squared distance to the optimum: mean over nodes, of their mean, worst node. Loss gap: the last two."""
         squared = (x - self.optimum).square().sum(-1)
         return {
             "distance": squared.mean(0),

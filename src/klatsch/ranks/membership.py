@@ -1,8 +1,8 @@
 """Who is still there: which links are lost, who has finished and who leaves, sent at the end of every message.
 
-What a rank knows of the network are numbers that only grow, its status. Each rank keeps the larger of its own numbers
-and of those it hears, so news travels one hop per round, without a server. The status travels as bytes behind whatever
-else a message holds, so it is exact in every encoding of messages.
+What a rank knows of the network, its status, is a list of numbers that only grow. Each rank keeps the larger of its
+own numbers and of those it hears, so news travels one hop per round, without a server. The status travels as bytes
+behind whatever else a message holds, so it is exact in every encoding of messages.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ class Heard(NamedTuple):
 class Message:
     """Tensors side by side in one piece of memory, so that they travel together, with room for news at the end.
 
-    It travels as bytes, and only this class knows what they mean: an encoding belongs here.
+    It travels as bytes, and only this class knows what they mean: an encoding belongs here, in memory of its own, since
+    the state may live in that of the message.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], like: Tensor, tail: int) -> None:

@@ -9,7 +9,6 @@ elementwise operations and calls of `flow`.
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self, runtime_checkable
@@ -69,7 +68,7 @@ class Graph(Protocol):
     def smallest_eigenvalue(self) -> float: ...
 
 
-class Rule(ABC):
+class Rule:
     """An update rule: a frozen dataclass of hyper-parameters, one of them `lr`.
 
     Your own rule derives from this class and has an `lr`, an `update`, and an `init` if its state is more than the
@@ -101,9 +100,9 @@ class Rule(ABC):
         """What to evaluate and keep."""
         return self.iterate(s)
 
-    @abstractmethod
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         """One round: the gradient at `query(s)` in, the next state out."""
+        raise NotImplementedError(f"{type(self).__name__} has no update(self, s, grad, flow, t, lr)")
 
     @property
     def apart(self) -> bool:

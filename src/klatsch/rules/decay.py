@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from klatsch import columns
 from klatsch.arguments import named, whole
 
 # What is left of the learning rate when a share p of the rounds is done.
@@ -20,7 +21,8 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 class Decay:
     """A learning rate for a rule: `rules.make("dsgd", lr=rules.Decay(0.1, "cosine", steps=10_000))`.
 
-    Round 1 has the whole learning rate, the last one nearly nothing, as torch's CosineAnnealingLR and LinearLR do it.
+    Round 1 has the whole learning rate. "cosine" and "linear" end near 0, as torch's CosineAnnealingLR(T_max=steps) and
+    LinearLR(start_factor=1, end_factor=0, total_iters=steps) do.
 
     Args:
         lr: the learning rate of the first round, or a list with one per column.
@@ -34,8 +36,12 @@ class Decay:
 
     def __post_init__(self) -> None:
         whole(self.steps, "steps", 1)
-        for name in [self.schedule] if isinstance(self.schedule, str) else self.schedule:
+        columns.hyper("lr", self.lr, lambda v: v > 0, "a number above 0, such as 0.01")
+        names = self.schedule if isinstance(self.schedule, list | tuple) else [self.schedule]
+        for name in names:
             named("schedule", name, SCHEDULES)
+        if isinstance(self.lr, Sequence) and len(names) != len(self.lr) and names is self.schedule:
+            raise ValueError(f"{len(names)} schedules for {len(self.lr)} learning rates; give one, or one for each")
 
     def __call__(self, t: int) -> float | list[float]:
         """The learning rates of round t."""

@@ -100,7 +100,7 @@ class DecentLaM(Rule):
     a constant learning rate.
 
     Args:
-        lr: as of every `Pattern`.
+        lr: as in `Pattern`.
         momentum: a number from 0 up to but not including 1; 0 is plain gossip.
 
     References:
@@ -141,7 +141,7 @@ class QuasiGlobal(Rule):
     paper accumulates v / lr, which is the same for a constant learning rate.
 
     Args:
-        lr: as of every `Pattern`.
+        lr: as in `Pattern`.
         momentum: a number from 0 up to but not including 1; 0 is plain gossip.
 
     References:

@@ -1,4 +1,4 @@
-"""Checkpoints of simulations: `Saver` writes a run as it goes, `load` goes on from it; `sealed.py` is their format."""
+"""Checkpoints of simulations: `Saver` writes a run as it goes and restores it; `sealed.py` is their format."""
 
 from __future__ import annotations
 

@@ -22,9 +22,10 @@ class Result:
     """What came out of a simulation.
 
     `metrics[name]` is (len(steps), C), float64: the squared distance to the optimum as a mean over nodes ("distance"),
-    the loss gap at the network mean ("loss_gap") and at the worst node ("worst_loss_gap"), and the consensus distances
-    of the query points, iterates and gradients ("Gamma", "Xi", "Psi"). After s rounds Gamma and Xi are those of the
-    new points, Psi is that of the gradients of round s. A column that diverged is inf from there on, never NaN.
+    of the network mean ("distance_of_mean") and of the worst node ("worst_distance"), the loss gap at the network mean
+    ("loss_gap") and at the worst node ("worst_loss_gap"), and the consensus distances of the query points, iterates
+    and gradients ("Gamma", "Xi", "Psi"). After s rounds Gamma and Xi are those of the new points, Psi is that of the
+    gradients of round s. A column that diverged is inf from there on, never NaN.
     """
 
     steps: list[int]  # rounds done when the metrics were taken

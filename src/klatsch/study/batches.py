@@ -117,7 +117,7 @@ def quick(batches: Sequence[Batch]) -> bool:
     return rounds <= QUICK_ROUNDS and numbers <= QUICK_NUMBERS
 
 
-def arguments(batch: Batch) -> tuple[list[Problem], rules.Rule, list[Topology], int, Options]:
+def simulation_arguments(batch: Batch) -> tuple[list[Problem], rules.Rule, list[Topology], int, Options]:
     """The arguments of `simulate_together` for a batch: problems, rule, graphs, steps, and options by name."""
     first = batch.networks[0][0]
     first.check_sources()
@@ -136,7 +136,7 @@ def arguments(batch: Batch) -> tuple[list[Problem], rules.Rule, list[Topology], 
 
 def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Callable[[int], None] | None = None) -> Finished:
     """Run a batch, from its checkpoint if there is one."""
-    instances, rule, graphs, steps, choices = arguments(batch)
+    instances, rule, graphs, steps, choices = simulation_arguments(batch)
     if any(problem.fingerprint() is None for problem in instances):
         checkpoint = None  # nothing would tell it from another problem's
     choices |= {"device": batch.device, "checkpoint": checkpoint, "checkpoint_every": CHECKPOINT_EVERY}

@@ -99,7 +99,7 @@ def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None
     headline = runs[0][1].headline if runs else DISTANCE
     metric = headline.metric if metric is None else metric
     headline = headline if metric == headline.metric else Headline(metric, "")
-    outcomes = store.outcomes((key for key, _ in runs), (metric, "Gamma", headline.merged, headline.worst))
+    outcomes = store.outcomes((key for key, _ in runs), (metric, "Gamma", headline.of_mean, headline.of_worst))
     if outcomes and not any(metric in outcome.metrics for outcome in outcomes.values()):
         some = next(iter(store.outcomes([next(iter(outcomes))]).values()))
         raise ValueError(f"no metric {metric!r}; there are {', '.join(some.metrics)}")
@@ -148,6 +148,6 @@ def _row(group: list[tuple[Case, Outcome]], headline: Headline, rule: str, graph
         metric=headline.metric,
         largest=headline.metric in first.large_is_good,
         epochs=first.epochs,
-        merged=known(headline.merged),
-        worst=known(headline.worst),
+        merged=known(headline.of_mean),
+        worst=known(headline.of_worst),
     )

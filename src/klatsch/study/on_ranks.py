@@ -34,7 +34,7 @@ from klatsch.simulation.checkpoint import Saver
 from klatsch.simulation.driver import Network, Nodes, Run, Snapshot
 from klatsch.simulation.preparation import Rates, prepared
 from klatsch.simulation.stack import Watched
-from klatsch.study.batches import Batch, Finished, arguments, finished
+from klatsch.study.batches import Batch, Finished, finished, simulation_arguments
 from klatsch.study.cases import Case
 from klatsch.study.workers import Open, Workers
 from klatsch.topology import Topology
@@ -112,7 +112,7 @@ def serve() -> None:
 def run_together(batch: Batch) -> list[Result]:
     """Do one rank's part of a batch; only rank 0 has the results."""
     torch.set_num_threads(1)
-    problems, rule, graphs, steps, choices = arguments(batch)
+    problems, rule, graphs, steps, choices = simulation_arguments(batch)
     choices["device"], results = _device(batch.device), []
     for problem, graph in zip(problems, graphs, strict=True):
         group = _first_ranks(graph.size)

@@ -132,6 +132,8 @@ class RuleEntry(Entry):
         return entry
 
     def check(self) -> None:
+        if own.is_own(self.name) and "schedule" in rules.options(self.name):
+            raise ValueError(f"{self.label} has an option schedule, which is the study's word; give it another name")
         for chosen in self.combinations():
             make_rule(self.name, {"lr": PAPER_GRID[0], **chosen}, steps=1)
 
@@ -185,7 +187,8 @@ class Study(BaseModel):
         name: its name in tables and reports.
         problem: a table with a name and options; the paper's least squares by default.
         lr: learning rates for rules without their own.
-        schedule: how learning rates change over a run: "constant", "cosine", "linear", or a list of these; likewise.
+        schedule: how learning rates change over a run, for rules without their own: "constant", "cosine", "linear", or
+            a list of these.
         seeds: how many (0, 1, 2...), or a list.
         record: at how many rounds metrics are kept: log-spaced, or evenly spaced with `epochs`.
         dtype: "float64" or "float32".

@@ -214,7 +214,7 @@ def squarest(n: int) -> tuple[int, int]:
 def _lattice_shape(
     name: str, n: int | None, rows: int | None, cols: int | None, most: int = LARGEST
 ) -> tuple[int, int]:
-    """Rows and columns of a lattice, from two or fewer of n, rows and cols."""
+    """Rows and columns of a lattice, from n, rows and cols, as far as given."""
     n, rows, cols = (size if size is None else node_count(size, name, most) for size in (n, rows, cols))
     if rows is None and cols is None:
         if n is None:

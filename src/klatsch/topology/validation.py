@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.sparse import block_array, csr_array, issparse
+from scipy.sparse import csr_array, issparse
 from scipy.sparse.csgraph import breadth_first_order, connected_components, shortest_path
 
 from klatsch.arguments import whole
@@ -115,17 +115,24 @@ def _settles(matrices: Sequence[Matrix]) -> bool:
     So it is if the graph of (phase, node) is connected and the lengths of its cycles have no common divisor beyond the
     period: the divisor of all differences between levels of a search.
     """
-    phases = len(matrices)
-    blocks: list[list[Matrix | None]] = [[None] * phases for _ in matrices]
-    for phase, P in enumerate(matrices):
-        blocks[phase][(phase + 1) % phases] = csr_array(P.T * (P.T > NO_WEIGHT))
-    graph = csr_array(block_array(blocks))
-    graph.eliminate_zeros()
+    size, period = int(matrices[0].shape[0]), len(matrices)
+    entries = [P.tocoo() for P in matrices]
+    kept = [P.data > NO_WEIGHT for P in entries]
+    # A value goes from a column to a row, and from a phase to the next.
+    source = np.concatenate(
+        [P.col[k] + np.int64(phase * size) for phase, (P, k) in enumerate(zip(entries, kept, strict=True))]
+    )
+    target = np.concatenate(
+        [
+            P.row[k] + np.int64((phase + 1) % period * size)
+            for phase, (P, k) in enumerate(zip(entries, kept, strict=True))
+        ]
+    )
+    graph = csr_array((np.ones(len(source)), (source, target)), shape=(size * period, size * period))
     if connected_components(graph, connection="strong")[0] > 1:
         return False
     level = shortest_path(graph, unweighted=True, indices=0).astype(np.int64)
-    source, target = graph.nonzero()
-    return int(np.gcd.reduce(level[source] + 1 - level[target])) == phases
+    return int(np.gcd.reduce(level[source] + 1 - level[target])) == period
 
 
 def sums_to_one(P: Matrix, axis: int) -> bool:
