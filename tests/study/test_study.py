@@ -1,6 +1,7 @@
 """Studies: what a file may say, which runs it means, how they are packed, and that only missing ones are done."""
 
 import dataclasses
+import signal
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -340,6 +341,24 @@ def test_schedules_are_part_of_a_rule():
     keys = [case.key for case in expand(parse({**common, "rules": "dsgd", "schedule": ["cosine", "constant"]}))[0]]
     assert {case.key for case in before} < set(keys)
     assert len(set(keys)) == 4
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_is_heard_where_python_drops_exceptions():
+    class Interrupted:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with workers.ctrl_c_kept() as check:
+            check()
+            Interrupted()  # dropped here
+            with pytest.raises(KeyboardInterrupt):
+                check()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 @pytest.mark.processes

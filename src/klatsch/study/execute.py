@@ -122,9 +122,9 @@ def execute(
                 time.sleep(POLL)
                 continue
             before, progress.elsewhere = progress.batches_done, 0
-            with _opened(executor, device, mine + todo) as crew:
+            with _opened(executor, device, mine + todo) as crew, workers.ctrl_c_kept() as check:
                 progress.workers = crew.count
-                lost, todo = _run(mine, todo, crew, share, progress, tell)
+                lost, todo = _run(mine, todo, crew, share, progress, tell, check)
             if lost:
                 losses = losses + 1 if progress.batches_done == before else 1
                 if losses > MOST_LOSSES or isinstance(executor, Executor):
@@ -187,7 +187,13 @@ def check_ready(study: Study, cases: Iterable[Case], store: Store) -> None:
 
 
 def _run(
-    mine: list[Batch], todo: list[Batch], crew: Workers, share: Share, progress: Progress, tell: Told
+    mine: list[Batch],
+    todo: list[Batch],
+    crew: Workers,
+    share: Share,
+    progress: Progress,
+    tell: Told,
+    check: Callable[[], None],
 ) -> tuple[list[Batch], list[Batch]]:
     """Run claimed batches and all that can still be claimed; returns those whose worker died, and the rest."""
     running: dict[Future[Finished], Batch] = {}
@@ -211,6 +217,7 @@ def _run(
                 return lost, todo
             done = wait(running, timeout=BEAT, return_when=FIRST_COMPLETED).done
             share.beat()
+            check()
             if not done and not crew.alive():
                 lost += running.values()
                 running.clear()

@@ -16,6 +16,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -128,6 +129,34 @@ def _quiet_logs(name: str) -> Iterator[None]:
     finally:
         for logger, level in usual.items():
             logger.setLevel(level)
+
+
+@contextmanager
+def ctrl_c_kept() -> Iterator[Callable[[], None]]:
+    """A function that raises KeyboardInterrupt after Ctrl-C, even if that came where Python drops exceptions.
+
+    It does so in finalizers and weak references, of which Dask has many.
+    """
+    heard: list[int] = []
+
+    def check() -> None:
+        if heard:
+            raise KeyboardInterrupt
+
+    usual = signal.getsignal(signal.SIGINT)
+    if usual is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield check  # somebody else handles it
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 @contextmanager
