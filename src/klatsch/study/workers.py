@@ -96,7 +96,7 @@ def dask(address: str) -> Iterator[Workers]:
         from distributed.scheduler import KilledWorker
     except ModuleNotFoundError:
         raise ValueError("--dask needs Dask: pip install 'klatsch[dask]'") from None
-    with _quiet_logs("distributed"):
+    with _quiet_logs("distributed", "tornado"):  # tornado runs its callbacks
         try:
             client: Any = Client(address, timeout=10, set_as_default=False)  # type: ignore[no-untyped-call]
         except (OSError, ValueError, TimeoutError) as error:
@@ -118,9 +118,9 @@ def dask(address: str) -> Iterator[Workers]:
 
 
 @contextmanager
-def _quiet_logs(name: str) -> Iterator[None]:
+def _quiet_logs(*names: str) -> Iterator[None]:
     """Silence logs of broken connections, which end in a one-line error anyway."""
-    known = [other for other in logging.root.manager.loggerDict if other == name or other.startswith(f"{name}.")]
+    known = [logger for logger in logging.root.manager.loggerDict if logger.partition(".")[0] in names]
     usual = {logger: logger.level for logger in map(logging.getLogger, known)}
     for logger in usual:
         logger.setLevel(logging.CRITICAL)
