@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from klatsch.paper import claims, figures, tables
-from klatsch.paper.claims import OfRows, Sentence
 from klatsch.paper.claims import points_of as of
 from klatsch.paper.pages import Page
+from klatsch.paper.target import ALPHA_MIDDLE, PAPER_ROUNDS, Content, Said, Target, images, said, skewed
 from klatsch.study.choices import Row
 from klatsch.study.spec import PAPER_GRID, Study, parse
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Sentences = tuple[Sentence, ...]
-Said = tuple[str, OfRows] | tuple[str, OfRows, int]  # a claim, how to check it, and the rounds it needs
-Content = Mapping[str, object]  # of a study, as in a TOML file
-
-PAPER_ROUNDS = 100_000  # sentences about the network's error term need this many: it shrinks like 1 / T
 SCALES: dict[str, Content] = {
     "quick": {"nodes": (4, 9, 16, 25, 49, 100), "steps": 20_000, "seeds": 3},
     "paper": {"nodes": (4, 9, 16, 25, 36, 49, 64, 81, 100), "steps": PAPER_ROUNDS, "seeds": 3},
@@ -31,7 +25,6 @@ BEYOND_SCALES: dict[str, Content] = {
     "paper": {"nodes": (4, 9, 25, 49, 100, 256), "steps": PAPER_ROUNDS, "seeds": 3},
 }
 CURVES = (4, 9, 25, 49, 100)  # sizes whose curves are drawn: all nine would hide each other
-ALPHA_MIDDLE = 1.0  # data are heterogeneous below, nearly homogeneous above
 RING, TORUS, PEER = "ring", "torus", "one_peer_exponential"
 
 LEAST_SQUARES: Content = {
@@ -71,18 +64,6 @@ IMAGE_NOTES = (
 )
 
 
-@dataclass(frozen=True)
-class Target:
-    """A figure: its title, what to run, how to draw it, and sentences about it."""
-
-    title: str
-    study: Content
-    scales: Mapping[str, Content]
-    figure: Callable[[Sequence[Row], str], Figure]
-    sentences: Sentences
-    notes: tuple[str, ...] = ()
-
-
 def study_of(
     target: str, scale: str, device: str = "cpu", dtype: str | None = None, epochs: int | None = None
 ) -> Study:
@@ -102,28 +83,11 @@ def study_of(
     return study.model_copy(update={"record": max(3, min(study.epochs or 0, 10))})
 
 
-def _images(nodes: object, alpha: object = 0.1, topologies: object = "ring", epochs: int = 50) -> Content:
-    """The size of an image study; with few epochs (quick scale), one seed and fewer test images."""
-    quick = epochs < 50
-    problem = {"name": "fashion-mnist", "alpha": alpha, "test": 2_000 if quick else 10_000}
-    seeds = 1 if quick else 3
-    return {"nodes": nodes, "topologies": topologies, "seeds": seeds, "epochs": epochs, "problem": problem}
-
-
 # --- drawings and sentences -----------------------------------------------------------------------------------------
 
 
 def _courses(rows: Sequence[Row], title: str) -> Figure:
     return figures.error_against_rounds([row for row in rows if row.nodes in CURVES] or rows, title, together=True)
-
-
-def _said(source: str, *said: Said, about: Callable[[Row], bool] = lambda row: True) -> Sentences:
-    """Sentences of one source."""
-    return tuple(Sentence(claim, find, source, rounds[0] if rounds else 1, about) for claim, find, *rounds in said)
-
-
-def _skewed(row: Row) -> bool:
-    return bool(row.setting["alpha"] < ALPHA_MIDDLE)
 
 
 def _convergence(title: str, graph: str, *more: Said) -> Target:
@@ -134,10 +98,10 @@ def _convergence(title: str, graph: str, *more: Said) -> Target:
     relative = "D-SGD is so also in relation to where it starts (the start is nearer for larger M)"
     where = "exponential graph" if graph == PEER else graph
     sentences = (
-        *_said(here, (f"{never}, on the {where}", of("dsgd", graph, claims.never_helps(9)))),
-        *_said(here, (f"{first}, on the {where}", claims.first_rounds(relative=False))),
-        *_said(ours, (f"{relative}, on the {where}", claims.first_rounds(relative=True))),
-        *_said(here, *((f"{claim}, on the {where}", *rest) for claim, *rest in more)),
+        *said(here, (f"{never}, on the {where}", of("dsgd", graph, claims.never_helps(9)))),
+        *said(here, (f"{first}, on the {where}", claims.first_rounds(relative=False))),
+        *said(ours, (f"{relative}, on the {where}", claims.first_rounds(relative=True))),
+        *said(here, *((f"{claim}, on the {where}", *rest) for claim, *rest in more)),
     )
     return Target(title, {**LEAST_SQUARES, "topologies": graph}, SCALES, _courses, sentences)
 
@@ -153,7 +117,7 @@ TARGETS: dict[str, Target] = {
         LEAST_SQUARES,
         SCALES,
         partial(figures.error_against_nodes, together=True),
-        _said(
+        said(
             "Section 5.1, figure 1",
             ("D-SGD gets worse with M on the ring from M = 4", of("dsgd", RING, claims.grows_from(4))),
             ("D-SGD gets worse with M on the torus from M = 9", of("dsgd", TORUS, claims.grows_from(9))),
@@ -175,16 +139,16 @@ TARGETS: dict[str, Target] = {
     "fig2": Target(
         "Figure 2: test accuracy on Fashion-MNIST over the epochs",
         IMAGES,
-        {"quick": _images(8, epochs=3), "paper": _images((8, 16), [0.1, 10.0], ("ring", "base_graph"))},
+        {"quick": images(8, epochs=3), "paper": images((8, 16), [0.1, 10.0], ("ring", "base_graph"))},
         figures.accuracy_against_epochs,
-        _said(
+        said(
             SECTION,
             ("Under heterogeneous data DAT is ahead of D-SGD", claims.ahead("dat", "dsgd")),
             ("Under heterogeneous data DAT is ahead of D2", claims.ahead("dat", "d2")),
             ("DAT on the ring is level with the baselines on the Base-2 graph for M = 8", claims.ring_is_level(8)),
-            about=_skewed,
+            about=skewed,
         )
-        + _said(
+        + said(
             SECTION,
             ("Under homogeneous data D-SGD is ahead of DAT", claims.ahead("dsgd", "dat")),
             ("Under homogeneous data D2 is ahead of DAT", claims.ahead("d2", "dat")),
@@ -195,9 +159,9 @@ TARGETS: dict[str, Target] = {
     "fig3": Target(
         "Figure 3: final test accuracy on Fashion-MNIST against the number of machines",
         IMAGES,
-        {"quick": _images((2, 4, 8, 16), epochs=2), "paper": _images((2, 4, 8, 16, 32))},
+        {"quick": images((2, 4, 8, 16), epochs=2), "paper": images((2, 4, 8, 16, 32))},
         figures.accuracy_against_nodes,
-        _said(
+        said(
             SECTION,
             ("DAT loses most between M = 8 and 16", claims.largest_drop("dat", 8, 16)),
             ("D-SGD loses most between M = 4 and 8", claims.largest_drop("dsgd", 4, 8)),
@@ -229,7 +193,7 @@ TARGETS: dict[str, Target] = {
         {**LEAST_SQUARES, **VARIANTS},
         BEYOND_SCALES,
         figures.error_against_nodes,
-        _said(
+        said(
             BEYOND,
             *((CEILING.format(rule), of(rule, RING, claims.no_ceiling), PAPER_ROUNDS) for rule in VARIANT_NAMES),
             ("cta costs accuracy: dat (cta) is worse than dat", claims.cta_is_worse),
@@ -239,15 +203,15 @@ TARGETS: dict[str, Target] = {
     "images-beyond": Target(
         "Beyond the paper: other rules on Fashion-MNIST",
         {**IMAGES, "rules": IMAGE_RULES + MORE_IMAGE_RULES},
-        {"quick": _images(8, epochs=2), "paper": _images((8, 16), [0.1, 10.0])},
+        {"quick": images(8, epochs=2), "paper": images((8, 16), [0.1, 10.0])},
         figures.accuracy_against_epochs,
-        _said(
+        said(
             TRIAL,
             ("D2 done right (lazy on the ring) is ahead of plain DAT", claims.ahead("d2", "dat")),
-            about=_skewed,
+            about=skewed,
         )
-        + _said(TRIAL, ("dat-d2 leads or is level with the best in every setting", claims.leads("dat-d2")))
-        + _said(BEYOND, ("cta costs accuracy: dat is ahead of dat (cta)", claims.ahead("dat", "dat (cta)"))),
+        + said(TRIAL, ("dat-d2 leads or is level with the best in every setting", claims.leads("dat-d2")))
+        + said(BEYOND, ("cta costs accuracy: dat is ahead of dat (cta)", claims.ahead("dat", "dat (cta)"))),
         IMAGE_NOTES,
     ),
 }
