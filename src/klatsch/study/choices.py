@@ -70,6 +70,16 @@ class Row:
         """The final value of `merged` or `worst`, mean over the seeds at the chosen learning rate; nan if unknown."""
         return np.nan if curves is None else float(curves[:, -1, self.best].mean())
 
+    def at(self, share: float) -> float:
+        """The mean over the seeds after a share of the rounds, at the recorded round nearest to it.
+
+        The learning rate is the one chosen for the end.
+        """
+        if not 0 < share <= 1:
+            raise ValueError(f"share = {share}; give a number above 0 and up to 1, such as 0.5")
+        nearest = np.abs(np.array(self.steps) - share * self.steps[-1]).argmin()
+        return float(self.curve[:, nearest].mean())
+
     @property
     def setting_text(self) -> str:
         return in_words(self.setting)
