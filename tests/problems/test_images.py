@@ -9,7 +9,7 @@ from torch import nn
 
 import klatsch
 from klatsch.problems import FashionMNIST, ImageClassification, Images, lenet
-from klatsch.problems.images.classification import IMAGES_AT_ONCE, equal_parts
+from klatsch.problems.images.classification import COMPILED, IMAGES_AT_ONCE, equal_parts, portions
 from klatsch.problems.images.stacks import Stacked, grouped, rows
 from klatsch.simulation import simulate_together
 from tests.support.machine import DATA, needs_data
@@ -303,8 +303,25 @@ def test_the_training_loss_is_measured_on_images_of_all_nodes(monkeypatch, nodes
 
 
 def test_an_odd_number_of_test_images_is_measured_in_few_portions():
-    for count, portions in ((113, 1), (2001, 2)):
-        assert math.ceil(count / equal_parts(count, IMAGES_AT_ONCE)) == portions
+    for count, parts in ((113, 1), (2001, 2)):
+        assert math.ceil(count / equal_parts(count, IMAGES_AT_ONCE)) == parts
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 100, 287, 288, 1000])
+def test_models_train_in_few_sizes_on_a_gpu_and_in_no_more_than_there_are_on_a_cpu(count):
+    on_gpu = portions(count, "cuda")
+    assert set(on_gpu) <= set(COMPILED)
+    assert count <= sum(on_gpu) < count + COMPILED[-1]
+    assert sum(portions(count, "cpu")) == count
+
+
+def test_filling_up_a_portion_changes_no_gradient(monkeypatch):
+    problem = ImageClassification(small, toy(), nodes=3, batch=5)
+    x, drawn = torch.randn(3, 2, problem.dim), problem.draw(torch.tensor([1]))[0]
+    alone = problem.gradient(x, drawn)
+    monkeypatch.setattr("klatsch.problems.images.classification.portions", lambda count, device: [4, 4])
+    # Sums of another shape of stack round differently.
+    torch.testing.assert_close(problem.gradient(x, drawn), alone, rtol=1e-4, atol=1e-6)
 
 
 def test_other_models_and_test_sets_are_other_problems():

@@ -22,8 +22,9 @@ from klatsch.problems.images.networks import architecture, lenet, made
 from klatsch.problems.images.stacks import Stacked, plain_convolutions
 from klatsch.problems.partition import check_alpha, dirichlet
 
-MODELS_AT_ONCE = {"cpu": 64, "cuda": 288}  # that train; a larger stack is no faster
-EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 9}  # that are evaluated; always 9 on a GPU, which compiles each size
+MODELS_AT_ONCE = 64  # that train on a CPU
+COMPILED = (288, 96, 32)  # on a GPU, which takes 15 seconds to compile each size; a larger one is hardly faster
+EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 9}  # models that are evaluated; always 9 on a GPU, as above
 IMAGES_AT_ONCE = 2_000  # for each of them
 LOSS_SAMPLES = 2_000  # training images for the training loss
 
@@ -135,14 +136,16 @@ class ImageClassification(core.Drawing):
 
     def _slope(self, x: Tensor, numbers: Tensor) -> Tensor:
         """The gradients of models x, (S, d), on the images of these numbers, (S, batch)."""
-        size = equal_parts(len(x), MODELS_AT_ONCE[x.device.type])
+        count, sizes = len(x), portions(len(x), x.device.type)
+        if filled := sum(sizes) - count:
+            x, numbers = (torch.cat([v, v[:1].expand(filled, -1)]) for v in (x, numbers))
         loss, found = self._stacked.fast("loss", x.device), []
-        for models, chosen in zip(torch.split(x, size), torch.split(numbers, size), strict=True):
+        for models, chosen in zip(torch.split(x, sizes), torch.split(numbers, sizes), strict=True):
             images, labels = self._data.images[chosen], self._data.labels[chosen]
             with torch.enable_grad(), plain_convolutions():
                 leaf = models.detach().requires_grad_()
                 found.append(torch.autograd.grad(loss(leaf, images, labels), leaf)[0])
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return (found[0] if len(found) == 1 else torch.cat(found))[:count]
 
     def _logits(self, models: Tensor, images: Tensor) -> Tensor:
         count = len(models)
@@ -243,6 +246,17 @@ def _losses(logits: Tensor, labels: Tensor) -> Tensor:
 def _known(data: Images) -> tuple[str, float, float]:
     """The digest of a data set and the scale of its pixels, once for all problems that share it."""
     return core.digest(*data), *data.scale()
+
+
+def portions(count: int, device: str) -> list[int]:
+    """The sizes in which so many models train; on a GPU only compiled ones, the last of which is filled up."""
+    sizes: list[int] = []
+    while (rest := count - sum(sizes)) > 0:
+        if device == "cuda":
+            sizes.append(next((size for size in COMPILED if size <= rest), COMPILED[-1]))
+        else:
+            sizes.append(min(rest, equal_parts(count, MODELS_AT_ONCE)))
+    return sizes
 
 
 def equal_parts(count: int, most: int) -> int:
