@@ -118,11 +118,11 @@ class Crew:
     def check(self, study: Study, cases: list[Case], store: Store) -> None:
         """Refuse what cannot run before anything is written; finished runs can be shown anywhere."""
         from klatsch.study import workers
-        from klatsch.study.execute import check_ready
+        from klatsch.study.execute import check_ready, is_unfinished
 
         if self.dask is None:
             check_ready(study, cases, store)
-        elif not {case.key for case in cases} <= store.done():
+        elif is_unfinished(study, cases, store):
             with workers.dask(self.dask):
                 pass
 
@@ -170,6 +170,8 @@ def run(
     place = crew.store if crew.store is not None or file is None else file.with_suffix(".sqlite")
     executor = crew.executor(study.device, in_memory=place is None)
     if engine == "ranks":
+        if study.screen is not None:
+            raise ValueError("screen does not go with --engine ranks; leave it out, or run the study without ranks")
         executor = on_ranks.ranks_for(study.nodes, crew.processes, crew.dask)
     with Store(":memory:" if place is None else place) as opened, narration.shown() as told:
         origin = Origin(terminal.command_line())

@@ -14,8 +14,9 @@ from klatsch.paper import figures
 from klatsch.paper.pages import Page, edge_note, table_of
 from klatsch.paper.targets import TARGETS
 from klatsch.study.cases import Case, LeftOut, expand, headline_of
-from klatsch.study.choices import Row, summarize
+from klatsch.study.choices import Row
 from klatsch.study.grids import counted
+from klatsch.study.screening import screened
 from klatsch.study.spec import Study
 from klatsch.study.store import Remembered, Store
 from klatsch.version import VERSION
@@ -33,8 +34,9 @@ def page_of(remembered: Remembered, store: Store, expanded: Expanded | None = No
     study, origin, target = remembered.study, remembered.origin, TARGETS.get(remembered.origin.kind)
     title = study.name if target is None else f"{target.title} ({origin.scale} scale)"
     cases, left_out = expanded or _expanded(remembered, store)
-    rows = summarize([(case.key, case) for case in cases], store)
-    facts = (*_facts(remembered), _when_and_where(cases, store))
+    runs = screened(study, cases, store)
+    rows = runs.rows(store)
+    facts = (*_facts(remembered), _when_and_where(runs.cases, store))
     if not rows:
         return Page(study.name, title, facts, (), (), (), command=origin.command)
     above = f"{study.problem.label}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.choice}"
@@ -43,7 +45,7 @@ def page_of(remembered: Remembered, store: Store, expanded: Expanded | None = No
     else:
         drawn = [(study.name, target.figure(rows, above))]
         verdicts = [sentence.check(rows) for sentence in target.sentences]
-    if not {case.key for case in cases} <= store.done():
+    if not {case.key for case in runs.cases} <= store.done():
         verdicts = [replace(v, holds=None, figures=("not all of its runs are finished", *v.figures)) for v in verdicts]
     reasons = (f"Left out: {reason}" for reason in dict.fromkeys(item.reason for item in left_out))
     notes = (*edge_note(rows), *(target.notes if target else ()), *reasons)
@@ -83,11 +85,12 @@ def _facts(remembered: Remembered) -> tuple[str, str]:
     )
     headline = headline_of(study.problem.name, (remembered.sources or {}).get(study.problem.name))
     best = f"largest mean final {headline.metric}" if headline.largest else "smallest mean final error"
+    chosen_by = "over the seeds" if study.screen is None else f"of short runs ({study.screen.text})"
     shown = f"{headline.text[:1].upper()}{headline.text[1:]}" if headline.largest else f"Error: {headline.text}"
     letters = "sigma is noise, zeta is heterogeneity; " if study.problem.name == "least-squares" else ""
     return (
         f"{study.problem.label}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.dtype}. Learning rates "
-        f"{rates}. The one with the {best} over the seeds is chosen for each rule, graph, size and setting.",
+        f"{rates}. The one with the {best} {chosen_by} is chosen for each rule, graph, size and setting.",
         f"{shown}; {letters}{BANDS}",
     )
 
@@ -121,7 +124,8 @@ def report(store: Store, path: Path, title: str | None = None) -> list[Page]:
     expanded = [_expanded(study, store) for study in studies]
     pages = [page_of(study, store, known) for study, known in zip(studies, expanded, strict=True)]
     runs = [facts for _, facts in store.runs()]
-    shown = {case.key for cases, _ in expanded for case in cases}
+    needed = (screened(s.study, cases, store).cases for s, (cases, _) in zip(studies, expanded, strict=True))
+    shown = {case.key for cases in needed for case in cases}
     times = sorted(facts["finished"] for facts in runs)
     summary = {
         "runs": len(runs),

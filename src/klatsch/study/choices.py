@@ -32,6 +32,7 @@ class Row:
     epochs: int | None = None  # how many the steps amount to, if the problem has a data set
     merged: NDArray[np.float64] | None = None  # as the curves, of the mean of all nodes' models, if it was measured
     worst: NDArray[np.float64] | None = None  # as the curves, of the worst node
+    tried: tuple[float, ...] = ()  # the learning rates that short runs chose from, if they did
 
     @property
     def final(self) -> NDArray[np.float64]:
@@ -92,7 +93,8 @@ class Row:
     @property
     def at_edge(self) -> bool:
         """Whether the chosen learning rate is the smallest or largest tried, so that a better one may lie beyond."""
-        return len(self.lrs) > 1 and not self.diverged and self.lr in (min(self.lrs), max(self.lrs))
+        tried = self.tried or self.lrs
+        return len(tried) > 1 and not self.diverged and self.lr in (min(tried), max(tried))
 
     @property
     def diverged(self) -> bool:

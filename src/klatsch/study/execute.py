@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from klatsch.simulation.preparation import check_place
 from klatsch.study import workers
 from klatsch.study.batches import DTYPES, Batch, Finished, pack, quick
 from klatsch.study.cases import Case, LeftOut, expand
-from klatsch.study.choices import Row, summarize
+from klatsch.study.choices import Row
+from klatsch.study.screening import screened
 from klatsch.study.sharing import BEAT, Share, checkpoint
 from klatsch.study.spec import Study
 from klatsch.study.store import Origin, Store
@@ -89,6 +91,7 @@ def execute(
     device: str = "cpu",
     executor: Executor | Open | None = None,
     told: Told | None = None,
+    earlier: Progress | None = None,
 ) -> Progress:
     """Do every run that the store does not hold yet; returns what this process did.
 
@@ -103,11 +106,13 @@ def execute(
             its workers die). By default one process per core (threads for a few seconds of work), or one thread for a
             GPU.
         told: called with the progress at the start and after every batch.
+        earlier: of runs before these, to be counted in.
     """
     done, damaged = store.done(), store.damaged()
     todo = [left for batch in pack(cases, device) for left in batch.without(done)]
     todo.sort(key=lambda batch: -batch.work)  # largest first, so that none is left to the end
-    progress = Progress(began=time.monotonic(), damaged=sum(case.key in damaged for case in cases))
+    progress = earlier or Progress(began=time.monotonic())
+    progress.damaged += sum(case.key in damaged for case in cases)
     progress.expect(todo)
     tell = told or (lambda progress: None)
     tell(progress)
@@ -174,13 +179,23 @@ def run_study(
     if executor is None:  # other executors have their own device and data
         check_ready(study, cases, store)
     store.remember(study, origin or Origin())
-    progress = execute(cases, store, device=study.device, executor=executor, told=told)
-    return StudyResult(summarize([(case.key, case) for case in cases], store), left_out, progress)
+    runs = screened(study, cases, store)
+    run = partial(execute, store=store, device=study.device, executor=executor, told=told)
+    progress = run(runs.short) if runs.short else None
+    runs = screened(study, cases, store)
+    progress = run(runs.full, earlier=progress)
+    return StudyResult(runs.rows(store), left_out, progress)
 
 
-def check_ready(study: Study, cases: Iterable[Case], store: Store) -> None:
+def is_unfinished(study: Study, cases: Sequence[Case], store: Store) -> bool:
+    """Whether the store lacks runs of a study."""
+    runs = screened(study, cases, store)
+    return not runs.full or not {case.key for case in runs.cases} <= store.done()
+
+
+def check_ready(study: Study, cases: Sequence[Case], store: Store) -> None:
     """Check that this machine has the device and data for missing runs, before anything is written."""
-    if not {case.key for case in cases} <= store.done():
+    if is_unfinished(study, cases, store):
         check_place(DTYPES[study.dtype], study.device)
         if fetch := problems.declared(study.problem.name).ready:  # once, before many processes need the data
             fetch()

@@ -17,8 +17,9 @@ from functools import cache
 from pathlib import Path
 
 from klatsch.study.batches import Batch, pack
-from klatsch.study.cases import expand
-from klatsch.study.store import Store
+from klatsch.study.cases import Case, expand
+from klatsch.study.screening import screened
+from klatsch.study.store import Remembered, Store
 
 BEAT = 5.0  # seconds between two signs of life
 SILENCE = 60.0  # seconds without one before a process counts as dead
@@ -117,11 +118,17 @@ def _unfinished(store: Store) -> set[str] | None:
         batches = [
             batch
             for remembered in store.studies()
-            for batch in pack(expand(remembered.study, remembered.sources)[0], remembered.study.device)
+            for stage in _stages(remembered, store)
+            for batch in pack(stage, remembered.study.device)
         ]
     except ValueError:  # a study of another version, or without its data
         return None
     return {left.key for batch in batches for left in batch.without(done)}
+
+
+def _stages(remembered: Remembered, store: Store) -> tuple[list[Case], list[Case]]:
+    runs = screened(remembered.study, expand(remembered.study, remembered.sources)[0], store)
+    return runs.short, runs.full
 
 
 @cache

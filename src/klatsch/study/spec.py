@@ -53,6 +53,10 @@ def _seeds(value: object) -> list[int]:
     return list(range(whole(value, "seeds", 1, MOST_RUNS)))
 
 
+def _screen_seeds(value: object) -> list[int] | None:
+    return None if value is None else _seeds(value)  # by default the first of the study's
+
+
 def _rates(value: object) -> list[float]:
     return [number("lr", lr, lambda lr: lr > 0, "a number above 0, such as 0.01") for lr in axis("lr", value)]
 
@@ -174,6 +178,26 @@ class TopologyEntry(Entry):
         return [{name: value for name, value in one.items() if (name, value) != ("every", 1)} for one in found]
 
 
+class Screen(BaseModel):
+    """Short runs that choose the learning rates: what differs from the study's runs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    steps: Annotated[int | None, BeforeValidator(_length)] = None
+    epochs: Annotated[int | None, BeforeValidator(_length)] = None
+    seeds: Annotated[tuple[int, ...] | None, BeforeValidator(_screen_seeds)] = None
+    record: Annotated[int | None, BeforeValidator(_length)] = None
+
+    def rounds(self, steps: int, epochs: int | None) -> int:
+        """The rounds of a short run, where the study's has so many, in so many epochs if it counts those."""
+        return steps // epochs * (self.epochs or epochs) if epochs else self.steps or steps
+
+    @property
+    def text(self) -> str:
+        """What chooses, in words."""
+        length = [counted(n, word) for n, word in ((self.steps, "round"), (self.epochs, "epoch")) if n is not None]
+        return " and ".join([*length, counted(len(self.seeds or (0,)), "seed")])
+
+
 class Study(BaseModel):
     """A grid of runs: every rule on every topology at every size, with all combinations of their options.
 
@@ -190,6 +214,9 @@ class Study(BaseModel):
         schedule: how learning rates change over a run, for rules without their own: "constant", "cosine", "linear", or
             a list of these.
         seeds: how many (0, 1, 2...), or a list.
+        screen: choose the learning rates by shorter runs, a table such as {"epochs": 20, "seeds": 1}: only the best one
+            of each rule, graph, size and setting then runs in full. It may have steps or epochs, seeds (the first of
+            the study's by default) and record; what it does not have is the study's.
         record: at how many rounds metrics are kept: log-spaced, or evenly spaced with `epochs`.
         dtype: "float64" or "float32".
         device: "cpu", "cuda", "cuda:1"...
@@ -209,6 +236,7 @@ class Study(BaseModel):
     lr: Annotated[tuple[float, ...], BeforeValidator(_rates)] = PAPER_GRID
     schedule: Annotated[tuple[str, ...], BeforeValidator(_schedules)] = ("constant",)
     seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = (0, 1, 2)
+    screen: Screen | None = None
     record: Annotated[int, BeforeValidator(lambda value: whole(value, "record", 1, MOST_POINTS))] = 50
     dtype: Literal["float64", "float32"] = "float64"
     device: str = "cpu"
@@ -228,10 +256,21 @@ class Study(BaseModel):
         if (self.steps is None) == (self.epochs is None):
             given = "both are given" if self.steps else "neither is given"
             raise ValueError(f"a study needs either steps or epochs, and {given}; give one of them")
+        if self.screen is not None:
+            self._check_screen(self.screen)
         custom = own.is_own(self.problem.name)
         if self.epochs is not None and (custom or problems.declared(self.problem.name).rounds_per_epoch is None):
             raise ValueError(f"epochs = {self.epochs}, but {self.problem.label} has no data set; give steps")
         return self
+
+    def _check_screen(self, screen: Screen) -> None:
+        unit, other = ("steps", "epochs") if self.steps is not None else ("epochs", "steps")
+        if vars(screen)[other] is not None:
+            given = vars(screen)[other]
+            raise ValueError(f"screen has {other} = {given}, but the study counts {unit}; give {unit} or leave it out")
+        short, full = vars(screen)[unit], vars(self)[unit]
+        if short is not None and short > full:
+            raise ValueError(f"screen has {unit} = {short}, more than the study's {full}; give at most that many")
 
     def options_of(self, rule: RuleEntry) -> Options:
         """The options of a rule, each a value or a list, with those that it takes from the study."""
@@ -258,9 +297,10 @@ class Study(BaseModel):
     def choice(self) -> str:
         """How learning rates are chosen, in words."""
         first, *others = {grid for _, grid in self.grids}
-        if others:
-            return "best learning rate of each rule's grid"
-        return f"best of {len(first)} learning rates" if len(first) > 1 else f"learning rate {first[0]:g}"
+        if not others and len(first) == 1:
+            return f"learning rate {first[0]:g}"
+        choice = "best learning rate of each rule's grid" if others else f"best of {len(first)} learning rates"
+        return choice if self.screen is None else f"{choice} after {self.screen.text}"
 
 
 def load(path: str | Path) -> Study:
@@ -303,13 +343,15 @@ def _explained(error: ErrorDetails) -> str:
     """The error as one line."""
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
     if error["type"] == "extra_forbidden":
-        return f"unknown key {key!r}; {there_are(key, Study.model_fields)}"
+        known = Screen if key.startswith("screen.") else Study
+        return f"unknown key {key!r}; {there_are(key, known.model_fields)}"
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
     if error["type"] in ("model_type", "model_attributes_type"):
         return f"{key} = {shown(error['input'])}; give a name, or a table with a name and options"
     message = error["msg"].removeprefix("Value error, ")
-    if " = " in message.split(";")[0] and key in ("steps", "epochs", "nodes", "seeds", "record", "lr"):
+    numbers = ("steps", "epochs", "nodes", "seeds", "record", "lr")
+    if " = " in message.split(";")[0] and key.rpartition(".")[2] in numbers:
         return message  # shows the value already
     if isinstance(error["input"], dict | Study | Entry):  # the message shows the option and its value
         return f"{key}: {message}" if key else message
