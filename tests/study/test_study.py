@@ -459,3 +459,24 @@ def test_two_threads_of_one_process_may_share_a_store(tmp_path):
     assert not errors
     with Store(path) as store:
         assert len(store.done()) == len(store.runs()) == 96
+
+
+def test_a_rule_may_have_graphs_of_its_own(in_threads):
+    content = {"nodes": 4, "steps": 20, "seeds": 2, "lr": [1e-3, 1e-2], "topologies": ["ring", "torus"]}
+    baseline = {"name": "dsgd", "topologies": ["complete", "ring"]}
+    cases, _ = expand(grid := parse({**content, "rules": ["dat", baseline]}))
+    pairs = [(case.topology, case.rule) for case in cases]
+    assert list(dict.fromkeys(pairs)) == [("ring", "dat"), ("ring", "dsgd"), ("torus", "dat"), ("complete", "dsgd")]
+    alone, _ = expand(parse({**content, "rules": ["dsgd"], "topologies": ["complete"]}))
+    assert {case.key for case in alone} < {case.key for case in cases}  # the same runs, however they are asked for
+    with Store(":memory:") as store:
+        assert len(run_study(grid, store).rows) == 4
+        assert [case.key for case in expand(store.studies()[0].study)[0]] == [case.key for case in cases]
+
+
+def test_graphs_of_a_rule_are_checked_like_the_study_s():
+    content = {"nodes": 4, "steps": 20, "topologies": ["ring"]}
+    with pytest.raises(ValueError, match=r"rules\[0\].topologies\[0\].*unknown topology 'rng'; did you mean ring"):
+        parse({**content, "rules": [{"name": "dat", "topologies": ["rng"]}]})
+    with pytest.raises(ValueError, match="the list is empty"):
+        parse({**content, "rules": [{"name": "dat", "topologies": []}]})

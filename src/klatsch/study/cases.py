@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
-from itertools import product
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 from klatsch import own, problems, rules
@@ -21,7 +21,7 @@ from klatsch.columns import described
 from klatsch.problems import Headline
 from klatsch.rules import averaging
 from klatsch.study.grids import Options, combinations, counted, in_words, shown
-from klatsch.study.spec import Study, make_rule
+from klatsch.study.spec import Study, TopologyEntry, make_rule
 from klatsch.topology import Topology
 
 REVISION = 1  # raised when the same settings lead to other results than before
@@ -192,11 +192,7 @@ def expand(study: Study, sources: Sources | None = None) -> tuple[list[Case], li
     known = sources_of(study) if sources is None else sources
     cases: dict[str, Case] = {}
     left_out: dict[LeftOut, None] = {}
-    graphs = [(graph, chosen) for graph in study.topologies for chosen in graph.combinations()]
-    by_rule = [(rule.name, o) for rule in study.rules for o in combinations(study.options_of(rule))]
-    for (graph, graph_options), setting, nodes, (rule, rule_options) in product(
-        graphs, study.problem.combinations(), study.nodes, by_rule
-    ):
+    for graph, graph_options, setting, nodes, rule, rule_options in _product(study):
         parts = {"problem": study.problem.name, "rule": rule, "topology": graph.name}
         first = Case(
             **parts,
@@ -225,9 +221,19 @@ def expand(study: Study, sources: Sources | None = None) -> tuple[list[Case], li
     return list(cases.values()), list(left_out)
 
 
+def _product(study: Study) -> Iterator[tuple[TopologyEntry, Options, Options, int, str, Options]]:
+    """Graph, its options, setting of the problem, nodes, rule and its options of all runs of one seed."""
+    for graph, pairs in groupby(study.pairs, key=lambda pair: pair[1]):
+        by_rule = [(rule.name, options) for rule, _ in pairs for options in combinations(study.options_of(rule))]
+        axes = graph.combinations(), study.problem.combinations(), study.nodes, by_rule
+        for graph_options, setting, nodes, (rule, rule_options) in product(*axes):
+            yield graph, graph_options, setting, nodes, rule, rule_options
+
+
 def sources_of(study: Study) -> Sources:
     """What a store keeps of custom parts, by name: a hash of the file, and how a problem chooses learning rates."""
-    names = [entry.name for entry in (*study.rules, *study.topologies, study.problem) if own.is_own(entry.name)]
+    parts = {entry.name for pair in study.pairs for entry in pair} | {study.problem.name}
+    names = sorted(name for name in parts if own.is_own(name))
     found: Sources = {name: {"source": own.digest(name)} for name in names}
     if (name := study.problem.name) in found:
         problem = problems.declared(name)

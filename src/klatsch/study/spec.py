@@ -43,6 +43,10 @@ def _all_named(value: object, info: ValidationInfo) -> object:
     return [_named(entry, info) for entry in several(value)]
 
 
+def _own_graphs(value: object, info: ValidationInfo) -> object:
+    return None if value is None else _all_named(value, info)
+
+
 def _nodes(value: object) -> list[int]:
     return [whole(nodes, "nodes", 1) for nodes in axis("nodes", value)]
 
@@ -124,32 +128,6 @@ class ProblemEntry(Entry):
                 raise ValueError(f"{self.name} with {setting} cannot be built ({reason})") from None
 
 
-class RuleEntry(Entry):
-    """An update rule; `lr` and `schedule` default to the study's."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lazy_by_itself(cls, entry: Any) -> Any:
-        """Drop lazy = "auto", which files of klatsch 0.1 set on D2: it is lazy by default now."""
-        if isinstance(entry, Mapping) and entry.get("lazy") == "auto" and entry.get("name") in ("d2", "dat-d2"):
-            return {option: value for option, value in entry.items() if option != "lazy"}
-        return entry
-
-    def check(self) -> None:
-        if own.is_own(self.name) and "schedule" in rules.options(self.name):
-            raise ValueError(f"{self.label} has an option schedule, which is the study's word; give it another name")
-        for chosen in self.combinations():
-            make_rule(self.name, {"lr": PAPER_GRID[0], **chosen}, steps=1)
-
-
-def make_rule(name: str, options: Options, steps: int) -> rules.Rule:
-    """A rule from its options in a study, of which `schedule` says how the learning rate changes over the steps."""
-    chosen = dict(options)
-    if "schedule" in chosen:
-        chosen["lr"] = rules.Decay(chosen["lr"], chosen.pop("schedule"), steps)
-    return rules.make(name, **chosen)
-
-
 class TopologyEntry(Entry):
     """A family of graphs; the number of nodes comes from the study."""
 
@@ -176,6 +154,34 @@ class TopologyEntry(Entry):
     def combinations(self) -> list[Options]:
         found = super().combinations()  # every = 1 is the default
         return [{name: value for name, value in one.items() if (name, value) != ("every", 1)} for one in found]
+
+
+class RuleEntry(Entry):
+    """An update rule; `lr`, `schedule` and `topologies` default to the study's."""
+
+    topologies: Annotated[tuple[TopologyEntry, ...] | None, BeforeValidator(_own_graphs)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lazy_by_itself(cls, entry: Any) -> Any:
+        """Drop lazy = "auto", which files of klatsch 0.1 set on D2: it is lazy by default now."""
+        if isinstance(entry, Mapping) and entry.get("lazy") == "auto" and entry.get("name") in ("d2", "dat-d2"):
+            return {option: value for option, value in entry.items() if option != "lazy"}
+        return entry
+
+    def check(self) -> None:
+        for word in {"schedule", "topologies"} & set(rules.options(self.name) if own.is_own(self.name) else ()):
+            raise ValueError(f"{self.label} has an option {word}, which is the study's word; give it another name")
+        for chosen in self.combinations():
+            make_rule(self.name, {"lr": PAPER_GRID[0], **chosen}, steps=1)
+
+
+def make_rule(name: str, options: Options, steps: int) -> rules.Rule:
+    """A rule from its options in a study, of which `schedule` says how the learning rate changes over the steps."""
+    chosen = dict(options)
+    if "schedule" in chosen:
+        chosen["lr"] = rules.Decay(chosen["lr"], chosen.pop("schedule"), steps)
+    return rules.make(name, **chosen)
 
 
 class Screen(BaseModel):
@@ -245,9 +251,8 @@ class Study(BaseModel):
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Study:
-        rules = sum(count(self.options_of(rule)) for rule in self.rules)
-        graphs = sum(count(graph.options) for graph in self.topologies)
-        runs = rules * graphs * count(self.problem.options) * len(self.nodes) * len(self.seeds)
+        pairs = sum(count(self.options_of(rule)) * count(graph.options) for rule, graph in self.pairs)
+        runs = pairs * count(self.problem.options) * len(self.nodes) * len(self.seeds)
         if runs > MOST_RUNS:
             raise ValueError(
                 f"a grid of {runs:,} runs; the limit is {MOST_RUNS:,}: shorten its lists, or split it into several "
@@ -275,6 +280,15 @@ class Study(BaseModel):
     def options_of(self, rule: RuleEntry) -> Options:
         """The options of a rule, each a value or a list, with those that it takes from the study."""
         return {"lr": self.lr, **rule.options, "schedule": rule.options.get("schedule", self.schedule)}
+
+    @property
+    def pairs(self) -> list[tuple[RuleEntry, TopologyEntry]]:
+        """Every rule with each of its graphs, ordered by graph: the study's first, then those that only rules have."""
+        own_graphs = [graph for rule in self.rules for graph in rule.topologies or ()]
+        graphs: list[TopologyEntry] = several([*self.topologies, *own_graphs])
+        return [
+            (rule, graph) for graph in graphs for rule in self.rules if graph in (rule.topologies or self.topologies)
+        ]
 
     def rounds(self, nodes: int, setting: Options) -> int:
         """Rounds of a run on this many machines; 0 if each has less than a batch of data."""
