@@ -74,6 +74,7 @@ def plain(row: Row) -> dict[str, object]:
         "high": finite(row.high),
         **{name: finite(value) for name, value in beside(row).items()},
         "Gamma": finite(row.consensus[:, -1, row.best].mean()),
+        "bytes_sent": row.sent,
         "seconds": row.seconds,
         "steps": list(row.steps),
         "curve": [finite(value) for value in row.curve.mean(axis=0)],

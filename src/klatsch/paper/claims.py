@@ -251,6 +251,24 @@ def family(row: Row) -> str:
     return row.rule.partition(" (")[0] + (" (cta)" if "cta" in row.rule else "")
 
 
+def at_its_best(rows: Sequence[Row]) -> list[Row]:
+    """The best row of every rule, graph, size and setting: options such as a schedule are chosen, as learning rates."""
+    best: dict[tuple[str, str, int, str], Row] = {}
+    for row in rows:
+        place = family(row), row.topology, row.nodes, row.setting_text
+        if place not in best or row.value > best[place].value:
+            best[place] = row
+    return list(best.values())
+
+
+@asks
+def beside(rows: Sequence[Row], which: str, find: OfRows) -> Answer:
+    """Check the merged model, or the worst node, in place of the mean of nodes."""
+    if any(vars(row)[which] is None for row in rows):
+        return None, f"{which} was not measured"
+    return find([row.showing(which) for row in rows])
+
+
 @asks
 def ahead(rows: Sequence[Row], one: str, other: str) -> Answer:
     """Whether one rule is ahead of another on every graph and at every size."""
@@ -258,7 +276,7 @@ def ahead(rows: Sequence[Row], one: str, other: str) -> Answer:
     pairs = [(a, of[other, t, M]) for (name, t, M), a in of.items() if name == one and (other, t, M) in of]
     if not pairs:
         return None, f"{one} and {other} were not run on the same graph"
-    texts = [f"{_place(a)}: {_percent(a)} against {_percent(b)}" for a, b in pairs]
+    texts = [f"{_place(a)}: {percent(a)} against {percent(b)}" for a, b in pairs]
     met = [a.value > b.value + LEVEL and a.low > b.high for a, b in pairs if not a.diverged and not b.diverged]
     return all(met) if met else None, f"yes in {sum(met)} of {len(met)}: {'; '.join(texts)}"
 
@@ -270,9 +288,9 @@ def ring_is_level(rows: Sequence[Row], nodes: int) -> Answer:
     base = [row for row in rows if (row.topology, row.nodes) == ("base_graph", nodes) and family(row) != "dat"]
     if not mine or not base:
         return None, "ring and base_graph were not both run"
-    texts = [f"{family(row)} on base_graph {_percent(row)}" for row in base]
+    texts = [f"{family(row)} on base_graph {percent(row)}" for row in base]
     level = [mine[0].value >= row.value - LEVEL for row in base if not row.diverged]
-    return all(level) if level else None, f"dat on ring {_percent(mine[0])}; {', '.join(texts)}"
+    return all(level) if level else None, f"dat on ring {percent(mine[0])}; {', '.join(texts)}"
 
 
 @asks
@@ -298,7 +316,7 @@ def leads(rows: Sequence[Row], rule: str) -> Answer:
     pairs = [(row, best[row.topology, row.nodes]) for row in rows if family(row) == rule]
     if not pairs:
         return None, f"{rule} was not run"
-    texts = [f"{_place(a)}: {_percent(a)}, best is {family(b)} {_percent(b)}" for a, b in pairs]
+    texts = [f"{_place(a)}: {percent(a)}, best is {family(b)} {percent(b)}" for a, b in pairs]
     return all(a.value >= b.value - LEVEL for a, b in pairs), "; ".join(texts)
 
 
@@ -306,5 +324,6 @@ def _place(row: Row) -> str:
     return f"{row.topology}, M = {row.nodes}"
 
 
-def _percent(row: Row) -> str:
+def percent(row: Row) -> str:
+    """An accuracy with the range of its seeds."""
     return "diverged" if row.diverged else f"{row.value:.1%} ({row.low:.1%} to {row.high:.1%})"

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from klatsch import rules
-from klatsch.paper.claims import family
+from klatsch.paper.claims import at_its_best, family
 from klatsch.study.choices import Row
+from klatsch.topology.names import split
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +29,7 @@ VALUE = "value: "  # an id that starts with this is a tooltip in the report
 
 ERROR = r"$\frac{1}{M}\sum_i \|x_T^i - x^*\|^2$"
 SYMBOLS = {"noise": r"$\sigma$", "heterogeneity": r"$\zeta$"}
-ACCURACY = "test accuracy, mean over nodes"
+MEGABYTE = 1e6
 
 Style = dict[str, Any]  # how matplotlib draws a line
 Text = Callable[[Row], str]
@@ -82,7 +83,7 @@ def error_against_rounds(rows: Sequence[Row], title: str, together: bool = False
 def accuracy_against_epochs(rows: Sequence[Row], title: str) -> Figure:
     """Figure 2: a row of panels per number of machines, a column per alpha; colours are rules, lines are graphs."""
     layout = Layout(
-        ACCURACY,
+        _accuracy(rows[0]),
         lambda row: f"{row.nodes} machines, {_alpha(row)}",
         lambda row: _family_and_graph(row) + " (diverged)" * row.diverged,
         _by_family(rows),
@@ -95,8 +96,44 @@ def accuracy_against_epochs(rows: Sequence[Row], title: str) -> Figure:
 
 def accuracy_against_nodes(rows: Sequence[Row], title: str) -> Figure:
     """Figure 3: the final accuracy against the number of machines, a panel per alpha."""
-    layout = Layout(ACCURACY, _alpha, _family_and_graph, _by_family(rows), len(_distinct(rows, _alpha)))
+    layout = Layout(_accuracy(rows[0]), _alpha, _family_and_graph, _by_family(rows), len(_distinct(rows, _alpha)))
     figure = _against_nodes(sorted(rows, key=lambda row: row.setting["alpha"]), title, layout)
+    figure.axes[0].set_ylim(*_limits([np.array([row.low, row.high]) for row in rows]))
+    return figure
+
+
+def accuracy_against_bytes(rows: Sequence[Row], title: str) -> Figure:
+    """The final accuracy against what a node sends: a panel per alpha, a line per rule and family of graphs.
+
+    Markers are the rounds H between two mixes. Each rule has its best options.
+    """
+    rows = [row for row in at_its_best(rows) if row.sent is not None and not row.diverged]
+    rows = sorted(rows, key=lambda row: (row.setting["alpha"], row.sent))
+    rules_, graphs = _distinct(rows, family), sorted({split(row.topology)[0] for row in rows}, reverse=True)
+    between = sorted({split(row.topology)[1] for row in rows})
+
+    def look(row: Row) -> Style:
+        return _style(rules_.index(family(row)), graphs.index(split(row.topology)[0])) | {"marker": ""}
+
+    def label(row: Row) -> str:
+        return f"{family(row)}, {split(row.topology)[0]}"
+
+    layout = Layout(_accuracy(rows[0]), _alpha, label, look, len(_distinct(rows, _alpha)))
+    figure, panels = _panels(rows, title, layout, "final ")
+    for axis, mine in panels:
+        for name in sorted(_distinct(mine, label)):
+            line = [row for row in mine if label(row) == name]
+            ends = np.array([[row.value, row.low, row.high] for row in line]).T
+            _line_of_seeds(axis, name, [_megabytes(row) for row in line], ends, look(line[0]))
+            for row in line:
+                style = look(row) | {"marker": MARKERS[between.index(split(row.topology)[1])]}
+                axis.plot([_megabytes(row)], [row.value], markersize=5, **style)
+                _mark(axis, row, _megabytes(row), row.final[:, row.best])
+        for H, marker in zip(between, MARKERS, strict=False):
+            axis.plot([], [], marker, color="grey", markersize=5, label=f"H = {H}")
+        axis.set_xscale("log")
+        axis.set_xlabel("MB sent per node")
+    _legend(figure)
     figure.axes[0].set_ylim(*_limits([np.array([row.low, row.high]) for row in rows]))
     return figure
 
@@ -141,6 +178,15 @@ def _settings(rows: Sequence[Row], before: Callable[[Row], list[str]] = lambda r
 
 def _alpha(row: Row) -> str:
     return f"alpha = {row.setting['alpha']:g}"
+
+
+def _accuracy(row: Row) -> str:
+    """What its values are: of the mean of nodes, or of what the row shows instead."""
+    return "test accuracy, mean over nodes" if row.metric == "accuracy" else f"test {row.metric}"
+
+
+def _megabytes(row: Row) -> float:
+    return (row.sent or np.nan) / MEGABYTE
 
 
 def _family_and_graph(row: Row) -> str:
@@ -218,7 +264,7 @@ def _against_nodes(rows: Sequence[Row], title: str, layout: Layout) -> Figure:
 
 def _against_rounds(rows: Sequence[Row], title: str, layout: Layout) -> Figure:
     figure, panels = _panels(rows, title, layout)
-    rounds, accuracy = rows[0].epochs is None, layout.quantity == ACCURACY
+    rounds, accuracy = rows[0].epochs is None, rows[0].epochs is not None
     for axis, mine in panels:
         for row in mine:
             when = row.steps if row.epochs is None else [row.epochs * step / row.steps[-1] for step in row.steps]

@@ -67,17 +67,19 @@ def as_markdown(page: Page) -> str:
 
 
 def table_of(rows: Sequence[Row]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """The numbers of a study: the header and a line per row."""
+    """The numbers of a study: the header and a line per row, with what a node sends over the run."""
     settings = list(dict.fromkeys(name for row in rows for name in row.setting))
     measured = [name for name in ("merged", "worst") if any(vars(row)[name] is not None for row in rows)]
-    header = ("topology", *settings, "M", "rule", rows[0].title, "from", "to", *measured, "lr", "lr at the edge")
+    values = (rows[0].title, "from", "to", *measured)
+    header = ("topology", *settings, "M", "rule", *values, "lr", "lr at the edge", "MB sent")
 
     def line(row: Row) -> tuple[str, ...]:
         setting = (shown(row.setting.get(name, "-")) for name in settings)
         beside = (row.beside(vars(row)[name]) for name in measured)
         values = ("-" if math.isnan(v) else f"{v:.4g}" for v in (row.value, row.low, row.high, *beside))
         edge = "yes" if row.at_edge else "no"
-        return row.topology, *setting, str(row.nodes), row.rule, *values, f"{row.lr:g}", edge
+        sent = "-" if row.sent is None else f"{row.sent / 1e6:.4g}"
+        return row.topology, *setting, str(row.nodes), row.rule, *values, f"{row.lr:g}", edge, sent
 
     return header, tuple(map(line, rows))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from klatsch.paper import claims, figures, tables
 from klatsch.paper.claims import points_of as of
+from klatsch.paper.local_steps import LOCAL_STEPS
 from klatsch.paper.pages import Page
 from klatsch.paper.target import ALPHA_MIDDLE, PAPER_ROUNDS, Content, Said, Target, images, said, skewed
 from klatsch.study.choices import Row
@@ -214,5 +215,6 @@ TARGETS: dict[str, Target] = {
         + said(BEYOND, ("cta costs accuracy: dat is ahead of dat (cta)", claims.ahead("dat", "dat (cta)"))),
         IMAGE_NOTES,
     ),
+    "local-steps": LOCAL_STEPS,
 }
 TABLES: dict[str, Callable[[], Page]] = {"table1": tables.table_1, "table2": tables.table_2}

@@ -68,6 +68,7 @@ class Problem(ABC):
     columns_share: bool = True  # whether the columns of a run share work
     numbers_per_parameter: int | None = None  # held by a node besides its states; None: a matrix and draws
     check: Callable[..., None] | None = None  # refuses (nodes, **options) without fetching the data
+    dim_of: Callable[..., int] | None = None  # d of (nodes, **options), before there are data
     rounds_per_epoch: Callable[..., int] | None = None  # of (nodes, **options), if there is a data set
     joined: Callable[[Sequence[Any]], Problem] | None = None  # several such problems as one stack of nodes
     ready: Callable[[], object] | None = None  # fetches the data before many processes need them

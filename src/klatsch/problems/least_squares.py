@@ -95,6 +95,11 @@ class LeastSquares(core.Convex):
         self.optimum = -torch.linalg.lstsq(self._mean_H, self._offset.mean(0).mT, driver="gelsd").solution.mT
         self.sha256 = core.digest(H, rows, self._scale, self._noise, seed)
 
+    @staticmethod
+    def dim_of(nodes: int, dim: int = 50, **_: object) -> int:
+        """The number of parameters, from the options."""
+        return dim
+
     @property
     def L(self) -> float:
         """Smoothness: the largest eigenvalue of any A_i' A_i (Assumption 2.1)."""

@@ -107,6 +107,11 @@ class LogisticRegression(core.Convex):
         self.optimum = self._newton()
         self.sha256 = core.digest(self._signed, self.batch, torch.tensor(self.l2, dtype=torch.float64), seed)
 
+    @staticmethod
+    def dim_of(nodes: int, dim: int = 20, **_: object) -> int:
+        """The number of parameters, from the options."""
+        return dim
+
     @property
     def L(self) -> float:
         """Smoothness: ¼ of the largest eigenvalue of any node's mean of a a', plus l2 (Assumption 2.1)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from klatsch.problems.base import DISTANCE, Headline
 from klatsch.study.cases import Case
 from klatsch.study.grids import Options, in_words
 from klatsch.study.store import Outcome, Store
+from klatsch.study.traffic import sent
+
+BESIDE = {"merged": "of the merged model", "worst": "of the worst node"}  # what rows know beside the mean of nodes
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Row:
     merged: NDArray[np.float64] | None = None  # as the curves, of the mean of all nodes' models, if it was measured
     worst: NDArray[np.float64] | None = None  # as the curves, of the worst node
     tried: tuple[float, ...] = ()  # the learning rates that short runs chose from, if they did
+    sent: float | None = None  # bytes per node over the run, if known: see `traffic.sent`
 
     @property
     def final(self) -> NDArray[np.float64]:
@@ -80,6 +84,21 @@ class Row:
             raise ValueError(f"share = {share}; give a number above 0 and up to 1, such as 0.5")
         nearest = np.abs(np.array(self.steps) - share * self.steps[-1]).argmin()
         return float(self.curve[:, nearest].mean())
+
+    def showing(self, which: str) -> Row:
+        """The same row with its `merged` model or its `worst` node in place of the mean of nodes; not chosen anew."""
+        if which not in BESIDE or (curves := vars(self)[which]) is None:
+            raise ValueError(f"{which!r} was not measured; choose from {', '.join(BESIDE)}")
+        chosen = [self.best]
+        return replace(
+            self,
+            lrs=(self.lr,),
+            curves=curves[:, :, chosen],
+            consensus=self.consensus[:, :, chosen],
+            metric=f"{self.metric} {BESIDE[which]}",
+            merged=None,
+            worst=None,
+        )
 
     @property
     def setting_text(self) -> str:
@@ -162,4 +181,5 @@ def _row(group: list[tuple[Case, Outcome]], headline: Headline, rule: str, graph
         epochs=first.epochs,
         merged=known(headline.of_mean),
         worst=known(headline.of_worst),
+        sent=sent(first),
     )

@@ -213,6 +213,12 @@ class FashionMNIST(ImageClassification):
         """Rounds in which nodes go through their images once."""
         return fashion_mnist.SAMPLES // nodes // batch
 
+    @staticmethod
+    def dim_of(nodes: int, **_: object) -> int:
+        """The number of parameters of a LeNet."""
+        with torch.device("meta"):  # no memory, no random numbers
+            return sum(parameter.numel() for parameter in lenet().parameters())
+
 
 class _Joined(ImageClassification):
     """Several problems of one model and one data set, whose nodes have shards of different sizes."""

@@ -1,0 +1,135 @@
+"""Local steps: accuracy against the bytes that a node sends, for gossip on a ring and for all-reduce on one axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from klatsch.paper import claims, figures
+from klatsch.paper.claims import LEVEL, Answer, OfRows, asks, at_its_best, family, percent
+from klatsch.paper.target import Content, Said, Target, images, said, skewed
+from klatsch.study.choices import BESIDE, Row
+from klatsch.topology.names import split
+
+BETWEEN = (1, 4, 16, 64)  # H, rounds between two mixes
+RING, ALL_REDUCE = "ring", "complete"  # families of graphs, which tell gossip from all-reduce
+
+MOMENTUM, AVERAGED = {"momentum": 0.9}, {"beta": 0.9}  # schedule-free without a momentum: the average is one
+DSGD, DILOCO = {"name": "dsgd", **MOMENTUM}, {"name": "diloco", **MOMENTUM, "schedule": "cosine"}
+DAT, CORRECTED = {"name": "dat", **AVERAGED}, {"name": "dat-d2", **AVERAGED}
+
+
+def _graphs(between: Sequence[int]) -> tuple[Content, ...]:
+    return tuple({"name": name, "every": list(between)} for name in (RING, ALL_REDUCE))
+
+
+def _rarely(between: Sequence[int]) -> list[str]:
+    """All-reduces that are not in every round, where all nodes would be equal."""
+    return [f"{ALL_REDUCE}/{H}" for H in between if H > 1]
+
+
+# Every chosen learning rate should lie inside its grid: many local steps on skewed data want small ones.
+WIDE = (
+    {**DSGD, "schedule": ["constant", "cosine"], "lr": [0.003, 0.01, 0.03, 0.1, 0.3]},
+    {**DAT, "lr": [0.03, 0.1, 0.3, 1.0, 3.0]},
+    {**CORRECTED, "lr": [0.01, 0.03, 0.1, 0.3, 1.0], "topologies": [RING, *_rarely(BETWEEN)]},
+    {**DILOCO, "outer_lr": [0.3, 0.7, 1.0], "lr": [0.003, 0.01, 0.03, 0.1], "topologies": _rarely(BETWEEN)},
+)
+QUICK_BETWEEN = BETWEEN[:3]
+NARROW = (
+    {**DSGD, "schedule": "cosine", "lr": 0.03},
+    {**DAT, "lr": 0.3},
+    {**CORRECTED, "lr": 0.3, "topologies": [RING, *_rarely(QUICK_BETWEEN)]},
+    {**DILOCO, "outer_lr": 0.7, "lr": 0.01, "topologies": _rarely(QUICK_BETWEEN)},
+)
+
+NOTES = (
+    "On the complete graph dsgd is SGD with an all-reduce in every round (H = 1), or local SGD (H > 1); dat is "
+    "Schedule-Free SGD in the same way, and dat-d2 corrects the drift of local steps. dsgd and diloco keep a momentum "
+    "on every node, diloco another one for the outer steps.",
+    "Bytes are what a node sends over the run in float32, mean over the nodes. On the ring it sends each vector of its "
+    "rule to two neighbours: one vector of dsgd, two of dat and dat-d2. The complete graph counts as a ring all-reduce, "
+    "2 (M - 1) / M vectors per node; in every round (H = 1) one vector is enough for every rule, the gradient, since "
+    "all nodes are equal. Time is another matter: a gossiping node waits for two neighbours once, a ring all-reduce "
+    "takes 2 (M - 1) messages in turn.",
+    "Figure and verdicts take every rule with its best options (schedule, outer learning rate) for what they show. At "
+    "equal bytes: for as many bytes as plain gossip (dsgd on the ring) sends with each H, the best run on each side "
+    "that sends at most so many.",
+)
+
+
+def _is_gossip(row: Row) -> bool:
+    return split(row.topology)[0] == RING
+
+
+# --- sentences ------------------------------------------------------------------------------------------------------
+
+
+@asks
+def level_at_equal_bytes(rows: Sequence[Row], rules: Sequence[str] = ()) -> Answer:
+    """Whether the best gossip is level with, or ahead of, these rules with an all-reduce (all by default)."""
+    budgets = {split(row.topology)[1]: row.sent for row in rows if _is_gossip(row) and family(row) == "dsgd"}
+    texts, met = [], []
+    for H, most in sorted(budgets.items()):
+        affordable = [row for row in rows if (row.sent or 0) <= (most or 0) and not row.diverged]
+        ring = [row for row in affordable if _is_gossip(row)]
+        others = [row for row in affordable if not _is_gossip(row) and (not rules or family(row) in rules)]
+        if not ring or not others:
+            continue
+        ours, theirs = (max(some, key=lambda row: row.value) for some in (ring, others))
+        met.append(ours.value >= theirs.value - LEVEL)
+        texts.append(f"{(most or 0) / figures.MEGABYTE:.3g} MB (H = {H}): {_told(ours)} against {_told(theirs)}")
+    if not met:
+        return None, "dsgd on the ring and an all-reduce were not both run"
+    return all(met), f"yes in {sum(met)} of {len(met)}: {'; '.join(texts)}"
+
+
+@asks
+def cheap(rows: Sequence[Row], most: int, graph: str) -> Answer:
+    """Whether no rule on a family of graphs loses more than LEVEL with up to so many local steps."""
+    lines: dict[str, dict[int, Row]] = {}
+    for row in at_its_best(rows):
+        if split(row.topology)[0] == graph and not row.diverged:
+            lines.setdefault(family(row), {})[split(row.topology)[1]] = row
+    texts, met = [], []
+    for rule, points in lines.items():
+        if 1 not in points:  # nothing to compare with
+            continue
+        losses = {H: points[1].value - points[H].value for H in sorted(points) if H > 1}
+        met += [loss <= LEVEL for H, loss in losses.items() if most >= H]
+        course = ", ".join(f"{-loss:+.1%} for {H}" for H, loss in losses.items())
+        texts.append(f"{rule} {percent(points[1])} for H = 1, {course}")
+    return (all(met) if met else None), "; ".join(texts) or f"nothing was run on {graph}"
+
+
+def _told(row: Row) -> str:
+    return f"{row.rule} on {row.topology} {percent(row)}"
+
+
+def _of_each(claim: str, find: OfRows) -> list[Said]:
+    """A sentence on the mean of nodes, on the merged model and on the worst node."""
+    others = [(f"{claim}: {words.removeprefix('of ')}", claims.beside(which, find)) for which, words in BESIDE.items()]
+    return [(f"{claim}: mean of nodes", find), *others]
+
+
+LOCAL_STEPS = Target(
+    "Local steps: test accuracy on Fashion-MNIST against the bytes that a node sends",
+    {},
+    {
+        "quick": {**images(8, topologies=_graphs(QUICK_BETWEEN), epochs=2), "rules": NARROW},
+        "paper": {**images(16, [0.1, 10.0], _graphs(BETWEEN)), "rules": WIDE},
+    },
+    figures.accuracy_against_bytes,
+    said(
+        "the study of local steps",
+        *_of_each("At equal bytes gossip is level with local SGD with all-reduce", level_at_equal_bytes(["dsgd"])),
+        *_of_each("At equal bytes gossip is level with the best rule with all-reduce", level_at_equal_bytes()),
+        ("No rule on the ring loses more than a point with H up to 16", cheap(16, RING)),
+        ("No rule with all-reduce loses more than a point with H up to 16", cheap(16, ALL_REDUCE)),
+    )
+    + said(
+        "the study of local steps",
+        ("With local steps corrections help: dat-d2 is ahead of dat", claims.ahead("dat-d2", "dat")),
+        about=lambda row: skewed(row) and split(row.topology)[1] > 1,
+    ),
+    NOTES,
+)
