@@ -34,6 +34,7 @@ WIDE = (
     {**CORRECTED, "lr": [0.01, 0.03, 0.1, 0.3, 1.0], "topologies": [RING, *_rarely(BETWEEN)]},
     {**DILOCO, "outer_lr": [0.3, 0.7, 1.0], "lr": [0.003, 0.01, 0.03, 0.1], "topologies": _rarely(BETWEEN)},
 )
+SCREEN: Content = {"epochs": 20, "seeds": 1}
 QUICK_BETWEEN = BETWEEN[:3]
 NARROW = (
     {**DSGD, "schedule": "cosine", "lr": 0.03},
@@ -47,7 +48,7 @@ NOTES = (
     "Schedule-Free SGD in the same way, and dat-d2 corrects the drift of local steps. dsgd and diloco keep a momentum "
     "on every node, diloco another one for the outer steps.",
     "Bytes are what a node sends over the run in float32, mean over the nodes. On the ring it sends each vector of its "
-    "rule to two neighbours: one vector of dsgd, two of dat and dat-d2. The complete graph counts as a ring all-reduce, "
+    "rule to two neighbours: one of dsgd, two of dat and dat-d2. The complete graph counts as a ring all-reduce, "
     "2 (M - 1) / M vectors per node; in every round (H = 1) one vector is enough for every rule, the gradient, since "
     "all nodes are equal. Time is another matter: a gossiping node waits for two neighbours once, a ring all-reduce "
     "takes 2 (M - 1) messages in turn.",
@@ -116,7 +117,7 @@ LOCAL_STEPS = Target(
     {},
     {
         "quick": {**images(8, topologies=_graphs(QUICK_BETWEEN), epochs=2), "rules": NARROW},
-        "paper": {**images(16, [0.1, 10.0], _graphs(BETWEEN)), "rules": WIDE},
+        "paper": {**images(16, [0.1, 10.0], _graphs(BETWEEN)), "rules": WIDE, "screen": SCREEN},
     },
     figures.accuracy_against_bytes,
     said(

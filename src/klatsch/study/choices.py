@@ -93,6 +93,7 @@ class Row:
         return replace(
             self,
             lrs=(self.lr,),
+            tried=self.tried or self.lrs,
             curves=curves[:, :, chosen],
             consensus=self.consensus[:, :, chosen],
             metric=f"{self.metric} {BESIDE[which]}",
