@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 examples/lenet.py
 
 Fashion-MNIST is looked for, and downloaded where it is nowhere; `--data FOLDER` names its folder. Compare
-`--rule dsgd`, `--rule dat-d2` or `--order cta`; with `--checkpoints DIR`, `torchrun --max-restarts 3` and
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment (docs/cluster.md says why) the training survives kill -9.
+`--rule dsgd`, `--rule dat-d2`, `--order cta`, or the paper's settings: `--paper --lr 0.01`. With `--checkpoints DIR`,
+`torchrun --max-restarts 3` and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment (docs/cluster.md says why) the
+training survives kill -9.
 """
 
 import argparse
@@ -36,8 +37,9 @@ def main():
     parser.add_argument("--rule", default="dat", choices=["dat", "dsgd", "d2", "gt", "dat-d2"])
     parser.add_argument("--order", default="atc", choices=["atc", "cta"])
     parser.add_argument("--topology", default="ring")
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--momentum", type=float, default=0.0, help="of dat, whose averaging is one already, and dsgd")
+    parser.add_argument("--lr", type=float, default=0.3)
+    parser.add_argument("--momentum", type=float, default=0.0, help="of dsgd")
+    parser.add_argument("--paper", action="store_true", help="dat or dat-d2 as the paper trains networks")
     parser.add_argument("--alpha", type=float, default=0.1, help="0.1: few classes per machine; 10: all alike")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=32)
@@ -46,6 +48,10 @@ def main():
     given = parser.parse_args()
     if given.order == "cta" and given.rule != "dat":
         parser.error(f"--order cta is for --rule dat, not {given.rule}")
+    if given.paper and given.rule not in ("dat", "dat-d2"):
+        parser.error(f"--paper is for --rule dat and dat-d2, not {given.rule}")
+    if given.momentum and given.rule != "dsgd":
+        parser.error(f"--momentum is for --rule dsgd, not {given.rule}")
     try:
         check_alpha(given.alpha)
         data = fashion_mnist.load(given.data)
@@ -66,14 +72,15 @@ def main():
 
     torch.manual_seed(0)
     model = lenet().to(device)
+    settings = klatsch.optim.PAPER if given.paper else {}
     makers = {
         "dat": lambda: klatsch.optim.DATSGD(
-            model.parameters(), given.lr, given.topology, momentum=given.momentum, order=given.order
+            model.parameters(), given.lr, given.topology, order=given.order, **settings
         ),
         "dsgd": lambda: klatsch.optim.DSGD(model.parameters(), given.lr, given.topology, momentum=given.momentum),
         "d2": lambda: klatsch.optim.D2(model.parameters(), given.lr, given.topology),
         "gt": lambda: klatsch.optim.GradientTracking(model.parameters(), given.lr, given.topology),
-        "dat-d2": lambda: klatsch.optim.DATD2(model.parameters(), given.lr, given.topology),
+        "dat-d2": lambda: klatsch.optim.DATD2(model.parameters(), given.lr, given.topology, **settings),
     }
     optimizer = makers[given.rule]()
     torch.manual_seed(rank)  # from here on every machine draws its own batches
@@ -90,17 +97,19 @@ def main():
         if checkpointer:
             checkpointer.step()
         if t % given.report == 0 or t == given.rounds:
-            with torch.no_grad(), optimizer.averaged():  # x, whatever the rule
+            with torch.no_grad(), optimizer.averaged():  # the model holds x in here, and trains on afterwards
                 accuracy = (model(test_images).argmax(1) == test_labels).float().mean().cpu()
+                klatsch.average_(model, parameters=True)  # the mean of all machines' models
+                merged = (model(test_images).argmax(1) == test_labels).float().mean().cpu()
             worst, mean = accuracy.clone(), accuracy.clone()
             dist.all_reduce(worst, dist.ReduceOp.MIN)
             dist.all_reduce(mean)
             gamma = optimizer.consensus()
             if rank == 0:
                 print(
-                    f"round {t}: accuracy {mean / size:.3f} (worst machine {worst:.3f}), consensus {gamma:.1e}, ",
-                    end="",
+                    f"round {t}: accuracy {mean / size:.3f} (worst machine {worst:.3f}, merged {merged:.3f}), ", end=""
                 )
+                print(f"consensus {gamma:.1e}, ", end="")
                 print(f"sent {optimizer.bytes_sent / 1e6:.0f} MB, waited {optimizer.seconds_waited:.1f} s", flush=True)
     dist.destroy_process_group()
 

@@ -19,5 +19,6 @@ for _ in range(1500):
     loss.backward()
     optimizer.step()
 
+model.eval()
 accuracy = (model(test_inputs).argmax(1) == test_labels).float().mean()
 print(f"test accuracy {accuracy:.3f}")

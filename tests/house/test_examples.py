@@ -36,15 +36,18 @@ def test_the_readme_shows_the_difference_between_the_two_scripts():
     assert len(added) <= 10
 
 
-def test_quickstart(python, torchrun):
+def test_quickstart_is_as_good_as_a_single_machine_within_half_a_point(python, torchrun):
+    """Every rank, at x. Over three seeds the worst rank has 99.95 %, a single machine 99.65 to 100 %."""
     single = python(EXAMPLES / "single.py").done()
-    assert float(re.fullmatch(r"test accuracy (0\.\d+|1.000)\n", single.stdout)[1]) > 0.95
+    alone = float(re.fullmatch(r"test accuracy (0\.\d+|1.000)\n", single.stdout)[1])
+    assert alone > 0.98
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     done = torchrun(4, "--standalone", EXAMPLES / "quickstart.py", env=environment, spawn=True)  # as a user does
     assert done.returncode == 0, done.stderr
     found = re.findall(r"rank \d of 4: test accuracy ([\d.]+), distance from the others ([\d.e-]+)", done.stdout)
     assert len(found) == 4
-    assert all(float(accuracy) > 0.95 for accuracy, _ in found)
+    assert min(float(accuracy) for accuracy, _ in found) >= alone - 0.005
+    assert "RuntimeWarning" not in done.stderr  # it evaluates at x
 
 
 @needs_data
@@ -52,7 +55,9 @@ def test_quickstart(python, torchrun):
 def test_lenet(tmp_path, printed, options):
     command = [EXAMPLES / "lenet.py", "--data", DATA, "--report", "100", *options, "--checkpoints", tmp_path]
     out = printed(2, *command, "--rounds", "100", "--alpha", "1")
-    (accuracy,) = re.findall(r"round 100: accuracy (0\.\d+) \(worst machine 0\.\d+\), consensus .*, sent \d+ MB", out)
+    (accuracy,) = re.findall(
+        r"round 100: accuracy (0\.\d+) \(worst machine 0\.\d+, merged 0\.\d+\), consensus .*, sent \d+ MB", out
+    )
     assert float(accuracy) > 0.4
     assert len(list(tmp_path.glob("rank0000?-round0000000100.safetensors"))) == 2
     out = printed(2, *command, "--rounds", "200", "--alpha", "1")

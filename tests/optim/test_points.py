@@ -93,7 +93,7 @@ def test_there_and_back_to_the_bit(name, monkeypatch):
     assert torch.equal(held(model), held(calm))  # bits: same call
 
 
-@pytest.mark.parametrize("make", [lambda p: DATSGD(p, 0.1), lambda p: DATD2(p, 0.1, beta=1.0)])
+@pytest.mark.parametrize("make", [lambda p: DATSGD(p, 0.1, beta=1.0), lambda p: DATD2(p, 0.1, beta=1.0)])
 def test_with_beta_1_it_is_a_no_op(make, recwarn):
     model, calm = make_model(nn.BatchNorm1d(7)), make_model(nn.BatchNorm1d(7))
     optimizer = make(model.parameters())

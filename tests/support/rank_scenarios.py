@@ -152,7 +152,7 @@ def features(folder):
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     found["own"] = [p.detach().clone() for p in model.parameters()]
     ring = klatsch.topology.lazy(klatsch.topology.ring(size))  # three on a plain ring agree at once
-    optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, momentum=0.9, topology=ring)
+    optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, topology=ring, **klatsch.optim.PAPER)
     found["start"] = [p.detach().clone() for p in model.parameters()]
     inputs, targets = torch.randn(8, 4), torch.randn(8, 2)
 
@@ -252,7 +252,7 @@ def nccl(folder, backend):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(device)
         inputs = torch.randn(16, 4).to(device)
-        optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, momentum=0.9, order="cta")
+        optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, order="cta", **klatsch.optim.PAPER)
         checkpointer = klatsch.Checkpointer(folder / f"checkpoints-{device}", every=3)
         checkpointer.resume(optimizer, model=model)
         scaler = torch.amp.GradScaler(device, init_scale=64.0)

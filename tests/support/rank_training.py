@@ -35,4 +35,5 @@ with (folder / f"log-{rank}").open("a") as log:
         scheduler.step()
         checkpointer.step()
         print(attempt, t + 1, loss.item(), file=log, flush=True)
-torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"final-{rank}")
+with optimizer.averaged():
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"final-{rank}")

@@ -1,6 +1,8 @@
 """Optimizers for PyTorch scripts under torchrun: replace the optimizer, and ranks gossip with their neighbours.
 
-    optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, topology="ring", momentum=0.9)
+    optimizer = klatsch.optim.DATSGD(model.parameters(), lr=1.0, topology="ring")
+    ...                      # train as ever, without a schedule
+    optimizer.eval()         # puts x, the point to evaluate and save, into the model
 
 Each is `Gossip` with a rule, and takes its keywords, too: group, weight_decay, timeout, on_failure, quorum,
 on_nonfinite, start_equal, any_graph.
@@ -21,30 +23,33 @@ from klatsch.rules.anytime import Averaging
 from klatsch.rules.base import LearningRate as Rate
 from klatsch.topology import Topology
 
-__all__ = ["D2", "DATD2", "DATSGD", "DSGD", "Checkpointer", "Gossip", "GradientTracking", "LinkError"]
+__all__ = ["D2", "DATD2", "DATSGD", "DSGD", "PAPER", "Checkpointer", "Gossip", "GradientTracking", "LinkError"]
 __all__ += ["NonFiniteError", "QuorumError", "average_", "recalibrate"]
 
 Graph = Topology | str
-# Neural networks are not convex: x must forget its past. The paper's choice for them (Section 5.2).
-FORGETFUL = "fixed(0.9)"
+# What the paper trains its networks with (Section 5.2): DATSGD(params, lr, **PAPER).
+PAPER: dict[str, Any] = {"averaging": "fixed(0.9)", "momentum": 0.9, "beta": 1.0}
 
 
 class DATSGD(Gossip):
     """Decentralized Anytime SGD: gradients at a moving average x of the iterates, or near it; see `rules.Anytime`.
 
-    The averaging is a momentum: with fixed(gamma), a single machine takes exactly the steps of
-    torch.optim.SGD(lr=(1 - gamma) * lr, momentum=gamma). So in place of SGD with lr=0.1 and momentum=0.9, use lr=1.0
-    and the default fixed(0.9) without momentum; both together smooth twice, and need smaller steps.
+    The defaults need no learning rate schedule: x averages all iterates alike, and gradients are taken between x and
+    the iterate. The mean over the network is then Schedule-Free SGD. The model holds the point where gradients are
+    taken; `eval()` puts x into it, to evaluate or save. In place of torch.optim.SGD with lr=0.1 and momentum=0.9, start
+    with lr=1.0. `**PAPER` are the settings of the paper's networks, which want a tenth of SGD's learning rate.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
         topology: a Topology, or the name of one, such as "ring", or "ring/8" to gossip in every 8th round.
-        averaging: how x averages: "fixed(0.9)" for networks, "constant" or "linear" for convex problems.
+        averaging: how x averages: "constant", all iterates alike; "linear", more of the later ones; "fixed(0.9)", a
+            moving average, which is a momentum: with beta=1 a single machine takes exactly the steps of
+            torch.optim.SGD(lr=0.1 * lr, momentum=0.9).
         order: "atc", the paper's; or "cta", which waits for messages only if the network is slower than the gradient.
         momentum: local momentum, on top of the averaging.
-        beta: where gradients are taken, between the iterate (0) and x (1, the paper's). Below 1 the model holds that
-            point while it trains; `eval()` puts x into it.
+        beta: where gradients are taken, between the iterate (0) and x (1, as in the paper; the model then always holds
+            x, and there is nothing to switch).
         rest: keywords of `Gossip`.
     """
 
@@ -54,10 +59,10 @@ class DATSGD(Gossip):
         lr: Rate,
         topology: Graph = "ring",
         *,
-        averaging: str | Averaging = FORGETFUL,
+        averaging: str | Averaging = "constant",
         order: str = "atc",
         momentum: float = 0.0,
-        beta: float = 1.0,
+        beta: float = 0.9,
         **rest: Any,
     ) -> None:
         super().__init__(params, rules.dat(lr, averaging, order, momentum, beta), topology, **rest)
@@ -98,7 +103,7 @@ class GradientTracking(Gossip):
 
 
 class DATD2(Gossip):
-    """Anytime averaging over D2 iterates, for data that differ between ranks; `beta` as in DATSGD."""
+    """Anytime averaging over D2 iterates, for data that differ between ranks; options and `eval()` as in DATSGD."""
 
     def __init__(
         self,
@@ -106,9 +111,9 @@ class DATD2(Gossip):
         lr: Rate,
         topology: Graph = "ring",
         *,
-        averaging: str | Averaging = FORGETFUL,
+        averaging: str | Averaging = "constant",
         momentum: float = 0.0,
-        beta: float = 1.0,
+        beta: float = 0.9,
         **rest: Any,
     ) -> None:
         super().__init__(params, rules.dat_d2(lr, averaging, momentum, beta), topology, **rest)

@@ -223,7 +223,7 @@ class Checkpointer:
     def _of_another(self, name: str, there: object, here: object) -> ValueError:
         return ValueError(
             f"the checkpoints in {self.folder} are of another training: {name} is {there!s:.200} there and "
-            f"{here!s:.200} here; choose another folder"
+            f"{here!s:.200} here; make it the same, or choose another folder"
         )
 
 

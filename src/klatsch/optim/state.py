@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from klatsch.optim.groups import Group, parameters_of
+from klatsch.optim.groups import Group, parameters_of, settings_of
 from klatsch.optim.share import Share
-from klatsch.rules import State
+from klatsch.rules import Rule, State
 
-FORMAT = 2  # 1: the hand-written rules of 0.1.0
+FORMAT = 3  # 1: the hand-written rules of 0.1.0; 2: without the options of the rule
 
 
 def per_parameter(share: Share) -> dict[Tensor, State]:
@@ -27,10 +27,11 @@ def per_parameter(share: Share) -> dict[Tensor, State]:
 
 
 def header(shares: Sequence[Share]) -> dict[str, object]:
-    """The rest: the rule, the round, and fields that are single numbers, such as push-sum weights."""
+    """The rest: the rule, its options, the round, and fields that are single numbers, such as push-sum weights."""
     states = [(share.node.state, len(share.flat.values)) for share in shares]
     singles = [{name: v.clone() for name, v in state.items() if len(v) != wide} for state, wide in states]
-    return {"format": FORMAT, "rule": shares[0].rule.name, "rounds": shares[0].node.rounds, "single": singles}
+    rule, rounds = shares[0].rule, shares[0].node.rounds
+    return {"format": FORMAT, "rule": rule.name, "options": _options(rule), "rounds": rounds, "single": singles}
 
 
 def vectors_of(state: StateDict, groups: Sequence[Group], shares: Sequence[Share]) -> list[State]:
@@ -44,13 +45,15 @@ def vectors_of(state: StateDict, groups: Sequence[Group], shares: Sequence[Share
     if facts is None or form != FORMAT:
         raise ValueError("this is not a state_dict of a Gossip optimizer of this version; give its state_dict()")
     sizes = [[len(group["params"]) for group in some] for some in (state["param_groups"], groups)]
+    rule = shares[0].rule
     for what, there, here in (
-        ("the rule", facts["rule"], shares[0].rule.name),
+        ("the rule", facts["rule"], rule.name),
+        ("the options", *_different(facts["options"], _options(rule))),
         ("parameter groups of size", *sizes),
         ("a number of dtypes of", len(facts["single"]), len(shares)),
     ):
         if there != here:
-            remedy = "make it with the same rule and parameters"
+            remedy = "make it with the same rule, options and parameters"
             raise ValueError(f"the state_dict has {what} {there}, but this optimizer {here}; {remedy}")
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     entries = {id(p): state["state"].get(k, {}) for p, k in zip(parameters_of(groups), numbers, strict=True)}
@@ -58,6 +61,18 @@ def vectors_of(state: StateDict, groups: Sequence[Group], shares: Sequence[Share
         _joined(share, [entries[id(p)] for p in share.flat.parameters], single)
         for share, single in zip(shares, facts["single"], strict=True)
     ]
+
+
+def _options(rule: Rule) -> dict[str, object]:
+    """The options of a rule, without those of parameter groups (learning rate, momentum), which have their own."""
+    return {name: v for name, v in settings_of(rule).items() if not {"lr", *rule.settings} & {*name.split()}}
+
+
+def _different(there: dict[str, object], here: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """What two dictionaries do not share."""
+    pairs = ((there, here), (here, there))
+    first, second = ({k: v for k, v in one.items() if (k, v) not in other.items()} for one, other in pairs)
+    return first, second
 
 
 def _joined(share: Share, entries: Sequence[State], single: State) -> State:
