@@ -1,6 +1,7 @@
 """What the documents show is true: code runs, printed output is what comes out, commands work."""
 
 import contextlib
+import inspect
 import io
 import re
 import shlex
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from klatsch import optim
 from klatsch.study import Store, expand, load
 from tests.support.machine import DATA
 
@@ -56,6 +58,18 @@ def test_code_runs(path, code, tmp_path, monkeypatch):
 def test_the_ten_lines_print_what_is_shown():
     assert len(TEN_LINES.splitlines()) <= 10
     assert printed_by(TEN_LINES) == blocks_of(SIMULATION, "text")[0]
+
+
+def test_the_optimizers_have_the_defaults_that_are_shown():
+    rows = re.findall(
+        r"^\| `klatsch\.optim\.(\w+)\(params, lr, (.*)\)` ", (ROOT / "docs" / "ranks.md").read_text(), re.M
+    )
+    assert len(rows) == 5
+    for name, shown in rows:
+        _, _, _, *options, _ = inspect.signature(
+            vars(optim)[name].__init__
+        ).parameters.values()  # self, params, lr; rest
+        assert shown == ", ".join(f"{option.name}={option.default!r}" for option in options).replace("'", '"')
 
 
 @pytest.mark.parametrize("path, commands", COMMANDS, ids=[f"{path.name}-{block[0]}" for path, block in COMMANDS])
