@@ -174,7 +174,7 @@ def test_a_state_that_is_not_finite_is_neither_saved_nor_resumed(tmp_path, alone
 
 def test_checkpoints_of_another_training_are_refused(tmp_path, alone):
     advance(*make(tmp_path)[:3], 2)
-    with pytest.raises(ValueError, match=r"of another training: rule is dat there and dsgd here; choose another"):
+    with pytest.raises(ValueError, match=r"rule is dat there and dsgd here; make it the same, or choose"):
         make(tmp_path, rule="dsgd")
     with pytest.raises(ValueError, match=r"parameters is \[\[\[3\], 'torch.float32'\]\] there"):
         make(tmp_path, size=4)

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import klatsch
 from klatsch.optim import D2, DATD2, DATSGD, DSGD, Gossip, GradientTracking
+from klatsch.optim.groups import settings_of
 from klatsch.ranks import node
 from klatsch.ranks.agreement import leave
 from klatsch.ranks.failures import LinkError
@@ -64,6 +65,31 @@ def test_dat_on_one_rank_is_sgd_with_momentum():
         train(model, DATSGD(model.parameters(), lr=1.0, order=order, averaging="fixed(0.9)", beta=1.0), images, labels)
         train(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), images, labels)
         equal(model, other)
+
+
+def test_by_default_dat_on_one_rank_is_schedule_free_sgd():
+    """Defazio et al. 2024: z' = z - lr g(y), x' = (1 - 1/t) x + z'/t, y = 0.1 z + 0.9 x."""
+    model, other, images, labels = pair()
+    optimizer = DATSGD(model.parameters(), lr=0.1)
+    train(model, optimizer, images, labels)
+    z, x = ([p.detach().clone() for p in other.parameters()] for _ in range(2))
+    for t in range(1, 6):
+        other.zero_grad()
+        cross_entropy(other(images), labels).backward()
+        with torch.no_grad():
+            for k, p in enumerate(other.parameters()):
+                z[k] -= 0.1 * p.grad
+                x[k] += (z[k] - x[k]) / t
+                p.copy_(0.1 * z[k] + 0.9 * x[k])
+    equal(model, other)
+    torch.testing.assert_close(optimizer.output(), x, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name, make", [("dat", DATSGD), ("dat-d2", DATD2)])
+def test_the_paper_is_one_argument_away(name, make):
+    rule = make([nn.Parameter(torch.ones(2))], 0.1, **klatsch.optim.PAPER).rule
+    paper = klatsch.rules.make(name, lr=0.1, averaging="fixed(0.9)", momentum=0.9, beta=1.0)
+    assert settings_of(rule) == settings_of(paper)
 
 
 def groups(model):
