@@ -17,7 +17,12 @@ PATTERNS = {
     "corrected, published": ("dat-d2", {"lazy": False}),
     "tracked": ("dat-gt", {}),
 }
-GRAPHS = {"ring": tp.ring(7), "base graph": tp.base_graph(6), "torus": tp.torus(9)}
+GRAPHS = {
+    "ring": tp.ring(7),
+    "base graph": tp.base_graph(6),
+    "torus": tp.torus(9),
+    "local steps": tp.every(tp.ring(7), 3),
+}
 CASES = [(pattern, graph) for pattern in PATTERNS for graph in GRAPHS if "corr" not in pattern or graph != "base graph"]
 STEPS = 40
 
@@ -74,6 +79,59 @@ def test_on_the_complete_graph_every_node_is_schedule_free_sgd(name, engine):
     x, z = schedule_free(problem.start().double().expand(1, 4), gradient, lr, averaging.constant(), beta, 0.0)[-1]
     torch.testing.assert_close(found.output, x.expand(5, 1, 4), rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(found.state["w"], z.expand(5, 1, 4), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("name", ["dat", "dat-gt", "dat-d2"])
+def test_with_one_hessian_the_mean_is_schedule_free_sgd_on_the_mean_loss(name, alike):
+    """Then the mean of the gradients is the gradient at the mean, however far the nodes are apart; else it is not."""
+    random = torch.Generator().manual_seed(0)
+    A, b = torch.randn(7, 8, 4, generator=random).double(), torch.randn(7, 8, generator=random).double()
+    A = A[:1].expand(7, 8, 4) if alike else A
+    problem = problems.LeastSquares.from_arrays(A, b)
+    lr, beta = 0.2 / problem.L, 0.8
+    state = klatsch.simulate(problem, rules.make(name, lr=lr, beta=beta), tp.ring(7), STEPS).state
+
+    def gradient(t, y):
+        return problem.grad(y.expand(7, 1, 4), t).mean(0)
+
+    path = schedule_free(problem.start().double().expand(1, 4), gradient, lr, averaging.constant(), beta, 0.0)
+    distance = max((state[field].mean(0) - v).abs().max() for field, v in zip("xw", path[-1], strict=True))
+    assert state["x"].std(0).max() > 1e-5
+    assert distance < 1e-12 if alike else distance > 1e-5
+
+
+class Squares:
+    """Weights that follow the learning rate: alpha = lr²."""
+
+    def __init__(self, lr):
+        self.lr = lr
+
+    def alpha(self, t):
+        return self.lr(t) ** 2
+
+    def delta(self, t):
+        return self.alpha(t) / sum(self.alpha(s) for s in range(1, t + 1))
+
+
+def test_weights_that_follow_the_learning_rate_are_weights_like_others():
+    """Defazio et al., 2024, weigh iterates with lr² and leave the steps alone; here alpha also scales the step."""
+    problem, graph, beta = problems.LeastSquares(7, dim=5, heterogeneity=2.0), tp.ring(7), 0.9
+
+    def lr(t):
+        return 1e-3 * min(1.0, t / 10)
+
+    rule = rules.dat(lambda t: 1 / lr(t), averaging=Squares(lr), beta=beta)
+    states = trajectory(rule, graph, problem, STEPS)
+    z = x = problem.start().double().expand(1, problem.dim)
+    total = 0.0
+    for t in range(1, STEPS + 1):
+        z = z - lr(t) * problem.grad(rule.query(states[t - 1]), t).mean(0)
+        total += lr(t) ** 2
+        x = x + lr(t) ** 2 / total * (z - x)
+    torch.testing.assert_close(states[-1]["x"].mean(0), x, rtol=1e-11, atol=1e-13)
+    plain = trajectory(rules.dat(lr, beta=beta), graph, problem, STEPS)[-1]["x"].mean(0)
+    assert (plain - x).abs().max() > 1e-3 * x.abs().max()
 
 
 @ENGINES
