@@ -79,11 +79,12 @@ def at_the_optimum(problem):
     return problem.grad(problem.optimum.expand(9, 1, 5), 1)
 
 
-def test_with_constant_weights_the_nodes_averages_meet_like_1_over_t():
+@pytest.mark.parametrize("H, share", [(1, 0.01), (4, 0.15), (16, 0.15)])
+def test_with_constant_weights_the_nodes_averages_meet_like_1_over_t(H, share):
     problem, steps = heterogeneous(), 20_000
     lr = 0.1 / problem.L
-    x = run(problem, rules.dat(lr), RING, steps).state["x"]
-    close(steps * apart(x), -lr * times(PULL @ PULL @ P, at_the_optimum(problem)), 0.01)
+    x = run(problem, rules.dat(lr), tp.every(RING, H), steps).state["x"]
+    close(steps * apart(x), -(H**2) * lr * times(PULL @ PULL @ P, at_the_optimum(problem)), share)
 
 
 def test_with_linear_weights_they_stay_apart():
