@@ -1,5 +1,7 @@
 """Local steps: what a node sends, verdicts at equal bytes, the figure, and the size of the study."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -125,6 +127,8 @@ def test_verdicts_of_the_merged_model_and_of_the_worst_node():
     rows = found(merged=0.95, worst=0.2)
     verdicts = [sentence.check(rows).holds for sentence in paper.LOCAL_STEPS.sentences[:6]]
     assert verdicts == [True, True, False, False, True, False]
+    before = [replace(row, merged=None) for row in rows]  # of a version that did not measure it
+    assert [sentence.check(before).holds for sentence in paper.LOCAL_STEPS.sentences[:3]] == [True, None, False]
 
 
 def test_what_local_steps_cost():

@@ -107,16 +107,15 @@ def accuracy_against_bytes(rows: Sequence[Row], title: str) -> Figure:
 
     Markers are the rounds H between two mixes. Each rule has its best options.
     """
-    rows = [row for row in at_its_best(rows) if row.sent is not None and not row.diverged]
-    rows = sorted(rows, key=lambda row: (row.setting["alpha"], row.sent))
-    rules_, graphs = _distinct(rows, family), sorted({split(row.topology)[0] for row in rows}, reverse=True)
-    between = sorted({split(row.topology)[1] for row in rows})
-
-    def look(row: Row) -> Style:
-        return _style(rules_.index(family(row)), graphs.index(split(row.topology)[0])) | {"marker": ""}
+    rows = sorted(at_its_best(rows), key=lambda row: (row.setting["alpha"], megabytes(row)))
+    names, between = _distinct(rows, family), sorted({split(row.topology)[1] for row in rows})
+    graphs = sorted({split(row.topology)[0] for row in rows}, key=lambda graph: graph == "complete")  # dashed
 
     def label(row: Row) -> str:
         return f"{family(row)}, {split(row.topology)[0]}"
+
+    def look(row: Row) -> Style:
+        return _style(names.index(family(row)), graphs.index(split(row.topology)[0])) | {"marker": ""}
 
     layout = Layout(_accuracy(rows[0]), _alpha, label, look, len(_distinct(rows, _alpha)))
     figure, panels = _panels(rows, title, layout, "final ")
@@ -124,13 +123,13 @@ def accuracy_against_bytes(rows: Sequence[Row], title: str) -> Figure:
         for name in sorted(_distinct(mine, label)):
             line = [row for row in mine if label(row) == name]
             ends = np.array([[row.value, row.low, row.high] for row in line]).T
-            _line_of_seeds(axis, name, [_megabytes(row) for row in line], ends, look(line[0]))
+            _line_of_seeds(axis, name, [megabytes(row) for row in line], ends, look(line[0]))
             for row in line:
                 style = look(row) | {"marker": MARKERS[between.index(split(row.topology)[1])]}
-                axis.plot([_megabytes(row)], [row.value], markersize=5, **style)
-                _mark(axis, row, _megabytes(row), row.final[:, row.best])
-        for H, marker in zip(between, MARKERS, strict=False):
-            axis.plot([], [], marker, color="grey", markersize=5, label=f"H = {H}")
+                axis.plot([megabytes(row)], [row.value], markersize=5, **style)
+                _mark(axis, row, megabytes(row), row.final[:, row.best])
+        for k, H in enumerate(between):
+            axis.plot([], [], MARKERS[k], color="grey", markersize=5, label=f"H = {H}")
         axis.set_xscale("log")
         axis.set_xlabel("MB sent per node")
     _legend(figure)
@@ -185,8 +184,9 @@ def _accuracy(row: Row) -> str:
     return "test accuracy, mean over nodes" if row.metric == "accuracy" else f"test {row.metric}"
 
 
-def _megabytes(row: Row) -> float:
-    return (row.sent or np.nan) / MEGABYTE
+def megabytes(row: Row) -> float:
+    """What a node sends over the run; nan if that is not known."""
+    return np.nan if row.sent is None else row.sent / MEGABYTE
 
 
 def _family_and_graph(row: Row) -> str:
@@ -264,14 +264,14 @@ def _against_nodes(rows: Sequence[Row], title: str, layout: Layout) -> Figure:
 
 def _against_rounds(rows: Sequence[Row], title: str, layout: Layout) -> Figure:
     figure, panels = _panels(rows, title, layout)
-    rounds, accuracy = rows[0].epochs is None, rows[0].epochs is not None
+    rounds = rows[0].epochs is None
     for axis, mine in panels:
         for row in mine:
             when = row.steps if row.epochs is None else [row.epochs * step / row.steps[-1] for step in row.steps]
             spread = np.stack((row.curve.mean(0), row.curve.min(0), row.curve.max(0)))
             _line_of_seeds(axis, layout.label(row), when, spread, layout.look(row) | {"marker": ""})
-            for k in range(len(row.steps) - 1, -1, -3 if accuracy else -6):  # points with a tooltip
-                after = f"{when[k]:.3g} epochs" if accuracy else f"{row.steps[k]:,} rounds"
+            for k in range(len(row.steps) - 1, -1, -6 if rounds else -3):  # points with a tooltip
+                after = f"{row.steps[k]:,} rounds" if rounds else f"{when[k]:.3g} epochs"
                 _mark(axis, row, when[k], row.curve[:, k], f" after {after}")
         axis.set_xscale("log" if rounds else "linear")
         axis.set_xlabel("rounds t" if rounds else "epochs")
