@@ -1,5 +1,6 @@
 """The paper's figures and tables: verdicts on numbers that are known, pages as files, a report in a real browser."""
 
+import csv
 import json
 import re
 import shutil
@@ -22,7 +23,7 @@ SIZES = (4, 9, 16, 25, 36, 49, 64, 81, 100)
 
 
 def row(rule, topology, nodes, error, setting=SETTINGS[0], spread=0.01, steps=100_000, early=None):
-    """A row whose seeds scatter around an error by a share."""
+    """A row whose seeds scatter around an error by a share; `early` is the error after 100 rounds."""
     final = error * np.array([1 - spread, 1.0, 1 + spread])
     curves = np.stack([np.full(3, 2.0), np.full(3, early if early is not None else 1.0), final], axis=1)[:, :, None]
     return Row(rule, topology, nodes, (0.1,), (1, 100, steps), curves, curves, 1.0, setting)
@@ -173,6 +174,67 @@ def test_beyond_answers_its_two_questions():
     assert found["the average of dsgd's iterates is better than the last one"] is True
 
 
+SOONER = "dat-d2 with beta 0.9 and without decay has a smaller error than d2 with a cosine"
+
+
+@pytest.mark.parametrize("at_half, at_end", [(0.1, 2.0), (10.0, 0.5)])
+def test_half_time_is_another_question_than_the_end(at_half, at_end):
+    """How many times the error of d2 with a cosine that of dat-d2 is; the rows end at 200 rounds."""
+    rows = []
+    for setting, M in ((setting, M) for setting in SETTINGS for M in (4, 25)):
+        rows.append(row("d2 (cosine)", "ring", M, 1e-6, setting, early=1e-3, steps=200))
+        rows.append(row("dat-d2 (beta 0.9)", "ring", M, at_end * 1e-6, setting, early=at_half * 1e-3, steps=200))
+    found = {v.claim: v for v in verdicts("beyond", rows)}
+    half, end = found[f"{SOONER}, after half of the rounds"], found[f"{SOONER}, at the end"]
+    assert (half.holds, end.holds) == (at_half < 1, at_end < 1)
+    assert f"{at_half:.3g} times in the middle" in half.figures[-1]
+    assert f"{at_end:.3g} times in the middle" in end.figures[-1]
+    other = found["dat with beta 0.9 and without decay has a smaller error than dsgd with a cosine, at the end"]
+    assert other.holds is None  # was not run
+
+
+BEST, BEST_WITHOUT = "A rule without decay is the best at every point", "Of the rules without decay, dat-gt or dat-d2"
+
+
+def test_which_rule_is_best_at_each_point_and_by_what_factor():
+    ring = [
+        *(row("gt (cosine)", "ring", M, 1e-8) for M in (4, 9)),
+        *(row("dat-gt (beta 0.9)", "ring", M, error) for M, error in ((4, 3e-8), (9, 5e-9))),
+        *(row("gt", "ring", M, 2e-7) for M in (4, 9)),
+        *(row("dat", "ring", M, 1e-6) for M in (4, 9)),
+    ]
+    found = {v.claim: v for v in verdicts("beyond", ring)}
+    assert found[BEST].holds is False
+    assert found[BEST].figures[-1] == (
+        "noise 1, heterogeneity 1: no, in 1 of 2 points; best: dat-gt (beta 0.9) at 1, gt (cosine) at 1; times its "
+        "error: the next rule 2.5 (2 to 3), the next without decay 21.5 (3 to 40), dat 150 (100 to 200)"
+    )
+    without = next(v for claim, v in found.items() if claim.startswith(BEST_WITHOUT))
+    assert without.holds is True
+    assert "cosine" not in without.figures[-1]
+    assert "without decay" not in without.figures[-1]  # all are
+    behind = [row("dat-gt (beta 0.9)", "torus", 4, 2e-7), row("gt", "torus", 4, 1e-7)]
+    found = {v.claim: v.holds for v in verdicts("beyond", ring + behind)}
+    assert [holds for claim, holds in found.items() if claim.startswith(BEST_WITHOUT)] == [False]
+
+
+def test_the_best_within_the_scatter_of_the_seeds_is_as_good_as_the_best():
+    rows = [row("gt (cosine)", "ring", 4, 1e-8, spread=0.3), row("gt", "ring", 4, 1.2e-8, spread=0.3)]
+    assert claims.best_at_every_point(claims.has_no_decay)(rows)[0] is True
+    alone = [row("gt (cosine)", "ring", 4, 1e-8)]
+    assert claims.best_at_every_point(claims.has_no_decay)(alone) == (None, "was not run")
+    diverged = [row("gt (cosine)", "ring", 4, np.inf), row("gt", "ring", 4, np.inf)]
+    assert claims.best_at_every_point(claims.has_no_decay)(diverged)[0] is None
+
+
+def test_every_variant_has_its_sentence_and_its_learning_rates():
+    study = paper.study_of("beyond", "quick")
+    cases, _ = expand(study)
+    assert {case.label for case in cases} == set(paper.VARIANT_NAMES) >= set(paper.DRAWN)
+    ceilings = [s.claim for s in paper.TARGETS["beyond"].sentences if "no ceiling" in s.claim]
+    assert [claim.partition(" has no")[0] for claim in ceilings] == list(paper.VARIANT_NAMES)
+
+
 @pytest.mark.parametrize("name, rows", [("table1", 3), ("table2", 11)])
 @pytest.mark.slow
 def test_tables_agree_with_the_paper(name, rows, run_cli, tmp_path):
@@ -242,11 +304,14 @@ def test_figures_4_to_6_use_the_runs_of_figure_1(results):
 
 @pytest.mark.slow
 def test_beyond_has_all_variants_where_they_are_defined(results):
-    lines = [line.split(",") for line in (results / "beyond-quick.csv").read_text().splitlines()[1:]]
-    rules = {line[0]: {other[4] for other in lines if other[0] == line[0]} for line in lines}
-    everywhere = {"dsgd", "dsgd (average constant)", "gt", "gt (average constant)", "dat", "dat (cta)", "dat-gt"}
-    assert rules["one_peer_exponential"] == everywhere
-    assert rules["ring"] == rules["torus"] == everywhere | {"d2", "dat-d2"}
+    with (results / "beyond-quick.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    rules = {
+        t: {line["rule"] for line in lines if line["topology"] == t} for t in (paper.RING, paper.TORUS, paper.PEER)
+    }
+    static = {name for name in paper.VARIANT_NAMES if "d2" in name}
+    assert rules[paper.PEER] == set(paper.VARIANT_NAMES) - static
+    assert rules[paper.RING] == rules[paper.TORUS] == set(paper.VARIANT_NAMES)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ by more than LEVEL and more than the seeds scatter; "level" is within LEVEL. Div
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -226,21 +227,50 @@ def cta_is_worse(rows: Sequence[Row]) -> Answer:
 
 
 @asks
-def average_is_better(rows: Sequence[Row], rule: str) -> Answer:
-    """Whether the average of a rule's iterates has a smaller error than the last iterate."""
-    if not (ratios := _ratios(rows, f"{rule} (average constant)", rule)):
+def smaller(rows: Sequence[Row], one: str, other: str, share: float = 1.0) -> Answer:
+    """Whether a rule has a smaller error than another in the middle of all points, after a share of the rounds."""
+    if not (ratios := _ratios(rows, one, other, share)):
         return None, "was not run"
     middle, low, high = median(ratio for ratio, _ in ratios), min(ratios), max(ratios)
     range_ = f"from {low[0]:.3g} ({low[1]}) to {high[0]:.3g} ({high[1]})"
     return middle < 1, f"{middle:.3g} times in the middle, {range_}"
 
 
-def _ratios(rows: Sequence[Row], above: str, below: str) -> list[tuple[float, str]]:
+def _ratios(rows: Sequence[Row], above: str, below: str, share: float = 1.0) -> list[tuple[float, str]]:
     """The ratio of two rules' errors, and where, on every graph and size that both have."""
-    error = {(row.rule, row.topology, row.nodes): row.value for row in rows}
+    error = {(row.rule, row.topology, row.nodes): row.at(share) for row in rows}
     both = [(t, M) for rule, t, M in error if rule == below and (above, t, M) in error]
     pairs = ((error[above, t, M] / error[below, t, M], f"{t}, M = {M}") for t, M in both)
     return [(ratio, where) for ratio, where in pairs if math.isfinite(ratio)]
+
+
+def has_no_decay(row: Row) -> bool:
+    """Whether its learning rate does not fall towards an end that is known in advance."""
+    return "cosine" not in row.rule
+
+
+@asks
+def best_at_every_point(rows: Sequence[Row], ours: Callable[[Row], bool]) -> Answer:
+    """Whether one of these rules is the best on every graph and at every size, or within the seeds' scatter of it."""
+    rows = [row for row in rows if not row.diverged]
+    if not any(map(ours, rows)):
+        return None, "was not run"
+    points: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.value):
+        points.setdefault(_place(row), []).append(row)
+    held = [any(ours(row) and not clearly_above(row, line[0]) for row in line) for line in points.values()]
+    counts = Counter(line[0].rule for line in points.values())
+    best = ", ".join(f"{rule} at {count}" for rule, count in counts.most_common())
+    rivals: dict[str, Callable[[Row], bool]] = {"the next rule": lambda row: True}
+    if not all(map(has_no_decay, rows)):
+        rivals["the next without decay"] = has_no_decay
+    rivals["dat"] = lambda row: row.rule == "dat"
+    behind = []
+    for name, is_rival in rivals.items():
+        found = ((line[0], next(filter(is_rival, line[1:]), None)) for line in points.values())
+        if times := [rival.value / first.value for first, rival in found if rival]:
+            behind.append(f"{name} {median(times):.3g} ({min(times):.3g} to {max(times):.3g})")
+    return all(held), f"in {sum(held)} of {len(held)} points; best: {best}; times its error: {', '.join(behind)}"
 
 
 # --- accuracies -----------------------------------------------------------------------------------------------------

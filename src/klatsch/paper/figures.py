@@ -215,17 +215,21 @@ def _by_size(rows: Sequence[Row]) -> Look:
 
 
 def _by_rule(rows: Sequence[Row]) -> Look:
-    """The same look for a rule in every figure; its variants differ in the kind of line."""
-    labels = _distinct(rows, lambda row: row.rule)
-    names = [label.split(" ")[0] for label in labels]
-    places = list(dict.fromkeys([*rules.RULES, *names]))  # custom rules come last
+    """The same colour and marker for a rule in every figure; one kind of line per variant: "(cosine)"."""
+    places = list(dict.fromkeys([*rules.RULES, *(_named(row)[0] for row in rows)]))  # custom rules come last
+    variants = _distinct(rows, lambda row: _named(row)[1])
 
     def look(row: Row) -> Style:
-        name = row.rule.split(" ")[0]
-        place, variant = places.index(name), names[: labels.index(row.rule)].count(name)
-        return _style(place, variant)
+        name, variant = _named(row)
+        return _style(places.index(name), variants.index(variant))
 
     return look
+
+
+def _named(row: Row) -> tuple[str, str]:
+    """The name of a rule and its options."""
+    name, _, variant = row.rule.partition(" ")
+    return name, variant
 
 
 def _by_family(rows: Sequence[Row]) -> Look:
