@@ -201,7 +201,7 @@ def demo(
     steps: Annotated[int, option("Rounds.", "--steps")] = 20_000,
     seeds: Annotated[int, option("Number of seeds.", "--seeds")] = 2,
 ) -> None:
-    """DAT-SGD against D-SGD on three graphs: how many machines help? About a minute."""
+    """DAT-SGD against D-SGD and others on three graphs: how many machines help? A minute or two."""
     from klatsch.paper import demo as demos
 
     study = demos.study(steps, seeds)
