@@ -23,7 +23,8 @@ from klatsch.problems.images.stacks import Stacked, plain_convolutions
 from klatsch.problems.partition import check_alpha, dirichlet
 
 MODELS_AT_ONCE = 64  # that train on a CPU
-COMPILED = (288, 96, 32)  # on a GPU, which takes 15 seconds to compile each size; a larger one is hardly faster
+COMPILED = (288, 144, 72, 32)  # on a GPU, which takes 15 seconds to compile each size; a larger one is hardly faster
+ONE_MORE = 28  # models that train in the time that one more portion costs
 EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 9}  # models that are evaluated; always 9 on a GPU, as above
 IMAGES_AT_ONCE = 2_000  # for each of them
 LOSS_SAMPLES = 2_000  # training images for the training loss
@@ -259,7 +260,7 @@ def portions(count: int, device: str) -> list[int]:
     sizes: list[int] = []
     while (rest := count - sum(sizes)) > 0:
         if device == "cuda":
-            sizes.append(next((size for size in COMPILED if size <= rest), COMPILED[-1]))
+            sizes.append(next((size for size in COMPILED if size <= rest or size - rest <= ONE_MORE), COMPILED[-1]))
         else:
             sizes.append(min(rest, equal_parts(count, MODELS_AT_ONCE)))
     return sizes
