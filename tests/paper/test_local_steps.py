@@ -102,7 +102,7 @@ def found(gossip=0.88, **options):
 
 def test_a_row_can_show_the_merged_model_or_the_worst_node():
     shown = row("dsgd", "ring", 1, 0.8, merged=0.87).showing("merged")
-    assert (shown.value, shown.lr, shown.metric) == (pytest.approx(0.87), 0.2, "accuracy of the merged model")
+    assert (shown.value, shown.lr, shown.metric) == (pytest.approx(0.87), 0.2, "accuracy, merged model")
     assert shown.at_edge  # of the learning rates that were tried
     assert row("dsgd", "ring", 1, 0.8, worst=0.3).showing("worst").low == pytest.approx(0.3)
     with pytest.raises(ValueError, match="'merged' was not measured"):
@@ -159,7 +159,7 @@ def test_the_figure(tmp_path, which):
     check_picture(tmp_path / "f.png")
     first = figure.axes[0]
     assert first.get_xlabel() == "MB sent per node"
-    names = {"mean": "mean over nodes", "merged": "of the merged model", "worst": "of the worst node"}
+    names = {"mean": "mean over nodes", "merged": "merged model", "worst": "worst node"}
     assert first.get_ylabel().endswith(names[which])
     (legend,) = figure.legends
     labels = [text.get_text() for text in legend.get_texts()]

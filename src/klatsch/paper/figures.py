@@ -118,7 +118,7 @@ def accuracy_against_bytes(rows: Sequence[Row], title: str) -> Figure:
         return _style(names.index(family(row)), graphs.index(split(row.topology)[0])) | {"marker": ""}
 
     layout = Layout(_accuracy(rows[0]), _alpha, label, look, len(_distinct(rows, _alpha)))
-    figure, panels = _panels(rows, title, layout, "final ")
+    figure, panels = _panels(rows, title, layout)
     for axis, mine in panels:
         for name in sorted(_distinct(mine, label)):
             line = [row for row in mine if label(row) == name]

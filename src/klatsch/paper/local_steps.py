@@ -111,7 +111,7 @@ def _told(row: Row) -> str:
 
 def _of_each(claim: str, find: OfRows) -> list[Said]:
     """A sentence on the mean of nodes, on the merged model and on the worst node."""
-    others = [(f"{claim}: {words.removeprefix('of ')}", claims.beside(which, find)) for which, words in BESIDE.items()]
+    others = [(f"{claim}: {words}", claims.beside(which, find)) for which, words in BESIDE.items()]
     return [(f"{claim}: mean of nodes", find), *others]
 
 

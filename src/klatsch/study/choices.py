@@ -14,7 +14,7 @@ from klatsch.study.grids import Options, in_words
 from klatsch.study.store import Outcome, Store
 from klatsch.study.traffic import sent
 
-BESIDE = {"merged": "of the merged model", "worst": "of the worst node"}  # what rows know beside the mean of nodes
+BESIDE = {"merged": "merged model", "worst": "worst node"}  # what rows know beside the mean of nodes
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Row:
             tried=self.tried or self.lrs,
             curves=curves[:, :, chosen],
             consensus=self.consensus[:, :, chosen],
-            metric=f"{self.metric} {BESIDE[which]}",
+            metric=f"{self.metric}, {BESIDE[which]}",
             merged=None,
             worst=None,
         )
