@@ -58,7 +58,7 @@ VARIANTS: Content = {
         _variant("dat", 1e-6, 5e-2, order="cta"),
         _variant("dat", 1e-6, 5e-3, **BETA),
         _variant("dat", 5e-6, 5e-2, **BETA, **COSINE),
-        _variant("dat-gt", 1e-5, 5e-2),
+        _variant("dat-gt", 5e-6, 5e-2),
         _variant("dat-gt", 5e-6, 5e-2, **BETA),
         _variant("dat-d2", 5e-5, 1e-1),
         _variant("dat-d2", 5e-5, 1e-1, **COSINE),
