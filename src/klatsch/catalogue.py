@@ -99,4 +99,7 @@ PROBLEMS = {
 
 # What klatsch plan and klatsch reproduce know.
 NETWORKS = ("1gbe", "10gbe", "100gbe", "wan")
-TARGETS = ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "beyond", "images-beyond", "local-steps", "table1", "table2")
+TARGETS = (
+    *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "beyond", "images-beyond", "averages", "schedules"),
+    *("local-steps", "schedule-free", "table1", "table2"),
+)

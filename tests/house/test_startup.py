@@ -9,7 +9,7 @@ from klatsch import catalogue, planning, problems, rules, topology
 from klatsch.cli import plan as plan_command
 from klatsch.cli import run as run_command
 from klatsch.cli.settings import parameters_of
-from klatsch.paper.targets import TABLES, TARGETS
+from klatsch.paper.targets import GROUPS, TABLES, TARGETS
 from klatsch.study.spec import PAPER_GRID
 
 HEAVY = {"torch", "numpy", "scipy", "networkx", "matplotlib", "jinja2", "safetensors", "sqlite3"}
@@ -86,7 +86,7 @@ def test_the_catalogue_has_the_options_that_set_takes(kind, listed):
 
 def test_what_help_says_is_what_the_library_does():
     assert list(catalogue.NETWORKS) == list(planning.NETWORKS)
-    assert (*TARGETS, *TABLES) == catalogue.TARGETS
+    assert (*TARGETS, *GROUPS, *TABLES) == catalogue.TARGETS
     assert ",".join(f"{lr:g}" for lr in PAPER_GRID) == run_command.GRID
     assert planning.Network.handling == plan_command.HANDLING
     assert planning.Task.efficiency == plan_command.EFFICIENCY

@@ -18,6 +18,7 @@ from klatsch.cli.terminal import AsJson, option, print_json, text
 
 if TYPE_CHECKING:
     from klatsch.paper.pages import Page
+    from klatsch.study.spec import Study
 
 COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
 
@@ -26,10 +27,12 @@ COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
     "reproduce table1",
     "reproduce fig1 --out results",
     "reproduce fig2 --scale paper --device cuda --data ~/fashion-mnist",
+    "reproduce fig2 --of worst",
     more=f"TARGET is one of {', '.join(catalogue.TARGETS)}. "
     "Runs what the store does not hold yet, draws PNG, SVG and PDF, writes the numbers as CSV and Markdown, and checks "
-    "each sentence of the paper. `beyond` adds gt, d2, dat-gt, dat-d2, dat in cta order and averaged outputs; "
-    "`images-beyond` adds such rules to the image study.",
+    "each sentence of the paper. `beyond` adds rules, beta and decay to figure 1; `images-beyond` adds rules to the "
+    "image study. `averages` tries weights and query points, `schedules` compares the best of them and baselines with "
+    "and without decay, `local-steps` is accuracy against bytes; `schedule-free` is averages, schedules and beyond.",
 )
 def reproduce(
     target: Annotated[str, typer.Argument(help="What to reproduce.")],
@@ -38,47 +41,64 @@ def reproduce(
     out: Annotated[Path, text("Folder for figures and tables.", metavar="FOLDER")] = Path("klatsch-paper"),
     dtype: Annotated[str | None, text("float32 (the default on a CPU) or float64 (on a GPU).")] = None,
     epochs: Annotated[int | None, option("Epochs of the image studies (50 at paper scale).")] = None,
+    of: Annotated[str, text("What to show: mean (of the nodes), merged (model) or worst (node).")] = "mean",
     as_json: AsJson = False,
 ) -> None:
     """Reproduce a figure or table of the paper."""
     from klatsch.arguments import named
     from klatsch.paper import pages
+    from klatsch.paper.targets import GROUPS, SCALES, TABLES, TARGETS, study_of
+    from klatsch.study.choices import BESIDE
+
+    named("target", target, dict.fromkeys((*TARGETS, *GROUPS, *TABLES)))
+    named("scale", scale, SCALES)
+    named("of", of, dict.fromkeys(("mean", *BESIDE)))
+    if target in TABLES:
+        if epochs is not None or crew.data is not None or of != "mean":
+            raise ValueError(f"{target} trains nothing; leave --epochs, --data and --of out")
+        _make_folder(out)
+        found = [(TABLES[target](), 0.0)]
+    else:
+        parts = GROUPS.get(target, (target,))
+        if len(parts) > 1 and (epochs is not None or dtype is not None):
+            raise ValueError(f"{target} is {', '.join(parts)}; leave --epochs and --dtype out, or give one of these")
+        use_folder(crew.data)
+        studies = [study_of(part, scale, crew.device or "cpu", dtype, epochs) for part in parts]
+        found = [_run(*pair, scale, crew, out, of) for pair in zip(parts, studies, strict=True)]
+    written = [(page, seconds, pages.write(page, out)) for page, seconds in found]
+    if as_json:
+        content = [_plain(page, files) for page, _, files in written]
+        return print_json(content[0] if len(content) == 1 else {"pages": content})
+    for page, seconds, files in written:
+        _print(page, files, seconds, with_table=target in TABLES)  # those of figures are long
+
+
+def _run(target: str, study: Study, scale: str, crew: Crew, out: Path, of: str) -> tuple[Page, float]:
+    """Run what the store lacks of a study; its page, and the seconds that it took."""
     from klatsch.paper.report import page_of
-    from klatsch.paper.targets import SCALES, TABLES, TARGETS, study_of
     from klatsch.study.cases import expand
     from klatsch.study.execute import run_study
     from klatsch.study.store import Origin, Store
 
-    named("target", target, dict.fromkeys((*TARGETS, *TABLES)))
-    named("scale", scale, SCALES)
-    seconds = 0.0
-    if target in TABLES:
-        if epochs is not None or crew.data is not None:
-            raise ValueError(f"{target} trains nothing; leave --epochs and --data out")
-        page = TABLES[target]()
-        _make_folder(out)
-    else:
-        use_folder(crew.data)
-        study = study_of(target, scale, crew.device or "cpu", dtype, epochs)
-        executor = crew.executor(study.device)
-        expanded = expand(study)
-        place = out / "results.sqlite" if crew.store is None else crew.store
-        new = crew.store is None and not out.is_dir()  # then there is nothing to look at yet
-        with Store(":memory:" if new else place) as opened:
-            crew.check(study, expanded[0], opened)
-        _make_folder(out)
-        with Store(place) as opened:
-            origin = Origin(terminal.command_line(), target, scale)
-            with narration.shown() as told, narration.interruptible(opened):
-                found = run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
-            seconds = found.progress.seconds
-            page = page_of(next(s for s in opened.studies() if s.study.name == study.name), opened, expanded)
-    files = pages.write(page, out)
-    if as_json:
-        parts = asdict(replace(page, figures=()))  # which are in the files
-        kept = ("title", "facts", "verdicts", "notes", "header", "table")
-        return print_json({name: parts[name] for name in kept} | {"files": [str(file) for file in files]})
-    _print(page, files, seconds, with_table=target in TABLES)  # those of figures are long
+    executor = crew.executor(study.device)
+    expanded = expand(study)
+    place = out / "results.sqlite" if crew.store is None else crew.store
+    new = crew.store is None and not out.is_dir()  # then there is nothing to look at yet
+    with Store(":memory:" if new else place) as opened:
+        crew.check(study, expanded[0], opened)
+    _make_folder(out)
+    with Store(place) as opened:
+        origin = Origin(terminal.command_line(), target, scale)
+        with narration.shown() as told, narration.interruptible(opened):
+            found = run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
+        remembered = next(s for s in opened.studies() if s.study.name == study.name)
+        return page_of(remembered, opened, expanded, None if of == "mean" else of), found.progress.seconds
+
+
+def _plain(page: Page, files: list[Path]) -> dict[str, object]:
+    parts = asdict(replace(page, figures=()))  # which are in the files
+    kept = ("title", "facts", "verdicts", "notes", "header", "table")
+    return {name: parts[name] for name in kept} | {"files": [str(file) for file in files]}
 
 
 def _make_folder(folder: Path) -> None:

@@ -16,7 +16,7 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import Concatenate, ParamSpec, TypeVar
 
-from klatsch.study.choices import Row
+from klatsch.study.choices import BESIDE, Row
 
 SLACK, CHANGE, FLAT = 1.05, 1.25, 2.0
 LEVEL = 0.01  # of accuracy: one percent of the test images
@@ -355,5 +355,8 @@ def _place(row: Row) -> str:
 
 
 def percent(row: Row) -> str:
-    """An accuracy with the range of its seeds."""
-    return "diverged" if row.diverged else f"{row.value:.1%} ({row.low:.1%} to {row.high:.1%})"
+    """An accuracy with the range of its seeds, and what else is known of it."""
+    if row.diverged:
+        return "diverged"
+    beside = [f"{name} {row.beside(c):.1%}" for name in BESIDE if (c := vars(row)[name]) is not None]
+    return f"{row.value:.1%} ({', '.join([f'{row.low:.1%} to {row.high:.1%}', *beside])})"

@@ -137,6 +137,65 @@ def accuracy_against_bytes(rows: Sequence[Row], title: str) -> Figure:
     return figure
 
 
+def accuracy_of_schedules(rows: Sequence[Row], title: str) -> Figure:
+    """The accuracy over the epochs: panels as in figure 2; a line per rule and graph, black with an all-reduce."""
+    look = _by_rule(rows)
+
+    def at_server(row: Row) -> bool:
+        return row.topology == "complete"
+
+    layout = Layout(
+        _accuracy(rows[0]),
+        lambda row: f"{row.nodes} machines, {_alpha(row)}",
+        lambda row: f"{row.rule}, {'all-reduce' if at_server(row) else row.topology}",
+        lambda row: look(row) | ({"color": "black"} if at_server(row) else {}),
+        len(_distinct(rows, _alpha)),
+    )
+    figure = _against_rounds(sorted(rows, key=lambda row: (row.nodes, row.setting["alpha"])), title, layout)
+    figure.axes[0].set_ylim(*_limits([row.curve for row in rows]))
+    return figure
+
+
+def accuracy_of_rules(rows: Sequence[Row], title: str) -> Figure:
+    """Final accuracies, the best rule on top: mean of nodes with the range of its seeds, merged model, worst node."""
+    from matplotlib import figure as figures
+
+    def label(row: Row) -> str:
+        return row.rule if row.topology == rows[0].topology else f"{row.rule}, {row.topology}"
+
+    places = sorted({(row.nodes, row.setting["alpha"]) for row in rows})
+    means = {name: np.mean([row.value for row in rows if label(row) == name]) for name in _distinct(rows, label)}
+    order = sorted(means, key=lambda name: means[name])
+    wide = len(_distinct(rows, _alpha))
+    high = -(-len(places) // wide)
+    size = 2.6 + 3.0 * wide, 1.4 + (0.7 + 0.17 * len(order)) * high
+    figure = figures.Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(high, wide, sharex="col", sharey=True, squeeze=False).flatten()
+    for axis, (nodes, alpha) in zip(axes, places, strict=False):
+        mine = [row for row in rows if (row.nodes, row.setting["alpha"]) == (nodes, alpha) and not row.diverged]
+        y = [order.index(label(row)) for row in mine]
+        axis.hlines(y, [row.low for row in mine], [row.high for row in mine], color="#0072B2", linewidth=1.2)
+        for text, marker, colour, values in (
+            ("worst node", "v", "#D55E00", [row.beside(row.worst) for row in mine]),
+            ("merged model", "^", "#009E73", [row.beside(row.merged) for row in mine]),
+            ("mean of nodes", "o", "#0072B2", [row.value for row in mine]),
+        ):
+            axis.plot(values, y, marker, color=colour, markersize=3.5, label=text)
+        for place, row in zip(y, mine, strict=True):
+            _mark(axis, row, row.value, row.final[:, row.best], at=place)
+        axis.set_yticks(range(len(order)), order, fontsize=7)
+        axis.grid(alpha=0.25, linewidth=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_title(f"{nodes} machines, alpha = {alpha:g}", fontsize=10)
+    for axis in axes[len(places) :]:
+        axis.remove()
+    for axis in axes[-wide:]:
+        axis.set_xlabel("test accuracy")
+    figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=10)
+    _legend(figure)
+    return figure
+
+
 def classes_of_nodes(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> Figure:
     """A bar per node, made of its classes; counts are (nodes, classes)."""
     from matplotlib import colormaps
@@ -318,12 +377,12 @@ def _line_of_seeds(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.floa
     axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
-def _mark(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: str = "") -> None:
+def _mark(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: str = "", at: float | None = None) -> None:
     """A tooltip for the report: the mean of the seeds and their range."""
     if np.isfinite(mean := values.mean()):
         spread = f"{mean:.3g} ({values.min():.3g} to {values.max():.3g})"
         text = f"{row.rule}, {row.topology}, M = {row.nodes}{when}: {spread}, lr {row.lr:g}"
-        axis.plot([x], [mean], "o", markersize=9, alpha=0, gid=f"{VALUE}{text}")
+        axis.plot([x], [mean if at is None else at], "o", markersize=9, alpha=0, gid=f"{VALUE}{text}")
 
 
 def _legend(figure: Figure) -> None:

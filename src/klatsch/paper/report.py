@@ -14,7 +14,7 @@ from klatsch.paper import figures
 from klatsch.paper.pages import Page, edge_note, table_of
 from klatsch.paper.targets import TARGETS
 from klatsch.study.cases import Case, LeftOut, expand, headline_of
-from klatsch.study.choices import Row
+from klatsch.study.choices import BESIDE, Row
 from klatsch.study.grids import counted
 from klatsch.study.screening import screened
 from klatsch.study.spec import Study
@@ -29,27 +29,33 @@ Expanded = tuple[list[Case], list[LeftOut]]
 BANDS = "bands reach from the smallest to the largest seed."
 
 
-def page_of(remembered: Remembered, store: Store, expanded: Expanded | None = None) -> Page:
-    """The page of a study, from the runs that the store holds so far; pass `expanded` if you have it."""
+def page_of(remembered: Remembered, store: Store, expanded: Expanded | None = None, showing: str | None = None) -> Page:
+    """The page of a study, from the runs that the store holds so far; pass `expanded` if you have it.
+
+    Figures, numbers and verdicts are those of the mean of nodes, or of what is `showing`: "merged" or "worst".
+    """
     study, origin, target = remembered.study, remembered.origin, TARGETS.get(remembered.origin.kind)
     title = study.name if target is None else f"{target.title} ({origin.scale} scale)"
     cases, left_out = expanded or _expanded(remembered, store)
     runs = screened(study, cases, store)
-    rows = runs.rows(store)
-    facts = (*_facts(remembered), _when_and_where(runs.cases, store))
+    rows, name = runs.rows(store), study.name
+    if showing is not None:
+        rows, name = [row.showing(showing) for row in rows], f"{study.name}-{showing}"
+    facts = (*_facts(remembered), *_shown(showing), _when_and_where(runs.cases, store))
     if not rows:
-        return Page(study.name, title, facts, (), (), (), command=origin.command)
+        return Page(name, title, facts, (), (), (), command=origin.command)
     above = f"{study.problem.label}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.choice}"
     if target is None:
         drawn, verdicts = _figures_of_any(study, rows, above), []
     else:
-        drawn = [(study.name, target.figure(rows, above))]
+        draw = {name: target.figure, **{f"{name}-{more}": each for more, each in target.more.items()}}
+        drawn = [(file, each(rows, above)) for file, each in draw.items()]
         verdicts = [sentence.check(rows) for sentence in target.sentences]
     if not {case.key for case in runs.cases} <= store.done():
         verdicts = [replace(v, holds=None, figures=("not all of its runs are finished", *v.figures)) for v in verdicts]
     reasons = (f"Left out: {reason}" for reason in dict.fromkeys(item.reason for item in left_out))
     notes = (*edge_note(rows), *(target.notes if target else ()), *reasons)
-    return Page(study.name, title, facts, tuple(drawn), *table_of(rows), tuple(verdicts), notes, command=origin.command)
+    return Page(name, title, facts, tuple(drawn), *table_of(rows), tuple(verdicts), notes, command=origin.command)
 
 
 def _expanded(remembered: Remembered, store: Store) -> Expanded:
@@ -76,9 +82,9 @@ def _figures_of_any(study: Study, rows: Sequence[Row], title: str) -> list[tuple
 
 def _facts(remembered: Remembered) -> tuple[str, str]:
     study = remembered.study
-    grids: dict[tuple[float, ...], list[str]] = {}
+    grids: dict[tuple[float, ...], dict[str, None]] = {}  # with names of rules, once each
     for rule, grid in study.grids:
-        grids.setdefault(grid, []).append(rule)
+        grids.setdefault(grid, {})[rule] = None
     rates = "; ".join(
         (f"{', '.join(names)}: " if len(grids) > 1 else "") + ", ".join(f"{lr:g}" for lr in grid)
         for grid, names in grids.items()
@@ -93,6 +99,12 @@ def _facts(remembered: Remembered) -> tuple[str, str]:
         f"{rates}. The one with the {best} {chosen_by} is chosen for each rule, graph, size and setting.",
         f"{shown}; {letters}{BANDS}",
     )
+
+
+def _shown(showing: str | None) -> tuple[str, ...]:
+    if showing is None:
+        return ()
+    return (f"Shown is the {BESIDE[showing]}, at the learning rates that are chosen for the mean of nodes.",)
 
 
 def _when_and_where(cases: Sequence[Case], store: Store) -> str:

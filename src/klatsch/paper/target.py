@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from klatsch.paper.claims import OfRows, Sentence
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Sentences = tuple[Sentence, ...]
 Said = tuple[str, OfRows] | tuple[str, OfRows, int]  # a claim, how to check it, and the rounds it needs
 Content = Mapping[str, object]  # of a study, as in a TOML file
+Draw = Callable[[Sequence[Row], str], "Figure"]
 
 PAPER_ROUNDS = 100_000  # sentences about the network's error term need this many: it shrinks like 1 / T
 ALPHA_MIDDLE = 1.0  # data are heterogeneous below, nearly homogeneous above
@@ -27,9 +28,10 @@ class Target:
     title: str
     study: Content
     scales: Mapping[str, Content]
-    figure: Callable[[Sequence[Row], str], Figure]
+    figure: Draw
     sentences: Sentences
     notes: tuple[str, ...] = ()
+    more: Mapping[str, Draw] = field(default_factory=dict)  # figures beside it, by what is added to its name
 
 
 def images(nodes: object, alpha: object = 0.1, topologies: object = "ring", epochs: int = 50) -> Content:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from klatsch.paper import claims, figures, tables
 from klatsch.paper.claims import points_of as of
 from klatsch.paper.local_steps import LOCAL_STEPS
 from klatsch.paper.pages import Page
+from klatsch.paper.schedule_free import AVERAGES, SCHEDULES
 from klatsch.paper.target import ALPHA_MIDDLE, PAPER_ROUNDS, Content, Said, Target, images, said, skewed
 from klatsch.study.choices import Row
 from klatsch.study.spec import PAPER_GRID, Study, parse
@@ -23,7 +24,7 @@ SCALES: dict[str, Content] = {
 }
 BEYOND_SCALES: dict[str, Content] = {
     "quick": {"nodes": (4, 25, 100, 256), "steps": 4_000, "seeds": 1},
-    "paper": {"nodes": (4, 9, 25, 49, 100, 256), "steps": PAPER_ROUNDS, "seeds": 3},
+    "paper": {"nodes": (4, 9, 25, 49, 100, 256), "steps": PAPER_ROUNDS, "seeds": 3, "screen": {"seeds": 1}},
 }
 CURVES = (4, 9, 25, 49, 100)  # sizes whose curves are drawn: all nine would hide each other
 RING, TORUS, PEER = "ring", "torus", "one_peer_exponential"
@@ -109,15 +110,18 @@ def study_of(
     By default dtype is float32 for images and on a CPU, where it is twice as fast, and float64 on a GPU.
     """
     chosen = TARGETS[target]
-    content = {"name": f"{target}-{scale}", "device": device, **chosen.study, **chosen.scales[scale]}
+    content: dict[str, Any] = {"name": f"{target}-{scale}", "device": device, **chosen.study, **chosen.scales[scale]}
     if "epochs" not in content:
         if epochs is not None:
             raise ValueError(f"epochs = {epochs}, but {target} has no data set to go through; leave epochs out")
         return parse(content | {"dtype": dtype or ("float32" if device == "cpu" else "float64")})
     if dtype not in (None, "float32"):
         raise ValueError(f"dtype = {dtype!r}; {target} trains in float32, leave dtype out")
-    study = parse(content | {"dtype": "float32"} | ({} if epochs is None else {"epochs": epochs}))
-    return study.model_copy(update={"record": max(3, min(study.epochs or 0, 10))})
+    epochs = int(content["epochs"]) if epochs is None else epochs
+    points = {"record": max(3, min(epochs, 10))}
+    if screen := content.get("screen"):
+        content["screen"] = {**screen, "epochs": min(epochs, screen["epochs"])}
+    return parse(points | content | {"dtype": "float32", "epochs": epochs})
 
 
 # --- drawings and sentences -----------------------------------------------------------------------------------------
@@ -276,6 +280,9 @@ TARGETS: dict[str, Target] = {
         + said(BEYOND, ("cta costs accuracy: dat is ahead of dat (cta)", claims.ahead("dat", "dat (cta)"))),
         IMAGE_NOTES,
     ),
+    "averages": AVERAGES,
+    "schedules": SCHEDULES,
     "local-steps": LOCAL_STEPS,
 }
+GROUPS = {"schedule-free": ("averages", "schedules", "beyond")}  # several figures at once
 TABLES: dict[str, Callable[[], Page]] = {"table1": tables.table_1, "table2": tables.table_2}

@@ -80,25 +80,37 @@ class Row:
 
         The learning rate is the one chosen for the end.
         """
+        return self.stopped(share).value
+
+    def stopped(self, share: float) -> Row:
+        """The same row as if its runs had been stopped after a share of the rounds; not chosen anew."""
         if not 0 < share <= 1:
             raise ValueError(f"share = {share}; give a number above 0 and up to 1, such as 0.5")
-        nearest = np.abs(np.array(self.steps) - share * self.steps[-1]).argmin()
-        return float(self.curve[:, nearest].mean())
+        last = int(np.abs(np.array(self.steps) - share * self.steps[-1]).argmin()) + 1
+        return self._cut(last)
 
     def showing(self, which: str) -> Row:
         """The same row with its `merged` model or its `worst` node in place of the mean of nodes; not chosen anew."""
-        if which not in BESIDE or (curves := vars(self)[which]) is None:
+        chosen = self._cut(len(self.steps))
+        if which not in BESIDE or (curves := vars(chosen)[which]) is None:
             raise ValueError(f"{which!r} was not measured; choose from {', '.join(BESIDE)}")
-        chosen = [self.best]
+        return replace(chosen, curves=curves, metric=f"{self.metric}, {BESIDE[which]}", merged=None, worst=None)
+
+    def _cut(self, points: int) -> Row:
+        """The row of the chosen learning rate alone, up to some recorded point."""
+
+        def cut(curves: NDArray[np.float64]) -> NDArray[np.float64]:
+            return curves[:, :points, [self.best]]
+
         return replace(
             self,
             lrs=(self.lr,),
             tried=self.tried or self.lrs,
-            curves=curves[:, :, chosen],
-            consensus=self.consensus[:, :, chosen],
-            metric=f"{self.metric}, {BESIDE[which]}",
-            merged=None,
-            worst=None,
+            steps=self.steps[:points],
+            curves=cut(self.curves),
+            consensus=cut(self.consensus),
+            merged=None if self.merged is None else cut(self.merged),
+            worst=None if self.worst is None else cut(self.worst),
         )
 
     @property
