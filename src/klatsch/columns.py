@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from klatsch.arguments import number, shown
 
 Number = float | Tensor
-"""A checked hyper-parameter: one number for all columns, or a tensor (C, 1)."""
+"""A checked hyper-parameter: one number for all columns, or a tensor (C, 1); (M, C, 1) where networks differ."""
 Given = Any
 """A hyper-parameter as users give it: a number, or a list, array or tensor with one number per column."""
 
@@ -68,6 +68,32 @@ def mapped(thing: Object, function: Callable[[Tensor], Tensor]) -> Object:
     parts = _parts(thing)
     new = {name: function(v) if isinstance(v, Tensor) else mapped(v, function) for name, v in parts.items()}
     return replaced(thing, **new) if parts else thing
+
+
+def joined(things: Sequence[Object], nodes: Sequence[int]) -> Object:
+    """The rules of several networks, each of so many nodes, as one: where numbers differ, a tensor (M, C, 1).
+
+    Learning rates are left to the engine, which passes them to every update.
+    """
+    parts, new = [_parts(thing) for thing in things], dict[str, object]()
+    for name, first in parts[0].items():
+        each = [part.get(name) for part in parts]
+        if name == "lr" or all(described(value) == described(first) for value in each):
+            continue
+        if all(isinstance(value, float | Tensor) for value in each):
+            new[name] = spread(each, nodes)
+        elif _parts(first) and len({type(value) for value in each}) == 1:
+            new[name] = joined(each, nodes)
+        else:
+            raise ValueError(f"{name} differs between rules that run together ({shown(described(each[0]))} and others)")
+    return replaced(things[0], **new)
+
+
+def spread(values: Sequence[Any], nodes: Sequence[int]) -> Tensor:
+    """The numbers of several networks, each a number or a tensor (C, 1), for all of their nodes: (M, C, 1)."""
+    tensors = [torch.as_tensor(value, dtype=torch.float64).reshape(-1, 1) for value in values]
+    columns = max(map(len, tensors))
+    return torch.cat([v.expand(count, columns, 1) for v, count in zip(tensors, nodes, strict=True)])
 
 
 def replaced(thing: Object, **values: object) -> Object:

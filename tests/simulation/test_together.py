@@ -41,6 +41,67 @@ def test_each_network_is_what_it_is_alone(rule, family, device):
             torch.testing.assert_close(result.metrics[name], values, rtol=1e-8, atol=1e-13)
 
 
+def different(name):
+    """Four rules that differ only in numbers: per column, as a schedule, or for all columns."""
+    rates = (
+        [0.01, 0.002, 0.001],
+        rules.Decay([0.02, 0.01, 0.005], "cosine", 200),
+        0.003,
+        rules.Decay(0.01, "linear", 200),
+    )
+    options = {
+        "dsgd": [{"momentum": m} for m in (0.9, 0.5, [0.1, 0.2, 0.3], 0.0)],
+        "dat": [{"beta": b, "averaging": "fixed(0.9)"} for b in (0.9, 1.0, [0.7, 0.8, 0.9], 0.5)],
+        "dat-gt": [{}] * 4,
+    }
+    return [rules.make(name, lr=lr, **own) for lr, own in zip(rates, options[name], strict=True)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["dsgd", "dat", "dat-gt"])
+def test_each_network_may_have_numbers_of_its_own(name, device):
+    several, graphs = networks("ring")
+    each = different(name)
+    results = simulate_together(several, each, graphs, 200, record=[1, 13, 100, 200], device=device)
+    for problem, rule, graph, result in zip(several, each, graphs, results, strict=True):
+        alone = klatsch.simulate(problem, rule, graph, 200, record=[1, 13, 100, 200], engine="torch")
+        assert result.origin == alone.origin
+        torch.testing.assert_close(result.output.cpu(), alone.output, rtol=1e-10, atol=1e-12)
+
+
+def test_rules_of_several_networks_differ_only_in_numbers():
+    several, graphs = networks("ring")
+    with pytest.raises(ValueError, match="averaging differs between rules that run together"):
+        simulate_together(several[:2], [rules.dat(0.1), rules.dat(0.1, "fixed(0.9)")], graphs[:2], 20)
+    with pytest.raises(ValueError, match="3 rules for 2 problems; give one rule, or one for each problem"):
+        simulate_together(several[:2], [rules.dat(0.1)] * 3, graphs[:2], 20)
+
+
+def test_a_stopped_stack_of_several_rules_goes_on_with_the_same_bits(tmp_path):
+    several, graphs = networks("ring")
+    each = different("dat")
+    whole = simulate_together(several, each, graphs, 200)
+    file = tmp_path / "stack"
+    with pytest.raises(KeyboardInterrupt):
+        simulate_together(several, each, graphs, 200, checkpoint=file, progress=stop_after(100))
+    results = simulate_together(several, each, graphs, 200, checkpoint=file)
+    for one, other in zip(whole, results, strict=True):
+        assert torch.equal(one.output, other.output)  # bits: same call
+    with pytest.raises(ValueError, match="belongs to another run"):
+        simulate_together(several, each[::-1], graphs, 200, checkpoint=file)
+
+
+def stop_after(rounds):
+    done = []
+
+    def stop(more):
+        done.append(more)
+        if sum(done) > rounds:
+            raise KeyboardInterrupt
+
+    return stop
+
+
 @pytest.mark.parametrize("rule", [rules.dsgd, rules.gt, rules.d2])
 def test_a_network_that_diverges_does_not_take_the_others_along(rule):
     calm = problems.LeastSquares.from_arrays(torch.ones(4, 1, 1) * 0.1, torch.ones(4, 1))
@@ -58,15 +119,9 @@ def test_a_stopped_stack_goes_on_with_the_same_bits(tmp_path):
     several, graphs = networks("one peer")
     rule = rules.dat(0.01)
     whole = simulate_together(several, rule, graphs, 300)
-
-    def stop(rounds, done=[0]):  # noqa: B006
-        done[0] += rounds
-        if done[0] > 150:
-            raise KeyboardInterrupt
-
     file = tmp_path / "stack"
     with pytest.raises(KeyboardInterrupt):
-        simulate_together(several, rule, graphs, 300, checkpoint=file, progress=stop)
+        simulate_together(several, rule, graphs, 300, checkpoint=file, progress=stop_after(150))
     resumed = []
     results = simulate_together(several, rule, graphs, 300, checkpoint=file, progress=resumed.append)
     assert resumed[0] > 150  # what was done before

@@ -59,6 +59,18 @@ def test_on_a_gpu_graphs_alphas_and_seeds_share_a_stack():
     assert {case.key for stack in stacks for case in stack.cases} == {case.key for case in cases}
 
 
+def test_on_a_gpu_learning_rates_and_schedules_share_a_stack_too():
+    cases, _ = expand(study(nodes=8, rules="dat", schedule=["constant", "cosine"]))
+    chosen = [case for case in cases if case.lr == (0.1 if case.seed else 0.001)]  # as if short runs had chosen
+    (stack,) = pack(chosen, "cuda")
+    assert [len(network) for network in stack.networks] == [1] * 16  # 2 graphs, 2 alphas, 2 seeds, 2 schedules
+
+
+def test_on_a_gpu_graphs_of_other_periods_do_not_share_a_stack():
+    cases, _ = expand(study(nodes=8, rules="d2", topologies=["ring", "ring/4"]))
+    assert len(pack(cases, "cuda")) == 2  # D2 corrects over as many rounds as lie between two mixes
+
+
 def test_learning_rates_are_chosen_by_accuracy(tmp_path, in_threads, start):
     tiny = {"name": "fashion-mnist", "alpha": 1.0, "test": 500}
     small = study(nodes=4, topologies="ring", rules=["dsgd"], lr=[1e-9, 0.1], epochs=None, steps=40, problem=tiny)

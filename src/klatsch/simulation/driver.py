@@ -109,11 +109,10 @@ class Run:
     def results(self, nodes: Nodes, points: list[int], origins: Sequence[Facts]) -> list[Result]:
         """The result of each network; `seconds` is the time of all of them."""
         now, found = self.now, []
-        C = len(now.diverged) // len(origins)
+        C, outputs = len(now.diverged) // len(origins), nodes.rule.output(now.state)
         for k, network in enumerate(nodes.networks):
             own = slice(k * C, (k + 1) * C)
-            state = network.part(now.state)
-            output = nodes.rule.output(state)
+            output = outputs[network.nodes]
             found.append(
                 Result(
                     steps=points,
@@ -123,7 +122,7 @@ class Run:
                     diverged_at=now.diverged_at[own],
                     seconds=now.seconds,
                     engine=nodes.name,
-                    state=state,
+                    state=network.part(now.state),
                     rounds=now.rounds,
                     origin=origins[k],
                 )
@@ -152,7 +151,9 @@ class Run:
 
 def _row(nodes: Nodes, state: State, grad: Tensor, diverged: Tensor) -> dict[str, Tensor]:
     """The metrics of a step; where a column diverged, the worst value: inf, unless the problem has another."""
-    found = [measure(n.problem, nodes.rule, n.part(state), grad[n.nodes]) for n in nodes.networks]
+    rule = nodes.rule  # whose numbers may differ between the networks
+    points = rule.output(state), rule.query(state), rule.iterate(state), grad
+    found = [measure(n.problem, *(v[n.nodes] for v in points)) for n in nodes.networks]
     C, worst = len(diverged) // len(found), nodes.networks[0].problem.worst
     row = {name: torch.cat([metrics[name].expand(C) for metrics in found]) for name in found[0]}
     return {name: v.masked_fill(diverged, worst.get(name, torch.inf)) for name, v in row.items()}

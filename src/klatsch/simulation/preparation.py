@@ -25,32 +25,40 @@ from klatsch.topology import Topology
 class Rates:
     """The learning rates of a run, round by round, and where it computes."""
 
-    lr: LearningRate
+    lrs: Sequence[LearningRate]  # one for all networks, or one for each
+    nodes: Sequence[int]  # of each network
     steps: int  # the last round: engines look ahead, but never ask a schedule beyond it
     columns: int
     dtype: torch.dtype
     device: torch.device
 
     def __post_init__(self) -> None:
-        self.change = callable(self.lr)
-        self._fixed = self.lr.to(self.device, self.dtype) if isinstance(self.lr, Tensor) else self.lr
+        self.change = any(map(callable, self.lrs))
+        self._fixed = None if self.change else self._placed(self._of(1))
 
     def __call__(self, t: int) -> cols.Number:
-        """The learning rate of round t: a number, or a tensor (columns, 1)."""
-        rates = self._of(t)
-        return rates.to(self.device, self.dtype) if isinstance(rates, Tensor) else rates
+        """The learning rate of round t: a number, or a tensor (columns, 1), or (nodes, columns, 1) if they differ."""
+        return self._placed(self._of(t)) if self._fixed is None else self._fixed
 
     def between(self, done: int, until: int) -> Tensor:
-        """The learning rates of rounds done + 1 to until, (rounds, columns, 1)."""
-        rates = (torch.as_tensor(self._of(t), dtype=self.dtype) for t in range(done + 1, until + 1))
+        """The learning rates of rounds done + 1 to until, as tensors."""
+        rounds = (torch.as_tensor(self._of(t), dtype=self.dtype) for t in range(done + 1, until + 1))
+        rates = [v if v.ndim == 3 else v.reshape(-1, 1).expand(self.columns, 1) for v in rounds]
         # One transfer for all rounds: on a GPU one for each would take longer than the rounds themselves.
-        return torch.stack([v.reshape(-1, 1).expand(self.columns, 1) for v in rates]).to(self.device)
+        return torch.stack(rates).to(self.device)
 
     def _of(self, t: int) -> cols.Number:
-        rates: cols.Number = rate(self._fixed, min(t, self.steps))
-        if self.change and isinstance(rates, Tensor) and len(rates) != self.columns:
+        found = [self._one(lr, t) for lr in self.lrs]
+        return found[0] if len(found) == 1 else cols.spread(found, self.nodes)
+
+    def _one(self, lr: LearningRate, t: int) -> cols.Number:
+        rates: cols.Number = rate(lr, min(t, self.steps))
+        if callable(lr) and isinstance(rates, Tensor) and len(rates) != self.columns:
             raise ValueError(f"lr({t}) has {len(rates)} columns; return one number, or {self.columns} at every round")
         return rates
+
+    def _placed(self, rates: cols.Number) -> cols.Number:
+        return rates.to(self.device, self.dtype) if isinstance(rates, Tensor) else rates
 
     def placed(self, rule: Rule) -> Rule:
         """The rule with its per-column hyper-parameters on the device of the run."""
@@ -75,7 +83,7 @@ class Prepared:
 
 def prepared(
     problems: Sequence[Problem],
-    rule: Rule,
+    rules: Sequence[Rule],
     topologies: Sequence[Topology],
     steps: int,
     record: int | Sequence[int],
@@ -83,18 +91,23 @@ def prepared(
     device: str | torch.device,
     any_graph: bool,
 ) -> Prepared:
-    """Check that the parts of a run, of one network or several, fit together."""
+    """Check that the parts of a run, of one network or several, fit together; `rules` has one for all, or for each."""
     problems = [adopted(problem) for problem in problems]
-    fitted = [_fitted(p, rule, g, any_graph) for p, g in zip(problems, topologies, strict=True)]
+    each_rule = rules if len(rules) > 1 else [*rules] * len(problems)
+    fitted = [_fitted(*parts, any_graph) for parts in zip(problems, each_rule, topologies, strict=True)]
     rule, C = fitted[0][0], max(columns for _, columns in fitted)
-    if len({str(cols.flattened("rule", fit)) for fit, _ in fitted}) > 1:
+    nodes = [problem.nodes for problem in problems]
+    if len(rules) > 1:
+        rule = cols.joined([fit for fit, _ in fitted], nodes)
+    elif len({str(cols.flattened("rule", fit)) for fit, _ in fitted}) > 1:
         raise ValueError(f"{rule.name} differs between these graphs; give graphs with the same every")
     steps = whole(steps, "steps", 1)
     points, where = record_points(record, steps), check_place(dtype, device)
-    origins = [_identity(p, rule, g, C, dtype) for p, g in zip(problems, topologies, strict=True)]
-    rows = pairwise(accumulate((problem.nodes for problem in problems), initial=0))
+    origins = [_identity(p, fit, g, C, dtype) for p, (fit, _), g in zip(problems, fitted, topologies, strict=True)]
+    rows = pairwise(accumulate(nodes, initial=0))
     networks = [Network(problem.to(dtype, where), slice(*own)) for problem, own in zip(problems, rows, strict=True)]
-    return Prepared(networks, topologies, rule, Rates(rule.lr, steps, C, dtype, where), points, origins)
+    rates = Rates([fit.lr for fit, _ in fitted[: len(rules)]], nodes, steps, C, dtype, where)
+    return Prepared(networks, topologies, rule, rates, points, origins)
 
 
 def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -> tuple[Rule, int]:
@@ -143,11 +156,12 @@ def _identity(problem: Problem, rule: Rule, topology: Topology, C: int, dtype: t
 
 def length(rates: Rates, points: list[int], start: Snapshot, engine: str) -> Facts:
     """What else determines a result to the last bit: length, schedule, points, start, device and engine."""
-    lr, rounds = rates.lr, sorted({1, *points, rates.steps})
+    rounds = sorted({1, *points, rates.steps})
+    told = [[cols.described(torch.as_tensor(lr(t))) for t in rounds] if callable(lr) else None for lr in rates.lrs]
     return {
         "steps": rates.steps,
         "record": points,
-        "learning rates": [cols.described(torch.as_tensor(lr(t))) for t in rounds] if callable(lr) else None,
+        "learning rates": told[0] if len(told) == 1 else told,
         "begun": digest(each(Tensor.cpu, start.state), {"rounds": start.rounds}),
         "device": rates.device.type,
         "engine": engine,

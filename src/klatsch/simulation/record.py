@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from klatsch.problems import Problem
-from klatsch.rules import Rule, State
+from klatsch.rules import State
 
 Facts = dict[str, object]  # plain data that JSON can hold
 
@@ -73,10 +73,10 @@ def record_points(record: int | Sequence[int], steps: int) -> list[int]:
     return whole
 
 
-def measure(problem: Problem, rule: Rule, state: State, grad: Tensor) -> dict[str, Tensor]:
+def measure(problem: Problem, output: Tensor, query: Tensor, iterate: Tensor, grad: Tensor) -> dict[str, Tensor]:
     """All metrics of one step, per column, in float64; inf where a number is not finite."""
-    found = problem.metrics(rule.output(state))
-    found |= {"Gamma": _spread(rule.query(state)), "Xi": _spread(rule.iterate(state)), "Psi": _spread(grad)}
+    found = problem.metrics(output)
+    found |= {"Gamma": _spread(query), "Xi": _spread(iterate), "Psi": _spread(grad)}
     values = {name: torch.as_tensor(value).double().cpu() for name, value in found.items()}
     return {name: v.where(v.isfinite(), torch.inf) for name, v in values.items()}
 

@@ -74,7 +74,7 @@ def simulate(
 
 def simulate_together(
     problems: Sequence[Problem],
-    rule: Rule,
+    rule: Rule | Sequence[Rule],
     topologies: Sequence[Topology],
     steps: int,
     record: int | Sequence[int] = 50,
@@ -91,14 +91,18 @@ def simulate_together(
     """Run one rule on several problems, each over its own topology, all in one stack.
 
     The problems are of one kind that can be joined (`LeastSquares`), with the same number of parameters and the same
-    noise per column. The other arguments are those of `simulate`; `after` is for a single problem.
+    noise per column. The rule may also be a list with one for each problem, which differ only in numbers. The other
+    arguments are those of `simulate`; `after` is for a single problem.
 
     Returns:
         One result per problem; `seconds` is the time of all of them.
     """
     if not problems or len(problems) != len(topologies):
         raise ValueError(f"{len(problems)} problems and {len(topologies)} topologies; give one topology per problem")
-    parts = prepared(problems, rule, topologies, steps, record, dtype, device, any_graph)
+    rules = [*rule] if isinstance(rule, Sequence) else [rule]
+    if len(rules) not in (1, len(problems)):
+        raise ValueError(f"{len(rules)} rules for {len(problems)} problems; give one rule, or one for each problem")
+    parts = prepared(problems, rules, topologies, steps, record, dtype, device, any_graph)
     rates, points, origins, whole = parts.rates, parts.points, parts.origins, parts.networks[0].problem
     identity, title = origins[0], f"{parts.rule.name} on {topologies[0].name}, {topologies[0].size} nodes"
     if len(problems) > 1:

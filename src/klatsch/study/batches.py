@@ -43,7 +43,7 @@ Network = tuple[Case, ...]  # the runs on one network, column by column
 
 @dataclass(frozen=True)
 class Batch:
-    """Runs done in one go: one network, or a stack of several with the same columns."""
+    """Runs done in one go: one network, or a stack of several with as many columns each."""
 
     networks: tuple[Network, ...]
     device: str
@@ -103,7 +103,7 @@ def pack(cases: Iterable[Case], device: str) -> list[Batch]:
         return [Batch((block,), device) for block in blocks]
     stacks: dict[str, list[Network]] = {}
     for block in blocks:
-        stacks.setdefault(_text(_in_stack(block[0]), [_split(case)[1] for case in block]), []).append(block)
+        stacks.setdefault(_text(*_in_stack(block)), []).append(block)
     return [Batch(tuple(stack), device) for blocks in stacks.values() for stack in _cut(blocks)]
 
 
@@ -117,8 +117,8 @@ def quick(batches: Sequence[Batch]) -> bool:
     return rounds <= QUICK_ROUNDS and numbers <= QUICK_NUMBERS
 
 
-def simulation_arguments(batch: Batch) -> tuple[list[Problem], rules.Rule, list[Topology], int, Options]:
-    """The arguments of `simulate_together` for a batch: problems, rule, graphs, steps, and options by name."""
+def simulation_arguments(batch: Batch) -> tuple[list[Problem], list[rules.Rule], list[Topology], int, Options]:
+    """The arguments of `simulate_together` for a batch: problems, rules, graphs, steps, and options by name."""
     first = batch.networks[0][0]
     first.check_sources()
     seeded = "seed" in problems.options(first.problem)
@@ -128,10 +128,12 @@ def simulation_arguments(batch: Batch) -> tuple[list[Problem], rules.Rule, list[
         seed = {"seed": network[0].seed} if seeded else {}
         return problems.make(first.problem, network[0].nodes, **seed, **options)
 
-    rule = make_rule(first.rule, _joined([case.rule_options for case in batch.networks[0]]), first.steps)
+    options = [_joined([case.rule_options for case in network]) for network in batch.networks]
+    same = all(each == options[0] for each in options)
+    made = [make_rule(first.rule, each, first.steps) for each in (options[:1] if same else options)]
     graphs = [network[0].make_graph() for network in batch.networks]
     choices = {"record": first.points, "dtype": DTYPES[first.dtype], "any_graph": first.any_graph}
-    return [problem(network) for network in batch.networks], rule, graphs, first.steps, choices
+    return [problem(network) for network in batch.networks], made, graphs, first.steps, choices
 
 
 def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Callable[[int], None] | None = None) -> Finished:
@@ -204,13 +206,24 @@ def _split(case: Case) -> tuple[list[object], list[Options]]:
     return shared, [{name: options.get(name) for name in names} for options, names in given]
 
 
-def _in_stack(case: Case) -> list[object]:
+def _in_stack(block: Network) -> list[object]:
     """What all networks of a stack share."""
+    case, columns = block[0], [_split(case)[1] for case in block]
     per_network = problems.declared(case.problem).per_network
-    if per_network is not None:
-        options = {name: value for name, value in case.problem_options.items() if name not in per_network}
-        case = replace(case, problem_options=options, topology="", topology_options={}, lazy=False)
-    return _split(case)[0]
+    if per_network is None:
+        return [_split(case)[0], columns]
+    case = replace(
+        case,
+        problem_options={name: value for name, value in case.problem_options.items() if name not in per_network},
+        topology="",
+        topology_options={name: v for name, v in case.topology_options.items() if name == "every"},  # which rules see
+        lazy=False,
+    )
+    if own.is_own(case.rule):
+        return [_split(case)[0], columns]
+    # Each network may have its own numbers in the rule, and its own schedule.
+    rule_options = {name: value for name, value in case.rule_options.items() if name != "schedule"}
+    return [_split(replace(case, rule_options=rule_options))[0], [problem for problem, _ in columns]]
 
 
 def _most_columns(case: Case, device: str) -> int:

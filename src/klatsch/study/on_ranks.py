@@ -112,7 +112,7 @@ def serve() -> None:
 def run_together(batch: Batch) -> list[Result]:
     """Do one rank's part of a batch; only rank 0 has the results."""
     torch.set_num_threads(1)
-    problems, rule, graphs, steps, choices = simulation_arguments(batch)
+    problems, (rule,), graphs, steps, choices = simulation_arguments(batch)
     choices["device"], results = _device(batch.device), []
     for problem, graph in zip(problems, graphs, strict=True):
         group = _first_ranks(graph.size)
@@ -171,7 +171,7 @@ def simulate_on_ranks(
     Arguments and numbers are those of `simulate`, up to rounding. Rank 0 returns the result, the others None. A
     neighbour that is gone or late is a LinkError.
     """
-    parts = prepared([problem], rule, [topology], steps, record, dtype, device, any_graph)
+    parts = prepared([problem], [rule], [topology], steps, record, dtype, device, any_graph)
     rates, size = parts.rates, dist.get_world_size(group)
     if topology.size != size:
         raise ValueError(f"{topology.name} has {topology.size} nodes but the group has {size} ranks; use one per node")
