@@ -253,7 +253,7 @@ def _family_and_graph(row: Row) -> str:
 
 
 def _quantity(row: Row, formula: str) -> str:
-    return f"error  {formula}" if row.metric == "distance" else row.metric
+    return f"error  {formula}" if row.metric == "distance" else row.title
 
 
 def _by_topology(rows: Sequence[Row]) -> Look:

@@ -56,7 +56,8 @@ class Row:
     @property
     def title(self) -> str:
         """The name of its values."""
-        return "error" if self.metric == "distance" else self.metric
+        metric, comma, which = self.metric.partition(",")
+        return ("error" if metric == "distance" else metric) + comma + which
 
     @property
     def value(self) -> float:
