@@ -9,7 +9,7 @@ from torch import nn
 
 import klatsch
 from klatsch.problems import FashionMNIST, ImageClassification, Images, lenet
-from klatsch.problems.images.classification import COMPILED, IMAGES_AT_ONCE, equal_parts, portions
+from klatsch.problems.images.classification import COMPILED, IMAGES_AT_ONCE, ONE_MORE, equal_parts, portions
 from klatsch.problems.images.stacks import Stacked, grouped, rows
 from klatsch.simulation import simulate_together
 from tests.support.machine import DATA, needs_data
@@ -307,13 +307,17 @@ def test_an_odd_number_of_test_images_is_measured_in_few_portions():
         assert math.ceil(count / equal_parts(count, IMAGES_AT_ONCE)) == parts
 
 
-@pytest.mark.parametrize("count", [1, 31, 32, 100, 287, 288, 1000])
+@pytest.mark.parametrize("count", [1, 31, 32, 48, 112, 144, 259, 287, 288, 1000, 5000])
 def test_models_train_in_few_sizes_on_a_gpu_and_in_no_more_than_there_are_on_a_cpu(count):
     on_gpu = portions(count, "cuda")
     assert set(on_gpu) <= set(COMPILED)
-    assert count <= sum(on_gpu) < count + COMPILED[-1]  # little is wasted
-    assert len(on_gpu) <= count // COMPILED[0] + 3
+    assert sum(on_gpu) >= count
     assert sum(portions(count, "cpu")) == count
+
+    def cost(sizes):
+        return sum(sizes) + ONE_MORE * len(sizes)
+
+    assert all(cost(on_gpu) <= cost([size] * math.ceil(count / size)) for size in COMPILED)
 
 
 def test_filling_up_a_portion_changes_no_gradient(monkeypatch):

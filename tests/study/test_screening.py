@@ -1,5 +1,7 @@
 """A study with `screen`: short runs choose the learning rates, and only those run in full."""
 
+import json
+
 import pytest
 
 from klatsch.paper.report import page_of
@@ -82,13 +84,42 @@ def test_a_page_before_the_short_runs_are_done_shows_no_numbers(store):
 @pytest.mark.parametrize(
     ("screen", "error"),
     [
-        ({"epochs": 2}, "screen has epochs = 2, but the study counts steps; give steps or leave it out"),
-        ({"steps": 61}, "screen has steps = 61, more than the study's 60; give at most that many"),
+        ({"epochs": 2}, "screen.epochs = 2, but the study counts steps; give steps or leave it out"),
+        ({"steps": 61}, "screen.steps = 61, more than the study's 60; give at most that many"),
+        ({"steps": [5]}, r"screen.steps = \[5\]; give a whole number"),
+        ({"record": 10**8}, "screen.record = 100000000; give a whole number from 1 to 10000"),
+        ({"seeds": 100_000}, r"a grid of 2,400,000 runs; the limit is 100,000"),
         ({"step": 20}, "unknown key 'screen.step'; there are steps, epochs, seeds, record"),
-        ({"seeds": 0}, "seeds = 0"),
-        (20, "screen = 20"),
+        ({"seeds": 0}, "screen.seeds = 0; give a whole number"),
+        (20, r"screen = 20; give a table such as \{ seeds = 1 \}"),
     ],
 )
 def test_bad_screens_are_refused(screen, error):
-    with pytest.raises(ValueError, match="^" + error.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=f"^{error}"):
         parse({**CONTENT, "screen": screen})
+
+
+def test_two_rules_of_one_name_are_chosen_for_by_themselves(store, tmp_path):
+    for folder, momentum in (("a", 0.0), ("b", 0.5)):
+        (tmp_path / folder).mkdir()
+        code = f"from klatsch import rules\n\n\ndef mine(lr):\n    return rules.dsgd(lr, {momentum})\n"
+        (tmp_path / folder / "mine.py").write_text(code)
+    both = [str(tmp_path / folder / "mine.py:mine") for folder in "ab"]
+    found = run_study(parse({**CONTENT, "rules": both, "nodes": 4, "screen": {"steps": 20}}), store)
+    assert len(found.rows) == 2 * 2  # settings
+    assert len({row.rule for row in found.rows}) == 2
+    assert page_of(store.studies()[0], store).table
+
+
+def test_results_show_the_full_runs_with_what_the_short_ones_tried(tmp_path, in_threads, run_cli):
+    file = tmp_path / "s.sqlite"
+    rows = run_study(parse({**CONTENT, "screen": {"steps": 20}}), file).rows
+    code, out, _ = run_cli("results", file, "--json")
+    shown = json.loads(out)["rows"]
+    assert code == 0
+    assert [row["steps"][-1] for row in shown] == [60] * PLACES
+    assert sorted(row["lr_at_edge"] for row in shown) == sorted(row.at_edge for row in rows)
+    code, out, _ = run_cli("results", file, "--all", "--json")
+    assert len(json.loads(out)["runs"]) == PLACES * (RATES + SEEDS)  # every run
+    code, out, _ = run_cli("results", file, "--where", "schedule=constant", "--json")
+    assert len(json.loads(out)["rows"]) == PLACES

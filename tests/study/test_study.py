@@ -14,6 +14,7 @@ from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.study import Store, execute, expand, load, parse, run_study, summarize, workers
 from klatsch.study.batches import pack, run_batch
+from klatsch.study.store import Origin
 from tests.support.comparisons import assert_same_to_rounding
 
 SMALL = {
@@ -391,7 +392,7 @@ def test_after_an_error_nothing_more_is_begun_in_somebody_elses_executor(monkeyp
     def failing(batch, *_):
         begun.append(batch)
         if len(begun) > 1:
-            over.wait()  # so that however slow the driver is, the others have not begun yet
+            over.wait(60)  # so that however slow the driver is, the others have not begun yet
         raise ValueError("no luck")
 
     monkeypatch.setattr(workers, "run_batch", failing)
@@ -480,3 +481,26 @@ def test_graphs_of_a_rule_are_checked_like_the_study_s():
         parse({**content, "rules": [{"name": "dat", "topologies": ["rng"]}]})
     with pytest.raises(ValueError, match="the list is empty"):
         parse({**content, "rules": [{"name": "dat", "topologies": []}]})
+
+
+def test_a_study_needs_graphs_that_some_rule_uses():
+    content = {"nodes": 4, "steps": 20}
+    baseline = {"name": "dsgd", "topologies": "complete"}
+    assert [case.topology for case in expand(parse({**content, "rules": [baseline], "seeds": 1, "lr": 0.1}))[0]] == [
+        "complete"
+    ]
+    with pytest.raises(ValueError, match="topologies is missing; give it"):
+        parse({**content, "rules": ["dat", baseline]})
+    with pytest.raises(ValueError, match="every rule has graphs of its own, and none uses these; leave them out"):
+        parse({**content, "rules": [baseline], "topologies": "ring"})
+    with Store(":memory:") as store:
+        store.remember(parse({**content, "rules": [baseline]}), Origin())
+        assert store.studies()[0].study.topologies == ()
+
+
+def test_a_rule_of_your_own_leaves_the_study_s_words_alone(tmp_path):
+    for word in ("schedule", "topologies"):
+        file = tmp_path / f"{word}.py"
+        file.write_text(f"from klatsch import rules\n\n\ndef mine(lr, {word}=1):\n    return rules.dsgd(lr)\n")
+        with pytest.raises(ValueError, match=f"has an option {word}, which is the study's word; give it another name"):
+            parse({"nodes": 4, "steps": 20, "rules": f"{file}:mine", "topologies": "ring"})

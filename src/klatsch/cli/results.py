@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -122,7 +122,8 @@ def report(
 def _settings(case: Case) -> dict[str, object]:
     """Everything about a run that has a name."""
     plain = {name: value for name, value in asdict(case).items() if not isinstance(value, dict)}
-    return {**plain, **case.topology_options, **case.rule_options, **case.problem_options}
+    options = {"schedule": "constant"} | case.rule_options
+    return {**plain, **case.topology_options, **options, **case.problem_options}
 
 
 def _spellings(case: Case, name: str) -> tuple[object, ...]:
@@ -147,22 +148,33 @@ def _order(case: Case) -> tuple[object, ...]:
 
 
 def _tables(store: Store, runs: Runs, metric: str | None) -> list[tuple[Kind, list[Row]]]:
-    """The rows of each kind of runs; kinds that do not have the metric are left out, if others do."""
-    from klatsch.study.choices import summarize
+    """The rows of each kind of runs; kinds that do not have the metric are left out, if others do.
 
+    Short runs that only chose learning rates are left out, too; the rows of the full runs know what these tried.
+    """
+    from klatsch.study.choices import rows_by_place
+    from klatsch.study.screening import screened_in
+
+    short, tried = screened_in(store)
     kinds: dict[Kind, list[tuple[str, Case]]] = {}
-    for case, facts in runs:
+    for case, facts in [run for run in runs if run[1]["key"] not in short] or runs:
         kind = case.problem_label, case.length, case.dtype, case.record, case.source("problem")
         kinds.setdefault(kind, []).append((facts["key"], case))
     tables, refusals = [], []
     for kind, mine in kinds.items():
         try:
-            tables.append((kind, summarize(mine, store, metric)))
+            rows = rows_by_place(mine, store, metric)
+            tables.append((kind, [_of_short_runs(row, tried.get(place, ())) for place, row in rows.items()]))
         except ValueError as refusal:
             refusals.append(refusal)
     if not tables:
         raise refusals[0]
     return tables
+
+
+def _of_short_runs(row: Row, tried: tuple[float, ...]) -> Row:
+    """A row with the learning rates that short runs tried, if it has fewer by itself."""
+    return replace(row, tried=tried) if set(row.lrs) < set(tried) else row
 
 
 def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:

@@ -152,6 +152,7 @@ def run(
     from klatsch.study import on_ranks, spec
     from klatsch.study.cases import expand
     from klatsch.study.execute import run_study
+    from klatsch.study.grids import counted
     from klatsch.study.store import Origin, Store
 
     use_folder(crew.data)
@@ -170,8 +171,6 @@ def run(
     place = crew.store if crew.store is not None or file is None else file.with_suffix(".sqlite")
     executor = crew.executor(study.device, in_memory=place is None)
     if engine == "ranks":
-        if study.screen is not None:
-            raise ValueError("screen does not go with --engine ranks; leave it out, or run the study without ranks")
         executor = on_ranks.ranks_for(study.nodes, crew.processes, crew.dask)
     with Store(":memory:" if place is None else place) as opened, narration.shown() as told:
         origin = Origin(terminal.command_line())
@@ -187,7 +186,7 @@ def run(
         else:
             damaged = found.progress.damaged
             again = f" ({damaged:,} {'was' if damaged == 1 else 'were'} damaged)" if damaged else ""
-            print(f"{found.progress.runs_done:,} runs new{again}, results in {place}")
+            print(f"{counted(found.progress.runs_done, 'run')} new{again}, results in {place}")
     if plot is not None:
         draw = figures.error_against_nodes if len(study.nodes) > 1 else figures.error_against_rounds
         pictures.save(draw(found.rows, title_of(study)), plot, dpi=160)

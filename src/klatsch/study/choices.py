@@ -135,11 +135,25 @@ class Row:
         return self.value == 0.0 if self.largest else not np.isfinite(self.value)
 
 
+Place = tuple[str, str, str, int, str, str]
+"""What a learning rate is chosen for: graph, setting, size and rule, with the sources of custom graphs and rules."""
+
+
+def place(case: Case) -> Place:
+    """The row that a run belongs to."""
+    return case.graph_label, case.source("topology"), case.setting, case.nodes, case.label, case.source("rule")
+
+
 def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None = None) -> list[Row]:
     """The rows of those runs, given with their keys, that the store holds, in order.
 
     Learning rates are chosen by this metric, or the problem's own, among those with as many seeds as the most complete.
     """
+    return list(rows_by_place(runs, store, metric).values())
+
+
+def rows_by_place(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None = None) -> dict[Place, Row]:
+    """The same, with the place of each row."""
     runs = list(runs)
     headline = runs[0][1].headline if runs else DISTANCE
     metric = headline.metric if metric is None else metric
@@ -156,12 +170,15 @@ def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None
     def called(label: str, source: str) -> str:
         return f"{label} [{source[:6]}]" if len(versions[label]) > 1 else label
 
-    groups: dict[tuple[str, str, int, str], list[tuple[Case, Outcome]]] = {}
+    groups: dict[Place, list[tuple[Case, Outcome]]] = {}
     for key, case in runs:
         if key in outcomes:
-            graph, rule = called(case.graph_label, case.source("topology")), called(case.label, case.source("rule"))
-            groups.setdefault((graph, case.setting, case.nodes, rule), []).append((case, outcomes[key]))
-    return [_row(group, headline, rule, graph) for (graph, _, _, rule), group in groups.items()]
+            groups.setdefault(place(case), []).append((case, outcomes[key]))
+    return {
+        place: _row(group, headline, called(rule, of_rule), called(graph, of_graph))
+        for place, group in groups.items()
+        for graph, of_graph, _, _, rule, of_rule in [place]
+    }
 
 
 def _row(group: list[tuple[Case, Outcome]], headline: Headline, rule: str, graph: str) -> Row:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from klatsch.study.cases import Case
-from klatsch.study.choices import Row, summarize
+from klatsch.study.cases import Case, expand
+from klatsch.study.choices import Place, Row, place, rows_by_place
 from klatsch.study.spec import Study
 from klatsch.study.store import Store
-
-Place = tuple[str, str, int, str]  # graph, setting, nodes and rule: what a learning rate is chosen for
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Screened:
 
     def rows(self, store: Store) -> list[Row]:
         """What the full runs found."""
-        found = summarize([(case.key, case) for case in self.full], store)
-        return [replace(row, tried=self.tried.get(_place_of(row), ())) for row in found]
+        found = rows_by_place([(case.key, case) for case in self.full], store)
+        return [replace(row, tried=self.tried.get(where, ())) for where, row in found.items()]
 
 
 def screened(study: Study, cases: Sequence[Case], store: Store) -> Screened:
@@ -50,14 +49,18 @@ def screened(study: Study, cases: Sequence[Case], store: Store) -> Screened:
     ]
     if not {case.key for case in short} <= store.done():
         return Screened(short, [])
-    rows = {_place_of(row): row for row in summarize([(case.key, case) for case in short], store)}
-    full = [case for case in cases if case.lr == rows[_place(case)].lr]
-    return Screened(short, full, {place: row.lrs for place, row in rows.items()})
+    rows = rows_by_place([(case.key, case) for case in short], store)
+    full = [case for case in cases if case.lr == rows[place(case)].lr]
+    return Screened(short, full, {where: row.lrs for where, row in rows.items()})
 
 
-def _place(case: Case) -> Place:
-    return case.graph_label, case.setting, case.nodes, case.label
-
-
-def _place_of(row: Row) -> Place:
-    return row.topology, row.setting_text, row.nodes, row.rule
+def screened_in(store: Store) -> tuple[set[str], dict[Place, tuple[float, ...]]]:
+    """Of all studies in a store: the keys of runs that only chose learning rates, and what was tried for each place."""
+    short, full, tried = set[str](), set[str](), dict[Place, tuple[float, ...]]()
+    for remembered in store.studies():
+        with suppress(ValueError):  # a study of another version
+            runs = screened(remembered.study, expand(remembered.study, remembered.sources)[0], store)
+            short |= {case.key for case in runs.short}
+            full |= {case.key for case in runs.full}
+            tried |= runs.tried
+    return short - full, tried

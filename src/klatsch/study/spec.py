@@ -40,7 +40,8 @@ def _named(value: object, info: ValidationInfo) -> object:
 
 
 def _all_named(value: object, info: ValidationInfo) -> object:
-    return [_named(entry, info) for entry in several(value)]
+    stored = (info.context or {}).get("stored")  # where a study may have no graphs of its own
+    return [] if stored and value == [] else [_named(entry, info) for entry in several(value)]
 
 
 def _own_graphs(value: object, info: ValidationInfo) -> object:
@@ -74,6 +75,10 @@ def _schedules(value: object) -> list[str]:
 
 def _length(value: object, info: ValidationInfo) -> int | None:
     return None if value is None else whole(value, str(info.field_name), 1)
+
+
+def _record(value: object) -> int:
+    return whole(value, "record", 1, MOST_POINTS)
 
 
 def _title(value: object) -> object:
@@ -191,7 +196,7 @@ class Screen(BaseModel):
     steps: Annotated[int | None, BeforeValidator(_length)] = None
     epochs: Annotated[int | None, BeforeValidator(_length)] = None
     seeds: Annotated[tuple[int, ...] | None, BeforeValidator(_screen_seeds)] = None
-    record: Annotated[int | None, BeforeValidator(_length)] = None
+    record: Annotated[int | None, BeforeValidator(lambda value: value if value is None else _record(value))] = None
 
     def rounds(self, steps: int, epochs: int | None) -> int:
         """The rounds of a short run, where the study's has so many, in so many epochs if it counts those."""
@@ -210,7 +215,7 @@ class Study(BaseModel):
     Args:
         nodes: numbers of machines M.
         rules: names, or tables with a name and options.
-        topologies: the same.
+        topologies: the same; those of rules without their own.
         steps: rounds per run. Give either steps or
         epochs: passes through the data set, if the problem has one. More machines then take fewer rounds each, and
             metrics are evenly spaced.
@@ -234,7 +239,7 @@ class Study(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     nodes: Annotated[tuple[int, ...], BeforeValidator(_nodes)]
     rules: Annotated[tuple[RuleEntry, ...], BeforeValidator(_all_named)]
-    topologies: Annotated[tuple[TopologyEntry, ...], BeforeValidator(_all_named)]
+    topologies: Annotated[tuple[TopologyEntry, ...], BeforeValidator(_all_named)] = ()
     steps: Annotated[int | None, BeforeValidator(_length)] = None
     epochs: Annotated[int | None, BeforeValidator(_length)] = None
     name: Annotated[str, Field(min_length=1, max_length=100), BeforeValidator(_title)] = "study"
@@ -243,7 +248,7 @@ class Study(BaseModel):
     schedule: Annotated[tuple[str, ...], BeforeValidator(_schedules)] = ("constant",)
     seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = (0, 1, 2)
     screen: Screen | None = None
-    record: Annotated[int, BeforeValidator(lambda value: whole(value, "record", 1, MOST_POINTS))] = 50
+    record: Annotated[int, BeforeValidator(_record)] = 50
     dtype: Literal["float64", "float32"] = "float64"
     device: str = "cpu"
     any_graph: StrictBool = False
@@ -251,8 +256,14 @@ class Study(BaseModel):
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Study:
+        own_graphs = [rule.topologies is not None for rule in self.rules]
+        if not self.topologies and not all(own_graphs):
+            raise ValueError("topologies is missing; give it, as in the example of docs/studies.md")
+        if self.topologies and all(own_graphs):
+            raise ValueError("topologies: every rule has graphs of its own, and none uses these; leave them out")
         pairs = sum(count(self.options_of(rule)) * count(graph.options) for rule, graph in self.pairs)
-        runs = pairs * count(self.problem.options) * len(self.nodes) * len(self.seeds)
+        seeds = max(len(self.seeds), len(self.screen.seeds or ()) if self.screen else 0)
+        runs = pairs * count(self.problem.options) * len(self.nodes) * seeds
         if runs > MOST_RUNS:
             raise ValueError(
                 f"a grid of {runs:,} runs; the limit is {MOST_RUNS:,}: shorten its lists, or split it into several "
@@ -270,12 +281,11 @@ class Study(BaseModel):
 
     def _check_screen(self, screen: Screen) -> None:
         unit, other = ("steps", "epochs") if self.steps is not None else ("epochs", "steps")
-        if vars(screen)[other] is not None:
-            given = vars(screen)[other]
-            raise ValueError(f"screen has {other} = {given}, but the study counts {unit}; give {unit} or leave it out")
+        if (given := vars(screen)[other]) is not None:
+            raise ValueError(f"screen.{other} = {given}, but the study counts {unit}; give {unit} or leave it out")
         short, full = vars(screen)[unit], vars(self)[unit]
         if short is not None and short > full:
-            raise ValueError(f"screen has {unit} = {short}, more than the study's {full}; give at most that many")
+            raise ValueError(f"screen.{unit} = {short}, more than the study's {full}; give at most that many")
 
     def options_of(self, rule: RuleEntry) -> Options:
         """The options of a rule, each a value or a list, with those that it takes from the study."""
@@ -362,11 +372,12 @@ def _explained(error: ErrorDetails) -> str:
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
     if error["type"] in ("model_type", "model_attributes_type"):
-        return f"{key} = {shown(error['input'])}; give a name, or a table with a name and options"
+        wanted = "a table such as { seeds = 1 }" if key == "screen" else "a name, or a table with a name and options"
+        return f"{key} = {shown(error['input'])}; give {wanted}"
     message = error["msg"].removeprefix("Value error, ")
     numbers = ("steps", "epochs", "nodes", "seeds", "record", "lr")
     if " = " in message.split(";")[0] and key.rpartition(".")[2] in numbers:
-        return message  # shows the value already
+        return key[: -len(key.rpartition(".")[2])] + message  # shows the value already
     if isinstance(error["input"], dict | Study | Entry):  # the message shows the option and its value
         return f"{key}: {message}" if key else message
     return f"{key} = {shown(error['input'])}: {message[:1].lower() + message[1:]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Self
 
@@ -257,13 +257,21 @@ def _known(data: Images) -> tuple[str, float, float]:
 
 def portions(count: int, device: str) -> list[int]:
     """The sizes in which so many models train; on a GPU only compiled ones, the last of which is filled up."""
-    sizes: list[int] = []
-    while (rest := count - sum(sizes)) > 0:
-        if device == "cuda":
-            sizes.append(next((size for size in COMPILED if size <= rest or size - rest <= ONE_MORE), COMPILED[-1]))
-        else:
-            sizes.append(min(rest, equal_parts(count, MODELS_AT_ONCE)))
-    return sizes
+    if device == "cuda":
+        largest = COMPILED[0]
+        full = max(0, count // largest - 1)
+        return [largest] * full + [*_cheapest(count - full * largest)]
+    size = equal_parts(count, MODELS_AT_ONCE)
+    return [min(size, count - k) for k in range(0, count, size)]
+
+
+@cache
+def _cheapest(count: int) -> tuple[int, ...]:
+    """The compiled sizes that take the least time."""
+    if count <= 0:
+        return ()
+    choices = ((size, *_cheapest(count - size)) for size in COMPILED)
+    return min(choices, key=lambda sizes: sum(sizes) + ONE_MORE * len(sizes))
 
 
 def equal_parts(count: int, most: int) -> int:
