@@ -117,18 +117,26 @@ def described(thing: object) -> object:
         return thing.flatten().tolist()
     if callable(thing):
         return "a function"  # runs compare what it returns
-    return thing if isinstance(thing, str | int | float | bool | None) else repr(thing)
+    if isinstance(thing, str | int | float | bool | None):
+        return thing
+    is_opaque = type(thing).__repr__ is object.__repr__  # which has its address, another one in every process
+    return type(thing).__name__ if is_opaque else repr(thing)
 
 
-def flattened(name: str, thing: object) -> dict[str, object]:
-    """A rule and its parts as plain facts by name ("rule", "lr", "averaging p"), so that an error can name one."""
+def flattened(name: str, thing: object, spelled: bool = False) -> dict[str, object]:
+    """A rule and its parts as plain facts by name ("rule", "lr", "averaging p"), so that an error can name one.
+
+    `spelled` shows parts that have a text of their own as users write them: "averaging" as "constant".
+    """
     is_rule = name in ("rule", "base")
     is_made = is_dataclass(thing) and not isinstance(thing, type)
     if not is_rule and not is_made:
         return {name: described(thing)}
+    if spelled and not is_rule and type(thing).__str__ is not object.__str__:
+        return {name: str(thing)}
     found: dict[str, object] = {name: type(thing).__name__}
     for part, value in (_parts(thing) if is_made else vars(thing)).items():  # a user's rule may be any object
-        found |= flattened(part if is_rule else f"{name} {part}", value)
+        found |= flattened(part if is_rule else f"{name} {part}", value, spelled)
     return found
 
 

@@ -144,6 +144,50 @@ def test_a_step_in_eval_mode_is_refused_in_every_form():
     optimizer.eval()
 
 
+def test_gradients_at_x_are_refused():
+    model, inputs = make_model(), torch.randn(2, 5)
+    optimizer = APART["dat"](model.parameters())
+    optimizer.eval()
+    model(inputs).sum().backward()
+    optimizer.train()
+    optimizer.step()  # at the start all points are one
+    train(model, optimizer, 1, 4)
+
+    for clear in (optimizer.zero_grad, model.zero_grad, lambda: None):
+        before, rounds = held(model), optimizer.rounds
+        optimizer.eval()
+        clear()
+        model(inputs).sum().backward()
+        optimizer.train()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"taken while the model held x.*train\(\) before the forward pass"):
+                optimizer.step()
+        assert torch.equal(held(model), before)  # bits: a copy
+        assert optimizer.rounds == rounds
+        train(model, optimizer, rounds, rounds + 1)
+
+
+def test_gradients_around_an_evaluation_add_up():
+    """Those of the query point are kept, those of x dropped."""
+    inputs, found = torch.randn(2, 5), []
+    for look in (lambda model: None, lambda model: model(inputs), lambda model: model(inputs).sum().backward()):
+        model = make_model()
+        optimizer = APART["dat"](model.parameters())
+        train(model, optimizer)
+        optimizer.zero_grad()
+        with optimizer.averaged():
+            look(model)
+        torch.manual_seed(1)  # of dropout
+        model(inputs).sum().backward()
+        with optimizer.averaged():
+            model(inputs)
+        model(inputs).sum().backward()
+        optimizer.step()
+        found.append(held(model))
+    assert torch.equal(found[0], found[1])  # bits: same call
+    assert torch.equal(found[0], found[2])  # bits: same call
+
+
 def test_one_rank_is_schedule_free_sgd():
     """z is stepped from gradients at y = (1 - beta) z + beta x, and x is the mean of all z."""
     beta, lr, decay, momentum = 0.9, 0.05, 0.01, 0.5

@@ -22,7 +22,7 @@ from klatsch import sealed
 from klatsch.arguments import whole
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.groups import parameters_of, settings_of
-from klatsch.optim.state import generators, packed, set_generators, unpacked
+from klatsch.optim.state import different, generators, packed, set_generators, unpacked
 from klatsch.ranks.agreement import gathered
 from klatsch.ranks.failures import NonFiniteError, who
 from klatsch.ranks.membership import lag
@@ -201,7 +201,9 @@ class Checkpointer:
         optimizer = self._trained
         for name, value in self._identity().items():
             if header["run"].get(name) != json.loads(json.dumps(value)):
-                raise self._of_another(name, header["run"].get(name), value)
+                there = header["run"].get(name)
+                sides = different(there, value) if isinstance(there, dict) and isinstance(value, dict) else (there, value)
+                raise self._of_another(name, *sides)
         vectors = [
             {path.removeprefix(f"state.{k}."): v for path, v in tensors.items() if path.startswith(f"state.{k}.")}
             for k in range(len(optimizer.vectors()))

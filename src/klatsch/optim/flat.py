@@ -27,6 +27,7 @@ class Flat:
         self.values = self.parameters[0].detach().new_empty(bounds[-1][1])
         self.gradients: Tensor | None = None
         self._bound: list[Tensor] = []  # views of them
+        self._watched: list[tuple[Tensor | None, int | None]] = []
         for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
@@ -68,6 +69,24 @@ class Flat:
             self.gradients.zero_()
         for k, parameter in enumerate(self.parameters):
             parameter.grad = self._bound[k] if self._bound else None
+
+    def watch_gradients(self) -> None:
+        """Remember the gradients, so that `drop_gradients` knows those that are taken from now on."""
+        self._watched = [(p.grad, None if p.grad is None else p.grad._version) for p in self.parameters]
+
+    def drop_gradients(self) -> bool:
+        """Set the gradients to zero if some were taken since `watch_gradients`, and say so."""
+        before, self._watched = self._watched, []
+        pairs = zip([p.grad for p in self.parameters], before, strict=False)  # nothing is watched at the start
+        taken = any(v is not None and (v is not old or v._version != seen) and v.any() for v, (old, seen) in pairs)
+        if taken:
+            self.zero_gradients()
+        return taken
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient is other than zero."""
+        return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
 
     def mark_written(self) -> None:
         """Tell autograd that the parameters have changed, as writing to them one by one would."""

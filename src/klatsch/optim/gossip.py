@@ -6,11 +6,12 @@ tracked gradients) live in the optimizer.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Never, NoReturn, SupportsIndex, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from klatsch import columns
 from klatsch import topology as topologies
-from klatsch.arguments import named
+from klatsch.arguments import named, there_are
 from klatsch.optim import groups, state
 from klatsch.optim.flat import Flat
 from klatsch.optim.points import Points, Watch
@@ -91,7 +92,9 @@ class Gossip(Points, Joinable, JoinHook):
         on_nonfinite: OnNonFinite = "raise",
         start_equal: bool = True,
         any_graph: bool = False,
+        **unknown: Never,
     ) -> None:
+        _refuse(type(self), unknown)
         rule = checked(rule)
         defaults = _defaults(rule, weight_decay)
         _check_failures(timeout, on_failure, quorum, on_nonfinite)
@@ -111,6 +114,7 @@ class Gossip(Points, Joinable, JoinHook):
         self.topology = _sized(topologies.make(topology, len(ranks)) if isinstance(topology, str) else topology, ranks)
         if not any_graph:
             rule.check_graph(self.topology)
+        self._rule = rule  # as it was given; a state does not depend on the graph
         self.rule, self.device = rule.on(self.topology), trained[0].device
         self.process_group = group
         self.group = group_of(group, timeout)
@@ -149,6 +153,7 @@ class Gossip(Points, Joinable, JoinHook):
             self._watch.look()
         with torch.enable_grad():
             loss = closure() if closure is not None else None
+        self._check_gradients()
         if any(p.requires_grad for p in self._frozen):
             raise ValueError("a parameter was frozen when the optimizer was made and is not now; make a new optimizer")
         self._wrappers.look(now=any(share.flat.touched for share in self._shares))
@@ -184,6 +189,7 @@ class Gossip(Points, Joinable, JoinHook):
         """Set all gradients to zero. They stay where they are, in one buffer, whatever `set_to_none` says."""
         for share in self._shares:
             share.flat.zero_gradients()
+        self._gradients_at_x = False
         for parameter in self._frozen:
             parameter.grad = None
 
@@ -298,9 +304,14 @@ class Gossip(Points, Joinable, JoinHook):
             raise RuntimeError(f"{needed} ({reason(error)})") from None
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value}" for name, value in groups.settings_of(self.rule).items())
-        here = f"rank {self.rank} of {self.topology.name}, {self.topology.size} nodes, round {self.rounds}"
+        options = ", ".join(f"{name}={value}" for name, value in groups.options_of(self.rule).items())
+        nodes = f"{self.topology.size} node{'s' * (self.topology.size > 1)}"
+        here = f"rank {self.rank} of {self.topology.name}, {nodes}, round {self.rounds}"
         return f"{super().__repr__()}\n{self.rule.name}({options}) on {here}"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        remedy = "save optimizer.state_dict() on each rank, or use klatsch.Checkpointer, and load it into a new one"
+        raise ValueError(f"{type(self).__name__} cannot be copied or pickled with its connections; {remedy}")
 
     def state_dict(self) -> StateDict:
         """The state of this rank, as torch optimizers give it: copies of tensors, shaped like the parameters."""
@@ -310,7 +321,7 @@ class Gossip(Points, Joinable, JoinHook):
             found = super().state_dict()
         finally:
             self.state.clear()
-        return found | {"gossip": state.header(self._shares)}
+        return found | {"gossip": state.header(self._rule, self._shares, self.rank, self.topology.size)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on from a state; on all ranks, each with its own of the same round.
@@ -318,7 +329,8 @@ class Gossip(Points, Joinable, JoinHook):
         The model holds x or the query point, as before: that is not part of the state. A state that does not fit
         changes nothing.
         """
-        vectors = state.vectors_of(state_dict, self.param_groups, self._shares)
+        here = (self._rule, self._shares, self.rank, self.topology.size)
+        vectors = state.vectors_of(state_dict, self.param_groups, *here)
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
         self.load_vectors(vectors, state_dict["gossip"]["rounds"])
@@ -363,6 +375,16 @@ def _end(links: Links, group: dist.ProcessGroup | None) -> None:
     leave(links.group, group)
 
 
+def _refuse(kind: type[Gossip], options: Collection[str]) -> None:
+    """Refuse options that an optimizer does not have."""
+    signatures = [inspect.signature(k.__init__) for k in kind.__mro__ if issubclass(k, Gossip)]
+    taken = [p.name for s in signatures for p in s.parameters.values() if p.kind != p.VAR_KEYWORD]
+    known = [name for name in dict.fromkeys(taken) if name not in ("self", "params", "rule")]
+    for name in options:
+        hint = "leave it out, momentum is plain" if name in ("nesterov", "dampening") else there_are(name, known)
+        raise ValueError(f"{kind.__name__} has no option {name!r}; {hint}")
+
+
 def _defaults(rule: Rule, weight_decay: float) -> groups.Group:
     """The options of a parameter group where it has none of its own."""
     if columns.count(rule) > 1:
@@ -387,7 +409,8 @@ def _check_failures(timeout: float, on_failure: OnFailure, quorum: float, on_non
 def _sized(topology: object, ranks: list[int]) -> Topology:
     """A topology with one node per rank."""
     if not isinstance(topology, Topology):
-        raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, or a name such as 'ring'")
+        hint = f"; a momentum goes by name: momentum={topology}" if isinstance(topology, float) else ""
+        raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, or a name such as 'ring'{hint}")
     if topology.size != len(ranks):
         remedy = f"give its name alone, or start {topology.size} processes (torchrun --nproc-per-node {topology.size})"
         raise ValueError(f"{topology.name} has {topology.size} nodes but there are {len(ranks)} ranks; {remedy}")

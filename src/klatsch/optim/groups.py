@@ -91,3 +91,9 @@ def facts(rule: Rule, topology: Topology, groups: Sequence[Group]) -> dict[str, 
 def settings_of(rule: Rule) -> dict[str, object]:
     """The options of a rule and its parts as plain data."""
     return {name: value for name, value in flattened("rule", rule).items() if name != "rule"}
+
+
+def options_of(rule: Rule) -> dict[str, object]:
+    """The options of a rule as users write them, without those of parameter groups: learning rate and momentum."""
+    of_groups = {"rule", "lr", *rule.settings}
+    return {name: v for name, v in flattened("rule", rule, spelled=True).items() if not of_groups & {*name.split()}}

@@ -45,6 +45,7 @@ class Points(Optimizer):
     _apart: bool  # whether the rule's output is another point than the one where gradients are taken
     _holds: Point = "query"
     _watch: Watch
+    _gradients_at_x = False  # whether the last ones were taken there, and dropped
 
     @property
     def rounds(self) -> int:
@@ -128,6 +129,15 @@ class Points(Optimizer):
                 "call optimizer.train() before the forward pass, or evaluate inside `with optimizer.averaged():`"
             )
 
+    def _check_gradients(self) -> None:
+        self._check_training()  # again, since a closure may call eval()
+        if self._gradients_at_x and not any(share.flat.has_gradients for share in self._shares):
+            raise ValueError(
+                "the gradients were taken while the model held x, to evaluate or save, and a step needs them where the "
+                "model trains; call optimizer.train() before the forward pass"
+            )
+        self._gradients_at_x = False
+
     def _check_untouched(self) -> None:
         for share in self._shares:
             share.check_untouched(self._holds if self._apart else "query")
@@ -147,6 +157,10 @@ class Points(Optimizer):
     @torch.no_grad()
     def _show(self, point: Point) -> None:
         for share in self._shares:
+            if point != "query":
+                share.flat.watch_gradients()
+            elif self.rounds > 0:  # before, all points are one
+                self._gradients_at_x |= share.flat.drop_gradients()
             share.show(point)
         self._holds = point
         self._watch.attach(point == "query")

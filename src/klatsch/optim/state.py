@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from klatsch.optim.groups import Group, parameters_of, settings_of
+from klatsch.optim.groups import Group, options_of, parameters_of
 from klatsch.optim.share import Share
 from klatsch.rules import Rule, State
 
-FORMAT = 3  # 1: the hand-written rules of 0.1.0; 2: without the options of the rule
+FORMAT = 4  # 1: the hand-written rules of 0.1.0; 2: without the options of the rule; 3: without rank and size
 
 
 def per_parameter(share: Share) -> dict[Tensor, State]:
@@ -26,15 +26,17 @@ def per_parameter(share: Share) -> dict[Tensor, State]:
     return {p: {name: views[k].clone() for name, views in fields.items()} for k, p in enumerate(flat.parameters)}
 
 
-def header(shares: Sequence[Share]) -> dict[str, object]:
-    """The rest: the rule, its options, the round, and fields that are single numbers, such as push-sum weights."""
+def header(rule: Rule, shares: Sequence[Share], rank: int, size: int) -> dict[str, object]:
+    """The rest: the rule as it was given, the round, and fields that are single numbers, such as push-sum weights."""
     states = [(share.node.state, len(share.flat.values)) for share in shares]
     singles = [{name: v.clone() for name, v in state.items() if len(v) != wide} for state, wide in states]
-    rule, rounds = shares[0].rule, shares[0].node.rounds
-    return {"format": FORMAT, "rule": rule.name, "options": _options(rule), "rounds": rounds, "single": singles}
+    told = {"rule": rule.name, "options": options_of(rule), "rounds": shares[0].node.rounds, "single": singles}
+    return {"format": FORMAT, "rank": rank, "size": size} | told
 
 
-def vectors_of(state: StateDict, groups: Sequence[Group], shares: Sequence[Share]) -> list[State]:
+def vectors_of(
+    state: StateDict, groups: Sequence[Group], rule: Rule, shares: Sequence[Share], rank: int, size: int
+) -> list[State]:
     """The vectors of a state, by share, after a check that it fits."""
     facts = state.get("gossip") if isinstance(state, dict) else None
     form = facts.get("format") if isinstance(facts, dict) else None
@@ -45,16 +47,21 @@ def vectors_of(state: StateDict, groups: Sequence[Group], shares: Sequence[Share
     if facts is None or form != FORMAT:
         raise ValueError("this is not a state_dict of a Gossip optimizer of this version; give its state_dict()")
     sizes = [[len(group["params"]) for group in some] for some in (state["param_groups"], groups)]
-    rule = shares[0].rule
     for what, there, here in (
         ("the rule", facts["rule"], rule.name),
-        ("the options", *_different(facts["options"], _options(rule))),
+        ("the options", *different(facts["options"], options_of(rule))),
         ("parameter groups of size", *sizes),
         ("a number of dtypes of", len(facts["single"]), len(shares)),
     ):
         if there != here:
             remedy = "make it with the same rule, options and parameters"
             raise ValueError(f"the state_dict has {what} {there}, but this optimizer {here}; {remedy}")
+    # Corrections and tracked gradients sum to zero over the ranks, and so they must come back; those of one rank alone
+    # are zero.
+    if facts["size"] != 1 and (facts["rank"], facts["size"]) != (rank, size):
+        remedy = "save and load on each rank its own, or use klatsch.Checkpointer, which does that"
+        whose = f"rank {facts['rank']} of {facts['size']}"
+        raise ValueError(f"the state_dict is of {whose}, but this is rank {rank} of {size}; {remedy}")
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     entries = {id(p): state["state"].get(k, {}) for p, k in zip(parameters_of(groups), numbers, strict=True)}
     return [
@@ -63,15 +70,12 @@ def vectors_of(state: StateDict, groups: Sequence[Group], shares: Sequence[Share
     ]
 
 
-def _options(rule: Rule) -> dict[str, object]:
-    """The options of a rule, without those of parameter groups (learning rate, momentum), which have their own."""
-    return {name: v for name, v in settings_of(rule).items() if not {"lr", *rule.settings} & {*name.split()}}
-
-
-def _different(there: dict[str, object], here: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """What two dictionaries do not share."""
-    pairs = ((there, here), (here, there))
-    first, second = ({k: v for k, v in one.items() if (k, v) not in other.items()} for one, other in pairs)
+def different(there: dict[str, object], here: dict[str, object]) -> tuple[str, str]:
+    """What two dictionaries do not share, as "beta=0.9, order=atc"; "none" where one has nothing."""
+    first, second = (
+        ", ".join(f"{k}={v}" for k, v in one.items() if (k, v) not in other.items()) or "none"
+        for one, other in ((there, here), (here, there))
+    )
     return first, second
 
 
