@@ -33,6 +33,11 @@ def case(rule, topology, nodes=16, steps=100, **problem):
         ("dsgd", "star", 100 * 30 / 16),  # the mean over the nodes
         ("dsgd", "complete", 100 * 2 * 15 / 16),  # an all-reduce
         ("dat", "complete", 100 * 2 * 15 / 16),  # of gradients: all nodes are equal
+        ("gt", "complete", 100 * 2 * 15 / 16),
+        ("dat-d2", "complete", 100 * 2 * 15 / 16),  # its nodes' w differ, but not their x, where they take gradients
+        ({"name": "dat-d2", "beta": 0.9}, "complete", 100 * 2 * 2 * 15 / 16),  # gradients are taken between w and x
+        ({"name": "dat", "order": "cta"}, "complete", 100 * 2 * 2 * 15 / 16),  # nodes differ by their last step
+        ("dat", {"name": "complete", "lazy": True}, 100 * 2 * 2 * 15 / 16),  # and by half of it
         ("dat", "complete/4", 25 * 2 * 2 * 15 / 16),  # of w and of x
         ({"name": "diloco", "outer_lr": 0.5, "schedule": "cosine"}, "complete/4", 25 * 2 * 15 / 16),
     ],
@@ -118,7 +123,7 @@ def test_gossip_and_all_reduce_at_equal_bytes():
     assert level(found(gossip=0.85))[0] is False
     holds, text = best(found())
     assert (holds, text[:12]) == (False, "yes in 0 of ")
-    assert "against diloco (outer_lr 0.7) on complete/4 91.0% (90.8% to 91.2%)" in text
+    assert "against diloco (outer_lr 0.7) on complete/4 91.0% (90.8% to 91.2%, merged 90.0%" in text
     assert best(found(gossip=0.905))[0] is True
     assert level(found()[6:])[0] is None
 
@@ -135,11 +140,31 @@ def test_what_local_steps_cost():
     cheap = paper.cheap(4, "ring")
     holds, text = cheap(found(gossip=0.945))
     assert holds is True
-    assert "dsgd 80.0% (79.8% to 80.2%) for H = 1, -0.5% for 4" in text
-    assert "dat-d2 95.0% (94.8% to 95.2%) for H = 1, -0.5% for 4, -0.5% for 16" in text
+    beside = "merged 90.0%, worst 50.0%"
+    assert f"dsgd 80.0% (79.8% to 80.2%, {beside}) for H = 1, -0.5% for 4" in text
+    assert f"dat-d2 95.0% (94.8% to 95.2%, {beside}) for H = 1, -0.5% for 4, -0.5% for 16" in text
     assert cheap(found())[0] is False
     holds, text = paper.cheap(16, "complete")(found())
     assert (holds, "diloco" in text) == (False, False)  # which has no H = 1
+
+
+def test_a_run_that_diverges_under_local_steps_is_a_loss():
+    rows = [row("dsgd", "ring", 200, 0.8), row("dsgd", "ring/4", 50, 0.0, spread=0.0)]
+    assert paper.cheap(4, "ring")([rows[0], replace(rows[1], curves=0 * rows[1].curves)]) == (
+        False,
+        "dsgd 80.0% (79.8% to 80.2%, merged 90.0%, worst 50.0%) for H = 1, diverged for 4",
+    )
+    diverged = replace(rows[0], curves=0 * rows[0].curves)
+    assert paper.cheap(4, "ring")([diverged, rows[1]])[0] is None  # nothing to compare with
+
+
+def test_no_loss_has_no_sign_of_one():
+    alone = row("dsgd", "ring", 200, 0.8)
+    holds, text = paper.cheap(4, "ring")([alone])
+    assert (holds, text[-9:]) == (None, "for H = 1")
+    for accuracy in (0.8, 0.79999):
+        holds, text = paper.cheap(4, "ring")([alone, row("dsgd", "ring/4", 50, accuracy)])
+        assert (holds, text[-18:]) == (True, "H = 1, +0.0% for 4")
 
 
 def test_corrections_under_local_steps():

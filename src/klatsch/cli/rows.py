@@ -18,6 +18,7 @@ EXPENDABLE = ("Gamma", "worst", "merged", "to", "from", "nodes")  # what a narro
 def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu") -> None:
     """Print one line per row, then notes."""
     from klatsch.simulation import native
+    from klatsch.study.choices import BESIDE
     from klatsch.study.grids import shown
 
     if not rows:
@@ -27,7 +28,7 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
     varying = [name for name in settings if len({row.setting.get(name) for row in rows}) > 1]
     counts = sorted({len(row.curves) for row in rows})
     spread = counts != [1]  # of the seeds
-    known = {name for row in rows for name, value in beside(row).items() if not math.isnan(value)}
+    measured = [name for name in BESIDE if not all(math.isnan(row.beside(name)) for row in rows)]
     lines = [
         {
             "topology": row.topology,
@@ -37,7 +38,7 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
             row.title: "diverged" if row.diverged else short(row.value),
             "lr": f"{row.lr:g}" + ("*" if row.at_edge else ""),
             **({"from": short(row.low), "to": short(row.high)} if spread else {}),
-            **{name: "-" if math.isnan(v) else short(v) for name, v in beside(row).items() if name in known},
+            **{name: "-" if math.isnan(v := row.beside(name)) else short(v) for name in measured},
             "Gamma": short(float(row.consensus[:, -1, row.best].mean())),
         }
         for row in rows
@@ -62,6 +63,8 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
 
 def plain(row: Row) -> dict[str, object]:
     """A row as JSON can hold it."""
+    from klatsch.study.choices import BESIDE
+
     return {
         "rule": row.rule,
         "topology": row.topology,
@@ -72,7 +75,7 @@ def plain(row: Row) -> dict[str, object]:
         row.title: finite(row.value),
         "low": finite(row.low),
         "high": finite(row.high),
-        **{name: finite(value) for name, value in beside(row).items()},
+        **{name: finite(row.beside(name)) for name in BESIDE},
         "Gamma": finite(row.consensus[:, -1, row.best].mean()),
         "bytes_sent": row.sent,
         "seconds": row.seconds,
@@ -80,11 +83,6 @@ def plain(row: Row) -> dict[str, object]:
         "curve": [finite(value) for value in row.curve.mean(axis=0)],
         "final_by_lr": {f"{lr:g}": finite(value) for lr, value in zip(row.lrs, row.final.mean(axis=0), strict=True)},
     }
-
-
-def beside(row: Row) -> dict[str, float]:
-    """What a row knows beside the mean of its nodes; nan if it was not measured."""
-    return {"merged": row.beside(row.merged), "worst": row.beside(row.worst)}
 
 
 def short(value: float) -> str:

@@ -3,7 +3,8 @@
 A panel is one setting of the problem: (sigma, zeta) or alpha. Values are means over the seeds at the chosen learning
 rate. "Grows" and "falls" allow a step in the other direction within SLACK, or within the scatter of the seeds (their
 ranges overlap); the overall change must be CHANGE or more. "About the same" is within FLAT. For accuracies, "ahead" is
-by more than LEVEL and more than the seeds scatter; "level" is within LEVEL. Diverged runs decide nothing.
+by more than LEVEL and more than the seeds scatter; "level" is within LEVEL. Diverged runs decide nothing,
+unless a check says otherwise.
 """
 
 from __future__ import annotations
@@ -292,9 +293,9 @@ def at_its_best(rows: Sequence[Row]) -> list[Row]:
 
 
 @asks
-def beside(rows: Sequence[Row], which: str, find: OfRows) -> Answer:
+def shown(rows: Sequence[Row], which: str, find: OfRows) -> Answer:
     """Check the merged model, or the worst node, in place of the mean of nodes."""
-    if any(vars(row)[which] is None for row in rows):
+    if any(math.isnan(row.beside(which)) for row in rows):
         return None, f"{which} was not measured"
     return find([row.showing(which) for row in rows])
 
@@ -358,5 +359,5 @@ def percent(row: Row) -> str:
     """An accuracy with the range of its seeds, and what else is known of it."""
     if row.diverged:
         return "diverged"
-    beside = [f"{name} {row.beside(c):.1%}" for name in BESIDE if (c := vars(row)[name]) is not None]
+    beside = [f"{name} {value:.1%}" for name in BESIDE if not math.isnan(value := row.beside(name))]
     return f"{row.value:.1%} ({', '.join([f'{row.low:.1%} to {row.high:.1%}', *beside])})"

@@ -29,7 +29,6 @@ VALUE = "value: "  # an id that starts with this is a tooltip in the report
 
 ERROR = r"$\frac{1}{M}\sum_i \|x_T^i - x^*\|^2$"
 SYMBOLS = {"noise": r"$\sigma$", "heterogeneity": r"$\zeta$"}
-MEGABYTE = 1e6
 
 Style = dict[str, Any]  # how matplotlib draws a line
 Text = Callable[[Row], str]
@@ -107,7 +106,7 @@ def accuracy_against_bytes(rows: Sequence[Row], title: str) -> Figure:
 
     Markers are the rounds H between two mixes. Each rule has its best options.
     """
-    rows = sorted(at_its_best(rows), key=lambda row: (row.setting["alpha"], megabytes(row)))
+    rows = sorted(at_its_best(rows), key=lambda row: (row.setting["alpha"], row.megabytes))
     names, between = _distinct(rows, family), sorted({split(row.topology)[1] for row in rows})
     graphs = sorted({split(row.topology)[0] for row in rows}, key=lambda graph: graph == "complete")  # dashed
 
@@ -123,11 +122,11 @@ def accuracy_against_bytes(rows: Sequence[Row], title: str) -> Figure:
         for name in sorted(_distinct(mine, label)):
             line = [row for row in mine if label(row) == name]
             ends = np.array([[row.value, row.low, row.high] for row in line]).T
-            _line_of_seeds(axis, name, [megabytes(row) for row in line], ends, look(line[0]))
+            _line_of_seeds(axis, name, [row.megabytes for row in line], ends, look(line[0]))
             for row in line:
                 style = look(row) | {"marker": MARKERS[between.index(split(row.topology)[1])]}
-                axis.plot([megabytes(row)], [row.value], markersize=5, **style)
-                _mark(axis, row, megabytes(row), row.final[:, row.best])
+                axis.plot([row.megabytes], [row.value], markersize=5, **style)
+                _mark(axis, row, row.megabytes, row.final[:, row.best])
         for k, H in enumerate(between):
             axis.plot([], [], MARKERS[k], color="grey", markersize=5, label=f"H = {H}")
         axis.set_xscale("log")
@@ -176,8 +175,8 @@ def accuracy_of_rules(rows: Sequence[Row], title: str) -> Figure:
         y = [order.index(label(row)) for row in mine]
         axis.hlines(y, [row.low for row in mine], [row.high for row in mine], color="#0072B2", linewidth=1.2)
         for text, marker, colour, values in (
-            ("worst node", "v", "#D55E00", [row.beside(row.worst) for row in mine]),
-            ("merged model", "^", "#009E73", [row.beside(row.merged) for row in mine]),
+            ("worst node", "v", "#D55E00", [row.beside("worst") for row in mine]),
+            ("merged model", "^", "#009E73", [row.beside("merged") for row in mine]),
             ("mean of nodes", "o", "#0072B2", [row.value for row in mine]),
         ):
             axis.plot(values, y, marker, color=colour, markersize=3.5, label=text)
@@ -241,11 +240,6 @@ def _alpha(row: Row) -> str:
 def _accuracy(row: Row) -> str:
     """What its values are: of the mean of nodes, or of what the row shows instead."""
     return "test accuracy, mean over nodes" if row.metric == "accuracy" else f"test {row.metric}"
-
-
-def megabytes(row: Row) -> float:
-    """What a node sends over the run; nan if that is not known."""
-    return np.nan if row.sent is None else row.sent / MEGABYTE
 
 
 def _family_and_graph(row: Row) -> str:

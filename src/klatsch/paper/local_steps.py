@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from klatsch.paper import claims, figures
 from klatsch.paper.claims import LEVEL, Answer, OfRows, asks, at_its_best, family, percent
-from klatsch.paper.figures import megabytes
 from klatsch.paper.target import Content, Said, Target, images, said, skewed
 from klatsch.study.choices import BESIDE, Row
 from klatsch.topology.names import split
@@ -50,9 +49,9 @@ NOTES = (
     "on every node, diloco another one for the outer steps.",
     "Bytes are what a node sends over the run in float32, mean over the nodes. On the ring it sends each vector of its "
     "rule to two neighbours: one of dsgd, two of dat and dat-d2. The complete graph counts as a ring all-reduce, "
-    "2 (M - 1) / M vectors per node; in every round (H = 1) one vector is enough for every rule, the gradient, since "
-    "all nodes are equal. Time is another matter: a gossiping node waits for two neighbours once, a ring all-reduce "
-    "takes 2 (M - 1) messages in turn.",
+    "2 (M - 1) / M vectors per node; in every round (H = 1) one vector is enough, the gradient, since these rules "
+    "leave all nodes equal there. Time is another matter: a gossiping node waits for two neighbours once, a ring "
+    "all-reduce takes 2 (M - 1) messages in turn.",
     "Figure and verdicts take every rule with its best options (schedule, outer learning rate) for what they show. At "
     "equal bytes: for as many bytes as plain gossip (dsgd on the ring) sends with each H, the best run on each side "
     "that sends at most so many.",
@@ -71,10 +70,10 @@ def _is_gossip(row: Row) -> bool:
 @asks
 def level_at_equal_bytes(rows: Sequence[Row], rules: Sequence[str] = ()) -> Answer:
     """Whether the best gossip is level with, or ahead of, these rules with an all-reduce (all by default)."""
-    budgets = {split(row.topology)[1]: megabytes(row) for row in rows if _is_gossip(row) and family(row) == "dsgd"}
+    budgets = {split(row.topology)[1]: row.megabytes for row in rows if _is_gossip(row) and family(row) == "dsgd"}
     texts, met = [], []
     for H, most in sorted(budgets.items()):
-        affordable = [row for row in rows if megabytes(row) <= most and not row.diverged]
+        affordable = [row for row in rows if row.megabytes <= most and not row.diverged]
         ring = [row for row in affordable if _is_gossip(row)]
         others = [row for row in affordable if not _is_gossip(row) and (not rules or family(row) in rules)]
         if not ring or not others:
@@ -89,20 +88,24 @@ def level_at_equal_bytes(rows: Sequence[Row], rules: Sequence[str] = ()) -> Answ
 
 @asks
 def cheap(rows: Sequence[Row], most: int, graph: str) -> Answer:
-    """Whether no rule on a family of graphs loses more than LEVEL with up to so many local steps."""
+    """Whether no rule on a family of graphs loses more than LEVEL, or diverges, with up to so many local steps."""
     lines: dict[str, dict[int, Row]] = {}
     for row in at_its_best(rows):
-        if split(row.topology)[0] == graph and not row.diverged:
+        if split(row.topology)[0] == graph:
             lines.setdefault(family(row), {})[split(row.topology)[1]] = row
     texts, met = [], []
     for rule, points in lines.items():
-        if 1 not in points:  # nothing to compare with
+        if 1 not in points or points[1].diverged:  # nothing to compare with
             continue
-        losses = {H: points[1].value - points[H].value for H in sorted(points) if H > 1}
-        met += [loss <= LEVEL for H, loss in losses.items() if most >= H]
-        course = ", ".join(f"{-loss:+.1%} for {H}" for H, loss in losses.items())
-        texts.append(f"{rule} {percent(points[1])} for H = 1, {course}")
+        gains = {H: points[H].value - points[1].value for H in sorted(points) if H > 1}  # a diverged run has value 0
+        met += [gain >= -LEVEL for H, gain in gains.items() if most >= H]
+        course = [f"{'diverged' if points[H].diverged else _change(gain)} for {H}" for H, gain in gains.items()]
+        texts.append(", ".join([f"{rule} {percent(points[1])} for H = 1", *course]))
     return (all(met) if met else None), "; ".join(texts) or f"nothing was run on {graph}"
+
+
+def _change(gain: float) -> str:
+    return f"{round(gain, 3) + 0.0:+.1%}"  # adding 0 turns -0 into 0
 
 
 def _told(row: Row) -> str:
@@ -111,11 +114,9 @@ def _told(row: Row) -> str:
 
 def _of_each(claim: str, find: OfRows) -> list[Said]:
     """A sentence on the mean of nodes, on the merged model and on the worst node."""
-    others = [(f"{claim}: {words}", claims.beside(which, find)) for which, words in BESIDE.items()]
+    others = [(f"{claim}: {words}", claims.shown(which, find)) for which, words in BESIDE.items()]
     return [(f"{claim}: mean of nodes", find), *others]
 
-
-EQUAL = "At equal bytes gossip is level with, or ahead of,"
 
 LOCAL_STEPS = Target(
     "Local steps: test accuracy on Fashion-MNIST against the bytes that a node sends",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from klatsch import pictures
 from klatsch.files import save
 from klatsch.paper.claims import Verdict
-from klatsch.study.choices import Row
+from klatsch.study.choices import BESIDE, Row
 from klatsch.study.export import save_csv
 from klatsch.study.grids import shown
 
@@ -69,17 +69,18 @@ def as_markdown(page: Page) -> str:
 def table_of(rows: Sequence[Row]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """The numbers of a study: the header and a line per row, with what a node sends over the run."""
     settings = list(dict.fromkeys(name for row in rows for name in row.setting))
-    measured = [name for name in ("merged", "worst") if any(vars(row)[name] is not None for row in rows)]
+    measured = [name for name in BESIDE if not all(math.isnan(row.beside(name)) for row in rows)]
     values = (rows[0].title, "from", "to", *measured)
     header = ("topology", *settings, "M", "rule", *values, "lr", "lr at the edge", "MB sent")
 
     def line(row: Row) -> tuple[str, ...]:
         setting = (shown(row.setting.get(name, "-")) for name in settings)
-        beside = (row.beside(vars(row)[name]) for name in measured)
-        values = ("-" if math.isnan(v) else f"{v:.4g}" for v in (row.value, row.low, row.high, *beside))
+        values = map(known, (row.value, row.low, row.high, *map(row.beside, measured)))
         edge = "yes" if row.at_edge else "no"
-        sent = "-" if row.sent is None else f"{row.sent / 1e6:.4g}"
-        return row.topology, *setting, str(row.nodes), row.rule, *values, f"{row.lr:g}", edge, sent
+        return row.topology, *setting, str(row.nodes), row.rule, *values, f"{row.lr:g}", edge, known(row.megabytes)
+
+    def known(value: float) -> str:
+        return "-" if math.isnan(value) else f"{value:.4g}"
 
     return header, tuple(map(line, rows))
 

@@ -145,7 +145,7 @@ def merging_changes_little(rows: Sequence[Row], about: Callable[[Row], bool]) ->
     gains: dict[str, list[tuple[Row, float]]] = {}
     for row in rows:
         if row.merged is not None and not row.diverged and row.topology != ALL_REDUCE:
-            gains.setdefault(row.rule, []).append((row, row.beside(row.merged) - row.value))
+            gains.setdefault(row.rule, []).append((row, row.beside("merged") - row.value))
     if not gains:
         return None, "was not measured"
     met = [gain <= LEVEL for mine in gains.values() for row, gain in mine if about(row)]
@@ -176,7 +176,7 @@ def _settles(row: Row) -> bool:
 
 
 def _worst(claim: str, find: OfRows) -> tuple[Said, Said]:
-    return (f"{claim}, mean of nodes", find), (f"{claim}, worst node", claims.beside("worst", find))
+    return (f"{claim}, mean of nodes", find), (f"{claim}, worst node", claims.shown("worst", find))
 
 
 OURS, FIGURE_2 = "the study of schedules", "Section 5.2, figure 2, and what a schedule changes"

@@ -72,9 +72,15 @@ class Row:
     def high(self) -> float:  # of a seed
         return float(self.curve[:, -1].max())
 
-    def beside(self, curves: NDArray[np.float64] | None) -> float:
-        """The final value of `merged` or `worst`, mean over the seeds at the chosen learning rate; nan if unknown."""
+    def beside(self, which: str) -> float:
+        """The final value of a name in BESIDE, mean over the seeds at the chosen learning rate; nan if unknown."""
+        curves = vars(self)[which]
         return np.nan if curves is None else float(curves[:, -1, self.best].mean())
+
+    @property
+    def megabytes(self) -> float:
+        """What a node sends over the run; nan if that is not known."""
+        return np.nan if self.sent is None else self.sent / 1e6
 
     def at(self, share: float) -> float:
         """The mean over the seeds after a share of the rounds, at the recorded round nearest to it.
