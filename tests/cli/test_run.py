@@ -210,9 +210,9 @@ def test_the_demo_runs_the_promised_grid_and_draws(small_demo):
         check_picture(path)
 
 
-def row(rule, topology, nodes, error):
+def row(rule, topology, nodes, error, steps=demo.ROUNDS):
     curves = np.full((1, 1, 1), error)
-    return Row(rule, topology, nodes, lrs=(0.1,), steps=(1,), curves=curves, consensus=curves, seconds=0.0)
+    return Row(rule, topology, nodes, lrs=(0.1,), steps=(steps,), curves=curves, consensus=curves, seconds=0.0)
 
 
 def test_the_demos_sentence_tells_the_numbers():
@@ -224,12 +224,15 @@ def test_the_demos_sentence_tells_the_numbers():
         *(row("dat", "torus", n, e) for n, e in ((4, 4.4e-4), (49, 1e-5))),
     ]
     assert demo.sentence(rows).splitlines() == [
-        "Going from 4 to 49 machines lowers the error of dsgd on torus; of dat on torus; of d2 nowhere. In numbers:",
-        "  ring: dsgd grows 170-fold, dat stays, d2 diverges",
-        "  torus: dsgd falls to 1/2, dat falls to 1/44",
-        "At 49 machines the best rule is dat on ring (dsgd: 550 times its error), dat on torus (dsgd: 40 times its "
-        "error).",
+        "From 4 to 49 machines, the error of",
+        "  dsgd grows 170-fold on ring, falls to 1/2 on torus",
+        "  dat stays on ring, falls to 1/44 on torus",
+        "  d2 diverges on ring",
+        "At 49 machines the best rule is dat on ring (dsgd's error is 550 times as large), dat on torus (dsgd's error "
+        "is 40 times as large).",
     ]
+    short = [row("dsgd", "ring", n, 1e-4, steps=400) for n in (4, 49)]
+    assert demo.sentence(short).splitlines()[-1].startswith("400 rounds are too few for large rings")
 
 
 @pytest.mark.slow
