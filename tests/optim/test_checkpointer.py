@@ -178,7 +178,7 @@ def test_checkpoints_of_another_training_are_refused(tmp_path, alone):
         make(tmp_path, rule="dsgd")
     with pytest.raises(ValueError, match=r"parameters is \[\[\[3\], 'torch.float32'\]\] there"):
         make(tmp_path, size=4)
-    with pytest.raises(ValueError, match=r"settings of the rule is direction momentum=0\.0 there and direction momentum=0\.9 h"):
+    with pytest.raises(ValueError, match=r"rule is direction momentum=0\.0 there and direction momentum=0\.9 here"):
         make(tmp_path, momentum=0.9)
     assert make(tmp_path)[3] == 2  # all is still there
 

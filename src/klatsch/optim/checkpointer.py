@@ -200,10 +200,11 @@ class Checkpointer:
     def _load(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         optimizer = self._trained
         for name, value in self._identity().items():
-            if header["run"].get(name) != json.loads(json.dumps(value)):
-                there = header["run"].get(name)
-                sides = different(there, value) if isinstance(there, dict) and isinstance(value, dict) else (there, value)
-                raise self._of_another(name, *sides)
+            there = header["run"].get(name)
+            if there != json.loads(json.dumps(value)):
+                if isinstance(there, dict) and isinstance(value, dict):
+                    raise self._of_another(name, *different(there, value))
+                raise self._of_another(name, there, value)
         vectors = [
             {path.removeprefix(f"state.{k}."): v for path, v in tensors.items() if path.startswith(f"state.{k}.")}
             for k in range(len(optimizer.vectors()))
