@@ -228,7 +228,9 @@ def test_a_rank_that_dies_in_the_middle_of_a_sum_spoils_no_model(tmp_path, launc
     codes, left = ranks.codes(), [rank for rank in range(4) if rank != victim]
     assert [codes[rank] for rank in left] == [0] * 3, [ranks.errors(rank) for rank in left]
     for rank, end in zip(left, ends(tmp_path, left), strict=True):
-        assert "average_ needs an answer from all ranks within reach" in ranks.wait_for(f"error-{rank}")
+        told = ranks.wait_for(f"error-{rank}")
+        assert "average_ needs an answer from all ranks within reach" in told
+        assert "was it called on every rank?" in told
         torch.testing.assert_close(end["x"], torch.ones(5, dtype=torch.float64))
         torch.testing.assert_close(end["again"], torch.ones(5, dtype=torch.float64))
 

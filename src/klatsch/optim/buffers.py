@@ -114,4 +114,5 @@ def _mean(tensors: Sequence[Tensor], trainers: Sequence[Gossip], group: ProcessG
         agree(group, {"buffers of the model": kinds})
         return summed(group, vector) / size
     except RuntimeError as error:
-        raise RuntimeError(f"average_ needs an answer from all {size} ranks ({reason(error)})") from None
+        needed = f"average_ needs an answer from all {size} ranks"
+        raise RuntimeError(f"{needed} ({reason(error)}); was it called on every rank?") from None

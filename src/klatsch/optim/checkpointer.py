@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from klatsch.optim.gossip import Gossip
 from klatsch.optim.groups import parameters_of, settings_of
 from klatsch.optim.state import different, generators, packed, set_generators, unpacked
 from klatsch.ranks.agreement import gathered
-from klatsch.ranks.failures import NonFiniteError, who
+from klatsch.ranks.failures import NonFiniteError, warn, who
 from klatsch.ranks.membership import lag
 from klatsch.ranks.node import is_sound
 from klatsch.sealed import OLDER, CheckpointError, OldCheckpointError
@@ -167,7 +166,7 @@ class Checkpointer:
             except OldCheckpointError:
                 found[rounds] = OLD
             except CheckpointError as error:
-                warnings.warn(f"{error}", RuntimeWarning, stacklevel=3)
+                warn(f"{error}")
                 found[rounds] = DAMAGED
         return found
 
@@ -194,7 +193,7 @@ class Checkpointer:
                 "outlives the machine, bring back a copy, or empty it on all machines to start anew"
             )
         if DAMAGED in sizes:
-            warnings.warn(f"going on from round {max(common)}: {_inventory(rows)}", RuntimeWarning, stacklevel=3)
+            warn(f"going on from round {max(common)}: {_inventory(rows)}")
         return max(common)
 
     def _load(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -7,7 +7,6 @@ tracked gradients) live in the optimizer.
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from klatsch.optim.points import Points, Watch
 from klatsch.optim.share import Share
 from klatsch.optim.wrappers import Wrappers
 from klatsch.ranks.agreement import agree, broadcast, group_of, leave, members
-from klatsch.ranks.failures import NonFiniteError, QuorumError, reason, shown
+from klatsch.ranks.failures import NonFiniteError, QuorumError, reason, shown, warn
 from klatsch.ranks.links import Links, OnFailure, Total, open_links
 from klatsch.rules import Rule, State
 from klatsch.rules.base import checked, rate
@@ -240,7 +239,7 @@ class Gossip(Points, Joinable, JoinHook):
         if self.skipped == 1:
             here = f"rank {self.rank}, round {self.rounds + 1}: {wrong}"
             instead = "a round without gradient instead, and so from now on (optimizer.skipped counts them)"
-            warnings.warn(f"{here}; {instead}", RuntimeWarning, stacklevel=3)
+            warn(f"{here}; {instead}")
 
     def join_hook(self, **_: object) -> JoinHook:
         """Torch's Join asks this what to do when this rank has no more batches and others go on."""
@@ -294,14 +293,13 @@ class Gossip(Points, Joinable, JoinHook):
             with self._links.together(self.group, self.rounds) as (total, ranks):
                 if len(ranks) < self.topology.size:
                     some = f"{len(ranks)} of {self.topology.size} ranks ({shown(ranks)})"
-                    text = f"{what} is that of {some}; the others are gone or out of reach"
-                    warnings.warn(text, RuntimeWarning, stacklevel=4)
+                    warn(f"{what} is that of {some}; the others are gone or out of reach")
                 yield total, ranks
         except QuorumError:
             raise
         except RuntimeError as error:
             needed = f"{what} needs an answer from all ranks within reach, after the same round"
-            raise RuntimeError(f"{needed} ({reason(error)})") from None
+            raise RuntimeError(f"{needed} ({reason(error)}); was it called on every rank?") from None
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in groups.options_of(self.rule).items())

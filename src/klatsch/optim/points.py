@@ -6,7 +6,6 @@ while it trains, and x, the rule's output, on demand. Evaluating or saving the w
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from klatsch.optim.groups import parameters_of
 from klatsch.optim.share import Point, Share
 from klatsch.optim.wrappers import alive
+from klatsch.ranks.failures import warn
 
 SINCE = {"output": "optimizer.eval()", "merged": "average_(model, parameters=True)"}
 POINT = "the point at which gradients are taken"
@@ -226,7 +226,7 @@ class Watch:
         """Warn once."""
         if what not in self.said:
             self.said.add(what)
-            warnings.warn(WARNINGS[what].format(of), RuntimeWarning, stacklevel=5)
+            warn(WARNINGS[what].format(of))
 
     @property
     def _has_moved(self) -> bool:

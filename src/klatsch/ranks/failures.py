@@ -1,8 +1,13 @@
-"""Errors on ranks: who, in which round, and what to do."""
+"""Errors and warnings on ranks: who, in which round, and what to do."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
+from itertools import count
+
+BETWEEN = ("klatsch", "torch", "copy", "pickle", "contextlib")  # a user's line and a warning
 
 
 class LinkError(RuntimeError):
@@ -76,6 +81,15 @@ def shown(ranks: Sequence[int]) -> str:
 def who(ranks: Sequence[int]) -> str:
     """Ranks as the subject of a sentence, with "has" or "have"."""
     return f"{shown(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+
+
+def warn(text: str) -> None:
+    """Warn of the user's line that led here."""
+    for level in count(1):
+        frame = sys._getframe(level)
+        if frame.f_back is None or str(frame.f_globals.get("__name__")).partition(".")[0] not in BETWEEN:
+            warnings.warn(text, RuntimeWarning, stacklevel=level + 1)
+            return
 
 
 def reason(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from klatsch.ranks.agreement import Group
-from klatsch.ranks.failures import LinkError, MessageError, QuorumError, reason, shown
+from klatsch.ranks.failures import LinkError, MessageError, QuorumError, reason, shown, warn
 from klatsch.ranks.links import Links, OnFailure, Total
 from klatsch.ranks.waiting import Notes, Transfer, Waiter
 from klatsch.topology import Topology
@@ -91,12 +90,10 @@ class GlooLinks(Links):
         if (apart := self.membership.out_of_reach()) and not self._apart:
             self._apart = True
             others = " and ".join(shown(group) for group in apart)
-            warnings.warn(
+            warn(
                 f"rank {self.rank}, round {t}: the network is no longer connected: {len(near)} of {size} ranks are "
                 f"left within reach ({shown(near)}), and {others} are gone or keep training on their own; set "
-                "quorum=... to stop when too few are left",
-                RuntimeWarning,
-                stacklevel=2,
+                "quorum=... to stop when too few are left"
             )
 
     @contextmanager
@@ -207,9 +204,7 @@ class GlooLinks(Links):
         for transfers in (*self._arriving.values(), *self._leaving.values()):
             self._abandoned += [transfer for transfer in transfers if transfer.peer == peer]
             transfers[:] = [transfer for transfer in transfers if transfer.peer != peer]
-        warnings.warn(
-            f"{failure.args[0]}; going on without it: this rank takes over its weight", RuntimeWarning, stacklevel=2
-        )
+        warn(f"{failure.args[0]}; going on without it: this rank takes over its weight")
         self.membership.lose(peer)
         self.take_stock(failure.round)
 
