@@ -83,8 +83,9 @@ def at_the_optimum(problem):
 def test_with_constant_weights_the_nodes_averages_meet_like_1_over_t(H, share):
     problem, steps = heterogeneous(), 20_000
     lr = 0.1 / problem.L
-    x = run(problem, rules.dat(lr), tp.every(RING, H), steps).state["x"]
-    close(steps * apart(x), -(H**2) * lr * times(PULL @ PULL @ P, at_the_optimum(problem)), share)
+    s = run(problem, rules.dat(lr), tp.every(RING, H), steps).state
+    close(steps * apart(s["x"]), -(H**2) * lr * times(PULL @ PULL @ P, at_the_optimum(problem)), share)
+    close(apart(s["w"]), -H * lr * times(PULL @ P, at_the_optimum(problem)), share)
 
 
 def test_with_linear_weights_they_stay_apart():
@@ -148,6 +149,15 @@ def test_the_largest_stable_learning_rate_of_a_quadratic(gamma, beta):
     early, late = ((run(quadratic(), rule, tp.ring(1), steps).output - 1).abs().flatten() for steps in (1000, 5000))
     assert late[0] < early[0] / 10 or late[0] < 1e-12
     assert not late[1] < early[1] * 10
+
+
+@pytest.mark.parametrize("H", [1, 4])
+def test_corrections_are_stable_up_to_twice_the_inverse_of_the_curvature(H):
+    problem = problems.LeastSquares.from_arrays(torch.ones(9, 1, 1), torch.arange(9.0)[:, None])
+    w = run(problem, rules.d2([1.9, 2.1]), tp.every(RING, H), 2000 * H).state["w"]
+    below, above = (w - problem.optimum).abs().amax((0, 2))
+    assert below < 1e-6
+    assert not above < 1
 
 
 @pytest.mark.parametrize("H", [1, 4, 16, 64])
