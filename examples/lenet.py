@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/lenet.py
 
-Fashion-MNIST is looked for, and downloaded where it is nowhere; `--data FOLDER` names its folder. Compare
+Fashion-MNIST is downloaded if this machine does not have it; `--data FOLDER` names its folder. Compare
 `--rule dsgd`, `--rule dat-d2`, `--order cta`, or the paper's settings: `--paper --lr 0.01`. With `--checkpoints DIR`,
 `torchrun --max-restarts 3` and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment (docs/cluster.md says why) the
 training survives kill -9.
@@ -44,7 +44,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--report", type=int, default=250, help="rounds between two reports")
-    parser.add_argument("--checkpoints", help="folder for checkpoints, from which a restart goes on")
+    parser.add_argument("--checkpoints", help="folder for checkpoints, from which a restart resumes")
     given = parser.parse_args()
     if given.order == "cta" and given.rule != "dat":
         parser.error(f"--order cta is for --rule dat, not {given.rule}")
@@ -87,7 +87,7 @@ def main():
     checkpointer = klatsch.Checkpointer(given.checkpoints, every=100) if given.checkpoints else None
     done = checkpointer.resume(optimizer, model=model) if checkpointer else 0
     if rank == 0 and done:
-        print(f"going on from round {done}" if done < given.rounds else f"round {done} is done already", flush=True)
+        print(f"resuming after round {done}" if done < given.rounds else f"round {done} is done already", flush=True)
 
     for t in range(done + 1, given.rounds + 1):
         batch = torch.randint(len(labels), (given.batch,)).to(device)
@@ -106,11 +106,11 @@ def main():
             dist.all_reduce(mean)
             gamma = optimizer.consensus()
             if rank == 0:
-                print(
-                    f"round {t}: accuracy {mean / size:.3f} (worst machine {worst:.3f}, merged {merged:.3f}), ", end=""
-                )
-                print(f"consensus {gamma:.1e}, ", end="")
-                print(f"sent {optimizer.bytes_sent / 1e6:.0f} MB, waited {optimizer.seconds_waited:.1f} s", flush=True)
+                reached = f"accuracy {mean / size:.3f} (worst machine {worst:.3f}, merged {merged:.3f})"
+                cost = f"sent {optimizer.bytes_sent / 1e6:.0f} MB, waited {optimizer.seconds_waited:.1f} s"
+                print(f"round {t}: {reached}, consensus {gamma:.1e}, {cost}", flush=True)
+    if checkpointer:
+        checkpointer.save()  # the last round
     dist.destroy_process_group()
 
 

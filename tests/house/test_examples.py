@@ -61,7 +61,7 @@ def test_lenet(tmp_path, printed, options):
     assert float(accuracy) > 0.4
     assert len(list(tmp_path.glob("rank0000?-round0000000100.safetensors"))) == 2
     out = printed(2, *command, "--rounds", "200", "--alpha", "1")
-    assert out.startswith("going on from round 100\nround 200: ")
+    assert out.startswith("resuming after round 100\nround 200: ")
 
 
 def test_lenet_without_data(tmp_path, python):

@@ -37,7 +37,7 @@ class DATSGD(Gossip):
     The defaults need no learning rate schedule: x averages all iterates alike, and gradients are taken between x and
     the iterate. The mean over the network is then Schedule-Free SGD. The model holds the point where gradients are
     taken; `eval()` puts x into it, to evaluate or save. In place of torch.optim.SGD with lr=0.1 and momentum=0.9, start
-    with lr=1.0. `**PAPER` are the settings of the paper's networks, which want less than SGD.
+    with lr=1.0. `**PAPER` are the settings of the paper's networks, which need a smaller learning rate than SGD.
     docs/ranks.md has more on learning rates.
 
     Args:

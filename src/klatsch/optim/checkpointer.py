@@ -42,6 +42,7 @@ class Checkpointer:
             optimizer.step()
             scheduler.step()
             checkpointer.step()
+        checkpointer.save()
 
     With `torchrun --max-restarts` (and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, see docs/cluster.md), all ranks return to
     the last checkpoint when one is killed. On the CPU the result is that of a run without interruption, bit for bit, if
