@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from klatsch.paper import claims, figures
 from klatsch.paper.claims import LEVEL, Answer, OfRows, asks, at_its_best, family, percent
-from klatsch.paper.target import Content, Said, Target, images, said, skewed
+from klatsch.paper.entries import Content, Said, Target, images, said, skewed
 from klatsch.study.choices import BESIDE, Row
 from klatsch.topology.names import split
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from klatsch.paper import claims, figures
 from klatsch.paper.claims import LEVEL, Answer, OfRows, Sentence, asks, has_no_decay, percent
-from klatsch.paper.target import ALPHA_MIDDLE, Content, Said, Sentences, Target, images, said, skewed
+from klatsch.paper.entries import ALPHA_MIDDLE, Content, Said, Sentences, Target, images, said, skewed
 from klatsch.study.choices import Row
 
 if TYPE_CHECKING:

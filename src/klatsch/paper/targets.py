@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from klatsch.paper import claims, figures, tables
 from klatsch.paper.claims import points_of as of
+from klatsch.paper.entries import ALPHA_MIDDLE, PAPER_ROUNDS, Content, Said, Target, images, said, skewed
 from klatsch.paper.local_steps import LOCAL_STEPS
 from klatsch.paper.pages import Page
 from klatsch.paper.schedule_free import AVERAGES, SCHEDULES
-from klatsch.paper.target import ALPHA_MIDDLE, PAPER_ROUNDS, Content, Said, Target, images, said, skewed
 from klatsch.study.choices import Row
 from klatsch.study.spec import PAPER_GRID, Study, parse
 

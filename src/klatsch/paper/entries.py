@@ -1,4 +1,4 @@
-"""`Target`: what `klatsch reproduce` needs to know of a figure; and what the figures share."""
+"""`Target`: an entry of the table behind `klatsch reproduce`; and what the entries share."""
 
 from __future__ import annotations
 
