@@ -13,40 +13,43 @@ class Entry(NamedTuple):
     """A rule, topology or problem."""
 
     line: str
-    options: str = ""  # that --set takes
+    options: str = ""  # that --set takes, with their defaults
 
 
 RULES = {
     "dsgd": Entry(
         "D-SGD, the baseline of the field: step along your own gradient, then average with your neighbours.",
-        "momentum, average, order",
+        "momentum=0, average, order=atc",
     ),
     "dat": Entry(
         "DAT-SGD, the paper's rule: D-SGD with gradients at, or near, an average x of the iterates.",
-        "averaging, order, momentum, beta",
+        "averaging=constant, order=atc, momentum=0, beta=1",
     ),
     "d2": Entry(
         "D2, which differences between the nodes' data do not harm; on static symmetric graphs.",
-        "momentum, average, lazy",
+        "momentum=0, average, lazy=true",
     ),
     "gt": Entry(
         "Gradient tracking, which differences between the nodes' data do not harm; twice the messages of D-SGD.",
-        "momentum, average",
+        "momentum=0, average",
     ),
-    "sgp": Entry("Stochastic gradient push, for directed graphs.", "momentum, average"),
-    "decentlam": Entry("DecentLaM: momentum that does not amplify the differences between nodes.", "momentum, average"),
-    "dat-gt": Entry("DAT over gradient tracking.", "averaging, momentum, beta"),
+    "sgp": Entry("Stochastic gradient push, for directed graphs.", "momentum=0, average"),
+    "decentlam": Entry(
+        "DecentLaM: momentum that does not amplify the differences between nodes.", "momentum=0.9, average"
+    ),
+    "dat-gt": Entry("DAT over gradient tracking.", "averaging=constant, momentum=0, beta=1"),
     "dat-d2": Entry(
-        "DAT over D2, without the bias that data which differ between nodes cause.", "averaging, momentum, beta, lazy"
+        "DAT over D2, without the bias that data which differ between nodes cause.",
+        "averaging=constant, momentum=0, beta=1, lazy=true",
     ),
-    "dat-sgp": Entry("DAT over push-sum, for directed graphs.", "averaging, momentum, beta"),
+    "dat-sgp": Entry("DAT over push-sum, for directed graphs.", "averaging=constant, momentum=0, beta=1"),
     "qg": Entry(
         "QG-DSGDm: momentum that follows the models after gossip, for data that differ between nodes.",
-        "momentum, average",
+        "momentum=0.9, average",
     ),
     "diloco": Entry(
         "DiLoCo: local steps, then outer steps with Nesterov momentum; on a graph such as complete/16.",
-        "momentum, outer_lr, outer_momentum, average",
+        "momentum=0, outer_lr=0.7, outer_momentum=0.9, average",
     ),
 }
 
@@ -70,13 +73,13 @@ TOPOLOGIES = {
     ),
     "base_graph": Entry(
         "The Base-(k+1) Graph: at most k neighbours in every round, and one period gives the exact mean for every n.",
-        "k",
+        "k=1",
     ),
     "directed_ring": Entry("Node i hears only node i + 1, with weight 1/2: the sparsest graph that push-sum can use."),
-    "erdos_renyi": Entry("Every pair of nodes is linked with probability p; drawn again until connected.", "p, seed"),
+    "erdos_renyi": Entry("Every pair of nodes is linked with probability p; drawn again until connected.", "p, seed=0"),
     "random_regular": Entry(
         "A random graph in which every node has the same number of neighbours; drawn again until connected.",
-        "degree, seed",
+        "degree, seed=0",
     ),
 }
 
@@ -86,14 +89,15 @@ SILENCE = (
 
 PROBLEMS = {
     "least-squares": Entry(
-        "f_i(x) = ½ ||A_i x - b_i||², with Gaussian noise on every gradient (Section 5.1).", "dim, noise, heterogeneity"
+        "f_i(x) = ½ ||A_i x - b_i||², with Gaussian noise on every gradient (Section 5.1).",
+        "dim=50, noise=1, heterogeneity=1",
     ),
     "logistic": Entry(
         "f_i(x) = mean over the samples (a, y) of node i of log(1 + exp(-y a'x)) + l2/2 ||x||², with y = 1 or -1.",
-        "dim, samples, batch, l2, alpha",
+        "dim=20, samples=200, batch=1, l2=0.01, alpha=0.1",
     ),
     "fashion-mnist": Entry(
-        "A LeNet on Fashion-MNIST, as in the paper's image study (Section 5.2).", "alpha, batch, test"
+        "A LeNet on Fashion-MNIST, as in the paper's image study (Section 5.2).", "alpha=0.1, batch=32, test=10000"
     ),
 }
 

@@ -1,5 +1,6 @@
 """What starting loads: help, the version and the list need no torch, and the catalogue says what the tables say."""
 
+import json
 import sys
 
 import pytest
@@ -80,8 +81,15 @@ def test_the_catalogue_has_the_options_that_set_takes(kind, listed):
     everywhere = {"every"}  # of every topology, in the line below the list
     assert "--set every=" in catalogue.SILENCE
     for name, entry in listed.items():
-        options = [option for option in parameters_of(kind, name) if option not in everywhere]
+        options = [shown(p) for option, p in parameters_of(kind, name).items() if option not in everywhere]
         assert entry.options == ", ".join(options), name
+
+
+def shown(option):
+    """An option and its default, as --set takes them."""
+    if option.default in (None, option.empty):
+        return option.name
+    return f"{option.name}={json.dumps(option.default)}".replace('"', "").removesuffix(".0")
 
 
 def test_what_help_says_is_what_the_library_does():

@@ -135,7 +135,7 @@ def root(
 
 @command("list", "run --rules gt,dat-gt --set momentum=0.9", name="list")
 def list_names() -> None:
-    """List the rules, topologies and problems, each with the options that --set takes."""
+    """List the rules, topologies and problems, each with the options that --set takes and their defaults."""
     console = terminal.console()
     tables = {"rules": catalogue.RULES, "topologies": catalogue.TOPOLOGIES, "problems": catalogue.PROBLEMS}
     for title, entries in tables.items():
