@@ -359,5 +359,6 @@ def percent(row: Row) -> str:
     """An accuracy with the range of its seeds, and what else is known of it."""
     if row.diverged:
         return "diverged"
+    seeds = [f"{row.low:.1%} to {row.high:.1%}"] if len(row.curves) > 1 else []
     beside = [f"{name} {value:.1%}" for name in BESIDE if not math.isnan(value := row.beside(name))]
-    return f"{row.value:.1%} ({', '.join([f'{row.low:.1%} to {row.high:.1%}', *beside])})"
+    return f"{row.value:.1%}" + (f" ({', '.join(seeds + beside)})" if seeds + beside else "")

@@ -183,6 +183,7 @@ def accuracy_of_rules(rows: Sequence[Row], title: str) -> Figure:
         for place, row in zip(y, mine, strict=True):
             _mark(axis, row, row.value, row.final[:, row.best], at=place)
         axis.set_yticks(range(len(order)), order, fontsize=7)
+        axis.margins(y=0.6 / len(order))
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_title(f"{nodes} machines, alpha = {alpha:g}", fontsize=10)

@@ -53,8 +53,9 @@ def page_of(remembered: Remembered, store: Store, expanded: Expanded | None = No
         verdicts = [sentence.check(rows) for sentence in target.sentences]
     if not {case.key for case in runs.cases} <= store.done():
         verdicts = [replace(v, holds=None, figures=("not all of its runs are finished", *v.figures)) for v in verdicts]
-    reasons = (f"Left out: {reason}" for reason in dict.fromkeys(item.reason for item in left_out))
-    notes = (*edge_note(rows), *(target.notes if target else ()), *reasons)
+    # The remedy that follows a reason is for studies of one's own.
+    reasons = dict.fromkeys(item.reason.partition(";")[0] if target else item.reason for item in left_out)
+    notes = (*edge_note(rows), *(target.notes if target else ()), *(f"Left out: {reason}" for reason in reasons))
     return Page(name, title, facts, tuple(drawn), *table_of(rows), tuple(verdicts), notes, command=origin.command)
 
 

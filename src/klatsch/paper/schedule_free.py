@@ -97,7 +97,7 @@ def ahead(rows: Sequence[Row], one: str, other: str, share: float = 1.0, or_leve
     found = {(row.rule, row.topology, row.nodes): row.stopped(share) for row in rows if row.topology != ALL_REDUCE}
     pairs = [(a, found[other, t, M]) for (rule, t, M), a in found.items() if rule == one and (other, t, M) in found]
     if not pairs:
-        return None, "were not run on the same graph"
+        return None, f"{one} and {other} were not run on the same graph"
     if or_level:
         met = [a.value >= b.value - LEVEL for a, b in pairs]
     else:
