@@ -139,7 +139,7 @@ def _largest(rule: str, family: str, N: float) -> float:
 def _bounds_figure() -> Figure:
     samples = [10.0**k for k in range(4, 25, 2)]
     lines = [
-        (f"{rule}, {family}", style, colour, [_largest(rule, family, N) for N in samples])
+        (f"{rule}, {IN_WORDS.get(family, family)}", style, colour, [_largest(rule, family, N) for N in samples])
         for colour, family in zip(COLOURS, TABLE_1, strict=False)
         for rule, style in (("dat", "-"), ("dsgd", "--"))
     ]
