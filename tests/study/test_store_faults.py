@@ -257,7 +257,7 @@ def test_a_flipped_bit_in_a_value_is_found_and_the_run_done_again(store, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.sqlite", "s.toml"]
     code, out, err = run_cli("run", tmp_path / "s.toml")
     assert (code, err) == (0, "")
-    assert "1 runs new (1 was damaged), results in" in out
+    assert "1 run new (1 was damaged), results in" in out
     after = values(store)
     assert after.keys() == before.keys()
     for key in before:  # alone in its batch, not beside another learning rate: sums may round differently

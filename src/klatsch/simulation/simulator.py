@@ -99,7 +99,7 @@ def simulate_together(
     """
     if not problems or len(problems) != len(topologies):
         raise ValueError(f"{len(problems)} problems and {len(topologies)} topologies; give one topology per problem")
-    rules = [*rule] if isinstance(rule, Sequence) else [rule]
+    rules = [*rule] if isinstance(rule, list | tuple) else [rule]
     if len(rules) not in (1, len(problems)):
         raise ValueError(f"{len(rules)} rules for {len(problems)} problems; give one rule, or one for each problem")
     parts = prepared(problems, rules, topologies, steps, record, dtype, device, any_graph)
