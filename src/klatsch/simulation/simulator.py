@@ -74,7 +74,7 @@ def simulate(
 
 def simulate_together(
     problems: Sequence[Problem],
-    rule: Rule | Sequence[Rule],
+    rule: Rule | list[Rule],
     topologies: Sequence[Topology],
     steps: int,
     record: int | Sequence[int] = 50,
@@ -99,7 +99,7 @@ def simulate_together(
     """
     if not problems or len(problems) != len(topologies):
         raise ValueError(f"{len(problems)} problems and {len(topologies)} topologies; give one topology per problem")
-    rules = [*rule] if isinstance(rule, list | tuple) else [rule]
+    rules = [*rule] if isinstance(rule, list) else [rule]
     if len(rules) not in (1, len(problems)):
         raise ValueError(f"{len(rules)} rules for {len(problems)} problems; give one rule, or one for each problem")
     parts = prepared(problems, rules, topologies, steps, record, dtype, device, any_graph)
