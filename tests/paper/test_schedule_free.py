@@ -165,7 +165,20 @@ def test_what_is_shown_of_a_study(run_cli, tmp_path, monkeypatch, in_threads):
     assert {file.name for file in tmp_path.glob("*.md")} == {"fig1-quick.md", "fig1-quick-worst.md"}
 
 
-def test_a_group_reproduces_its_parts(run_cli, tmp_path):
+def test_a_group_reproduces_its_parts(run_cli, tmp_path, monkeypatch, in_threads):
+    small = {"nodes": [4, 9], "steps": 40, "seeds": 1, "lr": [1e-3, 1e-2], "topologies": "ring"}
+    for part in ("fig1", "fig4"):
+        monkeypatch.setitem(TARGETS[part].scales, "quick", small)
+    monkeypatch.setitem(GROUPS, "schedule-free", ("fig1", "fig4"))
+    code, out, _ = run_cli("reproduce", "schedule-free", "--out", tmp_path, "--json")
+    assert code == 0
+    assert [page["title"][:8] for page in json.loads(out)["pages"]] == ["Figure 1", "Figure 4"]
+    code, out, _ = run_cli("reproduce", "schedule-free", "--out", tmp_path)
+    assert (code, out.count("written: ")) == (0, 2)
+    assert {file.name for file in tmp_path.glob("*.md")} == {"fig1-quick.md", "fig4-quick.md"}
+
+
+def test_what_a_group_and_a_table_do_not_take(run_cli, tmp_path):
     assert GROUPS == {"schedule-free": ("averages", "schedules", "beyond")}
     code, _, err = run_cli("reproduce", "schedule-free", "--epochs", "3", "--out", tmp_path / "new")
     assert code == 2
@@ -174,7 +187,7 @@ def test_a_group_reproduces_its_parts(run_cli, tmp_path):
     code, _, err = run_cli("reproduce", "table1", "--of", "worst", "--out", tmp_path / "new")
     assert (code, "leave --epochs, --data and --of out" in err) == (2, True)
     code, _, err = run_cli("reproduce", "fig2", "--of", "best", "--out", tmp_path / "new")
-    assert (code, "unknown of 'best'" in err) == (2, True)
+    assert (code, "unknown --of 'best'" in err) == (2, True)
 
 
 def test_fewer_epochs_than_the_short_runs_have_shorten_these():

@@ -52,7 +52,7 @@ def reproduce(
 
     named("target", target, dict.fromkeys((*TARGETS, *GROUPS, *TABLES)))
     named("scale", scale, SCALES)
-    named("of", of, dict.fromkeys(("mean", *BESIDE)))
+    named("--of", of, dict.fromkeys(("mean", *BESIDE)))
     if target in TABLES:
         if epochs is not None or crew.data is not None or of != "mean":
             raise ValueError(f"{target} trains nothing; leave --epochs, --data and --of out")
