@@ -26,13 +26,16 @@ def _all_reduce(between: Sequence[int]) -> list[str]:
     return [f"{ALL_REDUCE}/{H}" for H in between]
 
 
-# Wide enough that no chosen learning rate lies at an edge: many local steps on skewed data want small ones. After an
-# all-reduce in every round (H = 1) there is no drift to correct and nothing left for outer steps.
+# Wide enough that no chosen learning rate lies at an edge: many local steps on skewed data want small ones, and so do
+# DiLoCo's frequent outer steps (H = 4), inside and outside. After an all-reduce in every round (H = 1) there is no
+# drift to correct and nothing left for outer steps.
+OUTER, INNER = [0.3, 0.7, 1.0], [0.003, 0.01, 0.03, 0.1]
 WIDE = (
     {**DSGD, "schedule": ["constant", "cosine"], "lr": [0.003, 0.01, 0.03, 0.1, 0.3]},
     {**DAT, "lr": [0.03, 0.1, 0.3, 1.0, 3.0]},
-    {**CORRECTED, "lr": [0.01, 0.03, 0.1, 0.3, 1.0], "topologies": _ring(BETWEEN) + _all_reduce(BETWEEN[1:])},
-    {**DILOCO, "outer_lr": [0.3, 0.7, 1.0], "lr": [0.003, 0.01, 0.03, 0.1], "topologies": _all_reduce(BETWEEN[1:])},
+    {**CORRECTED, "lr": [0.01, 0.03, 0.1, 0.3, 1.0, 3.0], "topologies": _ring(BETWEEN) + _all_reduce(BETWEEN[1:])},
+    {**DILOCO, "outer_lr": [0.1, *OUTER], "lr": [0.001, *INNER], "topologies": _all_reduce(BETWEEN[1:2])},
+    {**DILOCO, "outer_lr": OUTER, "lr": INNER, "topologies": _all_reduce(BETWEEN[2:])},
 )
 SCREEN: Content = {"epochs": 20, "seeds": 1}
 FEW = BETWEEN[:3]  # H at the quick scale

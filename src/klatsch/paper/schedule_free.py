@@ -17,22 +17,26 @@ if TYPE_CHECKING:
 BOTH = ("constant", "cosine")
 ALPHAS = [0.1, 1.0, 10.0]
 RING, TORUS, BASE, ALL_REDUCE = "ring", "torus", "base_graph", "complete"
-# Learning rates about a factor of 3 apart. A momentum of 0.9 makes steps ten times as long.
+# Learning rates about a factor of 3 apart. A momentum of 0.9 makes steps ten times as long. Some rules want one that is
+# smaller still where nothing decays.
 PLAIN_RATES = (0.03, 0.1, 0.3, 1.0)
 MOMENTUM_RATES = (0.01, 0.03, 0.1, 0.3, 1.0)
-PAPER_RATES = (0.001, 0.003, 0.01, 0.03)
+PAPER_RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
 ANYTIME_RATES = (0.1, 0.3, 1.0, 3.0)
+SMALLER_RATES = (0.03, *ANYTIME_RATES)
 
-DSGD: Content = {"name": "dsgd", "momentum": 0.9, "lr": MOMENTUM_RATES}
+DSGD: Content = {"name": "dsgd", "momentum": 0.9, "lr": (0.003, *MOMENTUM_RATES)}
 PAPER: Content = {"name": "dat", "averaging": "fixed(0.9)", "momentum": 0.9, "lr": PAPER_RATES}  # as in Section 5.2
-D2: Content = {"name": "d2", "lr": PLAIN_RATES}
-GT: Content = {"name": "gt", "lr": PLAIN_RATES}
+D2: Content = {"name": "d2", "lr": (0.01, *PLAIN_RATES)}
+GT: Content = {"name": "gt", "lr": (0.01, *PLAIN_RATES)}
 QG: Content = {"name": "qg", "lr": MOMENTUM_RATES}
 
 
-def anytime(name: str, averaging: object, beta: object, schedule: object = BOTH) -> Content:
+def anytime(
+    name: str, averaging: object, beta: object, schedule: object = BOTH, lr: Sequence[float] = ANYTIME_RATES
+) -> Content:
     """A rule with an anytime average, by its weights and its query point."""
-    return {"name": name, "averaging": averaging, "beta": beta, "lr": ANYTIME_RATES, "schedule": schedule}
+    return {"name": name, "averaging": averaging, "beta": beta, "lr": lr, "schedule": schedule}
 
 
 # What rows of these rules are called.
@@ -49,7 +53,11 @@ def decayed(rule: str) -> str:
 # --- averages: which weights, and which point between w and x? ------------------------------------------------------
 
 WEIGHTS, BETAS = ("constant", "fixed(0.9)", "fixed(0.99)"), (1.0, 0.9, 0.7)
-CANDIDATES = tuple(anytime(name, WEIGHTS, BETAS) for name in ("dat", "dat-d2", "dat-gt"))
+CANDIDATES = tuple(
+    anytime(name, WEIGHTS, BETAS, schedule, lr)
+    for name in ("dat", "dat-d2", "dat-gt")
+    for schedule, lr in (("constant", SMALLER_RATES), ("cosine", ANYTIME_RATES))
+)
 WITHOUT_MOMENTUM: Content = {"name": "dsgd", "lr": PLAIN_RATES}
 SHORT: Content = {"epochs": 20, "seeds": 1, "record": 2}  # half time and end
 
@@ -59,7 +67,7 @@ SCHEDULE_FREE = anytime("dat", "constant", 0.9)
 ON_ALL_GRAPHS: tuple[Content, ...] = (
     *(DSGD, PAPER, D2, QG, SCHEDULE_FREE),
     anytime("dat-d2", ("constant", "fixed(0.99)"), 0.9, "constant"),
-    anytime("dat-gt", "fixed(0.99)", 0.7, "constant"),
+    anytime("dat-gt", "fixed(0.99)", 0.7, "constant", SMALLER_RATES),
 )
 ON_THE_RING: tuple[Content, ...] = (
     GT,
