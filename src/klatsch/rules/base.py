@@ -31,11 +31,13 @@ class Flow:
 
     Flows sum to zero over the nodes, so v + flow(v) keeps the network mean. All tensors of one call travel in one
     message. State fields that are passed unchanged need no gradient, and travel together, early. An engine may pass a
-    `mix` that is faster than the sum v + flow(v).
+    `mix` that is faster than the sum v + flow(v). In a silent round nobody talks.
     """
 
-    def __init__(self, flow: Callable[..., Tensors], mix: Callable[..., Tensors] | None = None) -> None:
-        self._flow, self._mix = flow, mix
+    def __init__(
+        self, flow: Callable[..., Tensors], mix: Callable[..., Tensors] | None = None, silent: bool = False
+    ) -> None:
+        self._flow, self._mix, self.silent = flow, mix, silent
 
     def __call__(self, *tensors: Tensor) -> Tensors:
         return self._flow(*tensors)
@@ -64,6 +66,8 @@ class Graph(Protocol):
     def changes(self) -> bool: ...
     @property
     def every(self) -> int: ...
+    @property
+    def late(self) -> int: ...
     @property
     def smallest_eigenvalue(self) -> float: ...
 

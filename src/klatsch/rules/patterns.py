@@ -124,10 +124,10 @@ class DecentLaM(Rule):
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_static_symmetric(graph, name or self.name)  # momentum remembers what the last round's matrix did
-        if graph.every > 1 and not (isinstance(self.momentum, float) and self.momentum == 0):
+        if (graph.every > 1 or graph.late) and not (isinstance(self.momentum, float) and self.momentum == 0):
             raise ValueError(
                 f"{name or self.name} on {graph.name}: its momentum repeats the flow of a round with gossip in the "
-                "silent ones, and diverges; use d2 or dat-d2 for local steps"
+                "silent ones, and diverges; use d2 or dat-d2 for local steps and late messages"
             )
 
 
@@ -260,7 +260,7 @@ class Corrected(Pattern):
 
     Args:
         lazy: halve the flow; if false, D2 as published, which is not stable on every graph.
-        every: H, rounds between two mixes; taken from the graph.
+        every: H, rounds between two mixes; taken from the graph, and longer where flows arrive late.
 
     References:
         Tang et al., "D2: decentralized training over decentralized data", 2018, Algorithm 1.
@@ -290,7 +290,8 @@ class Corrected(Pattern):
         return new["w"] + (s["y"] - new["y"]) if self.lazy else new["w"]  # w took half of the flow, y the other half
 
     def on(self, graph: Graph) -> Self:
-        return columns.replaced(self, every=graph.every)
+        # y answers flows that are as old as they are late, and would swing ever further with its whole weight.
+        return columns.replaced(self, every=graph.every + 2 * graph.late)
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         name = name or self.name

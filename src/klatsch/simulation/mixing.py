@@ -42,7 +42,7 @@ class StackedMix:
         sizes = torch.tensor([topology.size for topology in topologies], device=device)
         first = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)  # by node: the first one of its network
         alike = None if not by_rows else slice(0, 1) if len(topologies) == 1 else first
-        self._flows = mapped(products, lambda Q: Flow(partial(_flow, Q, alike), partial(_mix, Q)))
+        self._flows = mapped(products, lambda Q: Flow(partial(_flow, Q, alike), partial(_mix, Q), Q is None))
 
     def in_round(self, t: int) -> Flow:
         """The flow of round t."""

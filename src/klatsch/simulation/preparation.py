@@ -11,6 +11,7 @@ from torch import Tensor
 
 import klatsch.columns as cols
 from klatsch.arguments import whole
+from klatsch.channels.carried import carried
 from klatsch.channels.rehearsal import Rehearsal
 from klatsch.problems import Problem, adopted
 from klatsch.rules import Rule, State
@@ -125,7 +126,7 @@ def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -
     if own != C and 1 not in (C, own):
         raise ValueError(f"the rule has {C} columns but the problem has {own}; give both the same number, or one")
     Rehearsal(rule, torch.zeros(1, C, problem.dim, dtype=torch.float64))
-    return rule.on(topology), max(C, own)
+    return carried(rule.on(topology), topology), max(C, own)
 
 
 def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:

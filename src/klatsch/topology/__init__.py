@@ -2,9 +2,10 @@
 
 Every graph is one immutable `Topology`: a period of sparse gossip matrices. Make one by its function (`ring(16)`), by
 its name (`make("ring", 16)`), or from your own graph (`from_networkx`, `from_matrices`). `every(graph, H)`, or the name
-"ring/8", gossips in some rounds only.
+"ring/8", gossips in some rounds only; `channel` says how messages travel.
 """
 
+from klatsch.topology.channel import channel, every
 from klatsch.topology.comparison import Summary, compare, summarize
 from klatsch.topology.drawing import draw
 from klatsch.topology.families import (
@@ -25,11 +26,22 @@ from klatsch.topology.families import (
     star,
     torus,
 )
-from klatsch.topology.graph import Topology, every, from_matrices, from_networkx, lazy
+from klatsch.topology.graph import Topology, from_matrices, from_networkx, lazy
 from klatsch.topology.names import builder, make, nth_size, options, spectral_gap
 
 __all__ = ["FAMILIES", "TOPOLOGIES", "Family", "Summary", "Topology"]
-__all__ += ["builder", "compare", "draw", "every", "from_matrices", "from_networkx", "lazy", "make", "nth_size"]
+__all__ += [
+    "builder",
+    "channel",
+    "compare",
+    "draw",
+    "every",
+    "from_matrices",
+    "from_networkx",
+    "lazy",
+    "make",
+    "nth_size",
+]
 __all__ += ["options", "spectral_gap", "summarize"]
 __all__ += ["base_graph", "complete", "directed_ring", "erdos_renyi", "exponential", "grid", "hypercube"]
 __all__ += ["near_complete", "one_peer_exponential", "random_regular", "ring", "star", "torus"]

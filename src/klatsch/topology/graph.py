@@ -36,7 +36,9 @@ class Topology:
         stochastic: which sums are 1: "doubly" (rows and columns, so that mixing keeps the network mean), "rows", or
             "columns" (directed graphs for push-sum).
         lattice: rows and columns where the nodes form a lattice; for drawing only.
-        every: H: nodes talk in rounds H, 2H, 3H, ..., and all other matrices are the identity; see `every`.
+        every: H: nodes talk in rounds H, 2H, 3H, ..., and all other matrices are the identity; see `channel`.
+        late: rounds between the sending and the arrival of a message; see `channel`.
+        wire: how numbers travel; see `channel`.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Topology:
     stochastic: Stochastic = "doubly"
     lattice: tuple[int, int] | None = None
     every: int = 1
+    late: int = 0
+    wire: str = validation.WIRES[0]
 
     def __post_init__(self) -> None:
         if self.stochastic not in (known := get_args(Stochastic)):
@@ -53,6 +57,8 @@ class Topology:
         matrices = tuple(mapped(given, lambda P: validation.canonical(P, f"{self.name}, matrix {numbers[id(P)]}")))
         object.__setattr__(self, "every", whole(self.every, "every", 1, validation.LONGEST))
         validation.check_matrices(self.name, matrices, self.stochastic, self.every)
+        object.__setattr__(self, "late", whole(self.late, "late", 0, validation.LATEST))
+        validation.check_wire(self.name, self.wire, changes=len(matrices) > self.every)
         for P in matrices:
             for part in (P.data, P.indices, P.indptr):
                 part.flags.writeable = False
@@ -191,9 +197,9 @@ class Topology:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the matrices and of `every`: equal for equal graphs on every machine."""
+        """SHA-256 of the matrices and the channel: equal for equal graphs on every machine."""
         silence = f" every {self.every}" if self.every > 1 else ""
-        digest = hashlib.sha256(f"{self.size} {self.period}{silence}".encode())
+        digest = hashlib.sha256(f"{self.size} {self.period}{silence}{self._travel}".encode())
         for P in self.speaking:
             digest.update(P.indptr.astype("<i8").tobytes())
             digest.update(P.indices.astype("<i8").tobytes())
@@ -208,12 +214,20 @@ class Topology:
 
     def __reduce__(self) -> tuple[object, ...]:
         # By the constructor: a copy in another process is checked and read-only, too.
-        return type(self), (self.name, self.matrices, self.stochastic, self.lattice, self.every)
+        return type(self), (
+            *(self.name, self.matrices, self.stochastic, self.lattice),
+            *(self.every, self.late, self.wire),
+        )
 
     def __repr__(self) -> str:
         period = f", period {self.period}" if self.changes else ""
         silence = f", every {self.every} rounds" if self.every > 1 else ""
-        return f"<Topology {self.name}: {self.size} nodes, {self.edges} edges{period}{silence}>"
+        return f"<Topology {self.name}: {self.size} nodes, {self.edges} edges{period}{silence}{self._travel}>"
+
+    @property
+    def _travel(self) -> str:
+        """How messages travel, where that is special: ", late 7, int8"."""
+        return f", late {self.late}" * (self.late > 0) + f", {self.wire}" * (self.wire != validation.WIRES[0])
 
     @cached_property
     def _second_modulus(self) -> float:
@@ -322,25 +336,6 @@ def lazy(topology: Topology) -> Topology:
         validation.canonical((itself + P) / 2.0, topology.name) for P in topology.speaking
     ]
     return replace(topology, name=f"lazy {topology.name}", matrices=tuple(matrices))
-
-
-def every(topology: Topology, H: int) -> Topology:
-    """The same graph in rounds H, 2H, 3H, ..., and silence in the others: H - 1 local steps, then one with gossip.
-
-    Messages per round and the spectral gap fall to one H-th. A graph that changes uses its next matrix each time.
-
-    References:
-        Koloskova et al., "A unified theory of decentralized SGD with changing topology and local updates", 2020.
-    """
-    check_topology("every", topology)
-    rounds_between, speaking = validation.rounds_between, topology.speaking
-    between = rounds_between(rounds_between(H) * topology.every, len(speaking))
-    if between == topology.every:
-        return topology
-    name = topology.name.removesuffix(f"/{topology.every}") if topology.every > 1 else topology.name
-    matrices = [identity(topology.size)] * (between * len(speaking))
-    matrices[between - 1 :: between] = speaking
-    return replace(topology, name=f"{name}/{between}", matrices=tuple(matrices), every=between)
 
 
 def check_topology(taker: str, topology: object) -> None:

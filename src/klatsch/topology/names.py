@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from klatsch.arguments import check_options, named
 from klatsch.own import is_own, label, load
+from klatsch.topology.channel import CHANNEL, channel
 from klatsch.topology.families import FAMILIES, UNLIMITED, Family
-from klatsch.topology.graph import Topology, every
+from klatsch.topology.graph import Topology
 from klatsch.topology.validation import rounds_between
 
 
 def make(name: str, n: int | None = None, **choices: object) -> Topology:
     """A topology by name: `make("ring", 16)`, `make("base_graph", 16, k=2)`, `make("torus", rows=3, cols=4)`.
 
-    `make("ring/8", 16)` and `make("ring", 16, every=8)` gossip in every 8th round only; see `every`.
+    `make("ring/8", 16)` and `make("ring", 16, every=8)` gossip in every 8th round only; `late` and `wire` say how
+    messages travel (see `channel`).
     """
     return builder(name, choices)(n, **choices)
 
 
 def options(name: str) -> tuple[str, ...]:
-    """The options that `make(name, n, ...)` takes besides n; all take `every`, the rounds between two mixes."""
-    return *family(name).options, "every"
+    """The options that `make(name, n, ...)` takes besides n; all take those of `channel`."""
+    return *family(name).options, *CHANNEL
 
 
 def spectral_gap(name: str, n: int, **choices: object) -> float:
     """The spectral gap rho of `make(name, n, ...)`, in closed form where one is known: there n may be a million."""
     build, known = builder(name, choices), family(name)
-    if known.gap is None:
+    own, travel = _parted(name, choices)
+    if known.gap is None or travel.get("late"):
         return build(n, **choices).spectral_gap
-    own, between = _parted(name, choices)
     # A lattice of given sides may have an n that is refused without them: its closed form checks.
-    return known.gap(n if known.lattice else known.checked(n, UNLIMITED), **own) / between
+    gap = known.gap(n if known.lattice else known.checked(n, UNLIMITED), **own)
+    return gap / int(travel["every"])
 
 
 def nth_size(name: str, s: int) -> int:
@@ -44,13 +48,13 @@ def builder(name: str, choices: Collection[str] = ()) -> Callable[..., Topology]
     check_options(name, choices, options(name))
 
     def build(n: int | None = None, **chosen: object) -> Topology:
-        own, between = _parted(name, chosen)
+        own, travel = _parted(name, chosen)
         graph = family(name).build(n, **own)
         if not isinstance(graph, Topology):
             raise ValueError(
                 f"{label(split(name)[0])} returns a {type(graph).__name__}; return a Topology, such as topology.ring(n)"
             )
-        return every(graph, between)
+        return channel(graph, **travel)
 
     return build
 
@@ -75,12 +79,13 @@ def split(name: str) -> tuple[str, int]:
     return kind, rounds_between(int(H))
 
 
-def _parted(name: str, choices: Mapping[str, object]) -> tuple[dict[str, object], int]:
-    """The options of the family, and the rounds between two mixes, from the name or the option `every`."""
+def _parted(name: str, choices: Mapping[str, object]) -> tuple[dict[str, object], dict[str, Any]]:
+    """The options of the family, and those of the channel, of which the name may hold `every`."""
     kind, between = split(name)
-    own = dict(choices)
-    if "every" in own:
+    own = {option: value for option, value in choices.items() if option not in CHANNEL}
+    travel = {option: value for option, value in choices.items() if option in CHANNEL}
+    if "every" in travel:
         if kind != name:
-            raise ValueError(f"{name} with every = {own['every']!r}: the name says that; leave one of them out")
-        between = rounds_between(own.pop("every"))
-    return own, between
+            raise ValueError(f"{name} with every = {travel['every']!r}: the name says that; leave one of them out")
+        rounds_between(travel["every"])
+    return own, {"every": between} | travel

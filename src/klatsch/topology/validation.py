@@ -9,11 +9,13 @@ import numpy as np
 from scipy.sparse import csr_array, issparse
 from scipy.sparse.csgraph import breadth_first_order, connected_components, shortest_path
 
-from klatsch.arguments import whole
+from klatsch.arguments import named, whole
 from klatsch.topology.matrix import SUM_TOLERANCE, Matrix, Weights, mapped
 
 LARGEST = 10**6  # nodes: up to a gigabyte for ring and torus, several for others
 LONGEST = 10**6  # rounds of a period, whose matrices are listed one by one
+LATEST = 10**4  # rounds that a message may travel
+WIRES = ("float32", "bfloat16", "int8")  # how numbers may travel; the first is as they are
 NO_WEIGHT = 1e-12  # smaller self-weights do not help mixing to settle
 
 
@@ -33,6 +35,16 @@ def rounds_between(H: object, graphs: int = 1) -> int:
         long = f", a period of {between * graphs:,} rounds" if graphs > 1 else ""
         raise ValueError(f"every = {between:,}{long}; give a whole number of rounds from 1 to {LONGEST // graphs:,}")
     return between
+
+
+def check_wire(name: str, wire: object, changes: bool) -> None:
+    """Check how numbers travel on a graph."""
+    named("wire", wire, dict.fromkeys(WIRES))
+    if wire == "int8" and changes:
+        raise ValueError(
+            f"{name} with wire = 'int8': the graph changes from round to round, and int8 sends differences to what the "
+            "same neighbours hold already; use wire = 'bfloat16', or a static graph such as ring or exponential"
+        )
 
 
 def split_rounds(matrices: Any) -> list[Any]:

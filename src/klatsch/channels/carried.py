@@ -1,0 +1,105 @@
+"""A rule over a channel, in simulation: its flows are rounded, and arrive late, as between ranks.
+
+What is on its way, and what neighbours hold, are fields of the state, so they are in every checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from klatsch.channels import wire as wires
+from klatsch.channels.rehearsal import Rehearsal
+from klatsch.columns import Number
+from klatsch.rules import Flow, Rule, State
+from klatsch.rules.base import Tensors
+
+
+class Channel(Protocol):
+    """What a channel asks of a topology."""
+
+    @property
+    def late(self) -> int: ...
+    @property
+    def wire(self) -> str: ...
+
+
+def carried(rule: Rule, channel: Channel) -> Rule:
+    """The rule with its flows over a channel; the rule itself where they arrive at once and as they are."""
+    plain = channel.late == 0 and channel.wire == "float32"
+    return rule if plain else Carried(rule, rule.lr, channel.late, channel.wire)
+
+
+@dataclass(frozen=True, eq=False)
+class Carried(Rule):
+    """A rule whose flows travel over a channel."""
+
+    rule: Rule
+    lr: Number
+    late: int
+    wire: str
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
+
+    def init(self, x: Tensor) -> State:
+        state, rehearsal = dict(self.rule.init(x)), Rehearsal(self.rule, x)
+        for c, tensors in enumerate(rehearsal.rounds[0]):
+            for n, like in enumerate(tensors):
+                nothing = x.new_zeros(rehearsal.full(like))
+                if self._holds(rehearsal.is_wide(like)):
+                    state[_held(c, n)] = nothing
+                state |= {_flight(c, n, k): nothing for k in range(self.late)}
+        return state
+
+    def iterate(self, s: State) -> Tensor:
+        return self.rule.iterate(s)
+
+    def query(self, s: State) -> Tensor:
+        return self.rule.query(s)
+
+    def output(self, s: State) -> Tensor:
+        return self.rule.output(s)
+
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
+        kept: State = {}
+        calls = iter(range(len(s)))
+
+        def travel(mixed: bool, *tensors: Tensor) -> Tensors:
+            c = next(calls)
+            sent = [self._sent(s, kept, flow, _held(c, n), v, grad) for n, v in enumerate(tensors)]
+            came = [self._came(s, kept, c, n, f) for n, f in enumerate(flow(*sent))]
+            return tuple(v + f for v, f in zip(tensors, came, strict=True)) if mixed else tuple(came)
+
+        own = {name: v for name, v in s.items() if "@" not in name}
+        return self.rule.update(own, grad, Flow(partial(travel, False), partial(travel, True)), t, lr) | kept
+
+    def _holds(self, wide: bool) -> bool:
+        return self.wire == "int8" and wide
+
+    def _sent(self, s: State, kept: State, flow: Flow, held: str, v: Tensor, grad: Tensor) -> Tensor:
+        """What neighbours know of v after this round."""
+        wide = v.shape[-1] == grad.shape[-1]
+        if self._holds(wide):
+            h = s[held]
+            kept[held] = h if flow.silent else h + wires.restored(*wires.quantized(v - h), v.dtype)
+            return kept[held]
+        return wires.rounded(v) if self.wire == "bfloat16" and wide else v
+
+    def _came(self, s: State, kept: State, c: int, n: int, f: Tensor) -> Tensor:
+        """The flow that arrives now; f takes its place at the end of the queue."""
+        queue = [f, *(s[_flight(c, n, k)] for k in range(self.late))]
+        kept |= {_flight(c, n, k): queue[k] for k in range(self.late)}
+        return queue[-1]
+
+
+def _held(c: int, n: int) -> str:
+    return f"held@{c}.{n}"
+
+
+def _flight(c: int, n: int, k: int) -> str:
+    return f"flight@{c}.{n}.{k}"

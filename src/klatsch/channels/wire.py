@@ -1,0 +1,49 @@
+"""Encodings of messages, the same in simulation and on ranks; see `topology.channel`.
+
+Only whole vectors are encoded. Single numbers, such as the weight of push-sum, travel as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 256  # numbers that share a scale
+LARGEST = 127  # of a code
+
+
+def rounded(v: Tensor) -> Tensor:
+    """What arrives of v as bfloat16."""
+    return v.bfloat16().to(v.dtype)
+
+
+def scale_count(length: int) -> int:
+    """The number of scales for so many numbers."""
+    return -(-length // BLOCK)
+
+
+def quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
+    """A difference (..., d) as int8 codes (..., d) and float32 scales (..., ceil(d / 256)).
+
+    A number is its code times the scale of its block, whose largest number has the code 127 or -127. A block that is
+    not finite has such a scale.
+    """
+    blocks = _blocks(difference)
+    scales = (blocks.abs().amax(-1) / LARGEST).float()
+    steps = torch.where(scales > 0, scales, 1.0).to(blocks.dtype)
+    codes = (blocks / steps[..., None]).round_().clamp_(-LARGEST, LARGEST).nan_to_num_(0.0).to(torch.int8)
+    return codes.flatten(-2)[..., : difference.shape[-1]], scales
+
+
+def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The difference that `quantized` encoded, to the nearest code."""
+    blocks = _blocks(codes).to(dtype) * scales.to(dtype)[..., None]
+    return blocks.flatten(-2)[..., : codes.shape[-1]]
+
+
+def _blocks(v: Tensor) -> Tensor:
+    """A tensor (..., d) as (..., blocks, 256), filled up with zeros."""
+    missing = -v.shape[-1] % BLOCK
+    whole = functional.pad(v, (0, missing)) if missing else v
+    return whole.reshape(*v.shape[:-1], -1, BLOCK)
