@@ -11,7 +11,7 @@ from torch import nn
 
 import klatsch
 from klatsch.ranks.membership import Membership, lag
-from klatsch.ranks.node import is_sound
+from klatsch.ranks.message import is_sound
 from tests.support.rank_hardships import LR
 from tests.support.rank_scenarios import problem_of
 

@@ -33,6 +33,11 @@ def carried(rule: Rule, channel: Channel) -> Rule:
     return rule if plain else Carried(rule, rule.lr, channel.late, channel.wire)
 
 
+def bare(rule: Rule) -> Rule:
+    """The rule itself, for engines that have real channels."""
+    return rule.rule if isinstance(rule, Carried) else rule
+
+
 @dataclass(frozen=True, eq=False)
 class Carried(Rule):
     """A rule whose flows travel over a channel."""

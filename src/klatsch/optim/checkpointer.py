@@ -25,7 +25,7 @@ from klatsch.optim.state import different, generators, packed, set_generators, u
 from klatsch.ranks.agreement import gathered
 from klatsch.ranks.failures import NonFiniteError, warn, who
 from klatsch.ranks.membership import lag
-from klatsch.ranks.node import is_sound
+from klatsch.ranks.message import is_sound
 from klatsch.sealed import OLDER, CheckpointError, OldCheckpointError
 
 FORMAT = "klatsch ranks 2"
@@ -117,6 +117,7 @@ class Checkpointer:
             "run": self._identity(),
             "rounds": rounds,
             "counted": [optimizer.bytes_sent, optimizer.seconds_waited, optimizer.skipped],
+            "channel": packed(optimizer.memories(), tensors, "channel"),
             "groups": packed(groups, tensors, "groups"),
             "others": packed(others, tensors, "others"),
             "generators": packed(generators(optimizer.device), tensors, "generators"),
@@ -211,7 +212,8 @@ class Checkpointer:
         ]
         for group, saved in zip(optimizer.param_groups, unpacked(header["groups"], tensors), strict=True):
             group.update(saved)
-        optimizer.load_vectors(vectors, header["rounds"])
+        memories = unpacked(header["channel"], tensors) if "channel" in header else None
+        optimizer.load_vectors(vectors, header["rounds"], memories)
         optimizer.count_from(*header["counted"])
         for name, state in unpacked(header["others"], tensors).items():
             other = self._others[name]

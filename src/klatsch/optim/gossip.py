@@ -27,6 +27,7 @@ from klatsch.optim.points import Points, Watch
 from klatsch.optim.share import Share
 from klatsch.optim.wrappers import Wrappers
 from klatsch.ranks.agreement import agree, broadcast, group_of, leave, members
+from klatsch.ranks.channel import Memory
 from klatsch.ranks.failures import NonFiniteError, QuorumError, reason, shown, warn
 from klatsch.ranks.links import Links, OnFailure, Total, open_links
 from klatsch.rules import Rule, State
@@ -54,6 +55,10 @@ class Gossip(Points, Joinable, JoinHook):
         rule: the update rule, such as rules.make("dat", lr=0.1); its lr is the default of the groups.
         topology: a Topology with one node per rank, or the name of one.
         group: the process group; all ranks by default.
+        every: gossip in every so many rounds only; the others send nothing.
+        late: rounds that a message may travel while gradients are computed, at best every - 1; see `topology.channel`.
+        wire: how numbers travel: "float32" (as they are), "bfloat16", or "int8" (a quarter of the bytes; on static
+            graphs, and with a copy of the parameters in memory for every neighbour and message).
         weight_decay: added to gradients as weight_decay times the point where they are taken.
         timeout: seconds that a neighbour may keep this rank waiting.
         on_failure: "raise" LinkError when a neighbour is gone or late, or "continue" without it: its weight in the
@@ -84,6 +89,9 @@ class Gossip(Points, Joinable, JoinHook):
         topology: Topology | str = "ring",
         group: dist.ProcessGroup | None = None,
         *,
+        every: int = 1,
+        late: int = 0,
+        wire: str = "float32",
         weight_decay: float = 0.0,
         timeout: float = 300.0,
         on_failure: OnFailure = "raise",
@@ -110,7 +118,8 @@ class Gossip(Points, Joinable, JoinHook):
 
         ranks = members(group)
         self._wrappers = Wrappers(trained, ranks)
-        self.topology = _sized(topologies.make(topology, len(ranks)) if isinstance(topology, str) else topology, ranks)
+        graph = _sized(topologies.make(topology, len(ranks)) if isinstance(topology, str) else topology, ranks)
+        self.topology = topologies.channel(graph, every, late, graph.wire if wire == "float32" else wire)
         if not any_graph:
             rule.check_graph(self.topology)
         self._rule = rule  # as it was given; a state does not depend on the graph
@@ -319,7 +328,7 @@ class Gossip(Points, Joinable, JoinHook):
             found = super().state_dict()
         finally:
             self.state.clear()
-        return found | {"gossip": state.header(self._rule, self._shares, self.rank, self.topology.size)}
+        return found | {"gossip": state.header(self._rule, self._shares, self.rank, self.topology)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on from a state; on all ranks, each with its own of the same round.
@@ -331,22 +340,29 @@ class Gossip(Points, Joinable, JoinHook):
         vectors = state.vectors_of(state_dict, self.param_groups, *here)
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
-        self.load_vectors(vectors, state_dict["gossip"]["rounds"])
+        self.load_vectors(vectors, state_dict["gossip"]["rounds"], state.memories_of(state_dict, self.topology))
 
     def vectors(self) -> list[State]:
         """The fields of the state as flat vectors, by dtype of the parameters: this optimizer's own memory."""
         return [share.node.state for share in self._shares]
 
+    def memories(self) -> list[Memory]:
+        """Copies of what the channel holds and what is on its way, by dtype of the parameters."""
+        return [share.node.memory for share in self._shares]
+
     @torch.no_grad()
-    def load_vectors(self, vectors: list[State], rounds: int) -> None:
-        """Go on from what `vectors` returned after some rounds, on all ranks."""
+    def load_vectors(self, vectors: list[State], rounds: int, memories: list[Memory] | None = None) -> None:
+        """Go on from what `vectors` and `memories` returned after some rounds, on all ranks.
+
+        Without memories channels begin anew: what was on its way is lost, the same at both ends.
+        """
         agree(self.group, {"round to go on from": str(rounds), "rounds done before": str(self.rounds)})
         if self.rounds > 0:  # messages of the rounds before are on their way
             own = group_of(self.process_group, self._links.timeout)
             self._close()
             self._train_over(self._links.reopened(own), [share.flat for share in self._shares])
-        for share, fields in zip(self._shares, vectors, strict=True):
-            share.load(fields, rounds)
+        for share, fields, memory in zip(self._shares, vectors, memories or [{}] * len(vectors), strict=True):
+            share.load(fields, rounds, memory)
         self._show("output" if self._apart and self._holds != "query" else "query")
         self._finished = False
         if self._follow:

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from klatsch.optim.flat import Flat
 from klatsch.optim.groups import Group
+from klatsch.ranks.channel import Memory
 from klatsch.ranks.links import Links
-from klatsch.ranks.node import Block, Given, Node, is_sound
+from klatsch.ranks.message import Block, is_sound
+from klatsch.ranks.node import Given, Node
 from klatsch.rules import Rule, State
 
 Point = Literal["query", "output", "merged"]  # merged: the mean of all ranks' outputs, which `average_` puts there
@@ -60,13 +62,13 @@ class Share:
         self.node.advance(self._given, self._move)
         self.flat.mark_written()
 
-    def load(self, vectors: State, rounds: int) -> None:
-        """Go on from a state saved after some rounds."""
+    def load(self, vectors: State, rounds: int, memory: Memory) -> None:
+        """Go on from a state saved after some rounds, and from the memory of its channel."""
         self.flat.gather()
         if self.optional & vectors.keys():
             self._keep_momentum()
         unsaved = {name: torch.zeros_like(v) for name, v in self.node.state.items() if name in self.optional}
-        self.node.load(unsaved | vectors, rounds)
+        self.node.load(unsaved | vectors, rounds, memory)
         self.show("query")
 
     def show(self, point: Point) -> None:

@@ -14,7 +14,9 @@ from torch.optim.optimizer import StateDict
 
 from klatsch.optim.groups import Group, options_of, parameters_of
 from klatsch.optim.share import Share
+from klatsch.ranks.channel import Memory
 from klatsch.rules import Rule, State
+from klatsch.topology import Topology
 
 FORMAT = 4  # 1: the hand-written rules of 0.1.0; 2: without the options of the rule; 3: without rank and size
 
@@ -26,12 +28,19 @@ def per_parameter(share: Share) -> dict[Tensor, State]:
     return {p: {name: views[k].clone() for name, views in fields.items()} for k, p in enumerate(flat.parameters)}
 
 
-def header(rule: Rule, shares: Sequence[Share], rank: int, size: int) -> dict[str, object]:
-    """The rest: the rule as it was given, the round, and fields that are single numbers, such as push-sum weights."""
+def header(rule: Rule, shares: Sequence[Share], rank: int, topology: Topology) -> dict[str, object]:
+    """The rest: the rule as it was given, the round, fields that are single numbers, and what the channel holds."""
     states = [(share.node.state, len(share.flat.values)) for share in shares]
     singles = [{name: v.clone() for name, v in state.items() if len(v) != wide} for state, wide in states]
     told = {"rule": rule.name, "options": options_of(rule), "rounds": shares[0].node.rounds, "single": singles}
-    return {"format": FORMAT, "rank": rank, "size": size} | told
+    channel = {"topology": topology.fingerprint, "memories": [share.node.memory for share in shares]}
+    return {"format": FORMAT, "rank": rank, "size": topology.size, "channel": channel} | told
+
+
+def memories_of(state: StateDict, topology: Topology) -> list[Memory] | None:
+    """What the channels of a state hold; None if it is of another graph or channel."""
+    channel = state["gossip"].get("channel", {})
+    return channel["memories"] if channel.get("topology") == topology.fingerprint else None
 
 
 def vectors_of(

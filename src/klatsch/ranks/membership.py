@@ -138,7 +138,7 @@ class Membership:
     def _end(self, nodes: list[int]) -> int:
         """The round by which all know that these ranks have finished; an upper bound if links are lost."""
         rounds = int(self._finished[nodes].max()) - 1
-        hops = (self.size - 1) * self.topology.period if bool(self._gone.any()) else self._lag
+        hops = (self.size - 1) * (self.topology.period + self.topology.late) if bool(self._gone.any()) else self._lag
         return rounds + (1 + hops if self.size > 1 else 0)
 
     @cached_property
@@ -153,7 +153,9 @@ def lag(topology: Topology) -> int:
     """
     if not topology.changes:
         hops = shortest_path(topology.speaking[0], unweighted=True)
-        return int(hops[np.isfinite(hops)].max()) * topology.every
+        return int(hops[np.isfinite(hops)].max()) * (topology.every + topology.late)
+    if topology.late:  # news that has arrived may wait a whole period for the link that passes it on
+        return (topology.size - 1) * (topology.period + topology.late)
     worst, itself = 0, np.eye(topology.size, dtype=np.float32)  # products of floats are fast
     heard = [np.maximum(itself, P.toarray() != 0).astype(np.float32) for P in topology.speaking]
     for phase in range(len(heard)):

@@ -2,29 +2,28 @@
 
 The same `rule.update` as in simulation runs on slices of the vectors that stay in the cache: between two flows a rule
 is elementwise, so slices are independent. If a message depends on the gradient, the update runs up to that call of
-`flow` to find what to send, and once more from the beginning when all messages have arrived.
+`flow` to find what to send, and once more from the beginning when all messages have arrived. If messages arrive late,
+those of the round are written while the state advances, and once is enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from klatsch.channels.rehearsal import MOST_MESSAGES, Place, rehearse
+from klatsch.channels.rehearsal import Place, rehearse
 from klatsch.columns import Number
+from klatsch.ranks.channel import Channel, Memory
 from klatsch.ranks.links import Links
+from klatsch.ranks.message import Block
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import each
-from klatsch.topology.matrix import Matrix, exact_weights, mapped
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # numbers per slice: a cache's worth, or enough to hide the launches
-PIECE = 1 << 30  # numbers per dot product; the limit on a GPU is twice that
-
-Block = slice | None  # a slice of the vectors, or all of them
 
 
 class Given(NamedTuple):
@@ -37,61 +36,6 @@ class Given(NamedTuple):
 
 Inputs = Callable[[Block], Given]
 Receiver = Callable[[Block, State, Rule], None]  # called with a slice of the new state and the rule of the round
-
-
-class Row(NamedTuple):
-    """One node's part of one gossip matrix, by node."""
-
-    links: dict[int, float]  # P_ij: its weights for the values it hears
-    away: dict[int, float]  # P_ki: others' weights for its value
-
-
-class Heard(NamedTuple):
-    """One message of each neighbour, and the weights for them."""
-
-    parts: list[list[Tensor]]  # by neighbour: the tensors of its message
-    weights: list[float]  # P_ij by neighbour
-    away: float | None  # if columns sum to 1 instead of rows: the share of its value that this node gives away
-
-    def pull(self, v: Tensor, others: list[Tensor], mixed: bool) -> Tensor:
-        """The flow sum_j P_ij (v_j - v_i), or v_i plus that; summed as differences, which keep equal values equal.
-
-        If columns sum to 1 instead of rows (push-sum), it is sum_j P_ij v_j - sum_k P_ki v_i.
-        """
-        if self.away is not None:
-            result = v * (float(mixed) - self.away)
-            for weight, other in zip(self.weights, others, strict=True):
-                result.add_(other, alpha=weight)
-            return result
-        if not others:
-            return v if mixed else torch.zeros_like(v)
-        first = self.weights[0]
-        result = torch.lerp(v, others[0], first) if mixed else (others[0] - v).mul_(first)
-        for weight, other in zip(self.weights[1:], others[1:], strict=True):
-            result.add_(other - v, alpha=weight)
-        return result
-
-
-class Message:
-    """Tensors side by side in one piece of memory, so that they travel together, with room for news at the end.
-
-    It travels as bytes, and only this class knows what they mean: an encoding belongs here, in memory of its own, since
-    the state may live in that of the message.
-    """
-
-    def __init__(self, shapes: Sequence[torch.Size], like: Tensor, tail: int) -> None:
-        size = like.element_size() * sum(shape.numel() for shape in shapes)
-        self.whole = torch.zeros(size + tail, dtype=torch.uint8, device=like.device)
-        self.parts = _parts(self.whole[:size].view(like.dtype), shapes)
-        self._dtype, self._shapes = like.dtype, shapes
-
-    def numbers(self, came: Tensor) -> Tensor:
-        """What came in a message like this, as one vector."""
-        return came.view(self._dtype)
-
-    def tensors(self, vector: Tensor) -> list[Tensor]:
-        """The tensors that such a vector holds."""
-        return _parts(vector, self._shapes)
 
 
 class _Reached(Exception):  # noqa: N818
@@ -110,20 +54,12 @@ class Node:
     def __init__(self, rule: Rule, x: Tensor, links: Links, stream: int = 0, guarded: bool = False) -> None:
         self.rule, self.links, self.rounds = rule, links, 0
         self._traffic = rehearse(rule, x)
-        self._by_rows = links.topology.row_stochastic and not rule.push
-        self._rows = mapped(links.topology.matrices, lambda P: _row(P, links.rank, x.dtype))
-        self._first_tag = stream * MOST_MESSAGES
+        by_rows = links.topology.row_stochastic and not rule.push
+        self._channel = Channel(self._traffic, x, links, by_rows, stream, guarded)
         self._blocks, self._wide = _blocks(x), x.shape[-1]
-        self._begun, self._guarded, self._calls = False, guarded, 0
-        self._messages = [Message(sent.shapes, x, links.tail) for sent in self._traffic.messages]
-        # Early messages travel while the next state is computed, so their memory alternates with a spare one.
-        self._early = self._traffic.early
-        self._spare = Message(self._traffic.messages[0].shapes, x, links.tail) if self._early else None
+        self._begun, self._calls = False, 0
         start = rule.init(x)
         self._fields = {name: v.clone() for name, v in start.items()}
-        if self._early:
-            self._fields |= dict(zip(self._early, self._messages[0].parts, strict=True))
-        self._heard: dict[int, Heard] = {}
         self.load(start, 0)
 
     @property
@@ -131,11 +67,18 @@ class Node:
         """The state after the last round; its tensors are the node's own memory."""
         return dict(self._fields)
 
-    def load(self, fields: State, rounds: int) -> None:
-        """Continue from a state saved after some rounds."""
+    @property
+    def memory(self) -> Memory:
+        """What the channel holds, and what is on its way; for a checkpoint, beside the state."""
+        return self._channel.memory
+
+    def load(self, fields: State, rounds: int, memory: Memory | None = None) -> None:
+        """Continue from a state saved after some rounds; without the channel's memory it begins anew."""
+        self._fields |= self._early_fields(rounds + 1)
         for name, value in fields.items():
             self._fields[name].copy_(value)
         self.rounds, self._begun = rounds, False
+        self._channel.load(memory or {})
 
     @torch.no_grad()
     def write(self, point: Callable[[State], Tensor], into: Tensor) -> None:
@@ -150,32 +93,42 @@ class Node:
                 self._fields[name] = value.clone()
 
     def exchange(self, given: Inputs) -> None:
-        """The first half of a round: send and receive all messages. If a neighbour fails, the state is unchanged."""
-        t = self.rounds + 1
+        """The first half of a round: send and receive messages. If a neighbour fails, the state is unchanged."""
+        t, channel = self.rounds + 1, self._channel
         if not self._begun:
             self._begin(t)
-        self._heard = {}
+        channel.begin_round()
+        if channel.late:
+            if channel.arrives(t - channel.late):
+                channel.listen(t - channel.late, range(len(self._traffic.messages)))
+            if self._speaks(t):
+                for k in range(len(self._traffic.messages)):
+                    channel.wait_until_sent(t, k)
+            return
         for k, sent in enumerate(self._traffic.messages):
             if sent.call is None:  # it travels early
                 continue
-            self._collect(t, sent.needs)
-            self.links.sent(self._first_tag + k, t - 1)  # its memory is reused
-            if self.links.topology.speaks(t):  # otherwise nobody waits for it
+            channel.listen(t, sent.needs)
+            channel.wait_until_sent(t, k)
+            if self._speaks(t):  # otherwise nobody waits for it
                 self._compute_message(k, t, given)
-                self.links.send(self._first_tag + k, t, self._messages[k].whole)
-        self._collect(t, range(len(self._messages)))
-        if self._early:
-            self.links.sent(self._first_tag, t - 1)
+                channel.send(t, k)
+        channel.listen(t, range(len(self._traffic.messages)))
+        if self._traffic.early:
+            channel.wait_until_sent(t, 0)
 
     def advance(self, given: Inputs, arrived: Receiver | None = None, last: bool = False) -> None:
-        """The second half: compute the new state, pass its slices to `arrived`, and begin the next round, if any."""
-        t, following = self.rounds + 1, dict(self._fields)
-        if self._spare is not None:
-            following |= dict(zip(self._early, self._spare.parts, strict=True))
+        """The second half: compute the new state, pass its slices to `arrived`, and begin the next round, if any.
+
+        After the last round nothing is on its way, so that the links can be used again.
+        """
+        t, channel = self.rounds + 1, self._channel
+        following = self._fields | self._early_fields(t + 1)
+        channel.commit(t - channel.late, self._blocks)
         single: State = {}
         for block in self._blocks:
             (rule, grad, lr), old = given(block), self._cut(block)
-            new = _apart(old, rule.update(old, grad, self._flow(block, old), t, lr))
+            new = _apart(old, rule.update(old, grad, self._flow(t, block, old), t, lr))
             if self._calls != len(self._traffic.calls):
                 raise self._other_calls()
             for name, value in new.items():
@@ -189,58 +142,67 @@ class Node:
         for name, value in single.items():
             following[name].copy_(value)
         self._fields, self.rounds = following, t
-        if self._spare is not None:
-            self._messages[0], self._spare = self._spare, self._messages[0]
-        if not last:
+        if channel.late and self._speaks(t):
+            channel.dispatch(t)
+        if last:
+            channel.land()
+        else:
             self._begin(t + 1)
 
     # --- inside ------------------------------------------------------------------------------------------------
 
+    def _speaks(self, t: int) -> bool:
+        return self.links.topology.speaks(t)
+
+    def _early_fields(self, t: int) -> State:
+        """The fields that live in the early message of round t, if they travel as they are."""
+        if not self._channel.shares_memory:
+            return {}
+        return dict(zip(self._traffic.early, self._channel.early_tensors(t), strict=True))
+
     def _begin(self, t: int) -> None:
         """Prepare to receive all messages of round t, and send those that need no gradient."""
-        for k, message in enumerate(self._messages):
-            self.links.expect(self._first_tag + k, t, message.whole)
-        if self._early:
-            self.links.send(self._first_tag, t, self._messages[0].whole)
+        channel = self._channel
+        if channel.late:
+            if not self._begun:
+                channel.resend()
+        else:
+            for k in range(len(self._traffic.messages)):
+                channel.expect(t, k)
+            if self._traffic.early:
+                if not channel.shares_memory and self._speaks(t):
+                    self._put_fields(0, t)
+                channel.send(t, 0)
         self._begun = True
 
-    def _collect(self, t: int, messages: Iterable[int]) -> None:
-        """Wait for some messages."""
-        for k in messages:
-            if k in self._heard:
-                continue
-            message, came = self._messages[k], self.links.received(self._first_tag + k, t)
-            vectors = [(source, message.numbers(theirs)) for source, theirs in came]
-            if self._guarded:
-                for source in [source for source, vector in vectors if not is_sound(vector)]:
-                    self.links.refuse(source, t)
-            # The weight of a lost neighbour goes to this node's own value, so rows still sum to 1; in push-sum this
-            # node keeps what it would have passed on to it, so columns still do.
-            absent, row = self.links.absent(t), self._rows[(t - 1) % len(self._rows)]
-            away = None if self._by_rows else sum(w for node, w in row.away.items() if node not in absent)
-            there = [(source, vector) for source, vector in vectors if source not in absent]
-            parts = [message.tensors(vector) for _, vector in there]
-            self._heard[k] = Heard(parts, [row.links[source] for source, _ in there], away)
+    def _put_fields(self, k: int, t: int) -> None:
+        """Write the fields that travel untouched into message k."""
+        fields = self._traffic.messages[k].fields
+        first = len(self._traffic.messages[k].shapes) - len(fields)
+        for n, name in enumerate(fields, first):
+            for block in self._blocks if self._channel.where(k, n, self._blocks[0]) is not None else [None]:
+                self._channel.put(t, k, n, block, self._part(block, self._fields[name]))
 
     def _compute_message(self, k: int, t: int, given: Inputs) -> None:
         """Fill message k: run the update up to the call of `flow` whose tensors it carries."""
-        sent, parts = self._traffic.messages[k], self._messages[k].parts
+        sent = self._traffic.messages[k]
         for block in self._blocks:
             (rule, grad, lr), old = given(block), self._cut(block)
             try:
-                rule.update(old, grad, self._flow(block, old, stop=sent.call), t, lr)
+                rule.update(old, grad, self._flow(t, block, old, stop=sent.call), t, lr)
             except _Reached as reached:
                 for tensor, place in reached.places:
-                    if place.message == k:
-                        self._part(block, parts[place.part]).copy_(tensor)
+                    if place.message == k and place.field is None:
+                        self._channel.put(t, k, place.part, block, tensor)
             else:
                 raise self._other_calls()
-        for part, name in zip(parts[len(parts) - len(sent.fields) :], sent.fields, strict=True):
-            part.copy_(self._fields[name])
+        self._put_fields(k, t)
 
-    def _flow(self, block: Block, old: State, stop: int | None = None) -> Flow:
+    def _flow(self, t: int, block: Block, old: State, stop: int | None = None) -> Flow:
         """The rule's `flow` for one slice; it raises _Reached at call number `stop`."""
         self._calls = 0
+        channel = self._channel
+        writes, written = channel.late > 0 and self._speaks(t), set[tuple[int, int]]()
 
         def exchanged(mixed: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
             c, self._calls = self._calls, self._calls + 1
@@ -252,14 +214,18 @@ class Node:
             for tensor, (k, part, field) in zip(tensors, self._traffic.calls[c], strict=True):
                 if field is not None and tensor is not old[field]:
                     raise self._other_calls()
-                if (heard := self._heard.get(k)) is None:  # not needed before the stop
+                if writes and (k, part) not in written:
+                    channel.put(t, k, part, block, tensor)
+                    written.add((k, part))
+                if (heard := channel.heard(k)) is not None:
+                    results.append(heard.pull(tensor, part, channel.where(k, part, block), mixed))
+                elif channel.late and not mixed:  # nothing arrives in this round
+                    results.append(torch.zeros_like(tensor))
+                else:  # not needed before the stop
                     results.append(tensor)
-                else:
-                    others = [self._part(block, theirs[part]) for theirs in heard.parts]
-                    results.append(heard.pull(tensor, others, mixed))
             return tuple(results)
 
-        return Flow(partial(exchanged, False), partial(exchanged, True))
+        return Flow(partial(exchanged, False), partial(exchanged, True), not self._speaks(t))
 
     def _cut(self, block: Block) -> State:
         return each(partial(self._part, block), self._fields)
@@ -271,27 +237,6 @@ class Node:
         return ValueError(
             f"{self.rule.name} does not call flow the same way in every round; neighbours must know what to wait for"
         )
-
-
-def is_sound(v: Tensor) -> bool:
-    """Whether the squares of all numbers are finite; one dot product is 15 times as fast as testing each number."""
-    v = v.float() if v.element_size() < 4 else v
-    return bool(torch.isfinite(torch.stack([torch.dot(piece, piece) for piece in torch.split(v, PIECE)]).sum()))
-
-
-def _row(P: Matrix, rank: int, dtype: torch.dtype) -> Row:
-    links, _ = exact_weights(P, dtype)
-    row, column = links[[rank], :].tocoo(), links[:, [rank]].tocoo()
-    return Row(
-        dict(zip(row.coords[1].tolist(), row.data.tolist(), strict=True)),
-        dict(zip(column.coords[0].tolist(), column.data.tolist(), strict=True)),
-    )
-
-
-def _parts(vector: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """The tensors of a message."""
-    pieces = torch.split(vector, [shape.numel() for shape in shapes])
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _blocks(x: Tensor) -> list[Block]:

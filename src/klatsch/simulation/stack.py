@@ -142,7 +142,7 @@ class Watched(Rule):
             seen.extend(tensors)
             return function(*tensors)
 
-        new = self.rule.update(s, grad, Flow(partial(watched, flow), partial(watched, flow.mix)), t, lr)
+        new = self.rule.update(s, grad, Flow(partial(watched, flow), partial(watched, flow.mix), flow.silent), t, lr)
         self._seen = [*seen, self.rule.output(new)]
         return new
 

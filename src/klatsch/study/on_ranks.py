@@ -22,11 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from klatsch import own
+from klatsch.channels.carried import bare
 from klatsch.problems import Problem
 from klatsch.ranks.agreement import broadcast
 from klatsch.ranks.failures import reason
 from klatsch.ranks.gloo import GlooLinks
-from klatsch.ranks.node import Block, Given, Node
+from klatsch.ranks.message import Block
+from klatsch.ranks.node import Given, Node
 from klatsch.rules import Rule, State
 from klatsch.rules.base import each
 from klatsch.simulation import Result
@@ -177,7 +179,7 @@ def simulate_on_ranks(
         raise ValueError(f"{topology.name} has {topology.size} nodes but the group has {size} ranks; use one per node")
     with closing(GlooLinks(group, topology, rates.device, TIMEOUT, "raise")) as links:
         here = parts.networks[0].problem
-        node = Node(rates.placed(parts.rule), rates.start(here).contiguous(), links)
+        node = Node(rates.placed(bare(parts.rule)), rates.start(here).contiguous(), links)
         nodes = RankNodes(node, here, rates, group)
         run = Run(Snapshot({}, nodes.begun))
         run.drive(nodes, parts.points, rates.steps, Saver(None, 0.0, {}), lambda rounds: None)

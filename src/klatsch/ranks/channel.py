@@ -1,0 +1,290 @@
+"""One rank's end of a channel: the messages that it sends, those that arrive, and what neighbours hold of each other.
+
+A message of round r arrives in round r + late, so some may be on their way. With int8 a message is a difference to
+what both ends hold already: `heard` reads it, and `commit` makes the sum what is held from now on. Until then nothing
+has changed, so a round that fails can be taken again from a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klatsch.channels.rehearsal import MOST_MESSAGES, Traffic
+from klatsch.ranks.links import Links
+from klatsch.ranks.message import Block, Layout, Message, Part
+from klatsch.topology.matrix import Matrix, exact_weights, mapped
+
+Memory = dict[str, object]  # of a channel, for checkpoints: texts, numbers, tensors, and lists and dictionaries of them
+
+
+class Row(NamedTuple):
+    """One node's part of one gossip matrix, by node."""
+
+    links: dict[int, float]  # P_ij: its weights for the values it hears
+    away: dict[int, float]  # P_ki: others' weights for its value
+
+
+class Voice(NamedTuple):
+    """What a node said in one message: its parts, and what is held of it, by part."""
+
+    parts: list[Part]
+    held: dict[int, Tensor]
+
+    def says(self, part: int, block: Block, dtype: torch.dtype) -> Tensor:
+        """One of its tensors, or a slice of it."""
+        held = self.held.get(part)
+        return self.parts[part].cut(block).read(dtype, None if held is None else _cut(held, block))
+
+
+class Heard(NamedTuple):
+    """One message of each neighbour, and the weights for them."""
+
+    voices: list[Voice]  # by neighbour
+    weights: list[float]  # P_ij by neighbour
+    away: float | None  # if columns sum to 1 instead of rows: the share of its value that this node gives away
+    own: Voice | None  # what neighbours know of this node's value; None if that is the value itself
+
+    def pull(self, v: Tensor, part: int, block: Block, mixed: bool) -> Tensor:
+        """The flow of a part, or of a slice of it: sum_j P_ij (v_j - v_i), or v_i plus that.
+
+        It is summed as differences, which keep equal values equal.
+
+        If columns sum to 1 instead of rows (push-sum), it is sum_j P_ij v_j - sum_k P_ki v_i.
+        """
+        others = [voice.says(part, block, v.dtype) for voice in self.voices]
+        own = v if self.own is None else self.own.says(part, block, v.dtype)
+        if self.away is not None:
+            result = own * -self.away if self.own is not None else v * (float(mixed) - self.away)
+            for weight, other in zip(self.weights, others, strict=True):
+                result.add_(other, alpha=weight)
+            return result.add_(v) if mixed and self.own is not None else result
+        if not others:
+            return v if mixed else torch.zeros_like(v)
+        first = self.weights[0]
+        at_once = mixed and self.own is None  # v_i and its flow in one pass
+        result = torch.lerp(v, others[0], first) if at_once else (others[0] - own).mul_(first)
+        for weight, other in zip(self.weights[1:], others[1:], strict=True):
+            result.add_(other - own, alpha=weight)
+        return result.add_(v) if mixed and not at_once else result
+
+
+class Channel:
+    """The messages of a rule that starts at x, over links; streams keep several channels on the same links apart.
+
+    A guarded channel refuses messages that are not finite.
+    """
+
+    def __init__(
+        self, traffic: Traffic, x: Tensor, links: Links, by_rows: bool, stream: int = 0, guarded: bool = False
+    ) -> None:
+        self.links, self.traffic, self._dtype, self._guarded = links, traffic, x.dtype, guarded
+        topology = links.topology
+        self.late, self._every = topology.late, topology.every
+        self._slots = max(1, -(-self.late // self._every))  # messages of one kind on their way at a time
+        self._first_tag = stream * MOST_MESSAGES * self._slots
+        self._rows = mapped(topology.matrices, lambda P: _row(P, links.rank, x.dtype))
+        self._by_rows = by_rows
+        self._layouts = [Layout(sent.shapes, x, topology.wire) for sent in traffic.messages]
+        # A spare one where a message is written while another is read (late), or still travels (early).
+        spare = [bool(self.late or sent.call is None) for sent in traffic.messages]
+        self._messages = [
+            [Message(layout, x.device, links.tail) for _ in range(self._slots + more)]
+            for layout, more in zip(self._layouts, spare, strict=True)
+        ]
+        self._shapes = [sent.shapes for sent in traffic.messages]
+        self._like = x
+        self._held: dict[tuple[int, int], dict[int, Tensor]] = {}  # by message and node: what is held, by part
+        self._ahead: dict[int, dict[int, Tensor]] = {}  # by message: what neighbours will hold of this node
+        self._flight: list[int] = []  # rounds whose messages are on their way
+        self._heard: dict[int, Heard] = {}
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether a state may live in the early message, so that it need not be copied there."""
+        return not self.late and bool(self.traffic.early) and self._layouts[0].exact
+
+    def where(self, k: int, part: int, block: Block) -> Block:
+        """The slice of a part of message k that belongs to a slice of the vectors; single numbers stay whole."""
+        return block if self._shapes[k][part][-1] == self._like.shape[-1] else None
+
+    def early_tensors(self, t: int) -> list[Tensor]:
+        """The tensors of the early message of round t."""
+        return self._message(0, t).tensors
+
+    # --- sending -----------------------------------------------------------------------------------------------
+
+    def expect(self, t: int, k: int) -> None:
+        """Get ready for message k of round t."""
+        self.links.expect(self._tag(k, t), t, self._message(k, t).whole)
+
+    def wait_until_sent(self, t: int, k: int) -> None:
+        """Wait until the memory of message k of round t can be written."""
+        self.links.sent(self._tag(k, t), t - self._slots * (self._every if self.late else 1))
+
+    def put(self, t: int, k: int, part: int, block: Block, v: Tensor) -> None:
+        """Write a tensor, or a slice of it, into message k of round t."""
+        held, block = self._ahead_of(k).get(part), self.where(k, part, block)
+        target, own = self._message(k, t).parts[part].cut(block), None if held is None else _cut(held, block)
+        target.write(v, own)
+        if self.late and own is not None:
+            own.copy_(target.read(self._dtype, own))
+
+    def send(self, t: int, k: int) -> None:
+        """Send message k of round t."""
+        self.links.send(self._tag(k, t), t, self._message(k, t).whole)
+
+    def dispatch(self, t: int) -> None:
+        """Send all messages of round t, which arrive late."""
+        self._flight.append(t)
+        self._post(t)
+
+    # --- receiving ---------------------------------------------------------------------------------------------
+
+    def land(self) -> None:
+        """Wait for all that is on its way, and forget it."""
+        for r in self._flight:
+            self.begin_round()
+            self.listen(r, range(len(self._layouts)))
+        self._flight = []
+
+    def begin_round(self) -> None:
+        """Forget what was heard in the round before."""
+        self._heard = {}
+
+    def listen(self, r: int, messages: Iterable[int]) -> None:
+        """Wait for some messages of round r, where they have not been waited for."""
+        for k in messages:
+            if k not in self._heard:
+                self._heard[k] = self._listen(r, k)
+
+    def arrives(self, r: int) -> bool:
+        """Whether messages of round r are on their way to this rank."""
+        return r in self._flight
+
+    def heard(self, k: int) -> Heard | None:
+        """Message k of the neighbours, if it has arrived in this round."""
+        return self._heard.get(k)
+
+    def commit(self, r: int, blocks: Sequence[Block]) -> None:
+        """Hold what the messages of round r said."""
+        for k, heard in self._heard.items():
+            for n in self._layouts[k].differences:
+                for voice in [*heard.voices, *([heard.own] if heard.own is not None else [])]:
+                    for block in blocks:
+                        _cut(voice.held[n], block).copy_(voice.says(n, block, self._dtype))
+            if self._layouts[k].differences:  # from now on voices say what is held
+                self._heard[k] = heard._replace(
+                    voices=[_settled(voice) for voice in heard.voices],
+                    own=None if heard.own is None else _settled(heard.own),
+                )
+        if r in self._flight:
+            self._flight.remove(r)
+
+    def _listen(self, r: int, k: int) -> Heard:
+        layout, came = self._layouts[k], self.links.received(self._tag(k, r), r)
+        spoken = [(source, layout.parts(theirs)) for source, theirs in came]
+        if self._guarded:
+            for source in [source for source, parts in spoken if not all(part.is_sound for part in parts)]:
+                self.links.refuse(source, r)
+        # The weight of a lost neighbour goes to this node's own value, so rows still sum to 1; in push-sum this node
+        # keeps what it would have passed on to it, so columns still do.
+        absent, row = self.links.absent(r), self._rows[(r - 1) % len(self._rows)]
+        away = None if self._by_rows else sum(w for node, w in row.away.items() if node not in absent)
+        there = [(source, parts) for source, parts in spoken if source not in absent]
+        voices = [Voice(parts, self._held_of(k, source)) for source, parts in there]
+        own = None
+        if self.links.topology.speaks(r) and (self.late or not layout.exact):
+            own = Voice(self._message(k, r).parts, self._held_of(k, self.links.rank))
+        return Heard(voices, [row.links[source] for source, _ in there], away, own)
+
+    # --- memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> Memory:
+        """Copies of what is held and on its way, for a checkpoint; empty where there is nothing."""
+        held = {f"{k} {node}": {str(n): v.clone() for n, v in some.items()} for (k, node), some in self._held.items()}
+        ahead = {str(k): {str(n): v.clone() for n, v in some.items()} for k, some in self._ahead.items()}
+        flight = {
+            str(r): [self._message(k, r).whole[: layout.size].clone() for k, layout in enumerate(self._layouts)]
+            for r in self._flight
+        }
+        return {"held": held, "ahead": ahead, "flight": flight} if held or flight else {}
+
+    def load(self, memory: Memory) -> None:
+        """Go on with such a memory: what was on its way is sent again by `resend`."""
+        held: dict[str, dict[str, Tensor]] = memory.get("held", {})  # type: ignore[assignment]
+        ahead: dict[str, dict[str, Tensor]] = memory.get("ahead", {})  # type: ignore[assignment]
+        flight: dict[str, list[Tensor]] = memory.get("flight", {})  # type: ignore[assignment]
+        self._held, self._ahead, self._heard = {}, {}, {}
+        for key, some in held.items():
+            k, node = map(int, key.split())
+            _fill(self._held_of(k, node), some)
+        for key, some in ahead.items():
+            _fill(self._ahead_of(int(key)), some)
+        self._flight = sorted(map(int, flight))
+        for r in self._flight:
+            for k, whole in enumerate(flight[str(r)]):
+                self._message(k, r).whole[: len(whole)].copy_(whole)
+
+    def resend(self) -> None:
+        """Send again what was on its way, after `load`."""
+        for r in self._flight:
+            self._post(r)
+
+    def _post(self, r: int) -> None:
+        for k in range(len(self._layouts)):
+            self.expect(r, k)
+        for k in range(len(self._layouts)):
+            self.send(r, k)
+
+    def _message(self, k: int, t: int) -> Message:
+        slots = self._messages[k]
+        return slots[(t // self._every if self.late else t) % len(slots)]
+
+    def _tag(self, k: int, t: int) -> int:
+        slot = t // self._every % self._slots if self.late else 0
+        return self._first_tag + slot * MOST_MESSAGES + k
+
+    def _held_of(self, k: int, node: int) -> dict[int, Tensor]:
+        """What is held of a node, by part; zero at first."""
+        if (k, node) not in self._held and self._layouts[k].differences:
+            self._held[k, node] = self._nothing(k)
+        return self._held.get((k, node), {})
+
+    def _ahead_of(self, k: int) -> dict[int, Tensor]:
+        """What neighbours hold of this node once all of its messages have arrived."""
+        if not self.late:
+            return self._held_of(k, self.links.rank)
+        if k not in self._ahead and self._layouts[k].differences:
+            self._ahead[k] = self._nothing(k)
+        return self._ahead.get(k, {})
+
+    def _nothing(self, k: int) -> dict[int, Tensor]:
+        return {n: self._like.new_zeros(self._shapes[k][n]) for n in self._layouts[k].differences}
+
+
+def _settled(voice: Voice) -> Voice:
+    """A voice whose differences are held: it says what is held."""
+    return Voice([Part(voice.held[n]) if n in voice.held else part for n, part in enumerate(voice.parts)], {})
+
+
+def _fill(held: dict[int, Tensor], saved: dict[str, Tensor]) -> None:
+    for n, tensor in held.items():
+        tensor.copy_(saved[str(n)])
+
+
+def _cut(v: Tensor, block: Block) -> Tensor:
+    return v if block is None else v[block]
+
+
+def _row(P: Matrix, rank: int, dtype: torch.dtype) -> Row:
+    links, _ = exact_weights(P, dtype)
+    row, column = links[[rank], :].tocoo(), links[:, [rank]].tocoo()
+    return Row(
+        dict(zip(row.coords[1].tolist(), row.data.tolist(), strict=True)),
+        dict(zip(column.coords[0].tolist(), column.data.tolist(), strict=True)),
+    )

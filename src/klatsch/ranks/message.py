@@ -1,0 +1,110 @@
+"""Messages: tensors side by side in one piece of memory, encoded, so that they travel together as bytes.
+
+Only this file knows what the bytes mean; see channels/wire.py for the encodings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klatsch.channels import wire as wires
+
+ALIGNED = 8  # bytes: where a part may begin
+PIECE = 1 << 30  # numbers per dot product; the limit on a GPU is twice that
+
+Block = slice | None  # a slice of the vectors, or all of them
+
+
+class Part(NamedTuple):
+    """One tensor of a message, as it lies there."""
+
+    numbers: Tensor  # of the state's dtype, bfloat16, or int8 codes
+    scales: Tensor | None = None  # of int8 codes, (..., blocks)
+
+    def cut(self, block: Block) -> Part:
+        """A slice of it; slices begin at multiples of 256."""
+        if block is None:
+            return self
+        few = slice(block.start // wires.BLOCK, wires.scale_count(block.stop))
+        return Part(self.numbers[block], None if self.scales is None else self.scales[few])
+
+    def write(self, v: Tensor, held: Tensor | None) -> None:
+        """Encode v, given what the neighbours hold already."""
+        if self.scales is None or held is None:
+            self.numbers.copy_(v)
+        else:
+            codes, scales = wires.quantized(v - held)
+            self.numbers.copy_(codes)
+            self.scales.copy_(scales)
+
+    def read(self, dtype: torch.dtype, held: Tensor | None) -> Tensor:
+        """What it says, given what is held of its sender."""
+        if self.scales is None or held is None:
+            return self.numbers.to(dtype)
+        return held + wires.restored(self.numbers, self.scales, dtype)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether its numbers are finite; int8 codes are if their scales are."""
+        return is_sound((self.numbers if self.scales is None else self.scales).reshape(-1))
+
+
+class Layout:
+    """Where the tensors of a message lie in its bytes. Those as long as the vectors are encoded."""
+
+    def __init__(self, shapes: Sequence[torch.Size], like: Tensor, wire: str) -> None:
+        self._places: list[tuple[torch.Size, torch.dtype, int]] = []
+        self._dtype, self.size = like.dtype, 0
+        for shape in shapes:
+            encoded = wire if shape[-1] == like.shape[-1] else ""
+            dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(encoded, like.dtype)
+            self._places.append((shape, dtype, self.size))
+            scales = 4 * _scales(shape).numel() if dtype is torch.int8 else 0
+            bytes_ = _up(scales) + shape.numel() * dtype.itemsize
+            self.size += _up(bytes_)
+        self.differences = [n for n, (_, dtype, _) in enumerate(self._places) if dtype is torch.int8]
+        self.exact = all(dtype is like.dtype for _, dtype, _ in self._places)
+
+    def parts(self, memory: Tensor) -> list[Part]:
+        """The tensors in the bytes of a message."""
+        return [self._part(memory, *place) for place in self._places]
+
+    def _part(self, memory: Tensor, shape: torch.Size, dtype: torch.dtype, begin: int) -> Part:
+        scales = None
+        if dtype is torch.int8:
+            few = _scales(shape)
+            scales = memory[begin : begin + 4 * few.numel()].view(torch.float32).view(few)
+            begin += _up(4 * few.numel())
+        numbers = memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return Part(numbers, scales)
+
+
+class Message:
+    """One message of this rank, with room for news at its end."""
+
+    def __init__(self, layout: Layout, device: torch.device, tail: int) -> None:
+        self.whole = torch.zeros(layout.size + tail, dtype=torch.uint8, device=device)
+        self.parts = layout.parts(self.whole[: layout.size])
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its tensors, where none is encoded: a state may live in them."""
+        return [part.numbers for part in self.parts]
+
+
+def is_sound(v: Tensor) -> bool:
+    """Whether the squares of all numbers are finite; one dot product is 15 times as fast as testing each number."""
+    v = v.float() if v.element_size() < 4 else v
+    return bool(torch.isfinite(torch.stack([torch.dot(piece, piece) for piece in torch.split(v, PIECE)]).sum()))
+
+
+def _scales(shape: torch.Size) -> torch.Size:
+    return torch.Size([*shape[:-1], wires.scale_count(shape[-1])])
+
+
+def _up(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED

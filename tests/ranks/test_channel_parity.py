@@ -1,0 +1,65 @@
+"""Channels between ranks are those of the simulation: real processes over gloo against the stacked engine."""
+
+import pytest
+import torch
+
+import klatsch
+from klatsch import topology as tp
+from tests.support.processes import Ranks
+from tests.support.rank_channels import LABELS, PROBLEM, ROUNDS, SIZE, cases
+from tests.support.rank_scenarios import LR, RANK_RULES
+
+
+@pytest.fixture(scope="module")
+def ranks(prepared, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("channels")
+    Ranks(prepared, folder, SIZE, "rank_channels.channels").succeed()
+    return torch.load(folder / "channels")
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_every_rule_over_every_channel(ranks, label):
+    mine = [case for case in cases() if case[0].startswith(f"{label} |")]
+    assert len(mine) >= 3  # those that are not defined somewhere
+    for name, rule, graph in mine:
+        expected = klatsch.simulate(PROBLEM, rule, graph, ROUNDS, record=[ROUNDS], engine="torch")
+        torch.testing.assert_close(ranks[name], expected.output, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_channels_differ(ranks):
+    """Otherwise the test above would prove little."""
+    for label in ("dat", "dsgd", "gt", "d2"):
+        found = torch.stack([ranks[name] for name, _, graph in cases() if name.startswith(f"{label} | ring")])
+        apart = (found[:, None] - found[None]).abs().amax((-1, -2, -3))
+        assert apart[~torch.eye(len(found), dtype=torch.bool)].min() > 1e-9
+
+
+@pytest.fixture(scope="module")
+def optimizers(prepared, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("optimizers")
+    Ranks(prepared, folder, SIZE, "rank_channels.channelled_optimizers").succeed()
+    return [torch.load(folder / f"optimizers-{rank}") for rank in range(SIZE)]
+
+
+def test_optimizers_in_slices(optimizers):
+    for name in optimizers[0]:
+        label, _, graph = name.partition(" | ")
+        rule, options = RANK_RULES[label]
+        made, topology = klatsch.rules.make(rule, lr=LR, **options), _graph(graph)
+        expected = klatsch.simulate(PROBLEM, made, topology, ROUNDS, record=[ROUNDS], engine="torch")
+        for rank, found in enumerate(optimizers):
+            query = made.query(expected.state)[rank, 0]
+            torch.testing.assert_close(found[name]["x"], query, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_state_dict_holds_what_is_on_its_way(optimizers):
+    for found in optimizers:
+        for name, each in found.items():
+            assert torch.equal(each["x"], each["again"]), name  # bits: same call
+
+
+def _graph(name):
+    kind, *words = name.split()
+    late = int(words[words.index("late") + 1]) if "late" in words else 0
+    wire = words[-1] if words and words[-1] in ("int8", "bfloat16") else "float32"
+    return tp.make(kind, SIZE, late=late, wire=wire)

@@ -1,0 +1,86 @@
+"""What ranks do in the tests of channels: each function runs in every process, after the fork."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import klatsch
+from klatsch import topology as tp
+from klatsch.ranks import node
+from klatsch.study.on_ranks import simulate_on_ranks
+from tests.support.processes import say
+from tests.support.rank_scenarios import LR, RANK_RULES, group, problem_of, train
+
+SIZE = 4
+PROBLEM = problem_of(SIZE, dim=260)  # more than a block of 256 numbers with one scale
+ROUNDS = 9  # a message that is 4 rounds late arrives twice, also if they gossip in every 4th round
+LABELS = [*klatsch.rules.RULES, "dat beta", "dat-d2 beta"]
+TRAVELS = [
+    {"every": every, "late": late, "wire": wire}
+    for every in (1, 4)
+    for late in (0, 1, 4)
+    for wire in ("float32", "bfloat16", "int8")
+]
+STATIC, CHANGING = ("ring", "complete"), ("one_peer_exponential", "base_graph")
+
+
+def cases():
+    """Every rule over every channel, on the graphs where both are defined."""
+    for label in LABELS:
+        for name in (*STATIC, *CHANGING):
+            for travel in TRAVELS:
+                if name in CHANGING and travel["wire"] != "bfloat16":
+                    continue
+                rule, options = RANK_RULES[label]
+                made, graph = klatsch.rules.make(rule, lr=LR, **options), tp.make(name, SIZE, **travel)
+                try:
+                    made.check_graph(graph)
+                except ValueError:
+                    continue
+                yield f"{label} | {graph.name}", made, graph
+
+
+def channels(folder):
+    """Every case as a study runs it: one network after the other over the same group."""
+    rank, _ = group()
+    found = {}
+    for name, rule, graph in cases():
+        result = simulate_on_ranks(PROBLEM, rule, graph, ROUNDS, record=[ROUNDS], group=dist.group.WORLD)
+        if rank == 0:
+            found[name] = result.output
+    if rank == 0:
+        torch.save(found, folder / "channels")
+
+
+def channelled_optimizers(folder):
+    """As optimizers, in slices; some saved on their way and loaded into others."""
+    rank, _ = group()
+    node.BLOCK["cpu"] = 256  # two slices
+    found = {}
+    for label, travel in (
+        ("dat", {"late": 4, "wire": "int8"}),
+        ("dat cta", {"wire": "int8"}),
+        ("gt", {"every": 2, "late": 3, "wire": "int8"}),
+        ("gt", {"wire": "int8"}),
+        ("dat-d2 beta", {"every": 4, "late": 3, "wire": "bfloat16"}),
+        ("dsgd", {"late": 1}),
+    ):
+        rule, options = RANK_RULES[label]
+
+        def make(rule=rule, options=options, travel=travel):
+            x = nn.Parameter(PROBLEM.start().clone())
+            return x, klatsch.Gossip([x], klatsch.rules.make(rule, lr=LR, **options), "ring", **travel)
+
+        x, optimizer = make()
+        train(optimizer, x, PROBLEM, rank, ROUNDS // 2)
+        saved = optimizer.state_dict()
+        train(optimizer, x, PROBLEM, rank, ROUNDS - ROUNDS // 2)
+        y, again = make()
+        again.load_state_dict(saved)
+        train(again, y, PROBLEM, rank, ROUNDS - ROUNDS // 2)
+        name = f"{label} | {optimizer.topology.name}"
+        found[name] = {"x": x.detach(), "again": y.detach(), "bytes": optimizer.bytes_sent}
+    torch.save(found, folder / f"optimizers-{rank}")
+    say(folder, f"done-{rank}", os.getpid())
