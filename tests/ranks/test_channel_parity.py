@@ -63,3 +63,13 @@ def _graph(name):
     late = int(words[words.index("late") + 1]) if "late" in words else 0
     wire = words[-1] if words and words[-1] in ("int8", "bfloat16") else "float32"
     return tp.make(kind, SIZE, late=late, wire=wire)
+
+
+def test_int8_sends_a_quarter_of_the_bytes(optimizers):
+    """As `bytes_sent` counts: 260 numbers are 260 codes and 2 scales, rounded up to 8 bytes, and news of the others."""
+    news = 9 * SIZE + SIZE  # 9 bytes of every rank and 1 of every link
+    for found in optimizers:
+        message = 2 * (8 + 264 + news)  # to two neighbours
+        assert found["dat | ring late 4 int8"]["bytes"] == 2 * message * ROUNDS // 2
+        assert found["dsgd | ring late 1"]["bytes"] == 2 * (8 * 260 + news) * ROUNDS
+    assert (1_000_000 + 4 * -(-1_000_000 // 256)) / 4_000_000 < 0.27

@@ -73,6 +73,27 @@ def test_the_others_go_on_without_a_killed_rank(tmp_path, launch, victim):
         )
 
 
+@pytest.mark.parametrize("travel", [{"wire": "int8"}, {"every": 2, "late": 3, "wire": "int8"}], ids=str)
+def test_a_killed_rank_leaves_nothing_behind_in_a_channel(tmp_path, launch, travel):
+    """What it held and what was on its way are out: from then on flows among the others sum to zero."""
+    victim, survivors = 2, others(2)
+    ranks = launch(
+        SIZE, "endure", victim=victim, harm="SIGKILL", on_failure="continue", timeout=LATE, rounds=80, travel=travel
+    )
+    codes = ranks.codes()
+    assert [codes[rank] for rank in survivors] == [0] * 4, [ranks.errors(rank) for rank in survivors]
+    found = [torch.load(tmp_path / f"path-{rank}") for rank in survivors]
+    points = torch.stack([each["path"] for each in found])  # (4, rounds + 1, d)
+    alone = [t for t in range(80) if all(victim in found[survivors.index(rank)]["lost"][t] for rank in beside(victim))]
+    assert 40 <= alone[0] <= 40 + 10
+    problem = problem_of(SIZE)
+    for t in alone:
+        half = points[:, t] - ENDURE_LR * problem.grad(points[:, t], t + 1, survivors)
+        torch.testing.assert_close(points[:, t + 1].mean(0), half.mean(0), rtol=0, atol=1e-12)
+    moved = points[:, 1:] - points[:, :-1]
+    assert (moved - moved.mean(0)).abs().amax() > 1e-3  # they do gossip
+
+
 def test_a_killed_rank_ends_its_neighbours_with_a_reason(launch):
     ranks = launch(SIZE, "endure", victim=2, harm="SIGKILL")
     assert ranks.codes() == [1, 1, -signal.SIGKILL, 1, 1]
@@ -89,7 +110,7 @@ def late(prepared, tmp_path_factory):
     """Networks in which rank 2 stops itself. All wait for it until it is late, so that they do it at the same time."""
     choices = {
         "raise": {"on_failure": "raise"},
-        "ring": {"on_failure": "continue"},
+        "ring": {"on_failure": "continue", "travel": {"late": 2, "wire": "int8"}},
         "one_peer_exponential": {"on_failure": "continue", "graph": "one_peer_exponential"},
     }
     return {

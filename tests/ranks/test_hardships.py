@@ -118,7 +118,7 @@ def test_what_counts_as_sound(dtype):
 
 
 def test_long_vectors_are_looked_at_in_pieces(monkeypatch):
-    monkeypatch.setattr("klatsch.ranks.node.PIECE", 3)
+    monkeypatch.setattr("klatsch.ranks.message.PIECE", 3)
     assert is_sound(torch.ones(7))
     assert not is_sound(torch.tensor([1.0, 1.0, 1.0, 1.0, torch.nan, 1.0, 1.0]))
 

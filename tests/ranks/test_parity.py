@@ -127,6 +127,7 @@ def test_ranks_that_end_at_different_times(launch, order):
         ("rule", "rule: ranks 0, 1 have dat; rank 2 has dsgd;"),
         ("lr", "lr of the rule: ranks 0, 1 have 0.1; rank 2 has 0.2;"),
         ("topology", r"topology: ranks 0, 1 have <Topology ring.*; rank 2 has <Topology star"),
+        ("wire", r"topology: ranks 0, 1 have <Topology ring: 3.*; rank 2 has <Topology ring int8: 3"),
         ("number", r"number of parameters: ranks 0, 1 have 1 tensors, 6 numbers; rank 2 has 2 tensors, 7 numbers"),
         ("shapes", r"shapes: ranks 0, 1 have \[\[2, 3\]\]; rank 2 has \[\[3, 2\]\]"),
         ("dtypes", r"dtypes: ranks 0, 1 have \['torch.float32'\]; rank 2 has \['torch.float64'\]"),

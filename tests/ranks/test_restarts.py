@@ -49,13 +49,17 @@ def test_a_static_rendezvous_without_restarts_works(tmp_path, train):
 
 
 def test_kill_9_under_a_static_rendezvous_with_a_store_for_each_attempt(tmp_path, train):
-    """As the document says."""
+    """As the document says, and with messages on their way when a rank dies."""
     (recipe,) = re.findall(r"```py\n(.*?)```", DOCUMENT.read_text(), re.S)
     plain = SCRIPT.read_text()
     assert plain.count('dist.init_process_group("gloo")\n') == 1
-    script = tmp_path / "train.py"
+    graph = 'topology="one_peer_exponential"'
+    assert graph in plain
+    plain = plain.replace(graph, 'topology="ring", every=2, late=3, wire="int8"')
+    script, without = tmp_path / "train.py", tmp_path / "calm.py"
     script.write_text(plain.replace('dist.init_process_group("gloo")\n', recipe))
-    calm = train(tmp_path / "calm", 0)
+    without.write_text(plain)
+    calm = train(tmp_path / "calm", 0, None, without)
     wild = train(tmp_path / "wild", 2, None, script, ["0 1 13", "1 2 30"])  # attempt, rank, round
     assert (calm.done().returncode, wild.done().returncode) == (0, 0), wild.stderr
     assert (tmp_path / "wild" / "log-0").read_text().splitlines()[-1].startswith(f"2 {ROUNDS} ")  # begun three times

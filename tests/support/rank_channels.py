@@ -15,7 +15,7 @@ from tests.support.rank_scenarios import LR, RANK_RULES, group, problem_of, trai
 
 SIZE = 4
 PROBLEM = problem_of(SIZE, dim=260)  # more than a block of 256 numbers with one scale
-ROUNDS = 9  # a message that is 4 rounds late arrives twice, also if they gossip in every 4th round
+ROUNDS = 12  # those 4 rounds late arrive twice, also with gossip in every 4th round only
 LABELS = [*klatsch.rules.RULES, "dat beta", "dat-d2 beta"]
 TRAVELS = [
     {"every": every, "late": late, "wire": wire}

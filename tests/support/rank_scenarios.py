@@ -86,13 +86,13 @@ def numbers(folder, graphs):
         torch.save(found, folder / "numbers")
 
 
-def endure(folder, victim, harm, graph="ring", on_failure="raise", timeout=60, rounds=150, ask=False):
+def endure(folder, victim, harm, graph="ring", on_failure="raise", timeout=60, rounds=150, ask=False, travel=None):
     """A run in which one rank kills or stops itself after 40 rounds; every point that the others pass is kept."""
     rank, size = group()
     problem = problem_of(size)
     x = nn.Parameter(problem.start().clone())
     rule = klatsch.rules.make("dsgd", lr=ENDURE_LR)
-    optimizer = klatsch.Gossip([x], rule, graph, timeout=timeout, on_failure=on_failure)
+    optimizer = klatsch.Gossip([x], rule, graph, timeout=timeout, on_failure=on_failure, **travel or {})
     path, lost = [x.detach().clone()], [()]
     for t in range(1, rounds + 1):
         if rank == victim and t == 41:
@@ -140,7 +140,8 @@ def disagree(folder, what):
         for other in range(size - 1):  # which end without this one
             wait_until((folder / f"code-{other}").exists)
         return
-    klatsch.Gossip(params, rule, graph, timeout=4 if what == "absent" else 60)
+    wire = "int8" if odd and what == "wire" else "float32"
+    klatsch.Gossip(params, rule, graph, wire=wire, timeout=4 if what == "absent" else 60)
 
 
 def features(folder):

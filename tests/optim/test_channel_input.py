@@ -1,0 +1,51 @@
+"""Channels that do not fit: one clear error, before anything is sent."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import klatsch
+from klatsch import topology as tp
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"wire": "int9"}, r"unknown wire 'int9'; did you mean int8\? There are float32, bfloat16, int8"),
+        ({"wire": 8}, "unknown wire 8"),
+        ({"late": -1}, "late = -1; give a whole number from 0"),
+        ({"late": 2.5}, "late = 2.5; give a whole number from 0"),
+        ({"every": 0}, "every = 0; give a whole number from 1"),
+        ({"rule": klatsch.rules.decentlam(0.1), "late": 2}, "decentlam on .*use d2 or dat-d2"),
+    ],
+    ids=str,
+)
+def test_a_channel_that_does_not_fit(options, message):
+    parameter = nn.Parameter(torch.ones(3))
+    given = {"rule": klatsch.rules.dsgd(0.1), "topology": "ring"} | options
+    with pytest.raises(ValueError, match=message):
+        klatsch.Gossip([parameter], **given)
+    assert torch.equal(parameter, torch.ones(3))  # bits: nothing has touched it
+
+
+def test_a_late_graph_gets_no_other_delay():
+    late = tp.channel(tp.ring(4), every=2, late=1)
+    for more in ({"late": 1}, {"every": 2}):
+        with pytest.raises(ValueError, match="ring/2 late 1 is late already; give every and late together"):
+            tp.channel(late, **more)
+    assert tp.channel(late, wire="int8").late == 1
+
+
+def test_differences_need_the_same_neighbours_in_every_round():
+    with pytest.raises(ValueError, match=r"one_peer_exponential with wire = 'int8': the graph changes .* 'bfloat16'"):
+        tp.make("one_peer_exponential", 8, wire="int8")
+    assert tp.make("one_peer_exponential", 8, wire="bfloat16").wire == "bfloat16"
+    assert tp.make("exponential/4", 8, wire="int8").wire == "int8"  # silent rounds are no change
