@@ -27,9 +27,9 @@ from klatsch.optim.points import Points, Watch
 from klatsch.optim.share import Share
 from klatsch.optim.wrappers import Wrappers
 from klatsch.ranks.agreement import agree, broadcast, group_of, leave, members
-from klatsch.ranks.channel import Memory
 from klatsch.ranks.failures import NonFiniteError, QuorumError, reason, shown, warn
 from klatsch.ranks.links import Links, OnFailure, Total, open_links
+from klatsch.ranks.mailbox import Memory
 from klatsch.rules import Rule, State
 from klatsch.rules.base import checked, rate
 from klatsch.topology import Topology

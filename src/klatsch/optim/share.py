@@ -10,8 +10,8 @@ from torch import Tensor
 
 from klatsch.optim.flat import Flat
 from klatsch.optim.groups import Group
-from klatsch.ranks.channel import Memory
 from klatsch.ranks.links import Links
+from klatsch.ranks.mailbox import Memory
 from klatsch.ranks.message import Block, is_sound
 from klatsch.ranks.node import Given, Node
 from klatsch.rules import Rule, State

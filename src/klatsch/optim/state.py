@@ -14,7 +14,7 @@ from torch.optim.optimizer import StateDict
 
 from klatsch.optim.groups import Group, options_of, parameters_of
 from klatsch.optim.share import Share
-from klatsch.ranks.channel import Memory
+from klatsch.ranks.mailbox import Memory
 from klatsch.rules import Rule, State
 from klatsch.topology import Topology
 

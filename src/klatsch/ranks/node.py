@@ -17,8 +17,8 @@ from torch import Tensor
 
 from klatsch.channels.rehearsal import Place, rehearse
 from klatsch.columns import Number
-from klatsch.ranks.channel import Channel, Memory
 from klatsch.ranks.links import Links
+from klatsch.ranks.mailbox import Mailbox, Memory
 from klatsch.ranks.message import Block
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import each
@@ -55,7 +55,7 @@ class Node:
         self.rule, self.links, self.rounds = rule, links, 0
         self._traffic = rehearse(rule, x)
         by_rows = links.topology.row_stochastic and not rule.push
-        self._channel = Channel(self._traffic, x, links, by_rows, stream, guarded)
+        self._mail = Mailbox(self._traffic, x, links, by_rows, stream, guarded)
         self._blocks, self._wide = _blocks(x), x.shape[-1]
         self._begun, self._calls = False, 0
         start = rule.init(x)
@@ -70,7 +70,7 @@ class Node:
     @property
     def memory(self) -> Memory:
         """What the channel holds, and what is on its way; for a checkpoint, beside the state."""
-        return self._channel.memory
+        return self._mail.memory
 
     def load(self, fields: State, rounds: int, memory: Memory | None = None) -> None:
         """Continue from a state saved after some rounds; without the channel's memory it begins anew."""
@@ -78,7 +78,7 @@ class Node:
         for name, value in fields.items():
             self._fields[name].copy_(value)
         self.rounds, self._begun = rounds, False
-        self._channel.load(memory or {})
+        self._mail.load(memory or {})
 
     @torch.no_grad()
     def write(self, point: Callable[[State], Tensor], into: Tensor) -> None:
@@ -94,37 +94,37 @@ class Node:
 
     def exchange(self, given: Inputs) -> None:
         """The first half of a round: send and receive messages. If a neighbour fails, the state is unchanged."""
-        t, channel = self.rounds + 1, self._channel
+        t, mail = self.rounds + 1, self._mail
         if not self._begun:
             self._begin(t)
-        channel.begin_round()
-        if channel.late:
-            if channel.arrives(t - channel.late):
-                channel.listen(t - channel.late, range(len(self._traffic.messages)))
+        mail.begin_round()
+        if mail.late:
+            if mail.arrives(t - mail.late):
+                mail.listen(t - mail.late, range(len(self._traffic.messages)))
             if self._speaks(t):
                 for k in range(len(self._traffic.messages)):
-                    channel.wait_until_sent(t, k)
+                    mail.wait_until_sent(t, k)
             return
         for k, sent in enumerate(self._traffic.messages):
             if sent.call is None:  # it travels early
                 continue
-            channel.listen(t, sent.needs)
-            channel.wait_until_sent(t, k)
+            mail.listen(t, sent.needs)
+            mail.wait_until_sent(t, k)
             if self._speaks(t):  # otherwise nobody waits for it
                 self._compute_message(k, t, given)
-                channel.send(t, k)
-        channel.listen(t, range(len(self._traffic.messages)))
+                mail.send(t, k)
+        mail.listen(t, range(len(self._traffic.messages)))
         if self._traffic.early:
-            channel.wait_until_sent(t, 0)
+            mail.wait_until_sent(t, 0)
 
     def advance(self, given: Inputs, arrived: Receiver | None = None, last: bool = False) -> None:
         """The second half: compute the new state, pass its slices to `arrived`, and begin the next round, if any.
 
         After the last round nothing is on its way, so that the links can be used again.
         """
-        t, channel = self.rounds + 1, self._channel
+        t, mail = self.rounds + 1, self._mail
         following = self._fields | self._early_fields(t + 1)
-        channel.commit(t - channel.late, self._blocks)
+        mail.commit(t - mail.late, self._blocks)
         single: State = {}
         for block in self._blocks:
             (rule, grad, lr), old = given(block), self._cut(block)
@@ -142,10 +142,10 @@ class Node:
         for name, value in single.items():
             following[name].copy_(value)
         self._fields, self.rounds = following, t
-        if channel.late and self._speaks(t):
-            channel.dispatch(t)
+        if mail.late and self._speaks(t):
+            mail.dispatch(t)
         if last:
-            channel.land()
+            mail.land()
         else:
             self._begin(t + 1)
 
@@ -156,23 +156,23 @@ class Node:
 
     def _early_fields(self, t: int) -> State:
         """The fields that live in the early message of round t, if they travel as they are."""
-        if not self._channel.shares_memory:
+        if not self._mail.shares_memory:
             return {}
-        return dict(zip(self._traffic.early, self._channel.early_tensors(t), strict=True))
+        return dict(zip(self._traffic.early, self._mail.early_tensors(t), strict=True))
 
     def _begin(self, t: int) -> None:
         """Prepare to receive all messages of round t, and send those that need no gradient."""
-        channel = self._channel
-        if channel.late:
+        mail = self._mail
+        if mail.late:
             if not self._begun:
-                channel.resend()
+                mail.resend()
         else:
             for k in range(len(self._traffic.messages)):
-                channel.expect(t, k)
+                mail.expect(t, k)
             if self._traffic.early:
-                if not channel.shares_memory and self._speaks(t):
+                if not mail.shares_memory and self._speaks(t):
                     self._put_fields(0, t)
-                channel.send(t, 0)
+                mail.send(t, 0)
         self._begun = True
 
     def _put_fields(self, k: int, t: int) -> None:
@@ -180,8 +180,8 @@ class Node:
         fields = self._traffic.messages[k].fields
         first = len(self._traffic.messages[k].shapes) - len(fields)
         for n, name in enumerate(fields, first):
-            for block in self._blocks if self._channel.where(k, n, self._blocks[0]) is not None else [None]:
-                self._channel.put(t, k, n, block, self._part(block, self._fields[name]))
+            for block in self._blocks if self._mail.where(k, n, self._blocks[0]) is not None else [None]:
+                self._mail.put(t, k, n, block, self._part(block, self._fields[name]))
 
     def _compute_message(self, k: int, t: int, given: Inputs) -> None:
         """Fill message k: run the update up to the call of `flow` whose tensors it carries."""
@@ -193,7 +193,7 @@ class Node:
             except _Reached as reached:
                 for tensor, place in reached.places:
                     if place.message == k and place.field is None:
-                        self._channel.put(t, k, place.part, block, tensor)
+                        self._mail.put(t, k, place.part, block, tensor)
             else:
                 raise self._other_calls()
         self._put_fields(k, t)
@@ -201,8 +201,8 @@ class Node:
     def _flow(self, t: int, block: Block, old: State, stop: int | None = None) -> Flow:
         """The rule's `flow` for one slice; it raises _Reached at call number `stop`."""
         self._calls = 0
-        channel = self._channel
-        writes, written = channel.late > 0 and self._speaks(t), set[tuple[int, int]]()
+        mail = self._mail
+        writes, written = mail.late > 0 and self._speaks(t), set[tuple[int, int]]()
 
         def exchanged(mixed: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
             c, self._calls = self._calls, self._calls + 1
@@ -215,11 +215,11 @@ class Node:
                 if field is not None and tensor is not old[field]:
                     raise self._other_calls()
                 if writes and (k, part) not in written:
-                    channel.put(t, k, part, block, tensor)
+                    mail.put(t, k, part, block, tensor)
                     written.add((k, part))
-                if (heard := channel.heard(k)) is not None:
-                    results.append(heard.pull(tensor, part, channel.where(k, part, block), mixed))
-                elif channel.late and not mixed:  # nothing arrives in this round
+                if (heard := mail.heard(k)) is not None:
+                    results.append(heard.pull(tensor, part, mail.where(k, part, block), mixed))
+                elif mail.late and not mixed:  # nothing arrives in this round
                     results.append(torch.zeros_like(tensor))
                 else:  # not needed before the stop
                     results.append(tensor)

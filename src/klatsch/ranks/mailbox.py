@@ -72,10 +72,10 @@ class Heard(NamedTuple):
         return result.add_(v) if mixed and not at_once else result
 
 
-class Channel:
-    """The messages of a rule that starts at x, over links; streams keep several channels on the same links apart.
+class Mailbox:
+    """The messages of a rule that starts at x, over links; streams keep several on the same links apart.
 
-    A guarded channel refuses messages that are not finite.
+    A guarded one refuses messages that are not finite.
     """
 
     def __init__(
