@@ -1,7 +1,7 @@
 """The planner's cost model against the step times that benchmarks/ranks.py measured, side by side.
 
 Run: .venv/bin/python benchmarks/costs.py            (the table in benchmarks/README.md)
-     .venv/bin/python benchmarks/costs.py rows.txt   (what ranks.py printed just now)
+     .venv/bin/python benchmarks/costs.py rows.json  (what ranks.py --json rows.json wrote just now)
 
 The local step is taken as the time of a gradient. All ranks share one machine of two cores, so a message takes some two
 milliseconds to be noticed, and handling a byte takes longer with more ranks per core; loopback moves about 1 GB/s.
@@ -9,6 +9,7 @@ milliseconds to be noticed, and handling a byte takes longer with more ranks per
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -17,9 +18,15 @@ from typing import NamedTuple
 from klatsch.planning import CANDIDATES, Network
 
 CORES = 2
+RATES = {"1gbit": 1e9, "200mbit": 2e8, "50mbit": 5e7}
 LATENCY, HANDLING = 2e-3, 1e-9  # seconds; seconds per byte and rank of a core
-BANDWIDTH = {"loopback": 1e9, "1gbit": 0.94e9 / 8, "200mbit": 0.94 * 2e8 / 8}  # bytes per second
-METHODS = ("dsgd", "dat", "dat (cta)", "all-reduce")
+BANDWIDTH = {"loopback": 1e9} | {name: 0.94 * bits / 8 for name, bits in RATES.items()}  # bytes per second
+METHODS = {
+    "dsgd": "dsgd",
+    "dat": "dat atc",
+    "dat (cta)": "dat cta",
+    "all-reduce": "ddp",
+}  # and what ranks.py calls them
 ROW = re.compile(r"(\w+)\s+(\d+)\s+(\w+)\s+([\d,]+) \|" + r"\s+([\d.]+)" * 5 + r" \|")
 
 
@@ -34,8 +41,19 @@ class Row(NamedTuple):
     measured: list[float]  # seconds of METHODS
 
 
+def read(text: str) -> list[Row]:
+    """The rows that ranks.py wrote."""
+    return [
+        Row(
+            *(row["network"], row["ranks"], row["model"], row["parameters"], row["step"]["local"]),
+            [row["step"][method] for method in METHODS.values()],
+        )
+        for row in json.loads(text)
+    ]
+
+
 def rows(text: str) -> list[Row]:
-    """The rows of a table of ranks.py."""
+    """The rows of the table in the README."""
     found = []
     for match in map(ROW.match, text.splitlines()):
         if match and match[1] in BANDWIDTH:
@@ -51,7 +69,7 @@ def predictions(row: Row) -> list[float]:
     shared = max(1.0, row.ranks / CORES)
     network = Network(BANDWIDTH[row.network], LATENCY, row.step, HANDLING * shared)
     size, degree = 4.0 * row.params, min(row.ranks - 1, 2)
-    gossip = [network.gossip_seconds(size, degree, *CANDIDATES[m].vectors) for m in METHODS[:-1]]
+    gossip = [network.gossip_seconds(size, degree, *CANDIDATES[m].vectors) for m in list(METHODS)[:-1]]
     return [float(seconds) for seconds in (*gossip, network.all_reduce_seconds(size, row.ranks))]
 
 
@@ -60,7 +78,7 @@ def main() -> None:
     print("milliseconds per step, measured / predicted (their ratio; * more than 30 % off)\n")
     print(f"{'network':9} ranks {'model':6} | " + " | ".join(f"{method:^26}" for method in METHODS))
     good = total = 0
-    for row in rows(table.read_text()):
+    for row in (read if table.suffix == ".json" else rows)(table.read_text()):
         cells = []
         for seconds, guess in zip(row.measured, predictions(row), strict=True):
             ratio = guess / seconds

@@ -2,9 +2,11 @@
 
 Run: make bench-ranks, or .venv/bin/python benchmarks/ranks.py [--models lenet,1M,11M] [--ranks 2,4] [--networks ...]
 
-Every row is one run in which local SGD without communication (the floor), D-SGD, DAT in both orders, and DDP's
-all-reduce take turns, so ratios within a row can be compared. Networks: full loopback speed, and, for root, every rank
-in a network namespace of its own behind a `tc tbf` limit in both directions. One thread per rank.
+In every run all methods take turns, so their ratios to local SGD without communication (the floor) can be compared:
+D-SGD, DAT in both orders, DAT over channels (gossip in every 8th round with int8, and late as well), and what one would
+use instead: DDP, DDP with torch's fp16 and PowerSGD hooks, and local SGD with an all-reduce of the model in every 8th
+step (torch's model averaging). Times are those of 8 steps, divided by 8. Networks: full loopback speed, and, for root,
+every rank in a network namespace of its own behind a `tc tbf` limit in both directions. One thread per rank.
 """
 
 from __future__ import annotations
@@ -26,11 +28,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 import klatsch
 
-NETWORKS = {"loopback": None, "1gbit": 1e9, "200mbit": 2e8}  # bits per second
-METHODS = ("local", "dsgd", "dat atc", "dat cta", "ddp")
+NETWORKS = {"loopback": None, "1gbit": 1e9, "200mbit": 2e8, "50mbit": 5e7}  # bits per second
+H = 8  # steps between two mixes, where there are silent rounds
+GOSSIP: dict[str, dict[str, Any]] = {
+    "dat atc": {},
+    "dat cta": {"order": "cta"},
+    "dat/8 int8": {"every": H, "wire": "int8"},
+    "dat/8 int8 late": {"every": H, "late": H - 1, "wire": "int8"},
+}
+OTHERS = ("ddp", "ddp fp16", "ddp powersgd", "local sgd/8")
+METHODS = ("local", "dsgd", *GOSSIP, *OTHERS)
 MODELS: dict[str, tuple[list[int], int]] = {  # layers (none: the LeNet), batch
     "lenet": ([], 256),
     "1M": ([784, 1024, 256, 10], 4096),
@@ -63,23 +75,33 @@ class Training:
     def __init__(self, method: str, name: str) -> None:
         model = model_of(name)
         batch = MODELS[name][1]
-        self.model: Any = nn.parallel.DistributedDataParallel(model) if method == "ddp" else model
+        self.model: Any = nn.parallel.DistributedDataParallel(model) if method.startswith("ddp") else model
+        if method == "ddp fp16":
+            self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif method == "ddp powersgd":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        self.averager = PeriodicModelAverager(period=H) if method == "local sgd/8" else None
         self.images, self.labels = torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))
         parameters = list(model.parameters())
         self.optimizer: Any = (
-            torch.optim.SGD(parameters, LR)
-            if method in ("local", "ddp")
+            klatsch.optim.DATSGD(parameters, LR, **GOSSIP[method])
+            if method in GOSSIP
             else klatsch.optim.DSGD(parameters, LR)
             if method == "dsgd"
-            else klatsch.optim.DATSGD(parameters, LR, order=method.split()[1])
+            else torch.optim.SGD(parameters, LR)
         )
 
-    def step(self) -> float:
+    def steps(self) -> float:
+        """Seconds per step of H steps."""
         began = time.perf_counter()
-        self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.model(self.images), self.labels).backward()
-        self.optimizer.step()
-        return time.perf_counter() - began
+        for _ in range(H):
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(self.images), self.labels).backward()
+            self.optimizer.step()
+            if self.averager is not None:
+                self.averager.average_parameters(self.model.parameters())
+        return (time.perf_counter() - began) / H
 
     @property
     def waited(self) -> float:
@@ -97,16 +119,16 @@ def work(names: list[str], seconds: float) -> None:
             began = time.perf_counter()
             for method, training in trainings.items():
                 dist.barrier()
-                took = torch.tensor([training.step()])  # its messages came long ago; this one is not counted
+                took = torch.tensor([training.steps()])  # its messages came long ago; these are not counted
                 dist.all_reduce(took, op=dist.ReduceOp.MAX)
-                steps = max(2, min(100, int(seconds / float(took))))
+                times = max(1, min(100, int(seconds / (H * float(took)))))
                 before = getattr(training.optimizer, "bytes_sent", 0)
-                for _ in range(steps):
+                for _ in range(times):
                     waited, cpu = training.waited, time.process_time()
-                    step = training.step()
+                    step = training.steps()
                     if turn:
-                        found[method].append((step, training.waited - waited, time.process_time() - cpu))
-                sent[method] = (getattr(training.optimizer, "bytes_sent", 0) - before) // steps
+                        found[method].append((step, (training.waited - waited) / H, (time.process_time() - cpu) / H))
+                sent[method] = (getattr(training.optimizer, "bytes_sent", 0) - before) // (H * times)
             spent = torch.tensor([time.perf_counter() - began])
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
             if turn and float(spent) * (turn + 1) > PATIENCE:
@@ -208,11 +230,10 @@ def main() -> None:
     print(
         f"{os.cpu_count()} cores, torch {torch.__version__}; batches {', '.join(f'{n} {MODELS[n][1]}' for n in names)}"
     )
-    print("step: milliseconds of local SGD, and how many times longer the others take; cpu: the same of processor time")
-    print("wire: milliseconds that a round's bytes take on the link; waited: milliseconds per step")
-    print("hides: whether DAT's bytes take less time than the local step\n")
-    print(f"{'network':9} ranks {'model':5} {'parameters':>10} |   step   dsgd    atc    cta    ddp |", end="")
-    print("  cpu dsgd    atc    cta    ddp | wire dsgd    dat | waited dsgd    atc    cta | hides")
+    print(
+        "local: milliseconds of a step of local SGD; then, by method, how many times longer a step takes, the same of"
+    )
+    print("processor time, megabytes that a rank sends per step, and milliseconds that it waits for messages\n")
     everything = []
     for network in networks:
         for size in map(int, given.ranks.split(",")):
@@ -224,36 +245,32 @@ def main() -> None:
         given.json.write_text(json.dumps(everything, indent=1))
 
 
-def hides(network: str, row: dict[str, Any]) -> bool:
-    """Whether DAT's bytes take less time on the link than the local step."""
-    rate = NETWORKS[network]
-    return rate is not None and row["bytes"]["dat cta"] * 8 / rate < row["step"]["local"]
-
-
 def print_goals(rows: list[dict[str, Any]]) -> None:
-    """In how many of the rows where the link could hide behind the gradient each goal is met."""
-    steps = [row["step"] for row in rows if hides(row["network"], row)]
-    goals = {
-        "cta within 1.10 of local SGD": [s["dat cta"] <= 1.10 * s["local"] for s in steps],
-        "atc within 1.10 of D-SGD": [s["dat atc"] <= 1.10 * s["dsgd"] for s in steps],
-        "cta ahead of DDP": [s["dat cta"] < s["ddp"] for s in steps],
-        "atc ahead of DDP": [s["dat atc"] < s["ddp"] for s in steps],
-    }
-    print("\nWhere DAT's bytes take less time than the gradient:")
+    """In how many rows on slow networks each goal is met."""
+    slow = [row["step"] for row in rows if row["ranks"] == 4 and row["network"] in ("200mbit", "50mbit")]
+    plain, late = "dat/8 int8", "dat/8 int8 late"
+    goals = {f"{plain} within 1.15 of local SGD": [s[plain] <= 1.15 * s["local"] for s in slow]}
+    goals |= {f"{late} within 1.10 of local SGD": [s[late] <= 1.10 * s["local"] for s in slow]}
+    for other in OTHERS:
+        goals[f"{plain} ahead of {other}"] = [s[plain] < s[other] for s in slow]
+        goals[f"{late} ahead of {other}"] = [s[late] < s[other] for s in slow]
+    print("\nFour ranks at 200 and 50 Mbit/s:")
     for goal, met in goals.items():
-        print(f"  {goal:30} in {sum(met)} of {len(met)} rows")
+        print(f"  {goal:40} in {sum(met)} of {len(met)} rows")
 
 
 def print_row(network: str, size: int, row: dict[str, Any]) -> None:
-    step, rate = row["step"], NETWORKS[network]
-    wire = {m: row["bytes"][m] * 8 / rate * 1e3 if rate else 0.0 for m in ("dsgd", "dat cta")}
-    hidden = "" if rate is None else "yes" if hides(network, row) else "no"
-    ratios, cpu = (" ".join(f"{v[m] / v['local']:6.2f}" for m in METHODS[1:]) for v in (step, row["cpu"]))
-    waited = " ".join(f"{row['waited'][m] * 1e3:6.1f}" for m in METHODS[1:4])
+    step, cpu = row["step"], row["cpu"]
     print(
-        f"{network:9} {size:5} {row['model']:5} {row['parameters']:10,} | {step['local'] * 1e3:6.1f} {ratios} |", end=""
+        f"{network}, {size} ranks, {row['model']} ({row['parameters']:,} parameters): local {step['local'] * 1e3:.1f} ms"
     )
-    print(f"   {cpu} | {wire['dsgd']:9.1f} {wire['dat cta']:6.1f} |      {waited} | {hidden}", flush=True)
+    for method in METHODS[1:]:
+        sent = f"{row['bytes'][method] / 1e6:8.2f} MB  waited {row['waited'][method] * 1e3:8.1f} ms"
+        print(
+            f"  {method:16} {step[method] / step['local']:6.2f}  cpu {cpu[method] / cpu['local']:6.2f}"
+            + (f"  {sent}" if method not in OTHERS else ""),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
