@@ -1,6 +1,5 @@
 """Shared by all tests: processes and how they end, marks, and the command line."""
 
-import contextlib
 import functools
 import gc
 import math
@@ -12,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread for every process: t
 
 import pytest
 
-from tests.support.prepared import DIE_WITH_PARENT, Prepared, end_children, no_workers, prctl
+from tests.support.prepared import DIE_WITH_PARENT, Prepared, end_children, forked_workers, no_workers, prctl
 from tests.support.processes import Ranks
 
 
@@ -66,16 +65,13 @@ def prepared():
 @pytest.fixture(autouse=True)
 def nothing_outlives_a_test(request):
     """End every process that a test has started, and all that those have started; not those of larger fixtures."""
-    if "prepared" not in request.fixturenames:
-        marked = any(request.node.get_closest_marker(mark) for mark in ("processes", "documents"))
-        with contextlib.nullcontext() if marked else no_workers():
-            yield
-        end_children()
-        return
-    prepared = request.getfixturevalue("prepared")
-    before = list(prepared.started)
-    yield
-    prepared.end(but=before)
+    marked = any(request.node.get_closest_marker(mark) for mark in ("processes", "documents"))
+    prepared = request.getfixturevalue("prepared") if "prepared" in request.fixturenames else None
+    before = list(prepared.started) if prepared else []
+    with forked_workers() if marked else no_workers():
+        yield
+    if prepared:
+        prepared.end(but=before)
     end_children()
 
 

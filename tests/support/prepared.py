@@ -129,7 +129,8 @@ class Prepared:
     def __init__(self, fork=False):
         self.asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.started = []  # since the last time that all were ended
-        self.ports = 10_000 + 3_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20_000
+        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+        self.ports = 10_000 + (3_000 * worker + os.getpid() % 2_000) % 20_000  # apart from other sessions, too
         if fork:  # this process is prepared already
             if os.fork() == 0:
                 self.asks.close()
@@ -198,7 +199,7 @@ class Prepared:
         return [self.python(*words, env=environment | own[rank], tell=tell[rank], **options) for rank in range(size)]
 
     def free_port(self):
-        """A port that is free, and of which no other worker of pytest-xdist and no outgoing connection can think."""
+        """A port that is free, and of which no other worker of pytest-xdist and no outgoing connection will think."""
         while True:
             self.ports += 1
             with socket.socket() as probe, contextlib.suppress(OSError):
@@ -232,6 +233,21 @@ def no_workers():
         raise AssertionError("this test starts processes: mark it with @pytest.mark.processes")
 
     usual, util.spawnv_passfds = util.spawnv_passfds, refuse
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = usual
+
+
+@contextlib.contextmanager
+def forked_workers():
+    """Have workers that a test starts by `multiprocessing` forked from the process of the tests."""
+    import torch
+
+    if torch.cuda.is_available():  # whose threads and memory a fork does not have
+        yield
+        return
+    usual = fork_workers()
     try:
         yield
     finally:
@@ -364,9 +380,7 @@ def become(request, ends):
         except OSError as error:
             os.write(2, f"{request['words'][0]}: {error}\n".encode())
             os._exit(127)
-    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", 1, closefd=False)
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    open_streams()
     if not request["spawn"]:
         fork_workers()
         if request["words"][:2] == ["-m", "torch.distributed.run"]:
@@ -391,10 +405,18 @@ def run(words):
         runpy.run_path(kind, run_name="__main__")
 
 
+def open_streams():
+    """In a fork: read and print where a new process would."""
+    sys.stdin = sys.__stdin__ = os.fdopen(0, closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", 1, closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+
+
 def fork_workers():
     """Have `multiprocessing` fork from this process the workers that it would start afresh, which takes seconds each.
 
-    They get what they would get afresh, and no more: no open files, no handlers of signals.
+    They get what they would get afresh, and no more: no open files, no handlers of signals. Returns what started them
+    before.
     """
     afresh = util.spawnv_passfds
 
@@ -414,6 +436,7 @@ def fork_workers():
         for end in sorted({*kept, 1 << 10}):
             os.closerange(last + 1, end)
             last = end
+        open_streams()
         sys.argv, code = ["-c", os.fsdecode(words[-1])], 1
         try:
             exec(words[-2], {})
@@ -425,6 +448,7 @@ def fork_workers():
             os._exit(code)
 
     util.spawnv_passfds = forked
+    return afresh
 
 
 def fork_ranks():
