@@ -15,6 +15,7 @@ from klatsch.paper import claims, figures, pages, tables
 from klatsch.paper import targets as paper
 from klatsch.paper.report import inline_svg, page_of
 from klatsch.study import Row, Store, execute, expand, parse, run_study, workers
+from klatsch.study.spec import PAPER_GRID
 from klatsch.study.store import Origin
 from tests.support.pictures import check_picture
 
@@ -265,7 +266,10 @@ def test_a_wrong_exponent_would_show(monkeypatch):
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
-TINY = {"nodes": (4, 25), "steps": 300, "seeds": 2}
+RATES = PAPER_GRID[1::2]  # three: one between the others, and both edges
+TINY = {"nodes": (4, 25), "steps": 300, "seeds": 2, "record": 6, "lr": RATES}
+FEWER = [rule | {"lr": rule["lr"][::3]} for rule in paper.VARIANTS["rules"]]
+TINY_BEYOND = {"nodes": (4, 9), "steps": 300, "seeds": 1, "record": 6, "rules": FEWER}
 DRAWN = [name for name, target in paper.TARGETS.items() if "epochs" not in target.scales["quick"]]  # no data needed
 
 
@@ -275,7 +279,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("paper")
     patch = pytest.MonkeyPatch()
     for scales in (paper.TARGETS[name].scales for name in DRAWN):
-        patch.setitem(scales, "quick", TINY if scales is paper.SCALES else TINY | {"nodes": (4, 9), "seeds": 1})
+        patch.setitem(scales, "quick", TINY if scales is paper.SCALES else TINY_BEYOND)
     patch.setattr(workers, "processes", workers.threads)  # no start-up time: processes are tested elsewhere
     from klatsch.cli import main
 
@@ -309,7 +313,7 @@ def test_figures_4_to_6_use_the_runs_of_figure_1(results):
         runs = store.runs()
     assert set(studies) == set(DRAWN) >= {"fig1", "fig4", "fig5", "fig6", "beyond"}
     one = [case for case, _ in runs if case.nodes == 25]
-    assert len(one) == 3 * 2 * 4 * 7 * 2  # once, though three figures ask for them
+    assert len(one) == 3 * 2 * 4 * len(RATES) * 2  # once, though three figures ask for them
 
 
 @pytest.mark.slow

@@ -165,6 +165,7 @@ def test_what_is_shown_of_a_study(run_cli, tmp_path, monkeypatch, in_threads):
     assert {file.name for file in tmp_path.glob("*.md")} == {"fig1-quick.md", "fig1-quick-worst.md"}
 
 
+@pytest.mark.slow
 def test_a_group_reproduces_its_parts(run_cli, tmp_path, monkeypatch, in_threads):
     small = {"nodes": [4, 9], "steps": 40, "seeds": 1, "lr": [1e-3, 1e-2], "topologies": "ring"}
     for part in ("fig1", "fig4"):
