@@ -12,6 +12,7 @@ from klatsch import problems
 from klatsch.paper import figures
 from klatsch.paper import targets as paper
 from klatsch.paper.report import page_of
+from klatsch.problems.images import classification, fashion_mnist
 from klatsch.study import Row, Store, expand, parse, run_study
 from klatsch.study.batches import pack
 from klatsch.study.store import Origin
@@ -24,6 +25,7 @@ pytestmark = needs_data
 @pytest.fixture(autouse=True)
 def folder(monkeypatch):
     monkeypatch.setenv("KLATSCH_DATA", str(DATA))
+    monkeypatch.setattr(classification, "LOSS_SAMPLES", 500)  # nothing here is about the training loss
 
 
 def study(**changes):
@@ -214,7 +216,8 @@ def test_studies_of_the_paper(target, scale):
 
 
 @pytest.mark.slow
-def test_pages_say_what_differs(in_threads, tmp_path):
+def test_pages_say_what_differs(in_threads, tmp_path, monkeypatch):
+    monkeypatch.setattr(fashion_mnist, "SAMPLES", 4_000)  # an epoch of ten rounds
     tiny = study(
         nodes=4,
         topologies="ring",
