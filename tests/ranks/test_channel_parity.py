@@ -72,4 +72,4 @@ def test_int8_sends_a_quarter_of_the_bytes(optimizers):
         message = 2 * (8 + 264 + news)  # to two neighbours
         assert found["dat | ring late 4 int8"]["bytes"] == 2 * message * ROUNDS  # w and x
         assert found["dsgd | ring late 1"]["bytes"] == 2 * (8 * 260 + news) * ROUNDS
-    assert (1_000_000 + 4 * -(-1_000_000 // 256)) / 4_000_000 < 0.27
+    assert (1_000_000 + 2 * -(-1_000_000 // 256)) / 4_000_000 < 0.27

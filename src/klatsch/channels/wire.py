@@ -24,13 +24,14 @@ def scale_count(length: int) -> int:
 
 
 def quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
-    """A difference (..., d) as int8 codes (..., d) and float32 scales (..., ceil(d / 256)).
+    """A difference (..., d) as int8 codes (..., d) and bfloat16 scales (..., ceil(d / 256)).
 
     A number is its code times the scale of its block, whose largest number has the code 127 or -127. A block that is
-    not finite has such a scale.
+    not finite has such a scale. Scales have few digits, so that code times scale is exact in float32: both ends hold
+    the same bits, whatever their machines fuse.
     """
     blocks = _blocks(difference)
-    scales = (blocks.abs().amax(-1) / LARGEST).float()
+    scales = (blocks.abs().amax(-1) / LARGEST).bfloat16()
     steps = torch.where(scales > 0, scales, 1.0).to(blocks.dtype)
     codes = (blocks / steps[..., None]).round_().clamp_(-LARGEST, LARGEST).nan_to_num_(0.0).to(torch.int8)
     return codes.flatten(-2)[..., : difference.shape[-1]], scales

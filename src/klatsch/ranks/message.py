@@ -63,7 +63,7 @@ class Layout:
             encoded = wire if shape[-1] == like.shape[-1] else ""
             dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(encoded, like.dtype)
             self._places.append((shape, dtype, self.size))
-            scales = 4 * _scales(shape).numel() if dtype is torch.int8 else 0
+            scales = _scale_bytes(shape) if dtype is torch.int8 else 0
             bytes_ = _up(scales) + shape.numel() * dtype.itemsize
             self.size += _up(bytes_)
         self.differences = [n for n, (_, dtype, _) in enumerate(self._places) if dtype is torch.int8]
@@ -76,9 +76,9 @@ class Layout:
     def _part(self, memory: Tensor, shape: torch.Size, dtype: torch.dtype, begin: int) -> Part:
         scales = None
         if dtype is torch.int8:
-            few = _scales(shape)
-            scales = memory[begin : begin + 4 * few.numel()].view(torch.float32).view(few)
-            begin += _up(4 * few.numel())
+            size = _scale_bytes(shape)
+            scales = memory[begin : begin + size].view(torch.bfloat16).view(*shape[:-1], -1)
+            begin += _up(size)
         numbers = memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
         return Part(numbers, scales)
 
@@ -102,8 +102,8 @@ def is_sound(v: Tensor) -> bool:
     return bool(torch.isfinite(torch.stack([torch.dot(piece, piece) for piece in torch.split(v, PIECE)]).sum()))
 
 
-def _scales(shape: torch.Size) -> torch.Size:
-    return torch.Size([*shape[:-1], wires.scale_count(shape[-1])])
+def _scale_bytes(shape: torch.Size) -> int:
+    return torch.bfloat16.itemsize * shape[:-1].numel() * wires.scale_count(shape[-1])
 
 
 def _up(size: int) -> int:

@@ -1,0 +1,59 @@
+"""Encodings of messages: what arrives, and that both ends hold the same."""
+
+import pytest
+import torch
+
+from klatsch.channels.wire import BLOCK, quantized, restored, rounded, scale_count
+
+SHAPES = [(1,), (255,), (256,), (257,), (3, 600), (2, 3, 1000)]
+
+
+def spread(shape, dtype=torch.float64):
+    """Numbers of very different sizes, block by block."""
+    torch.manual_seed(0)
+    return torch.randn(shape, dtype=dtype) * 10.0 ** (torch.arange(shape[-1]) // BLOCK * 3 - 2).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_difference_is_restored_to_half_a_code(shape, dtype):
+    v = spread(shape, dtype)
+    codes, scales = quantized(v)
+    assert (codes.dtype, codes.shape, scales.shape) == (torch.int8, v.shape, (*shape[:-1], scale_count(shape[-1])))
+    steps = scales.to(dtype).repeat_interleave(BLOCK, -1)[..., : shape[-1]]
+    # The largest number of a block may be cut by as much as its scale was rounded down: by 1 in 256.
+    largest = v.abs().unfold(-1, 1, 1)[..., 0] / steps
+    assert ((restored(codes, scales, dtype) - v).abs() <= steps * (0.5 + 127 / 256) + 1e-30).all()
+    assert ((restored(codes, scales, dtype) - v).abs()[largest < 126] <= steps[largest < 126] * 0.501).all()
+    assert codes.abs().amax() == 127
+
+
+def test_code_times_scale_is_exact():
+    """So a fused multiplication and addition, which some machines use, rounds as two operations do."""
+    codes, scales = quantized(spread((2000,), torch.float32))
+    exact = restored(codes, scales, torch.float64)
+    assert torch.equal(restored(codes, scales, torch.float32).double(), exact)  # bits: the products are exact
+
+
+def test_differences_to_what_is_held_shrink():
+    v, held = spread((1000,)), torch.zeros(1000, dtype=torch.float64)
+    for _ in range(6):
+        held = held + restored(*quantized(v - held), v.dtype)
+    assert ((v - held).abs() <= 1e-12 * v.abs().max()).all()
+
+
+def test_nothing_to_say_and_nothing_finite():
+    codes, scales = quantized(torch.zeros(300))
+    assert not codes.any()
+    assert not scales.any()
+    for wrong in (torch.nan, torch.inf):
+        v = torch.ones(600)
+        v[300] = wrong
+        _, scales = quantized(v)
+        assert torch.isfinite(scales).tolist() == [True, False, True]
+
+
+def test_bfloat16_keeps_eight_bits():
+    v = spread((1000,))
+    assert ((rounded(v) - v).abs() <= v.abs() / 256).all()
+    assert rounded(v).dtype == v.dtype
