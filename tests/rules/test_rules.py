@@ -184,10 +184,10 @@ def test_push_sum_finds_the_right_mean_on_a_directed_ring_with_unequal_out_degre
     def schedule(t):
         return 0.2 / problem.L / (1 + t / 100) ** 0.7
 
-    right = klatsch.simulate(problem, rules.make(rule, lr=schedule), columns, 20_000)
+    right = klatsch.simulate(problem, rules.make(rule, lr=schedule), columns, 5_000)
     partner = {"sgp": "dsgd", "dat-sgp": "dat"}[rule]
     for wrong_graph in (columns, rows):
-        wrong = klatsch.simulate(problem, rules.make(partner, lr=schedule), wrong_graph, 20_000, any_graph=True)
+        wrong = klatsch.simulate(problem, rules.make(partner, lr=schedule), wrong_graph, 5_000, any_graph=True)
         assert right.metrics["distance"][-1] < 0.02 * wrong.metrics["distance"][-1]
     weights = right.state["weight"][:, 0, 0]
     assert weights.std() > 0.1
