@@ -11,7 +11,7 @@ import pytest
 
 from klatsch import rules
 from klatsch.channels.rehearsal import vectors
-from klatsch.paper import claims, figures, pages, tables
+from klatsch.paper import best, claims, figures, pages, tables
 from klatsch.paper import targets as paper
 from klatsch.paper.report import inline_svg, page_of
 from klatsch.study import Row, Store, execute, expand, parse, run_study, workers
@@ -208,8 +208,8 @@ def test_which_rule_is_best_at_each_point_and_by_what_factor():
     found = {v.claim: v for v in verdicts("beyond", ring)}
     assert found[BEST].holds is False
     assert found[BEST].figures[-1] == (
-        "noise 1, heterogeneity 1: no, in 1 of 2 points; best: dat-gt (beta 0.9) at 1, gt (cosine) at 1; times its "
-        "error: the next rule 2.5 (2 to 3), the next without decay 21.5 (3 to 40), dat 150 (100 to 200)"
+        "noise 1, heterogeneity 1: no, in 1 of 2 points; best or level with it: dat-gt (beta 0.9) at 1, gt (cosine) at "
+        "1; times the best error: the next rule 2.5 (2 to 3), the best without decay 2 (1 to 3), dat 150 (100 to 200)"
     )
     without = next(v for claim, v in found.items() if claim.startswith(BEST_WITHOUT))
     assert without.holds is True
@@ -222,11 +222,27 @@ def test_which_rule_is_best_at_each_point_and_by_what_factor():
 
 def test_the_best_within_the_scatter_of_the_seeds_is_as_good_as_the_best():
     rows = [row("gt (cosine)", "ring", 4, 1e-8, spread=0.3), row("gt", "ring", 4, 1.2e-8, spread=0.3)]
-    assert claims.best_at_every_point(claims.has_no_decay)(rows)[0] is True
+    assert best.best_at_every_point(claims.has_no_decay)(rows)[0] is True
     alone = [row("gt (cosine)", "ring", 4, 1e-8)]
-    assert claims.best_at_every_point(claims.has_no_decay)(alone) == (None, "was not run")
+    assert best.best_at_every_point(claims.has_no_decay)(alone) == (None, "was not run")
     diverged = [row("gt (cosine)", "ring", 4, np.inf), row("gt", "ring", 4, np.inf)]
-    assert claims.best_at_every_point(claims.has_no_decay)(diverged)[0] is None
+    assert best.best_at_every_point(claims.has_no_decay)(diverged)[0] is None
+
+
+def test_the_figure_of_the_best_names_those_that_are_level_and_the_factor_of_the_next():
+    errors = {"gt": 2e-7, "gt (cosine)": 1.01e-8, "d2 (cosine)": 1e-8, "dat": 3e-8}
+    rows = [row(rule, "ring", 4, error) for rule, error in errors.items()]
+    rows += [row("gt", "ring", 9, 1e-7), row("dat", "ring", 9, np.inf)]
+    above, below = best.best_of_points(rows, "best").axes
+    assert [text.get_text() for text in above.texts] == ["gt (cosine)\nd2 (cosine)\nnext × 3", "gt"]
+    assert [text.get_text() for text in below.texts] == ["dat\n× 3", "gt\n× 1"]
+    many = [row(rule, "ring", 4, 1e-8) for rule in ("dsgd", "dat", "gt", "d2")]
+    assert [text.get_text() for text in best.best_of_points(many, "best").axes[0].texts] == ["dsgd\ndat\nand 2 more"]
+
+
+@pytest.mark.parametrize("times, text", [(1.128, "1.13"), (99.4, "99.4"), (2293.2, "2,293"), (4.51e6, "4.5e+06")])
+def test_factors_are_readable(times, text):
+    assert claims.factor(times) == text
 
 
 def test_what_the_notes_say_of_messages_is_what_rules_send():
@@ -296,6 +312,8 @@ def test_reproduce_writes_figures_numbers_and_verdicts(results):
     for name in (f"{target}-quick" for target in DRAWN):
         for suffix in (".png", ".svg", ".pdf"):
             check_picture(results / f"{name}{suffix}")
+            for more in paper.TARGETS[name.removesuffix("-quick")].more:
+                check_picture(results / f"{name}-{more}{suffix}", most=0.9)  # cells are filled with colour
         text = (results / f"{name}.md").read_text()
         assert f"klatsch reproduce {name.removesuffix('-quick')}" in text
         assert re.search(r"\*\*(holds|does not hold|not decided)\*\*", text)
@@ -407,7 +425,7 @@ def test_a_real_browser_shows_the_report(width, report, browse, tmp_path):
     found = json.loads(
         re.search(r'data-probe="([^"]*)"', shown.stdout).group(1).replace("&quot;", '"').replace("&amp;", "&")
     )
-    assert len(found["figures"]) == 5
+    assert len(found["figures"]) == 6
     assert all(w > 250 and h > 150 for w, h in found["figures"])
     assert found["wide"] <= max(found["window"], 500)  # nothing sticks out: figures and tables scroll by themselves
     assert found["text"] > 3000

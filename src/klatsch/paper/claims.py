@@ -10,7 +10,6 @@ unless a check says otherwise.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -166,7 +165,8 @@ def no_ceiling(points: Points) -> Answer:
     """Whether the error with the most machines is about the smallest of all."""
     best, last = best_size(points), max(points)
     ratio = points[last].value / points[best].value
-    return ratio <= CHANGE, f"smallest at M = {best}, {ratio:.3g} times that at {last}; {_course(points)}"
+    beyond = "" if best == last else f", {factor(ratio)} times that at {last}"
+    return ratio <= CHANGE, f"smallest at M = {best}{beyond}; {_course(points)}"
 
 
 def best_size(points: Points) -> int:
@@ -233,8 +233,15 @@ def smaller(rows: Sequence[Row], one: str, other: str, share: float = 1.0) -> An
     if not (ratios := _ratios(rows, one, other, share)):
         return None, "was not run"
     middle, low, high = median(ratio for ratio, _ in ratios), min(ratios), max(ratios)
-    range_ = f"from {low[0]:.3g} ({low[1]}) to {high[0]:.3g} ({high[1]})"
-    return middle < 1, f"{middle:.3g} times in the middle, {range_}"
+    range_ = f"from {factor(low[0])} ({low[1]}) to {factor(high[0])} ({high[1]})"
+    return middle < 1, f"{factor(middle)} times in the middle, {range_}"
+
+
+def factor(times: float) -> str:
+    """A factor in words: 1.13, 2,290, 4.5e+06."""
+    if times < 100:
+        return f"{times:.3g}"
+    return f"{times:,.0f}" if times < 1e6 else f"{times:.2g}"
 
 
 def _ratios(rows: Sequence[Row], above: str, below: str, share: float = 1.0) -> list[tuple[float, str]]:
@@ -248,30 +255,6 @@ def _ratios(rows: Sequence[Row], above: str, below: str, share: float = 1.0) -> 
 def has_no_decay(row: Row) -> bool:
     """Whether its learning rate does not fall towards an end that is known in advance."""
     return "cosine" not in row.rule
-
-
-@asks
-def best_at_every_point(rows: Sequence[Row], ours: Callable[[Row], bool]) -> Answer:
-    """Whether one of these rules is the best on every graph and at every size, or within the seeds' scatter of it."""
-    rows = [row for row in rows if not row.diverged]
-    if not any(map(ours, rows)):
-        return None, "was not run"
-    points: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.value):
-        points.setdefault(_place(row), []).append(row)
-    held = [any(ours(row) and not clearly_above(row, line[0]) for row in line) for line in points.values()]
-    counts = Counter(line[0].rule for line in points.values())
-    best = ", ".join(f"{rule} at {count}" for rule, count in counts.most_common())
-    rivals: dict[str, Callable[[Row], bool]] = {"the next rule": lambda row: True}
-    if not all(map(has_no_decay, rows)):
-        rivals["the next without decay"] = has_no_decay
-    rivals["dat"] = lambda row: row.rule == "dat"
-    behind = []
-    for name, is_rival in rivals.items():
-        found = ((line[0], next(filter(is_rival, line[1:]), None)) for line in points.values())
-        if times := [rival.value / first.value for first, rival in found if rival]:
-            behind.append(f"{name} {median(times):.3g} ({min(times):.3g} to {max(times):.3g})")
-    return all(held), f"in {sum(held)} of {len(held)} points; best: {best}; times its error: {', '.join(behind)}"
 
 
 # --- accuracies -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from klatsch.paper import claims, figures, tables
+from klatsch.paper import best, claims, figures, tables
 from klatsch.paper.claims import points_of as of
 from klatsch.paper.entries import ALPHA_MIDDLE, PAPER_ROUNDS, Content, Said, Target, images, said, skewed
 from klatsch.paper.local_steps import LOCAL_STEPS
@@ -23,7 +23,7 @@ SCALES: dict[str, Content] = {
     "paper": {"nodes": (4, 9, 16, 25, 36, 49, 64, 81, 100), "steps": PAPER_ROUNDS, "seeds": 3},
 }
 BEYOND_SCALES: dict[str, Content] = {
-    "quick": {"nodes": (4, 25, 100, 256), "steps": 4_000, "seeds": 1},
+    "quick": {"nodes": (4, 25, 100), "steps": 4_000, "seeds": 1},
     "paper": {"nodes": (4, 9, 25, 49, 100, 256), "steps": PAPER_ROUNDS, "seeds": 3, "screen": {"seeds": 1}},
 }
 CURVES = (4, 9, 25, 49, 100)  # sizes whose curves are drawn: all nine would hide each other
@@ -35,7 +35,7 @@ LEAST_SQUARES: Content = {
     "rules": ("dat", "dsgd"),
     "lr": PAPER_GRID,
 }
-RATES = (5e-7, 1e-6, 5e-6, 1e-5, 5e-5, *PAPER_GRID)
+RATES = (1e-7, 5e-7, 1e-6, 5e-6, 1e-5, 5e-5, *PAPER_GRID, 0.5)
 
 
 def _variant(name: str, lowest: float, highest: float, **options: object) -> Content:
@@ -46,25 +46,25 @@ def _variant(name: str, lowest: float, highest: float, **options: object) -> Con
 COSINE, BETA = {"schedule": "cosine"}, {"beta": 0.9}
 VARIANTS: Content = {
     "rules": (
-        _variant("dsgd", 5e-7, 5e-4),
+        _variant("dsgd", 1e-7, 5e-4),
         _variant("dsgd", 1e-6, 1e-3, **COSINE),
         _variant("dsgd", 5e-7, 5e-3, average="constant"),
         _variant("gt", 1e-6, 1e-3),
         _variant("gt", 1e-6, 5e-3, **COSINE),
         _variant("gt", 1e-6, 5e-2, average="constant"),
         _variant("d2", 1e-6, 1e-3),
-        _variant("d2", 5e-6, 5e-3, **COSINE),
+        _variant("d2", 1e-6, 5e-3, **COSINE),
         _variant("dat", 1e-6, 5e-2),
         _variant("dat", 5e-6, 5e-2, **COSINE),
         _variant("dat", 1e-6, 5e-2, order="cta"),
-        _variant("dat", 1e-6, 5e-3, **BETA),
+        _variant("dat", 5e-7, 5e-3, **BETA),
         _variant("dat", 5e-6, 5e-2, **BETA, **COSINE),
         _variant("dat-gt", 5e-6, 5e-2),
-        _variant("dat-gt", 5e-6, 5e-2, **BETA),
-        _variant("dat-d2", 5e-5, 1e-1),
+        _variant("dat-gt", 5e-6, 5e-1, **BETA),
+        _variant("dat-d2", 1e-5, 1e-1),
         _variant("dat-d2", 5e-5, 1e-1, **COSINE),
         _variant("dat-d2", 1e-5, 5e-2, **BETA),
-        _variant("dat-d2", 5e-5, 5e-2, **BETA, **COSINE),
+        _variant("dat-d2", 5e-5, 5e-1, **BETA, **COSINE),
     ),
     "leave_out": True,
 }
@@ -78,7 +78,9 @@ DRAWN = (  # all of them would hide each other
     *("dat", "dat (beta 0.9)", "dat-gt (beta 0.9)", "dat-d2 (beta 0.9)"),
 )
 VARIANT_NOTES = (
-    f"The figure shows {len(DRAWN)} of {len(VARIANT_NAMES)} rules; the table has all.",
+    f"The first figure shows {len(DRAWN)} of {len(VARIANT_NAMES)} rules, the second one the best of all at each point; "
+    "the table has all. Rules are level within 5 %, or where the ranges of their seeds overlap; next × 2 says that the "
+    "next rule that is not level has twice the error of the best.",
     "Learning rates are chosen for the error at the end. A cosine lowers its learning rate to 0 at the last round, "
     "which it has to know in advance.",
     "Rules are compared after equally many rounds, not bytes. To each neighbour dsgd and d2 send one vector per round, "
@@ -253,7 +255,7 @@ TARGETS: dict[str, Target] = {
             *((CEILING.format(rule), of(rule, RING, claims.no_ceiling), PAPER_ROUNDS) for rule in VARIANT_NAMES),
             ("cta costs accuracy: dat (cta) is worse than dat in the middle of all points", claims.cta_is_worse),
             *((AVERAGE.format(rule), claims.smaller(f"{rule} (average constant)", rule)) for rule in ("dsgd", "gt")),
-            ("A rule without decay is the best at every point", claims.best_at_every_point(claims.has_no_decay)),
+            ("A rule without decay is the best at every point", best.best_at_every_point(claims.has_no_decay)),
             *_sooner("at the end", share=1.0),
             *_sooner("after half of the rounds", share=0.5),
         )
@@ -261,11 +263,12 @@ TARGETS: dict[str, Target] = {
             BEYOND,
             (
                 "Of the rules without decay, dat-gt or dat-d2 with beta 0.9 is the best at every point",
-                claims.best_at_every_point(lambda row: "beta" in row.rule and row.rule.startswith("dat-")),
+                best.best_at_every_point(lambda row: "beta" in row.rule and row.rule.startswith("dat-")),
             ),
             about=claims.has_no_decay,
         ),
         VARIANT_NOTES,
+        {"best": best.best_of_points},
     ),
     "images-beyond": Target(
         "Beyond the paper: other rules on Fashion-MNIST",
