@@ -188,7 +188,15 @@ def test_the_figure(tmp_path, which):
     assert first.get_ylabel().endswith(names[which])
     (legend,) = figure.legends
     labels = [text.get_text() for text in legend.get_texts()]
-    assert labels == ["dat-d2, ring", "diloco, complete", "dsgd, complete", "dsgd, ring", "H = 1", "H = 4", "H = 16"]
+    assert labels == [
+        "dat-d2, ring",
+        "diloco, all-reduce",
+        "dsgd, all-reduce",
+        "dsgd, ring",
+        "H = 1",
+        "H = 4",
+        "H = 16",
+    ]
     if which == "mean":
         (line,) = [line for line in first.lines if line.get_label() == "dsgd, ring"]
         assert list(line.get_xdata()) == [50, 200]

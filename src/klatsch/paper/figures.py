@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart; one marker per rule for print.
 OKABE_ITO = ("#0072B2", "#D55E00", "#999999", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#009E73", "#F0E442")
-COLOURS = (*OKABE_ITO, "#882255", "#44AA99", "#332288", "#AA4499", "#117733")  # the last three wait for rules to come
+COLOURS = (*OKABE_ITO, "#882255", "#AA4499", "#332288", "#44AA99", "#117733")  # the last three wait for rules to come
 GRAPH_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*h<>pdH"
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
@@ -61,7 +61,7 @@ def error_against_nodes(rows: Sequence[Row], title: str, together: bool = False)
         return _against_nodes(rows, title, layout)
     wide = min(4, len({row.topology for row in rows}))
     caption = _settings(rows, lambda row: [row.topology])
-    return _against_nodes(rows, title, Layout(quantity, caption, lambda row: row.rule, _by_rule(rows), wide))
+    return _against_nodes(rows, title, Layout(quantity, caption, lambda row: row.rule, by_rule(rows), wide))
 
 
 def error_against_rounds(rows: Sequence[Row], title: str, together: bool = False) -> Figure:
@@ -75,7 +75,7 @@ def error_against_rounds(rows: Sequence[Row], title: str, together: bool = False
         return _against_rounds(rows, title, layout)
     caption = _settings(rows, lambda row: [row.topology, f"{row.nodes} machines"])
     wide = min(3, len(_distinct(rows, caption)))
-    layout = Layout(quantity, caption, lambda row: f"{row.rule}, lr {row.lr:g}", _by_rule(rows), wide, legends=True)
+    layout = Layout(quantity, caption, lambda row: f"{row.rule}, lr {row.lr:g}", by_rule(rows), wide, legends=True)
     return _against_rounds(rows, title, layout)
 
 
@@ -107,14 +107,15 @@ def accuracy_against_bytes(rows: Sequence[Row], title: str) -> Figure:
     Markers are the rounds H between two mixes. Each rule has its best options.
     """
     rows = sorted(at_its_best(rows), key=lambda row: (row.setting["alpha"], row.megabytes))
-    names, between = _distinct(rows, family), sorted({split(row.topology)[1] for row in rows})
+    names, between = _places(rows), sorted({split(row.topology)[1] for row in rows})
     graphs = sorted({split(row.topology)[0] for row in rows}, key=lambda graph: graph == "complete")  # dashed
 
     def label(row: Row) -> str:
-        return f"{family(row)}, {split(row.topology)[0]}"
+        graph = split(row.topology)[0]
+        return f"{family(row)}, {'all-reduce' if graph == 'complete' else graph}"
 
     def look(row: Row) -> Style:
-        return _style(names.index(family(row)), graphs.index(split(row.topology)[0])) | {"marker": ""}
+        return _style(names.index(_named(row)[0]), graphs.index(split(row.topology)[0])) | {"marker": ""}
 
     layout = Layout(_accuracy(rows[0]), _alpha, label, look, len(_distinct(rows, _alpha)))
     figure, panels = _panels(rows, title, layout)
@@ -138,7 +139,7 @@ def accuracy_against_bytes(rows: Sequence[Row], title: str) -> Figure:
 
 def accuracy_of_schedules(rows: Sequence[Row], title: str) -> Figure:
     """The accuracy over the epochs: panels as in figure 2; a line per rule and graph, black with an all-reduce."""
-    look = _by_rule(rows)
+    look = by_rule(rows)
 
     def at_server(row: Row) -> bool:
         return row.topology == "complete"
@@ -268,16 +269,20 @@ def _by_size(rows: Sequence[Row]) -> Look:
     return lambda row: _style(nodes.index(row.nodes), names.index(row.rule), colours=shades)
 
 
-def _by_rule(rows: Sequence[Row]) -> Look:
+def by_rule(rows: Sequence[Row]) -> Look:
     """The same colour and marker for a rule in every figure; one kind of line per variant: "(cosine)"."""
-    places = list(dict.fromkeys([*rules.RULES, *(_named(row)[0] for row in rows)]))  # custom rules come last
-    variants = _distinct(rows, lambda row: _named(row)[1])
+    places, variants = _places(rows), _distinct(rows, lambda row: _named(row)[1])
 
     def look(row: Row) -> Style:
         name, variant = _named(row)
         return _style(places.index(name), variants.index(variant))
 
     return look
+
+
+def _places(rows: Sequence[Row]) -> list[str]:
+    """The names of all rules; custom ones come last."""
+    return list(dict.fromkeys([*rules.RULES, *(_named(row)[0] for row in rows)]))
 
 
 def _named(row: Row) -> tuple[str, str]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Expanded = tuple[list[Case], list[LeftOut]]
 
-BANDS = "bands reach from the smallest to the largest seed."
+BANDS = "bands reach from the smallest to the largest seed"
 
 
 def page_of(remembered: Remembered, store: Store, expanded: Expanded | None = None, showing: str | None = None) -> Page:
@@ -93,12 +93,14 @@ def _facts(remembered: Remembered) -> tuple[str, str]:
     headline = headline_of(study.problem.name, (remembered.sources or {}).get(study.problem.name))
     best = f"largest mean final {headline.metric}" if headline.largest else "smallest mean final error"
     chosen_by = "over the seeds" if study.screen is None else f"of short runs ({study.screen.text})"
+    chosen = f" The one with the {best} {chosen_by} is chosen for each rule, graph, size and setting."
     shown = f"{headline.text[:1].upper()}{headline.text[1:]}" if headline.largest else f"Error: {headline.text}"
-    letters = "sigma is noise, zeta is heterogeneity; " if study.problem.name == "least-squares" else ""
+    letters = ["sigma is noise, zeta is heterogeneity"] if study.problem.name == "least-squares" else []
+    bands = [BANDS] if len(study.seeds) > 1 else []
     return (
         f"{study.problem.label}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.dtype}. Learning rates "
-        f"{rates}. The one with the {best} {chosen_by} is chosen for each rule, graph, size and setting.",
-        f"{shown}; {letters}{BANDS}",
+        f"{rates}.{chosen * any(len(grid) > 1 for grid in grids)}",
+        f"{'; '.join([shown, *letters, *bands])}.",
     )
 
 

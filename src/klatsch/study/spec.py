@@ -23,7 +23,7 @@ from klatsch import own, problems, rules
 from klatsch import topology as topologies
 from klatsch.arguments import check_options, named, number, shown, there_are, whole
 from klatsch.files import text_of
-from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, axis, combinations, count, counted, several
+from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, axis, combinations, count, counted, in_words, several
 from klatsch.topology.names import split
 from klatsch.topology.validation import rounds_between
 
@@ -180,6 +180,12 @@ class RuleEntry(Entry):
         for chosen in self.combinations():
             make_rule(self.name, {"lr": PAPER_GRID[0], **chosen}, steps=1)
 
+    @property
+    def in_full(self) -> str:
+        """Its name, with the options that all of its runs share."""
+        shared = {name: value for name, value in self.options.items() if name != "lr" and not isinstance(value, list)}
+        return f"{self.label} ({in_words(shared)})" if shared else self.label
+
 
 def make_rule(name: str, options: Options, steps: int) -> rules.Rule:
     """A rule from its options in a study, of which `schedule` says how the learning rate changes over the steps."""
@@ -314,17 +320,17 @@ class Study(BaseModel):
 
     @property
     def grids(self) -> list[tuple[str, tuple[float, ...]]]:
-        """Each rule's name and the learning rates it chooses from."""
-        return [(rule.label, tuple(several(rule.options.get("lr", self.lr)))) for rule in self.rules]
+        """Each rule's name, with the options that it has in all of its runs, and its learning rates."""
+        return [(rule.in_full, tuple(several(rule.options.get("lr", self.lr)))) for rule in self.rules]
 
     @property
     def choice(self) -> str:
         """How learning rates are chosen, in words."""
         first, *others = {grid for _, grid in self.grids}
-        if not others and len(first) == 1:
-            return f"learning rate {first[0]:g}"
+        if all(len(grid) == 1 for _, grid in self.grids):
+            return "one learning rate for each rule" if others else f"learning rate {first[0]:g}"
         choice = "best learning rate of each rule's grid" if others else f"best of {len(first)} learning rates"
-        return choice if self.screen is None else f"{choice} after {self.screen.text}"
+        return choice if self.screen is None else f"{choice} by runs of {self.screen.text}"
 
 
 def load(path: str | Path) -> Study:
