@@ -124,7 +124,7 @@ class DecentLaM(Rule):
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_static_symmetric(graph, name or self.name)  # momentum remembers what the last round's matrix did
-        if (graph.every > 1 or graph.late) and not (isinstance(self.momentum, float) and self.momentum == 0):
+        if (graph.every > 1 or graph.late) and not _is_zero(self.momentum):
             raise ValueError(
                 f"{name or self.name} on {graph.name}: its momentum repeats the flow of a round with gossip in the "
                 "silent ones, and diverges; use d2 or dat-d2 for local steps and late messages"
@@ -165,6 +165,7 @@ class QuasiGlobal(Rule):
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_doubly_stochastic(graph, name or self.name)
+        _needs_flows_in_time(graph, name or self.name, self.momentum)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,6 +215,10 @@ class DiLoCo(Pattern):
         outer = 1.0 * (t // self.every - (t - 1) // self.every)
         fields = {"w": (m, anchor), "anchor": (s["anchor"], anchor), "v": (s["v"], v)}
         return {name: blend(old, new, outer) for name, (old, new) in fields.items()} | kept
+
+    def check_graph(self, graph: Graph, name: str = "") -> None:
+        super().check_graph(graph, name)
+        _needs_flows_in_time(graph, name or self.name, self.outer_momentum)
 
     def on(self, graph: Graph) -> Self:
         return columns.replaced(self, every=graph.every)
@@ -362,3 +367,16 @@ def needs_static_symmetric(graph: Graph, rule: str) -> None:
             "use a static graph such as ring or torus, or another rule such as dat or gt, "
             "or allow it with any_graph=True (--any-graph)"
         )
+
+
+def _needs_flows_in_time(graph: Graph, rule: str, momentum: Number) -> None:
+    """Refuse flows that arrive after the next mix, where a momentum carries them on."""
+    if graph.late >= graph.every and graph.late and not _is_zero(momentum):
+        raise ValueError(
+            f"{rule} on {graph.name}: its momentum carries on flows that are late already, and diverges; use late up "
+            f"to every - 1 = {graph.every - 1}, or another rule such as dat"
+        )
+
+
+def _is_zero(momentum: Number) -> bool:
+    return isinstance(momentum, float) and momentum == 0

@@ -84,5 +84,9 @@ class GraphStack(Stack):
             self._rates.copy_(self.rates.between(done, done + self.rounds))
 
     def _copy(self, source: State) -> None:
-        for name, mine in self._state.items():
-            mine.copy_(source[name])
+        mine = self._state
+        # Late flows move from field to field: what is still in its old place must not be overwritten before it moves.
+        still = {id(v) for v in mine.values()}
+        moved = {name: v.clone() if id(v) in still else v for name, v in source.items()}
+        for name, v in mine.items():
+            v.copy_(moved[name])

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+
+import numpy as np
+from scipy.sparse import csr_array, diags_array
 
 from klatsch.arguments import whole
 from klatsch.topology import validation
 from klatsch.topology.graph import Topology, check_topology
-from klatsch.topology.matrix import Matrix, identity
+from klatsch.topology.matrix import SUM_TOLERANCE, Matrix, identity, mapped
 
 CHANNEL = ("every", "late", "wire")
+FEW_BITS = 14  # of weights for bfloat16: its 8 bits and these fit into the 24 of float32, with 2 to spare
 
 
 def channel(topology: Topology, every: int = 1, late: int = 0, wire: str = validation.WIRES[0]) -> Topology:
@@ -42,11 +47,13 @@ def channel(topology: Topology, every: int = 1, late: int = 0, wire: str = valid
     if topology.late and (late or seldom.every > topology.every):
         raise ValueError(f"{topology.name} is late already; give every and late together, to a graph without")
     if late:
-        seldom = replace(seldom, name=f"{seldom.name} late {late}", matrices=_damped(seldom, late), late=late)
+        matrices = _respoken(seldom, lambda P: _damped(seldom, P, late))
+        seldom = replace(seldom, name=f"{seldom.name} late {late}", matrices=matrices, late=late)
     validation.check_wire(seldom.name, wire, seldom.changes)
     if wire == seldom.wire:
         return seldom
-    return replace(seldom, name=f"{seldom.name} {wire}", wire=wire)
+    matrices = _respoken(seldom, _short) if wire == "bfloat16" else seldom.matrices
+    return replace(seldom, name=f"{seldom.name} {wire}", matrices=matrices, wire=wire)
 
 
 def every(topology: Topology, H: int) -> Topology:
@@ -66,22 +73,41 @@ def _every(topology: Topology, H: int) -> Topology:
     return replace(topology, name=f"{name}/{between}", matrices=tuple(matrices), every=between)
 
 
-def _damped(topology: Topology, late: int) -> tuple[Matrix, ...]:
-    """The matrices with weights small enough for pulls that arrive when `k` newer values are on their way.
+def _respoken(topology: Topology, change: Callable[[Matrix], Matrix]) -> tuple[Matrix, ...]:
+    """The matrices of a graph with those of rounds with gossip changed."""
+    matrices = list(topology.matrices)
+    matrices[topology.every - 1 :: topology.every] = mapped(topology.speaking, change)
+    return tuple(matrices)
+
+
+def _damped(topology: Topology, P: Matrix, late: int) -> Matrix:
+    """The matrix with weights small enough for pulls that arrive when `k` newer values are on their way.
 
     A mode of the disagreement follows v <- v - mu v_k, with the v of k mixes ago and mu an eigenvalue of I - P. It dies
     out if mu < 2 sin(pi / (4 k + 2)) (Levin and May 1976); half of that leaves room for rules that look back.
     """
-    k = late // topology.every
+    k, top, itself = late // topology.every, _largest(topology, P), identity(topology.size)
+    if k == 0 or top <= 0:
+        return P
     limit = math.sin(math.pi / (4 * k + 2))
-    matrices, itself = list(topology.matrices), identity(topology.size)
-    speaking = [
-        validation.canonical(itself + min(1.0, limit / top) * (P - itself), topology.name) if k and top > 0 else P
-        for P in topology.speaking
-        for top in [_largest(topology, P)]
-    ]
-    matrices[topology.every - 1 :: topology.every] = speaking
-    return tuple(matrices)
+    return validation.canonical(itself + min(1.0, limit / top) * (P - itself), topology.name)
+
+
+def _short(P: Matrix) -> Matrix:
+    """The matrix with weights of few bits, rounded down, such as 5461 / 2^14 for 1/3.
+
+    Nodes whose bfloat16 values stay a step apart pull each other to and fro for ever. With these weights, pulls are
+    multiples of the smallest step of float32 there, so that no sum is rounded, and the network mean does not creep.
+    """
+    links = csr_array(P - diags_array(P.diagonal()))
+    links.eliminate_zeros()
+    if not links.nnz:
+        return P
+    unit = 2.0 ** max(FEW_BITS, 6 - math.floor(math.log2(links.data.min())))
+    links.data = np.floor(links.data * unit + 1e-6) / unit
+    own = 1.0 - links.sum(axis=1)
+    even = np.allclose(links.sum(axis=0), links.sum(axis=1), rtol=0, atol=SUM_TOLERANCE)
+    return csr_array(links + diags_array(own)) if even else P
 
 
 def _largest(topology: Topology, P: Matrix) -> float:

@@ -1,0 +1,295 @@
+"""Channels in simulation: flows arrive late and rounded, keep the network mean, and die out where they are damped."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import klatsch
+from klatsch import problems, rules
+from klatsch import topology as tp
+from klatsch.channels.carried import carried
+from klatsch.simulation import simulate_together
+from klatsch.simulation.mixing import StackedMix
+from tests.support.comparisons import assert_same_to_rounding
+from tests.support.machine import ENGINES, KERNEL
+from tests.support.table import RULES as TABLE
+
+WIRES, LATE, EVERY = ("float32", "bfloat16", "int8"), (0, 1, 4), (1, 4)
+CHANNELS = [(every, late, wire) for every in EVERY for late in LATE for wire in WIRES]
+ROUNDS = 12
+
+
+class Forces:
+    """Every node is pulled by a force of its own, which changes from round to round but not with the point."""
+
+    def __init__(self, nodes, dim=300, rounds=ROUNDS):
+        self.nodes, self.dim, self.rounds = nodes, dim, rounds
+        self.forces = torch.randn(rounds, nodes, 1, dim, generator=torch.Generator().manual_seed(0)).double()
+
+    def start(self):
+        return torch.linspace(-3.0, 3.0, self.dim, dtype=torch.float64)
+
+    def grad(self, x, t, nodes=None):
+        return self.forces[t - 1].to(x.dtype) if t <= self.rounds else torch.zeros_like(x)
+
+    def metrics(self, x):
+        return {"size": x.square().sum(-1).mean(0)}
+
+
+def refusal(rule, every, late):
+    """Why a rule with momentum does not run over a channel."""
+    if rule == "decentlam" and (every > 1 or late):
+        return "use d2 or dat-d2 for local steps and late messages"
+    if rule in ("qg", "diloco") and late and late >= every:
+        return f"use late up to every - 1 = {every - 1}, or another rule"
+    return None
+
+
+def run(problem, rule, graph, steps=ROUNDS, **options):
+    return klatsch.simulate(problem, rule, graph, steps, record=[steps], progress=False, **options)
+
+
+@pytest.mark.parametrize("rule", TABLE)
+def test_no_channel_moves_the_network_mean(rule):
+    """Flows sum to zero, so where gradients do not depend on the point, means of all fields do not depend on flows."""
+    for every, late, wire in CHANNELS:
+        results = [
+            run(Forces(5, dim=20), TABLE[rule](0.1), tp.make("ring", 5, every=every, **options), any_graph=True)
+            for options in ({}, {"late": late, "wire": wire})
+        ]
+        plain, travelled = ({name: v for name, v in r.state.items() if "@" not in name} for r in results)
+        assert plain.keys() == travelled.keys()
+        for name, v in plain.items():
+            torch.testing.assert_close(travelled[name].mean(0), v.mean(0), rtol=1e-10, atol=1e-10)
+        if late and "w" in travelled:  # or nothing was late
+            assert (plain["w"] - travelled["w"]).abs().max() > 1e-3, (every, late, wire)
+
+
+@pytest.mark.parametrize("rule", rules.RULES)
+def test_every_rule_gets_nearer_to_the_optimum_over_every_channel(rule):
+    problem = problems.LeastSquares(5, dim=6, noise=0.0, heterogeneity=1.0)
+    made = rules.make(rule, lr=0.02)
+    for every, late, wire in CHANNELS:
+        graph = tp.make("ring", 5, every=every, late=late, wire=wire)
+        if reason := refusal(rule, every, late):
+            with pytest.raises(ValueError, match=reason):
+                run(problem, made, graph)
+            continue
+        first, last = klatsch.simulate(problem, made, graph, 120, record=[1, 120], progress=False).metrics["distance"]
+        assert float(last) < 0.5 * float(first), (every, late, wire, first, last)
+
+
+# --- by hand ------------------------------------------------------------------------------------------------------
+
+
+def in_127_steps(difference):
+    """What arrives of a difference (nodes, d): in each block of 256, a whole number of the largest number / 127."""
+    arrived = np.zeros_like(difference)
+    for row, out in zip(difference, arrived, strict=True):
+        for k in range(0, len(row), 256):
+            block = row[k : k + 256]
+            step = float(np.float32(np.abs(block).max() / 127)) or 1.0
+            out[k : k + 256] = np.rint(block / step) * step
+    return arrived
+
+
+def by_hand(graph, problem, step, fields, steps=ROUNDS):
+    """The plain loop in NumPy: `step(fields, grad, pulled, t)`, where pulled(k, v) is what arrives of the k-th flow."""
+    P = graph.speaking[0].toarray()
+    flows, held = [{} for _ in range(steps + 1)], {}
+
+    def encoded(k, v):
+        if graph.wire == "int8":
+            held[k] = held.get(k, 0.0) + in_127_steps(v - held.get(k, 0.0))
+            return held[k]
+        return v if graph.wire == "float32" else torch.from_numpy(v).bfloat16().double().numpy()
+
+    for t in range(1, steps + 1):
+
+        def pulled(k, v, t=t):
+            if t % graph.every == 0:
+                sent = encoded(k, v)
+                flows[t][k] = P @ sent - sent
+            return flows[t - graph.late].get(k, 0.0) if t > graph.late else 0.0
+
+        fields = step(fields, problem.forces[t - 1][:, 0].numpy(), pulled, t)
+    return fields
+
+
+def dsgd(s, g, pulled, t):
+    u = s["w"] - 0.1 * g
+    return {"w": u + pulled("w", u)}
+
+
+def dat(s, g, pulled, t):
+    u = s["w"] - 0.1 * g
+    x = s["x"] + pulled("x", s["x"])
+    w = u + pulled("w", u)
+    return {"w": w, "x": x + (w - x) / t}
+
+
+@pytest.mark.parametrize("every, late, wire", CHANNELS)
+@pytest.mark.parametrize("rule, step", [("dsgd", dsgd), ("dat", dat)])
+def test_a_channel_is_what_a_plain_loop_says(rule, step, every, late, wire):
+    problem, graph = Forces(5), tp.make("ring", 5, every=every, late=late, wire=wire)
+    start = problem.start().numpy() + np.zeros((5, 1))
+    expected = by_hand(graph, problem, step, {"w": start, "x": start} if rule == "dat" else {"w": start})
+    found = run(problem, rules.make(rule, lr=0.1), graph).state
+    for name, v in expected.items():
+        assert_same_to_rounding(found[name][:, 0], torch.from_numpy(v))
+
+
+@ENGINES
+@pytest.mark.parametrize("rule", ["dsgd", "dat", "d2", "gt"])
+@pytest.mark.parametrize("every, late", [(1, 3), (4, 2), (4, 9)])
+def test_engines_agree_on_late_flows(engine, rule, every, late):
+    problem, graph = problems.LeastSquares(5, dim=6), tp.make("ring", 5, every=every, late=late)
+    plain, found = (
+        klatsch.simulate(problem, rules.make(rule, lr=[0.01, 0.02]), graph, 40, record=[9, 40], engine=kind)
+        for kind in ("torch", engine)
+    )
+    assert found.engine == engine
+    for name, v in plain.state.items():
+        assert_same_to_rounding(found.state[name], v)
+
+
+@KERNEL
+@pytest.mark.parametrize("options", [{"wire": "int8"}, {"wire": "bfloat16", "late": 2}, {"late": 100}])
+def test_what_the_fused_engine_cannot_do_runs_in_torch(options):
+    problem, graph = problems.LeastSquares(5, dim=6), tp.make("ring", 5, **options)
+    assert klatsch.simulate(problem, rules.dat(0.01), graph, 9).engine == "torch"
+    with pytest.raises(ValueError, match="engine = 'fused' cannot run this"):
+        klatsch.simulate(problem, rules.dat(0.01), graph, 9, engine="fused")
+
+
+def test_networks_side_by_side_equal_each_by_itself():
+    graphs = [tp.make("ring", n, every=2, late=3, wire="int8") for n in (4, 5)]
+    instances = [problems.LeastSquares(n, dim=6) for n in (4, 5)]
+    together = simulate_together(instances, rules.dat(0.01), graphs, 20, record=[20])
+    for problem, graph, found in zip(instances, graphs, together, strict=True):
+        assert_same_to_rounding(found.output, run(problem, rules.dat(0.01), graph, 20).output)
+
+
+@pytest.mark.parametrize(
+    "other, reason",
+    [
+        ({"late": 2, "wire": "int8"}, "give graphs with the same every, late and wire"),
+        ({"late": 3}, "give graphs with the same every, late and wire"),
+        ({"late": 3, "wire": "int8", "every": 3}, "wire = 'int8' differ in every"),
+    ],
+)
+def test_networks_with_other_channels_do_not_run_together(other, reason):
+    graphs = [tp.make("ring", 4, late=3, wire="int8"), tp.make("ring", 4, **other)]
+    with pytest.raises(ValueError, match=reason):
+        simulate_together([problems.LeastSquares(4, dim=6)] * 2, rules.dsgd(0.01), graphs, 9)
+
+
+@pytest.mark.parametrize("name", tp.TOPOLOGIES)
+def test_weights_for_bfloat16_are_short_and_nearly_the_same(name):
+    graph, short = tp.make(name, 16), tp.make(name, 16, wire="bfloat16")
+    for t in range(1, graph.period + 1):
+        P, Q = graph.matrix(t).toarray(), short.matrix(t).toarray()
+        assert np.abs(P - Q).max() < 1e-3
+        assert (np.rint(Q * 2**14) == Q * 2**14).all()  # bits: whole numbers
+
+
+def test_a_short_weight_is_never_nothing():
+    short = tp.make("complete", 900, wire="bfloat16")
+    assert short.degree == 899
+    assert short.spectral_gap > 0.97
+    assert tp.make("star", 1, wire="bfloat16").size == 1
+
+
+# --- going on -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("every, late", [(1, 4), (4, 3), (4, 9)])
+def test_a_run_goes_on_in_the_middle_of_late_messages(every, late, wire, tmp_path):
+    graph, problem = tp.make("ring", 5, every=every, late=late, wire=wire), problems.LeastSquares(5, dim=300)
+    choices = {"rule": rules.dat_d2(0.01), "topology": graph, "steps": 30, "record": [14, 30], "engine": "torch"}
+    whole = klatsch.simulate(problem, **choices)
+    half = klatsch.simulate(problem, **choices | {"steps": 14, "record": [14]})
+    assert any(v.abs().max() > 0 for name, v in half.state.items() if name.startswith("flight@"))  # or nothing is late
+    resumed = klatsch.simulate(problem, **choices, after=half)
+    saved = {"checkpoint": tmp_path / "run", "checkpoint_every": 0}
+
+    def stop(rounds):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        klatsch.simulate(problem, **choices, **saved, progress=stop)
+    restarted = klatsch.simulate(problem, **choices, **saved)
+    for name, v in whole.state.items():
+        assert torch.equal(resumed.state[name], v)  # bits: same call
+        assert torch.equal(restarted.state[name], v)  # bits: same call
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_column_that_diverges_is_found_over_a_channel(wire):
+    """Silent rounds are silent for whoever looks for the beginning, too."""
+    graph = tp.make("ring", 5, every=4, late=1, wire=wire)
+    found = run(problems.LeastSquares(5, dim=6), rules.dsgd([0.01, 100.0]), graph, 200)
+    assert found.diverged.tolist() == [False, True]
+    node, begun = found.diverged_at[1].tolist()
+    assert 0 <= node < 5
+    assert 1 < begun < 200
+    before = run(problems.LeastSquares(5, dim=6), rules.dsgd([0.01, 100.0]), graph, begun - 1)
+    assert not before.diverged.any()
+
+
+# --- the mean, and what remains of disagreement -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [500, pytest.param(100_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("every, late", [(1, 0), (2, 1)])
+def test_the_network_mean_does_not_drift_in_float32(every, late, wire, rounds):
+    graph = tp.make("ring", 4, every=every, late=late, wire=wire)
+    rule = carried(rules.dsgd(0.1), graph)
+    mix = StackedMix(graph, dtype=torch.float32, device=torch.device("cpu"))
+    w = torch.randn(4, 1, 300, generator=torch.Generator().manual_seed(0)) + 3
+    state, still, mean = rule.init(w), torch.zeros_like(w), w.double().mean(0)
+    for t in range(1, rounds + 1):
+        state = rule.update(state, still, mix.in_round(t), t, 0.1)
+    assert ((state["w"].double().mean(0) - mean) / mean).abs().max() < 1e-5
+
+
+def disagreement(rule, graph, steps):
+    """How far the nodes are apart in the end, relative to what one round of different gradients makes of equal ones."""
+    problem = Forces(graph.size, dim=8, rounds=1)
+    first, last = klatsch.simulate(problem, rule, graph, steps, record=[1, steps], progress=False).metrics["Xi"]
+    return float(last / first) ** 0.5
+
+
+STATIC = ["ring", "complete", "torus", "star"]
+
+
+@pytest.mark.parametrize("every, late", [(1, 1), (1, 4), (2, 5)])
+@pytest.mark.parametrize(
+    "rule, name, steps",
+    [
+        *(("dsgd", name, 1000) for name in [*STATIC, "one_peer_exponential", "base_graph"]),
+        *(pytest.param("d2", name, 6000, marks=pytest.mark.slow) for name in STATIC),
+    ],
+)
+def test_disagreement_dies_out_however_late_messages_are(rule, name, steps, every, late):
+    graph = tp.make(name, 9 if name == "torus" else 8, every=every, late=late)
+    assert disagreement(rules.make(rule, lr=0.1), graph, steps) < 1e-6
+
+
+@pytest.mark.parametrize("late", [1, 4])
+def test_without_damping_it_does_not(late):
+    undamped = replace(tp.complete(8), late=late)
+    assert disagreement(rules.dsgd(0.1), undamped, 400) > 0.99
+
+
+@pytest.mark.parametrize("every, late", [(1, 4), (4, 3), (1, 0)])
+@pytest.mark.parametrize("rule", ["d2", "dat-d2"])
+def test_corrected_rules_reach_the_optimum_over_a_late_channel(rule, every, late):
+    problem = problems.LeastSquares(5, dim=4, noise=0.0, heterogeneity=3.0)
+    graph = tp.make("ring", 5, every=every, late=late)
+    result = run(problem, rules.make(rule, lr=0.02, **({"beta": 0.5} if rule == "dat-d2" else {})), graph, 20_000)
+    assert float(result.metrics["worst_distance"][-1]) < 1e-8
