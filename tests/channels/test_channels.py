@@ -271,7 +271,8 @@ STATIC = ["ring", "complete", "torus", "star"]
 @pytest.mark.parametrize(
     "rule, name, steps",
     [
-        *(("dsgd", name, 1000) for name in [*STATIC, "one_peer_exponential", "base_graph"]),
+        *(("dsgd", name, 1000) for name in [*STATIC, "one_peer_exponential", "base_graph", "exponential"]),
+        pytest.param("dsgd", "directed_ring", 4000, marks=pytest.mark.slow),
         *(pytest.param("d2", name, 6000, marks=pytest.mark.slow) for name in STATIC),
     ],
 )

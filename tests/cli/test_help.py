@@ -99,9 +99,9 @@ def test_values_have_the_type_that_the_signature_says(given, value):
         (["lazy=perhaps"], "--set lazy=perhaps: give true or false"),
         (
             ["mometum=0.9"],
-            "an option 'mometum'; did you mean momentum? There are momentum, average, lazy, every, dim, noise",
+            "an option 'mometum'; did you mean momentum? There are momentum, average, lazy, every, late, wire, dim, noise",
         ),
-        (["xyz=1"], "an option 'xyz'; there are momentum, average, lazy, every, dim, noise"),
+        (["xyz=1"], "an option 'xyz'; there are momentum, average, lazy, every, late, wire, dim, noise"),
     ],
 )
 def test_settings_that_are_refused(given, message, run_cli):
@@ -127,8 +127,8 @@ def test_settings_reach_parts_of_your_own(run_cli, tmp_path, monkeypatch):
         assert (code, err) == (0, "")
         error[name] = json.loads(out)["rows"][0]["error"]
     assert len(set(error.values())) == 3
-    refused = run_cli(*own, "--set", "wide=2")[2]
-    assert "did you mean width? There are slow, width, every, dim, noise, heterogeneity" in refused
+    refused = run_cli(*own, "--set", "widht=2")[2]
+    assert "did you mean width? There are slow, width, every, late, wire, dim, noise, heterogeneity" in refused
 
 
 def test_an_error_is_wrapped_for_a_terminal_only(run_cli, monkeypatch, capsys):

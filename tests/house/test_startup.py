@@ -78,8 +78,8 @@ def test_the_catalogue_has_the_first_lines_of_the_docstrings(listed, table):
     "kind, listed", [("rule", catalogue.RULES), ("topology", catalogue.TOPOLOGIES), ("problem", catalogue.PROBLEMS)]
 )
 def test_the_catalogue_has_the_options_that_set_takes(kind, listed):
-    everywhere = {"every"}  # of every topology, in the line below the list
-    assert "--set every=" in catalogue.SILENCE
+    everywhere = {"every", "late", "wire"}  # of every topology, in the line below the list
+    assert all(f"--set {option}=" in catalogue.CHANNEL for option in everywhere)
     for name, entry in listed.items():
         options = [shown(p) for option, p in parameters_of(kind, name).items() if option not in everywhere]
         assert entry.options == ", ".join(options), name

@@ -146,4 +146,4 @@ def list_names() -> None:
         for name, entry in entries.items():
             table.add_row(name, *entry)
         console.print(table, "")
-    terminal.note(catalogue.SILENCE)
+    terminal.note(catalogue.CHANNEL)

@@ -130,11 +130,12 @@ class Crew:
 @command(
     "run study.toml --plot errors.svg",
     "run --rules dat,dsgd --topology ring,torus -n 4,9 --steps 1000",
-    "run --rules dat --set beta=1,0.9 --set heterogeneity=10",
+    "run --rules dat -t ring/8 --set late=7 --set wire=float32,int8",
     "run --problem logistic --set batch=8 --rules dat,gt --lr 0.1,0.5 -n 8",
     more="Each rule gets the best learning rate of the grid on each graph and size. "
     f"Rules: {', '.join(catalogue.RULES)}. Problems: {', '.join(catalogue.PROBLEMS)}. "
-    "Names and numbers in lists are separated by commas; topology ring/8 gossips in every 8th round only. "
+    "Names and numbers in lists are separated by commas; topology ring/8 gossips in every 8th round only; "
+    "late and wire say how messages travel. "
     "FILE.py:NAME is a rule, topology or problem of your own; the file is executed.",
 )
 def run(

@@ -69,11 +69,18 @@ def parameters_of(kind: str, name: str) -> Parameters:
     family = without_silence(name)[0] if kind == "topology" else name
     found = dict(inspect.signature(named(kind, family, tables[kind])).parameters)
     if kind == "topology":
-        found["every"] = inspect.Parameter("every", inspect.Parameter.KEYWORD_ONLY, annotation=int)
+        found |= channel_parameters()
     if kind != "rule":
         del found[next(iter(found))]  # the number of nodes
     otherwise = {"rule": "lr", "problem": "seed", "topology": ""}[kind]  # which another flag gives
     return {option: parameter for option, parameter in found.items() if option != otherwise}
+
+
+def channel_parameters() -> Parameters:
+    """The options that all topologies take: how messages travel."""
+    from klatsch.topology.channel import CHANNEL, channel
+
+    return {name: v for name, v in inspect.signature(channel).parameters.items() if name in CHANNEL}
 
 
 def _values(name: str, text: str, parameter: inspect.Parameter) -> object:

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 @command(
     "topology ring -n 16",
     "topology torus --set rows=3 --set cols=5 --draw torus.svg",
+    "topology ring/8 -n 16 --set late=7 --set wire=int8",
     "topology --compare -n 16",
-    more=f"NAME is one of {', '.join(catalogue.TOPOLOGIES)}; ring/8 gossips in every 8th round only.",
+    more=f"NAME is one of {', '.join(catalogue.TOPOLOGIES)}; ring/8 gossips in every 8th round only; late and wire "
+    "say how messages travel.",
 )
 def topology(
     name: Annotated[str | None, typer.Argument(help="The graph to show.")] = None,
@@ -34,7 +36,7 @@ def topology(
     compare: Annotated[bool, typer.Option("--compare", help="All topologies side by side, sorted by rho.")] = False,
     settings: Annotated[Settings, setting("An option of the graph: rows=3 of torus, k=2 of base_graph")] = None,
     lazy: Annotated[bool, typer.Option("--lazy", help="Mix with (I + P) / 2.")] = False,
-    params: Annotated[int, option("Parameters of the model, in float32, for the message size.")] = 1_000_000,
+    params: Annotated[int, option("Parameters of the model, for the message size.")] = 1_000_000,
     draw: Annotated[Path | None, typer.Option(help="Draw every round with messages to FILE.svg, .png or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -61,7 +63,7 @@ def topology(
     if nodes is None and not {"rows", "cols"} & choices.keys():
         raise ValueError(f"{name} needs the number of nodes, for example -n 16")
     size = prod(side for side in (choices.get("rows"), choices.get("cols")) if isinstance(side, int))
-    closed = beyond_solvers(name, size if nodes is None else nodes, lazy)
+    closed = beyond_solvers(name, size if nodes is None else nodes, lazy, "late" in choices)
     graph = topologies.make(name, nodes, **choices)
     graph = topologies.lazy(graph) if lazy else graph
     if draw is not None:  # first, since a wrong file name shows at once
@@ -89,6 +91,8 @@ def _print_summary(s: Summary) -> None:
         ("edges", f"{s.edges:,}", "distinct links over one period" + ("" if s.symmetric else ", one way each")),
         ("degree", f"{s.degree:,}", "most neighbours in one round"),
         *([("every", f"{s.every:,}", "rounds from one with messages to the next")] if s.every > 1 else []),
+        *([("late", f"{s.late:,}", "rounds that a message may travel")] if s.late else []),
+        *([("wire", s.wire, "how numbers travel")] if s.wire != "float32" else []),
         ("period", f"{s.period:,}", "rounds until the graphs repeat"),
         ("symmetric", _yes(s.symmetric), ""),
         ("doubly stochastic", _yes(s.doubly_stochastic), "keeps the network mean"),
@@ -127,7 +131,7 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
     expendable = ["doubly\nstoch.", "sym-\nmetric", "edges", "messages\n/round", "period", "exact\nafter", "degree"]
     kept = terminal.print_table(f"{summaries[0].nodes:,} nodes, largest spectral gap rho first", lines, expendable)
     terminal.note(
-        f"per node, with {summaries[0].params:,} float32 parameters; bytes for DAT-SGD, which sends {_vectors('dat')} "
+        f"per node, with {summaries[0].params:,} parameters as {summaries[0].wire}; bytes for DAT-SGD, which sends {_vectors('dat')} "
         f"vectors where D-SGD sends {_vectors('dsgd')}"
     )
     if len(kept) < len(lines[0]):

@@ -27,6 +27,7 @@ from klatsch.study.cases import Case
 from klatsch.study.grids import Options
 from klatsch.study.spec import make_rule
 from klatsch.topology import Topology
+from klatsch.topology.channel import CHANNEL
 from klatsch.version import VERSION
 
 CHECKPOINT_EVERY = 3.0  # seconds that a kill may cost
@@ -216,7 +217,7 @@ def _in_stack(block: Network) -> list[object]:
         case,
         problem_options={name: value for name, value in case.problem_options.items() if name not in per_network},
         topology="",
-        topology_options={name: v for name, v in case.topology_options.items() if name == "every"},  # which rules see
+        topology_options={name: v for name, v in case.topology_options.items() if name in CHANNEL},  # which rules see
         lazy=False,
     )
     if own.is_own(case.rule):

@@ -24,8 +24,8 @@ from klatsch import topology as topologies
 from klatsch.arguments import check_options, named, number, shown, there_are, whole
 from klatsch.files import text_of
 from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, axis, combinations, count, counted, in_words, several
+from klatsch.topology.channel import CHANNEL, check_channel
 from klatsch.topology.names import split
-from klatsch.topology.validation import rounds_between
 
 PAPER_GRID = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1)  # Section 5.1
 MOST_POINTS = 10_000  # of `record`
@@ -152,13 +152,13 @@ class TopologyEntry(Entry):
 
     def check(self) -> None:
         check_options(self.label, self.options, topologies.options(self.name))
-        for every in several(self.options.get("every", 1)):
-            rounds_between(every)
-        self.combinations()
+        for one in super().combinations():
+            check_channel(**{name: value for name, value in one.items() if name in CHANNEL})
 
     def combinations(self) -> list[Options]:
-        found = super().combinations()  # every = 1 is the default
-        return [{name: value for name, value in one.items() if (name, value) != ("every", 1)} for one in found]
+        found = super().combinations()
+        # The defaults of a channel are left out: every = 1 or wire = "float32" is the graph as it is.
+        return [{name: v for name, v in one.items() if (name, v) not in CHANNEL.items()} for one in found]
 
 
 class RuleEntry(Entry):

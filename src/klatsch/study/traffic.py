@@ -12,31 +12,32 @@ from klatsch.channels.rehearsal import vectors
 from klatsch.rules import Flow, Rule
 from klatsch.rules.base import Tensors
 from klatsch.study.cases import Case
-
-BYTES = 4  # of a number: messages are float32, whatever the simulation computes in
+from klatsch.topology.channel import CHANNEL, encoded_bytes
 
 
 def sent(case: Case) -> float | None:
     """Bytes that a node sends over a run, mean over the nodes; None with a custom part, whose file may be gone.
 
+    Messages count as they travel: float32, whatever the simulation computes in, unless the graph has another `wire`.
     Nodes that all talk to each other would use an all-reduce, so the complete graph counts as a ring all-reduce: 2
-    (M - 1) / M vectors per node. Where that makes all nodes equal in every round, one vector is enough, the gradient,
-    whatever else the rule keeps.
+    (M - 1) / M vectors per node, in float32. Where that makes all nodes equal in every round, one vector is enough,
+    the gradient, whatever else the rule keeps.
     """
     dim_of = problems.declared(case.problem).dim_of if not case.sources else None
     if dim_of is None:
         return None
-    every = int(case.topology_options.get("every", 1))
+    every, late, wire = (case.topology_options.get(name, default) for name, default in CHANNEL.items())
     whole, equal = _rehearsed(
         case.rule, tuple((k, v) for k, v in case.rule_options.items() if k not in ("lr", "schedule"))
     )
-    if case.topology == "complete":
+    if case.topology == "complete" and wire == "float32":
         copies = 2 * (case.nodes - 1) / case.nodes
-        whole = 1 if equal and every == 1 and not case.lazy else whole
+        whole = 1 if equal and every == 1 and not late and not case.lazy else whole
     else:
         copies = case.make_graph().messages * every
     mixes = case.steps // every
-    return BYTES * float(dim_of(case.nodes, **case.problem_options)) * whole * copies * mixes
+    vector = encoded_bytes(wire, int(dim_of(case.nodes, **case.problem_options)))
+    return float(vector * whole * copies * mixes)
 
 
 @cache

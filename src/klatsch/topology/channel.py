@@ -9,12 +9,11 @@ from dataclasses import replace
 import numpy as np
 from scipy.sparse import csr_array, diags_array
 
-from klatsch.arguments import whole
 from klatsch.topology import validation
 from klatsch.topology.graph import Topology, check_topology
 from klatsch.topology.matrix import SUM_TOLERANCE, Matrix, identity, mapped
 
-CHANNEL = ("every", "late", "wire")
+CHANNEL = {"every": 1, "late": 0, "wire": validation.WIRES[0]}  # the options of a channel, with their defaults
 FEW_BITS = 14  # of weights for bfloat16: its 8 bits and these fit into the 24 of float32, with 2 to spare
 
 
@@ -43,7 +42,7 @@ def channel(topology: Topology, every: int = 1, late: int = 0, wire: str = valid
     """
     check_topology("channel", topology)
     seldom = _every(topology, every)
-    late = whole(late, "late", 0, validation.LATEST)
+    late = validation.rounds_late(late)
     if topology.late and (late or seldom.every > topology.every):
         raise ValueError(f"{topology.name} is late already; give every and late together, to a graph without")
     if late:
@@ -54,6 +53,19 @@ def channel(topology: Topology, every: int = 1, late: int = 0, wire: str = valid
         return seldom
     matrices = _respoken(seldom, _short) if wire == "bfloat16" else seldom.matrices
     return replace(seldom, name=f"{seldom.name} {wire}", matrices=matrices, wire=wire)
+
+
+def check_channel(every: object = 1, late: object = 0, wire: object = validation.WIRES[0]) -> None:
+    """Check the options of a channel, whatever the graph."""
+    validation.rounds_between(every)
+    validation.rounds_late(late)
+    validation.check_wire("", wire, changes=False)
+
+
+def encoded_bytes(wire: str, numbers: int) -> int:
+    """The bytes of a vector as it travels."""
+    scales = -(-numbers // 256)  # of int8: one in float32 per block
+    return {"float32": 4 * numbers, "bfloat16": 2 * numbers, "int8": numbers + 4 * scales}[wire]
 
 
 def every(topology: Topology, H: int) -> Topology:

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass
 
 from klatsch.arguments import whole
+from klatsch.topology.channel import CHANNEL, check_channel, encoded_bytes
 from klatsch.topology.families import FAMILIES
 from klatsch.topology.graph import Topology, check_topology
 from klatsch.topology.names import family, make, options, spectral_gap
-from klatsch.topology.validation import node_count
+from klatsch.topology.validation import no_wire, node_count
 
 GAMMA = 0.95  # the memory that explains deep-learning runs best in Vogels et al. 2022
 
@@ -32,6 +33,8 @@ class Summary:
     degree: int
     period: int
     every: int
+    late: int
+    wire: str
     symmetric: bool
     doubly_stochastic: bool
     rho: float
@@ -52,11 +55,12 @@ def summarize(
     Args:
         topology: the graph.
         params: parameters of the model, for the size of messages.
-        bytes_per_parameter: 4 for float32.
+        bytes_per_parameter: 4 for float32; other encodings have their own.
         rho: the spectral gap in closed form; then it is not solved for, and changing graphs are not followed.
     """
     check_topology("summarize", topology)
     vector = whole(params, "params", 1) * whole(bytes_per_parameter, "bytes_per_parameter", 1)
+    vector = vector if topology.wire == "float32" else encoded_bytes(topology.wire, params)
     small = topology.size <= LARGEST_DETAILED
     static = topology.symmetric and not topology.changes
     return Summary(
@@ -66,6 +70,8 @@ def summarize(
         degree=topology.degree,
         period=topology.period,
         every=topology.every,
+        late=topology.late,
+        wire=topology.wire,
         symmetric=topology.symmetric,
         doubly_stochastic=topology.doubly_stochastic,
         rho=topology.spectral_gap if rho is None else rho,
@@ -79,18 +85,19 @@ def summarize(
     )
 
 
-def beyond_solvers(name: str, n: int, lazy: bool = False) -> bool:
+def beyond_solvers(name: str, n: int, lazy: bool = False, late: bool = False) -> bool:
     """Whether n nodes need the closed form of the gap, being too many to solve; refused where there is none."""
-    if reason := _unsolvable(name, n, lazy):
+    if reason := _unsolvable(name, n, "lazy " * lazy + "late " * late):
         raise ValueError(reason)
     return n > LARGEST_SOLVED
 
 
-def _unsolvable(name: str, n: int, lazy: bool = False) -> str:
-    if n <= LARGEST_SOLVED or (family(name).gap is not None and not lazy):
+def _unsolvable(name: str, n: int, changed: str = "") -> str:
+    """Why the gap of so many nodes is not known; `changed` says how the weights differ from the family's."""
+    if n <= LARGEST_SOLVED or (family(name).gap is not None and not changed):
         return ""
     return (
-        f"{'lazy ' if lazy else ''}{name}: no closed form of its spectral gap is known, and {n:,} nodes are too many "
+        f"{changed}{name}: no closed form of its spectral gap is known, and {n:,} nodes are too many "
         f"to solve for it; take {LARGEST_SOLVED:,} or fewer"
     )
 
@@ -113,12 +120,16 @@ def compare(n: int, params: int = 1_000_000, **choices: object) -> tuple[list[Su
     """
     node_count(n, "compare")
     whole(params, "params", 1)
+    travel = {name: value for name, value in choices.items() if name in CHANNEL}
+    check_channel(**travel)
+    changed = "late " if travel.get("late") else ""
     summaries, left_out = [], {}
     for name, kind in FAMILIES.items():
         own = {key: value for key, value in choices.items() if key in options(name)}
         links = f"{name}: {n * (n - 1) // 2:,} links; it joins a comparison up to {LARGEST_DENSE:,} nodes"
         dense = kind.dense and n > LARGEST_DENSE
-        if reason := links if dense else kind.refusal(n) or _unsolvable(name, n):
+        refusal = no_wire(name, travel.get("wire"), kind.changes) or kind.refusal(n) or _unsolvable(name, n, changed)
+        if reason := links if dense else refusal:
             left_out[name] = reason
         else:
             rho = spectral_gap(name, n, **own) if n > LARGEST_SOLVED else None

@@ -57,7 +57,7 @@ class Topology:
         matrices = tuple(mapped(given, lambda P: validation.canonical(P, f"{self.name}, matrix {numbers[id(P)]}")))
         object.__setattr__(self, "every", whole(self.every, "every", 1, validation.LONGEST))
         validation.check_matrices(self.name, matrices, self.stochastic, self.every)
-        object.__setattr__(self, "late", whole(self.late, "late", 0, validation.LATEST))
+        object.__setattr__(self, "late", validation.rounds_late(self.late))
         validation.check_wire(self.name, self.wire, changes=len(matrices) > self.every)
         for P in matrices:
             for part in (P.data, P.indices, P.indptr):

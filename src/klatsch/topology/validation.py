@@ -37,14 +37,26 @@ def rounds_between(H: object, graphs: int = 1) -> int:
     return between
 
 
+def rounds_late(late: object) -> int:
+    """Check a number of rounds that a message may travel."""
+    return whole(late, "late", 0, LATEST)
+
+
 def check_wire(name: str, wire: object, changes: bool) -> None:
     """Check how numbers travel on a graph."""
     named("wire", wire, dict.fromkeys(WIRES))
-    if wire == "int8" and changes:
-        raise ValueError(
-            f"{name} with wire = 'int8': the graph changes from round to round, and int8 sends differences to what the "
-            "same neighbours hold already; use wire = 'bfloat16', or a static graph such as ring or exponential"
-        )
+    if reason := no_wire(name, wire, changes):
+        raise ValueError(reason)
+
+
+def no_wire(name: str, wire: object, changes: bool) -> str:
+    """Why numbers cannot travel so on a graph; nothing if they can."""
+    if wire != "int8" or not changes:
+        return ""
+    return (
+        f"{name} with wire = 'int8': the graph changes from round to round, and int8 sends differences to what the "
+        "same neighbours hold already; use wire = 'bfloat16', or a static graph such as ring or exponential"
+    )
 
 
 def split_rounds(matrices: Any) -> list[Any]:
