@@ -84,8 +84,8 @@ TOPOLOGIES = {
 }
 
 CHANNEL = (
-    "NAME/8 of any topology, such as ring/8, or --set every=8, gossips in every 8th round only: local steps in between. "
-    "--set late=7 gives a message 7 rounds to travel; --set wire=bfloat16 or wire=int8 sends fewer bytes."
+    "NAME/8 of any topology, such as ring/8, or --set every=8, gossips in every 8th round only: local steps "
+    "in between. --set late=7 gives a message 7 rounds to travel; --set wire=bfloat16 or wire=int8 sends fewer bytes."
 )
 
 PROBLEMS = {

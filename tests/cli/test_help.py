@@ -99,7 +99,7 @@ def test_values_have_the_type_that_the_signature_says(given, value):
         (["lazy=perhaps"], "--set lazy=perhaps: give true or false"),
         (
             ["mometum=0.9"],
-            "an option 'mometum'; did you mean momentum? There are momentum, average, lazy, every, late, wire, dim, noise",
+            "an option 'mometum'; did you mean momentum? There are momentum, average, lazy, every, late, wire, dim",
         ),
         (["xyz=1"], "an option 'xyz'; there are momentum, average, lazy, every, late, wire, dim, noise"),
     ],

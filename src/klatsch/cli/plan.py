@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from klatsch import catalogue
 from klatsch.cli import terminal
 from klatsch.cli.app import command
+from klatsch.cli.settings import Settings, channel_parameters, chosen, setting
 from klatsch.cli.terminal import AsJson, number, option, print_json, text
 from klatsch.cli.terminal import words as listed
 
@@ -63,6 +64,7 @@ class Links:
 @command(
     "plan probe.json --samples 1e6",
     "plan probe.json --samples 1e6 --network wan --plot plan.png",
+    "plan probe.json --samples 1e6 --set late=7 --set wire=int8",
     "plan --target 1e-3 --sigma 1 --zeta 1 --L 10 --D1 1 --machines 64",
     more="Give --samples, --target or both, and the constants of the problem: PROBE, or --sigma, --zeta, --L and --D1.",
 )
@@ -76,6 +78,7 @@ def plan(
     efficiency: Annotated[float, option("Least speed-up per machine; 0: any.", parser=number)] = EFFICIENCY,
     rules: Annotated[str | None, text("Only these rules, such as dat,dsgd.", metavar="LIST")] = None,
     families: Annotated[str | None, text("Only these graphs, as ring,ring/8.", "--topologies", metavar="LIST")] = None,
+    settings: Annotated[Settings, setting("How messages travel: late=7, wire=int8")] = None,
     uncalibrated: Annotated[bool, typer.Option("--uncalibrated", help="Set all constants of the rates to 1.")] = False,
     check: Annotated[bool, typer.Option("--verify", help="Simulate the recommendation and its neighbours.")] = False,
     draw: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.png, .svg or .pdf.")] = None,
@@ -95,7 +98,10 @@ def plan(
     numbers = asdict(links) | ({"gradient": gradient} if links.gradient is None else {})
     network = planning.network(numbers.pop("network"), **numbers)
     rates = planning.UNCALIBRATED if uncalibrated else None
-    task = planning.Task(known.constants(measured), params, network, samples, target, machines, efficiency, rates)
+    travel = {name: parameter for name, parameter in channel_parameters().items() if name != "every"}
+    channel: dict[str, Any] = chosen(settings, "plan", travel)  # Task checks the values
+    goal = known.constants(measured), params, network, samples, target, machines, efficiency, rates
+    task = planning.Task(*goal, **channel)
     rule_names = {name.replace(" ", ""): name for name in planning.CANDIDATES} | {"dat-cta": "dat (cta)"}
     asked = None if rules is None else [rule_names.get(name.replace(" ", ""), name) for name in listed(rules)]
     found = planning.plan(task, rules=asked, families=None if families is None else listed(families))
@@ -121,16 +127,16 @@ def plan(
 
 def _print(found: Plan) -> None:
     from klatsch.planning import words
-    from klatsch.planning.graphs import LARGEST_BUILT
-    from klatsch.topology.names import family
+    from klatsch.planning.graphs import LARGEST_BUILT, is_built
 
     task, c = found.task, found.task.constants
     budget = f"at most {task.samples:,.4g} samples" if task.samples else "any number of samples"
-    title = f"to error {task.goal:.3g} with {budget}, {task.params:,} parameters, {task.network.name}"
+    channel = f", {task.channel}" if task.channel else ""
+    title = f"to error {task.goal:.3g} with {budget}, {task.params:,} parameters, {task.network.name}{channel}"
     soonest = {line.topology: line.best.seconds for line in sorted(found.lines, key=lambda line: -line.best.seconds)}
     lines = sorted(found.lines, key=lambda line: (soonest[line.topology], line.topology, line.best.seconds))
     terminal.print_table(title, list(map(_cells, lines)), ["sent per node", "per round", "speed-up"], "topology")
-    few = sorted({name for line in lines if (name := line.topology) and family(name).gap is None})
+    few = sorted({name for line in lines if (name := line.topology) and is_built(name, task.late)})
     for note in (
         f"sigma {c.sigma:.4g}, zeta {c.zeta:.4g}, L {c.L:.4g}, D1 {c.D1:.4g}; bandwidth "
         f"{words.size(task.network.bandwidth)}/s, latency {words.duration(task.network.latency)}, gradient "
@@ -207,7 +213,7 @@ def _plain(found: Plan, between: planner.Span, checked: Verification | None) -> 
     given = asdict(found.task)
     verified = checked and asdict(checked) | {"held": checked.held, "text": words.verdict(checked)}
     return {
-        **{name: given[name] for name in ("constants", "network", "params", "samples", "target")},
+        **{name: given[name] for name in ("constants", "network", "params", "samples", "target", "late", "wire")},
         "goal": found.task.goal,
         **{name: given[name] for name in ("machines", "efficiency")},
         "recommended": choice(found.best) | {"text": words.recommendation(found), "reasons": words.reasons(found)},

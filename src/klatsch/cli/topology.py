@@ -131,8 +131,8 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
     expendable = ["doubly\nstoch.", "sym-\nmetric", "edges", "messages\n/round", "period", "exact\nafter", "degree"]
     kept = terminal.print_table(f"{summaries[0].nodes:,} nodes, largest spectral gap rho first", lines, expendable)
     terminal.note(
-        f"per node, with {summaries[0].params:,} parameters as {summaries[0].wire}; bytes for DAT-SGD, which sends {_vectors('dat')} "
-        f"vectors where D-SGD sends {_vectors('dsgd')}"
+        f"per node, with {summaries[0].params:,} parameters as {summaries[0].wire}; bytes for DAT-SGD, which sends "
+        f"{_vectors('dat')} vectors where D-SGD sends {_vectors('dsgd')}"
     )
     if len(kept) < len(lines[0]):
         terminal.note(terminal.WIDER)

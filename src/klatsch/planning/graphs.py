@@ -24,10 +24,15 @@ class Graph(NamedTuple):
     every: int = 1  # H: it sends in every H-th round only
 
 
-def sizes(name: str, most: int) -> list[int]:
+def is_built(name: str, late: int = 0) -> bool:
+    """Whether graphs have to be built to know their gap: there is no closed form, or late messages change weights."""
+    return family_of(name).gap is None or late >= split(name)[1]
+
+
+def sizes(name: str, most: int, late: int = 0) -> list[int]:
     """Sizes of a family up to `most`: all small ones, then fewer, and powers of two, which mix fast."""
     known = family_of(name)
-    most = min(most, LARGEST_BUILT) if known.gap is None else most
+    most = min(most, LARGEST_BUILT) if is_built(name, late) else most
     every = RIPPLED_UP_TO if known.ripples else ALL_UP_TO
     found, step = {1}, 1
     while (size := known.nth_size(step)) <= most:
@@ -38,30 +43,30 @@ def sizes(name: str, most: int) -> list[int]:
 
 
 @lru_cache(maxsize=100_000)
-def graph(name: str, n: int) -> Graph | None:
+def graph(name: str, n: int, late: int = 0) -> Graph | None:
     """One size of a family, or None if the family does not have it."""
     known, (_, every) = family_of(name), split(name)
     if n == 1:
         return Graph(1, 1.0, 0)
     try:
-        if known.gap is not None and known.degree is not None:
+        if not is_built(name, late) and known.degree is not None:
             return Graph(n, spectral_gap(name, n), known.degree(n), every)
-        built = make(name, n)
+        built = make(name, n, late=late)
         return Graph(n, built.spectral_gap, built.degree, every)
     except ValueError:
         return None
 
 
-def family(name: str, most: int) -> list[Graph]:
+def family(name: str, most: int, late: int = 0) -> list[Graph]:
     """The sizes of a family up to `most` nodes, as graphs."""
-    found = (graph(name, n) for n in sizes(name, most))
+    found = (graph(name, n, late) for n in sizes(name, most, late))
     return [one for one in found if one is not None and 0 < one.rho <= 1]
 
 
-def between(name: str, low: int, high: int) -> list[int]:
+def between(name: str, low: int, high: int, late: int = 0) -> list[int]:
     """All sizes of a family strictly between two."""
     known = family_of(name)
-    if known.gap is None:
+    if is_built(name, late):
         return list(range(low + 1, high))
     steps = range(1, high + 1)  # there are no more sizes than numbers
     first, end = (bisect_right(steps, size, key=known.nth_size) for size in (low, high - 1))

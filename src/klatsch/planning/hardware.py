@@ -56,22 +56,41 @@ class Network:
         ):
             number(name, value, lambda v: v == 0 or TINY <= v <= 1 / TINY, f"0 or a positive number of {unit}")
 
-    def gossip_seconds(self, size: float, degree: Number, eager: int, late: int) -> Number:
-        """Seconds of a round of gossip.
+    def gossip_seconds(
+        self,
+        size: float,
+        degree: Number,
+        eager: int,
+        late: int,
+        every: Number = 1,
+        delay: int = 0,
+        encoded: float | None = None,
+    ) -> Number:
+        """Seconds of a round of gossip, on average.
+
+        Of the time to talk, what exceeds the gradients behind which a message may travel makes nodes wait: once in H
+        rounds, or once in `delay` rounds where several messages are on their way at a time. A link carries one after
+        the other, so that a round is never shorter than its bytes take.
 
         Args:
-            size: bytes of one vector.
+            size: bytes of one vector, all of which are handled.
             degree: neighbours that each vector goes to; 0 for a machine by itself.
-            eager: vectors that may travel while the gradient is computed.
+            eager: vectors that may travel while the gradient of their round is computed.
             late: vectors that wait for it.
+            every: H, rounds between two with gossip.
+            delay: rounds after which a message is needed, `late` of a topology.
+            encoded: bytes of a vector as it travels, if not its size.
         """
         degree = np.asarray(degree, float)
         talks = degree > 0
-        vector, start = degree * size / self.bandwidth, self.latency + degree * self.per_message
+        vector = degree * (size if encoded is None else encoded) / self.bandwidth
+        start = self.latency + degree * self.per_message
         early = np.where(talks & (eager > 0), start + eager * vector, 0.0)
         after = np.where(talks & (late > 0), start + late * vector, 0.0)
         work = np.where(talks, (eager + late) * size * self.handling, 0.0)
-        return np.maximum(self.gradient, early) + after + work
+        unhidden = np.maximum(0.0, early - self.gradient) + after - delay * self.gradient
+        waits = np.maximum(0.0, unhidden) / np.maximum(every, delay)
+        return np.maximum(self.gradient + waits + work / every, (eager + late) * vector / every)
 
     def all_reduce_seconds(self, size: float, M: Number) -> Number:
         """Seconds of a round of mini-batch SGD: an all-reduce of the gradient in buckets, by ring or tree."""

@@ -16,9 +16,10 @@ from klatsch.planning import graphs, predictions
 from klatsch.planning.hardware import TINY, Network
 from klatsch.planning.predictions import ALL_REDUCE, CALIBRATION, CANDIDATES, Calibration, Candidate, predicted
 from klatsch.theory import Constants
+from klatsch.topology.channel import check_channel, encoded_bytes
 from klatsch.topology.names import family
+from klatsch.topology.validation import no_wire
 
-BYTES = 4  # of a parameter in float32
 MOST_MACHINES, MOST_PARAMS = 1_000_000, 10**15
 ENOUGH = 1.05  # fewer machines are taken where they are at most this much slower than the fastest choice
 
@@ -36,6 +37,8 @@ class Task:
         machines: the most machines to consider.
         efficiency: least speed-up per machine; M machines that are not at least this times M as fast as one do not pay.
         calibration: the constants of the rates.
+        late: rounds that a message of gossip may travel (`topology.channel`).
+        wire: how its numbers travel.
     """
 
     constants: Constants
@@ -46,6 +49,8 @@ class Task:
     machines: int = 1024
     efficiency: float = 0.1
     calibration: Mapping[str, Calibration] | None = None
+    late: int = 0
+    wire: str = "float32"
 
     def __post_init__(self) -> None:
         most = 1 / TINY
@@ -55,6 +60,7 @@ class Task:
         whole(self.machines, "machines", 1, MOST_MACHINES)
         wanted = "a number from 0 to 1, such as 0.1; 0 for the fastest at any cost"
         number("efficiency", self.efficiency, lambda v: 0 <= v <= 1, wanted)
+        check_channel(late=self.late, wire=self.wire)
         if self.samples is None and self.target is None:
             raise ValueError("nothing to plan for; give samples (--samples 1e6), or a target error (--target 0.01)")
         if self.samples is not None:
@@ -68,8 +74,19 @@ class Task:
 
     @property
     def vector(self) -> float:
-        """Bytes of one vector of parameters."""
-        return float(BYTES * self.params)
+        """Bytes of one vector of parameters in float32, as an all-reduce sends it."""
+        return float(encoded_bytes("float32", self.params))
+
+    @property
+    def encoded(self) -> float:
+        """Bytes of one vector of parameters as gossip sends it."""
+        return float(encoded_bytes(self.wire, self.params))
+
+    @property
+    def channel(self) -> str:
+        """How messages travel, in words; nothing if as usual."""
+        late = [f"messages {self.late:,} round{'s' * (self.late > 1)} late"] if self.late else []
+        return ", ".join([*late, *([f"as {self.wire}"] if self.wire != "float32" else [])])
 
     @property
     def goal(self) -> float:
@@ -167,7 +184,10 @@ def plan(task: Task, *, rules: Sequence[str] | None = None, families: Sequence[s
             if one.name == "dat-d2" and (kinds[name].changes or not kinds[name].symmetric):
                 left_out[f"{one.name} on {name}"] = "it needs one symmetric matrix for all rounds"
                 continue
-            found = graphs.family(name or "complete", task.machines)
+            if name and (reason := no_wire(name, task.wire, kinds[name].changes)):
+                left_out[f"{one.name} on {name}"] = reason.partition(": ")[2].partition(";")[0]
+                continue
+            found = graphs.family(name or "complete", task.machines, task.late if name else 0)
             choices = _choices(task, one, name, found, alone.seconds)
             if len(choices) == 1 and task.machines > 1:
                 left_out[f"{one.name} on {name}"] = f"it has no graph of 2 to {task.machines:,} nodes"
@@ -227,9 +247,10 @@ def _choices(
         each = np.asarray(network.all_reduce_seconds(task.vector, M))
         sent = np.asarray(network.all_reduce_bytes(task.vector, M))
     else:
-        talking = np.asarray(network.gossip_seconds(task.vector, degree, *candidate.vectors))
-        each = network.gradient + (talking - network.gradient) / every  # the other rounds only compute a gradient
-        sent = degree * sum(candidate.vectors) * task.vector / every
+        each = np.asarray(
+            network.gossip_seconds(task.vector, degree, *candidate.vectors, every, task.late, task.encoded)
+        )
+        sent = degree * sum(candidate.vectors) * task.encoded / every
     rounds = predictions.rounds_to(task.goal, candidate, M, rho, constants, by)
     error = np.full_like(M, task.goal)
     if (N := task.samples) is not None:
@@ -265,11 +286,12 @@ def _largest(task: Task, candidate: Candidate, name: str, choices: Sequence[Choi
     if not len(good):
         return 1
     low, *high = (choice.machines for choice in choices[good[-1] : good[-1] + 2])
-    passed_over = graphs.between(name or "complete", low, high[0]) if high else []
+    late = task.late if name else 0
+    passed_over = graphs.between(name or "complete", low, high[0], late) if high else []
     while passed_over:  # halved: gaps that ripple may hide a larger one
         middle = len(passed_over) // 2
         size = passed_over[middle]
-        one = graphs.graph(name or "complete", size)
+        one = graphs.graph(name or "complete", size, late)
         good_too = one is not None and pays(np.array([float(size)]), np.array([one.rho if name else 1.0]))[0]
         low, passed_over = (size, passed_over[middle + 1 :]) if good_too else (low, passed_over[:middle])
     return low

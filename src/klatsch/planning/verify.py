@@ -134,7 +134,8 @@ def _trial(plan: Plan, choice: Choice, rounds: int) -> Trial:
     guess = predicted(candidate, choice.machines, rounds, choice.rho, task.constants, task.by(choice.rule)).total
     lrs = [factor / task.constants.L for factor in LEARNING_RATES]
     rule = (candidate.rule or rules.dsgd)(lr=lrs)
-    graph = topology.make(choice.topology or "complete", choice.machines)
+    channel = {"late": task.late, "wire": task.wire} if choice.topology else {}
+    graph = topology.make(choice.topology or "complete", choice.machines, **channel)
     instances = [instance(task.constants, choice.machines, seed) for seed in SEEDS]
     runs = [simulate(problem, rule, graph, rounds, record=[rounds], progress=False) for problem in instances]
     errors = torch.stack([run.metrics["loss_gap"][-1] for run in runs]).mean(0)

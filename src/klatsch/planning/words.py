@@ -53,7 +53,8 @@ def recommendation(plan: Plan) -> str:
         return f"one machine: {effort(best)}"
     share = f"{best.speedup / best.machines:.0%} per machine"
     faster = f", {best.speedup:.3g} times as fast as one machine ({share})" if alone.seconds < 1e300 else ""
-    return f"{best.title}, {best.machines:,} machines: {effort(best)}{faster}"
+    channel = f", {plan.task.channel}" if best.topology and plan.task.channel else ""
+    return f"{best.title}, {best.machines:,} machines{channel}: {effort(best)}{faster}"
 
 
 def reasons(plan: Plan) -> list[str]:
@@ -104,7 +105,8 @@ def _of_the_round(plan: Plan, best: Choice) -> str:
     if waits > 0.1 * gradient:
         return f"a round is {duration(gradient)} of gradient and {duration(waits)} of communication"
     chosen = CANDIDATES[best.rule]
-    hidden = ": communication hides behind it" if chosen.rule is not None and chosen.vectors[1] == 0 else ""
+    may_hide = chosen.rule is not None and (chosen.vectors[1] == 0 or plan.task.late > 0)
+    hidden = ": communication hides behind it" if may_hide else ""
     return f"a round takes hardly longer than its gradient ({duration(gradient)}){hidden}"
 
 
