@@ -90,8 +90,8 @@ def in_127_steps(difference):
     for row, out in zip(difference, arrived, strict=True):
         for k in range(0, len(row), 256):
             block = row[k : k + 256]
-            step = float(np.float32(np.abs(block).max() / 127)) or 1.0
-            out[k : k + 256] = np.rint(block / step) * step
+            step = float(torch.tensor(np.abs(block).max() / 127).bfloat16()) or 1.0
+            out[k : k + 256] = np.rint(block / step).clip(-127, 127) * step
     return arrived
 
 

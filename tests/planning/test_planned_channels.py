@@ -54,7 +54,7 @@ def test_a_choice_knows_bytes_and_gap_of_its_channel():
     plain, small = (plan(task(wire=wire), rules=["dat"], families=["ring/8"]) for wire in ("float32", "int8"))
     for one, other in zip(plain.line("dat", "ring/8").choices, small.line("dat", "ring/8").choices, strict=True):
         assert (one.machines, one.rho, one.rounds) == (other.machines, other.rho, other.rounds)
-        assert other.bytes_per_node == pytest.approx(one.bytes_per_node * 1_015_628 / 4_000_000)  # 3907 scales
+        assert other.bytes_per_node == pytest.approx(one.bytes_per_node * 1_007_814 / 4_000_000)  # 3907 scales
         assert other.seconds_per_round <= one.seconds_per_round
     late = plan(task(late=9), rules=["dat"], families=["ring/8", "ring"])
     for name in ("ring/8", "ring"):

@@ -104,7 +104,7 @@ def test_encoded_bytes_are_those_of_the_encoding():
 def test_bytes_of_a_run_are_encoded_ones():
     """Dat sends 2 vectors to each of 2 neighbours, in 40 rounds or 5 of them."""
     sent = [traffic.sent(case) for case in expanded([GRID], problem={"dim": 600})[0]]
-    plain, small = 4 * 600, 600 + 4 * 3
+    plain, small = 4 * 600, 600 + 2 * 3
     assert sent == [2 * 2 * 40 * plain, 2 * 2 * 40 * small] * 2 + [2 * 2 * 5 * plain, 2 * 2 * 5 * small] * 2
 
 

@@ -31,9 +31,9 @@ def is_built(name: str, late: int = 0) -> bool:
 
 def sizes(name: str, most: int, late: int = 0) -> list[int]:
     """Sizes of a family up to `most`: all small ones, then fewer, and powers of two, which mix fast."""
-    known = family_of(name)
-    most = min(most, LARGEST_BUILT) if is_built(name, late) else most
-    every = RIPPLED_UP_TO if known.ripples else ALL_UP_TO
+    known, built = family_of(name), is_built(name, late)
+    most = min(most, LARGEST_BUILT) if built else most
+    every = RIPPLED_UP_TO if known.ripples and not built else ALL_UP_TO
     found, step = {1}, 1
     while (size := known.nth_size(step)) <= most:
         found.add(size)

@@ -64,8 +64,8 @@ def check_channel(every: object = 1, late: object = 0, wire: object = validation
 
 def encoded_bytes(wire: str, numbers: int) -> int:
     """The bytes of a vector as it travels."""
-    scales = -(-numbers // 256)  # of int8: one in float32 per block
-    return {"float32": 4 * numbers, "bfloat16": 2 * numbers, "int8": numbers + 4 * scales}[wire]
+    scales = -(-numbers // 256)  # of int8: one in bfloat16 per block
+    return {"float32": 4 * numbers, "bfloat16": 2 * numbers, "int8": numbers + 2 * scales}[wire]
 
 
 def every(topology: Topology, H: int) -> Topology:
