@@ -223,6 +223,9 @@ def test_which_rule_is_best_at_each_point_and_by_what_factor():
 def test_the_best_within_the_scatter_of_the_seeds_is_as_good_as_the_best():
     rows = [row("gt (cosine)", "ring", 4, 1e-8, spread=0.3), row("gt", "ring", 4, 1.2e-8, spread=0.3)]
     assert best.best_at_every_point(claims.has_no_decay)(rows)[0] is True
+    between = row("dsgd (cosine)", "ring", 4, 1.5e-8)  # its own seeds agree
+    wide = [rows[0], between, row("gt", "ring", 4, 1.6e-8, spread=0.6)]
+    assert best.best_at_every_point(claims.has_no_decay)(wide)[0] is True
     alone = [row("gt (cosine)", "ring", 4, 1e-8)]
     assert best.best_at_every_point(claims.has_no_decay)(alone) == (None, "was not run")
     diverged = [row("gt (cosine)", "ring", 4, np.inf), row("gt", "ring", 4, np.inf)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,12 @@ def by_point(rows: Sequence[Row]) -> dict[Place, list[Row]]:
 
 def level(line: Sequence[Row]) -> list[Row]:
     """The best of a point, and those that the seeds cannot tell from it."""
-    return list(takewhile(lambda row: not clearly_above(row, line[0]), line))
+    return [row for row in line if not clearly_above(row, line[0])]
+
+
+def behind(line: Sequence[Row]) -> list[Row]:
+    """The others of a point."""
+    return [row for row in line if clearly_above(row, line[0])]
 
 
 @asks
@@ -44,16 +48,16 @@ def best_at_every_point(rows: Sequence[Row], ours: Callable[[Row], bool]) -> Ans
     held = [any(map(ours, level(line))) for line in lines]
     counts = Counter(row.rule for line in lines for row in level(line))
     best = ", ".join(f"{rule} at {count}" for rule, count in counts.most_common())
-    rivals = {"the next rule": [line[len(level(line)) :] for line in lines]}
+    rivals = {"the next rule": list(map(behind, lines))}
     if not all(has_no_decay(row) for line in lines for row in line):
         rivals["the best without decay"] = [list(filter(has_no_decay, line)) for line in lines]
     rivals["dat"] = [[row for row in line if row.rule == "dat"] for line in lines]
-    behind = []
+    texts = []
     for name, theirs in rivals.items():
         if times := [mine[0].value / line[0].value for line, mine in zip(lines, theirs, strict=True) if mine]:
-            behind.append(f"{name} {factor(median(times))} ({factor(min(times))} to {factor(max(times))})")
+            texts.append(f"{name} {factor(median(times))} ({factor(min(times))} to {factor(max(times))})")
     text = f"in {sum(held)} of {len(held)} points; best or level with it: {best}"
-    return all(held), "; ".join([text, *([f"times the best error: {', '.join(behind)}"] if behind else [])])
+    return all(held), "; ".join([text, *([f"times the best error: {', '.join(texts)}"] if texts else [])])
 
 
 def best_of_points(rows: Sequence[Row], title: str) -> Figure:
@@ -80,8 +84,7 @@ def best_of_points(rows: Sequence[Row], title: str) -> Figure:
         axis.text(x, y, "\n".join([*names, *more, *words]), ha="center", va="center", fontsize=6.5)
 
     for place, line in points.items():
-        others = line[len(level(line)) :]
-        fill(first, place, line, *[f"next × {factor(row.value / line[0].value)}" for row in others[:1]])
+        fill(first, place, line, *[f"next × {factor(row.value / line[0].value)}" for row in behind(line)[:1]])
     for place, line in free.items():
         fill(second, place, line, f"× {factor(line[0].value / points[place][0].value)}")
     first.set_title("the best of all rules, and the next that is not level", fontsize=10)
