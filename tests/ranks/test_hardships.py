@@ -33,10 +33,10 @@ class Idle:
         return found
 
 
-def expected(steps, idle, graph="ring", size=SIZE, rule="dat", **options):
+def expected(steps, idle, graph="ring", size=SIZE, rule="dat", travel=None, **options):
     """The output of the simulation in which some gradients are zero."""
     made = klatsch.rules.make(rule, lr=LR, **options)
-    problem, topology = Idle(problem_of(size), idle), klatsch.topology.make(graph, size)
+    problem, topology = Idle(problem_of(size), idle), klatsch.topology.make(graph, size, **travel or {})
     return klatsch.simulate(problem, made, topology, steps, engine="torch").output[:, 0]
 
 
@@ -317,6 +317,27 @@ def test_ranks_with_fewer_batches_gossip_on_until_all_are_done(tmp_path, launch,
         assert end["rounds"] == last == steps[rank] + int(ranks.wait_for(f"idle-{rank}"))
         torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
         assert ranks.errors(rank) == ""
+
+
+@pytest.mark.parametrize(
+    "graph, travel, leave",
+    [
+        ("ring", {"every": 2, "late": 3, "wire": "int8"}, []),
+        ("one_peer_exponential", {"late": 2, "wire": "bfloat16"}, []),
+        ("ring", {"late": 2}, [2]),
+    ],
+)
+def test_ranks_end_at_different_times_with_messages_on_their_way(tmp_path, launch, graph, travel, leave):
+    steps = [6, 9, 2, 4, 7]
+    ranks = launch(SIZE, "rank_hardships.uneven", steps=steps, graph=graph, rule="dsgd", leave=leave, travel=travel)
+    ranks.succeed()
+    assert [ranks.errors(rank) for rank in range(SIZE)] == [""] * SIZE
+    last = 9 + 1 + lag(klatsch.topology.make(graph, SIZE, **travel))
+    if not leave:
+        wanted = expected(last, lambda node, t: t > steps[node], graph, rule="dsgd", travel=travel)
+        for rank, end in enumerate(ends(tmp_path)):
+            assert end["rounds"] == last
+            torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
 
 
 def test_join_of_torch(tmp_path, launch):

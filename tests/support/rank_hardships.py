@@ -128,9 +128,11 @@ def hub_leaves(folder, quorum):
     optimizer.finish(leave=optimizer.rank == 0)
 
 
-def uneven(folder, steps, graph="ring", rule="dat", order=None, join=False, leave=(), every=None, deaths=()):
+def uneven(
+    folder, steps, graph="ring", rule="dat", order=None, join=False, leave=(), every=None, deaths=(), travel=None
+):
     """Every rank has its own number of batches."""
-    options = {} if order is None else {"order": order}
+    options = ({} if order is None else {"order": order}) | (travel or {})
     optimizer, x, problem = begin(graph, rule, timeout=60, **options)
     checkpointer = None if every is None else klatsch.Checkpointer(folder / "checkpoints", every=every)
     done = 0 if checkpointer is None else checkpointer.resume(optimizer)

@@ -190,6 +190,8 @@ class Gossip(Points, Joinable, JoinHook):
             known.finish(began, leave)
         while (last := known.last_round()) is None or self.rounds < last:
             self.main_hook()
+        for share in self._shares:
+            share.node.land()
         self.drain()
         return self.rounds - began
 

@@ -145,9 +145,13 @@ class Node:
         if mail.late and self._speaks(t):
             mail.dispatch(t)
         if last:
-            mail.land()
+            self.land()
         else:
             self._begin(t + 1)
+
+    def land(self) -> None:
+        """Wait for what is on its way, and forget it: no rank ends while messages to it still travel."""
+        self._mail.land()
 
     # --- inside ------------------------------------------------------------------------------------------------
 
