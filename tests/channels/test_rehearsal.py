@@ -7,7 +7,7 @@ import torch
 
 import klatsch
 from klatsch import rules
-from klatsch.channels.rehearsal import MOST_MESSAGES, rehearse, vectors
+from klatsch.channels.rehearsal import MOST_MESSAGES, rehearse, sums_of_flows, vectors
 
 X = torch.zeros(5)
 # By rule: the fields that travel early, and what the other messages of a round carry: fields, numbers, needed before.
@@ -161,3 +161,11 @@ def test_a_state_that_changes_its_fields_is_refused(changed, error):
         rehearse(Forgetful(), X)
     with pytest.raises(ValueError, match=error.split(", which")[0]):
         klatsch.simulate(klatsch.problems.LeastSquares(3, dim=5), Forgetful(), graph, 5)
+
+
+@pytest.mark.parametrize("name", rules.RULES)
+def test_sums_of_flows(name):
+    """Corrections and tracked gradients, which are zero over the network; push-sum's weight starts at 1 and is not."""
+    wanted = {"d2": ("y", -0.5), "dat-d2": ("y", -0.5), "gt": ("z", 1.0), "dat-gt": ("z", 1.0)}
+    found = sums_of_flows(rules.make(name, lr=0.1), X)
+    assert [(entry.field, entry.factor) for entry in found] == ([wanted[name]] if name in wanted else [])

@@ -93,13 +93,15 @@ def test_the_others_go_on_without_a_killed_rank(tmp_path, launch, victim):
         )
 
 
-@pytest.mark.parametrize("travel", [{"wire": "int8"}, {"every": 2, "late": 3, "wire": "int8"}], ids=str)
-def test_a_killed_rank_leaves_nothing_behind_in_a_channel(tmp_path, launch, travel):
-    """What it held and what was on its way are out: from then on flows among the others sum to zero."""
+@pytest.mark.parametrize(
+    "rule, travel",
+    [("dsgd", {"every": 2, "late": 3, "wire": "int8"}), ("d2", {}), ("d2", {"every": 2, "late": 1, "wire": "int8"})],
+)
+def test_a_killed_rank_leaves_nothing_behind(tmp_path, launch, rule, travel):
+    """What it held, what was on its way and its share of the corrections are out: flows among the others sum to 0."""
     victim, survivors = 2, others(2)
-    ranks = launch(
-        SIZE, "endure", victim=victim, harm="SIGKILL", on_failure="continue", timeout=LATE, rounds=80, travel=travel
-    )
+    told = {"on_failure": "continue", "timeout": LATE, "rounds": 80, "rule": rule, "travel": travel}
+    ranks = launch(SIZE, "endure", victim=victim, harm="SIGKILL", **told)
     codes = ranks.codes()
     assert [codes[rank] for rank in survivors] == [0] * 4, [ranks.errors(rank) for rank in survivors]
     found = [torch.load(tmp_path / f"path-{rank}") for rank in survivors]

@@ -86,13 +86,15 @@ def numbers(folder, graphs):
         torch.save(found, folder / "numbers")
 
 
-def endure(folder, victim, harm, graph="ring", on_failure="raise", timeout=60, rounds=150, ask=False, travel=None):
+def endure(
+    folder, victim, harm, graph="ring", on_failure="raise", timeout=60, rounds=150, ask=False, rule="dsgd", travel=None
+):
     """A run in which one rank kills or stops itself after 40 rounds; every point that the others pass is kept."""
     rank, size = group()
     problem = problem_of(size)
     x = nn.Parameter(problem.start().clone())
-    rule = klatsch.rules.make("dsgd", lr=ENDURE_LR)
-    optimizer = klatsch.Gossip([x], rule, graph, timeout=timeout, on_failure=on_failure, **travel or {})
+    made = klatsch.rules.make(rule, lr=ENDURE_LR)
+    optimizer = klatsch.Gossip([x], made, graph, timeout=timeout, on_failure=on_failure, **travel or {})
     path, lost = [x.detach().clone()], [()]
     for t in range(1, rounds + 1):
         if rank == victim and t == 41:

@@ -7,7 +7,7 @@ soon as the round before is over. Whatever else goes into one call of `flow` tra
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -93,6 +93,30 @@ def vectors(rule: Rule) -> tuple[int, int]:
     return early, sum(whole) - early
 
 
+class Sum(NamedTuple):
+    """A state field that is a sum of flows, such as the correction of D2: it is zero over the network."""
+
+    field: str
+    call: int  # of `flow`
+    part: int  # of the call
+    factor: float
+
+
+def sums_of_flows(rule: Rule, x: Tensor) -> list[Sum]:
+    """The fields that start at zero and change by a multiple of a flow, and by nothing else."""
+    rehearsal = Rehearsal(rule, x)
+    found = []
+    for name, start in rehearsal.state.items():
+        if start.any() or not rehearsal.is_wide(start):
+            continue
+        for c, tensors in enumerate(rehearsal.rounds[0]):
+            for n in range(len(tensors)):
+                change = rehearsal.change(name, c, n)
+                if change:
+                    found.append(Sum(name, c, n, change))
+    return found
+
+
 class _Stained(Tensor):
     """A tensor that depends on what some call of `flow` returned, as does whatever is computed from it."""
 
@@ -144,6 +168,26 @@ class Rehearsal:
         stained = set(calls)
         rounds = [self.calls(stained, t) for t in ROUNDS]
         return {c for found in rounds for c, vs in enumerate(found) if any(isinstance(v, _Stained) for v in vs)}
+
+    def change(self, field: str, c: int, n: int) -> float:
+        """By what a field changes if one flow is 1, the others are 0 and so is the field; 0 if other things count."""
+
+        def after(flow: float, grad: float, t: int) -> Tensor:
+            count = iter(range(len(self.state) * MOST_MESSAGES))
+
+            def moved(mixed: bool, *tensors: Tensor) -> Tensors:
+                call = next(count)
+                flows = [torch.full_like(v, flow if (call, k) == (c, n) else 0.0) for k, v in enumerate(tensors)]
+                return tuple(v + f if mixed else f for v, f in zip(tensors, flows, strict=True))
+
+            state = {name: v * 0.0 + (0.0 if name == field else 0.3) for name, v in self.state.items()}
+            made = Flow(partial(moved, False), partial(moved, True))
+            return self._rule.update(state, self._grad + grad, made, t, rate(self._rule.lr, t))[field]
+
+        still = [after(0.0, grad, t) for grad in (0.0, 1.7) for t in (1, 4)]
+        moved = [after(1.0, grad, t) for grad in (0.0, 1.7) for t in (1, 4)]
+        alike = all(torch.allclose(v, moved[0]) for v in moved)
+        return float(moved[0].flatten()[0]) if alike and not any(v.any() for v in still) else 0.0
 
     def calls(self, stained: Collection[int] = (), t: int = 1) -> list[Tensors]:
         """What goes into the calls of `flow` in a round, where some of them return stained tensors."""

@@ -43,6 +43,7 @@ class Voice(NamedTuple):
 class Heard(NamedTuple):
     """One message of each neighbour, and the weights for them."""
 
+    sources: list[int]  # the neighbours
     voices: list[Voice]  # by neighbour
     weights: list[float]  # P_ij by neighbour
     away: float | None  # if columns sum to 1 instead of rows: the share of its value that this node gives away
@@ -70,6 +71,12 @@ class Heard(NamedTuple):
         for weight, other in zip(self.weights[1:], others[1:], strict=True):
             result.add_(other - own, alpha=weight)
         return result.add_(v) if mixed and not at_once else result
+
+    def shares(self, v: Tensor, part: int, block: Block) -> dict[int, Tensor]:
+        """P_ij (v_j - v_i) by neighbour, which `pull` sums up."""
+        own = v if self.own is None else self.own.says(part, block, v.dtype)
+        heard = zip(self.sources, self.weights, self.voices, strict=True)
+        return {source: weight * (voice.says(part, block, v.dtype) - own) for source, weight, voice in heard}
 
 
 class Mailbox:
@@ -199,7 +206,7 @@ class Mailbox:
         own = None
         if self.links.topology.speaks(r) and (self.late or not layout.exact):
             own = Voice(self._message(k, r).parts, self._held_of(k, self.links.rank))
-        return Heard(voices, [row.links[source] for source, _ in there], away, own)
+        return Heard([source for source, _ in there], voices, [row.links[source] for source, _ in there], away, own)
 
     # --- memory ------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klatsch.channels.rehearsal import Place, rehearse
+from klatsch.channels.rehearsal import Place, rehearse, sums_of_flows
 from klatsch.columns import Number
+from klatsch.ranks.ledger import Ledger
 from klatsch.ranks.links import Links
 from klatsch.ranks.mailbox import Mailbox, Memory
 from klatsch.ranks.message import Block
@@ -56,6 +57,7 @@ class Node:
         self._traffic = rehearse(rule, x)
         by_rows = links.topology.row_stochastic and not rule.push
         self._mail = Mailbox(self._traffic, x, links, by_rows, stream, guarded)
+        self._ledger = Ledger(sums_of_flows(rule, x) if links.survives and by_rows else [], x)
         self._blocks, self._wide = _blocks(x), x.shape[-1]
         self._begun, self._calls = False, 0
         start = rule.init(x)
@@ -69,8 +71,9 @@ class Node:
 
     @property
     def memory(self) -> Memory:
-        """What the channel holds, and what is on its way; for a checkpoint, beside the state."""
-        return self._mail.memory
+        """What the channel holds and what is on its way, and the ledger; for a checkpoint, beside the state."""
+        entries = {str(node): each(torch.clone, fields) for node, fields in self._ledger.entries.items()}
+        return self._mail.memory | ({"ledger": entries} if entries else {})
 
     def load(self, fields: State, rounds: int, memory: Memory | None = None) -> None:
         """Continue from a state saved after some rounds; without the channel's memory it begins anew."""
@@ -79,6 +82,8 @@ class Node:
             self._fields[name].copy_(value)
         self.rounds, self._begun = rounds, False
         self._mail.load(memory or {})
+        entries: dict[str, State] = (memory or {}).get("ledger", {})  # type: ignore[assignment]
+        self._ledger.entries = {int(node): each(torch.clone, fields) for node, fields in entries.items()}
 
     @torch.no_grad()
     def write(self, point: Callable[[State], Tensor], into: Tensor) -> None:
@@ -142,6 +147,7 @@ class Node:
         for name, value in single.items():
             following[name].copy_(value)
         self._fields, self.rounds = following, t
+        self._ledger.take_out(self.links.absent(t), self._fields)  # neighbours saw the state before
         if mail.late and self._speaks(t):
             mail.dispatch(t)
         if last:
@@ -215,14 +221,17 @@ class Node:
             if c == stop:
                 raise _Reached(zip(tensors, self._traffic.calls[c], strict=True))
             results = []
-            for tensor, (k, part, field) in zip(tensors, self._traffic.calls[c], strict=True):
+            for n, (tensor, (k, part, field)) in enumerate(zip(tensors, self._traffic.calls[c], strict=True)):
                 if field is not None and tensor is not old[field]:
                     raise self._other_calls()
                 if writes and (k, part) not in written:
                     mail.put(t, k, part, block, tensor)
                     written.add((k, part))
                 if (heard := mail.heard(k)) is not None:
-                    results.append(heard.pull(tensor, part, mail.where(k, part, block), mixed))
+                    where = mail.where(k, part, block)
+                    results.append(heard.pull(tensor, part, where, mixed))
+                    if stop is None and self._ledger.covers(c, n):
+                        self._ledger.enter(c, n, where, heard.shares(tensor, part, where))
                 elif mail.late and not mixed:  # nothing arrives in this round
                     results.append(torch.zeros_like(tensor))
                 else:  # not needed before the stop

@@ -1,0 +1,44 @@
+"""What each neighbour has added to sums of flows, such as D2's correction y, to be taken out when it is lost.
+
+Such sums are zero over the network. Without the lost node's they would not be, and push the others' mean for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from klatsch.channels.rehearsal import Sum
+from klatsch.ranks.message import Block
+from klatsch.rules import State
+
+
+class Ledger:
+    """The entries of one node, for fields of the shape of x."""
+
+    def __init__(self, sums: Sequence[Sum], x: Tensor) -> None:
+        self._sums = {(entry.call, entry.part): entry for entry in sums}
+        self._like = x
+        self.entries: dict[int, dict[str, Tensor]] = {}  # by neighbour and field
+
+    def covers(self, call: int, part: int) -> bool:
+        """Whether a flow goes into a sum."""
+        return (call, part) in self._sums
+
+    def enter(self, call: int, part: int, block: Block, shares: dict[int, Tensor]) -> None:
+        """Add the shares of the neighbours in a flow, or in a slice of it."""
+        entry = self._sums[call, part]
+        for node, share in shares.items():
+            fields = self.entries.setdefault(node, {})
+            if entry.field not in fields:
+                fields[entry.field] = torch.zeros_like(self._like)
+            whole = fields[entry.field]
+            (whole if block is None else whole[block]).add_(share, alpha=entry.factor)
+
+    def take_out(self, gone: Collection[int], state: State) -> None:
+        """Take what these nodes have added out of a state."""
+        for node in self.entries.keys() & set(gone):
+            for field, added in self.entries.pop(node).items():
+                state[field].sub_(added)
