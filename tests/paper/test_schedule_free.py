@@ -167,7 +167,7 @@ def test_what_is_shown_of_a_study(run_cli, tmp_path, monkeypatch, in_threads):
 
 @pytest.mark.slow
 def test_a_group_reproduces_its_parts(run_cli, tmp_path, monkeypatch, in_threads):
-    small = {"nodes": [4, 9], "steps": 40, "seeds": 1, "lr": [1e-3, 1e-2], "topologies": "ring"}
+    small = {"nodes": [4, 9], "steps": 40, "seeds": 1, "record": 3, "lr": [1e-3, 1e-2], "topologies": "ring"}
     for part in ("fig1", "fig4"):
         monkeypatch.setitem(TARGETS[part].scales, "quick", small)
     monkeypatch.setitem(GROUPS, "schedule-free", ("fig1", "fig4"))
