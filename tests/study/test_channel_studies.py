@@ -1,5 +1,8 @@
 """Channels in studies: a grid over every, late and wire, its names and keys, its stacks, and the bytes it counts."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -17,6 +20,9 @@ LABELS = [
     *("ring", "ring (wire int8)", "ring (late 7)", "ring (late 7, wire int8)"),
     *("ring/8", "ring/8 (wire int8)", "ring/8 (late 7)", "ring/8 (late 7, wire int8)"),
 ]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "slow-networks.md"
 
 
 def study(topologies, **changes):
@@ -113,3 +119,14 @@ def test_the_complete_graph_is_an_all_reduce_in_float32_only():
     sent = [traffic.sent(case) for case in expanded(options, rules=["dsgd"], problem={"dim": 600})[0]]
     ring, gossip = 2 * 4 / 5 * 4 * 600, 4 * 2 * 600
     assert sent == pytest.approx([40 * ring, 40 * gossip] * 2)
+
+
+@pytest.mark.documents
+def test_the_page_shows_a_study_that_can_be_run_and_gaps_that_are_right(tmp_path):
+    (shown,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.S)
+    (tmp_path / "slow.toml").write_text(shown)
+    assert len(cases.expand(spec.load(tmp_path / "slow.toml"))[0]) == 8 * 2 * 5 * 2
+    rows = re.findall(r"^\| (ring(?:/8)?)(?:, late (7))? \| ([\d.]+) ", PAGE.read_text(), re.M)
+    assert len(rows) == 4
+    for name, late, gap in rows:
+        assert float(gap) == pytest.approx(tp.make(name, 16, late=int(late or 0)).spectral_gap, rel=0.02)
