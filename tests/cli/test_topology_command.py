@@ -30,6 +30,46 @@ def test_one_table(run_cli):
     assert cells["bytes, DAT-SGD"] == f"{2 * sent:.3g} kB"
 
 
+def test_a_channel_shows_what_it_costs(run_cli):
+    channel = ("--set", "late=9", "--set", "wire=int8")
+    code, out, err = run_cli("topology", "ring/8", "-n", 16, *channel)
+    assert (code, err) == (0, "")
+    cells = {row.split("│")[1].strip(): row.split("│")[2].strip() for row in out.splitlines() if row.startswith("│")}
+    graph = tp.make("ring", 16, every=8, late=9, wire="int8")
+    assert (cells["every"], cells["late"], cells["wire"]) == ("8", "9", "int8")
+    assert float(cells["rho"]) == pytest.approx(graph.spectral_gap, rel=1e-4)
+    assert cells["bytes, D-SGD"] == "252 kB"  # 2 neighbours, 1 million bytes and 3907 scales of 2, in every 8th round
+    facts = json.loads(run_cli("topology", "ring/8", "-n", 16, *channel, "--json")[1])
+    assert (facts["late"], facts["wire"], facts["bytes_per_round_dat"]) == (9, "int8", 2 * 2 * 1_007_814 // 8)
+
+
+def test_a_comparison_over_a_channel_leaves_out_graphs_that_change(run_cli):
+    facts = json.loads(run_cli("topology", "--compare", "-n", 16, "--set", "wire=int8", "--json")[1])
+    assert facts["left_out"].keys() == {"one_peer_exponential", "base_graph"}
+    assert {one["wire"] for one in facts["topologies"]} == {"int8"}
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        (
+            ("ring", "-n", 4, "--set", "wire=int4"),
+            "unknown wire 'int4'; did you mean int8? There are float32, bfloat16",
+        ),
+        (("--compare", "-n", 4, "--set", "wire=int4"), "unknown wire 'int4'; did you mean int8?"),
+        (("ring", "-n", 4, "--set", "late=soon"), "--set late: 'soon' is not a whole number"),
+        (("ring", "-n", 4, "--set", "late=-1"), "late = -1; give a whole number from 0 to 10000"),
+        (("base_graph", "-n", 4, "--set", "wire=int8"), "the graph changes from round to round"),
+        (("ring", "-n", 200_000, "--set", "late=3"), "late ring: no closed form of its spectral gap is known"),
+    ],
+)
+def test_a_wrong_channel_is_one_line(given, reason, run_cli):
+    code, _, err = run_cli("topology", *given)
+    assert code == 2
+    assert reason in err
+    assert len(err.splitlines()) == 1
+
+
 def test_json_says_the_same(run_cli):
     code, out, _ = run_cli("topology", "torus", "--set", "rows=3", "--set", "cols=4", "--json")
     facts = json.loads(out)

@@ -1,5 +1,6 @@
 """Channels in studies: a grid over every, late and wire, its names and keys, its stacks, and the bytes it counts."""
 
+import json
 import re
 from pathlib import Path
 
@@ -130,3 +131,13 @@ def test_the_page_shows_a_study_that_can_be_run_and_gaps_that_are_right(tmp_path
     assert len(rows) == 4
     for name, late, gap in rows:
         assert float(gap) == pytest.approx(tp.make(name, 16, late=int(late or 0)).spectral_gap, rel=0.02)
+
+
+def test_the_command_takes_a_grid_of_channels(run_cli):
+    given = ["--rules", "dat", "-t", "ring/8", "-n", 4, "--steps", 20, "--seeds", 1, "--lr", 0.01]
+    code, out, _ = run_cli("run", *given, "--set", "late=0,7", "--set", "wire=float32,int8", "--json")
+    assert code == 0
+    assert [row["topology"] for row in json.loads(out)["rows"]] == LABELS[4:]
+    code, _, err = run_cli("run", *given, "--set", "wire=int4")
+    assert code == 2
+    assert "unknown wire 'int4'; did you mean int8?" in err
