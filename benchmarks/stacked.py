@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 import klatsch
-from klatsch import problems, rules, topology
-from klatsch.simulation import native
-from klatsch.simulation.native import cores
+from klatsch import native, problems, rules, topology
+from klatsch.native import cores
 
 DIM, REPEATS = 50, 5
 

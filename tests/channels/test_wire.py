@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from klatsch.channels import wire
 from klatsch.channels.wire import BLOCK, quantized, restored, rounded, scale_count
+from tests.support.machine import KERNEL
 
 SHAPES = [(1,), (255,), (256,), (257,), (3, 600), (2, 3, 1000)]
 
@@ -57,3 +59,20 @@ def test_bfloat16_keeps_eight_bits():
     v = spread((1000,))
     assert ((rounded(v) - v).abs() <= v.abs() / 256).all()
     assert rounded(v).dtype == v.dtype
+
+
+@KERNEL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_kernel_says_what_torch_says(dtype):
+    v = spread((7, 1300), dtype)
+    v[1] = 0
+    v[2, 300], v[3, 900] = torch.nan, torch.inf
+    v[4] = torch.arange(1300) * 0.5  # in the middle between two codes
+    v = v.T.contiguous().T  # of which the kernel gets a copy
+    (codes, scales), (wanted, steps) = quantized(v), wire._quantized(v)
+    assert torch.equal(scales.isfinite(), steps.isfinite())  # bits: whole numbers
+    finite = steps.isfinite().repeat_interleave(BLOCK, -1)[:, :1300]
+    assert torch.equal(codes[finite], wanted[finite])  # bits: whole numbers
+    assert torch.equal(scales[steps.isfinite()], steps[steps.isfinite()])  # bits: whole numbers
+    again, theirs = restored(codes, scales, dtype), wire._restored(codes, scales, dtype)
+    torch.testing.assert_close(again, theirs, equal_nan=True)

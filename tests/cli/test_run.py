@@ -296,7 +296,7 @@ def test_a_graph_that_a_rule_refuses_can_be_asked_for(run_cli):
 
 
 def test_without_a_kernel_it_says_so(run_cli, monkeypatch):
-    monkeypatch.setattr("klatsch.simulation.native.why_not", lambda: "there is no C compiler; install gcc or clang")
+    monkeypatch.setattr("klatsch.native.why_not", lambda: "there is no C compiler; install gcc or clang")
     assert "slower than it could be: there is no C compiler" in run_cli("run", "-n", 4, *QUICK)[1]
 
 

@@ -9,10 +9,9 @@ import torch
 from safetensors import safe_open
 
 import klatsch
-from klatsch import problems, rules, sealed
+from klatsch import native, problems, rules, sealed
 from klatsch import topology as tp
 from klatsch.simulation import checkpoint as checkpoints
-from klatsch.simulation import native
 from tests.support.machine import KERNEL
 from tests.support.table import ZeroGradients
 

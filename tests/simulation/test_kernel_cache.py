@@ -6,13 +6,13 @@ import shutil
 
 import pytest
 
-from klatsch.simulation import native
+from klatsch import native
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=f"no fused engine: {native.why_not()}")
 
 PROGRAM = """
 import klatsch
-from klatsch.simulation import native
+from klatsch import native
 assert native.why_not() is None, native.why_not()
 graph = klatsch.topology.ring(3)
 print(klatsch.simulate(klatsch.problems.LeastSquares(3, dim=4), klatsch.rules.dsgd(0.001), graph, 30).engine)

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import klatsch
-from klatsch import problems, rules
+from klatsch import native, problems, rules
 from klatsch import topology as tp
-from klatsch.simulation import native
 from klatsch.simulation.driver import progress_bar
 from klatsch.simulation.fused import column_blocks
 from klatsch.simulation.mixing import StackedMix

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from klatsch.simulation import native
+from klatsch import native
 
 KERNEL = pytest.mark.skipif(native.why_not() is not None, reason=f"no fused engine: {native.why_not()}")
 ENGINES = pytest.mark.parametrize("engine", ["torch", pytest.param("fused", marks=KERNEL)])

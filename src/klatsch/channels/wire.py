@@ -5,12 +5,17 @@ Only whole vectors are encoded. Single numbers, such as the weight of push-sum, 
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from klatsch import native
+
 BLOCK = 256  # numbers that share a scale
 LARGEST = 127  # of a code
+KINDS = (torch.float32, torch.float64)  # what the kernel is for
 
 
 def rounded(v: Tensor) -> Tensor:
@@ -30,6 +35,31 @@ def quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
     not finite has such a scale. Scales have few digits, so that code times scale is exact in float32: both ends hold
     the same bits, whatever their machines fuse.
     """
+    if (kernel := _kernel(difference)) is None:
+        return _quantized(difference)
+    v, (*outer, length) = difference.contiguous(), difference.shape
+    codes = torch.empty(v.shape, dtype=torch.int8)
+    scales = torch.empty((*outer, scale_count(length)), dtype=torch.bfloat16)
+    quantize = kernel.klatsch_quantize_f32 if v.dtype == torch.float32 else kernel.klatsch_quantize_f64
+    for row, its_codes, its_scales in zip(*map(_addresses, (v, codes, scales)), strict=True):
+        quantize(row, length, its_codes, its_scales)
+    return codes, scales
+
+
+def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The difference that `quantized` encoded, to the nearest code."""
+    v = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    if (kernel := _kernel(v)) is None:
+        return _restored(codes, scales, dtype)
+    restore = kernel.klatsch_restore_f32 if dtype == torch.float32 else kernel.klatsch_restore_f64
+    parts = codes.contiguous(), scales.contiguous(), v
+    for its_codes, its_scales, row in zip(*map(_addresses, parts), strict=True):
+        restore(its_codes, its_scales, v.shape[-1], row)
+    return v
+
+
+def _quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantized` without the kernel."""
     blocks = _blocks(difference)
     scales = (blocks.abs().amax(-1) / LARGEST).bfloat16()
     steps = torch.where(scales > 0, scales, 1.0).to(blocks.dtype)
@@ -37,8 +67,8 @@ def quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2)[..., : difference.shape[-1]], scales
 
 
-def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The difference that `quantized` encoded, to the nearest code."""
+def _restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`restored` without the kernel."""
     blocks = _blocks(codes).to(dtype) * scales.to(dtype)[..., None]
     return blocks.flatten(-2)[..., : codes.shape[-1]]
 
@@ -48,3 +78,16 @@ def _blocks(v: Tensor) -> Tensor:
     missing = -v.shape[-1] % BLOCK
     whole = functional.pad(v, (0, missing)) if missing else v
     return whole.reshape(*v.shape[:-1], -1, BLOCK)
+
+
+def _kernel(v: Tensor) -> ctypes.CDLL | None:
+    """The kernel, where there is one and v is for it."""
+    if v.device.type != "cpu" or v.dtype not in KINDS or not v.numel() or native.why_not() is not None:
+        return None
+    return native.library()
+
+
+def _addresses(v: Tensor) -> range:
+    """Where the rows of a contiguous tensor begin."""
+    width = v.shape[-1] * v.element_size()
+    return range(v.data_ptr(), v.data_ptr() + v.numel() * v.element_size(), width)

@@ -17,7 +17,7 @@ EXPENDABLE = ("Gamma", "worst", "merged", "to", "from", "nodes")  # what a narro
 
 def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu") -> None:
     """Print one line per row, then notes."""
-    from klatsch.simulation import native
+    from klatsch import native
     from klatsch.study.choices import BESIDE
     from klatsch.study.grids import shown
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import klatsch.columns as cols
+from klatsch import native
 from klatsch.problems import Problem
 from klatsch.rules import State
-from klatsch.simulation import native
 from klatsch.simulation.preparation import Prepared
 from klatsch.simulation.stack import Stack
 from klatsch.simulation.trace import LINEAR, NotLinearError, Program, coefficient_table, trace

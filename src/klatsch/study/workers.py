@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from klatsch.simulation.native import cores, quiet_threads
+from klatsch.native import cores, quiet_threads
 from klatsch.study.batches import Batch, Finished, run_batch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)

@@ -1,6 +1,6 @@
-"""The kernel kernel.c: built by the machine's own C compiler at first use, cached, and loaded with ctypes.
+"""The kernels rounds.c and wire.c: built by the machine's own C compiler at first use, cached, loaded with ctypes.
 
-Without a compiler, simulations use plain torch operations. KLATSCH_NATIVE=0 turns the kernel off, KLATSCH_CACHE names
+Without a compiler, plain torch operations do the same. KLATSCH_NATIVE=0 turns the kernel off, KLATSCH_CACHE names
 another folder for it, CC another compiler ("gcc", or with options "gcc -O2"). The file's name holds a checksum of its
 content: code that is damaged, or that others may have written, is built again instead of loaded.
 """
@@ -25,7 +25,7 @@ import torch
 
 from klatsch.files import write_atomically
 
-SOURCE = Path(__file__).with_name("kernel.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("rounds.c", "wire.c"))
 FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
 
 NUMBERS = (
@@ -36,7 +36,7 @@ POINTERS = "H rows mult noise sigma coef op first neighbour weight buffer_of tur
 
 
 class Job(ctypes.Structure):
-    """The struct `job` of kernel.c."""
+    """The struct `job` of rounds.c."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in NUMBERS.split()),
@@ -71,6 +71,11 @@ def _library() -> ctypes.CDLL | str:
                 return f"the kernel in {folder} is damaged right after the build"
         for function in (kernel.klatsch_rounds_f32, kernel.klatsch_rounds_f64):
             function.argtypes, function.restype = [ctypes.POINTER(Job)], ctypes.c_int
+        address, count = ctypes.c_void_p, ctypes.c_int64
+        for function in (kernel.klatsch_quantize_f32, kernel.klatsch_quantize_f64):
+            function.argtypes = [address, count, address, address]
+        for function in (kernel.klatsch_restore_f32, kernel.klatsch_restore_f64):
+            function.argtypes = [address, address, count, address]
     except subprocess.TimeoutExpired as error:
         return f"{error.cmd[0]} took more than {error.timeout:.0f} seconds"
     except (OSError, AttributeError) as error:
@@ -117,7 +122,7 @@ def _whole(file: int, name: str) -> bool:
 def _build(compiler: list[str], folder: Path, key: str) -> None:
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as place:
         built = Path(place, "rounds.so")
-        command = [*compiler, *FLAGS, "-o", str(built), str(SOURCE)]
+        command = [*compiler, *FLAGS, "-o", str(built), *map(str, SOURCES)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
             raise OSError(f"{compiler[0]} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
@@ -141,7 +146,7 @@ def _key(compiler: list[str]) -> str:
     if (facts := Path("/proc/cpuinfo")).exists():
         kinds = ("model name", "flags", "Features", "CPU part")
         processor = "".join(sorted({line for line in facts.read_text().splitlines() if line.startswith(kinds)}))
-    parts = (SOURCE.read_text(), *compiler[1:], *FLAGS, version, platform.machine(), processor)
+    parts = (*(source.read_text() for source in SOURCES), *compiler[1:], *FLAGS, version, platform.machine(), processor)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
