@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from klatsch import native
+from klatsch.topology.channel import BLOCK
 
-BLOCK = 256  # numbers that share a scale
 LARGEST = 127  # of a code
 KINDS = (torch.float32, torch.float64)  # what the kernel is for
 

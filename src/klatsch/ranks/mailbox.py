@@ -52,9 +52,8 @@ class Heard(NamedTuple):
     def pull(self, v: Tensor, part: int, block: Block, mixed: bool) -> Tensor:
         """The flow of a part, or of a slice of it: sum_j P_ij (v_j - v_i), or v_i plus that.
 
-        It is summed as differences, which keep equal values equal.
-
-        If columns sum to 1 instead of rows (push-sum), it is sum_j P_ij v_j - sum_k P_ki v_i.
+        It is summed as differences, which keep equal values equal. If columns sum to 1 instead of rows (push-sum), it
+        is sum_j P_ij v_j - sum_k P_ki v_i.
         """
         others = [voice.says(part, block, v.dtype) for voice in self.voices]
         own = v if self.own is None else self.own.says(part, block, v.dtype)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from klatsch.channels import wire as wires
+from klatsch.topology.channel import BLOCK
 
 ALIGNED = 8  # bytes: where a part may begin
 PIECE = 1 << 30  # numbers per dot product; the limit on a GPU is twice that
@@ -29,7 +30,7 @@ class Part(NamedTuple):
         """A slice of it; slices begin at multiples of 256."""
         if block is None:
             return self
-        few = slice(block.start // wires.BLOCK, wires.scale_count(block.stop))
+        few = slice(block.start // BLOCK, wires.scale_count(block.stop))
         return Part(self.numbers[block], None if self.scales is None else self.scales[few])
 
     def write(self, v: Tensor, held: Tensor | None) -> None:

@@ -14,6 +14,7 @@ from klatsch.topology.graph import Topology, check_topology
 from klatsch.topology.matrix import SUM_TOLERANCE, Matrix, identity, mapped
 
 CHANNEL = {"every": 1, "late": 0, "wire": validation.WIRES[0]}  # the options of a channel, with their defaults
+BLOCK = 256  # numbers that share a scale in int8
 FEW_BITS = 14  # of weights for bfloat16: its 8 bits and these fit into the 24 of float32, with 2 to spare
 
 
@@ -64,7 +65,7 @@ def check_channel(every: object = 1, late: object = 0, wire: object = validation
 
 def encoded_bytes(wire: str, numbers: int) -> int:
     """The bytes of a vector as it travels."""
-    scales = -(-numbers // 256)  # of int8: one in bfloat16 per block
+    scales = -(-numbers // BLOCK)  # of int8, in bfloat16
     return {"float32": 4 * numbers, "bfloat16": 2 * numbers, "int8": numbers + 2 * scales}[wire]
 
 
