@@ -128,6 +128,7 @@ class Prepared:
 
     def __init__(self, fork=False):
         self.asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.reserved = []  # sockets that keep ports from others
         self.started = []  # since the last time that all were ended
         worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
         self.ports = 10_000 + (3_000 * worker + os.getpid() % 2_000) % 20_000  # apart from other sessions, too
@@ -199,11 +200,14 @@ class Prepared:
         return [self.python(*words, env=environment | own[rank], tell=tell[rank], **options) for rank in range(size)]
 
     def free_port(self):
-        """A port that is free, and of which no other worker of pytest-xdist and no outgoing connection will think."""
+        """A port for a server that sets SO_REUSEADDR, as stores do; nobody else gets it while this process lives."""
         while True:
             self.ports += 1
-            with socket.socket() as probe, contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", self.ports))
+            with contextlib.suppress(OSError):
+                reserved = socket.socket()
+                reserved.bind(("127.0.0.1", self.ports))
+                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: it would share ports
+                self.reserved.append(reserved)
                 return self.ports
 
     def end(self, but=()):
