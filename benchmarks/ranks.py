@@ -5,8 +5,9 @@ Run: make bench-ranks, or .venv/bin/python benchmarks/ranks.py [--models lenet,1
 In every run all methods take turns, so their ratios to local SGD without communication (the floor) can be compared:
 D-SGD, DAT in both orders, DAT over channels (gossip in every 8th round with int8, and late as well), and what one would
 use instead: DDP, DDP with torch's fp16 and PowerSGD hooks, and local SGD with an all-reduce of the model in every 8th
-step (torch's model averaging). Times are those of 8 steps, divided by 8. Networks: full loopback speed, and, for root,
-every rank in a network namespace of its own behind a `tc tbf` limit in both directions. One thread per rank.
+step (torch's model averaging). Where only every 8th step speaks, times are those of 8 steps, divided by 8. A ratio
+compares times of one turn; the median over the turns is shown. Networks: full loopback speed, and, for root, every rank
+in a network namespace of its own behind a `tc tbf` limit in both directions. One thread per rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,13 +45,14 @@ GOSSIP: dict[str, dict[str, Any]] = {
 }
 OTHERS = ("ddp", "ddp fp16", "ddp powersgd", "local sgd/8")
 METHODS = ("local", "dsgd", *GOSSIP, *OTHERS)
+SILENT = ("local", "dat/8 int8", "dat/8 int8 late", "local sgd/8")  # most of their steps, or all
 MODELS: dict[str, tuple[list[int], int]] = {  # layers (none: the LeNet), batch
     "lenet": ([], 256),
     "1M": ([784, 1024, 256, 10], 4096),
     "11M": ([784, 2816, 2816, 256, 10], 2048),
 }
 LR = 1e-3
-TURNS, PATIENCE = 10, 25.0  # how often methods take turns, unless that takes so many seconds
+TURNS, PATIENCE = 9, 60.0  # how often methods take turns, unless that takes so many seconds
 
 
 def model_of(name: str) -> nn.Module:
@@ -76,12 +78,16 @@ class Training:
     def __init__(self, method: str, name: str) -> None:
         model = model_of(name)
         batch = MODELS[name][1]
-        self.model: Any = nn.parallel.DistributedDataParallel(model) if method.startswith("ddp") else model
+        # PowerSGD reduces several times per bucket, and over gloo in another order on every rank: it gets one bucket.
+        buckets = {"bucket_cap_mb": 1000} if method == "ddp powersgd" else {}
+        ddp = method.startswith("ddp")
+        self.model: Any = nn.parallel.DistributedDataParallel(model, **buckets) if ddp else model
         if method == "ddp fp16":
             self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif method == "ddp powersgd":
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        self.period = H if method in SILENT else 1
         self.averager = PeriodicModelAverager(period=H) if method == "local sgd/8" else None
         self.images, self.labels = torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))
         parameters = list(model.parameters())
@@ -94,19 +100,31 @@ class Training:
         )
 
     def steps(self) -> float:
-        """Seconds per step of H steps."""
+        """Seconds per step of a whole period."""
         began = time.perf_counter()
-        for _ in range(H):
+        for _ in range(self.period):
             self.optimizer.zero_grad()
             nn.functional.cross_entropy(self.model(self.images), self.labels).backward()
             self.optimizer.step()
             if self.averager is not None:
                 self.averager.average_parameters(self.model.parameters())
-        return (time.perf_counter() - began) / H
+        return (time.perf_counter() - began) / self.period
 
     @property
     def waited(self) -> float:
-        return float(getattr(self.optimizer, "seconds_waited", 0.0))
+        return self.optimizer.seconds_waited if isinstance(self.optimizer, klatsch.optim.Gossip) else 0.0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.optimizer.bytes_sent if isinstance(self.optimizer, klatsch.optim.Gossip) else 0
+
+
+class Step(NamedTuple):
+    """What a step took."""
+
+    seconds: float
+    cpu: float  # seconds of processor time
+    waited: float  # seconds, for messages
 
 
 def work(names: list[str], seconds: float) -> None:
@@ -114,22 +132,23 @@ def work(names: list[str], seconds: float) -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     for name in names:
         trainings = {method: Training(method, name) for method in METHODS}
-        found: dict[str, list[tuple[float, float, float]]] = {method: [] for method in METHODS}
+        turns: list[dict[str, Step]] = []
         sent: dict[str, int] = {}
         for turn in range(1 + TURNS):  # the first one warms up
             began = time.perf_counter()
+            found: dict[str, Step] = {}
             for method, training in trainings.items():
                 dist.barrier()
                 took = torch.tensor([training.steps()])  # its messages came long ago; these are not counted
                 dist.all_reduce(took, op=dist.ReduceOp.MAX)
-                times = max(1, min(100, int(seconds / (H * float(took)))))
-                before = getattr(training.optimizer, "bytes_sent", 0)
-                for _ in range(times):
-                    waited, cpu = training.waited, time.process_time()
-                    step = training.steps()
-                    if turn:
-                        found[method].append((step, (training.waited - waited) / H, (time.process_time() - cpu) / H))
-                sent[method] = (getattr(training.optimizer, "bytes_sent", 0) - before) // (H * times)
+                times = max(2 if training.period == 1 else 1, min(100, int(seconds / (training.period * float(took)))))
+                waited, cpu, bytes_sent = training.waited, time.process_time(), training.bytes_sent
+                step = statistics.mean(training.steps() for _ in range(times))
+                count = times * training.period
+                found[method] = Step(step, (time.process_time() - cpu) / count, (training.waited - waited) / count)
+                sent[method] = (training.bytes_sent - bytes_sent) // count
+            if turn:
+                turns.append(found)
             spent = torch.tensor([time.perf_counter() - began])
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
             if turn and float(spent) * (turn + 1) > PATIENCE:
@@ -138,9 +157,11 @@ def work(names: list[str], seconds: float) -> None:
             row = {
                 "model": name,
                 "parameters": sum(p.numel() for p in trainings["local"].model.parameters()),
-                "step": {method: statistics.median(row[0] for row in rows) for method, rows in found.items()},
-                "waited": {method: statistics.mean(row[1] for row in rows) for method, rows in found.items()},
-                "cpu": {method: statistics.median(row[2] for row in rows) for method, rows in found.items()},
+                "turns": len(turns),
+                "step": {m: statistics.median(turn[m].seconds for turn in turns) for m in METHODS},
+                "ratio": {m: statistics.median(t[m].seconds / t["local"].seconds for t in turns) for m in METHODS},
+                "cpu": {m: statistics.median(t[m].cpu / t["local"].cpu for t in turns) for m in METHODS},
+                "waited": {m: statistics.mean(turn[m].waited for turn in turns) for m in METHODS},
                 "bytes": sent,
             }
             print(json.dumps(row), flush=True)
@@ -173,7 +194,7 @@ def namespaces(size: int, rate: float | None) -> Iterator[list[str]]:
 
 def remove(size: int) -> None:
     for k in range(size):
-        shell(f"ip netns del klatsch{k}", check=False)
+        shell(f"ip link del klatsch{k}; ip netns del klatsch{k}", check=False)  # a link may outlive its namespace
     shell("ip link del klatsch", check=False)
 
 
@@ -246,26 +267,25 @@ def main() -> None:
 
 def print_goals(rows: list[dict[str, Any]]) -> None:
     """In how many rows on slow networks each goal is met."""
-    slow = [row["step"] for row in rows if row["ranks"] == 4 and row["network"] in SLOW and row["model"] != "lenet"]
+    slow = [row["ratio"] for row in rows if row["ranks"] == 4 and row["network"] in SLOW and row["model"] != "lenet"]
     plain, late = "dat/8 int8", "dat/8 int8 late"
-    goals = {f"{plain} within 1.15 of local SGD": [s[plain] <= 1.15 * s["local"] for s in slow]}
-    goals |= {f"{late} within 1.10 of local SGD": [s[late] <= 1.10 * s["local"] for s in slow]}
+    goals = {f"{plain} within 1.15 of local SGD": [ratio[plain] <= 1.15 for ratio in slow]}
+    goals |= {f"{late} within 1.10 of local SGD": [ratio[late] <= 1.10 for ratio in slow]}
     for other in OTHERS:
-        goals[f"{plain} ahead of {other}"] = [s[plain] < s[other] for s in slow]
-        goals[f"{late} ahead of {other}"] = [s[late] < s[other] for s in slow]
+        goals[f"{plain} ahead of {other}"] = [ratio[plain] < ratio[other] for ratio in slow]
+        goals[f"{late} ahead of {other}"] = [ratio[late] < ratio[other] for ratio in slow]
     print("\nFour ranks at 200 and 50 Mbit/s, 1M and 11M:")
     for goal, met in goals.items():
         print(f"  {goal:40} in {sum(met)} of {len(met)} rows")
 
 
 def print_row(network: str, size: int, row: dict[str, Any]) -> None:
-    step, cpu = row["step"], row["cpu"]
     model = f"{row['model']} ({row['parameters']:,} parameters)"
-    print(f"{network}, {size} ranks, {model}: local {step['local'] * 1e3:.1f} ms")
+    print(f"{network}, {size} ranks, {model}: local {row['step']['local'] * 1e3:.1f} ms, turns: {row['turns']}")
     for method in METHODS[1:]:
         sent = f"{row['bytes'][method] / 1e6:8.2f} MB  waited {row['waited'][method] * 1e3:8.1f} ms"
         print(
-            f"  {method:16} {step[method] / step['local']:6.2f}  cpu {cpu[method] / cpu['local']:6.2f}"
+            f"  {method:16} {row['ratio'][method]:6.2f}  cpu {row['cpu'][method]:6.2f}"
             + (f"  {sent}" if method not in OTHERS else ""),
             flush=True,
         )
