@@ -17,6 +17,8 @@ from tests.support.comparisons import assert_same_to_rounding
 from tests.support.machine import CUDA, ENGINES, KERNEL
 from tests.support.table import RULES as TABLE
 
+pytestmark = pytest.mark.slow
+
 WIRES, LATE, EVERY = ("float32", "bfloat16", "int8"), (0, 1, 4), (1, 4)
 CHANNELS = [(every, late, wire) for every in EVERY for late in LATE for wire in WIRES]
 ROUNDS = 12
@@ -292,8 +294,8 @@ STATIC = ["ring", "complete", "torus", "star"]
     "rule, name, steps",
     [
         *(("dsgd", name, 1000) for name in [*STATIC, "one_peer_exponential", "base_graph", "exponential"]),
-        pytest.param("dsgd", "directed_ring", 4000, marks=pytest.mark.slow),
-        *(pytest.param("d2", name, 6000, marks=pytest.mark.slow) for name in STATIC),
+        ("dsgd", "directed_ring", 4000),
+        *(("d2", name, 6000) for name in STATIC),
     ],
 )
 def test_disagreement_dies_out_however_late_messages_are(rule, name, steps, every, late):

@@ -12,6 +12,8 @@ from klatsch.study import Row, Store, expand, parse, run_study
 from klatsch.study.traffic import sent
 from tests.support.pictures import check_picture
 
+pytestmark = pytest.mark.slow
+
 LENET = 44_470  # parameters
 
 

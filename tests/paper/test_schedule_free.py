@@ -13,6 +13,8 @@ from klatsch.study import Row, Store, expand
 from klatsch.study.screening import screened
 from tests.support.pictures import check_picture
 
+pytestmark = pytest.mark.slow
+
 DSGD, DAT, DAT_D2 = paper.OF_DSGD, paper.OF_DAT, paper.OF_DAT_D2
 DECAYED = paper.decayed(DSGD)
 
@@ -165,7 +167,6 @@ def test_what_is_shown_of_a_study(run_cli, tmp_path, monkeypatch, in_threads):
     assert {file.name for file in tmp_path.glob("*.md")} == {"fig1-quick.md", "fig1-quick-worst.md"}
 
 
-@pytest.mark.slow
 def test_a_group_reproduces_its_parts(run_cli, tmp_path, monkeypatch, in_threads):
     small = {"nodes": [4, 9], "steps": 40, "seeds": 1, "record": 3, "lr": [1e-3, 1e-2], "topologies": "ring"}
     for part in ("fig1", "fig4"):

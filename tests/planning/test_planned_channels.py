@@ -10,6 +10,8 @@ from klatsch.planning import Network, Task, graphs, network, plan, words
 from klatsch.planning.verify import verify
 from klatsch.theory import Constants
 
+pytestmark = pytest.mark.slow
+
 NOISY = Constants(L=210.0, D1=0.83, sigma=10.0, zeta=62.0)
 # 1 MB takes a second, a message starts after 0.1 s, a gradient takes 2 s.
 SLOW = Network(bandwidth=1e6, latency=0.1, gradient=2.0, handling=0.0, per_message=0.0)

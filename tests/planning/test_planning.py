@@ -31,6 +31,8 @@ from klatsch.planning.verify import instance, verify
 from klatsch.rules import Flow
 from klatsch.theory import Constants, dat_rate, largest_machines, minibatch_rate, rounds_to_error
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 NOISY = Constants(L=210.0, D1=0.83, sigma=10.0, zeta=62.0)
 
@@ -265,7 +267,6 @@ def test_the_recommendation_is_the_fastest_or_smaller():
 
 
 @pytest.mark.parametrize("samples", [1, 10, 100, 1234.5])
-@pytest.mark.slow
 def test_no_choice_takes_more_samples_than_there_are(samples):
     found = plan(task(Constants(), samples=samples))
     for line in found.lines:
@@ -321,7 +322,6 @@ def test_instances_have_the_constants(nodes):
 @pytest.mark.parametrize(
     "rule, family, samples", [("dsgd", "ring", 1e6), ("dat (cta)", "torus", 1e6), ("all-reduce", "ring", 2e5)]
 )
-@pytest.mark.slow
 def test_verification_of_a_plan(rule, family, samples):
     found = plan(task(samples=samples, machines=64), rules=[rule], families=[family])
     checked = verify(found)
@@ -333,7 +333,6 @@ def test_verification_of_a_plan(rule, family, samples):
     assert all(0 < trial.simulated < NOISY.L * NOISY.D1**2 for trial in checked.trials)
 
 
-@pytest.mark.slow
 def test_verification_can_fail():
     """With a network's part that is a million times too small, more machines look better than they are."""
     blind = {name: by._replace(network=by.network * 1e-6) for name, by in CALIBRATION.items()}
@@ -345,7 +344,6 @@ def test_verification_can_fail():
     assert all(better.machines > other.machines for better, other in checked.flips)
 
 
-@pytest.mark.slow
 def test_verification_of_too_many_machines(monkeypatch):
     monkeypatch.setattr("klatsch.planning.verify.SEEDS", (0,))  # how many are simulated, not what comes out
     found = plan(task(samples=1e6, machines=512), rules=["all-reduce"])
@@ -365,7 +363,6 @@ def test_verification_of_one_machine():
 # --- the commands -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_probe_and_plan_from_the_command_line(run_cli, tmp_path):
     file, picture = tmp_path / "probe.json", tmp_path / "plan.png"
     code, out, err = run_cli("probe", "least-squares", "-n", 8, "--set", "noise=5", "-o", file)

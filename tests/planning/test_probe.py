@@ -9,6 +9,8 @@ from klatsch import problems
 from klatsch.planning import probe
 from klatsch.planning.sources import problem_of, read_probe
 
+pytestmark = pytest.mark.slow
+
 
 class Plain:
     """A problem of somebody's own: nothing but what `Problem` asks for."""
@@ -51,7 +53,6 @@ def test_smoothness_of_logistic_regression(nodes, seed):
     assert found.zeta.value == pytest.approx(float(problem.zeta), rel=0.01, abs=1e-12)
 
 
-@pytest.mark.slow
 def test_mini_batches_of_a_problem_that_knows_nothing():
     problem = problems.LogisticRegression(4, batch=64)
     found = probe(Plain(problem), rounds=400)
@@ -64,7 +65,6 @@ def test_mini_batches_of_a_problem_that_knows_nothing():
     assert found.stages[0].sigma.low <= sigma <= found.stages[0].sigma.high
 
 
-@pytest.mark.slow
 def test_intervals_hold_as_often_as_they_say():
     hits = sum(
         found.low <= 2.0 <= found.high
@@ -112,7 +112,6 @@ def test_no_curvature():
 
 
 @pytest.mark.parametrize("noise", [10.0, 100.0])
-@pytest.mark.slow
 def test_the_distance_has_an_interval(noise):
     """Looked for in noise, the distance lies in its interval for most seeds, and that is not wide."""
     hits = 0

@@ -9,6 +9,8 @@ from klatsch.study import parse, run_study
 from klatsch.study.cases import expand
 from klatsch.study.store import Origin, Store
 
+pytestmark = pytest.mark.slow
+
 CONTENT = {
     "name": "screened",
     "nodes": [4, 9],

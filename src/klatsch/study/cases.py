@@ -164,7 +164,7 @@ class Case:
         return str(self.sources.get(kind, {}).get("source", ""))
 
     def make_rule(self) -> rules.Rule:
-        return make_rule(self.rule, self.rule_options, self.steps)
+        return _rule(self.rule, tuple(sorted(self.rule_options.items())), self.steps, self.source("rule"))
 
     def make_graph(self) -> Topology:
         options = tuple(sorted(self.topology_options.items()))
@@ -272,6 +272,11 @@ def _graph(name: str, options: tuple[tuple[str, Any], ...], lazy: bool, nodes: i
     if graph.size != nodes:
         raise ValueError(f"{own.label(name)} has {graph.size} nodes instead of {nodes}; build it from n")
     return topologies.lazy(graph) if lazy else graph
+
+
+@lru_cache(maxsize=4096)
+def _rule(name: str, options: tuple[tuple[str, Any], ...], steps: int, source: str) -> rules.Rule:
+    return make_rule(name, dict(options), steps)
 
 
 def _called(name: str, words: str) -> str:
