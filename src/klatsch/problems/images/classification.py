@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from klatsch.arguments import whole
-from klatsch.columns import replaced
 from klatsch.problems import base as core
-from klatsch.problems import draws
 from klatsch.problems.images import fashion_mnist
 from klatsch.problems.images.fashion_mnist import Images
 from klatsch.problems.images.networks import architecture, lenet, made
 from klatsch.problems.images.stacks import Stacked, plain_convolutions
 from klatsch.problems.partition import check_alpha, dirichlet
+from klatsch.problems.sharded import Sharded, equal_parts
 
 MODELS_AT_ONCE = 64  # that train on a CPU
 COMPILED = (288, 144, 72, 32)  # on a GPU, which takes 15 seconds to compile each size; a larger one is hardly faster
@@ -32,11 +30,11 @@ LOSS_SAMPLES = 2_000  # training images for the training loss
 Score = Callable[[Tensor, Tensor], Tensor]  # of logits (S, B, classes) and labels (S, B)
 
 
-class ImageClassification(core.Drawing):
+class ImageClassification(Sharded):
     """f_i(x) = mean over the images of node i of the cross-entropy of a model with parameters x.
 
     A stochastic gradient is that of a mini-batch. Every node goes through its images in random order, epoch after
-    epoch; its batch is a function of (seed, round, node). Pixels are scaled to mean 0 and variance 1.
+    epoch. Pixels are scaled to mean 0 and variance 1.
 
     Args:
         model: a torch.nn.Module without buffers, whose parameters are the start; or a function that makes one, called
@@ -49,10 +47,7 @@ class ImageClassification(core.Drawing):
         test: number of test images for the accuracy; all by default.
     """
 
-    of_nodes = ("shards",)
-    per_network = ("alpha",)
-    columns_share = False  # every column is a model of its own
-    numbers_per_parameter = 0  # the images are shared by all
+    data: Images
     worst = dict.fromkeys(("accuracy", "accuracy_min", "accuracy_max", "accuracy_of_mean"), 0.0)
     headline = core.Headline("accuracy", "test accuracy, mean over nodes", True, "accuracy_of_mean", "accuracy_min")
 
@@ -72,40 +67,21 @@ class ImageClassification(core.Drawing):
         count = check_choices(M, alpha, self.batch, self.seed, test, len(data.labels), len(data.test_labels))
         self.shards = torch.as_tensor(dirichlet(data.labels.numpy(), M, alpha, self.seed))  # (M, n)
         self.nodes, self.numbers, self.drawn = M, torch.arange(M), self.batch
-        self.epoch = self.shards.shape[1] // self.batch  # rounds; the rest of the images wait for the next epoch
         self.alpha, self.classes = float(alpha), int(torch.cat([data.labels, data.test_labels]).max()) + 1
         self._content, shift, factor = _known(data)
         self._stacked = Stacked(made(model, self.seed), shift, factor)
         self._start, self.dim = self._stacked.start(), self._stacked.dim
-        self._data = data._replace(test_images=data.test_images[:count], test_labels=data.test_labels[:count])
+        self.data = data._replace(test_images=data.test_images[:count], test_labels=data.test_labels[:count])
         self._check_model()
 
     def start(self) -> Tensor:
         """The parameters of the fresh model, (d,), the same for all nodes."""
         return self._start
 
-    def draw(self, t: Tensor) -> Tensor:
-        """The numbers of the images of rounds t, (len(t), M, batch)."""
-        device = self.shards.device
-        t, n = t.to(device), self.shards.shape[1]
-        epochs, which = torch.unique((t - 1) // self.epoch, return_inverse=True)
-        keys = draws.whole_numbers(self.seed, draws.BATCHES, epochs, self.numbers, n, 1 << 32)
-        orders = keys.argsort(dim=-1, stable=True)  # (epochs, M, n): a random order of every node's own images
-        first = (t - 1) % self.epoch * self.batch
-        places = first[:, None] + torch.arange(self.batch, device=device)
-        rows = torch.arange(self.nodes, device=device)[:, None]
-        return self.shards[rows, orders[which[:, None, None], rows, places[:, None, :]]]
-
-    def gradient(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """The gradients at x, (M, C, d), on the images of these numbers, (M, batch)."""
-        M, C, d = x.shape
-        numbers = drawn[:, None].expand(-1, C, -1).reshape(M * C, -1)
-        return self._slope(x.reshape(M * C, d), numbers).view(M, C, d)
-
     def metrics(self, x: Tensor) -> dict[str, Tensor]:
         """Test accuracy: mean, smallest and largest over nodes, and of the averaged model; mean training loss."""
         M, C, d = x.shape
-        models, own = torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d), self._data
+        models, own = torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d), self.data
         right = self._mean(models, own.test_images, own.test_labels, lambda v, labels: v.argmax(-1) == labels)
         loss = self._mean(models[: M * C], own.images[self._seen], own.labels[self._seen], _losses)
         of_nodes, of_mean = right.view(M + 1, C)[:M], right.view(M + 1, C)[M]
@@ -135,14 +111,14 @@ class ImageClassification(core.Drawing):
         count = min(LOSS_SAMPLES, len(own))
         return own[torch.arange(count, device=own.device) * len(own) // count]
 
-    def _slope(self, x: Tensor, numbers: Tensor) -> Tensor:
+    def slope(self, x: Tensor, numbers: Tensor) -> Tensor:
         """The gradients of models x, (S, d), on the images of these numbers, (S, batch)."""
         count, sizes = len(x), portions(len(x), x.device.type)
         if filled := sum(sizes) - count:
             x, numbers = (torch.cat([v, v[:1].expand(filled, -1)]) for v in (x, numbers))
         loss, found = self._stacked.fast("loss", x.device), []
         for models, chosen in zip(torch.split(x, sizes), torch.split(numbers, sizes), strict=True):
-            images, labels = self._data.images[chosen], self._data.labels[chosen]
+            images, labels = self.data.images[chosen], self.data.labels[chosen]
             with torch.enable_grad(), plain_convolutions():
                 leaf = models.detach().requires_grad_()
                 found.append(torch.autograd.grad(loss(leaf, images, labels), leaf)[0])
@@ -156,7 +132,7 @@ class ImageClassification(core.Drawing):
             return self._stacked.fast("logits", models.device)(models, images)[:count]
 
     def _check_model(self) -> None:
-        sample = self._data.images[:2]
+        sample = self.data.images[:2]
         try:
             shape = tuple(self._stacked.logits(self._start[None], sample).shape)
         except Exception as error:  # a user's model may raise anything
@@ -171,18 +147,13 @@ class ImageClassification(core.Drawing):
                 "let its last layer have one output per class"
             )
 
-    def to(self, dtype: torch.dtype, device: torch.device) -> Self:
-        """The same problem on another device, with its start in another dtype."""
-        return replaced(super().to(dtype, device), _data=Images(*(tensor.to(device) for tensor in self._data)))
-
-    @staticmethod
-    def joined(problems: Sequence[ImageClassification]) -> ImageClassification:
-        """The gradients of several networks at once, for `simulate_together`; each keeps its own metrics."""
-        return _Joined(problems)
+    @property
+    def model(self) -> str:
+        return architecture(self._stacked.module)
 
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the gradients."""
-        facts = f"{self._content} {architecture(self._stacked.module)} {len(self._data.test_labels)}"
+        facts = f"{self._content} {self.model} {len(self.data.test_labels)}"
         number = int(hashlib.sha256(facts.encode()).hexdigest()[:15], 16)
         return core.digest(self.shards.cpu(), self.batch, self.seed, self._start.cpu().double(), number)
 
@@ -221,30 +192,6 @@ class FashionMNIST(ImageClassification):
             return sum(parameter.numel() for parameter in lenet().parameters())
 
 
-class _Joined(ImageClassification):
-    """Several problems of one model and one data set, whose nodes have shards of different sizes."""
-
-    def __init__(self, problems: Sequence[ImageClassification]) -> None:
-        first = problems[0]
-        for other in problems[1:]:
-            same = other.batch == first.batch and other._data.images is first._data.images
-            if not same or architecture(other._stacked.module) != architecture(first._stacked.module):
-                raise ValueError(
-                    f"{other!r} does not fit {first!r} in one stack: give all the same model, data and batch"
-                )
-        vars(self).update(vars(first), nodes=sum(problem.nodes for problem in problems))
-        self.problems = list(problems)
-
-    def draw(self, t: Tensor) -> Tensor:
-        return torch.cat([problem.draw(t) for problem in self.problems], dim=1)
-
-    def to(self, dtype: torch.dtype, device: torch.device) -> Self:
-        other = super().to(dtype, device)
-        # One copy of the images for all.
-        parts = [replaced(core.Drawing.to(p, dtype, device), _data=other._data) for p in self.problems]
-        return replaced(other, problems=parts)
-
-
 def _losses(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
 
@@ -272,12 +219,6 @@ def _cheapest(count: int) -> tuple[int, ...]:
         return ()
     choices = ((size, *_cheapest(count - size)) for size in COMPILED)
     return min(choices, key=lambda sizes: sum(sizes) + ONE_MORE * len(sizes))
-
-
-def equal_parts(count: int, most: int) -> int:
-    """The size of portions of at most `most`: one that divides `count`, unless that is much smaller."""
-    size = next(size for size in range(min(most, count), 0, -1) if count % size == 0)
-    return size if 2 * size >= min(most, count) else min(most, count)
 
 
 def check_choices(nodes: int, alpha: float, batch: int, seed: int, test: int | None, samples: int, tests: int) -> int:
