@@ -100,6 +100,10 @@ PROBLEMS = {
     "fashion-mnist": Entry(
         "A LeNet on Fashion-MNIST, as in the paper's image study (Section 5.2).", "alpha=0.1, batch=32, test=10000"
     ),
+    "language": Entry(
+        "A small GPT that predicts the bytes of a text: Python's standard library, or the files of a folder.",
+        "alpha=0.1, batch=16, context=256, width=96, depth=3, heads=3, folder, pattern=*.py, test=500, autocast=false",
+    ),
 }
 
 # What klatsch plan and klatsch reproduce know.

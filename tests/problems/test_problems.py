@@ -1,6 +1,8 @@
 """Problems: data as in the paper, exact optima, and randomness that depends on (seed, t, node) only."""
 
+import email
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +12,11 @@ from torch import nn
 
 import klatsch
 from klatsch import problems
-from klatsch.problems import ImageClassification, Images, LeastSquares, LogisticRegression, dirichlet, draws
+from klatsch.problems import ImageClassification, Images, Language, LeastSquares, LogisticRegression, dirichlet, draws
 from klatsch.problems.base import Convex
 from tests.support.comparisons import assert_same_to_rounding
 
+TEXT = str(Path(email.__file__).parent)
 PIXELS = Images(*2 * (torch.arange(840).reshape(210, 1, 2, 2).to(torch.uint8), torch.arange(210) % 3))
 
 
@@ -26,6 +29,9 @@ MAKE = {
     "least-squares": lambda nodes, seed=0: LeastSquares(nodes, dim=6, noise=[1.0, 3.0], heterogeneity=2.0, seed=seed),
     "logistic": lambda nodes, seed=0: LogisticRegression(nodes, dim=6, samples=40, batch=3, seed=seed),
     "fashion-mnist": lambda nodes, seed=0: ImageClassification(tiny, PIXELS, nodes, 1.0, batch=3, seed=seed),
+    "language": lambda nodes, seed=0: Language(
+        nodes, 1.0, batch=2, context=8, width=8, depth=1, heads=2, folder=TEXT, test=5, seed=seed
+    ),
     "own least squares": lambda nodes, seed=0: LeastSquares.from_arrays(
         np.random.default_rng(5).normal(size=(nodes, 9, 6)),
         np.random.default_rng(6).normal(size=(nodes, 9)),

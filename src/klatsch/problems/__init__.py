@@ -14,11 +14,12 @@ from klatsch.problems.base import Headline, Problem, Quadratic, adopted, derived
 from klatsch.problems.images.classification import FashionMNIST, ImageClassification
 from klatsch.problems.images.fashion_mnist import Images
 from klatsch.problems.images.networks import lenet
+from klatsch.problems.language.prediction import Language
 from klatsch.problems.least_squares import LeastSquares
 from klatsch.problems.logistic import LogisticRegression
 from klatsch.problems.partition import dirichlet
 
-__all__ = ["PROBLEMS", "FashionMNIST", "Headline", "ImageClassification", "Images", "LeastSquares"]
+__all__ = ["PROBLEMS", "FashionMNIST", "Headline", "ImageClassification", "Images", "Language", "LeastSquares"]
 __all__ += ["LogisticRegression", "Problem", "Quadratic", "adopted", "check", "declared", "dirichlet", "kind"]
 __all__ += ["lenet", "make", "options", "shapes"]
 
@@ -26,6 +27,7 @@ PROBLEMS: dict[str, Callable[..., Problem]] = {
     "least-squares": LeastSquares,
     "logistic": LogisticRegression,
     "fashion-mnist": FashionMNIST,
+    "language": Language,
 }
 
 

@@ -71,6 +71,7 @@ class Problem(ABC):
     dim_of: Callable[..., int] | None = None  # d of (nodes, **options), before there are data
     rounds_per_epoch: Callable[..., int] | None = None  # of (nodes, **options), if there is a data set
     joined: Callable[[Sequence[Any]], Problem] | None = None  # several such problems as one stack of nodes
+    content: Callable[..., str] | None = None  # of (**options): SHA-256 of data that differ between machines
     ready: Callable[[], object] | None = None  # fetches the data before many processes need them
 
     @abstractmethod

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # What numbers are for: part of the address, so that no two purposes share numbers.
-NOISE, MATRICES, CENTRE, SHIFTS, BATCHES, FEATURES, LABELS = range(7)
+NOISE, MATRICES, CENTRE, SHIFTS, BATCHES, FEATURES, LABELS, WEIGHTS = range(8)
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, signed
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)

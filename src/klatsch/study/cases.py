@@ -59,6 +59,7 @@ class Case:
     any_graph: bool  # decides whether it may run, not its result
     epochs: int | None = None  # determine `steps` if given; metrics are then evenly spaced
     sources: Sources = field(default_factory=dict)  # of its problem, rule and topology, if custom
+    data: str = ""  # SHA-256 of the problem's data, if its options do not determine them
 
     @cached_property
     def key(self) -> str:
@@ -76,6 +77,8 @@ class Case:
         }
         if self.epochs is not None:
             facts["spacing"] = "even"
+        if self.data:
+            facts["data"] = self.data
         return hashlib.sha256(json.dumps(_plain(facts), sort_keys=True).encode()).hexdigest()
 
     def _facts(self, kind: str, name: str, settings: Options) -> list[object]:
@@ -175,6 +178,12 @@ class Case:
         for kind, name in (("problem", self.problem), ("rule", self.rule), ("topology", self.topology)):
             if own.is_own(name) and own.digest(name) != self.source(kind):
                 raise ValueError(f"{name} has changed since the study was read; run it again")
+        content = problems.declared(self.problem).content
+        if self.data and content is not None and content(**self.problem_options) != self.data:
+            raise ValueError(
+                f"the data of {self.problem} have changed since the study was read, or this machine has others; "
+                "run it again, on machines with the same"
+            )
 
 
 class LeftOut(NamedTuple):
@@ -208,8 +217,9 @@ def expand(study: Study, sources: Sources | None = None) -> tuple[list[Case], li
             any_graph=study.any_graph,
             epochs=study.epochs,
             sources={kind: known[name] for kind, name in parts.items() if name in known},
+            data=known.get("data", {}).get(in_words(setting), ""),
         )
-        stored = sources is not None and bool(first.sources)
+        stored = sources is not None and bool(first.sources or first.data)
         if not stored and (reason := _refusal(first)) is not None:
             left_out[LeftOut(nodes, reason)] = None
             continue
@@ -231,13 +241,18 @@ def _product(study: Study) -> Iterator[tuple[TopologyEntry, Options, Options, in
 
 
 def sources_of(study: Study) -> Sources:
-    """What a store keeps of custom parts, by name: a hash of the file, and how a problem chooses learning rates."""
+    """What a store keeps of custom parts, by name: a hash of the file, and how a problem chooses learning rates.
+
+    Under "data" it keeps the hashes of data by the problem's options, where these do not determine them.
+    """
     parts = {entry.name for pair in study.pairs for entry in pair} | {study.problem.name}
     names = sorted(name for name in parts if own.is_own(name))
     found: Sources = {name: {"source": own.digest(name)} for name in names}
     if (name := study.problem.name) in found:
         problem = problems.declared(name)
         found[name] |= {"headline": list(problem.headline), "large_is_good": list(problem.worst)}
+    elif content := problems.declared(name).content:
+        found["data"] = {in_words(setting): content(**setting) for setting in study.problem.combinations()}
     return found
 
 

@@ -95,10 +95,15 @@ class Entry(BaseModel):
 
     @model_validator(mode="after")
     def _checked(self, info: ValidationInfo) -> Entry:
-        # A stored study was checked before it ran, and the files of its custom parts may be gone.
-        if not (own.is_own(self.name) and (info.context or {}).get("stored")):
+        # A stored study was checked before it ran.
+        if not ((info.context or {}).get("stored") and self.needs_files):
             self.check()
         return self
+
+    @property
+    def needs_files(self) -> bool:
+        """Whether it needs files of the user's, which may be gone when a stored study is shown."""
+        return own.is_own(self.name)
 
     def check(self) -> None:
         """Refuse an unknown name, option or value."""
@@ -120,6 +125,10 @@ class ProblemEntry(Entry):
     """A problem; `nodes` and `seed` come from the study."""
 
     name: str = "least-squares"
+
+    @property
+    def needs_files(self) -> bool:
+        return super().needs_files or problems.declared(self.name).content is not None
 
     def check(self) -> None:
         check_options(self.label, self.options, [name for name in problems.options(self.name) if name != "seed"])
@@ -282,7 +291,9 @@ class Study(BaseModel):
             self._check_screen(self.screen)
         custom = own.is_own(self.problem.name)
         if self.epochs is not None and (custom or problems.declared(self.problem.name).rounds_per_epoch is None):
-            raise ValueError(f"epochs = {self.epochs}, but {self.problem.label} has no data set; give steps")
+            raise ValueError(
+                f"epochs = {self.epochs}, but {self.problem.label} has no data set of known size; give steps"
+            )
         return self
 
     def _check_screen(self, screen: Screen) -> None:

@@ -1,0 +1,1 @@
+"""The language problem: text, a stack of small GPTs, and the problem itself."""
