@@ -103,7 +103,7 @@ def test_what_help_says_is_what_the_library_does():
 def test_the_list_prints_the_catalogue(run_cli, monkeypatch):
     from rich.console import Console
 
-    monkeypatch.setattr("klatsch.cli.terminal.console", lambda: Console(width=200))
+    monkeypatch.setattr("klatsch.cli.terminal.console", lambda: Console(width=300))
     _, out, _ = run_cli("list")
     for listed in (catalogue.RULES, catalogue.TOPOLOGIES, catalogue.PROBLEMS):
         for name, entry in listed.items():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from klatsch.study.store import Store
 
     Runs = list[tuple[Case, dict[str, Any]]]
-    Kind = tuple[str, str, str, int, str]
+    Kind = tuple[str, str, str, int, str, str]
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _tables(store: Store, runs: Runs, metric: str | None) -> list[tuple[Kind, li
     short, tried = screened_in(store)
     kinds: dict[Kind, list[tuple[str, Case]]] = {}
     for case, facts in [run for run in runs if run[1]["key"] not in short] or runs:
-        kind = case.problem_label, case.length, case.dtype, case.record, case.source("problem")
+        kind = case.problem_label, case.length, case.dtype, case.record, case.source("problem"), case.data
         kinds.setdefault(kind, []).append((facts["key"], case))
     tables, refusals = [], []
     for kind, mine in kinds.items():

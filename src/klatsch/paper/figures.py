@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from klatsch import rules
 from klatsch.paper.claims import at_its_best, family
 from klatsch.study.choices import Row
+from klatsch.study.grids import shown
 from klatsch.topology.names import split
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ def _settings(rows: Sequence[Row], before: Callable[[Row], list[str]] = lambda r
     varying = [name for name in names if len({row.setting.get(name) for row in rows}) > 1]
 
     def text(row: Row) -> str:
-        letters = (f"{SYMBOLS.get(name, name)} = {row.setting[name]:g}" for name in varying if name in row.setting)
+        letters = (f"{SYMBOLS.get(name, name)} = {shown(row.setting[name])}" for name in varying if name in row.setting)
         return ", ".join([*before(row), *letters])
 
     return text

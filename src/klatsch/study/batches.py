@@ -228,10 +228,27 @@ def _in_stack(block: Network) -> list[object]:
 
 
 def _most_columns(case: Case, device: str) -> int:
-    """Columns per batch; one where columns share no work, so that many small batches keep all cores busy."""
-    alone = device == "cpu" and not problems.declared(case.problem).columns_share
-    alone |= own.is_own(case.rule) and not is_dataclass(case.make_rule())  # its lists are not columns
-    return 1 if alone else MOST_COLUMNS
+    """Columns per batch; one where columns share no work, so that many small batches keep all cores busy.
+
+    On a GPU such columns, each a model on every node, have to fit its memory.
+    """
+    problem = problems.declared(case.problem)
+    if own.is_own(case.rule) and not is_dataclass(case.make_rule()):  # its lists are not columns
+        return 1
+    if problem.columns_share:
+        return MOST_COLUMNS
+    numbers = VECTORS * case.nodes * _dim(case)  # of a column
+    return 1 if device == "cpu" else max(1, min(MOST_COLUMNS, MOST_NUMBERS // numbers))
+
+
+def _dim(case: Case) -> int:
+    """The number of parameters of a run."""
+    known = problems.declared(case.problem).dim_of
+    return int(
+        known(case.nodes, **case.problem_options)
+        if known
+        else problems.make(case.problem, 1, **case.problem_options).dim
+    )
 
 
 def _cut(blocks: list[Network]) -> list[list[Network]]:
@@ -240,7 +257,7 @@ def _cut(blocks: list[Network]) -> list[list[Network]]:
     problem = problems.declared(first.problem)
     if problem.joined is None:
         return [[block] for block in blocks]
-    dim = int(problems.make(first.problem, 1, **first.problem_options).dim)
+    dim = _dim(first)
     # Per node: its matrix (joined, and the network's own), and the draws of the captured rounds.
     held = 2 * dim + 3 * MOST_ROUNDS if problem.numbers_per_parameter is None else problem.numbers_per_parameter
     stacks: list[list[Network]] = []
