@@ -11,8 +11,9 @@ A direction is what a node makes of a gradient, a pattern how nodes combine; `An
 
 from klatsch.rules import anytime as averaging
 from klatsch.rules.anytime import Anytime, Averaged
-from klatsch.rules.base import PER_COLUMN, Direction, Flow, Momentum, Rule, State, momentum, sgd
+from klatsch.rules.base import PER_COLUMN, Flow, Rule, State
 from klatsch.rules.decay import SCHEDULES, Decay
+from klatsch.rules.directions import Direction, Momentum, momentum, sgd
 from klatsch.rules.names import (
     RULES,
     d2,

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -137,44 +136,6 @@ class Rule:
     def with_settings(self, **values: Number) -> Self:
         """The rule with other settings, past the checks of its constructor; for engines."""
         return columns.replaced(self, **values)
-
-
-@runtime_checkable
-class Direction(Protocol):
-    """What a node makes of a gradient: a frozen dataclass, whose fields groups of parameters may set."""
-
-    def init(self, x: Tensor) -> State:
-        """Its part of the state."""
-
-    def __call__(self, s: State, grad: Tensor, t: int) -> tuple[Tensor, State]:
-        """The direction of a round, and its part of the next state."""
-
-
-@dataclass(frozen=True, eq=False)
-class Momentum:
-    """m <- momentum m + g on every node, with a momentum from 0 up to but not including 1; 0 is the gradient itself."""
-
-    momentum: Given = 0.0
-
-    def __post_init__(self) -> None:
-        columns.settle(self, momentum=share("momentum", self.momentum))
-
-    def init(self, x: Tensor) -> State:
-        """A buffer, unless nothing needs to be remembered."""
-        return {} if isinstance(self.momentum, float) and self.momentum == 0 else {"m": x * 0.0}
-
-    def __call__(self, s: State, grad: Tensor, t: int) -> tuple[Tensor, State]:
-        """The momentum."""
-        if "m" not in s:
-            return grad, {}
-        if isinstance(grad, Tensor) and isinstance(self.momentum, float):
-            m = torch.add(grad, s["m"], alpha=self.momentum)  # in one pass through memory
-        else:
-            m = self.momentum * s["m"] + grad
-        return m, {"m": m}
-
-
-sgd = momentum = Momentum  # as in rules.Plain(0.1, rules.momentum(0.9)), or rules.sgd()
 
 
 def checked(rule: object) -> Rule:

@@ -10,7 +10,7 @@ from klatsch.columns import Given
 from klatsch.own import explained
 from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import Rule, checked
-from klatsch.rules.base import momentum as inertia
+from klatsch.rules.directions import momentum as inertia
 from klatsch.rules.patterns import Corrected, DecentLaM, DiLoCo, Plain, Push, QuasiGlobal, Tracked
 
 

@@ -9,19 +9,8 @@ from torch import Tensor
 
 from klatsch import columns
 from klatsch.columns import Given, Number
-from klatsch.rules.base import (
-    Direction,
-    Flow,
-    Graph,
-    Rule,
-    State,
-    blend,
-    descend,
-    joined,
-    learning_rate,
-    sgd,
-    share,
-)
+from klatsch.rules.base import Flow, Graph, Rule, State, blend, descend, joined, learning_rate, share
+from klatsch.rules.directions import Direction, sgd
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +32,10 @@ class Pattern(Rule):
 
     def init(self, x: Tensor) -> State:
         return joined(self.name, {"w": x}, self.direction.init(x))
+
+    def step(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
+        """The direction of a round, and its part of the next state."""
+        return self.direction(s, grad, flow, t)
 
     @property
     def settings(self) -> dict[str, Number]:
@@ -80,7 +73,7 @@ class Plain(Pattern):
             raise ValueError(f"order = {self.order!r}; choose atc (adapt, then combine) or cta (combine, then adapt)")
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
-        step, kept = self.direction(s, grad, t)
+        step, kept = self.step(s, grad, flow, t)
         if self.order == "atc":
             (w,) = flow.mix(descend(s["w"], step, lr))
         else:
@@ -206,7 +199,7 @@ class DiLoCo(Pattern):
         return joined(self.name, super().init(x), {"anchor": x, "v": x * 0.0})
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
-        step, kept = self.direction(s, grad, t)
+        step, kept = self.step(s, grad, flow, t)
         (m,) = flow.mix(descend(s["w"], step, lr))
         gap = s["anchor"] - m
         v = self.outer_momentum * s["v"] + gap
@@ -244,7 +237,7 @@ class Tracked(Pattern):
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         z = s["z"] + flow(s["y"])[0]
         y = grad + z
-        step, kept = self.direction(s, y, t)
+        step, kept = self.step(s, y, flow, t)
         (w,) = flow.mix(descend(s["w"], step, lr))
         return {"w": w, "y": y, "z": z} | kept
 
@@ -285,7 +278,7 @@ class Corrected(Pattern):
         return joined(self.name, super().init(x), {"y": x * 0.0})
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
-        step, kept = self.direction(s, grad, t)
+        step, kept = self.step(s, grad, flow, t)
         u = descend(descend(s["w"], step, lr), s["y"], 1.0 / self.every)
         (f,) = flow(u)
         part = 0.5 if self.lazy else 1.0
@@ -333,7 +326,7 @@ class Push(Pattern):
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         (weight,) = flow.mix(s["weight"])
-        step, kept = self.direction(s, grad, t)
+        step, kept = self.step(s, grad, flow, t)
         (w,) = flow.mix(descend(s["w"], step, lr))
         return {"w": w, "weight": weight} | kept
 
