@@ -51,6 +51,34 @@ RULES = {
         "DiLoCo: local steps, then outer steps with Nesterov momentum; on a graph such as complete/16.",
         "momentum=0, outer_lr=0.7, outer_momentum=0.9, average",
     ),
+    "dadam": Entry(
+        "AdamW on every node, then gossip: the rule to begin with for transformers.",
+        "beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0, shared=false, average, order=atc",
+    ),
+    "dat-adam": Entry(
+        "Schedule-free AdamW on every node, with gossip of iterate and average.",
+        "averaging=lr(2), beta=0.9, beta1=0, beta2=0.999, eps=1e-08, weight_decay=0, shared=false, order=atc",
+    ),
+    "d2-adam": Entry(
+        "AdamW with the correction of D2, on static symmetric graphs.",
+        "beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0, shared=true, average",
+    ),
+    "gt-adam": Entry(
+        "AdamW of the tracked gradient, which differences between the nodes' data do not harm.",
+        "beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0, shared=false, average",
+    ),
+    "dat-d2-adam": Entry(
+        "Schedule-free AdamW with the correction of D2, on static symmetric graphs.",
+        "averaging=lr(2), beta=0.9, beta1=0, beta2=0.999, eps=1e-08, weight_decay=0, shared=true",
+    ),
+    "dat-gt-adam": Entry(
+        "Schedule-free AdamW of the tracked gradient, which differences between the nodes' data do not harm.",
+        "averaging=lr(2), beta=0.9, beta1=0, beta2=0.999, eps=1e-08, weight_decay=0, shared=false",
+    ),
+    "diloco-adam": Entry(
+        "DiLoCo as published: local steps of AdamW, then outer steps with Nesterov momentum; on complete/16, say.",
+        "beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0, outer_lr=0.7, outer_momentum=0.9, average",
+    ),
 }
 
 TOPOLOGIES = {

@@ -54,7 +54,7 @@ def run(problem, rule, graph, steps=ROUNDS, **options):
     return klatsch.simulate(problem, rule, graph, steps, record=[steps], progress=False, **options)
 
 
-@pytest.mark.parametrize("rule", TABLE)
+@pytest.mark.parametrize("rule", [name for name in TABLE if "adam" not in name])  # which divides by what it hears
 def test_no_channel_moves_the_network_mean(rule):
     """Flows sum to zero, so where gradients do not depend on the point, means of all fields do not depend on flows."""
     for every, late, wire in CHANNELS:
@@ -70,7 +70,7 @@ def test_no_channel_moves_the_network_mean(rule):
             assert (plain["w"] - travelled["w"]).abs().max() > 1e-3, (every, late, wire)
 
 
-@pytest.mark.parametrize("rule", rules.RULES)
+@pytest.mark.parametrize("rule", [*(name for name in rules.RULES if "adam" not in name), "dadam", "dat-d2-adam"])
 def test_every_rule_gets_nearer_to_the_optimum_over_every_channel(rule):
     problem = problems.LeastSquares(5, dim=6, noise=0.0, heterogeneity=1.0)
     made = rules.make(rule, lr=0.02)

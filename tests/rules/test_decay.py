@@ -29,6 +29,14 @@ def test_schedules_are_torchs(schedule, make):
     assert found(STEPS) > 0
 
 
+@pytest.mark.parametrize("schedule", ["cosine/10", "cosine/25%", "linear/10", "constant/10"])
+def test_a_warm_up_grows_to_the_whole_rate_and_the_rest_decays(schedule):
+    found, plain = rules.Decay(0.3, schedule, STEPS), rules.Decay(0.3, schedule.partition("/")[0], STEPS - 10)
+    assert [found(t) for t in range(1, 11)] == pytest.approx([0.03 * t for t in range(1, 11)])
+    assert [found(t) for t in range(11, STEPS + 1)] == pytest.approx([plain(t) for t in range(1, STEPS - 9)])
+    assert rules.Decay(0.3, "cosine/100", STEPS)(STEPS) == pytest.approx(0.12)  # longer than the run
+
+
 @ENGINES
 @pytest.mark.parametrize("name", ["dsgd", "dat", "d2", "qg", "diloco"])
 def test_columns_have_rates_and_schedules_of_their_own(name, engine):
@@ -54,6 +62,8 @@ def test_columns_have_rates_and_schedules_of_their_own(name, engine):
         ((0.0, "cosine", 5), "lr = 0.0; give a number above 0"),
         (("0.1", "cosine", 5), "lr = '0.1'; give a number above 0"),
         (([0.1, 0.2], ["cosine", "linear", "constant"], 5), "3 schedules for 2 learning rates; give one, or one for"),
+        ((0.1, "cosine/ten", 5), "schedule = 'cosine/ten'; write cosine/100 for a warm-up of 100 rounds, or cosine/5%"),
+        ((0.1, "cosine/", 5), "schedule = 'cosine/'; write"),
         ((0.1, "cosine", 0), "steps = 0; give a whole number from 1 up"),
     ],
 )

@@ -22,7 +22,11 @@ RULES = {
     "dat, beta": lambda lr: rules.dat(lr, beta=0.9),
     "dat-gt, beta, momentum": lambda lr: rules.dat_gt(lr, averaging="fixed(0.9)", beta=0.5, momentum=0.9),
     "dat-d2, beta": lambda lr: rules.dat_d2(lr, beta=0.9),
+    "dadam, shared": lambda lr: rules.dadam(lr, shared=True),
+    "dat-adam, shared, cta": lambda lr: rules.dat_adam(lr, shared=True, order="cta"),
+    "dat-gt-adam, shared": lambda lr: rules.dat_gt_adam(lr, beta1=0.5, shared=True),
 }
+LINEAR = [name for name in RULES if "sgp" not in name and "adam" not in name]  # in their vectors: without divisions
 GRAPHS = {
     "ring": tp.ring(6),
     "lazy ring": tp.lazy(tp.ring(6)),
@@ -35,7 +39,9 @@ GRAPHS = {
     "one node": tp.ring(1),
     "two nodes": tp.ring(2),
 }
-STATIC_ONLY = {name for name in RULES if name.partition(",")[0] in ("d2", "dat-d2", "decentlam")}
+STATIC_ONLY = {
+    name for name in RULES if name.partition(",")[0] in ("d2", "dat-d2", "decentlam", "d2-adam", "dat-d2-adam")
+}
 UNDEFINED = {(rule, graph) for rule in STATIC_ONLY for graph in ("one peer", "base graph", "directed ring")} | {
     ("d2, published", "ring")  # the even ring sits at -1/3
 }

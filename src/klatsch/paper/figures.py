@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart; one marker per rule for print.
 OKABE_ITO = ("#0072B2", "#D55E00", "#999999", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#009E73", "#F0E442")
-COLOURS = (*OKABE_ITO, "#882255", "#AA4499", "#332288", "#44AA99", "#117733")  # the last three wait for rules to come
+TOL = ("#882255", "#AA4499", "#332288", "#44AA99", "#117733", "#999933", "#CC6677", "#661100", "#6699CC")
+COLOURS = (*OKABE_ITO, *TOL)
 GRAPH_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX*h<>pdH"
+MARKERS = "osD^vPX*h<>pdH8x+1"
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 VALUE = "value: "  # an id that starts with this is a tooltip in the report
 

@@ -15,10 +15,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Protocol, Self, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from klatsch import columns
-from klatsch.arguments import whole
+from klatsch.arguments import number, whole
 from klatsch.columns import Given, Number
 from klatsch.rules.base import Flow, Graph, Rule, State, blend, checked, joined, share
 
@@ -88,6 +89,49 @@ class Fixed:
         return f"fixed({self.gamma:g})" if isinstance(self.gamma, float) else "fixed(per column)"
 
 
+@dataclass(frozen=True)
+class Rate:
+    """alpha_t = 1 and delta_t in proportion to the largest learning rate so far, to a power p.
+
+    A warm-up then counts for little in the average, and a decay changes nothing, as in Schedule-Free optimizers, where
+    p = 2. The state remembers the largest rate and the mean of its powers.
+    """
+
+    p: float = 2.0
+
+    def __post_init__(self) -> None:
+        number("lr(p) with p", self.p, lambda v: v >= 0, "a number from 0 up, such as 2")
+
+    def alpha(self, t: Rounds) -> Number:
+        return 1.0
+
+    def delta(self, t: Rounds) -> Number:
+        raise NotImplementedError("the share depends on the learning rates so far; ask `turn`")
+
+    def __str__(self) -> str:
+        return f"lr({self.p:g})"
+
+
+def begun(weights: Averaging, x: Tensor) -> State:
+    """What weights remember at the start."""
+    return {"peak": x[..., :1] * 0.0, "pace": x[..., :1] * 0.0} if isinstance(weights, Rate) else {}
+
+
+def turn(weights: Averaging, s: State, t: int, lr: Number) -> tuple[Number, State]:
+    """The share of the new iterate in the average, and what the weights remember."""
+    if not isinstance(weights, Rate):
+        return weights.delta(t), {}
+    if isinstance(lr, Tensor) and lr.shape[-1] > 1:
+        raise ValueError(
+            f"averaging = {weights}: groups of parameters have different learning rates, which it cannot follow; "
+            "give all groups one, or averaging = 'constant'"
+        )
+    peak = torch.clamp(s["peak"], min=lr)
+    weight = peak**weights.p
+    pace = s["pace"] + (weight - s["pace"]) / t  # the mean, which rounding leaves alone while the rate stays
+    return weight / (t * pace).clamp(min=torch.finfo(pace.dtype).tiny), {"peak": peak, "pace": pace}
+
+
 def constant() -> Polynomial:
     """alpha_t = 1, delta_t = 1 / t: the plain average (the paper's least-squares runs)."""
     return Polynomial(0)
@@ -98,11 +142,11 @@ def linear() -> Polynomial:
     return Polynomial(1)
 
 
-polynomial, fixed = Polynomial, Fixed
+polynomial, fixed, by_rate = Polynomial, Fixed, Rate
 
 
 def parse(text: object) -> Averaging:
-    """Weights from a text, such as "linear", "polynomial(2)" or "fixed(0.9)"."""
+    """Weights from a text, such as "linear", "polynomial(2)", "fixed(0.9)" or "lr(2)"."""
     if isinstance(text, Averaging):
         return text
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*([-+.\w]*)\s*\))?\s*", text) if isinstance(text, str) else None
@@ -111,13 +155,13 @@ def parse(text: object) -> Averaging:
         if argument:
             raise ValueError(f"averaging = {text!r}; {name} takes no number")
         return constant() if name == "constant" else linear()
-    if name not in ("polynomial", "fixed"):
-        raise ValueError(f"averaging = {text!r}; choose from constant, linear, polynomial(p), fixed(gamma)")
+    if name not in ("polynomial", "fixed", "lr"):
+        raise ValueError(f"averaging = {text!r}; choose from constant, linear, polynomial(p), fixed(gamma), lr(p)")
     try:
         value = int(argument or "") if name == "polynomial" else float(argument or "")
     except ValueError:
-        raise ValueError(f"averaging = {text!r}; write polynomial(2) or fixed(0.9), with a number") from None
-    return Polynomial(int(value)) if name == "polynomial" else Fixed(value)
+        raise ValueError(f"averaging = {text!r}; write polynomial(2), fixed(0.9) or lr(2), with a number") from None
+    return Polynomial(int(value)) if name == "polynomial" else Fixed(value) if name == "fixed" else Rate(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +196,10 @@ class Around(Rule):
     def query(self, s: State) -> Tensor:
         return self.base.query(s)
 
+    @property
+    def decays(self) -> bool:
+        return self.base.decays
+
     def check_graph(self, graph: Graph, name: str = "") -> None:
         self.base.check_graph(graph, name or self.name)
 
@@ -180,7 +228,7 @@ class Anytime(Around):
 
     Args:
         base: a pattern.
-        averaging: anytime weights: constant, linear, polynomial(p) or fixed(gamma).
+        averaging: anytime weights: constant, linear, polynomial(p), fixed(gamma) or lr(p).
         beta: where gradients are taken, between w (0) and x (1).
 
     References:
@@ -197,10 +245,10 @@ class Anytime(Around):
 
     @property
     def name(self) -> str:
-        return "dat" if self.base.name == "dsgd" else f"dat-{self.base.name}"
+        return {"dsgd": "dat", "dadam": "dat-adam"}.get(self.base.name, f"dat-{self.base.name}")
 
     def init(self, x: Tensor) -> State:
-        return joined(self.name, self.base.init(x), {"x": x})
+        return joined(self.name, self.base.init(x), {"x": x} | begun(self.averaging, x))
 
     def query(self, s: State) -> Tensor:
         at_average = isinstance(self.beta, float) and self.beta == 1
@@ -211,8 +259,9 @@ class Anytime(Around):
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         (x,) = flow.mix(s["x"])
-        new = self.base.update(s, grad, flow, t, lr * self.averaging.alpha(t))
-        return new | {"x": blend(x, self.base.mixed(s, new), self.averaging.delta(t))}
+        new = self.base.update(self.seen(s), grad, flow, t, lr * self.averaging.alpha(t))
+        delta, kept = turn(self.averaging, s, t, lr)
+        return new | kept | {"x": blend(x, self.base.mixed(s, new), delta)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +272,7 @@ class Averaged(Around):
 
     Args:
         base: a pattern.
-        average: weights: constant (all alike), linear, polynomial(p) or fixed(gamma).
+        average: weights: constant (all alike), linear, polynomial(p), fixed(gamma) or lr(p).
     """
 
     average: Averaging = field(default_factory=constant)
@@ -233,11 +282,12 @@ class Averaged(Around):
         columns.settle(self, average=parse(self.average))
 
     def init(self, x: Tensor) -> State:
-        return joined(self.name, self.base.init(x), {"a": x})
+        return joined(self.name, self.base.init(x), {"a": x} | begun(self.average, x))
 
     def output(self, s: State) -> Tensor:
         return s["a"]
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         new = self.base.update(s, grad, flow, t, lr)
-        return new | {"a": blend(s["a"], self.base.iterate(new), self.average.delta(t))}
+        delta, kept = turn(self.average, s, t, lr)
+        return new | kept | {"a": blend(s["a"], self.base.iterate(new), delta)}

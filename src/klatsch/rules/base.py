@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 LearningRate = Number | Callable[[int], Given]
 Tensors = tuple[Tensor, ...]
 # Options that may differ between the columns of one run.
-PER_COLUMN = ("lr", "momentum", "beta", "outer_lr", "outer_momentum")
+PER_COLUMN = ("lr", "momentum", "beta", "beta1", "beta2", "eps", "weight_decay", "outer_lr", "outer_momentum")
 
 
 class Flow:
@@ -106,6 +106,15 @@ class Rule:
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         """One round: the gradient at `query(s)` in, the next state out."""
         raise NotImplementedError(f"{type(self).__name__} has no update(self, s, grad, flow, t, lr)")
+
+    @property
+    def decays(self) -> bool:
+        """Whether its steps need the point where the gradient was taken, as `seen` shows it."""
+        return False
+
+    def seen(self, s: State) -> State:
+        """The state as a step sees it: with the query point, where steps need it and no rule around has put it in."""
+        return s | {"query": self.query(s)} if self.decays and "query" not in s else s
 
     @property
     def apart(self) -> bool:

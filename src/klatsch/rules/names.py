@@ -10,6 +10,7 @@ from klatsch.columns import Given
 from klatsch.own import explained
 from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import Rule, checked
+from klatsch.rules.directions import Adam
 from klatsch.rules.directions import momentum as inertia
 from klatsch.rules.patterns import Corrected, DecentLaM, DiLoCo, Plain, Push, QuasiGlobal, Tracked
 
@@ -73,16 +74,120 @@ def diloco(
     return _averaged(DiLoCo(lr, inertia(momentum), outer_lr, outer_momentum), average)
 
 
+def dadam(
+    lr: Given,
+    beta1: Given = 0.9,
+    beta2: Given = 0.999,
+    eps: Given = 1e-8,
+    weight_decay: Given = 0.0,
+    shared: bool = False,
+    average: Given = None,
+    order: str = "atc",
+) -> Rule:
+    """AdamW on every node, then gossip: the rule to begin with for transformers."""
+    return _averaged(Plain(lr, Adam(beta1, beta2, eps, weight_decay, shared), order), average)
+
+
+def dat_adam(
+    lr: Given,
+    averaging: Given = "lr(2)",
+    beta: Given = 0.9,
+    beta1: Given = 0.0,
+    beta2: Given = 0.999,
+    eps: Given = 1e-8,
+    weight_decay: Given = 0.0,
+    shared: bool = False,
+    order: str = "atc",
+) -> Rule:
+    """Schedule-free AdamW on every node, with gossip of iterate and average."""
+    return Anytime(Plain(lr, Adam(beta1, beta2, eps, weight_decay, shared), order), averaging, beta)
+
+
+def d2_adam(
+    lr: Given,
+    beta1: Given = 0.9,
+    beta2: Given = 0.999,
+    eps: Given = 1e-8,
+    weight_decay: Given = 0.0,
+    shared: bool = True,
+    average: Given = None,
+) -> Rule:
+    """AdamW with the correction of D2, on static symmetric graphs."""
+    return _averaged(Corrected(lr, Adam(beta1, beta2, eps, weight_decay, shared)), average)
+
+
+def dat_d2_adam(
+    lr: Given,
+    averaging: Given = "lr(2)",
+    beta: Given = 0.9,
+    beta1: Given = 0.0,
+    beta2: Given = 0.999,
+    eps: Given = 1e-8,
+    weight_decay: Given = 0.0,
+    shared: bool = True,
+) -> Rule:
+    """Schedule-free AdamW with the correction of D2, on static symmetric graphs."""
+    return Anytime(Corrected(lr, Adam(beta1, beta2, eps, weight_decay, shared)), averaging, beta)
+
+
+def gt_adam(
+    lr: Given,
+    beta1: Given = 0.9,
+    beta2: Given = 0.999,
+    eps: Given = 1e-8,
+    weight_decay: Given = 0.0,
+    shared: bool = False,
+    average: Given = None,
+) -> Rule:
+    """AdamW of the tracked gradient, which differences between the nodes' data do not harm."""
+    return _averaged(Tracked(lr, Adam(beta1, beta2, eps, weight_decay, shared)), average)
+
+
+def dat_gt_adam(
+    lr: Given,
+    averaging: Given = "lr(2)",
+    beta: Given = 0.9,
+    beta1: Given = 0.0,
+    beta2: Given = 0.999,
+    eps: Given = 1e-8,
+    weight_decay: Given = 0.0,
+    shared: bool = False,
+) -> Rule:
+    """Schedule-free AdamW of the tracked gradient, which differences between the nodes' data do not harm."""
+    return Anytime(Tracked(lr, Adam(beta1, beta2, eps, weight_decay, shared)), averaging, beta)
+
+
+def diloco_adam(
+    lr: Given,
+    beta1: Given = 0.9,
+    beta2: Given = 0.999,
+    eps: Given = 1e-8,
+    weight_decay: Given = 0.0,
+    outer_lr: Given = 0.7,
+    outer_momentum: Given = 0.9,
+    average: Given = None,
+) -> Rule:
+    """DiLoCo as published: local steps of AdamW, then outer steps with Nesterov momentum; on complete/16, say."""
+    return _averaged(DiLoCo(lr, Adam(beta1, beta2, eps, weight_decay), outer_lr, outer_momentum), average)
+
+
 # A rule's place here is its colour and marker in figures: add new ones at the end.
 RULES: dict[str, Callable[..., Rule]] = {
     build.__name__.replace("_", "-"): build
-    for build in (dsgd, dat, d2, gt, sgp, decentlam, dat_gt, dat_d2, dat_sgp, qg, diloco)
+    for build in (
+        *(dsgd, dat, d2, gt, sgp, decentlam, dat_gt, dat_d2, dat_sgp, qg, diloco),
+        *(dadam, dat_adam, d2_adam, gt_adam, dat_d2_adam, dat_gt_adam, diloco_adam),
+    )
 }
 
 WHY_NOT = {  # an option that only other rules have: the reason
     "average": "it returns x, which is an average already; choose its weights with averaging",
-    "averaging": "it takes gradients at its iterate; use dat, dat-gt, dat-d2 or dat-sgp, or average",
-    "beta": "it keeps no average x, so there is no point between x and w; use dat, dat-gt, dat-d2 or dat-sgp",
+    "averaging": "it takes gradients at its iterate; use dat, dat-gt, dat-d2, dat-sgp or dat-adam, or average",
+    "beta": "it keeps no average x, so there is no point between x and w; use dat, dat-gt, dat-d2, dat-sgp or dat-adam",
+    "beta1": "it is not an Adam, and beta1 is that of its first moment; use momentum, or a rule such as dadam",
+    "beta2": "it is not an Adam; use a rule such as dadam or dat-adam",
+    "momentum": "it is an Adam, whose first moment has beta1",
+    "weight_decay": "only dadam and its like decay weights themselves; optimizers on ranks add it to gradients",
     "order": "it has the order atc only, in which its correction, its tracked gradient or its weight is defined; use "
     "dsgd or dat",
     "lazy": "it is stable on every graph without it; d2 and dat-d2 have it, and any rule can mix with a lazy graph: "

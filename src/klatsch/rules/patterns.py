@@ -10,7 +10,7 @@ from torch import Tensor
 from klatsch import columns
 from klatsch.columns import Given, Number
 from klatsch.rules.base import Flow, Graph, Rule, State, blend, descend, joined, learning_rate, share
-from klatsch.rules.directions import Direction, sgd
+from klatsch.rules.directions import Adam, Direction, is_zero, sgd
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,16 +30,25 @@ class Pattern(Rule):
         if not isinstance(self.direction, Direction):
             raise ValueError(f"direction = {self.direction!r}; give one, such as rules.momentum(0.9)")
 
+    @property
+    def name(self) -> str:
+        parts = [super().name, *filter(None, [self.direction.short])]
+        return "dadam" if parts == ["dsgd", "adam"] else "-".join(parts)
+
     def init(self, x: Tensor) -> State:
         return joined(self.name, {"w": x}, self.direction.init(x))
 
+    @property
+    def decays(self) -> bool:
+        return self.direction.decays
+
     def step(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
         """The direction of a round, and its part of the next state."""
-        return self.direction(s, grad, flow, t)
+        return self.direction(self.seen(s), grad, flow, t)
 
     @property
     def settings(self) -> dict[str, Number]:
-        return dict(vars(self.direction))
+        return {name: v for name, v in vars(self.direction).items() if not isinstance(v, bool)}
 
     def with_settings(self, **values: Number) -> Self:
         return columns.replaced(self, direction=columns.replaced(self.direction, **values))
@@ -117,7 +126,7 @@ class DecentLaM(Rule):
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_static_symmetric(graph, name or self.name)  # momentum remembers what the last round's matrix did
-        if (graph.every > 1 or graph.late) and not _is_zero(self.momentum):
+        if (graph.every > 1 or graph.late) and not is_zero(self.momentum):
             raise ValueError(
                 f"{name or self.name} on {graph.name}: its momentum repeats the flow of a round with gossip in the "
                 "silent ones, and diverges; use d2 or dat-d2 for local steps and late messages"
@@ -166,8 +175,8 @@ class DiLoCo(Pattern):
     """Local steps, and every H rounds an outer step with Nesterov momentum along what the network has moved.
 
         u = w - lr s;   m = u + flow(u);                                            s = direction(g)
-        every H rounds:   gap = anchor - m;   v <- outer_momentum v + gap;
-                          anchor <- anchor - outer_lr (gap + outer_momentum v);   w <- anchor
+        every H rounds:   gap = anchor - m;   drift <- outer_momentum drift + gap;
+                          anchor <- anchor - outer_lr (gap + outer_momentum drift);   w <- anchor
         else:             w <- m
 
     On the complete graph with every = H it is DiLoCo; with outer_lr = 1 and outer_momentum = 0 it is local SGD, which
@@ -196,17 +205,17 @@ class DiLoCo(Pattern):
         )
 
     def init(self, x: Tensor) -> State:
-        return joined(self.name, super().init(x), {"anchor": x, "v": x * 0.0})
+        return joined(self.name, super().init(x), {"anchor": x, "drift": x * 0.0})
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         step, kept = self.step(s, grad, flow, t)
         (m,) = flow.mix(descend(s["w"], step, lr))
         gap = s["anchor"] - m
-        v = self.outer_momentum * s["v"] + gap
-        anchor = s["anchor"] - self.outer_lr * (gap + self.outer_momentum * v)
+        drift = self.outer_momentum * s["drift"] + gap
+        anchor = s["anchor"] - self.outer_lr * (gap + self.outer_momentum * drift)
         # 1 where t is a multiple of H, else 0. An `if` would not do: engines hand in many rounds at once.
         outer = 1.0 * (t // self.every - (t - 1) // self.every)
-        fields = {"w": (m, anchor), "anchor": (s["anchor"], anchor), "v": (s["v"], v)}
+        fields = {"w": (m, anchor), "anchor": (s["anchor"], anchor), "drift": (s["drift"], drift)}
         return {name: blend(old, new, outer) for name, (old, new) in fields.items()} | kept
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
@@ -318,6 +327,11 @@ class Push(Pattern):
     short: ClassVar[str] = "sgp"
     push: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.direction, Adam) and self.direction.shared:
+            raise ValueError(f"{self.name} with shared = true: push-sum would gossip sums of v; leave shared out")
+
     def init(self, x: Tensor) -> State:
         return joined(self.name, super().init(x), {"weight": x[..., :1] * 0.0 + 1.0})
 
@@ -364,12 +378,8 @@ def needs_static_symmetric(graph: Graph, rule: str) -> None:
 
 def _needs_flows_in_time(graph: Graph, rule: str, momentum: Number) -> None:
     """Refuse flows that arrive after the next mix, where a momentum carries them on."""
-    if graph.late >= graph.every and graph.late and not _is_zero(momentum):
+    if graph.late >= graph.every and graph.late and not is_zero(momentum):
         raise ValueError(
             f"{rule} on {graph.name}: its momentum carries on flows that are late already, and diverges; use late up "
             f"to every - 1 = {graph.every - 1}, or another rule such as dat"
         )
-
-
-def _is_zero(momentum: Number) -> bool:
-    return isinstance(momentum, float) and momentum == 0

@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 
 from klatsch import own, problems, rules
 from klatsch import topology as topologies
-from klatsch.arguments import check_options, named, number, shown, there_are, whole
+from klatsch.arguments import check_options, number, shown, there_are, whole
 from klatsch.files import text_of
 from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, axis, combinations, count, counted, in_words, several
 from klatsch.topology.channel import CHANNEL, check_channel
@@ -69,7 +69,7 @@ def _rates(value: object) -> list[float]:
 def _schedules(value: object) -> list[str]:
     names = axis("schedule", value)
     for name in names:
-        named("schedule", name, rules.SCHEDULES)
+        rules.check_schedule(name)
     return names
 
 
