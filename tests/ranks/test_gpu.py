@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import klatsch
-from tests.support.rank_scenarios import LR, RANK_GRAPHS, RANK_RULES, ROUNDS, problem_of
+from tests.support.rank_scenarios import RANK_GRAPHS, RANK_RULES, ROUNDS, lr_of, problem_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -26,7 +26,7 @@ def test_gloo_with_tensors_on_a_gpu(tmp_path, launch):
         for name in RANK_GRAPHS:
             if f"{label} | {name}" not in ranks[0]:
                 continue
-            algorithm, graph = klatsch.rules.make(rule, lr=LR, **options), klatsch.topology.make(name, 4)
+            algorithm, graph = klatsch.rules.make(rule, lr=lr_of(label), **options), klatsch.topology.make(name, 4)
             expected = klatsch.simulate(problem_of(4), algorithm, graph, ROUNDS, engine="torch")
             for rank, found in enumerate(ranks):
                 x = found[f"{label} | {name}"][0]

@@ -18,7 +18,8 @@ from tests.support.rank_scenarios import LR, RANK_RULES, group, problem_of, trai
 SIZE = 4
 PROBLEM = problem_of(SIZE, dim=260)  # more than a block of 256 numbers with one scale
 ROUNDS = 8  # those 4 rounds late arrive, also with gossip in every 4th round only
-LABELS = [*klatsch.rules.RULES, "dat beta", "dat-d2 beta"]
+LABELS = [*(name for name in klatsch.rules.RULES if "adam" not in name), "dat beta", "dat-d2 beta"]
+LABELS += ["dat-adam shared decay", "gt-adam"]
 TRAVELS = [
     {"every": every, "late": late, "wire": wire}
     for every in (1, 4)

@@ -30,10 +30,21 @@ RANK_RULES = {
     "dat-gt beta": ("dat-gt", {"beta": 0.9}),
     "dat-d2 beta": ("dat-d2", {"beta": 0.9}),
     "dat-sgp beta": ("dat-sgp", {"beta": 0.9}),
+    "dadam cta shared decay": ("dadam", {"order": "cta", "shared": True, "weight_decay": 0.1}),
+    "dat-adam shared decay": ("dat-adam", {"beta1": 0.5, "shared": True, "weight_decay": 0.1}),
+    "d2-adam local": ("d2-adam", {"shared": False, "average": "lr(1)"}),
+    "dat-d2-adam local": ("dat-d2-adam", {"shared": False}),
+    "gt-adam shared decay": ("gt-adam", {"shared": True, "weight_decay": 0.1}),
+    "dat-gt-adam shared": ("dat-gt-adam", {"shared": True}),
 }
 RANK_GRAPHS = ("ring", "one_peer_exponential", "base_graph", "directed_ring", "ring/4", "base_graph/3")
 ROUNDS, LR = 12, 1e-3  # as many as base_graph/3 takes to come around
 ENDURE_LR = 5e-3
+
+
+def lr_of(label):
+    """Steps of Adam are as long as the learning rate, those of others as lr times the gradient."""
+    return 10 * LR if "adam" in label else LR
 
 
 def problem_of(size, dim=5):
@@ -61,7 +72,7 @@ def parity(folder, device="cpu", graphs=RANK_GRAPHS, labels=tuple(RANK_RULES)):
     for label in labels:
         rule, options = RANK_RULES[label]
         for name in graphs:
-            algorithm, graph = klatsch.rules.make(rule, lr=LR, **options), make(name, size)
+            algorithm, graph = klatsch.rules.make(rule, lr=lr_of(label), **options), make(name, size)
             try:
                 algorithm.check_graph(graph)
             except ValueError:

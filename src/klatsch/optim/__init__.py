@@ -19,13 +19,14 @@ from klatsch import rules
 from klatsch.optim.buffers import average_, recalibrate
 from klatsch.optim.checkpointer import Checkpointer
 from klatsch.optim.gossip import Gossip
+from klatsch.optim.groups import pair
 from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError
 from klatsch.rules.anytime import Averaging
 from klatsch.rules.base import LearningRate as Rate
 from klatsch.topology import Topology
 
-__all__ = ["D2", "DATD2", "DATSGD", "DSGD", "PAPER", "Checkpointer", "Gossip", "GradientTracking", "LinkError"]
-__all__ += ["NonFiniteError", "QuorumError", "average_", "recalibrate"]
+__all__ = ["D2", "DATD2", "DATSGD", "DSGD", "PAPER", "Checkpointer", "DATAdamW", "DAdamW", "Gossip"]
+__all__ += ["GradientTracking", "LinkError", "NonFiniteError", "QuorumError", "average_", "recalibrate"]
 
 Graph = Topology | str
 # What the paper trains its networks with (Section 5.2): DATSGD(params, lr, **PAPER).
@@ -119,3 +120,76 @@ class DATD2(Gossip):
         **rest: Any,
     ) -> None:
         super().__init__(params, rules.dat_d2(lr, averaging, momentum, beta), topology, **rest)
+
+
+class DAdamW(Gossip):
+    """AdamW on every rank, then gossip; see `rules.Adam`. On one rank it is torch.optim.AdamW.
+
+    Take the learning rate, warm-up and decay of AdamW.
+
+    Args:
+        params: parameters, or groups of them, also with their own "betas", "eps" and "weight_decay".
+        lr: learning rate.
+        topology: as in DATSGD.
+        betas: of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay.
+        shared: gossip the second moment, for data that differ between ranks; half as many bytes again or more.
+        order: as in DATSGD.
+        rest: keywords of `Gossip`.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: Rate = 1e-3,
+        topology: Graph = "ring",
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        shared: bool = False,
+        order: str = "atc",
+        **rest: Any,
+    ) -> None:
+        rule = rules.dadam(lr, *pair(betas), eps, weight_decay, shared, order=order)
+        super().__init__(params, rule, topology, **rest)
+
+
+class DATAdamW(Gossip):
+    """Decentralized anytime AdamW: no schedule but a warm-up. On one rank it is Schedule-Free AdamW.
+
+    The model holds the point where gradients are taken; `eval()` puts x into it, to evaluate or save.
+
+    Args:
+        params: as in DAdamW.
+        lr: learning rate, with a warm-up such as `rules.Decay(2.5e-3, "constant/1000", steps)`; larger than AdamW's.
+        topology: as in DATSGD.
+        beta: where gradients are taken, between the iterate (0) and x (1): the first of schedule-free AdamW's betas.
+        betas: of the two moments; 0 keeps no first one, since beta takes its place.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled weight decay, at the point where gradients are taken.
+        averaging: how x averages: "lr(2)", in proportion to the square of the largest learning rate so far; or as in
+            DATSGD.
+        shared: as in DAdamW.
+        order: as in DATSGD.
+        rest: keywords of `Gossip`.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: Rate = 2.5e-3,
+        topology: Graph = "ring",
+        *,
+        beta: float = 0.9,
+        betas: tuple[float, float] = (0.0, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        averaging: str | Averaging = "lr(2)",
+        shared: bool = False,
+        order: str = "atc",
+        **rest: Any,
+    ) -> None:
+        rule = rules.dat_adam(lr, averaging, beta, *pair(betas), eps, weight_decay, shared, order)
+        super().__init__(params, rule, topology, **rest)

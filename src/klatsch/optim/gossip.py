@@ -51,7 +51,8 @@ class Gossip(Points, Joinable, JoinHook):
     `average`), evaluate and save inside `with optimizer.averaged():`, or between `eval()` and `train()`.
 
     Args:
-        params: parameters, or groups of them with their own "lr", "weight_decay" and, if the rule has one, "momentum".
+        params: parameters, or groups of them with their own "lr", "weight_decay" and, if the rule has them, "momentum",
+            "betas" and "eps".
         rule: the update rule, such as rules.make("dat", lr=0.1); its lr is the default of the groups.
         topology: a Topology with one node per rank, or the name of one.
         group: the process group; all ranks by default.
@@ -59,7 +60,8 @@ class Gossip(Points, Joinable, JoinHook):
         late: rounds that a message may travel while gradients are computed, at best every - 1; see `topology.channel`.
         wire: how numbers travel: "float32" (as they are), "bfloat16", or "int8" (a quarter of the bytes; on static
             graphs, and with a copy of the parameters in memory for every neighbour and message).
-        weight_decay: added to gradients as weight_decay times the point where they are taken.
+        weight_decay: added to gradients as weight_decay times the point where they are taken; with Adam, to the step
+            (decoupled, as in AdamW), instead of the rule's own.
         timeout: seconds that a neighbour may keep this rank waiting.
         on_failure: "raise" LinkError when a neighbour is gone or late, or "continue" without it: its weight in the
             gossip matrix becomes part of this rank's own.
@@ -140,6 +142,8 @@ class Gossip(Points, Joinable, JoinHook):
         own = group_of(group, timeout)
         links = open_links(group, own, self.topology, self.device, float(timeout), on_failure, quorum)
         self._train_over(links, flats)
+        if self.rank == 0 and len(ranks) > 1 and rule.caveat:
+            warn(rule.caveat)
         self._apart, self._watch = self.rule.apart, Watch(self, trained)
         if self._apart:
             self._watch.look()
@@ -407,7 +411,10 @@ def _defaults(rule: Rule, weight_decay: float) -> groups.Group:
         raise ValueError("the rule has several columns; on ranks give one number for each hyper-parameter")
     numbers = {"lr(1)": rate(rule.lr, 1), "weight_decay": weight_decay}
     lr, decay = (groups.single(name, v, lambda v: v >= 0, "a number from 0 up") for name, v in numbers.items())
-    return {"lr": lr, "weight_decay": decay} | {name: float(v) for name, v in rule.settings.items()}
+    own = {name: float(v) for name, v in rule.settings.items()}
+    if decay and "weight_decay" in own:
+        own["weight_decay"] = decay
+    return {"lr": lr, "weight_decay": decay} | groups.options(own)
 
 
 def _check_failures(timeout: float, on_failure: OnFailure, quorum: float, on_nonfinite: OnNonFinite) -> None:

@@ -16,6 +16,8 @@ Group = dict[str, Any]  # torch's
 # What torch, its schedulers and timm's write into parameter groups, besides the options of an optimizer.
 NOTES = ["params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "lr_scale", "swa_lr"]
 NOTES += ["base_momentum", "max_momentum"]
+BETAS = ("beta1", "beta2")
+BELOW_1 = "from 0 up to but not including 1, such as 0.9"
 
 
 def single(name: str, value: object, holds: Callable[[Any], Any], wanted: str) -> float:
@@ -26,13 +28,36 @@ def single(name: str, value: object, holds: Callable[[Any], Any], wanted: str) -
     return number
 
 
+def options(settings: dict[str, float]) -> Group:
+    """Settings of a rule as options of parameter groups, as torch calls them: beta1 and beta2 are betas."""
+    found: Group = {name: v for name, v in settings.items() if name not in BETAS}
+    return found | ({"betas": tuple(settings[name] for name in BETAS)} if "beta1" in settings else {})
+
+
+def value(group: Group, setting: str) -> float:
+    """A setting of a rule in a parameter group."""
+    return float(group["betas"][BETAS.index(setting)] if setting in BETAS else group[setting])
+
+
+def pair(betas: object) -> tuple[float, float]:
+    """The two betas of Adam; the rule checks what they are."""
+    if not isinstance(betas, list | tuple) or len(betas) != len(BETAS):
+        raise ValueError(f"betas = {betas!r}; give two numbers, such as (0.9, 0.999)")
+    return betas[0], betas[1]
+
+
 def check_values(group: Group, defaults: Group) -> None:
     """Check the numbers of a parameter group, which schedulers may have set."""
     for name in ("lr", "weight_decay"):
         single(f"{name} of a parameter group", group[name], lambda v: v >= 0, "a number from 0 up")
-    if "momentum" in defaults and group["momentum"] != defaults["momentum"]:  # which the rule has checked
-        wanted = "a number from 0 up to but not including 1, such as 0.9"
-        single("momentum of a parameter group", group["momentum"], lambda v: (v >= 0) & (v < 1), wanted)
+    changed = {name for name in ("momentum", "betas", "eps") if name in defaults and group[name] != defaults[name]}
+    if "momentum" in changed:  # those of the rule are checked
+        single("momentum of a parameter group", group["momentum"], lambda v: (v >= 0) & (v < 1), f"a number {BELOW_1}")
+    if "eps" in changed:
+        single("eps of a parameter group", group["eps"], lambda v: v > 0, "a number above 0, such as 1e-8")
+    if "betas" in changed:
+        for beta in pair(group["betas"]):
+            single("a beta of a parameter group", beta, lambda v: (v >= 0) & (v < 1), f"numbers {BELOW_1}")
 
 
 def parameters_of(groups: Sequence[Group]) -> list[Tensor]:
@@ -73,6 +98,7 @@ def facts(rule: Rule, topology: Topology, groups: Sequence[Group]) -> dict[str, 
     """What all ranks must agree on, as texts that are the same on every machine."""
     parameters = parameters_of(groups)
     trained = [p for p in parameters if p.requires_grad]
+    numbers = dict.fromkeys(("lr", "weight_decay", *rule.settings))
     return {f"{name} of the rule": str(value) for name, value in settings_of(rule).items()} | {
         "topology": f"{topology!r} {topology.fingerprint[:16]}",
         "number of parameters": f"{len(trained)} tensors, {sum(p.numel() for p in trained):,} numbers",
@@ -80,8 +106,7 @@ def facts(rule: Rule, topology: Topology, groups: Sequence[Group]) -> dict[str, 
         "memory formats": str([list(p.stride()) for p in trained]),
         "dtypes": str([str(p.dtype) for p in trained]),
         "parameter groups": "; ".join(
-            f"{len(group['params'])} tensors with "
-            + ", ".join(f"{name} {group[name]:g}" for name in ("lr", "weight_decay", "momentum") if name in group)
+            f"{len(group['params'])} tensors with " + ", ".join(f"{name} {value(group, name):g}" for name in numbers)
             for group in groups
         ),
         "frozen parameters": str([[list(p.shape), str(p.dtype)] for p in parameters if not p.requires_grad]),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from klatsch.optim.flat import Flat
-from klatsch.optim.groups import Group
+from klatsch.optim.groups import Group, value
 from klatsch.ranks.links import Links
 from klatsch.ranks.mailbox import Memory
 from klatsch.ranks.message import Block, is_sound
@@ -31,7 +31,8 @@ class Share:
         self.dtype = start.dtype
         self._gradients, self._factor = start, 1.0
         self._settings: dict[str, Setting] = {}  # lr, weight_decay and those of the rule, in this round
-        self._with_momentum = rule.with_settings(momentum=1.0) if "momentum" in rule.settings else rule
+        self._inert = {name: 1.0 for name in ("momentum", "beta1") if name in rule.settings}
+        self._with_momentum = rule.with_settings(**self._inert) if self._inert else rule
         self.optional = self._with_momentum.init(start[:1]).keys() - rule.init(start[:1]).keys()  # a group's momentum
 
     def take_in(self, groups: Sequence[Group], factor: float) -> None:
@@ -39,10 +40,10 @@ class Share:
         names = self.rule.settings
         if "momentum" not in names and any("momentum" in group for group in groups):
             raise ValueError(f"something gave a parameter group a momentum, but {self.rule.name} has none")
-        if self.optional and any(group["momentum"] for group in groups):
+        if self.optional and any(value(group, name) for group in groups for name in self._inert):
             self._keep_momentum()
         self._gradients, self._factor = self.flat.bind_gradients(), factor
-        self._settings = {name: self._setting(groups, name) for name in ("lr", "weight_decay", *names)}
+        self._settings = {name: self._setting(groups, name) for name in {"lr", "weight_decay", *names}}
 
     def not_finite(self) -> str | None:
         """What is wrong with the gradients; None where they are finite."""
@@ -107,7 +108,8 @@ class Share:
 
     def _given(self, block: Block) -> Given:
         settings = {name: v[block] if isinstance(v, Tensor) else v for name, v in self._settings.items()}
-        lr, decay = settings.pop("lr"), settings.pop("weight_decay")
+        lr = settings.pop("lr")
+        decay = 0.0 if "weight_decay" in self.rule.settings else settings.pop("weight_decay")  # or the rule decays
         gradient = self._gradients[block].to(self.dtype)
         if self._factor == 0.0:
             gradient = torch.zeros_like(gradient)
@@ -126,12 +128,12 @@ class Share:
             self.node.keep_also(self._with_momentum)
 
     def _setting(self, groups: Sequence[Group], name: str) -> Setting:
-        first, *others = [float(group[name]) for group in groups]
+        first, *others = [value(group, name) for group in groups]
         if all(value == first for value in others):
             return first
         vector = torch.empty_like(self.flat.values, dtype=self.dtype)
         for group in groups:
             for parameter in group["params"]:
                 if (place := self.flat.places.get(id(parameter))) is not None:
-                    vector[place] = float(group[name])
+                    vector[place] = value(group, name)
         return vector

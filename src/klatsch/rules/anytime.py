@@ -200,6 +200,10 @@ class Around(Rule):
     def decays(self) -> bool:
         return self.base.decays
 
+    @property
+    def caveat(self) -> str:
+        return self.base.caveat.replace(self.base.name, self.name, 1)
+
     def check_graph(self, graph: Graph, name: str = "") -> None:
         self.base.check_graph(graph, name or self.name)
 

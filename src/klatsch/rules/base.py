@@ -108,6 +108,11 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__} has no update(self, s, grad, flow, t, lr)")
 
     @property
+    def caveat(self) -> str:
+        """Where nodes whose data differ do not find the optimum, whatever the learning rate: a warning of it."""
+        return ""
+
+    @property
     def decays(self) -> bool:
         """Whether its steps need the point where the gradient was taken, as `seen` shows it."""
         return False
