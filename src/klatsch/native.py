@@ -73,9 +73,9 @@ def _library() -> ctypes.CDLL | str:
             function.argtypes, function.restype = [ctypes.POINTER(Job)], ctypes.c_int
         address, count = ctypes.c_void_p, ctypes.c_int64
         for function in (kernel.klatsch_quantize_f32, kernel.klatsch_quantize_f64):
-            function.argtypes = [address, count, address, address]
+            function.argtypes = [address, count, count, address, address]
         for function in (kernel.klatsch_restore_f32, kernel.klatsch_restore_f64):
-            function.argtypes = [address, address, count, address]
+            function.argtypes = [address, address, count, count, address]
     except subprocess.TimeoutExpired as error:
         return f"{error.cmd[0]} took more than {error.timeout:.0f} seconds"
     except (OSError, AttributeError) as error:

@@ -40,7 +40,7 @@ static inline float widened(uint16_t half) {
 #else
 
 /* n numbers to codes and scales. */
-void NAME(klatsch_quantize)(const T *v, int64_t n, int8_t *codes, uint16_t *scales) {
+static void NAME(quantize)(const T *v, int64_t n, int8_t *codes, uint16_t *scales) {
     for (int64_t b = 0; b < n; b += BLOCK) {
         const int64_t size = n - b < BLOCK ? n - b : BLOCK;
         BITS top = 0; /* without its sign a number compares as its bits do; what is not a number is the largest */
@@ -69,11 +69,22 @@ void NAME(klatsch_quantize)(const T *v, int64_t n, int8_t *codes, uint16_t *scal
 }
 
 /* Back again. */
-void NAME(klatsch_restore)(const int8_t *codes, const uint16_t *scales, int64_t n, T *v) {
+static void NAME(restore)(const int8_t *codes, const uint16_t *scales, int64_t n, T *v) {
     for (int64_t b = 0; b < n; b += BLOCK) {
         const int64_t size = n - b < BLOCK ? n - b : BLOCK;
         const T scale = widened(scales[b / BLOCK]);
         for (int64_t i = 0; i < size; i++) v[b + i] = (T)codes[b + i] * scale;
     }
+}
+
+/* The same for rows of n numbers, each with blocks of its own: a simulation has many short ones. */
+void NAME(klatsch_quantize)(const T *v, int64_t rows, int64_t n, int8_t *codes, uint16_t *scales) {
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    for (int64_t r = 0; r < rows; r++) NAME(quantize)(v + r * n, n, codes + r * n, scales + r * blocks);
+}
+
+void NAME(klatsch_restore)(const int8_t *codes, const uint16_t *scales, int64_t rows, int64_t n, T *v) {
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    for (int64_t r = 0; r < rows; r++) NAME(restore)(codes + r * n, scales + r * blocks, n, v + r * n);
 }
 #endif

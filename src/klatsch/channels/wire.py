@@ -41,8 +41,7 @@ def quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(v.shape, dtype=torch.int8)
     scales = torch.empty((*outer, scale_count(length)), dtype=torch.bfloat16)
     quantize = kernel.klatsch_quantize_f32 if v.dtype == torch.float32 else kernel.klatsch_quantize_f64
-    for row, its_codes, its_scales in zip(*map(_addresses, (v, codes, scales)), strict=True):
-        quantize(row, length, its_codes, its_scales)
+    quantize(v.data_ptr(), v.numel() // length, length, codes.data_ptr(), scales.data_ptr())
     return codes, scales
 
 
@@ -52,9 +51,8 @@ def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     if (kernel := _kernel(v)) is None:
         return _restored(codes, scales, dtype)
     restore = kernel.klatsch_restore_f32 if dtype == torch.float32 else kernel.klatsch_restore_f64
-    parts = codes.contiguous(), scales.contiguous(), v
-    for its_codes, its_scales, row in zip(*map(_addresses, parts), strict=True):
-        restore(its_codes, its_scales, v.shape[-1], row)
+    codes, scales, length = codes.contiguous(), scales.contiguous(), v.shape[-1]
+    restore(codes.data_ptr(), scales.data_ptr(), v.numel() // length, length, v.data_ptr())
     return v
 
 
@@ -85,9 +83,3 @@ def _kernel(v: Tensor) -> ctypes.CDLL | None:
     if v.device.type != "cpu" or v.dtype not in KINDS or not v.numel() or native.why_not() is not None:
         return None
     return native.library()
-
-
-def _addresses(v: Tensor) -> range:
-    """Where the rows of a contiguous tensor begin."""
-    width = v.shape[-1] * v.element_size()
-    return range(v.data_ptr(), v.data_ptr() + v.numel() * v.element_size(), width)
