@@ -23,6 +23,7 @@ from klatsch.rules import averaging
 from klatsch.study.grids import Options, combinations, counted, in_words, shown
 from klatsch.study.spec import Study, TopologyEntry, make_rule
 from klatsch.topology import Topology
+from klatsch.topology.channel import CHANNEL
 
 REVISION = 1  # raised when the same settings lead to other results than before
 BEFORE = {  # the rules before 0.2: their classes and fields
@@ -36,6 +37,15 @@ BEFORE = {  # the rules before 0.2: their classes and fields
     "dat-d2": ("DATD2", ("lr", "averaging")),
     "dat-sgp": ("DATPush", ("lr", "averaging")),
 }
+
+
+class Channel(NamedTuple):
+    """How messages travel in a run; see `topology.channel`."""
+
+    every: int
+    late: int
+    wire: str
+
 
 Sources = dict[str, Options]  # what a store keeps of custom parts, by name or kind: see `sources_of`
 
@@ -141,6 +151,11 @@ class Case:
         given = dict(self.topology_options)
         every = f"/{given.pop('every')}" if "every" in given else ""
         return _called(("lazy " if self.lazy else "") + own.label(self.topology) + every, in_words(given))
+
+    @property
+    def channel(self) -> Channel:
+        given: Options = CHANNEL | {name: v for name, v in self.topology_options.items() if name in CHANNEL}
+        return Channel(**given)
 
     @property
     def problem_label(self) -> str:

@@ -37,6 +37,7 @@ class Row:
     worst: NDArray[np.float64] | None = None  # as the curves, of the worst node
     tried: tuple[float, ...] = ()  # the learning rates that short runs chose from, if they did
     sent: float | None = None  # bytes per node over the run, if known: see `traffic.sent`
+    case: Case | None = None  # one of its runs
 
     @property
     def final(self) -> NDArray[np.float64]:
@@ -219,4 +220,5 @@ def _row(group: list[tuple[Case, Outcome]], headline: Headline, rule: str, graph
         merged=known(headline.of_mean),
         worst=known(headline.of_worst),
         sent=sent(first),
+        case=first,
     )

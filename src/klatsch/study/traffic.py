@@ -1,4 +1,4 @@
-"""Bytes that a node sends over a run, computed from what the run is: nothing is counted while it runs."""
+"""What a node sends over a run, computed from what the run is: nothing is counted while it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from klatsch.channels.rehearsal import vectors
 from klatsch.rules import Flow, Rule
 from klatsch.rules.base import Tensors
 from klatsch.study.cases import Case
-from klatsch.topology.channel import CHANNEL, encoded_bytes
+from klatsch.topology.channel import encoded_bytes
 
 
 def sent(case: Case) -> float | None:
@@ -23,28 +23,44 @@ def sent(case: Case) -> float | None:
     (M - 1) / M vectors per node, in float32. Where that makes all nodes equal in every round, one vector is enough,
     the gradient, whatever else the rule keeps.
     """
-    dim_of = problems.declared(case.problem).dim_of if not case.sources else None
-    if dim_of is None:
+    numbers = numbers_of(case)
+    if numbers is None:
         return None
-    every, late, wire = (case.topology_options.get(name, default) for name, default in CHANNEL.items())
-    whole, equal = _rehearsed(
-        case.rule, tuple((k, v) for k, v in case.rule_options.items() if k not in ("lr", "schedule"))
-    )
-    if case.topology == "complete" and wire == "float32":
-        copies = 2 * (case.nodes - 1) / case.nodes
-        whole = 1 if equal and every == 1 and not late and not case.lazy else whole
-    else:
-        copies = case.make_graph().messages * every
-    mixes = case.steps // every
-    vector = encoded_bytes(wire, int(dim_of(case.nodes, **case.problem_options)))
-    return float(vector * whole * copies * mixes)
+    every, _, wire = case.channel
+    copies = 2 * (case.nodes - 1) / case.nodes if is_all_reduce(case) else case.make_graph().messages * every
+    return float(encoded_bytes(wire, numbers) * sum(vectors_of(case)) * copies * (case.steps // every))
+
+
+def numbers_of(case: Case) -> int | None:
+    """How many numbers a vector has; None with a custom part, whose file may be gone."""
+    return None if case.sources else _numbers(case.problem, case.nodes, tuple(case.problem_options.items()))
 
 
 @cache
-def _rehearsed(name: str, options: tuple[tuple[str, object], ...]) -> tuple[int, bool]:
-    """How many vectors a node sends to each neighbour whenever it speaks, and whether `equal`; for every lr."""
+def _numbers(problem: str, nodes: int, options: tuple[tuple[str, object], ...]) -> int | None:
+    """Counted once: a model is built for it."""
+    dim_of = problems.declared(problem).dim_of
+    return None if dim_of is None else int(dim_of(nodes, **dict(options)))
+
+
+def is_all_reduce(case: Case) -> bool:
+    """Whether nodes all talk to each other, and would use an all-reduce."""
+    return case.topology == "complete" and case.channel.wire == "float32"
+
+
+def vectors_of(case: Case) -> tuple[int, int]:
+    """How many vectors a node sends to each neighbour whenever it speaks: early, and once there is a gradient."""
+    options = tuple((k, v) for k, v in case.rule_options.items() if k not in ("lr", "schedule"))
+    early, after, stay_equal = _rehearsed(case.rule, options)
+    in_every_round = case.channel.every == 1 and not case.channel.late and not case.lazy
+    return (0, 1) if stay_equal and in_every_round and is_all_reduce(case) else (early, after)
+
+
+@cache
+def _rehearsed(name: str, options: tuple[tuple[str, object], ...]) -> tuple[int, int, bool]:
+    """What `vectors` finds, and whether `equal`; for every lr."""
     rule = rules.make(name, lr=1.0, **dict(options))
-    return sum(vectors(rule)), equal(rule)
+    return *vectors(rule), equal(rule)
 
 
 def equal(rule: Rule) -> bool:
