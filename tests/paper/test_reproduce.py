@@ -14,6 +14,7 @@ from klatsch.channels.rehearsal import vectors
 from klatsch.paper import best, claims, figures, pages, tables
 from klatsch.paper import targets as paper
 from klatsch.paper.report import inline_svg, page_of
+from klatsch.paper.slow_networks import SOME
 from klatsch.study import Row, Store, execute, expand, parse, run_study, workers
 from klatsch.study.spec import PAPER_GRID
 from klatsch.study.store import Origin
@@ -288,6 +289,9 @@ RATES = PAPER_GRID[1::2]  # three: one between the others, and both edges
 TINY = {"nodes": (4, 25), "steps": 300, "seeds": 2, "record": 6, "lr": RATES}
 FEWER = [rule | {"lr": rule["lr"][::3]} for rule in paper.VARIANTS["rules"]]
 TINY_BEYOND = {"nodes": (4, 9), "steps": 300, "seeds": 1, "record": 6, "rules": FEWER}
+CORRECTED = {"name": "dat-d2", "beta": [1.0, 0.9], "lr": RATES, "topologies": SOME}
+TINY_CHANNELS = {"nodes": 9, "steps": 100, "seeds": 1, "record": 6, "rules": CORRECTED}
+TINIES = dict.fromkeys(("fig1", "fig4", "fig5", "fig6"), TINY) | {"beyond": TINY_BEYOND, "channels": TINY_CHANNELS}
 DRAWN = [name for name, target in paper.TARGETS.items() if "epochs" not in target.scales["quick"]]  # no data needed
 
 
@@ -296,8 +300,8 @@ def results(tmp_path_factory):
     """A folder with every figure at a tiny scale, made by the commands themselves."""
     folder = tmp_path_factory.mktemp("paper")
     patch = pytest.MonkeyPatch()
-    for scales in (paper.TARGETS[name].scales for name in DRAWN):
-        patch.setitem(scales, "quick", TINY if scales is paper.SCALES else TINY_BEYOND)
+    for name in DRAWN:
+        patch.setitem(paper.TARGETS[name].scales, "quick", TINIES[name])
     patch.setattr(workers, "processes", workers.threads)  # no start-up time: processes are tested elsewhere
     from klatsch.cli import main
 
@@ -331,7 +335,7 @@ def test_figures_4_to_6_use_the_runs_of_figure_1(results):
     with Store(results / "results.sqlite") as store:
         studies = {s.origin.kind: s for s in store.studies()}
         runs = store.runs()
-    assert set(studies) == set(DRAWN) >= {"fig1", "fig4", "fig5", "fig6", "beyond"}
+    assert set(studies) == set(DRAWN) == set(TINIES)
     one = [case for case, _ in runs if case.nodes == 25]
     assert len(one) == 3 * 2 * 4 * len(RATES) * 2  # once, though three figures ask for them
 
@@ -414,7 +418,7 @@ def report(results, run_cli):
     if not file.exists():
         code, out, err = run_cli("report", results / "results.sqlite", "-o", file)
         assert (code, err) == (0, "")
-        assert "5 pages" in out
+        assert "6 pages" in out
     return file
 
 
@@ -428,7 +432,7 @@ def test_a_real_browser_shows_the_report(width, report, browse, tmp_path):
     found = json.loads(
         re.search(r'data-probe="([^"]*)"', shown.stdout).group(1).replace("&quot;", '"').replace("&amp;", "&")
     )
-    assert len(found["figures"]) == 6
+    assert len(found["figures"]) == 7
     assert all(w > 250 and h > 150 for w, h in found["figures"])
     assert found["wide"] <= max(found["window"], 500)  # nothing sticks out: figures and tables scroll by themselves
     assert found["text"] > 3000

@@ -181,7 +181,7 @@ def test_a_group_reproduces_its_parts(run_cli, tmp_path, monkeypatch, in_threads
 
 
 def test_what_a_group_and_a_table_do_not_take(run_cli, tmp_path):
-    assert GROUPS == {"schedule-free": ("averages", "schedules", "beyond")}
+    assert GROUPS["schedule-free"] == ("averages", "schedules", "beyond")
     code, _, err = run_cli("reproduce", "schedule-free", "--epochs", "3", "--out", tmp_path / "new")
     assert code == 2
     assert "schedule-free is averages, schedules, beyond; leave --epochs and --dtype out" in err

@@ -32,7 +32,9 @@ COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
     "Runs what the store does not hold yet, draws PNG, SVG and PDF, writes the numbers as CSV and Markdown, and checks "
     "each sentence of the paper. `beyond` adds rules, beta and decay to figure 1; `images-beyond` adds rules to the "
     "image study. `averages` tries weights and query points, `schedules` compares the best of them and baselines with "
-    "and without decay, `local-steps` is accuracy against bytes; `schedule-free` is averages, schedules and beyond.",
+    "and without decay, `local-steps` is accuracy against bytes; `schedule-free` is averages, schedules and beyond. "
+    "`channels` (least squares) and `images-channels`, together `slow-networks`, tell what few bytes, late messages "
+    "and local steps cost and save.",
 )
 def reproduce(
     target: Annotated[str, typer.Argument(help="What to reproduce.")],

@@ -55,15 +55,15 @@ def error_against_nodes(rows: Sequence[Row], title: str, together: bool = False)
 
     With `together`, all topologies share the panels of their settings.
     """
-    setting, quantity = _settings(rows), _quantity(rows[0], ERROR)
-    settings = _distinct(rows, setting)
+    setting, shown = in_letters(rows), _quantity(rows[0], ERROR)
+    settings = distinct(rows, setting)
     rows = sorted(rows, key=lambda row: settings.index(setting(row)))
     if together:
-        layout = Layout(quantity, setting, lambda row: f"{row.rule}, {row.topology}", _by_topology(rows), 2)
+        layout = Layout(shown, setting, lambda row: f"{row.rule}, {row.topology}", _by_topology(rows), 2)
         return _against_nodes(rows, title, layout)
     wide = min(4, len({row.topology for row in rows}))
-    caption = _settings(rows, lambda row: [row.topology])
-    return _against_nodes(rows, title, Layout(quantity, caption, lambda row: row.rule, by_rule(rows), wide))
+    caption = in_letters(rows, lambda row: [row.topology])
+    return _against_nodes(rows, title, Layout(shown, caption, lambda row: row.rule, by_rule(rows), wide))
 
 
 def error_against_rounds(rows: Sequence[Row], title: str, together: bool = False) -> Figure:
@@ -71,13 +71,13 @@ def error_against_rounds(rows: Sequence[Row], title: str, together: bool = False
 
     With `together`, all sizes share the panels of their settings.
     """
-    setting, quantity = _settings(rows), _quantity(rows[0], ERROR.replace("_T", "_t"))
+    setting, shown = in_letters(rows), _quantity(rows[0], ERROR.replace("_T", "_t"))
     if together:
-        layout = Layout(quantity, setting, lambda row: f"{row.rule}, M = {row.nodes}", _by_size(rows), 2)
+        layout = Layout(shown, setting, lambda row: f"{row.rule}, M = {row.nodes}", _by_size(rows), 2)
         return _against_rounds(rows, title, layout)
-    caption = _settings(rows, lambda row: [row.topology, f"{row.nodes} machines"])
-    wide = min(3, len(_distinct(rows, caption)))
-    layout = Layout(quantity, caption, lambda row: f"{row.rule}, lr {row.lr:g}", by_rule(rows), wide, legends=True)
+    caption = in_letters(rows, lambda row: [row.topology, f"{row.nodes} machines"])
+    wide = min(3, len(distinct(rows, caption)))
+    layout = Layout(shown, caption, lambda row: f"{row.rule}, lr {row.lr:g}", by_rule(rows), wide, legends=True)
     return _against_rounds(rows, title, layout)
 
 
@@ -88,18 +88,18 @@ def accuracy_against_epochs(rows: Sequence[Row], title: str) -> Figure:
         lambda row: f"{row.nodes} machines, {_alpha(row)}",
         lambda row: _family_and_graph(row) + " (diverged)" * row.diverged,
         _by_family(rows),
-        len(_distinct(rows, _alpha)),
+        len(distinct(rows, _alpha)),
     )
     figure = _against_rounds(sorted(rows, key=lambda row: (row.nodes, row.setting["alpha"])), title, layout)
-    figure.axes[0].set_ylim(*_limits([row.curve for row in rows]))  # which all panels share
+    figure.axes[0].set_ylim(*limits([row.curve for row in rows]))  # which all panels share
     return figure
 
 
 def accuracy_against_nodes(rows: Sequence[Row], title: str) -> Figure:
     """Figure 3: the final accuracy against the number of machines, a panel per alpha."""
-    layout = Layout(_accuracy(rows[0]), _alpha, _family_and_graph, _by_family(rows), len(_distinct(rows, _alpha)))
+    layout = Layout(_accuracy(rows[0]), _alpha, _family_and_graph, _by_family(rows), len(distinct(rows, _alpha)))
     figure = _against_nodes(sorted(rows, key=lambda row: row.setting["alpha"]), title, layout)
-    figure.axes[0].set_ylim(*_limits([np.array([row.low, row.high]) for row in rows]))
+    figure.axes[0].set_ylim(*limits([np.array([row.low, row.high]) for row in rows]))
     return figure
 
 
@@ -119,23 +119,23 @@ def accuracy_against_bytes(rows: Sequence[Row], title: str) -> Figure:
     def look(row: Row) -> Style:
         return _style(names.index(_named(row)[0]), graphs.index(split(row.topology)[0])) | {"marker": ""}
 
-    layout = Layout(_accuracy(rows[0]), _alpha, label, look, len(_distinct(rows, _alpha)))
-    figure, panels = _panels(rows, title, layout)
+    layout = Layout(_accuracy(rows[0]), _alpha, label, look, len(distinct(rows, _alpha)))
+    figure, panels = panelled(rows, title, layout)
     for axis, mine in panels:
-        for name in sorted(_distinct(mine, label)):
+        for name in sorted(distinct(mine, label)):
             line = [row for row in mine if label(row) == name]
             ends = np.array([[row.value, row.low, row.high] for row in line]).T
-            _line_of_seeds(axis, name, [row.megabytes for row in line], ends, look(line[0]))
+            line_of_seeds(axis, name, [row.megabytes for row in line], ends, look(line[0]))
             for row in line:
                 style = look(row) | {"marker": MARKERS[between.index(split(row.topology)[1])]}
                 axis.plot([row.megabytes], [row.value], markersize=5, **style)
-                _mark(axis, row, row.megabytes, row.final[:, row.best])
+                mark(axis, row, row.megabytes, row.final[:, row.best])
         for k, H in enumerate(between):
             axis.plot([], [], MARKERS[k], color="grey", markersize=5, label=f"H = {H}")
         axis.set_xscale("log")
         axis.set_xlabel("MB sent per node")
-    _legend(figure)
-    figure.axes[0].set_ylim(*_limits([np.array([row.low, row.high]) for row in rows]))
+    legend(figure)
+    figure.axes[0].set_ylim(*limits([np.array([row.low, row.high]) for row in rows]))
     return figure
 
 
@@ -151,10 +151,10 @@ def accuracy_of_schedules(rows: Sequence[Row], title: str) -> Figure:
         lambda row: f"{row.nodes} machines, {_alpha(row)}",
         lambda row: f"{row.rule}, {'all-reduce' if at_server(row) else row.topology}",
         lambda row: look(row) | ({"color": "black"} if at_server(row) else {}),
-        len(_distinct(rows, _alpha)),
+        len(distinct(rows, _alpha)),
     )
     figure = _against_rounds(sorted(rows, key=lambda row: (row.nodes, row.setting["alpha"])), title, layout)
-    figure.axes[0].set_ylim(*_limits([row.curve for row in rows]))
+    figure.axes[0].set_ylim(*limits([row.curve for row in rows]))
     return figure
 
 
@@ -166,9 +166,9 @@ def accuracy_of_rules(rows: Sequence[Row], title: str) -> Figure:
         return row.rule if row.topology == rows[0].topology else f"{row.rule}, {row.topology}"
 
     places = sorted({(row.nodes, row.setting["alpha"]) for row in rows})
-    means = {name: np.mean([row.value for row in rows if label(row) == name]) for name in _distinct(rows, label)}
+    means = {name: np.mean([row.value for row in rows if label(row) == name]) for name in distinct(rows, label)}
     order = sorted(means, key=lambda name: means[name])
-    wide = len(_distinct(rows, _alpha))
+    wide = len(distinct(rows, _alpha))
     high = -(-len(places) // wide)
     size = 2.6 + 3.0 * wide, 1.4 + (0.7 + 0.17 * len(order)) * high
     figure = figures.Figure(figsize=size, layout="constrained")
@@ -184,7 +184,7 @@ def accuracy_of_rules(rows: Sequence[Row], title: str) -> Figure:
         ):
             axis.plot(values, y, marker, color=colour, markersize=3.5, label=text)
         for place, row in zip(y, mine, strict=True):
-            _mark(axis, row, row.value, row.final[:, row.best], at=place)
+            mark(axis, row, row.value, row.final[:, row.best], at=place)
         axis.set_yticks(range(len(order)), order, fontsize=7)
         axis.margins(y=0.6 / len(order))
         axis.grid(alpha=0.25, linewidth=0.5)
@@ -195,7 +195,7 @@ def accuracy_of_rules(rows: Sequence[Row], title: str) -> Figure:
     for axis in axes[-wide:]:
         axis.set_xlabel("test accuracy")
     figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=10)
-    _legend(figure)
+    legend(figure)
     return figure
 
 
@@ -225,7 +225,7 @@ def classes_of_nodes(counts: NDArray[np.int64], classes: Sequence[str], title: s
 # --- what a row is called and how it looks --------------------------------------------------------------------------
 
 
-def _settings(rows: Sequence[Row], before: Callable[[Row], list[str]] = lambda row: []) -> Text:
+def in_letters(rows: Sequence[Row], before: Callable[[Row], list[str]] = lambda row: []) -> Text:
     """The options that differ between rows, in the paper's letters, after other words."""
     names = dict.fromkeys(name for row in rows for name in row.setting)
     varying = [name for name in names if len({row.setting.get(name) for row in rows}) > 1]
@@ -254,9 +254,14 @@ def _quantity(row: Row, formula: str) -> str:
     return f"error  {formula}" if row.metric == "distance" else row.title
 
 
+def quantity(row: Row) -> str:
+    """What its final values are."""
+    return _accuracy(row) if row.largest else _quantity(row, ERROR)
+
+
 def _by_topology(rows: Sequence[Row]) -> Look:
     """A colour per topology, a kind of line and marker per rule."""
-    topologies, names = _distinct(rows, lambda row: row.topology), _distinct(rows, lambda row: row.rule)
+    topologies, names = distinct(rows, lambda row: row.topology), distinct(rows, lambda row: row.rule)
     return lambda row: _style(
         topologies.index(row.topology), names.index(row.rule), names.index(row.rule), GRAPH_COLOURS
     )
@@ -266,14 +271,14 @@ def _by_size(rows: Sequence[Row]) -> Look:
     """One shade per number of machines, dark for many; one kind of line per rule."""
     from matplotlib import colormaps
 
-    nodes, names = sorted({row.nodes for row in rows}), _distinct(rows, lambda row: row.rule)
+    nodes, names = sorted({row.nodes for row in rows}), distinct(rows, lambda row: row.rule)
     shades = [colormaps["viridis_r"](0.15 + 0.85 * k / max(1, len(nodes) - 1)) for k in range(len(nodes))]
     return lambda row: _style(nodes.index(row.nodes), names.index(row.rule), colours=shades)
 
 
 def by_rule(rows: Sequence[Row]) -> Look:
     """The same colour and marker for a rule in every figure; one kind of line per variant: "(cosine)"."""
-    places, variants = _places(rows), _distinct(rows, lambda row: _named(row)[1])
+    places, variants = _places(rows), distinct(rows, lambda row: _named(row)[1])
 
     def look(row: Row) -> Style:
         name, variant = _named(row)
@@ -295,7 +300,7 @@ def _named(row: Row) -> tuple[str, str]:
 
 def _by_family(rows: Sequence[Row]) -> Look:
     """One colour and marker per rule, one kind of line per graph."""
-    families, graphs = _distinct(rows, family), _distinct(rows, lambda row: row.topology)
+    families, graphs = distinct(rows, family), distinct(rows, lambda row: row.topology)
     return lambda row: _style(families.index(family(row)), graphs.index(row.topology))
 
 
@@ -310,51 +315,51 @@ def _style(colour: int, line: int, marker: int | None = None, colours: Sequence[
 
 
 def _against_nodes(rows: Sequence[Row], title: str, layout: Layout) -> Figure:
-    figure, panels = _panels(rows, title, layout, "final ")
+    figure, panels = panelled(rows, title, layout, "final ")
     nodes = sorted({row.nodes for row in rows})
     for axis, mine in panels:
-        for name in _distinct(mine, layout.label):
+        for name in distinct(mine, layout.label):
             line = [row for row in mine if layout.label(row) == name]
             ends = np.array([[row.value, row.low, row.high] for row in line]).T
-            _line_of_seeds(axis, name, [row.nodes for row in line], ends, layout.look(line[0]))
+            line_of_seeds(axis, name, [row.nodes for row in line], ends, layout.look(line[0]))
             for row in line:
-                _mark(axis, row, row.nodes, row.final[:, row.best])
+                mark(axis, row, row.nodes, row.final[:, row.best])
         axis.set_xscale("log")
         axis.set_xticks(nodes, [str(n) for n in nodes], fontsize=10 if len(nodes) < 8 else 7.5)
         axis.minorticks_off()
         axis.set_xlabel("machines M")
-    _legend(figure)
+    legend(figure)
     return figure
 
 
 def _against_rounds(rows: Sequence[Row], title: str, layout: Layout) -> Figure:
-    figure, panels = _panels(rows, title, layout)
+    figure, panels = panelled(rows, title, layout)
     rounds = rows[0].epochs is None
     for axis, mine in panels:
         for row in mine:
             when = row.steps if row.epochs is None else [row.epochs * step / row.steps[-1] for step in row.steps]
             spread = np.stack((row.curve.mean(0), row.curve.min(0), row.curve.max(0)))
-            _line_of_seeds(axis, layout.label(row), when, spread, layout.look(row) | {"marker": ""})
+            line_of_seeds(axis, layout.label(row), when, spread, layout.look(row) | {"marker": ""})
             for k in range(len(row.steps) - 1, -1, -6 if rounds else -3):  # points with a tooltip
                 after = f"{row.steps[k]:,} rounds" if rounds else f"{when[k]:.3g} epochs"
-                _mark(axis, row, when[k], row.curve[:, k], f" after {after}")
+                mark(axis, row, when[k], row.curve[:, k], f" after {after}")
         axis.set_xscale("log" if rounds else "linear")
         axis.set_xlabel("rounds t" if rounds else "epochs")
         if layout.legends:
             axis.legend(frameon=False, fontsize="small")
     if not layout.legends:
-        _legend(figure)
+        legend(figure)
     return figure
 
 
-def _panels(
+def panelled(
     rows: Sequence[Row], title: str, layout: Layout, which: str = ""
 ) -> tuple[Figure, list[tuple[Axes, list[Row]]]]:
     """A figure with its panels, and the rows of each."""
     # Not pyplot, which needs a window system and keeps figures alive.
     from matplotlib import figure as figures
 
-    captions, wide = _distinct(rows, layout.caption), layout.wide
+    captions, wide = distinct(rows, layout.caption), layout.wide
     count, high = len(captions), -(-len(captions) // wide)
     figure = figures.Figure(figsize=(1.2 + 3.2 * min(wide, count), 0.9 + 3.0 * high), layout="constrained")
     axes = figure.subplots(high, wide, sharey=True, squeeze=False).flatten()
@@ -371,7 +376,7 @@ def _panels(
     return figure, [(axes[k], [row for row in rows if layout.caption(row) == text]) for k, text in enumerate(captions)]
 
 
-def _line_of_seeds(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.float64], style: Style) -> None:
+def line_of_seeds(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.float64], style: Style) -> None:
     """A line for the mean of the seeds, and a band from the lowest to the highest; `spread` holds these three."""
     shown = np.isfinite(spread[0])  # diverged values are not drawn
     x, (mean, low, high) = np.asarray(x, dtype=float)[shown], spread[:, shown]
@@ -379,7 +384,7 @@ def _line_of_seeds(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.floa
     axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
-def _mark(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: str = "", at: float | None = None) -> None:
+def mark(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: str = "", at: float | None = None) -> None:
     """A tooltip for the report: the mean of the seeds and their range."""
     if np.isfinite(mean := values.mean()):
         spread = f"{mean:.3g} ({values.min():.3g} to {values.max():.3g})"
@@ -387,19 +392,19 @@ def _mark(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: str
         axis.plot([x], [mean if at is None else at], "o", markersize=9, alpha=0, gid=f"{VALUE}{text}")
 
 
-def _legend(figure: Figure) -> None:
+def legend(figure: Figure) -> None:
     """One legend below all panels."""
     lines = {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     columns = max(1, min(len(lines), int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, lines))))))
     figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns, frameon=False)
 
 
-def _limits(curves: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
+def limits(curves: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
     """Limits that show all accuracies; diverged ones fall below."""
     shown = [float(value) for curve in curves for value in curve.flat if value > 0]
     return max(0.0, min(shown, default=0.0) - 0.03), min(1.0, max(shown, default=1.0) + 0.02)
 
 
-def _distinct(rows: Sequence[Row], of: Callable[[Row], Value]) -> list[Value]:
+def distinct(rows: Sequence[Row], of: Callable[[Row], Value]) -> list[Value]:
     """The distinct values, in order."""
     return list(dict.fromkeys(of(row) for row in rows))

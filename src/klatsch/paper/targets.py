@@ -12,6 +12,7 @@ from klatsch.paper.entries import ALPHA_MIDDLE, PAPER_ROUNDS, Content, Said, Tar
 from klatsch.paper.local_steps import LOCAL_STEPS
 from klatsch.paper.pages import Page
 from klatsch.paper.schedule_free import AVERAGES, SCHEDULES
+from klatsch.paper.slow_networks import CHANNELS, IMAGES_CHANNELS
 from klatsch.study.choices import Row
 from klatsch.study.spec import PAPER_GRID, Study, parse
 
@@ -287,6 +288,11 @@ TARGETS: dict[str, Target] = {
     "averages": AVERAGES,
     "schedules": SCHEDULES,
     "local-steps": LOCAL_STEPS,
+    "channels": CHANNELS,
+    "images-channels": IMAGES_CHANNELS,
 }
-GROUPS = {"schedule-free": ("averages", "schedules", "beyond")}  # several figures at once
+GROUPS = {  # several figures at once
+    "schedule-free": ("averages", "schedules", "beyond"),
+    "slow-networks": ("channels", "images-channels"),
+}
 TABLES: dict[str, Callable[[], Page]] = {"table1": tables.table_1, "table2": tables.table_2}
