@@ -84,10 +84,7 @@ def final_against(rows: Sequence[Row], title: str, cost: Cost, across: str) -> F
     gossip = [row for row in rows if not at_server(row)] or list(rows)  # of a study that is not finished
     servers = [row for row in rows if at_server(row)]
     ways = sorted({channel(row)[:2] for row in gossip})
-    variants: dict[str, list[str]] = {}
-    for row in gossip:
-        if row.rule not in variants.setdefault(family(row), []):
-            variants[family(row)].append(row.rule)
+    variants = {name: sorted({row.rule for row in gossip if family(row) == name}) for name in map(family, gossip)}
     setting, caption = figures.in_letters(rows), figures.in_letters(rows, lambda row: [family(row)])
 
     def second(row: Row) -> bool:

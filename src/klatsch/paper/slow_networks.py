@@ -163,9 +163,10 @@ def _shown(row: Row) -> str:
 def _change(row: Row, other: Row) -> str:
     if row.diverged:
         return "lost"
+    lost = loss(row, other)
     if row.largest:
-        return f"{round(100 * -loss(row, other), 2) + 0.0:+.2f} points"  # adding 0 turns -0 into 0
-    return f"{factor(row.value / other.value)} times"
+        return f"{round(-100 * lost, 2) + 0.0:+.2f} points"  # adding 0 turns -0 into 0
+    return f"{round(lost, 3) + 0.0:+.1%}" if lost < 1 else f"{factor(1 + lost)} times"
 
 
 # --- targets ---------------------------------------------------------------------------------------------------------
