@@ -5,9 +5,12 @@ import torch
 
 import klatsch
 from klatsch import topology as tp
+from tests.support.machine import CUDA
 from tests.support.processes import Ranks
 from tests.support.rank_channels import LABELS, PROBLEM, ROUNDS, SIZE, cases
 from tests.support.rank_scenarios import LR, RANK_RULES
+
+IN_PINNED_MEMORY = pytest.param({"device": "cuda"}, marks=CUDA.marks)
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +37,10 @@ def test_channels_differ(ranks):
         assert apart[~torch.eye(len(found), dtype=torch.bool)].min() > 1e-9
 
 
-@pytest.fixture(scope="module")
-def optimizers(prepared, tmp_path_factory):
+@pytest.fixture(scope="module", params=[{}, {"batched": True}, IN_PINNED_MEMORY], ids=lambda options: str(options))
+def optimizers(prepared, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("optimizers")
-    Ranks(prepared, folder, SIZE, "rank_channels.channelled_optimizers").succeed()
+    Ranks(prepared, folder, SIZE, "rank_channels.channelled_optimizers", **request.param).succeed()
     return [torch.load(folder / f"optimizers-{rank}") for rank in range(SIZE)]
 
 

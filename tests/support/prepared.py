@@ -203,11 +203,10 @@ class Prepared:
         """A port for a server that sets SO_REUSEADDR, as stores do; nobody else gets it while this process lives."""
         while True:
             self.ports += 1
+            self.reserved.append(reserved := socket.socket())
             with contextlib.suppress(OSError):
-                reserved = socket.socket()
                 reserved.bind(("127.0.0.1", self.ports))
                 reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: it would share ports
-                self.reserved.append(reserved)
                 return self.ports
 
     def end(self, but=()):
@@ -217,7 +216,8 @@ class Prepared:
             self.started = list(but)
 
     def close(self):
-        self.asks.close()
+        for end in (self.asks, *self.reserved):
+            end.close()
         self.server.wait()
 
     def _ask(self, request, ends):

@@ -10,7 +10,9 @@ from torch import nn
 
 import klatsch
 from klatsch import topology as tp
+from klatsch.optim import gossip
 from klatsch.ranks import node
+from klatsch.ranks.nccl import NcclLinks
 from klatsch.study.on_ranks import simulate_on_ranks
 from tests.support.processes import say
 from tests.support.rank_scenarios import LR, RANK_RULES, group, problem_of, train
@@ -61,10 +63,17 @@ def channels(folder):
         torch.save(found, folder / "channels")
 
 
-def channelled_optimizers(folder):
-    """As optimizers, in slices; some saved on their way and loaded into others."""
+def channelled_optimizers(folder, device="cpu", batched=False):
+    """As optimizers, in slices; some saved on their way and loaded into others.
+
+    Batched: over the links of NCCL, which know no tags and rely on the order of messages. gloo stands in for NCCL,
+    which takes one process per GPU.
+    """
     rank, _ = group()
     node.BLOCK["cpu"] = 256  # two slices
+    if batched:
+        torch.cuda.current_device, torch.cuda.synchronize = lambda: 0, lambda device: None
+        gossip.open_links = lambda group, own, *options: NcclLinks(group, *options[:3])
     found = {}
     for label, travel in (
         ("dat", {"late": 4, "wire": "int8"}),
@@ -77,7 +86,7 @@ def channelled_optimizers(folder):
         rule, options = RANK_RULES[label]
 
         def make(rule=rule, options=options, travel=travel):
-            x = nn.Parameter(PROBLEM.start().clone())
+            x = nn.Parameter(PROBLEM.start().to(device, copy=True))
             return x, klatsch.Gossip([x], klatsch.rules.make(rule, lr=LR, **options), "ring", **travel)
 
         x, optimizer = make()
@@ -88,6 +97,6 @@ def channelled_optimizers(folder):
         again.load_state_dict(saved)
         train(again, y, PROBLEM, rank, ROUNDS - ROUNDS // 2)
         name = f"{label} | {optimizer.topology.name}"
-        found[name] = {"x": x.detach(), "again": y.detach(), "bytes": optimizer.bytes_sent}
+        found[name] = {"x": x.detach().cpu(), "again": y.detach().cpu(), "bytes": optimizer.bytes_sent}
     torch.save(found, folder / f"optimizers-{rank}")
     say(folder, f"done-{rank}", os.getpid())
