@@ -71,3 +71,43 @@ def test_lenet_without_data(tmp_path, python):
     assert done.returncode == 2
     assert f"--data = {tmp_path} has no train-images-idx3-ubyte.gz; put its four files into" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+DYING = """
+import os, runpy, signal, sys
+import klatsch
+
+def step(self, usual=klatsch.Checkpointer.step, taken=[]):
+    usual(self)
+    taken.append(self)
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], len(taken)) == ("2", "0", 14):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+klatsch.Checkpointer.step = step
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_gpt_survives_kill_9_and_a_plain_script_loads_its_model(tmp_path, python, torchrun):
+    dying, merged = tmp_path / "dying.py", tmp_path / "merged.pt"
+    dying.write_text(DYING)
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    command = EXAMPLES / "gpt.py", "--steps", 40, "--checkpoints", tmp_path / "checkpoints", "--save", merged
+    done = torchrun(4, "--standalone", "--max-restarts", 1, dying, *command, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "exitcode: -9" in done.stderr
+    losses = [float(loss) for loss in re.findall(r"rank 0, step \d+: loss ([\d.]+)", done.stdout)]
+    assert losses[-1] < losses[0] - 0.5
+    assert float(re.search(r"([\d.]+) bits per byte", done.stdout)[1]) < 6
+    # The plain script has no klatsch in it; without steps it says what the model that it loads is worth.
+    plain = (EXAMPLES / "gpt_single.py").read_text()
+    assert "klatsch" not in plain
+    script = tmp_path / "plain.py"
+    script.write_text(
+        plain.replace("model = GPT()\n", f"model = GPT()\nmodel.load_state_dict(torch.load({str(merged)!r}))\n")
+    )
+    again = python(script, "--steps", 0, "--save", tmp_path / "copy.pt").done()
+    assert again.returncode == 0, again.stderr
+    bits = [re.search(r"[\d.]+ bits per byte", each.stdout)[0] for each in (done, again)]
+    assert bits[0] == bits[1]

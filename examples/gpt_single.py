@@ -1,0 +1,87 @@
+"""One machine: a small GPT learns to write Python from the standard library's source. Run: python gpt_single.py."""
+
+import argparse
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--steps", type=int, default=1000)
+parser.add_argument("--save", type=Path, default="gpt.pt", help="where the model goes")
+given = parser.parse_args()
+WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 128, 4, 2, 64, 16
+REPORT = max(1, given.steps // 10)
+
+
+class Block(nn.Module):
+    """Attention to the bytes before, then a network for each byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.merge = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.attention(self.before_attention(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.merge(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.before_mlp(x))
+
+
+class GPT(nn.Module):
+    """A GPT on bytes, with one matrix for the bytes that come in and those that go out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks, self.end = nn.Sequential(*(Block() for _ in range(LAYERS))), nn.LayerNorm(WIDTH)
+        for table in (self.bytes, self.places):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.bytes(text) + self.places.weight[: text.shape[1]]
+        return self.end(self.blocks(x)) @ self.bytes.weight.T
+
+
+def windows(text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Pieces of a text."""
+    return text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
+
+
+def loss_of(model: nn.Module, some: torch.Tensor) -> torch.Tensor:
+    """Nats per byte: how surprising each byte is after those before it."""
+    return F.cross_entropy(model(some[:, :-1]).flatten(0, 1), some[:, 1:].flatten())
+
+
+torch.manual_seed(0)
+root = Path(sysconfig.get_paths()["stdlib"])
+packages = sorted(path for path in root.iterdir() if path.is_dir() and path.name.isalpha() and path.name != "test")
+files = {package: sorted(package.rglob("*.py")) for package in packages}
+held_out = b"".join(each.read_bytes() for some in files.values() for each in some[::10])
+mine = b"".join(each.read_bytes() for some in files.values() for k, each in enumerate(some) if k % 10)
+text, held_out = (torch.frombuffer(bytearray(some), dtype=torch.uint8) for some in (mine, held_out))
+
+model = GPT()
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1)
+for step in range(1, given.steps + 1):
+    optimizer.zero_grad()
+    loss = loss_of(model, windows(text, torch.randint(len(text) - CONTEXT, (BATCH,))))
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    if step % REPORT == 0:
+        print(f"step {step}: loss {loss.item():.2f}", flush=True)
+
+model.eval()
+with torch.no_grad():
+    starts = torch.arange(0, len(held_out) - CONTEXT, (len(held_out) - CONTEXT) // 500)
+    print(f"{loss_of(model, windows(held_out, starts)).item() / 0.6931:.2f} bits per byte of files it has not seen")
+    sample = list(b"def ")
+    for _ in range(200):
+        odds = model(torch.tensor([sample[-CONTEXT:]]))[0, -1].div(0.8).softmax(0)
+        sample.append(int(torch.multinomial(odds, 1)))
+    print(bytes(sample).decode(errors="replace"))
+    torch.save(model.state_dict(), given.save)
