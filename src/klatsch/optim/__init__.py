@@ -134,7 +134,7 @@ class DAdamW(Gossip):
         betas: of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
-        shared: gossip the second moment, for data that differ between ranks; half as many bytes again or more.
+        shared: gossip the second moment, for data that differ between ranks; it is one more vector in every round.
         order: as in DATSGD.
         rest: keywords of `Gossip`.
     """
