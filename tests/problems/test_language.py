@@ -194,7 +194,8 @@ def test_networks_in_one_stack_are_those_alone(small):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_rounds_are_captured_on_a_gpu(small, autocast):
-    problem, rule, graph = small(autocast=autocast), klatsch.rules.make("dat", lr=[0.1, 0.3]), klatsch.topology.ring(4)
+    problem = small(autocast=autocast, batch=100)  # as many bytes as torch needs to choose its kernels for many
+    rule, graph = klatsch.rules.make("dat", lr=[0.1, 0.3]), klatsch.topology.ring(4)
     choices = {"record": [1, 70], "dtype": torch.float32, "device": "cuda"}
     fast, slow = (klatsch.simulate(problem, rule, graph, 70, engine=e, **choices) for e in ("cuda graph", "torch"))
     torch.testing.assert_close(fast.metrics["bits"], slow.metrics["bits"], rtol=0.02 if autocast else 1e-3, atol=0)
