@@ -35,6 +35,11 @@ RATES = (0.01, 0.05, 0.2)  # over L
 ENGINES = {"torch": 9, "fused": 9, "ranks": 3}  # with the nodes of their rings
 
 
+def divides(case: str) -> bool:
+    """Whether a rule divides, which the fused kernel cannot."""
+    return "sgp" in case or "adam" in case
+
+
 def errors(case: str, engine: str, rounds: int, dtype: torch.dtype, group: Any = None) -> torch.Tensor:
     """The mean squared distance to the optimum at the end, by column; on ranks, on the first one only."""
     name, options, graph = CASES[case]
@@ -87,8 +92,8 @@ def main() -> None:
                 torch.multiprocessing.spawn(on_a_rank, arguments, ENGINES["ranks"])  # type: ignore[attr-defined, no-untyped-call]
             continue
         for case in cases:
-            if engine == "fused" and "sgp" in case:
-                continue  # it divides, which the kernel cannot
+            if engine == "fused" and divides(case):
+                continue
             print(line(case, engine, choices.rounds), flush=True)
 
 

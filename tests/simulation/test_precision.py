@@ -18,7 +18,7 @@ SPEC.loader.exec_module(precision)
 @pytest.mark.parametrize("rounds", [2_000, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("case", precision.CASES)
 def test_float32_errs_as_float64(case, rounds, engine):
-    engine = "torch" if "sgp" in case else engine
+    engine = "torch" if precision.divides(case) else engine
     exact, rough = (precision.errors(case, engine, rounds, dtype) for dtype in (torch.float64, torch.float32))
     assert exact.isfinite().all()
     torch.testing.assert_close(rough, exact, rtol=0.1, atol=0)

@@ -465,7 +465,14 @@ def fork_ranks():
         assert words[:2] == (sys.executable, "-u"), words
         return prepared.python(*words[2:], env=environment, prints=False)
 
-    SubprocessHandler._popen = forked
+    usual = SubprocessHandler.close
+
+    def close(self, death_sig=None):
+        # Who has ended is reaped by the prepared process; torchrun expects a zombie, which can still get signals.
+        with contextlib.suppress(ProcessLookupError):
+            usual(self, death_sig)
+
+    SubprocessHandler._popen, SubprocessHandler.close = forked, close
 
 
 def finish(words):
