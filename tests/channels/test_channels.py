@@ -162,8 +162,9 @@ def test_engines_agree_on_late_flows(engine, rule, every, late):
 @pytest.mark.parametrize("options", [{"late": 3}, {"late": 50}, {"every": 4, "late": 3, "wire": "int8"}])
 def test_captured_rounds_carry_messages_as_plain_ones_do(options, device):
     problem, graph = problems.LeastSquares(5, dim=300), tp.make("ring", 5, **options)
+    rule = rules.dat(rules.Decay([0.001, 0.0005], "cosine", 150))  # its columns' rates belong on the device, too
     plain, captured = (
-        run(problem, rules.dat(0.001), graph, 150, device=device, engine=engine) for engine in ("torch", "cuda graph")
+        run(problem, rule, graph, 150, device=device, engine=engine) for engine in ("torch", "cuda graph")
     )
     torch.testing.assert_close(captured.output, plain.output, rtol=1e-6, atol=1e-6)
 

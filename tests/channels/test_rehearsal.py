@@ -7,7 +7,7 @@ import torch
 
 import klatsch
 from klatsch import rules
-from klatsch.channels.rehearsal import MOST_MESSAGES, rehearse, sums_of_flows, vectors
+from klatsch.channels.rehearsal import MOST_MESSAGES, Rehearsal, rehearse, sums_of_flows, vectors
 
 X = torch.zeros(5)
 # By rule: the fields that travel early, and what the other messages of a round carry: fields, numbers, needed before.
@@ -170,3 +170,10 @@ def test_sums_of_flows(name):
     wanted |= {f"{name}-adam": entry for name, entry in wanted.items()}
     found = sums_of_flows(rules.make(name, lr=0.1), X)
     assert [(entry.field, entry.factor) for entry in found] == ([wanted[name]] if name in wanted else [])
+
+
+def test_scheduled_rates_of_several_columns_join_the_vectors():
+    """They are made as float64 on the CPU, whatever the vectors are; on a GPU torch would refuse to mix them."""
+    rule = rules.dsgd(rules.Decay([0.1, 0.2], "cosine", 10))
+    (sent,) = Rehearsal(rule, torch.zeros(3, 2, 5)).rounds[0][0]
+    assert sent.dtype == torch.float32

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from klatsch.columns import Number
 from klatsch.rules import Flow, Rule
 from klatsch.rules.base import Tensors, each, rate
 
@@ -182,12 +183,17 @@ class Rehearsal:
 
             state = {name: v * 0.0 + (0.0 if name == field else 0.3) for name, v in self.state.items()}
             made = Flow(partial(moved, False), partial(moved, True))
-            return self._rule.update(state, self._grad + grad, made, t, rate(self._rule.lr, t))[field]
+            return self._rule.update(state, self._grad + grad, made, t, self._rate(t))[field]
 
         still = [after(0.0, grad, t) for grad in (0.0, 1.7) for t in (1, 4)]
         moved = [after(1.0, grad, t) for grad in (0.0, 1.7) for t in (1, 4)]
         alike = all(torch.allclose(v, moved[0]) for v in moved)
         return float(moved[0].flatten()[0]) if alike and not any(v.any() for v in still) else 0.0
+
+    def _rate(self, t: int) -> Number:
+        """The learning rate of round t, with those of several columns where the vectors are."""
+        lr = rate(self._rule.lr, t)
+        return lr.to(self._grad) if isinstance(lr, Tensor) else lr
 
     def calls(self, stained: Collection[int] = (), t: int = 1) -> list[Tensors]:
         """What goes into the calls of `flow` in a round, where some of them return stained tensors."""
@@ -197,7 +203,7 @@ class Rehearsal:
             found.append(tensors)
             return tuple(v.clone().as_subclass(_Stained) if len(found) - 1 in stained else v.clone() for v in tensors)
 
-        new = self._rule.update(dict(self.state), self._grad, Flow(mix, mix), t, rate(self._rule.lr, t))
+        new = self._rule.update(dict(self.state), self._grad, Flow(mix, mix), t, self._rate(t))
         if not isinstance(new, dict) or new.keys() != self.state.keys():
             raise ValueError(
                 f"{self._rule.name}.update returns {_kind(new)} where the state is {_kind(self.state)}; return all of "
