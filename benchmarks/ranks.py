@@ -52,7 +52,7 @@ MODELS: dict[str, tuple[list[int], int]] = {  # layers (none: the LeNet), batch
     "11M": ([784, 2816, 2816, 256, 10], 2048),
 }
 LR = 1e-3
-TURNS, PATIENCE = 9, 60.0  # how often methods take turns, unless that takes so many seconds
+TURNS = 9  # how often methods take turns, unless they need more patience
 
 
 def model_of(name: str) -> nn.Module:
@@ -127,31 +127,36 @@ class Step(NamedTuple):
     waited: float  # seconds, for messages
 
 
-def work(names: list[str], seconds: float) -> None:
+def work(names: list[str], seconds: float, patience: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     for name in names:
         trainings = {method: Training(method, name) for method in METHODS}
         turns: list[dict[str, Step]] = []
         sent: dict[str, int] = {}
+        times: dict[str, int] = {}
         for turn in range(1 + TURNS):  # the first one warms up
             began = time.perf_counter()
             found: dict[str, Step] = {}
             for method, training in trainings.items():
                 dist.barrier()
-                took = torch.tensor([training.steps()])  # its messages came long ago; these are not counted
-                dist.all_reduce(took, op=dist.ReduceOp.MAX)
-                times = max(2 if training.period == 1 else 1, min(100, int(seconds / (training.period * float(took)))))
+                if not turn or method in GOSSIP:  # whose messages came while others had their turn; not counted
+                    took = torch.tensor([training.steps()])
+                if not turn:
+                    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+                    fit = min(100, int(seconds / (training.period * float(took))))
+                    times[method] = max(2 if training.period == 1 else 1, fit)
+                    continue
                 waited, cpu, bytes_sent = training.waited, time.process_time(), training.bytes_sent
-                step = statistics.mean(training.steps() for _ in range(times))
-                count = times * training.period
+                step = statistics.mean(training.steps() for _ in range(times[method]))
+                count = times[method] * training.period
                 found[method] = Step(step, (time.process_time() - cpu) / count, (training.waited - waited) / count)
                 sent[method] = (training.bytes_sent - bytes_sent) // count
             if turn:
                 turns.append(found)
             spent = torch.tensor([time.perf_counter() - began])
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-            if turn and float(spent) * (turn + 1) > PATIENCE:
+            if turn and float(spent) * (turn + 1) > patience:
                 break
         if dist.get_rank() == 0:
             row = {
@@ -202,7 +207,7 @@ def shell(command: str, check: bool = True) -> None:
     subprocess.run(command, shell=True, check=check, capture_output=not check)
 
 
-def rows_of(size: int, network: str, names: list[str], seconds: float) -> Iterator[dict[str, Any]]:
+def rows_of(size: int, network: str, names: list[str], seconds: float, patience: float) -> Iterator[dict[str, Any]]:
     rate = NETWORKS[network]
     with namespaces(size, rate) as prefixes:
         environment = os.environ | {"WORLD_SIZE": str(size), "MASTER_PORT": "29577", "OMP_NUM_THREADS": "1"}
@@ -210,7 +215,8 @@ def rows_of(size: int, network: str, names: list[str], seconds: float) -> Iterat
         environment |= {"MALLOC_MMAP_THRESHOLD_": "1000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
         environment |= {"MASTER_ADDR": "127.0.0.1"} if rate is None else {"MASTER_ADDR": "10.77.0.1"}
         environment |= {} if rate is None else {"GLOO_SOCKET_IFNAME": "eth0"}
-        command = [sys.executable, __file__, "--worker", "--models", ",".join(names), "--seconds", str(seconds)]
+        command = [sys.executable, __file__, "--worker", "--models", ",".join(names)]
+        command += ["--seconds", str(seconds), "--patience", str(patience)]
         ranks = [
             subprocess.Popen(
                 [*prefix.split(), *command],
@@ -238,12 +244,13 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--seconds", type=float, default=0.5, help="per method and turn, about")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds for all turns of a model, about")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     given = parser.parse_args()
     names = given.models.split(",")
     if given.worker:
-        work(names, given.seconds)
+        work(names, given.seconds, given.patience)
         return
     networks = given.networks.split(",")
     if os.geteuid() != 0 and networks != ["loopback"]:
@@ -257,7 +264,7 @@ def main() -> None:
     everything = []
     for network in networks:
         for size in map(int, given.ranks.split(",")):
-            for row in rows_of(size, network, names, given.seconds):
+            for row in rows_of(size, network, names, given.seconds, given.patience):
                 everything.append({"network": network, "ranks": size, **row})
                 print_row(network, size, row)
     print_goals(everything)
