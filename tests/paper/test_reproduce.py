@@ -537,6 +537,13 @@ def test_a_page_tells_the_learning_rates_that_were_tried(tmp_path):
     assert study.choice == "best learning rate of each rule's grid"
 
 
+@pytest.mark.parametrize("several", [list, tuple])
+def test_a_grid_is_told_with_the_options_that_all_of_its_runs_share(several):
+    rule = {"name": "dat", "beta": 0.9, "order": several(("atc", "cta")), "lr": 0.01}
+    study = parse({"steps": 50, "nodes": 4, "topologies": ["ring"], "rules": [rule]})
+    assert study.grids == [("dat (beta 0.9)", (0.01,))]
+
+
 def test_every_line_is_in_the_legend():
     rows = [row("dat", "one_peer_exponential", M, 1 / M) for M in (4, 9)]
     rows += [row(rule, "ring", M, 1 / M) for rule in ("dat", "d2") for M in (4, 9)]

@@ -192,7 +192,8 @@ class RuleEntry(Entry):
     @property
     def in_full(self) -> str:
         """Its name, with the options that all of its runs share."""
-        shared = {name: value for name, value in self.options.items() if name != "lr" and not isinstance(value, list)}
+        options = self.options.items()
+        shared = {name: value for name, value in options if name != "lr" and not isinstance(value, list | tuple)}
         return f"{self.label} ({in_words(shared)})" if shared else self.label
 
 
