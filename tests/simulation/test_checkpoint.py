@@ -12,6 +12,7 @@ import klatsch
 from klatsch import native, problems, rules, sealed
 from klatsch import topology as tp
 from klatsch.simulation import checkpoint as checkpoints
+from klatsch.simulation import simulate_together
 from tests.support.machine import KERNEL
 from tests.support.table import ZeroGradients
 
@@ -231,6 +232,16 @@ def test_a_finished_run_is_not_written_again(tmp_path):
     stamp = (tmp_path / "run.safetensors").stat().st_mtime_ns
     simulate(tmp_path)
     assert (tmp_path / "run.safetensors").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("speed, saved", [(5e8, True), (1.0, False)])
+def test_large_states_are_saved_seldom_from_the_start(speed, saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "SPEED", speed)
+    networks, path = ([problems.LeastSquares(5, dim=4)], rules.dat(0.001), [tp.ring(5)], 60), tmp_path / "run"
+    simulate_together(*networks, checkpoint=path, checkpoint_every=1e-9, checkpoint_at_end=False)
+    assert path.exists() is saved
+    simulate_together(*networks, checkpoint=path)
+    assert rounds_in(path) == 60
 
 
 def test_a_state_that_does_not_fit_is_refused(tmp_path):

@@ -105,9 +105,9 @@ def test_a_stack_on_a_gpu_fits_its_memory(folder):
     cases, _ = expand(load("study.toml"))
     assert {len(batch.cases) for batch in pack(cases, "cpu")} == {1}
     assert max(len(batch.cases) for batch in pack(cases, "cuda")) == 2  # small models: both learning rates
-    (folder / "study.toml").write_text(STUDY.replace("width = 8", "width = 512").replace("depth = 1", "depth = 4"))
+    (folder / "study.toml").write_text(STUDY.replace("width = 8", "width = 512").replace("depth = 1", "depth = 16"))
     cases, _ = expand(load("study.toml"))
-    assert {len(batch.cases) for batch in pack(cases, "cuda")} == {1}  # 12.7 M parameters on three nodes, 12 vectors
+    assert {len(batch.cases) for batch in pack(cases, "cuda")} == {1}  # 50 M parameters on three nodes, 12 vectors
 
 
 def test_the_command_line_takes_its_options(folder, run_cli):

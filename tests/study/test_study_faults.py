@@ -262,7 +262,8 @@ def test_a_full_disk_is_one_line_and_what_was_stored_is_safe(study_file, tmp_pat
         assert run_study(load(study_file), store, executor=workers.threads).progress.runs_done == 160 - len(kept)
 
 
-def test_a_disk_that_is_too_full_for_a_checkpoint_is_one_line(study_file, tmp_path, run_cli):
+def test_a_disk_that_is_too_full_for_a_checkpoint_is_one_line(study_file, tmp_path, run_cli, monkeypatch):
+    monkeypatch.setattr("klatsch.study.batches.CHECKPOINT_EVERY", 0.0)
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk], capture_output=True).returncode:

@@ -15,22 +15,31 @@ from klatsch.simulation.record import Facts
 
 FORMAT = "klatsch simulation 3"
 LARGEST_SHARE = 0.03  # of the time may go into saving large states
+SPEED = 5e8  # bytes per second: what saving is expected to do before the first time
 
 
 class Saver:
     """Saves a run to a file, if there is one, at intervals of some seconds; refuses a file with another identity."""
 
-    def __init__(self, path: str | Path | None, every: float, identity: Facts) -> None:
+    def __init__(self, path: str | Path | None, every: float, identity: Facts, at_end: bool = True) -> None:
         self.path = None if path is None else Path(path)
         self.every = number("checkpoint_every", every, lambda v: v >= 0, "a number of seconds from 0 up")
-        self.identity = identity
+        self.identity, self.at_end = identity, at_end
         if self.path is not None and (self.path.is_dir() or not self.path.parent.is_dir()):
             raise ValueError(f"checkpoint = {path}: give the name of a file in a folder that exists")
-        self._last, self._rounds, self._took = time.monotonic(), -1, 0.0
+        self._last, self._rounds = time.monotonic(), -1
+        self._took: float | None = None
 
     def perhaps(self, run: Run) -> None:
         """Save if it is due."""
-        if time.monotonic() - self._last >= max(self.every, self._took / LARGEST_SHARE):
+        took = sum(v.nbytes for v in run.now.state.values()) / SPEED if self._took is None else self._took
+        # every = 0 means every time
+        if not self.every or time.monotonic() - self._last >= max(self.every, took / LARGEST_SHARE):
+            self.now(run)
+
+    def end(self, run: Run) -> None:
+        """Save a finished run, if it is wanted."""
+        if self.at_end:
             self.now(run)
 
     def now(self, run: Run) -> None:
@@ -43,7 +52,7 @@ class Saver:
             header = {"format": FORMAT, "rounds": now.rounds, "seconds": now.seconds, "points": now.points}
             sealed.write(self.path, header | {"run": self.identity}, tensors)
             self._last, self._rounds = time.monotonic(), now.rounds
-            self._took = self._last - began if self.every else 0.0  # every = 0 means every time
+            self._took = self._last - began
 
     def restored(self, fresh: State) -> Run | None:
         """The run in the file, if there is one; `fresh` is a state with the right names and shapes."""

@@ -104,7 +104,7 @@ class Run:
             except KeyboardInterrupt:
                 saver.now(self)
                 raise
-        saver.now(self)
+        saver.end(self)
 
     def results(self, nodes: Nodes, points: list[int], origins: Sequence[Facts]) -> list[Result]:
         """The result of each network; `seconds` is the time of all of them."""

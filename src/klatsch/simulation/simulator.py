@@ -83,6 +83,7 @@ def simulate_together(
     device: str | torch.device = "cpu",
     checkpoint: str | Path | None = None,
     checkpoint_every: float = 30.0,
+    checkpoint_at_end: bool = True,
     after: Result | None = None,
     progress: bool | Advance | None = None,
     any_graph: bool = False,
@@ -91,8 +92,9 @@ def simulate_together(
     """Run one rule on several problems, each over its own topology, all in one stack.
 
     The problems are of one kind that can be joined (`LeastSquares`), with the same number of parameters and the same
-    noise per column. The rule may also be a list with one for each problem, which differ only in numbers. The other
-    arguments are those of `simulate`; `after` is for a single problem.
+    noise per column. The rule may also be a list with one for each problem, which differ only in numbers. Without
+    `checkpoint_at_end` a finished run is not saved. The other arguments are those of `simulate`; `after` is for a
+    single problem.
 
     Returns:
         One result per problem; `seconds` is the time of all of them.
@@ -124,7 +126,9 @@ def simulate_together(
             f"a checkpoint needs to tell problems apart: give {type(whole).__name__} a method fingerprint() that "
             "returns a text which differs where the gradients differ"
         )
-    saver = Saver(checkpoint, checkpoint_every, identity | length(rates, points, run.now, nodes.name))
+    if checkpoint is not None:  # hashing large states takes seconds
+        identity = identity | length(rates, points, run.now, nodes.name)
+    saver = Saver(checkpoint, checkpoint_every, identity, checkpoint_at_end)
     run = saver.restored(nodes.start) or run
     with progress_bar(progress, rates.steps, run.now.rounds, title) as tell:
         run.drive(nodes, points, rates.steps, saver, tell)

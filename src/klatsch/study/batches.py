@@ -33,7 +33,7 @@ from klatsch.version import VERSION
 CHECKPOINT_EVERY = 3.0  # seconds that a kill may cost
 MOST_COLUMNS = 256  # per batch: a larger one only loses more when it is killed
 MOST_ROUNDS = 512  # of the common period of networks in one stack, all of which are captured
-MOST_NUMBERS = 1 << 29  # in a whole stack on a GPU: 4 GiB in float64
+MOST_BYTES = 1 << 33  # of a whole stack on a GPU
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 VECTORS = 12  # a run holds about this many vectors of the size of its state
 # What even a slow machine does in a few seconds: batches to build, rounds to run, numbers to multiply.
@@ -143,6 +143,7 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Callable[[
     if any(problem.fingerprint() is None for problem in instances):
         checkpoint = None  # nothing would tell it from another problem's
     choices |= {"device": batch.device, "checkpoint": checkpoint, "checkpoint_every": CHECKPOINT_EVERY}
+    choices["checkpoint_at_end"] = False  # the store keeps what is finished
     run = partial(simulate_together, instances, rule, graphs, steps, progress=progress or False, **choices)
     with own.explained(*batch.names):
         try:
@@ -238,7 +239,12 @@ def _most_columns(case: Case, device: str) -> int:
     if problem.columns_share:
         return MOST_COLUMNS
     numbers = VECTORS * case.nodes * _dim(case)  # of a column
-    return 1 if device == "cpu" else max(1, min(MOST_COLUMNS, MOST_NUMBERS // numbers))
+    return 1 if device == "cpu" else max(1, min(MOST_COLUMNS, _most_numbers(case) // numbers))
+
+
+def _most_numbers(case: Case) -> int:
+    """Numbers in a stack on a GPU."""
+    return MOST_BYTES // DTYPES[case.dtype].itemsize
 
 
 def _dim(case: Case) -> int:
@@ -257,7 +263,7 @@ def _cut(blocks: list[Network]) -> list[list[Network]]:
     problem = problems.declared(first.problem)
     if problem.joined is None:
         return [[block] for block in blocks]
-    dim = _dim(first)
+    dim, most = _dim(first), _most_numbers(first)
     # Per node: its matrix (joined, and the network's own), and the draws of the captured rounds.
     held = 2 * dim + 3 * MOST_ROUNDS if problem.numbers_per_parameter is None else problem.numbers_per_parameter
     stacks: list[list[Network]] = []
@@ -266,7 +272,7 @@ def _cut(blocks: list[Network]) -> list[list[Network]]:
     for block in sorted(blocks, key=lambda b: (b[0].make_graph().period, b[0].nodes, b[0].seed)):
         graph = block[0].make_graph()
         numbers = block[0].nodes * dim * (VECTORS * len(block) + held)
-        if not stacks or size + numbers > MOST_NUMBERS or common_period([*graphs, graph]) > MOST_ROUNDS:
+        if not stacks or size + numbers > most or common_period([*graphs, graph]) > MOST_ROUNDS:
             stacks.append([])
             graphs, size = [], 0
         stacks[-1].append(block)
