@@ -138,5 +138,6 @@ PROBLEMS = {
 NETWORKS = ("1gbe", "10gbe", "100gbe", "wan")
 TARGETS = (
     *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "beyond", "images-beyond", "averages", "schedules"),
-    *("local-steps", "channels", "images-channels", "schedule-free", "slow-networks", "table1", "table2"),
+    *("local-steps", "channels", "images-channels", "language-rules", "language-links", "language-sizes"),
+    *("schedule-free", "slow-networks", "language", "table1", "table2"),
 )

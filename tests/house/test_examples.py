@@ -36,6 +36,12 @@ def test_the_readme_shows_the_difference_between_the_two_scripts():
     assert len(added) <= 10
 
 
+def test_the_page_on_language_shows_the_difference_between_the_two_gpts():
+    pair = [(EXAMPLES / name).read_text().splitlines() for name in ("gpt_single.py", "gpt.py")]
+    (shown,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "language.md").read_text(), re.S)
+    assert shown.splitlines() == list(difflib.unified_diff(*pair, "gpt_single.py", "gpt.py", n=0, lineterm=""))
+
+
 @pytest.mark.parametrize("afresh", [False, pytest.param(True, marks=pytest.mark.soak)])  # as a user does
 def test_quickstart_is_as_good_as_a_single_machine_within_half_a_point(python, torchrun, afresh):
     """Every rank, at x. Over three seeds the worst rank has 99.95 %, a single machine 99.65 to 100 %."""

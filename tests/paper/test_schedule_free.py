@@ -133,7 +133,7 @@ def test_sentences_hold_in_every_panel_and_know_the_worst_node():
     assert isinstance(sentence, Sentence)
 
 
-@pytest.mark.parametrize("draw", [figures.accuracy_of_rules, figures.accuracy_of_schedules])
+@pytest.mark.parametrize("draw", [figures.final_of_rules, figures.accuracy_of_schedules])
 def test_the_figures(draw, tmp_path):
     rules = [DSGD, DECAYED, DAT]
     rows = [

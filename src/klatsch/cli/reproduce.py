@@ -34,7 +34,7 @@ COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
     "image study. `averages` tries weights and query points, `schedules` compares the best of them and baselines with "
     "and without decay, `local-steps` is accuracy against bytes; `schedule-free` is averages, schedules and beyond. "
     "`channels` (least squares) and `images-channels`, together `slow-networks`, tell what few bytes, late messages "
-    "and local steps cost and save.",
+    "and local steps cost and save. `language` trains small GPTs with Adam: all rules, then links and sizes.",
 )
 def reproduce(
     target: Annotated[str, typer.Argument(help="What to reproduce.")],

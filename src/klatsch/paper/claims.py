@@ -66,10 +66,10 @@ class Sentence:
         if not rows:
             return Verdict(self.claim, self.source, None, ("was not run",))
         claim = self.claim.format(most=max(row.nodes for row in rows))
-        images = "alpha" in rows[0].setting
+        images, alpha = rows[0].largest, "alpha" in rows[0].setting
         panels: dict[str, list[Row]] = {}
         for row in rows:
-            panels.setdefault(f"alpha {row.setting['alpha']:g}" if images else row.setting_text, []).append(row)
+            panels.setdefault(f"alpha {row.setting['alpha']:g}" if alpha else row.setting_text, []).append(row)
         found = {panel: self.find(mine) for panel, mine in panels.items()}
         known = [holds for holds, _ in found.values() if holds is not None]
         words = {None: "", True: "yes, ", False: "no, "} if not images else {}  # accuracies speak for themselves
@@ -270,8 +270,8 @@ def at_its_best(rows: Sequence[Row]) -> list[Row]:
     best: dict[tuple[str, str, int, str], Row] = {}
     for row in rows:
         place = family(row), row.topology, row.nodes, row.setting_text
-        if place not in best or row.value > best[place].value:
-            best[place] = row
+        better = max if row.largest else min
+        best[place] = better(best.get(place, row), row, key=lambda row: row.value)
     return list(best.values())
 
 

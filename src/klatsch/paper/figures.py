@@ -158,8 +158,8 @@ def accuracy_of_schedules(rows: Sequence[Row], title: str) -> Figure:
     return figure
 
 
-def accuracy_of_rules(rows: Sequence[Row], title: str) -> Figure:
-    """Final accuracies, the best rule on top: mean of nodes with the range of its seeds, merged model, worst node."""
+def final_of_rules(rows: Sequence[Row], title: str) -> Figure:
+    """Final values, the best rule on top: mean of nodes with the range of its seeds, merged model, worst node."""
     from matplotlib import figure as figures
 
     def label(row: Row) -> str:
@@ -167,7 +167,7 @@ def accuracy_of_rules(rows: Sequence[Row], title: str) -> Figure:
 
     places = sorted({(row.nodes, row.setting["alpha"]) for row in rows})
     means = {name: np.mean([row.value for row in rows if label(row) == name]) for name in distinct(rows, label)}
-    order = sorted(means, key=lambda name: means[name])
+    order = sorted(means, key=lambda name: means[name], reverse=not rows[0].largest)
     wide = len(distinct(rows, _alpha))
     high = -(-len(places) // wide)
     size = 2.6 + 3.0 * wide, 1.4 + (0.7 + 0.17 * len(order)) * high
@@ -193,7 +193,7 @@ def accuracy_of_rules(rows: Sequence[Row], title: str) -> Figure:
     for axis in axes[len(places) :]:
         axis.remove()
     for axis in axes[-wide:]:
-        axis.set_xlabel("test accuracy")
+        axis.set_xlabel("test accuracy" if rows[0].largest else quantity(rows[0]))
     figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=10)
     legend(figure)
     return figure
@@ -250,12 +250,19 @@ def _family_and_graph(row: Row) -> str:
     return f"{family(row)}, {row.topology}"
 
 
+def in_bits(row: Row) -> bool:
+    """Whether its values are bits per byte."""
+    return row.metric.partition(",")[0] == "bits"
+
+
 def _quantity(row: Row, formula: str) -> str:
     return f"error  {formula}" if row.metric == "distance" else row.title
 
 
 def quantity(row: Row) -> str:
     """What its final values are."""
+    if in_bits(row):
+        return f"bits per byte{row.metric.removeprefix('bits')}"
     return _accuracy(row) if row.largest else _quantity(row, ERROR)
 
 
@@ -366,7 +373,7 @@ def panelled(
     for axis in axes[count:]:
         axis.remove()
     for axis, text in zip(axes[:count], captions, strict=True):
-        axis.set_yscale("linear" if rows[0].largest else "log")
+        axis.set_yscale("linear" if rows[0].largest or in_bits(rows[0]) else "log")
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_title(text, fontsize=10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,7 @@ Cost = Callable[[Row], float]
 GRADIENT = 5e-3  # seconds: a LeNet takes 2 to 6 ms for 32 images on two cores
 SHOWN = 0.1  # of accuracy: what lies further below the best is not drawn
 LINES = ("solid", "dashed")  # of the variants of a rule
+SERVERS = "*PXdhv^<>"  # markers of all-reduce
 GOODPUT = 0.94e6 / 8  # bytes per second of TCP on a line of 1 Mbit/s
 LINKS = {
     name: Network(megabits * GOODPUT, latency, GRADIENT, name=name)
@@ -83,6 +85,7 @@ def final_against(rows: Sequence[Row], title: str, cost: Cost, across: str) -> F
     """
     gossip = [row for row in rows if not at_server(row)] or list(rows)  # of a study that is not finished
     servers = [row for row in rows if at_server(row)]
+    reduced = sorted({_reduced(row, servers) for row in servers}, key=lambda found: (found[1], found[0]))
     ways = sorted({channel(row)[:2] for row in gossip})
     variants = {name: sorted({row.rule for row in gossip if family(row) == name}) for name in map(family, gossip)}
     setting, caption = figures.in_letters(rows), figures.in_letters(rows, lambda row: [family(row)])
@@ -109,7 +112,7 @@ def final_against(rows: Sequence[Row], title: str, cost: Cost, across: str) -> F
                 axis.plot([cost(row)], [row.value], **look(row) | {"marker": marker, **face}, markersize=5)
                 figures.mark(axis, row, cost(row), row.final[:, row.best])
         for row in (row for row in servers if setting(row) == setting(mine[0])):
-            marker = "*" if channel(row).every == 1 else "P"
+            marker = SERVERS[reduced.index(_reduced(row, servers))]
             axis.plot([cost(row)], [row.value], marker, color="black", markersize=7)
             figures.mark(axis, row, cost(row), row.final[:, row.best])
         _scale(axis, across)
@@ -118,8 +121,8 @@ def final_against(rows: Sequence[Row], title: str, cost: Cost, across: str) -> F
         *((_way(way), {"color": GRAPH_COLOURS[k], "marker": ""}) for k, way in enumerate(ways)),
         *((wire, {"color": "grey", "marker": MARKERS[k], "linestyle": ""}) for k, wire in enumerate(WIRES)),
         *(
-            (_server(every), {"color": "black", "marker": "*" if every == 1 else "P", "linestyle": ""})
-            for every in sorted({channel(row).every for row in servers})
+            (f"{name}{_server(every)}", {"color": "black", "marker": SERVERS[k], "linestyle": ""})
+            for k, (name, every) in enumerate(reduced)
         ),
     ]
     for text, style in keys:
@@ -127,6 +130,9 @@ def final_against(rows: Sequence[Row], title: str, cost: Cost, across: str) -> F
     figures.legend(figure)
     _limit(figure, rows, lambda row: np.array([row.low, row.high]))
     return figure
+
+
+against_bytes = partial(final_against, cost=megabytes, across="MB sent per node")
 
 
 def course(rows: Sequence[Row], title: str, links: Mapping[str, Network]) -> Figure:
@@ -195,6 +201,12 @@ def _way(way: tuple[int, int]) -> str:
     every, late = way
     often = "every round" if every == 1 else f"every {every}th round"
     return f"{often}, late {late}" if late else often
+
+
+def _reduced(row: Row, servers: Sequence[Row]) -> tuple[str, int]:
+    """A row with an all-reduce by its rule, where there are several, and by how often it speaks."""
+    several = len({family(each) for each in servers}) > 1
+    return f"{family(row)}, " if several else "", channel(row).every
 
 
 def _server(every: int) -> str:

@@ -235,7 +235,7 @@ AVERAGES = Target(
         },
         "paper": {**images(16, ALPHAS), **SHORT},
     },
-    figures.accuracy_of_rules,
+    figures.final_of_rules,
     FROM_THE_BEST,
     ("One seed and 20 epochs: these runs choose what `klatsch reproduce schedules` confirms with three seeds and 50.",),
 )
@@ -251,7 +251,7 @@ def _courses(rows: Sequence[Row], title: str) -> Figure:
 
 
 def _on_the_ring(rows: Sequence[Row], title: str) -> Figure:
-    return figures.accuracy_of_rules([row for row in rows if row.topology in (RING, ALL_REDUCE)] or rows, title)
+    return figures.final_of_rules([row for row in rows if row.topology in (RING, ALL_REDUCE)] or rows, title)
 
 
 SCHEDULES = Target(

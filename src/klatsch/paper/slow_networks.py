@@ -248,7 +248,6 @@ def _best(what: str, cost: Cost, unit: str) -> tuple[Said, Said]:
     )
 
 
-against_bytes = partial(link_costs.final_against, cost=megabytes, across="MB sent per node")
 ITSELF = (
     "Every rule is compared with itself: messages in another encoding, later or less often, everything else being the "
     "same; learning rates are chosen for each. Only losses count: a gain is within every bound."
@@ -277,7 +276,7 @@ CHANNELS = Target(
     "Channels: error on least squares with few bytes, late messages and local steps, on the ring",
     SQUARES,
     {"quick": {"steps": 1_000, "seeds": 1}, "paper": {"steps": ROUNDS, "seeds": 3, "screen": {"seeds": 1}}},
-    against_bytes,
+    link_costs.against_bytes,
     (
         *_encodings(OF_SQUARES, "5 %", 0.05),
         *_ways(OF_SQUARES, OF_SQUARES, "has at most twice the error", FLAT - 1, ROUNDS),
@@ -292,7 +291,7 @@ IMAGES_CHANNELS = Target(
         "quick": {**images(8, topologies=SOME, epochs=2), "rules": QUICK},
         "paper": {**images(16, [0.1, 10.0], ALL), "epochs": 25, "rules": COMPARED, "screen": SCREEN},
     },
-    against_bytes,
+    link_costs.against_bytes,
     (
         *_encodings(OF_IMAGES, "half a point", HALF_A_POINT),
         *said(SOURCE, ("In the mean over rules and channels, int8 is within half a point of float32", int8_on_average)),

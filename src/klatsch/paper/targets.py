@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from klatsch.paper import best, claims, figures, tables
 from klatsch.paper.claims import points_of as of
 from klatsch.paper.entries import ALPHA_MIDDLE, PAPER_ROUNDS, Content, Said, Target, images, said, skewed
+from klatsch.paper.language import LANGUAGE_LINKS, LANGUAGE_RULES, LANGUAGE_SIZES
 from klatsch.paper.local_steps import LOCAL_STEPS
 from klatsch.paper.pages import Page
 from klatsch.paper.schedule_free import AVERAGES, SCHEDULES
@@ -118,7 +119,8 @@ def study_of(
     if "epochs" not in content:
         if epochs is not None:
             raise ValueError(f"epochs = {epochs}, but {target} has no data set to go through; leave epochs out")
-        return parse(content | {"dtype": dtype or ("float32" if device == "cpu" else "float64")})
+        usual = {"dtype": "float32" if device == "cpu" else "float64"}
+        return parse(usual | content | ({} if dtype is None else {"dtype": dtype}))
     if dtype not in (None, "float32"):
         raise ValueError(f"dtype = {dtype!r}; {target} trains in float32, leave dtype out")
     epochs = int(content["epochs"]) if epochs is None else epochs
@@ -290,9 +292,13 @@ TARGETS: dict[str, Target] = {
     "local-steps": LOCAL_STEPS,
     "channels": CHANNELS,
     "images-channels": IMAGES_CHANNELS,
+    "language-rules": LANGUAGE_RULES,
+    "language-links": LANGUAGE_LINKS,
+    "language-sizes": LANGUAGE_SIZES,
 }
 GROUPS = {  # several figures at once
     "schedule-free": ("averages", "schedules", "beyond"),
     "slow-networks": ("channels", "images-channels"),
+    "language": ("language-rules", "language-links", "language-sizes"),
 }
 TABLES: dict[str, Callable[[], Page]] = {"table1": tables.table_1, "table2": tables.table_2}

@@ -1,0 +1,279 @@
+"""Small GPTs on text that differs between nodes: which gossip Adam, on which networks, over which links.
+
+Three studies of the same runs, which `klatsch reproduce language` does in turn: `language-rules`, `language-links` and
+`language-sizes`. All learning rates run in full with the first seed; the best one then with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from klatsch.paper import figures, link_costs
+from klatsch.paper.claims import Answer, asks
+from klatsch.paper.entries import Content, Said, Target, said
+from klatsch.study.choices import Row
+
+NEAR, LEVEL = 0.03, 0.01  # bits per byte
+ROUNDS = 448  # at full scale, which sentences need
+RING, BASE, ALL_REDUCE = "ring", "base_graph", "complete"
+BETWEEN = (4, 16)  # H, rounds between two mixes
+INT8: Content = {"name": RING, "wire": "int8"}
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+DECAY, STEADY = {"schedule": "cosine/5%"}, {"schedule": "constant/5%"}  # both warm up
+BETA2 = {"beta2": 0.99}  # of a few hundred rounds
+PLAIN: Content = {"name": "dadam", **BETA2, **DECAY}  # DAdamW; with an all-reduce AdamW
+FREE: Content = {"name": "dat-adam", **BETA2, **STEADY}  # DATAdamW; with an all-reduce schedule-free AdamW
+CORRECTED: Content = {"name": "d2-adam", **BETA2, **DECAY}
+TRACKED: Content = {"name": "gt-adam", **BETA2, **DECAY}
+FREE_CORRECTED: Content = {"name": "dat-d2-adam", **BETA2, **STEADY}
+FREE_TRACKED: Content = {"name": "dat-gt-adam", **BETA2, **STEADY}
+OUTER: Content = {"name": "diloco-adam", **BETA2, **DECAY}
+SHARED: Content = {"shared": True}
+SGD: Content = {"name": "dsgd", "momentum": 0.9, **DECAY}
+FREE_SGD: Content = {"name": "dat", "beta": 0.9, **STEADY}
+
+# What their rows are called.
+OF_PLAIN, OF_FREE = "dadam (beta2 0.99, cosine/5%)", "dat-adam (beta2 0.99, constant/5%)"
+OF_SHARED = "dadam (beta2 0.99, cosine/5%, shared True)"
+OF_FREE_SHARED = "dat-adam (beta2 0.99, constant/5%, shared True)"
+OF_CORRECTED, OF_TRACKED = "d2-adam (beta2 0.99, cosine/5%)", "gt-adam (beta2 0.99, cosine/5%)"
+OF_FREE_CORRECTED = "dat-d2-adam (beta2 0.99, constant/5%)"
+OF_FREE_TRACKED = "dat-gt-adam (beta2 0.99, constant/5%)"
+OF_OUTER = "diloco-adam (beta2 0.99, cosine/5%)"
+
+Rates = float | Sequence[float]
+
+
+def everything(plain: Rates, free: Rates, corrected: Rates, sgd: Rates, free_sgd: Rates) -> list[Content]:
+    """Every combination on the ring, and AdamW with an all-reduce, with and without decay."""
+    return [
+        {**PLAIN, "lr": plain, "topologies": [RING, ALL_REDUCE]},
+        {**FREE, "lr": free, "topologies": [RING, ALL_REDUCE]},
+        *({**rule, "lr": plain} for rule in ({**PLAIN, **SHARED}, {**PLAIN, **STEADY}, TRACKED)),
+        *({**rule, "lr": free} for rule in ({**FREE, **SHARED}, {**FREE, **DECAY}, FREE_TRACKED)),
+        *({**rule, "lr": corrected} for rule in (CORRECTED, FREE_CORRECTED)),
+        {**SGD, "lr": sgd},
+        {**FREE_SGD, "lr": free_sgd},
+    ]
+
+
+def over_links(plain: Rates, free: Rates, corrected: Rates, outer: Rates) -> list[Content]:
+    """Rules that speak seldom, or in few bytes; plain gossip and all-reduce beside them."""
+    seldom = [f"{RING}/{H}" for H in BETWEEN]
+    channels = [RING, *seldom, INT8, {**INT8, "every": BETWEEN[-1]}, ALL_REDUCE]
+    reduced = [f"{ALL_REDUCE}/{H}" for H in BETWEEN]
+    return [
+        {**PLAIN, "lr": plain, "topologies": [*channels, *reduced]},
+        {**FREE, "lr": free, "topologies": channels},
+        {**CORRECTED, "lr": corrected, "topologies": [RING, *seldom]},
+        {**OUTER, "lr": outer, "topologies": reduced},
+    ]
+
+
+def by_size(plain: Rates, free: Rates) -> list[Content]:
+    """The rules for more machines and another graph."""
+    return [{**PLAIN, "lr": plain}, {**FREE, "lr": free}]
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+TEXT = {"name": "language", "alpha": 0.1}
+QUICK: Content = {  # 0.31 million parameters
+    "nodes": 8,
+    "steps": 150,
+    "seeds": 1,
+    "record": 4,
+    "problem": {**TEXT, "batch": 4, "context": 64, "width": 88, "depth": 3, "heads": 4, "test": 64},
+}
+# 3.28 million. The budget is 25 minutes of one H200, which trains 1.67 million bytes per second in float32.
+FULL: Content = {
+    "nodes": 8,
+    "steps": ROUNDS,
+    "seeds": 3,
+    "screen": {"seeds": 1},
+    "record": 4,
+    "problem": {**TEXT, "batch": 8, "width": 256, "depth": 4, "heads": 4, "test": 300, "autocast": True},
+}
+PLAIN_RATES, FREE_RATES = (0.0006, 0.0015, 0.004, 0.01), (0.0015, 0.004, 0.01, 0.025)
+SGD_RATES, FREE_SGD_RATES = (0.03, 0.1, 0.3, 1.0), (0.3, 1.0, 3.0, 10.0)
+
+# --- sentences -------------------------------------------------------------------------------------------------------
+
+Chosen = Callable[[Row], bool]
+
+
+def on(graph: str, *names: str) -> Chosen:
+    """Rows of these rules (all by default) on a graph."""
+    return lambda row: row.topology == graph and (not names or row.rule in names)
+
+
+@asks
+def level(rows: Sequence[Row], ours: Chosen, theirs: Chosen, within: float = LEVEL) -> Answer:
+    """Whether the best of ours is so near to the best of theirs, or ahead, at every size."""
+    texts, met = [], []
+    for nodes in sorted({row.nodes for row in rows}):
+        here = [[row for row in rows if row.nodes == nodes and chosen(row)] for chosen in (ours, theirs)]
+        if not all(here):
+            continue
+        a, b = (min(some, key=lambda row: row.value) for some in here)
+        met.append(a.value <= b.value + within)
+        texts.append(f"M = {nodes}: {_told(a)} against {_told(b)}, {a.value - b.value:+.3f}")
+    return (all(met) if met else None), "; ".join(texts) or "these were not both run"
+
+
+@asks
+def leads(rows: Sequence[Row], ours: Chosen, theirs: Chosen) -> Answer:
+    """Whether ours is ahead of all of theirs, or the ranges of the seeds overlap."""
+    mine, others = [row for row in rows if ours(row)], [row for row in rows if theirs(row) and not ours(row)]
+    if not mine or not others:
+        return None, "these were not both run"
+    others.sort(key=lambda row: row.value)
+    best = min(mine, key=lambda row: row.value)
+    texts = [f"{row.rule} {row.value - best.value:+.3f}" for row in others]
+    return all(best.low <= row.high for row in others), f"{_told(best)}; {', '.join(texts)}"
+
+
+def _told(row: Row) -> str:
+    spread = f" ({row.low:.3f} to {row.high:.3f})" if len(row.curves) > 1 else ""
+    return f"{row.rule} on {row.topology} {row.value:.3f}{spread}"
+
+
+def _steady(graph: str) -> Chosen:
+    return lambda row: row.topology == graph and "constant" in row.rule
+
+
+def _adam(graph: str) -> Chosen:
+    return lambda row: row.topology == graph and "adam" in row.rule
+
+
+def _sgd(graph: str) -> Chosen:
+    return lambda row: row.topology == graph and "adam" not in row.rule
+
+
+def _near_all_reduce(graph: str) -> list[Said]:
+    where = {RING: "the ring", BASE: "the Base-2 graph"}[graph]
+    words = f"on {where} is within {NEAR} bits per byte of the same with an all-reduce, or ahead"
+    return [
+        (f"{name} {words}", level(on(graph, rule), on(ALL_REDUCE, rule), NEAR), ROUNDS)
+        for name, rule in (("AdamW with decay", OF_PLAIN), ("Schedule-free AdamW", OF_FREE))
+    ]
+
+
+def _no_worse(name: str, ours: str, other: str, plain: str) -> Said:
+    claim = f"{name} is level with {other} on the ring, or ahead"
+    return claim, level(on(RING, ours), on(RING, plain)), ROUNDS
+
+
+SOURCE = "the language study"
+OF_RULES = said(
+    SOURCE,
+    *_near_all_reduce(RING),
+    (
+        "AdamW with decay and gossip (dadam) is ahead of every other rule on the ring, within the spread of the seeds",
+        leads(on(RING, OF_PLAIN), on(RING)),
+        ROUNDS,
+    ),
+    (
+        f"Without decay the best rule on the ring is within {NEAR} bits per byte of AdamW with decay there",
+        level(_steady(RING), on(RING, OF_PLAIN), NEAR),
+        ROUNDS,
+    ),
+    _no_worse("A shared second moment", OF_SHARED, "each node's own", OF_PLAIN),
+    _no_worse("A shared second moment, schedule-free,", OF_FREE_SHARED, "each node's own", OF_FREE),
+    _no_worse("Corrected AdamW (d2-adam)", OF_CORRECTED, "plain AdamW", OF_PLAIN),
+    _no_worse("Tracked AdamW (gt-adam)", OF_TRACKED, "plain AdamW", OF_PLAIN),
+    _no_worse("Corrected schedule-free AdamW (dat-d2-adam)", OF_FREE_CORRECTED, "plain", OF_FREE),
+    _no_worse("Tracked schedule-free AdamW (dat-gt-adam)", OF_FREE_TRACKED, "plain", OF_FREE),
+    ("The best SGD is level with the best Adam on the ring", level(_sgd(RING), _adam(RING)), ROUNDS),
+)
+
+
+def _seldom(H: int) -> list[Said]:
+    """Gossip in every H-th round."""
+    words, ring, reduced = f"in every {H}th round", f"{RING}/{H}", f"{ALL_REDUCE}/{H}"
+    return [
+        (
+            f"Gossip {words} is level with local AdamW with an all-reduce {words}, or ahead",
+            level(on(ring), on(reduced, OF_PLAIN)),
+            ROUNDS,
+        ),
+        (f"Gossip {words} is level with DiLoCo {words}, or ahead", level(on(ring), on(reduced, OF_OUTER)), ROUNDS),
+        (
+            f"Gossip of AdamW with decay {words} is within {NEAR} bits per byte of gossip in every round",
+            level(on(ring, OF_PLAIN), on(RING, OF_PLAIN), NEAR),
+            ROUNDS,
+        ),
+        (
+            f"The correction helps: corrected AdamW {words} is level with plain AdamW, or ahead",
+            level(on(ring, OF_CORRECTED), on(ring, OF_PLAIN)),
+            ROUNDS,
+        ),
+    ]
+
+
+def _small(graph: str, small: str, words: str) -> list[Said]:
+    return [
+        (f"{name} with int8 {words} is level with float32", level(on(small, rule), on(graph, rule)), ROUNDS)
+        for name, rule in (("AdamW with decay", OF_PLAIN), ("Schedule-free AdamW", OF_FREE))
+    ]
+
+
+OF_LINKS = said(
+    SOURCE,
+    *(sentence for H in BETWEEN for sentence in _seldom(H)),
+    *_small(RING, f"{RING} (wire int8)", "in every round"),
+    *_small(f"{RING}/{BETWEEN[-1]}", f"{RING}/{BETWEEN[-1]} (wire int8)", f"in every {BETWEEN[-1]}th round"),
+)
+OF_SIZES = said(SOURCE, *_near_all_reduce(RING), *_near_all_reduce(BASE))
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+NOTES = (
+    "Bits per byte are those of each node's model on held-out files of every package, mean over the nodes. Nodes have "
+    "packages of Python's standard library, split by Dirichlet(0.1); another version of Python has another text.",
+    "On the complete graph dadam is AdamW with an all-reduce, or local AdamW where nodes talk seldom, and dat-adam is "
+    "schedule-free AdamW. All have beta2 0.99, no weight decay, and a warm-up over 5 % of the rounds.",
+    f"Near is within {NEAR} bits per byte, level within {LEVEL}; where a rule has several rows, its best one counts.",
+)
+STUDY: Content = {"dtype": "float32"}
+GRAPHS = (RING, BASE, ALL_REDUCE)
+
+LANGUAGE_RULES = Target(
+    "A language model: bits per byte on held-out text, by rule",
+    STUDY,
+    {
+        "quick": {**QUICK, "topologies": RING, "rules": everything(0.006, 0.012, 0.006, 0.1, 3.0)},
+        "paper": {
+            **FULL,
+            "topologies": RING,
+            "rules": everything(PLAIN_RATES, FREE_RATES, PLAIN_RATES, SGD_RATES, FREE_SGD_RATES),
+        },
+    },
+    figures.final_of_rules,
+    OF_RULES,
+    NOTES,
+)
+LANGUAGE_LINKS = Target(
+    "A language model: bits per byte with local steps and few bytes, against what a node sends",
+    STUDY,
+    {
+        "quick": {**QUICK, "rules": over_links(0.006, 0.012, 0.006, 0.003)},
+        "paper": {**FULL, "rules": over_links(PLAIN_RATES, FREE_RATES, PLAIN_RATES, PLAIN_RATES)},
+    },
+    link_costs.against_bytes,
+    OF_LINKS,
+    NOTES,
+)
+LANGUAGE_SIZES = Target(
+    "A language model: bits per byte with more machines, and on a graph that changes",
+    STUDY,
+    {
+        "quick": {**QUICK, "topologies": GRAPHS, "rules": by_size(0.006, 0.012)},
+        "paper": {**FULL, "topologies": GRAPHS, "rules": by_size(PLAIN_RATES, FREE_RATES), "nodes": (8, 16)},
+    },
+    figures.final_of_rules,
+    OF_SIZES,
+    NOTES,
+)
