@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import klatsch
-from tests.support.rank_scenarios import RANK_GRAPHS, RANK_RULES, ROUNDS, lr_of, problem_of
+from tests.support.rank_scenarios import RANK_CASES, RANK_RULES, ROUNDS, lr_of, problem_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -23,11 +23,11 @@ def test_gloo_with_tensors_on_a_gpu(tmp_path, launch):
     ranks = [torch.load(tmp_path / f"parity-{rank}") for rank in range(4)]
     assert len(ranks[0]) > 30
     for label, (rule, options) in RANK_RULES.items():
-        for name in RANK_GRAPHS:
+        for name in RANK_CASES[label]:
             if f"{label} | {name}" not in ranks[0]:
                 continue
             algorithm, graph = klatsch.rules.make(rule, lr=lr_of(label), **options), klatsch.topology.make(name, 4)
-            expected = klatsch.simulate(problem_of(4), algorithm, graph, ROUNDS, engine="torch")
+            expected = klatsch.simulate(problem_of(4), algorithm, graph, ROUNDS, record=1, engine="torch")
             for rank, found in enumerate(ranks):
                 x = found[f"{label} | {name}"][0]
                 torch.testing.assert_close(x, algorithm.query(expected.state)[rank, 0], rtol=0, atol=1e-10)

@@ -11,11 +11,11 @@ import klatsch
 from klatsch.study import Store
 from tests.support.comparisons import assert_same_to_rounding
 from tests.support.processes import Ranks
-from tests.support.rank_scenarios import LR, RANK_GRAPHS, RANK_RULES, ROUNDS, lr_of, problem_of
+from tests.support.rank_scenarios import LR, RANK_CASES, RANK_RULES, ROUNDS, lr_of, problem_of
 
-GRAPHS = {4: RANK_GRAPHS, 6: ("torus", "one_peer_exponential", "base_graph", "base_graph/3")}  # 6 is no power of 2
-RULES = {4: RANK_RULES, 6: ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp")}  # one of every pattern
-CASES = [(size, label) for size, labels in RULES.items() for label in labels]
+PATTERNS = ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp")  # one rule of each
+ON_SIX = ("torus", "one_peer_exponential", "base_graph", "base_graph/3")  # which is no power of 2
+CASES = {4: RANK_CASES, 6: dict.fromkeys(PATTERNS, ON_SIX)}
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +25,13 @@ def outcomes(prepared, tmp_path_factory):
     @functools.cache
     def of(size):
         folder = tmp_path_factory.mktemp(f"parity{size}")
-        Ranks(prepared, folder, size, "parity", graphs=GRAPHS[size], labels=list(RULES[size])).succeed()
+        Ranks(prepared, folder, size, "parity", cases=CASES[size]).succeed()
         return [torch.load(folder / f"parity-{rank}") for rank in range(size)]
 
     return of
 
 
-@pytest.mark.parametrize("size, label", CASES)
+@pytest.mark.parametrize("size, label", [(size, label) for size, labels in CASES.items() for label in labels])
 def test_ranks_are_the_rows_of_the_simulation(outcomes, size, label):
     """To 1e-10, where rounding is 1e-16 of a gradient of 1: Adam divides by sqrt(v), which in the first rounds is the
 
@@ -40,10 +40,10 @@ def test_ranks_are_the_rows_of_the_simulation(outcomes, size, label):
     ranks = outcomes(size)
     rule, options = RANK_RULES[label]
     algorithm, compared = klatsch.rules.make(rule, lr=lr_of(label), **options), 0
-    for name in GRAPHS[size]:
+    for name in CASES[size][label]:
         graph = klatsch.topology.make(name, size)
         try:
-            expected = klatsch.simulate(problem_of(size), algorithm, graph, ROUNDS, engine="torch")
+            expected = klatsch.simulate(problem_of(size), algorithm, graph, ROUNDS, record=1, engine="torch")
         except ValueError:  # not defined there
             assert f"{label} | {name}" not in ranks[0]
             continue
@@ -57,7 +57,7 @@ def test_ranks_are_the_rows_of_the_simulation(outcomes, size, label):
 
 
 def test_rank_0_warns_of_moments_of_its_own(prepared, tmp_path):
-    ranks = Ranks(prepared, tmp_path, 2, "parity", graphs=("ring",), labels=["dat-adam", "gt-adam"])
+    ranks = Ranks(prepared, tmp_path, 2, "parity", cases={"dat-adam": ["ring"], "gt-adam": ["ring"]})
     ranks.succeed()
     assert ranks.errors(0).count("settle away from the optimum") == 1
     assert "dat-adam: every node divides by the size of its own gradients" in ranks.errors(0)

@@ -142,7 +142,7 @@ def test_columns_have_weights_of_their_own():
 
     def run(options):
         warm = rules.Decay(options["lr"], "cosine/10", 40)
-        return klatsch.simulate(problem, rules.dat_adam(**options | {"lr": warm}), graph, 40).output
+        return klatsch.simulate(problem, rules.dat_adam(**options | {"lr": warm}), graph, 40, record=1).output
 
     together = run(columns)
     for c in range(2):

@@ -33,7 +33,7 @@ def test_diloco_is_algorithm_1_with_torchs_nesterov(every, engine):
             shared.grad = (shared.detach() - w).mean((0, 1))
             outer.step()
             w = shared.detach().expand_as(w).clone()
-    found = klatsch.simulate(problem, rules.make("diloco", lr=LR), graph, STEPS, engine=engine)
+    found = klatsch.simulate(problem, rules.make("diloco", lr=LR), graph, STEPS, record=1, engine=engine)
     torch.testing.assert_close(found.output, w, rtol=1e-11, atol=1e-13)
 
 
@@ -43,7 +43,9 @@ def test_diloco_without_outer_momentum_is_local_sgd(momentum, engine):
     problem, graph = least_squares(), tp.every(tp.complete(NODES), 4)
     outer = rules.make("diloco", lr=LR, momentum=momentum, outer_lr=1.0, outer_momentum=0.0)
     plain = rules.make("dsgd", lr=LR, momentum=momentum)
-    found, expected = (klatsch.simulate(problem, rule, graph, STEPS, engine=engine).output for rule in (outer, plain))
+    found, expected = (
+        klatsch.simulate(problem, rule, graph, STEPS, record=1, engine=engine).output for rule in (outer, plain)
+    )
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
@@ -55,7 +57,8 @@ def test_quasi_global_momentum_is_algorithm_1(engine):
     for t in range(1, STEPS + 1):
         new = mixed(graph, w - LR * (momentum * m + problem.grad(w, t)), t)
         m, w = momentum * m + (1 - momentum) * (w - new) / LR, new
-    found = klatsch.simulate(problem, rules.make("qg", lr=LR, momentum=momentum), graph, STEPS, engine=engine)
+    rule = rules.make("qg", lr=LR, momentum=momentum)
+    found = klatsch.simulate(problem, rule, graph, STEPS, record=1, engine=engine)
     torch.testing.assert_close(found.output, w, rtol=1e-11, atol=1e-13)
 
 

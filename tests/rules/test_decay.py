@@ -44,7 +44,7 @@ def test_columns_have_rates_and_schedules_of_their_own(name, engine):
 
     def run(lr, schedule):
         rule = rules.make(name, lr=rules.Decay(lr, schedule, STEPS))
-        return klatsch.simulate(problem, rule, graph, STEPS, engine=engine).output
+        return klatsch.simulate(problem, rule, graph, STEPS, record=1, engine=engine).output
 
     columns = [(1e-3, "cosine"), (5e-4, "linear"), (5e-4, "constant")]
     together = run(*map(list, zip(*columns, strict=True)))

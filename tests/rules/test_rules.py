@@ -148,7 +148,7 @@ def test_one_node_works_and_learns(rule):
     slow = {"dat, momentum": 0.005, "dat, polynomial, cta": 1e-4, "dat-gt, beta, momentum": 0.005}
     fast = rule.startswith("dat") and "linear" not in rule
     lr = slow.get(rule, 0.5 if fast else 0.05) / problem.L
-    result = klatsch.simulate(problem, RULES[rule](lr), tp.ring(1), 3000)
+    result = klatsch.simulate(problem, RULES[rule](lr), tp.ring(1), 3000, record=5)
     assert result.metrics["distance"][-1] < 0.1 * result.metrics["distance"][0]
     assert result.metrics["Gamma"].max() < 1e-25  # what rounding leaves of 0
 
@@ -157,8 +157,8 @@ def test_one_node_works_and_learns(rule):
 def test_rules_that_look_back_find_the_optimum_of_heterogeneous_data_and_dsgd_does_not(rule):
     problem = problems.LeastSquares(8, dim=5, noise=0.0, heterogeneity=5.0)
     graph = tp.lazy(tp.ring(8))
-    found = klatsch.simulate(problem, rules.make(rule, lr=0.3 / problem.L), graph, 20_000)
-    lost = klatsch.simulate(problem, rules.make("dsgd", lr=0.3 / problem.L), graph, 20_000)
+    found = klatsch.simulate(problem, rules.make(rule, lr=0.3 / problem.L), graph, 20_000, record=1)
+    lost = klatsch.simulate(problem, rules.make("dsgd", lr=0.3 / problem.L), graph, 20_000, record=1)
     assert found.metrics["distance"][-1] < 1e-4 * lost.metrics["distance"][-1]
     assert found.metrics["Gamma"][-1] < 1e-3 * lost.metrics["Gamma"][-1]
 
@@ -184,10 +184,12 @@ def test_push_sum_finds_the_right_mean_on_a_directed_ring_with_unequal_out_degre
     def schedule(t):
         return 0.2 / problem.L / (1 + t / 100) ** 0.7
 
-    right = klatsch.simulate(problem, rules.make(rule, lr=schedule), columns, 5_000)
+    right = klatsch.simulate(problem, rules.make(rule, lr=schedule), columns, 5_000, record=1)
     partner = {"sgp": "dsgd", "dat-sgp": "dat"}[rule]
     for wrong_graph in (columns, rows):
-        wrong = klatsch.simulate(problem, rules.make(partner, lr=schedule), wrong_graph, 5_000, any_graph=True)
+        wrong = klatsch.simulate(
+            problem, rules.make(partner, lr=schedule), wrong_graph, 5_000, record=1, any_graph=True
+        )
         assert right.metrics["distance"][-1] < 0.02 * wrong.metrics["distance"][-1]
     weights = right.state["weight"][:, 0, 0]
     assert weights.std() > 0.1
@@ -201,7 +203,7 @@ def test_decentlam_without_momentum_is_dsgd_and_with_it_does_not_amplify_the_bia
     torch.testing.assert_close(same["w"], trajectory(rules.dsgd(lr), graph, problem, 50)[-1]["w"])
     heavy = {"momentum": 0.9}
     distance = {
-        rule: klatsch.simulate(problem, rules.make(rule, lr=lr, **heavy), graph, 5000).metrics["distance"][-1]
+        rule: klatsch.simulate(problem, rules.make(rule, lr=lr, **heavy), graph, 5000, record=1).metrics["distance"][-1]
         for rule in ("decentlam", "dsgd")
     }
     plain = klatsch.simulate(problem, rules.dsgd(lr), graph, 50_000, record=1).metrics["distance"][-1]

@@ -71,7 +71,7 @@ def test_on_the_complete_graph_every_node_is_schedule_free_sgd(name, engine):
     A, b = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(0)).double(), torch.ones(1, 8).double()
     problem, graph = problems.LeastSquares.from_arrays(A.expand(5, 8, 4), b.expand(5, 8)), tp.complete(5)
     lr, beta = 0.02 / problem.L, 0.8
-    found = klatsch.simulate(problem, rules.make(name, lr=lr, beta=beta), graph, STEPS, engine=engine)
+    found = klatsch.simulate(problem, rules.make(name, lr=lr, beta=beta), graph, STEPS, record=1, engine=engine)
 
     def gradient(t, y):
         return problem.grad(y.expand(5, 1, 4), t)[0]
@@ -90,7 +90,7 @@ def test_with_one_hessian_the_mean_is_schedule_free_sgd_on_the_mean_loss(name, a
     A = A[:1].expand(7, 8, 4) if alike else A
     problem = problems.LeastSquares.from_arrays(A, b)
     lr, beta = 0.2 / problem.L, 0.8
-    state = klatsch.simulate(problem, rules.make(name, lr=lr, beta=beta), tp.ring(7), STEPS).state
+    state = klatsch.simulate(problem, rules.make(name, lr=lr, beta=beta), tp.ring(7), STEPS, record=1).state
 
     def gradient(t, y):
         return problem.grad(y.expand(7, 1, 4), t).mean(0)
@@ -142,7 +142,7 @@ def test_beta_moves_the_query_point(name, engine):
     problem = problems.LeastSquares(7, dim=5, heterogeneity=2.0)
 
     def run(rule):
-        return klatsch.simulate(problem, rule, graph, 60, engine=engine)
+        return klatsch.simulate(problem, rule, graph, 60, record=1, engine=engine)
 
     at_x, between, at_w = (run(rules.make(name, lr=1e-3, beta=beta)) for beta in (1.0, 0.5, 0.0))
     paper = run(rules.make(name, lr=1e-3))

@@ -6,19 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.machine import ENGINES
+from tests.support.machine import KERNEL
 
 SPEC = importlib.util.spec_from_file_location("precision", Path(__file__).parents[2] / "benchmarks" / "precision.py")
 precision = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(precision)
+FUSED = [pytest.param(case, "fused", marks=KERNEL) for case in precision.CASES if not precision.divides(case)]
 
 
 @pytest.mark.slow
-@ENGINES
 @pytest.mark.parametrize("rounds", [2_000, pytest.param(10_000, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("case", precision.CASES)
+@pytest.mark.parametrize("case, engine", [*((case, "torch") for case in precision.CASES), *FUSED])
 def test_float32_errs_as_float64(case, rounds, engine):
-    engine = "torch" if precision.divides(case) else engine
     exact, rough = (precision.errors(case, engine, rounds, dtype) for dtype in (torch.float64, torch.float32))
     assert exact.isfinite().all()
     torch.testing.assert_close(rough, exact, rtol=0.1, atol=0)

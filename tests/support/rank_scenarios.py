@@ -38,6 +38,9 @@ RANK_RULES = {
     "dat-gt-adam shared": ("dat-gt-adam", {"shared": True}),
 }
 RANK_GRAPHS = ("ring", "one_peer_exponential", "base_graph", "directed_ring", "ring/4", "base_graph/3")
+RANK_CASES = {  # every rule on every graph; options, which know nothing of graphs, on two that differ in all
+    label: RANK_GRAPHS if label in klatsch.rules.RULES else ("one_peer_exponential", "ring/4") for label in RANK_RULES
+}
 ROUNDS, LR = 12, 1e-3  # as many as base_graph/3 takes to come around
 ENDURE_LR = 5e-3
 
@@ -64,12 +67,12 @@ def train(optimizer, parameter, problem, rank, rounds):
         optimizer.step()
 
 
-def parity(folder, device="cpu", graphs=RANK_GRAPHS, labels=tuple(RANK_RULES)):
-    """These rules on every one of these graphs that they are defined on, in one group after the other."""
+def parity(folder, device="cpu", cases=RANK_CASES):
+    """Rules on those of their graphs that they are defined on, in one group after the other."""
     rank, size = group()
     node.BLOCK["cpu"] = 2  # several slices, the last one shorter
     found = {}
-    for label in labels:
+    for label, graphs in cases.items():
         rule, options = RANK_RULES[label]
         for name in graphs:
             algorithm, graph = klatsch.rules.make(rule, lr=lr_of(label), **options), make(name, size)
@@ -86,12 +89,12 @@ def parity(folder, device="cpu", graphs=RANK_GRAPHS, labels=tuple(RANK_RULES)):
     say(folder, f"done-{rank}", os.getpid())
 
 
-def numbers(folder, graphs):
-    """What the rules computed when they were written by hand, on graphs of as many nodes as there are ranks."""
+def numbers(folder, rules, graph):
+    """What these rules computed when they were written by hand, on a graph of as many nodes as there are ranks."""
     rank, _ = group()
     found = {}
     for case in numbers_before.CASES:
-        if case[2] in graphs:
+        if case[0] in rules and case[2] == graph:
             found |= numbers_before.numbers(case, simulate_on_ranks, group=dist.group.WORLD)
     if rank == 0:
         torch.save(found, folder / "numbers")

@@ -302,11 +302,11 @@ def test_a_run_is_that_of_the_matrices_written_out(label, name, engine):
     rule = klatsch.rules.make(label.split()[0], lr=[1e-3, 1e-2], **RULES[label])
     graph = tp.make(name, 8)
     found, expected = (
-        klatsch.simulate(LeastSquares(8, dim=5, seed=1), rule, silent, 53, engine=engine)
+        klatsch.simulate(LeastSquares(8, dim=5, seed=1), rule, silent, 21, record=1, engine=engine)
         for silent in (tp.every(graph, 4), written_out(graph, 4))
     )
     assert_same_to_rounding(found.output, expected.output)
-    alone = klatsch.simulate(LeastSquares(8, dim=5, seed=1), rule, graph, 53, engine=engine)
+    alone = klatsch.simulate(LeastSquares(8, dim=5, seed=1), rule, graph, 21, record=1, engine=engine)
     assert (alone.output - found.output).abs().max() > 1e-6
 
 
@@ -317,9 +317,9 @@ def test_every_rule_takes_local_steps_or_refuses_them(name):
     rule = klatsch.rules.make(name, lr=1e-3)
     if name == "decentlam":
         with pytest.raises(ValueError, match="use d2 or dat-d2 for local steps"):
-            klatsch.simulate(problem, rule, silent, 2000)
+            klatsch.simulate(problem, rule, silent, 500)
         return
-    distance = klatsch.simulate(problem, rule, silent, 2000).metrics["distance"]
+    distance = klatsch.simulate(problem, rule, silent, 500, record=[1, 500]).metrics["distance"]
     assert distance[-1] < distance[0], f"{name} does not work with local steps: let its check_graph refuse them"
 
 

@@ -79,11 +79,13 @@ class FusedStack(Stack):
         for block in self._blocks:
             block.load(used)
         while done < until:
-            end = min(until, (done // self.gradients.chunk + 1) * self.gradients.chunk)
+            drawn_to = (done // self.gradients.chunk + 1) * self.gradients.chunk
+            end = min(until, drawn_to)
             table = self._table(done, end)
             drawn = np.ascontiguousarray(self.gradients.drawn(done, end).numpy())
             running = [self._pool.submit(block.run, table, drawn, done) for block in self._blocks]
-            self.gradients.draw_next(done, self._drawer)  # while the blocks run
+            if drawn_to < self.rates.steps:
+                self.gradients.draw_next(done, self._drawer)  # while the blocks run
             for run in running:
                 run.result()
             done = end
