@@ -483,7 +483,7 @@ def test_numpy_numbers_are_numbers():
 
 
 def test_draws_of_the_past_are_forgotten():
-    gradients = Gradients(problems.LeastSquares(3, dim=2))
+    gradients = Gradients(problems.LeastSquares(3, dim=2), steps=200)
     gradients.chunk = 10
     with ThreadPoolExecutor(1) as pool:
         for done in range(0, 200, 10):

@@ -15,10 +15,31 @@ from klatsch.ranks import node
 from klatsch.ranks.nccl import NcclLinks
 from klatsch.study.on_ranks import simulate_on_ranks
 from tests.support.processes import say
-from tests.support.rank_scenarios import LR, RANK_RULES, group, problem_of, train
+from tests.support.rank_scenarios import LR, RANK_RULES, group, train
 
 SIZE = 4
-PROBLEM = problem_of(SIZE, dim=260)  # more than a block of 256 numbers with one scale
+
+
+class Pulls:
+    """Every node is pulled to a point of its own, from round to round less; no draws, which take longer than rounds."""
+
+    nodes, dim = SIZE, 260  # more than a block of 256 numbers with one scale
+
+    def __init__(self):
+        self.points = torch.randn(SIZE, self.dim, generator=torch.Generator().manual_seed(0)).double()
+
+    def start(self):
+        return torch.linspace(-1.0, 1.0, self.dim, dtype=torch.float64)
+
+    def grad(self, x, t, nodes=None):
+        points = self.points[list(range(SIZE) if nodes is None else nodes)]
+        return (1 + 1 / t) * (x - (points[:, None] if x.ndim == 3 else points))
+
+    def metrics(self, x):
+        return {"size": x.square().sum(-1).mean(0)}
+
+
+PROBLEM = Pulls()
 ROUNDS = 8  # those 4 rounds late arrive, also with gossip in every 4th round only
 LABELS = [*(name for name in klatsch.rules.RULES if "adam" not in name), "dat beta", "dat-d2 beta"]
 LABELS += ["dat-adam shared decay", "gt-adam"]

@@ -28,10 +28,10 @@ MOST_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 24}  # drawn at once: a cache's wor
 class Gradients:
     """`gradients(x, t)`: the stochastic gradients of round t at x, (M, C, d), drawn many rounds ahead if possible."""
 
-    def __init__(self, problem: Problem, device: str = "cpu") -> None:
+    def __init__(self, problem: Problem, steps: int, device: str = "cpu") -> None:
         self.problem, self.draws_ahead = problem, problem.draws_ahead
         numbers = problem.nodes * (problem.drawn or problem.dim)  # per round
-        self.chunk = max(1, min(1000, MOST_NUMBERS[device] // numbers))  # rounds drawn at once
+        self.chunk = max(1, min(1000, steps, MOST_NUMBERS[device] // numbers))  # rounds drawn at once
         self._chunks: dict[int, Future[Tensor]] = {}
 
     def __call__(self, x: Tensor, t: int) -> Tensor:
@@ -76,7 +76,7 @@ class Stack(Nodes):
     def __init__(self, problem: Problem, parts: Prepared) -> None:
         self.problem, self.networks, self.rates, self.device = problem, parts.networks, parts.rates, parts.rates.device
         self.parts, self.rule = parts, parts.rates.placed(parts.rule)
-        self.gradients = Gradients(problem, self.device.type)
+        self.gradients = Gradients(problem, self.rates.steps, self.device.type)
         starts = [self.rates.start(own).expand(own.nodes, -1, -1) for own, _ in self.networks]
         self.start = self.rule.init(torch.cat(starts))
 
