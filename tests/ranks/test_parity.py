@@ -161,14 +161,14 @@ def test_a_rank_that_does_not_come(launch):
 STUDY = """
 name = "on ranks"
 nodes = [2, 3]
-steps = 60
-record = 5
+steps = 30
+record = 3
 lr = [1e-3, 1e-2]
 seeds = [0, 1]
 problem = {name = "least-squares", dim = 7, noise = 0.5}
 rules = ["dat", {name = "gt", average = "constant"}]
 topologies = ["ring", "one_peer_exponential"]
-screen = {steps = 20}
+screen = {steps = 10}
 """
 
 

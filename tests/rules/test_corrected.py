@@ -80,7 +80,7 @@ def test_local_steps_are_the_equations_written_out(graph, H, engine):
     """Also where a run ends in the middle of a silence, and under anytime."""
     graph = GRAPHS[graph]
     problem, seldom = least_squares(graph), tp.every(graph, H)
-    for steps in (16 * 8, 16 * 8 + 7):
+    for steps in (16 * 3, 16 * 3 + 7):
         for rule, delta in ((rules.d2(1e-3), None), (rules.dat_d2(1e-3, beta=0.9), lambda t: 1 / t)):
             found = klatsch.simulate(problem, rule, seldom, steps, record=1, engine=engine)
             for name, expected in written_out(problem, graph, H, 1e-3, steps, delta).items():

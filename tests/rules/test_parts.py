@@ -65,8 +65,8 @@ def test_every_product_learns(pattern, direction, around):
 @products
 def test_torch_is_the_plain_loop(pattern, direction, around):
     rule, problem = build(pattern, direction, around), least_squares(RING)
-    state = trajectory(rule, RING, problem, 40)[-1]
-    found = klatsch.simulate(problem, rule, RING, 40, record=[3, 17, 40], engine="torch")
+    state = trajectory(rule, RING, problem, 20)[-1]
+    found = klatsch.simulate(problem, rule, RING, 20, record=[3, 17, 20], engine="torch")
     assert set(found.state) == set(state)
     for name, expected in state.items():
         torch.testing.assert_close(found.state[name], expected, rtol=1e-10, atol=1e-12)

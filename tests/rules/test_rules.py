@@ -33,8 +33,8 @@ def test_engine_equals_the_plain_loop(name):
     rule = RULES[name](0.002)
     for label, graph in graphs_of(name).items():
         problem = problems.LeastSquares(graph.size, dim=7, heterogeneity=3.0)
-        states = trajectory(rule, graph, problem, 30)
-        result = klatsch.simulate(problem, rule, graph, 30, record=[1, 7, 30])
+        states = trajectory(rule, graph, problem, 12)
+        result = klatsch.simulate(problem, rule, graph, 12, record=[1, 7, 12])
         close(label, result.output, rule.output(states[-1]), rtol=1e-11, atol=1e-13)
         for step, distance in zip(result.steps, result.metrics["distance"], strict=True):
             reference = (rule.output(states[step]) - problem.optimum).square().sum(-1).mean(0)
@@ -47,7 +47,7 @@ def test_with_zero_gradients_the_network_mean_stays_put(name):
     for label, graph in graphs_of(name).items():
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(graph.size, 1, 3, dtype=torch.float64, generator=generator)
-        for state in trajectory(rule, graph, ZeroGradients(graph.size), 40, x)[1:]:
+        for state in trajectory(rule, graph, ZeroGradients(graph.size), 20, x)[1:]:
             weight = state.get("weight", torch.ones(()))
             close(label, (rule.output(state) * weight).mean(0), x.mean(0), rtol=0, atol=1e-12)
 
@@ -76,14 +76,14 @@ def test_x_is_the_weighted_average_of_w(graph, weights, order):
     graph = GRAPHS[graph]
     rule = rules.dat(0.001, averaging=weights, order=order)
     problem = problems.LeastSquares(graph.size, dim=5, heterogeneity=2.0)
-    states = trajectory(rule, graph, problem, 60)
+    states = trajectory(rule, graph, problem, 30)
     w = torch.stack([state["w"].mean(0) for state in states])
     alphas = {
-        "constant": [1.0] * 60,
-        "linear": [float(t) for t in range(1, 61)],
-        "polynomial(3)": [float(t * (t + 1) * (t + 2)) for t in range(1, 61)],
+        "constant": [1.0] * 30,
+        "linear": [float(t) for t in range(1, 31)],
+        "polynomial(3)": [float(t * (t + 1) * (t + 2)) for t in range(1, 31)],
     }
-    for T in (1, 2, 17, 60):
+    for T in (1, 2, 17, 30):
         if weights == "fixed(0.8)":  # x_1 keeps 0.8^T, and w_{t+1} has 0.2 * 0.8^(T-t)
             share = np.array([0.8**T] + [0.2 * 0.8 ** (T - t) for t in range(1, T + 1)])
         else:

@@ -24,7 +24,7 @@ GRAPHS = {
     "local steps": tp.every(tp.ring(7), 3),
 }
 CASES = [(pattern, graph) for pattern in PATTERNS for graph in GRAPHS if "corr" not in pattern or graph != "base graph"]
-STEPS = 40
+STEPS = 24
 
 
 def schedule_free(start, gradient, lr, weights, beta, momentum):

@@ -288,6 +288,7 @@ def test_without_the_kernel_plain_operations_run(reason, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_the_kernel_is_built_once_and_never_in_a_folder_that_others_may_write_to(monkeypatch, tmp_path):
     native._library.cache_clear()
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-O0"))  # built in a moment
     folder = tmp_path / "cache"
     monkeypatch.setenv("KLATSCH_CACHE", str(folder))
     try:
