@@ -286,9 +286,9 @@ def test_a_wrong_exponent_would_show(monkeypatch):
 # --- the command ----------------------------------------------------------------------------------------------------
 
 RATES = PAPER_GRID[1::2]  # three: one between the others, and both edges
-TINY = {"nodes": (4, 25), "steps": 300, "seeds": 2, "record": 6, "lr": RATES}
+TINY = {"nodes": (4, 16), "steps": 100, "seeds": 2, "record": 6, "lr": RATES}
 FEWER = [rule | {"lr": rule["lr"][::3]} for rule in paper.VARIANTS["rules"]]
-TINY_BEYOND = {"nodes": (4, 9), "steps": 300, "seeds": 1, "record": 6, "rules": FEWER}
+TINY_BEYOND = {"nodes": (4, 9), "steps": 100, "seeds": 1, "record": 6, "rules": FEWER}
 CORRECTED = {"name": "dat-d2", "beta": [1.0, 0.9], "lr": RATES, "topologies": SOME}
 TINY_CHANNELS = {"nodes": 9, "steps": 100, "seeds": 1, "record": 6, "rules": CORRECTED}
 TINIES = dict.fromkeys(("fig1", "fig4", "fig5", "fig6"), TINY) | {"beyond": TINY_BEYOND, "channels": TINY_CHANNELS}
@@ -341,7 +341,7 @@ def test_figures_4_to_6_use_the_runs_of_figure_1(results):
         studies = {s.origin.kind: s for s in store.studies()}
         runs = store.runs()
     assert set(studies) == set(DRAWN) == set(TINIES)
-    one = [case for case, _ in runs if case.nodes == 25]
+    one = [case for case, _ in runs if case.nodes == 16]
     assert len(one) == 3 * 2 * 4 * len(RATES) * 2  # once, though three figures ask for them
 
 

@@ -300,7 +300,7 @@ def test_the_same_on_ranks(tmp_path, prepared):
     """Processes, one per node, gives the accuracies of the simulation."""
     file = tmp_path / "images.toml"
     file.write_text(
-        'steps = 6\nnodes = 2\nseeds = 1\nlr = [0.05]\nrecord = 2\ndtype = "float32"\ntopologies = "ring"\n'
+        'steps = 4\nnodes = 2\nseeds = 1\nlr = [0.05]\nrecord = 1\ndtype = "float32"\ntopologies = "ring"\n'
         'rules = ["dat", "dsgd"]\n[problem]\nname = "fashion-mnist"\ntest = 500\n'
     )
     outcomes = []

@@ -68,7 +68,7 @@ class Wishes:
 '''
 
 STUDY = """
-steps = 300
+steps = 60
 nodes = 3
 seeds = 2
 record = 5
@@ -109,7 +109,7 @@ def test_a_rule_in_a_file_runs_everywhere_with_the_same_numbers(folder, run_cli,
     for seed in (0, 1):  # in Python, both learning rates at once
         problem = problems.LeastSquares(3, dim=4, heterogeneity=10.0, seed=seed)
         rule = rules.make("mine.py:Extra", lr=list(rates))
-        curves = klatsch.simulate(problem, rule, topology.ring(3), 300, record=5).metrics["distance"]
+        curves = klatsch.simulate(problem, rule, topology.ring(3), 60, record=5).metrics["distance"]
         expected |= {(lr, seed): curves[:, k].numpy() for k, lr in enumerate(rates)}
 
     code, out, err = run_cli("run", "study.toml", "--workers", 2)  # as a study, in worker processes
@@ -125,7 +125,7 @@ def test_a_rule_in_a_file_runs_everywhere_with_the_same_numbers(folder, run_cli,
         "-n",
         "3",
         "--steps",
-        "300",
+        "60",
         "--seeds",
         "2",
         "--lr",

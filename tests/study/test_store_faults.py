@@ -15,7 +15,7 @@ from klatsch.study.store import Origin
 from tests.support.studies import PAPER, SMALL
 from tests.support.waiting import wait_until
 
-TEXT = 'steps = 50\nnodes = [4, 6]\nseeds = 2\nlr = [0.001, 0.01]\nrules = ["dat"]\ntopologies = ["ring"]\n'
+TEXT = 'steps = 50\nnodes = [4, 6]\nseeds = 2\nrecord = 5\nlr = [0.001, 0.01]\nrules = ["dat"]\ntopologies = ["ring"]\n'
 LONG = PAPER.replace("100000", "2000").replace("seeds = 1", "seeds = 2")
 RUNS = 224  # of LONG, in 8 batches
 

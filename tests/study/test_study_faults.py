@@ -103,7 +103,8 @@ def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path, start):
 
 def test_a_killed_worker_is_replaced_and_the_study_goes_on(tmp_path, start):
     file = tmp_path / "s.toml"
-    file.write_text(PAPER.replace("[25, 36]", "25").replace("heterogeneity = [1.0, 10.0]", "heterogeneity = 1.0"))
+    short = PAPER.replace("100000", "30000").replace("[25, 36]", "25")
+    file.write_text(short.replace("heterogeneity = [1.0, 10.0]", "heterogeneity = 1.0"))
     process = start("run", file)
     wait_until(lambda: list(tmp_path.glob("s.sqlite-*.safetensors")), process)  # a batch is in progress
     os.kill(worker_processes(process)[0].pid, signal.SIGKILL)
@@ -218,7 +219,8 @@ def study_file(tmp_path):
     """A study, and its store."""
     file = tmp_path / "s.toml"
     file.write_text(
-        'steps = 50\nnodes = [4, 6]\nseeds = 2\nlr = [0.001, 0.01]\nrules = ["dat"]\ntopologies = ["ring"]\n'
+        "steps = 50\nrecord = 5\nnodes = [4, 6]\nseeds = 2\n"
+        'lr = [0.001, 0.01]\nrules = ["dat"]\ntopologies = ["ring"]\n'
     )
     study = load(file)
     with Store(tmp_path / "s.sqlite") as store:
