@@ -53,11 +53,12 @@ RULES = {
     ),
     "dadam": Entry(
         "AdamW on every node, then gossip: the rule to begin with for transformers.",
-        "beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0, shared=false, average, order=atc",
+        "beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0, shared=false, average, order=atc, reduced=false",
     ),
     "dat-adam": Entry(
         "Schedule-free AdamW on every node, with gossip of iterate and average.",
-        "averaging=lr(2), beta=0.9, beta1=0, beta2=0.999, eps=1e-08, weight_decay=0, shared=false, order=atc",
+        "averaging=lr(2), beta=0.9, beta1=0, beta2=0.999, eps=1e-08, weight_decay=0, shared=false, order=atc, "
+        "reduced=false",
     ),
     "d2-adam": Entry(
         "AdamW with the correction of D2, on static symmetric graphs.",

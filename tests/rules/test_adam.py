@@ -52,6 +52,20 @@ def error(found, problem):
     return float((found.output - problem.optimum).abs().max())
 
 
+@pytest.mark.parametrize("reduced", [True, False])
+def test_on_the_complete_graph_reduced_gradients_are_adamw_with_an_all_reduce(reduced):
+    """Without, nodes average steps that each has normalised by itself, which is another rule."""
+    problem, w = problems.LeastSquares(8, dim=4, noise=3.0, heterogeneity=3.0), torch.zeros(4, dtype=torch.float64)
+    optimizer = torch.optim.AdamW([w.requires_grad_()], lr=0.05, betas=(0.9, 0.99), weight_decay=0.0)
+    for t in range(1, 51):
+        w.grad = problem.grad(w.detach().expand(8, 1, -1), t).mean(0)[0]
+        optimizer.step()
+    rule = rules.make("dadam", lr=0.05, **ADAM, reduced=reduced)
+    found = klatsch.simulate(problem, rule, tp.complete(8), 50, record=1, progress=False)
+    apart = float((found.output - w.detach()).abs().max())
+    assert apart < 1e-8 if reduced else apart > 0.01
+
+
 @pytest.mark.parametrize("label", RIGHT)
 def test_the_tracked_gradient_leads_to_the_optimum(label):
     problem = heterogeneous()
@@ -194,6 +208,8 @@ def test_a_shared_second_moment_never_falls_below_0(late, wire):
         (lambda: rules.make("dat", lr=0.1, weight_decay=0.1), "dat has no weight_decay: only dadam and its like"),
         (lambda: rules.make("dadam", lr=0.1, beta=0.9), "dadam has no beta: it keeps no average x.* dat-adam"),
         (lambda: rules.Push(0.1, rules.adam(shared=True)), "sgp-adam with shared = true: push-sum would gossip sums"),
+        (lambda: rules.Push(0.1, rules.adam(reduced=True)), "sgp-adam with reduced = true: push-sum would gossip sums"),
+        (lambda: rules.dadam(0.1, reduced="yes"), "reduced = 'yes'; give true to gossip gradients first, or false"),
         (lambda: rules.dat(0.1, averaging="lr"), "averaging = 'lr'; write .* lr\\(2\\), with a number"),
         (lambda: rules.dat(0.1, averaging="lr(-1)"), "lr\\(p\\) with p = -1.0; give a number from 0 up"),
     ],

@@ -36,6 +36,7 @@ RANK_RULES = {
     "dat-d2-adam local": ("dat-d2-adam", {"shared": False}),
     "gt-adam shared decay": ("gt-adam", {"shared": True, "weight_decay": 0.1}),
     "dat-gt-adam shared": ("dat-gt-adam", {"shared": True}),
+    "dat-adam reduced": ("dat-adam", {"reduced": True}),
 }
 RANK_GRAPHS = ("ring", "one_peer_exponential", "base_graph", "directed_ring", "ring/4", "base_graph/3")
 RANK_CASES = {  # every rule on every graph; options, which know nothing of graphs, on two that differ in all

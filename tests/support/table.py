@@ -25,6 +25,7 @@ RULES = {
     "dadam, shared": lambda lr: rules.dadam(lr, shared=True),
     "dat-adam, shared, cta": lambda lr: rules.dat_adam(lr, shared=True, order="cta"),
     "dat-gt-adam, shared": lambda lr: rules.dat_gt_adam(lr, beta1=0.5, shared=True),
+    "dadam, reduced": lambda lr: rules.dadam(lr, reduced=True),
 }
 LINEAR = [name for name in RULES if "sgp" not in name and "adam" not in name]  # in their vectors: without divisions
 GRAPHS = {

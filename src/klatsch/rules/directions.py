@@ -77,6 +77,8 @@ class Adam(Direction):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay, a share of q that the step takes away.
         shared: gossip the second moment; else every node has its own.
+        reduced: gossip gradients before anything is made of them. On the complete graph this is AdamW with an
+            all-reduce; without it, nodes there average steps that each has normalised by itself.
 
     References:
         Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
@@ -88,6 +90,7 @@ class Adam(Direction):
     eps: Given = 1e-8
     weight_decay: Given = 0.0
     shared: bool = False
+    reduced: bool = False
     short: ClassVar[str] = "adam"
 
     def __post_init__(self) -> None:
@@ -100,6 +103,8 @@ class Adam(Direction):
         )
         if not isinstance(self.shared, bool):
             raise ValueError(f"shared = {self.shared!r}; give true to gossip the second moment, or false")
+        if not isinstance(self.reduced, bool):
+            raise ValueError(f"reduced = {self.reduced!r}; give true to gossip gradients first, or false")
 
     @property
     def decays(self) -> bool:
@@ -112,6 +117,8 @@ class Adam(Direction):
     def __call__(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
         """The normalised gradient."""
         v = s["v"]
+        if self.reduced:
+            (grad,) = flow.mix(grad)
         if self.shared:  # late or rounded flows may pull it below 0
             v = flow.mix(v)[0].clamp(min=0.0)
         kept = {"v": blend(grad * grad, v, self.beta2)}

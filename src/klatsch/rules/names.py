@@ -83,9 +83,10 @@ def dadam(
     shared: bool = False,
     average: Given = None,
     order: str = "atc",
+    reduced: bool = False,
 ) -> Rule:
     """AdamW on every node, then gossip: the rule to begin with for transformers."""
-    return _averaged(Plain(lr, Adam(beta1, beta2, eps, weight_decay, shared), order), average)
+    return _averaged(Plain(lr, Adam(beta1, beta2, eps, weight_decay, shared, reduced), order), average)
 
 
 def dat_adam(
@@ -98,9 +99,10 @@ def dat_adam(
     weight_decay: Given = 0.0,
     shared: bool = False,
     order: str = "atc",
+    reduced: bool = False,
 ) -> Rule:
     """Schedule-free AdamW on every node, with gossip of iterate and average."""
-    return Anytime(Plain(lr, Adam(beta1, beta2, eps, weight_decay, shared), order), averaging, beta)
+    return Anytime(Plain(lr, Adam(beta1, beta2, eps, weight_decay, shared, reduced), order), averaging, beta)
 
 
 def d2_adam(

@@ -341,6 +341,8 @@ class Push(Pattern):
         super().__post_init__()
         if isinstance(self.direction, Adam) and self.direction.shared:
             raise ValueError(f"{self.name} with shared = true: push-sum would gossip sums of v; leave shared out")
+        if isinstance(self.direction, Adam) and self.direction.reduced:
+            raise ValueError(f"{self.name} with reduced = true: push-sum would gossip sums of gradients; leave it out")
 
     def init(self, x: Tensor) -> State:
         return joined(self.name, super().init(x), {"weight": x[..., :1] * 0.0 + 1.0})
