@@ -25,9 +25,9 @@ def no_solver(monkeypatch):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("ring", "-n", 1_000_000),
-        ("torus", "--set", "rows=500", "--set", "cols=500"),
-        ("star", "-n", 1_000_000),
+        ("ring", "-n", 100_001),
+        ("torus", "--set", "rows=320", "--set", "cols=320"),
+        ("star", "-n", 100_001),
         ("directed_ring", "-n", 100_001),
         ("hypercube", "-n", 1 << 17),
         ("exponential", "-n", 100_001),
