@@ -72,6 +72,7 @@ def test_the_tracked_gradient_leads_to_the_optimum(label):
     assert error(at_rest(label, RIGHT[label], problem, EVENLY), problem) < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", LOCAL)
 def test_moments_of_its_own_lead_elsewhere(label):
     """Without noise a node's step is the sign of its gradient: they rest where as many nodes pull up as down."""
@@ -83,12 +84,14 @@ def test_moments_of_its_own_lead_elsewhere(label):
     assert g.sign().sum(0).abs().max() <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", SHARED)
 def test_a_shared_second_moment_leads_close_to_the_optimum(label):
     problem = heterogeneous()
     assert 2e-3 < error(at_rest(label, SHARED[label], problem), problem) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["d2-adam", "dat-d2-adam"])
 def test_corrected_gossip_rests_where_the_normalised_steps_cancel(label):
     """The nodes' v are (1 - beta2) (I - beta2 P)^-1 g^2, not alike, and g / sqrt(v) cancel where g do not."""
@@ -101,6 +104,7 @@ def test_corrected_gossip_rests_where_the_normalised_steps_cancel(label):
     assert own < 1e-4 < 2e-3 < alike
 
 
+@pytest.mark.slow
 def test_the_closer_beta2_is_to_1_the_closer_a_shared_moment_leads():
     problem = heterogeneous()
     far, near = (error(at_rest("d2-adam", {"beta2": beta2}, problem), problem) for beta2 in (0.96, 0.99))
