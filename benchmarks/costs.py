@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from klatsch.planning import CANDIDATES, Network
+from klatsch.topology.channel import encoded_bytes
 
 CORES = 2
 RATES = {"1gbit": 1e9, "200mbit": 2e8, "50mbit": 5e7}
@@ -26,7 +27,10 @@ METHODS = {
     "dat": "dat atc",
     "dat (cta)": "dat cta",
     "all-reduce": "ddp",
+    "dat/8 int8": "dat/8 int8",
+    "dat/8 int8, late": "dat/8 int8 late",
 }  # and what ranks.py calls them
+CHANNELS = {"dat/8 int8": 0, "dat/8 int8, late": 7}  # rounds late
 ROW = re.compile(r"(\w+)\s+(\d+)\s+(\w+)\s+([\d,]+) \|" + r"\s+([\d.]+)" * 5 + r" \|")
 
 
@@ -38,7 +42,7 @@ class Row(NamedTuple):
     model: str
     params: int
     step: float  # seconds of local SGD
-    measured: list[float]  # seconds of METHODS
+    measured: dict[str, float]  # seconds of METHODS, as far as they were run
 
 
 def read(text: str) -> list[Row]:
@@ -46,7 +50,7 @@ def read(text: str) -> list[Row]:
     return [
         Row(
             *(row["network"], row["ranks"], row["model"], row["parameters"], row["step"]["local"]),
-            [row["step"][method] for method in METHODS.values()],
+            {name: row["step"][method] for name, method in METHODS.items() if method in row["step"]},
         )
         for row in json.loads(text)
     ]
@@ -59,18 +63,21 @@ def rows(text: str) -> list[Row]:
         if match and match[1] in BANDWIDTH:
             step, *times = (float(number) for number in match.groups()[4:])
             params = int(match[4].replace(",", ""))
-            measured = [step / 1e3 * ratio for ratio in times]
+            measured = dict(zip(METHODS, (step / 1e3 * ratio for ratio in times), strict=False))
             found.append(Row(match[1], int(match[2]), match[3], params, step / 1e3, measured))
     return found
 
 
-def predictions(row: Row) -> list[float]:
-    """Seconds per step of METHODS."""
+def predicted(row: Row, method: str) -> float:
+    """Seconds per step."""
     shared = max(1.0, row.ranks / CORES)
     network = Network(BANDWIDTH[row.network], LATENCY, row.step, HANDLING * shared)
     size, degree = 4.0 * row.params, min(row.ranks - 1, 2)
-    gossip = [network.gossip_seconds(size, degree, *CANDIDATES[m].vectors) for m in list(METHODS)[:-1]]
-    return [float(seconds) for seconds in (*gossip, network.all_reduce_seconds(size, row.ranks))]
+    if method == "all-reduce":
+        return float(network.all_reduce_seconds(size, row.ranks))
+    vectors = CANDIDATES[method.partition("/")[0]].vectors
+    channel = (8, CHANNELS[method], encoded_bytes("int8", row.params)) if method in CHANNELS else ()
+    return float(network.gossip_seconds(size, degree, *vectors, *channel))
 
 
 def main() -> None:
@@ -80,7 +87,11 @@ def main() -> None:
     good = total = 0
     for row in (read if table.suffix == ".json" else rows)(table.read_text()):
         cells = []
-        for seconds, guess in zip(row.measured, predictions(row), strict=True):
+        for method in METHODS:
+            if method not in row.measured:
+                cells.append(" " * 26)
+                continue
+            seconds, guess = row.measured[method], predicted(row, method)
             ratio = guess / seconds
             within = 1 / 1.3 <= ratio <= 1.3
             good, total = good + within, total + 1
