@@ -12,7 +12,7 @@ from klatsch.paper import language as paper
 from klatsch.paper.claims import at_its_best
 from klatsch.paper.targets import GROUPS, TARGETS, study_of
 from klatsch.study import Row, expand
-from klatsch.study.batches import MOST_BYTES, pack
+from klatsch.study.batches import most_numbers, pack
 from klatsch.study.choices import place
 from klatsch.study.traffic import sent
 from tests.support.pictures import check_picture
@@ -152,7 +152,8 @@ def test_the_study_fits_its_budget():
         batches = pack(missing, "cuda")
         assert len(batches) <= 30
         models = max(sum(case.nodes for case in batch.cases) for batch in batches)
-        assert 12 * 4 * models * problems.Language.dim_of(8, **missing[0].problem_options) <= MOST_BYTES
+        numbers = 12 * models * problems.Language.dim_of(8, **missing[0].problem_options)
+        assert numbers <= most_numbers(missing[0], "cuda")
     assert (trained + evaluated / 3) / RATE < 0.85 * 60 * MINUTES
 
 

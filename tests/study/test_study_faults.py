@@ -106,8 +106,8 @@ def test_a_killed_worker_is_replaced_and_the_study_goes_on(tmp_path, start):
     short = PAPER.replace("100000", "30000").replace("[25, 36]", "25")
     file.write_text(short.replace("heterogeneity = [1.0, 10.0]", "heterogeneity = 1.0"))
     process = start("run", file)
-    wait_until(lambda: list(tmp_path.glob("s.sqlite-*.safetensors")), process)  # a batch is in progress
-    os.kill(worker_processes(process)[0].pid, signal.SIGKILL)
+    crew = wait_until(lambda: worker_processes(process), process)
+    os.kill(crew[0].pid, signal.SIGKILL)
     out, err = process.communicate(timeout=HANG)
     assert (process.returncode, complaints(err)) == (0, [])
     assert "28 runs new" in out

@@ -30,10 +30,10 @@ from klatsch.topology import Topology
 from klatsch.topology.channel import CHANNEL
 from klatsch.version import VERSION
 
-CHECKPOINT_EVERY = 3.0  # seconds that a kill may cost
+CHECKPOINT_EVERY = 1.0  # seconds that a kill may cost
 MOST_COLUMNS = 256  # per batch: a larger one only loses more when it is killed
 MOST_ROUNDS = 512  # of the common period of networks in one stack, all of which are captured
-MOST_BYTES = 1 << 33  # of a whole stack on a GPU
+GPU_SHARE = 16  # a stack's vectors get one such share of a GPU's memory: activations need more
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 VECTORS = 12  # a run holds about this many vectors of the size of its state
 # What even a slow machine does in a few seconds: batches to build, rounds to run, numbers to multiply.
@@ -90,7 +90,7 @@ class Finished:
 
 
 def pack(cases: Iterable[Case], device: str) -> list[Batch]:
-    """Runs as batches; the same runs always make the same batches."""
+    """Runs as batches; on one machine the same runs always make the same batches."""
     networks: dict[str, list[Case]] = {}
     for case in cases:
         networks.setdefault(_text(_split(case)[0], case.nodes, case.seed), []).append(case)
@@ -105,7 +105,7 @@ def pack(cases: Iterable[Case], device: str) -> list[Batch]:
     stacks: dict[str, list[Network]] = {}
     for block in blocks:
         stacks.setdefault(_text(*_in_stack(block)), []).append(block)
-    return [Batch(tuple(stack), device) for blocks in stacks.values() for stack in _cut(blocks)]
+    return [Batch(tuple(stack), device) for blocks in stacks.values() for stack in _cut(blocks, device)]
 
 
 def quick(batches: Sequence[Batch]) -> bool:
@@ -239,12 +239,13 @@ def _most_columns(case: Case, device: str) -> int:
     if problem.columns_share:
         return MOST_COLUMNS
     numbers = VECTORS * case.nodes * _dim(case)  # of a column
-    return 1 if device == "cpu" else max(1, min(MOST_COLUMNS, _most_numbers(case) // numbers))
+    return 1 if device == "cpu" else max(1, min(MOST_COLUMNS, most_numbers(case, device) // numbers))
 
 
-def _most_numbers(case: Case) -> int:
-    """Numbers in a stack on a GPU."""
-    return MOST_BYTES // DTYPES[case.dtype].itemsize
+def most_numbers(case: Case, device: str) -> int:
+    """How many numbers the vectors of a stack on a GPU may have; without one to ask, as for 128 GiB."""
+    memory = torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else 128 << 30
+    return memory // GPU_SHARE // DTYPES[case.dtype].itemsize
 
 
 def _dim(case: Case) -> int:
@@ -257,13 +258,13 @@ def _dim(case: Case) -> int:
     )
 
 
-def _cut(blocks: list[Network]) -> list[list[Network]]:
+def _cut(blocks: list[Network], device: str) -> list[list[Network]]:
     """Networks as stacks that fit in memory and whose common period can be captured."""
     first = blocks[0][0]
     problem = problems.declared(first.problem)
     if problem.joined is None:
         return [[block] for block in blocks]
-    dim, most = _dim(first), _most_numbers(first)
+    dim, most = _dim(first), most_numbers(first, device)
     # Per node: its matrix (joined, and the network's own), and the draws of the captured rounds.
     held = 2 * dim + 3 * MOST_ROUNDS if problem.numbers_per_parameter is None else problem.numbers_per_parameter
     stacks: list[list[Network]] = []
