@@ -252,6 +252,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     given = parser.parse_args()
     names = given.models.split(",")
+    if unknown := set(given.methods.split(",")) - set(METHODS):
+        parser.error(f"--methods has {', '.join(sorted(unknown))}; give some of {', '.join(METHODS)}")
     methods = ["local", *(m for m in METHODS[1:] if m in given.methods.split(","))]
     if given.worker:
         work(names, methods, given.seconds, given.patience)
