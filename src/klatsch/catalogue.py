@@ -138,7 +138,7 @@ PROBLEMS = {
 # What klatsch plan and klatsch reproduce know.
 NETWORKS = ("1gbe", "10gbe", "100gbe", "wan")
 TARGETS = (
-    *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "beyond", "images-beyond", "averages", "schedules"),
+    *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "beyond", "averages", "schedules", "orders"),
     *("local-steps", "channels", "images-channels", "language-rules", "language-links", "language-sizes"),
     *("schedule-free", "slow-networks", "language", "table1", "table2"),
 )

@@ -53,12 +53,14 @@ def test_names_of_the_sentences_are_those_of_rows():
     # What one study has run, the other finds: the learning rates on the ring of 16 are chosen already.
     ring = {case.key for case in short if (case.topology, case.nodes) == ("ring", 16)}
     assert ring <= {case.key for case in cases["averages"]}
+    orders = {f"{case.label[:-6]})" for case in expand(study_of("orders", "paper"))[0]}
+    assert {sentence.claim.partition(" in the order")[0] for sentence in TARGETS["orders"].sentences} == orders
 
 
 def test_the_size_of_the_studies():
     cases, _ = expand(study_of("schedules", "paper"))
     points = {(case.graph_label, case.nodes, case.setting) for case in cases}
-    assert len(points) == 4 * 3 * 3  # ring, torus, Base-2 and complete graph; sizes; alphas
+    assert len(points) == (3 * 3 + 2) * 3  # ring, Base-2 and complete graph of three sizes, torus of two; alphas
     ring = {(case.label, "cosine" in case.label) for case in cases if case.topology == "ring"}
     assert sum(decay for _, decay in ring) == 8  # of dsgd, the paper's dat, d2, gt, qg, dat, dat-d2, dat-gt
     anytime = {case.label for case in expand(study_of("averages", "paper"))[0] if "beta" in case.label}
@@ -105,6 +107,13 @@ def test_needs_no_decay():
     assert found is True
     assert text.startswith(f"M = 16: {DAT} 87.0%")
     assert paper.needs_no_decay("ring", 1.0)(rows[:1])[0] is None
+
+
+def test_cta_is_level_or_ahead():
+    (sentence,) = [s for s in TARGETS["orders"].sentences if s.claim.startswith(DAT)]
+    atc, cta = f"{DAT[:-1]}, atc)", f"{DAT[:-1]}, cta)"
+    assert sentence.check([row(atc, 0.88), row(cta, 0.875)]).holds is True
+    assert sentence.check([row(atc, 0.88), row(cta, 0.86)]).holds is False
 
 
 def test_what_merging_changes():

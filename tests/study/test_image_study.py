@@ -202,7 +202,7 @@ def test_figures(tmp_path):
             assert word in texts
 
 
-@pytest.mark.parametrize("target", ["fig2", "fig3", "images-beyond"])
+@pytest.mark.parametrize("target", ["fig2", "fig3"])
 @pytest.mark.parametrize("scale", ["quick", "paper"])
 def test_studies_of_the_paper(target, scale):
     found = paper.study_of(target, scale)

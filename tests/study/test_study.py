@@ -86,6 +86,7 @@ WRONG = {
     "wrong order": ('rules = [{ name = "dat", order = "up" }]\n', "order = 'up'; choose atc"),
     "unknown graph": ('topologies = ["rnig"]\n', "topologies[0]: unknown topology 'rnig'; did you mean ring?"),
     "graph's option": ('topologies = [{ name = "ring", k = 3 }]\n', "ring has no option 'k'; it takes every"),
+    "graph's nodes": ('topologies = [{ name = "ring", nodes = [4, 5] }]\n', "ring has nodes = 5, which the study does"),
     "unknown problem": ('[problem]\nname = "lasso"\n', "problem: unknown problem 'lasso'"),
     "problem's option": ("[problem]\nspeed = 1\n", "problem: least-squares has no option 'speed'; it takes dim"),
     "problem's value": ("[problem]\nnoise = -1\n", "problem: noise = -1; give 0 or a positive number"),
@@ -193,6 +194,13 @@ def test_a_key_knows_everything_that_determines_a_result():
         {"problem": {"name": "logistic"}},
     ):
         assert not keys & {case.key for case in expand(study(**{**plain, **change}))[0]}, change
+
+
+def test_a_graph_may_have_some_of_the_sizes_only():
+    cases, _ = expand(study(topologies=["ring", {"name": "torus", "nodes": 4}]))
+    assert {(case.topology, case.nodes) for case in cases} == {("ring", 4), ("ring", 6), ("torus", 4)}
+    everywhere = expand(study(topologies=["ring", "torus"], leave_out=True))[0]
+    assert {case.key for case in cases} < {case.key for case in everywhere}
 
 
 def test_seeds_are_told_apart_however_large():

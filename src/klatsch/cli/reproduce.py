@@ -30,9 +30,9 @@ COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
     "reproduce fig2 --of worst",
     more=f"TARGET is one of {', '.join(catalogue.TARGETS)}. "
     "Runs what the store does not hold yet, draws PNG, SVG and PDF, writes the numbers as CSV and Markdown, and checks "
-    "each sentence of the paper. `beyond` adds rules, beta and decay to figure 1; `images-beyond` adds rules to the "
-    "image study. `averages` tries weights and query points, `schedules` compares the best of them and baselines with "
-    "and without decay, `local-steps` is accuracy against bytes; `schedule-free` is averages, schedules and beyond. "
+    "each sentence of the paper. `beyond` adds rules, beta and decay to figure 1. `averages` tries weights and query "
+    "points, `schedules` compares the best of them and baselines with and without decay, `orders` mixes after or "
+    "before the step, `local-steps` is accuracy against bytes; `schedule-free` is averages, schedules and beyond. "
     "`channels` (least squares) and `images-channels`, together `slow-networks`, tell what few bytes, late messages "
     "and local steps cost and save. `language` trains small GPTs with Adam: all rules, then links and sizes.",
 )

@@ -30,7 +30,10 @@ class Share:
         self.node = Node(rule, start, links, stream, guarded=True)
         self.dtype = start.dtype
         self._gradients, self._factor = start, 1.0
-        self._settings: dict[str, Setting] = {}  # lr, weight_decay and those of the rule, in this round
+        # In this round: the rule with the settings that all parameters share, and those that differ; lr, weight_decay.
+        self._now, self._apart = rule, dict[str, Tensor]()
+        self._lr: Setting = 0.0
+        self._decay: Setting = 0.0
         self._inert = {name: 1.0 for name in ("momentum", "beta1") if name in rule.settings}
         self._with_momentum = rule.with_settings(**self._inert) if self._inert else rule
         self.optional = self._with_momentum.init(start[:1]).keys() - rule.init(start[:1]).keys()  # a group's momentum
@@ -43,7 +46,11 @@ class Share:
         if self.optional and any(value(group, name) for group in groups for name in self._inert):
             self._keep_momentum()
         self._gradients, self._factor = self.flat.bind_gradients(), factor
-        self._settings = {name: self._setting(groups, name) for name in {"lr", "weight_decay", *names}}
+        settings = {name: self._setting(groups, name) for name in {"lr", "weight_decay", *names}}
+        self._lr = settings.pop("lr")
+        self._decay = 0.0 if "weight_decay" in names else settings.pop("weight_decay")  # or the rule decays
+        self._apart = {name: v for name, v in settings.items() if isinstance(v, Tensor)}
+        self._now = self.rule.with_settings(**{n: v for n, v in settings.items() if not isinstance(v, Tensor)})
 
     def not_finite(self) -> str | None:
         """What is wrong with the gradients; None where they are finite."""
@@ -107,17 +114,17 @@ class Share:
         return into
 
     def _given(self, block: Block) -> Given:
-        settings = {name: v[block] if isinstance(v, Tensor) else v for name, v in self._settings.items()}
-        lr = settings.pop("lr")
-        decay = 0.0 if "weight_decay" in self.rule.settings else settings.pop("weight_decay")  # or the rule decays
-        gradient = self._gradients[block].to(self.dtype)
+        gradient, lr, decay = self._gradients[block].to(self.dtype), _cut(self._lr, block), _cut(self._decay, block)
         if self._factor == 0.0:
             gradient = torch.zeros_like(gradient)
         elif self._factor != 1.0:
             gradient = gradient * self._factor
         if isinstance(decay, Tensor) or decay:
             gradient = gradient + decay * self.flat.values[block]
-        return Given(self.rule.with_settings(**settings), gradient, lr)
+        rule = self._now
+        if self._apart:
+            rule = rule.with_settings(**{name: v[block] for name, v in self._apart.items()})
+        return Given(rule, gradient, lr)
 
     def _move(self, block: Block, state: State, rule: Rule) -> None:
         self.flat.values[block].copy_(rule.query(state))
@@ -137,3 +144,7 @@ class Share:
                 if (place := self.flat.places.get(id(parameter))) is not None:
                     vector[place] = value(group, name)
         return vector
+
+
+def _cut(setting: Setting, block: Block) -> Setting:
+    return setting[block] if isinstance(setting, Tensor) else setting

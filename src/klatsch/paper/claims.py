@@ -321,19 +321,6 @@ def largest_drop(rows: Sequence[Row], rule: str, low: int, high: int) -> Answer:
     return worst == (low, high), f"largest drop from {worst[0]} to {worst[1]}; {course}"
 
 
-@asks
-def leads(rows: Sequence[Row], rule: str) -> Answer:
-    """Whether a rule is the best, or level with the best, on every graph and at every size."""
-    best: dict[tuple[str, int], Row] = {}
-    for row in sorted(rows, key=lambda row: -row.value):
-        best.setdefault((row.topology, row.nodes), row)
-    pairs = [(row, best[row.topology, row.nodes]) for row in rows if family(row) == rule]
-    if not pairs:
-        return None, f"{rule} was not run"
-    texts = [f"{_place(a)}: {percent(a)}, best is {family(b)} {percent(b)}" for a, b in pairs]
-    return all(a.value >= b.value - LEVEL for a, b in pairs), "; ".join(texts)
-
-
 def _place(row: Row) -> str:
     return f"{row.topology}, M = {row.nodes}"
 

@@ -1,4 +1,4 @@
-"""Schedules, averages and corrections on images: `klatsch reproduce averages` and `schedules`."""
+"""Schedules, averages and corrections on images: `klatsch reproduce averages`, `schedules` and `orders`."""
 
 from __future__ import annotations
 
@@ -74,8 +74,9 @@ ON_THE_RING: tuple[Content, ...] = (
     anytime("dat-d2", "fixed(0.9)", 1.0, "cosine"),
     anytime("dat-gt", "fixed(0.9)", 0.9, "cosine"),
 )
+SQUARE: Content = {"name": TORUS, "nodes": (16, 64)}  # a torus of 8 has a side of two, which does not close
 COMPARED = (
-    *({**rule, "topologies": (RING, TORUS, BASE)} for rule in ON_ALL_GRAPHS),
+    *({**rule, "topologies": (RING, SQUARE, BASE)} for rule in ON_ALL_GRAPHS),
     *ON_THE_RING,
     *({**rule, "topologies": ALL_REDUCE} for rule in (DSGD, SCHEDULE_FREE)),
 )
@@ -95,6 +96,15 @@ NOTES = (
     "half of its learning rate there.",
 )
 
+
+# --- orders: what does mixing before the step cost? ------------------------------------------------------------------
+
+SOME: tuple[Content, ...] = (
+    {**DSGD, "schedule": "cosine"},
+    {**PAPER, "schedule": "constant"},
+    anytime("dat", "constant", 0.9, "constant"),
+)
+BOTH_ORDERS = {"order": ("atc", "cta")}
 
 # --- sentences ------------------------------------------------------------------------------------------------------
 
@@ -294,4 +304,25 @@ SCHEDULES = Target(
     ),
     NOTES,
     {"rules": _on_the_ring},
+)
+
+
+def _cta_is_level(rule: str) -> Said:
+    atc, cta = (f"{rule[:-1]}, {order})" for order in BOTH_ORDERS["order"])
+    return f"{rule} in the order cta is level with atc, or ahead", ahead(cta, atc, or_level=True)
+
+
+ORDERS = Target(
+    "Orders: mixing after the step (atc) or before it (cta), on the ring",
+    {},
+    {
+        "quick": {**images(8, epochs=2), "rules": {"name": "dat", "beta": 0.9, "lr": 0.3, **BOTH_ORDERS}},
+        "paper": {**images(16, [0.1, 10.0]), "rules": [{**rule, **BOTH_ORDERS} for rule in SOME], "screen": SHORT},
+    },
+    figures.accuracy_of_schedules,
+    said(OURS, *map(_cta_is_level, (decayed(OF_DSGD), OF_PAPER, OF_DAT))),
+    (
+        "A rank that mixes before its step (cta) sends what it has while it computes its gradient, so that messages "
+        "travel meanwhile; atc sends after the gradient, and the others wait.",
+    ),
 )

@@ -250,7 +250,7 @@ def _product(study: Study) -> Iterator[tuple[TopologyEntry, Options, Options, in
     """Graph, its options, setting of the problem, nodes, rule and its options of all runs of one seed."""
     for graph, pairs in groupby(study.pairs, key=lambda pair: pair[1]):
         by_rule = [(rule.name, options) for rule, _ in pairs for options in combinations(study.options_of(rule))]
-        axes = graph.combinations(), study.problem.combinations(), study.nodes, by_rule
+        axes = graph.combinations(), study.problem.combinations(), graph.nodes or study.nodes, by_rule
         for graph_options, setting, nodes, (rule, rule_options) in product(*axes):
             yield graph, graph_options, setting, nodes, rule, rule_options
 

@@ -52,6 +52,10 @@ def _nodes(value: object) -> list[int]:
     return [whole(nodes, "nodes", 1) for nodes in axis("nodes", value)]
 
 
+def _own_nodes(value: object) -> list[int] | None:
+    return None if value is None else _nodes(value)
+
+
 def _seeds(value: object) -> list[int]:
     if isinstance(value, list | tuple):
         return [whole(seed, "seed", 0) for seed in axis("seeds", value)]
@@ -143,9 +147,10 @@ class ProblemEntry(Entry):
 
 
 class TopologyEntry(Entry):
-    """A family of graphs; the number of nodes comes from the study."""
+    """A family of graphs; `nodes` are some of the study's, all by default."""
 
     lazy: StrictBool = False  # mix with (I + P) / 2
+    nodes: Annotated[tuple[int, ...] | None, BeforeValidator(_own_nodes)] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -231,7 +236,7 @@ class Study(BaseModel):
     Args:
         nodes: numbers of machines M.
         rules: names, or tables with a name and options.
-        topologies: the same; those of rules without their own.
+        topologies: the same; those of rules without their own. One may have some of the nodes only.
         steps: rounds per run. Give either steps or
         epochs: passes through the data set, if the problem has one. More machines then take fewer rounds each, and
             metrics are evenly spaced.
@@ -277,9 +282,17 @@ class Study(BaseModel):
             raise ValueError("topologies is missing; give it, as in the example of docs/studies.md")
         if self.topologies and all(own_graphs):
             raise ValueError("topologies: every rule has graphs of its own, and none uses these; leave them out")
-        pairs = sum(count(self.options_of(rule)) * count(graph.options) for rule, graph in self.pairs)
+        for _, graph in self.pairs:
+            if others := sorted(set(graph.nodes or ()) - set(self.nodes)):
+                raise ValueError(
+                    f"{graph.label} has nodes = {others[0]}, which the study does not have; add it to the study's nodes"
+                )
+        pairs = sum(
+            count(self.options_of(rule)) * count(graph.options) * len(graph.nodes or self.nodes)
+            for rule, graph in self.pairs
+        )
         seeds = max(len(self.seeds), len(self.screen.seeds or ()) if self.screen else 0)
-        runs = pairs * count(self.problem.options) * len(self.nodes) * seeds
+        runs = pairs * count(self.problem.options) * seeds
         if runs > MOST_RUNS:
             raise ValueError(
                 f"a grid of {runs:,} runs; the limit is {MOST_RUNS:,}: shorten its lists, or split it into several "
