@@ -19,7 +19,7 @@ from tests.support.pictures import check_picture
 
 PARTS = GROUPS["language"]
 TINY = {"name": "language", "alpha": 0.1, "batch": 2, "context": 16, "width": 8, "depth": 1, "heads": 2, "test": 10}
-RATE, MINUTES = 1.67e6, 25  # bytes per second of training on an H200 in float32 (benchmarks/language.py)
+RATE, MINUTES = 4e6, 25  # bytes per second that three processes train on an H200, start and compilation included
 
 
 @cache
@@ -112,7 +112,7 @@ def test_few_rounds_decide_nothing():
 def test_sentences_name_rules_that_are_run():
     named = {value for name, value in vars(paper).items() if name.startswith("OF_") and isinstance(value, str)}
     run = {each.rule for target in PARTS for each in rows_of(target)}
-    assert named <= run
+    assert named | set(paper.OF_OUTER) <= run
 
 
 def test_of_options_the_best_is_shown():
