@@ -87,6 +87,7 @@ WRONG = {
     "unknown graph": ('topologies = ["rnig"]\n', "topologies[0]: unknown topology 'rnig'; did you mean ring?"),
     "graph's option": ('topologies = [{ name = "ring", k = 3 }]\n', "ring has no option 'k'; it takes every"),
     "graph's nodes": ('topologies = [{ name = "ring", nodes = [4, 5] }]\n', "ring has nodes = 5, which the study does"),
+    "nodes of no graph": ('nodes = [4, 9]\ntopologies = [{ name = "ring", nodes = 4 }]\n', "nodes = 9: no graph of"),
     "unknown problem": ('[problem]\nname = "lasso"\n', "problem: unknown problem 'lasso'"),
     "problem's option": ("[problem]\nspeed = 1\n", "problem: least-squares has no option 'speed'; it takes dim"),
     "problem's value": ("[problem]\nnoise = -1\n", "problem: noise = -1; give 0 or a positive number"),

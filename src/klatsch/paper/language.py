@@ -22,7 +22,7 @@ INT8: Content = {"name": RING, "wire": "int8"}
 # --- rules -----------------------------------------------------------------------------------------------------------
 
 DECAY, STEADY = {"schedule": "cosine/5%"}, {"schedule": "constant/5%"}  # both warm up
-BETA2 = {"beta2": 0.99}  # of a few hundred rounds
+BETA2 = {"beta2": 0.99}  # of a thousand rounds
 PLAIN: Content = {"name": "dadam", **BETA2, **DECAY}  # DAdamW
 FREE: Content = {"name": "dat-adam", **BETA2, **STEADY}  # DATAdamW
 # With an all-reduce of gradients, as AdamW and schedule-free AdamW are usually run on several machines.

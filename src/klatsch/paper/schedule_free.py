@@ -74,9 +74,9 @@ ON_THE_RING: tuple[Content, ...] = (
     anytime("dat-d2", "fixed(0.9)", 1.0, "cosine"),
     anytime("dat-gt", "fixed(0.9)", 0.9, "cosine"),
 )
-SQUARE: Content = {"name": TORUS, "nodes": (16, 64)}  # a torus of 8 has a side of two, which does not close
+LARGER_TORUS: Content = {"name": TORUS, "nodes": (16, 64)}  # one of 8 has a side of two, which cannot form a ring
 COMPARED = (
-    *({**rule, "topologies": (RING, SQUARE, BASE)} for rule in ON_ALL_GRAPHS),
+    *({**rule, "topologies": (RING, LARGER_TORUS, BASE)} for rule in ON_ALL_GRAPHS),
     *ON_THE_RING,
     *({**rule, "topologies": ALL_REDUCE} for rule in (DSGD, SCHEDULE_FREE)),
 )
@@ -99,7 +99,7 @@ NOTES = (
 
 # --- orders: what does mixing before the step cost? ------------------------------------------------------------------
 
-SOME: tuple[Content, ...] = (
+IN_BOTH_ORDERS: tuple[Content, ...] = (
     {**DSGD, "schedule": "cosine"},
     {**PAPER, "schedule": "constant"},
     anytime("dat", "constant", 0.9, "constant"),
@@ -317,12 +317,16 @@ ORDERS = Target(
     {},
     {
         "quick": {**images(8, epochs=2), "rules": {"name": "dat", "beta": 0.9, "lr": 0.3, **BOTH_ORDERS}},
-        "paper": {**images(16, [0.1, 10.0]), "rules": [{**rule, **BOTH_ORDERS} for rule in SOME], "screen": SHORT},
+        "paper": {
+            **images(16, [0.1, 10.0]),
+            "rules": [{**rule, **BOTH_ORDERS} for rule in IN_BOTH_ORDERS],
+            "screen": SHORT,
+        },
     },
     figures.accuracy_of_schedules,
     said(OURS, *map(_cta_is_level, (decayed(OF_DSGD), OF_PAPER, OF_DAT))),
     (
-        "A rank that mixes before its step (cta) sends what it has while it computes its gradient, so that messages "
-        "travel meanwhile; atc sends after the gradient, and the others wait.",
+        "A rank that mixes before its step (cta) sends all it has before it computes its gradient, so that messages "
+        "travel meanwhile. In the order atc the iterate leaves after the gradient, and the neighbours wait for it.",
     ),
 )

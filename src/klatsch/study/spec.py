@@ -282,17 +282,13 @@ class Study(BaseModel):
             raise ValueError("topologies is missing; give it, as in the example of docs/studies.md")
         if self.topologies and all(own_graphs):
             raise ValueError("topologies: every rule has graphs of its own, and none uses these; leave them out")
-        for _, graph in self.pairs:
-            if others := sorted(set(graph.nodes or ()) - set(self.nodes)):
-                raise ValueError(
-                    f"{graph.label} has nodes = {others[0]}, which the study does not have; add it to the study's nodes"
-                )
-        pairs = sum(
+        self._check_sizes()
+        columns = sum(
             count(self.options_of(rule)) * count(graph.options) * len(graph.nodes or self.nodes)
             for rule, graph in self.pairs
         )
         seeds = max(len(self.seeds), len(self.screen.seeds or ()) if self.screen else 0)
-        runs = pairs * count(self.problem.options) * seeds
+        runs = columns * count(self.problem.options) * seeds
         if runs > MOST_RUNS:
             raise ValueError(
                 f"a grid of {runs:,} runs; the limit is {MOST_RUNS:,}: shorten its lists, or split it into several "
@@ -309,6 +305,16 @@ class Study(BaseModel):
                 f"epochs = {self.epochs}, but {self.problem.label} has no data set of known size; give steps"
             )
         return self
+
+    def _check_sizes(self) -> None:
+        used = {nodes for _, graph in self.pairs for nodes in graph.nodes or self.nodes}
+        if unused := sorted(set(self.nodes) - used):
+            raise ValueError(f"nodes = {unused[0]}: no graph of the study has this size; leave it out")
+        for _, graph in self.pairs:
+            if others := sorted(set(graph.nodes or ()) - set(self.nodes)):
+                raise ValueError(
+                    f"{graph.label} has nodes = {others[0]}, which the study does not have; add it to the study's nodes"
+                )
 
     def _check_screen(self, screen: Screen) -> None:
         unit, other = ("steps", "epochs") if self.steps is not None else ("epochs", "steps")
