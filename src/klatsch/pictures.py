@@ -37,4 +37,5 @@ def render(figure: Figure, kind: str, **style: Any) -> bytes:
     data = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "klatsch"}):  # a fixed salt and no date: the same file every time
         figure.savefig(data, format=kind[1:], facecolor="white", metadata=dates.get(kind), **style)
+    figure.set_layout_engine("none")  # what is in place stays there: to lay it out again takes as long as to draw it
     return data.getvalue()
