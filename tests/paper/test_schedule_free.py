@@ -55,6 +55,7 @@ def test_names_of_the_sentences_are_those_of_rows():
     assert ring <= {case.key for case in cases["averages"]}
     orders = {f"{case.label[:-6]})" for case in expand(study_of("orders", "paper"))[0]}
     assert {sentence.claim.partition(" in the order")[0] for sentence in TARGETS["orders"].sentences} == orders
+    assert {f"{case.label[:-6]})" for case in expand(study_of("orders", "quick"))[0]} == {DAT}
 
 
 def test_the_size_of_the_studies():

@@ -31,7 +31,7 @@ class Share:
         self.dtype = start.dtype
         self._gradients, self._factor = start, 1.0
         # In this round: the rule with the settings that all parameters share, and those that differ; lr, weight_decay.
-        self._now, self._apart = rule, dict[str, Tensor]()
+        self._now, self._by_parameter = rule, dict[str, Tensor]()
         self._lr: Setting = 0.0
         self._decay: Setting = 0.0
         self._inert = {name: 1.0 for name in ("momentum", "beta1") if name in rule.settings}
@@ -49,7 +49,7 @@ class Share:
         settings = {name: self._setting(groups, name) for name in {"lr", "weight_decay", *names}}
         self._lr = settings.pop("lr")
         self._decay = 0.0 if "weight_decay" in names else settings.pop("weight_decay")  # or the rule decays
-        self._apart = {name: v for name, v in settings.items() if isinstance(v, Tensor)}
+        self._by_parameter = {name: v for name, v in settings.items() if isinstance(v, Tensor)}
         self._now = self.rule.with_settings(**{n: v for n, v in settings.items() if not isinstance(v, Tensor)})
 
     def not_finite(self) -> str | None:
@@ -122,8 +122,8 @@ class Share:
         if isinstance(decay, Tensor) or decay:
             gradient = gradient + decay * self.flat.values[block]
         rule = self._now
-        if self._apart:
-            rule = rule.with_settings(**{name: v[block] for name, v in self._apart.items()})
+        if self._by_parameter:
+            rule = rule.with_settings(**{name: v[block] for name, v in self._by_parameter.items()})
         return Given(rule, gradient, lr)
 
     def _move(self, block: Block, state: State, rule: Rule) -> None:

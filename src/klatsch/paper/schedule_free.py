@@ -316,7 +316,7 @@ ORDERS = Target(
     "Orders: mixing after the step (atc) or before it (cta), on the ring",
     {},
     {
-        "quick": {**images(8, epochs=2), "rules": {"name": "dat", "beta": 0.9, "lr": 0.3, **BOTH_ORDERS}},
+        "quick": {**images(8, epochs=2), "rules": {**IN_BOTH_ORDERS[-1], "lr": 0.3, **BOTH_ORDERS}},
         "paper": {
             **images(16, [0.1, 10.0]),
             "rules": [{**rule, **BOTH_ORDERS} for rule in IN_BOTH_ORDERS],
