@@ -380,12 +380,13 @@ LARGE = {
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
-@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("dense, widest", [(True, 4), (False, 6), (False, 4)])  # of 6 columns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("graph", LARGE)
-def test_mixing_is_a_product_with_the_matrix_of_the_round(graph, dtype, dense, device, monkeypatch):
+def test_mixing_is_a_product_with_the_matrix_of_the_round(graph, dtype, dense, widest, device, monkeypatch):
     graph = LARGE[graph]
     monkeypatch.setattr("klatsch.simulation.mixing.DENSE_NODES", dict.fromkeys(("cpu", "cuda"), 1000 if dense else 0))
+    monkeypatch.setattr("klatsch.simulation.mixing.WIDEST", widest)
     mix = StackedMix(graph, dtype=dtype, device=torch.device(device))
     v = torch.randn(graph.size, 2, 3, dtype=dtype)
     for t in (1, 2, 3, 9):
@@ -394,6 +395,19 @@ def test_mixing_is_a_product_with_the_matrix_of_the_round(graph, dtype, dense, d
         expected = torch.tensordot(torch.tensor(graph.matrix(t).toarray()), v.double(), 1)
         torch.testing.assert_close(mixed.cpu().double(), expected, **close)
         torch.testing.assert_close(pulled.cpu().double(), expected - v.double(), **close)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("columns", [3_000_000, 10_000_000])
+def test_large_models_of_several_networks_are_mixed_on_a_gpu(columns):
+    """cuSPARSE leaves out products of so many columns, without an error."""
+    rings = [tp.ring(8), tp.ring(8)]
+    mix = StackedMix(*rings, dtype=torch.float32, device=torch.device("cuda")).in_round(1)
+    v = torch.randn(16, columns, device="cuda")
+    P = torch.tensor(rings[0].matrix(1).toarray(), dtype=torch.float32, device="cuda")
+    expected = torch.cat([P @ v[:8], P @ v[8:]])
+    for (found,), right in ((mix.mix(v), expected), (mix(v), expected - v)):
+        torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
 
 
 class EveryThird(Own):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -22,6 +22,7 @@ from klatsch.topology import Topology
 from klatsch.topology.matrix import exact_weights, mapped
 
 DENSE_NODES = {"cpu": 24, "cuda": 256}  # below this a dense product is faster than a sparse one
+WIDEST = 1 << 19  # columns of a sparse product: with some millions of them cuSPARSE computes nothing, without an error
 
 
 class StackedMix:
@@ -55,13 +56,22 @@ def _flow(Q: Tensor | None, alike: slice | Tensor | None, *tensors: Tensor) -> t
     flat = [v.reshape(v.shape[0], -1) for v in tensors]
     if alike is not None:  # the rows of Q sum to 0, so what all nodes share drops out
         flat = [v - v[alike] for v in flat]
-    return tuple((Q @ f).reshape(v.shape) for f, v in zip(flat, tensors, strict=True))
+    return tuple(_in_parts(Q, f, Q.matmul).reshape(v.shape) for f, v in zip(flat, tensors, strict=True))
 
 
 def _mix(Q: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     if Q is None:
         return tensors  # a round in which nobody talks costs nothing
-    return tuple([torch.addmm(f := v.reshape(v.shape[0], -1), Q, f).reshape(v.shape) for v in tensors])
+    flat = [v.reshape(v.shape[0], -1) for v in tensors]
+    mixed = [_in_parts(Q, f, lambda part: torch.addmm(part, Q, part)) for f in flat]
+    return tuple(m.reshape(v.shape) for m, v in zip(mixed, tensors, strict=True))
+
+
+def _in_parts(Q: Tensor, f: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """A product with Q that is columnwise, of at most so many columns at once if Q is sparse."""
+    if Q.layout == torch.strided or f.shape[1] <= WIDEST:
+        return product(f)
+    return torch.cat([product(part) for part in torch.split(f, WIDEST, dim=1)], dim=1)
 
 
 def common_period(topologies: Sequence[Topology]) -> int:
