@@ -6,7 +6,7 @@ Three studies of the same runs, which `klatsch reproduce language` does in turn:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from klatsch.paper import figures, link_costs
@@ -27,8 +27,8 @@ DECAY, STEADY = {"schedule": "cosine/5%"}, {"schedule": "constant/5%"}  # both w
 BETA2 = {"beta2": 0.99}  # of a thousand rounds
 PLAIN: Content = {"name": "dadam", **BETA2, **DECAY}  # DAdamW
 FREE: Content = {"name": "dat-adam", **BETA2, **STEADY}  # DATAdamW
-# With an all-reduce of gradients, as AdamW and schedule-free AdamW are usually run on several machines.
-REDUCED: Content = {"reduced": True, "topologies": ALL_REDUCE}
+FIRST: Content = {"reduced": True}  # gradients are mixed before they are normalised
+REDUCED: Content = {**FIRST, "topologies": ALL_REDUCE}  # AdamW and schedule-free AdamW as one usually runs them
 CORRECTED: Content = {"name": "d2-adam", **BETA2, **DECAY}
 TRACKED: Content = {"name": "gt-adam", **BETA2, **DECAY}
 FREE_CORRECTED: Content = {"name": "dat-d2-adam", **BETA2, **STEADY}
@@ -47,8 +47,6 @@ OF_FREE_SHARED = "dat-adam (beta2 0.99, constant/5%, shared True)"
 OF_CORRECTED, OF_TRACKED = "d2-adam (beta2 0.99, cosine/5%)", "gt-adam (beta2 0.99, cosine/5%)"
 OF_FREE_CORRECTED = "dat-d2-adam (beta2 0.99, constant/5%)"
 OF_FREE_TRACKED = "dat-gt-adam (beta2 0.99, constant/5%)"
-OUTER_RATES = (0.3, 0.7, 1.0)
-OF_OUTER = tuple(f"diloco-adam (beta2 0.99, cosine/5%, outer_lr {lr:g})" for lr in OUTER_RATES)
 
 Grid = float | Sequence[float]
 
@@ -66,20 +64,21 @@ class Rates:
     free_reduced: Grid
     sgd: Grid
     free_sgd: Grid
-    outer: Sequence[tuple[Grid, Grid]]  # of DiLoCo: outer learning rates, and those of the local steps
+    outer: Mapping[int, Mapping[float, Grid]]  # of DiLoCo, by H: the outer learning rates, and those of its local steps
 
 
 def everything(rates: Rates) -> list[Content]:
     """Every combination on the ring, and AdamW with an all-reduce, with and without decay."""
     plain = (PLAIN, {**PLAIN, **SHARED}, {**PLAIN, **STEADY}, CORRECTED)
-    free = (FREE, {**FREE, **SHARED}, FREE_CORRECTED)
+    free = (FREE, {**FREE, **SHARED}, {**FREE, **DECAY}, FREE_CORRECTED)
     return [
         *({**rule, "lr": rates.plain} for rule in plain),
         {**TRACKED, "lr": rates.plain_low},
         *({**rule, "lr": rates.free} for rule in free),
         {**FREE_TRACKED, "lr": rates.free_low},
-        {**FREE, **DECAY, "lr": rates.free_wide},
         *reduced(rates),
+        {**PLAIN, **FIRST, "lr": rates.plain},
+        {**FREE, **FIRST, "lr": rates.free_low},
         {**SGD, "lr": rates.sgd},
         {**FREE_SGD, "lr": rates.free_sgd},
     ]
@@ -102,7 +101,11 @@ def over_links(rates: Rates) -> list[Content]:
         {**FREE, "lr": rates.free_low, "topologies": rarely},
         {**CORRECTED, "lr": rates.plain, "topologies": [RING, f"{RING}/{often}"]},
         {**CORRECTED, "lr": rates.plain_low, "topologies": f"{RING}/{seldom}"},
-        *({**OUTER, "outer_lr": outer, "lr": inner, "topologies": local} for outer, inner in rates.outer),
+        *(
+            {**OUTER, "outer_lr": outer, "lr": inner, "topologies": f"{ALL_REDUCE}/{H}"}
+            for H, grids in rates.outer.items()
+            for outer, inner in grids.items()
+        ),
         *reduced(rates),
     ]
 
@@ -111,7 +114,8 @@ def by_size(rates: Rates) -> list[Content]:
     """The rules for more machines and another graph, on which corrections are not defined."""
     return [
         {**PLAIN, "lr": rates.plain, "topologies": GRAPHS},
-        {**FREE, "lr": rates.free_wide, "topologies": GRAPHS},
+        {**FREE, "lr": rates.free, "topologies": RING},
+        {**FREE, "lr": rates.free_wide, "topologies": BASE},
         {**CORRECTED, "lr": rates.plain, "topologies": RING},
         *reduced(rates),
     ]
@@ -127,7 +131,7 @@ QUICK: Content = {  # 0.31 million parameters
     "record": 4,
     "problem": {**TEXT, "batch": 4, "context": 64, "width": 88, "depth": 3, "heads": 4, "test": 64},
 }
-# 3.28 million. The budget is 25 minutes of one H200, on which three processes train 4 million bytes per second.
+# 3.28 million. The budget is 25 minutes of one H200, on which three processes train 4.2 million bytes per second.
 FULL: Content = {
     "nodes": 8,
     "steps": ROUNDS,
@@ -146,7 +150,7 @@ QUICK_RATES = Rates(
     free_reduced=0.005,
     sgd=0.1,
     free_sgd=1.0,
-    outer=[(0.7, 0.001)],
+    outer={H: {0.7: 0.001} for H in BETWEEN},
 )
 FULL_RATES = Rates(
     plain=(0.0015, 0.004, 0.01),
@@ -158,7 +162,10 @@ FULL_RATES = Rates(
     free_reduced=(0.0006, 0.0015, 0.004, 0.01),
     sgd=(0.003, 0.01, 0.03),
     free_sgd=(0.1, 0.3, 1.0),
-    outer=[(OUTER_RATES[0], (0.0006, 0.0015, 0.004)), (OUTER_RATES[1:], (0.0001, 0.00025, 0.0006, 0.0015))],
+    outer={
+        4: {0.03: (0.0015, 0.004, 0.01), 0.1: (0.0015, 0.004, 0.01), 0.3: (0.0006, 0.0015, 0.004)},
+        16: {0.3: (0.0006, 0.0015, 0.004), 0.7: (0.0006, 0.0015, 0.004), 1.0: (0.00025, 0.0006, 0.0015)},
+    },
 )
 
 # --- sentences -------------------------------------------------------------------------------------------------------
@@ -214,6 +221,10 @@ def _sgd(graph: str) -> Chosen:
     return lambda row: row.topology == graph and "adam" not in row.rule
 
 
+def _outer(graph: str) -> Chosen:
+    return lambda row: row.topology == graph and "diloco" in row.rule
+
+
 def _near_all_reduce(graph: str) -> list[Said]:
     where = {RING: "the ring", BASE: "the Base-2 graph"}[graph]
     words = f"on {where} is within {NEAR} bits per byte of the same with an all-reduce, or ahead"
@@ -252,6 +263,8 @@ OF_RULES = said(
     ),
     _no_worse("A shared second moment", OF_SHARED, "each node's own", OF_PLAIN),
     _no_worse("A shared second moment, schedule-free,", OF_FREE_SHARED, "each node's own", OF_FREE),
+    _no_worse("AdamW that mixes gradients first", OF_REDUCED, "plain AdamW", OF_PLAIN),
+    _no_worse("Schedule-free AdamW that mixes gradients first", OF_FREE_REDUCED, "plain", OF_FREE),
     _no_worse("Corrected AdamW (d2-adam)", OF_CORRECTED, "plain AdamW", OF_PLAIN),
     _no_worse("Tracked AdamW (gt-adam)", OF_TRACKED, "plain AdamW", OF_PLAIN),
     _no_worse("Corrected schedule-free AdamW (dat-d2-adam)", OF_FREE_CORRECTED, "plain", OF_FREE),
@@ -269,7 +282,7 @@ def _seldom(H: int) -> list[Said]:
             level(on(ring), on(reduced, OF_PLAIN)),
             ROUNDS,
         ),
-        (f"Gossip {words} is level with DiLoCo {words}, or ahead", level(on(ring), on(reduced, *OF_OUTER)), ROUNDS),
+        (f"Gossip {words} is level with DiLoCo {words}, or ahead", level(on(ring), _outer(reduced)), ROUNDS),
         (
             f"Gossip of AdamW with decay {words} is within {NEAR} bits per byte of gossip in every round",
             level(on(ring, OF_PLAIN), on(RING, OF_PLAIN), NEAR),
