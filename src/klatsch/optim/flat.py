@@ -11,26 +11,33 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from klatsch.optim.hosts import Host, piece
+
 
 class Flat:
     """Parameters of one dtype on one device, side by side in one buffer.
 
     After `bind_gradients`, gradients live in a buffer of the same layout; until then autograd makes them, so that a
-    sparse one shows. `names` are those of the parameters in errors, by id.
+    sparse one shows. `names` are those of the parameters in errors, by id. If a host has several ranks, each of them
+    trains the slice `own` of the vector.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], names: Mapping[int, object]) -> None:
-        self.parameters, self._names = list(parameters), names
-        bounds = list(pairwise(accumulate((p.numel() for p in self.parameters), initial=0)))
+    def __init__(self, parameters: Sequence[Tensor], names: Mapping[int, object], host: Host | None = None) -> None:
+        self.parameters, self._names, self.host = list(parameters), names, host or Host()
+        here = [piece(p).detach() for p in self.parameters]
+        bounds = list(pairwise(accumulate((v.numel() for v in here), initial=0)))
         self.places = {id(p): slice(*bound) for p, bound in zip(self.parameters, bounds, strict=True)}
-        self._layout = [(p.shape, _strides(p), start) for p, (start, _) in zip(self.parameters, bounds, strict=True)]
-        self.values = self.parameters[0].detach().new_empty(bounds[-1][1])
+        self._layout = [(v.shape, _strides(v), start) for v, (start, _) in zip(here, bounds, strict=True)]
+        length = bounds[-1][1]
+        self.own = self.host.slice_of(length)
+        self._padded = here[0].new_zeros(self.host.room(length))
+        self.values = self._padded[:length]
         self.gradients: Tensor | None = None
         self._bound: list[Tensor] = []  # views of them
         self._watched: list[tuple[Tensor | None, int | None]] = []
-        for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
-            view.copy_(parameter.detach())
-            parameter.data = view
+        for view, value in zip(self.views(self.values), here, strict=True):
+            view.copy_(value)
+        self._settle()
         self.accept()
 
     def views(self, vector: Tensor) -> list[Tensor]:
@@ -89,10 +96,24 @@ class Flat:
         return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
 
     def mark_written(self) -> None:
-        """Tell autograd that the parameters have changed, as writing to them one by one would."""
+        """Put the own slice together with the host's others, and tell autograd that all parameters have changed."""
+        self.host.join(self._padded)
         for parameter in self.parameters:
             torch.autograd.graph.increment_version(parameter)
         self.accept()
+
+    def whole(self, own: Tensor) -> Tensor:
+        """The vector of which this is the own slice; all ranks of a host ask together."""
+        if not self.host.slices:
+            return own
+        padded = own.new_zeros(len(self._padded))
+        padded[self.own] = own
+        self.host.join(padded)
+        return padded[: len(self.values)]
+
+    def shaped(self, k: int, view: Tensor) -> Tensor:
+        """A view for parameter k as users know it."""
+        return view
 
     def accept(self) -> None:
         """Accept everything written to the parameters so far."""
@@ -124,6 +145,11 @@ class Flat:
             place.copy_(parameter.detach())
             parameter.data = place
             torch.autograd.graph.increment_version(parameter)  # its values may have changed with it
+
+    def _settle(self) -> None:
+        """Make the parameters views of the buffer."""
+        for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
+            parameter.data = view
 
     def _view(self, vector: Tensor, k: int) -> Tensor:
         shape, strides, start = self._layout[k]

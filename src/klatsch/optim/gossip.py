@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, Never, NoReturn, SupportsIndex, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, NoReturn, SupportsIndex, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim.optimizer import ParamsT, StateDict
 
-from klatsch import columns
 from klatsch import topology as topologies
 from klatsch.arguments import named, there_are
-from klatsch.optim import groups, state
+from klatsch.optim import groups, hosts, state
 from klatsch.optim.flat import Flat
+from klatsch.optim.pieces import Pieces
 from klatsch.optim.points import Points, Watch
 from klatsch.optim.share import Share
 from klatsch.optim.wrappers import Wrappers
@@ -34,6 +34,9 @@ from klatsch.rules import Rule, State
 from klatsch.rules.base import checked, rate
 from klatsch.topology import Topology
 from klatsch.version import VERSION
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 LONGEST = 30 * 86400  # seconds
 OnNonFinite = Literal["raise", "skip"]
@@ -56,6 +59,8 @@ class Gossip(Points, Joinable, JoinHook):
         rule: the update rule, such as rules.make("dat", lr=0.1); its lr is the default of the groups.
         topology: a Topology with one node per rank, or the name of one.
         group: the process group; all ranks by default.
+        mesh: instead of a group, a DeviceMesh of (hosts, GPUs of a host), or its first dimension mesh["host"]: a node
+            of the network is then a host, with DDP or FSDP2 inside; see docs/hosts.md.
         every: gossip in every so many rounds only; the others send nothing.
         late: rounds that a message may travel while gradients are computed, at best every - 1; see `topology.channel`.
         wire: how numbers travel: "float32" (as they are), "bfloat16", or "int8" (a quarter of the bytes; on static
@@ -91,6 +96,7 @@ class Gossip(Points, Joinable, JoinHook):
         topology: Topology | str = "ring",
         group: dist.ProcessGroup | None = None,
         *,
+        mesh: DeviceMesh | None = None,
         every: int = 1,
         late: int = 0,
         wire: str = "float32",
@@ -105,7 +111,7 @@ class Gossip(Points, Joinable, JoinHook):
     ) -> None:
         _refuse(type(self), unknown)
         rule = checked(rule)
-        defaults = _defaults(rule, weight_decay)
+        defaults = groups.defaults_of(rule, weight_decay)
         _check_failures(timeout, on_failure, quorum, on_nonfinite)
         super().__init__(params, defaults)
         Joinable.__init__(self)
@@ -118,7 +124,13 @@ class Gossip(Points, Joinable, JoinHook):
         trained = groups.trainable(self.param_groups)
         self._frozen = [p for p in groups.parameters_of(self.param_groups) if not p.requires_grad]
 
+        inside = None
+        if mesh is not None:
+            if group is not None:
+                raise ValueError("both mesh and group are given; give one of them")
+            group, inside = hosts.across(mesh)
         ranks = members(group)
+        self.host = hosts.host_of(trained, ranks, inside)
         self._wrappers = Wrappers(trained, ranks)
         graph = _sized(topologies.make(topology, len(ranks)) if isinstance(topology, str) else topology, ranks)
         self.topology = topologies.channel(graph, every, late, graph.wire if wire == "float32" else wire)
@@ -134,10 +146,15 @@ class Gossip(Points, Joinable, JoinHook):
         facts = groups.facts(self.rule, self.topology, self.param_groups)
         agree(self.group, facts | settings | {"device": self.device.type})
         names, dtypes = groups.names(self.param_groups), dict.fromkeys(p.dtype for p in trained)
-        flats = [Flat([p for p in trained if p.dtype == dtype], names) for dtype in dtypes]
-        if start_equal:
-            for tensor in (*(flat.values for flat in flats), *(p.data for p in self._frozen)):
+        kind = Pieces if self.host.sharded else Flat
+        flats = [kind([p for p in trained if p.dtype == dtype], names, self.host) for dtype in dtypes]
+        starts = [*(flat.values for flat in flats), *(hosts.piece(p.data) for p in self._frozen)]
+        for tensor in starts:
+            self.host.start(tensor)
+            if start_equal:
                 broadcast(self.group, tensor)
+        for flat in flats:
+            flat.mark_written()
         # A group of their own: a collective that fails closes all connections of its group.
         own = group_of(group, timeout)
         links = open_links(group, own, self.topology, self.device, float(timeout), on_failure, quorum)
@@ -226,7 +243,10 @@ class Gossip(Points, Joinable, JoinHook):
             groups.check_values(group, self.defaults)
         for share in self._shares:
             share.take_in(self.param_groups, factor)
-        if wrong := [text for share in self._shares if (text := share.not_finite()) is not None]:
+        wrong = [text for share in self._shares if (text := share.not_finite()) is not None]
+        if self.host.sharded and float(self.host.total(torch.tensor([float(len(wrong))]))):  # each sees its pieces only
+            wrong = wrong or ["the gradient of a piece on another rank of this host is not finite, or absurd"]
+        if wrong:
             self._skip(wrong[0])
         # All shares hear from the neighbours before any moves: a failure leaves them at the same round.
         for share in self._shares:
@@ -299,7 +319,7 @@ class Gossip(Points, Joinable, JoinHook):
             for share in self._shares:
                 here = share.output().detach().double().cpu()
                 distance += (here - total(here) / len(ranks)).square().sum()
-            return float(total(distance)) / len(ranks)
+            return float(self.host.total(total(distance))) / len(ranks)
 
     @contextmanager
     def together(self, what: str) -> Iterator[tuple[Total, list[int]]]:
@@ -403,18 +423,6 @@ def _refuse(kind: type[Gossip], options: Collection[str]) -> None:
     for name in options:
         hint = "leave it out, momentum is plain" if name in ("nesterov", "dampening") else there_are(name, known)
         raise ValueError(f"{kind.__name__} has no option {name!r}; {hint}")
-
-
-def _defaults(rule: Rule, weight_decay: float) -> groups.Group:
-    """The options of a parameter group where it has none of its own."""
-    if columns.count(rule) > 1:
-        raise ValueError("the rule has several columns; on ranks give one number for each hyper-parameter")
-    numbers = {"lr(1)": rate(rule.lr, 1), "weight_decay": weight_decay}
-    lr, decay = (groups.single(name, v, lambda v: v >= 0, "a number from 0 up") for name, v in numbers.items())
-    own = {name: float(v) for name, v in rule.settings.items()}
-    if decay and "weight_decay" in own:
-        own["weight_decay"] = decay
-    return {"lr": lr, "weight_decay": decay} | groups.options(own)
 
 
 def _check_failures(timeout: float, on_failure: OnFailure, quorum: float, on_nonfinite: OnNonFinite) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klatsch.columns import flattened, hyper
+from klatsch.columns import count, flattened, hyper
+from klatsch.optim.hosts import piece
 from klatsch.rules import Rule
+from klatsch.rules.base import rate
 from klatsch.topology import Topology
 
 Group = dict[str, Any]  # torch's
@@ -26,6 +28,18 @@ def single(name: str, value: object, holds: Callable[[Any], Any], wanted: str) -
     if isinstance(number, Tensor):
         raise ValueError(f"{name} = {value!r}; give {wanted}, a single one")
     return number
+
+
+def defaults_of(rule: Rule, weight_decay: float) -> Group:
+    """The options of a parameter group where it has none of its own."""
+    if count(rule) > 1:
+        raise ValueError("the rule has several columns; on ranks give one number for each hyper-parameter")
+    numbers = {"lr(1)": rate(rule.lr, 1), "weight_decay": weight_decay}
+    lr, decay = (single(name, v, lambda v: v >= 0, "a number from 0 up") for name, v in numbers.items())
+    own = {name: float(v) for name, v in rule.settings.items()}
+    if decay and "weight_decay" in own:
+        own["weight_decay"] = decay
+    return {"lr": lr, "weight_decay": decay} | options(own)
 
 
 def options(settings: dict[str, float]) -> Group:
@@ -70,13 +84,6 @@ def trainable(groups: Sequence[Group]) -> list[Tensor]:
     trained = [p for p in parameters_of(groups) if p.requires_grad]
     if not trained:
         raise ValueError("no parameter requires a gradient; unfreeze some before the optimizer is made")
-    if any(
-        kind.__name__ == "DTensor" for p in trained for kind in type(p).__mro__
-    ):  # by name: its module moves between versions
-        raise ValueError(
-            "parameters are DTensors, pieces into which fully_shard (FSDP2) or parallelize_module cuts a model, and "
-            "cannot be gossiped yet; give every rank a whole model, without them"
-        )
     devices = sorted({str(p.device) for p in trained})
     if len(devices) > 1:
         raise ValueError(f"parameters are on {' and '.join(devices)}; move the model to one device, model.to(...)")
@@ -103,6 +110,7 @@ def facts(rule: Rule, topology: Topology, groups: Sequence[Group]) -> dict[str, 
         "topology": f"{topology!r} {topology.fingerprint[:16]}",
         "number of parameters": f"{len(trained)} tensors, {sum(p.numel() for p in trained):,} numbers",
         "shapes": str([list(p.shape) for p in trained]),
+        "pieces": str([list(piece(p).shape) for p in trained if piece(p) is not p]),
         "memory formats": str([list(p.stride()) for p in trained]),
         "dtypes": str([str(p.dtype) for p in trained]),
         "parameter groups": "; ".join(

@@ -81,8 +81,9 @@ class Points(Optimizer):
         """The rule's output, shaped like the trained parameters: x, or the average of iterates if it keeps one."""
         found: dict[int, Tensor] = {}
         for share in self._shares:
-            vector = share.rule.output(share.node.state).to(share.flat.values.dtype)
-            found |= {id(p): v.clone() for p, v in zip(share.flat.parameters, share.flat.views(vector), strict=True)}
+            flat = share.flat
+            vector = flat.whole(share.rule.output(share.node.state).to(flat.values.dtype))
+            found |= {id(p): flat.shaped(k, flat.views(vector)[k].clone()) for k, p in enumerate(flat.parameters)}
         return [found[id(p)] for p in parameters_of(self.param_groups) if id(p) in found]
 
     def owns(self, tensor: Tensor) -> bool:

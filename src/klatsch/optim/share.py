@@ -26,7 +26,8 @@ class Share:
     def __init__(self, flat: Flat, rule: Rule, links: Links, stream: int = 0) -> None:
         self.flat, self.rule = flat, rule
         # Averages with small weights would stand still in half precision, so states are kept in float32 there.
-        start = flat.values.float() if flat.values.element_size() < 4 else flat.values
+        own = flat.values[flat.own]
+        start = own.float() if own.element_size() < 4 else own
         self.node = Node(rule, start, links, stream, guarded=True)
         self.dtype = start.dtype
         self._gradients, self._factor = start, 1.0
@@ -81,14 +82,14 @@ class Share:
 
     def show(self, point: Point) -> None:
         """Put a point of the state into the model."""
-        self._write(point, self.flat.values)
+        self._write(point, self._own)
         self.flat.mark_written()
 
     def output(self) -> Tensor:
-        """x, as the model holds it or would."""
+        """x, as the model holds it or would: the slice that is trained here."""
         if not self.rule.apart or self.node.rounds == 0:  # at the start all points are what the model holds
-            return self.flat.values
-        return self._write("output", torch.empty_like(self.flat.values))
+            return self._own
+        return self._write("output", torch.empty_like(self._own))
 
     def check_untouched(self, holds: Point = "query") -> None:
         """Refuse parameters that somebody else has changed from the point they should hold, so that the state misfits.
@@ -96,7 +97,7 @@ class Share:
         Before the first round they are where training starts.
         """
         self.flat.gather()
-        values = self.flat.values
+        values = self._own
         if not self.flat.touched:
             return
         if self.node.rounds == 0:
@@ -109,25 +110,30 @@ class Share:
             )
         self.flat.accept()
 
+    @property
+    def _own(self) -> Tensor:
+        return self.flat.values[self.flat.own]
+
     def _write(self, point: Point, into: Tensor) -> Tensor:
         self.node.write(self.rule.query if point == "query" else self.rule.output, into)
         return into
 
     def _given(self, block: Block) -> Given:
-        gradient, lr, decay = self._gradients[block].to(self.dtype), _cut(self._lr, block), _cut(self._decay, block)
+        gradient = self._gradients[self.flat.own][block].to(self.dtype)
+        lr, decay = _cut(self._lr, block), _cut(self._decay, block)
         if self._factor == 0.0:
             gradient = torch.zeros_like(gradient)
         elif self._factor != 1.0:
             gradient = gradient * self._factor
         if isinstance(decay, Tensor) or decay:
-            gradient = gradient + decay * self.flat.values[block]
+            gradient = gradient + decay * self._own[block]
         rule = self._now
         if self._by_parameter:
             rule = rule.with_settings(**{name: v[block] for name, v in self._by_parameter.items()})
         return Given(rule, gradient, lr)
 
     def _move(self, block: Block, state: State, rule: Rule) -> None:
-        self.flat.values[block].copy_(rule.query(state))
+        self._own[block].copy_(rule.query(state))
 
     def _keep_momentum(self) -> None:
         """Make the buffer of a momentum that a group has and the rule has not; it starts from 0, as in torch."""
@@ -143,7 +149,7 @@ class Share:
             for parameter in group["params"]:
                 if (place := self.flat.places.get(id(parameter))) is not None:
                     vector[place] = value(group, name)
-        return vector
+        return vector[self.flat.own]
 
 
 def _cut(setting: Setting, block: Block) -> Setting:

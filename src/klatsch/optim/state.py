@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 
 from klatsch.optim.groups import Group, options_of, parameters_of
+from klatsch.optim.hosts import piece
 from klatsch.optim.share import Share
 from klatsch.ranks.mailbox import Memory
 from klatsch.rules import Rule, State
@@ -22,15 +23,23 @@ FORMAT = 4  # 1: the hand-written rules of 0.1.0; 2: without the options of the 
 
 
 def per_parameter(share: Share) -> dict[Tensor, State]:
-    """Copies of the fields of the state, cut into parameters."""
+    """Copies of the fields of the state, cut into parameters; all ranks of a host ask together."""
     flat = share.flat
-    fields = {name: flat.views(v) for name, v in share.node.state.items() if len(v) == len(flat.values)}
-    return {p: {name: views[k].clone() for name, views in fields.items()} for k, p in enumerate(flat.parameters)}
+    own = {name: v for name, v in share.node.state.items() if len(v) == _length(share)}
+    fields = {name: flat.views(flat.whole(v)) for name, v in own.items()}
+    return {
+        p: {name: flat.shaped(k, views[k].clone()) for name, views in fields.items()}
+        for k, p in enumerate(flat.parameters)
+    }
+
+
+def _length(share: Share) -> int:
+    return len(share.flat.values[share.flat.own])
 
 
 def header(rule: Rule, shares: Sequence[Share], rank: int, topology: Topology) -> dict[str, object]:
     """The rest: the rule as it was given, the round, fields that are single numbers, and what the channel holds."""
-    states = [(share.node.state, len(share.flat.values)) for share in shares]
+    states = [(share.node.state, _length(share)) for share in shares]
     singles = [{name: v.clone() for name, v in state.items() if len(v) != wide} for state, wide in states]
     told = {"rule": rule.name, "options": options_of(rule), "rounds": shares[0].node.rounds, "single": singles}
     channel = {"topology": topology.fingerprint, "memories": [share.node.memory for share in shares]}
@@ -101,8 +110,8 @@ def _joined(share: Share, entries: Sequence[State], single: State) -> State:
     found = {name: torch.empty_like(flat.values, dtype=share.dtype) for name in kept}
     for name, vector in found.items():
         for view, entry in zip(flat.views(vector), entries, strict=True):
-            view.copy_(entry[name])
-    return single | found
+            view.copy_(piece(entry[name]))
+    return single | {name: vector[flat.own] for name, vector in found.items()}
 
 
 def packed(value: object, tensors: dict[str, Tensor], path: str) -> object:

@@ -1,0 +1,127 @@
+"""A node of the network may be a host of several ranks, which train one model together.
+
+With DDP inside a host all of its ranks have the whole model and the same gradients; each trains a slice of the vector,
+talks for it with its twins on the neighbouring hosts, and all put the slices together again. With FSDP2 every rank has
+pieces of the parameters anyway, and talks for these.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from klatsch.ranks.agreement import Group, broadcast
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+BLOCK = 256  # slices are multiples of it, so that int8 scales the same blocks as without slices
+RECIPE = "see docs/hosts.md"
+
+
+class Host:
+    """The ranks of one host; by default this rank alone."""
+
+    def __init__(self, group: Group = None, *, sharded: bool = False) -> None:
+        self.group, self.sharded = group, sharded  # sharded: each has its pieces; else all have everything
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.place = 0 if group is None else dist.get_rank(group)
+
+    def room(self, length: int) -> int:
+        """The length of a vector with the padding that makes all slices equally long."""
+        return self._part(length) * self.size if self.slices else length
+
+    def slice_of(self, length: int) -> slice:
+        """The part of a vector that this rank trains."""
+        if not self.slices:
+            return slice(0, length)
+        part = self._part(length)
+        return slice(min(self.place * part, length), min((self.place + 1) * part, length))
+
+    def join(self, padded: Tensor) -> None:
+        """Put all ranks' slices of a padded vector in their places."""
+        if self.slices:
+            part = len(padded) // self.size
+            mine = padded[self.place * part : (self.place + 1) * part].clone()
+            dist.all_gather_into_tensor(padded, mine, group=self.group)
+
+    def start(self, tensor: Tensor) -> None:
+        """Copy the first rank's tensor to all, if all have everything."""
+        if self.slices:
+            broadcast(self.group, tensor)
+
+    def total(self, numbers: Tensor) -> Tensor:
+        """The sum over the ranks of the host of numbers on the CPU."""
+        if self.size > 1:
+            there = numbers.to(torch.device("cpu" if "cpu:" in dist.get_backend_config(self.group) else "cuda"))
+            dist.all_reduce(there, group=self.group)
+            return there.cpu()
+        return numbers
+
+    @property
+    def slices(self) -> bool:
+        """Whether vectors are cut into slices."""
+        return self.size > 1 and not self.sharded
+
+    def _part(self, length: int) -> int:
+        return -(-length // (self.size * BLOCK)) * BLOCK
+
+
+def across(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Group]:
+    """The ranks that hold this rank's place on every host, and the ranks of its host.
+
+    Args:
+        mesh: of two dimensions, hosts and the GPUs of one; or the first of them, mesh["host"].
+    """
+    whole = mesh._get_root_mesh() if mesh.ndim == 1 and hasattr(mesh, "_get_root_mesh") else mesh
+    if mesh.ndim > 2 or whole.ndim > 2:
+        names = whole.mesh_dim_names or f"{whole.ndim} dimensions"
+        raise ValueError(f"mesh is of {names}; give one of two, hosts and the GPUs of a host ({RECIPE})")
+    if mesh.ndim == 2:
+        return mesh.get_group(0), mesh.get_group(1)
+    if whole.ndim == 1:
+        return mesh.get_group(), None
+    hosts = mesh.get_group()
+    others = [k for k in range(2) if whole.get_group(k) is not hosts]
+    return hosts, whole.get_group(others[0])
+
+
+def host_of(parameters: Sequence[Tensor], ranks: Sequence[int], inside: Group) -> Host:
+    """The host of this rank, whose parameters are gossiped with these ranks; refuse shards that cannot be."""
+    pieces = [found for p in parameters if (found := _sharded(p)) is not None]
+    if not pieces:
+        return Host(inside)
+    if len(pieces) < len(parameters):
+        some = f"{len(pieces)} of {len(parameters)} parameters are DTensors"
+        raise ValueError(f"{some}; shard the whole model, fully_shard(model) ({RECIPE})")
+    mesh = pieces[0].device_mesh
+    if any(p.device_mesh != mesh or len(p.placements) > 1 or not p.placements[0].is_shard() for p in pieces):
+        raise ValueError(
+            "parameters are DTensors of tensor parallelism, or of several meshes; gossip trains what fully_shard "
+            f"(FSDP2) cuts into pieces over one dimension, the GPUs of a host ({RECIPE})"
+        )
+    group = mesh.get_group()
+    if len(set(ranks).intersection(dist.get_process_group_ranks(group))) > 1:
+        raise ValueError(
+            "fully_shard (FSDP2) has cut the model into pieces over ranks that gossip, and averages their gradients; "
+            f"shard it over the GPUs of a host, and gossip between hosts: mesh=mesh['host'] ({RECIPE})"
+        )
+    return Host(group, sharded=True)
+
+
+def piece(tensor: Tensor) -> Tensor:
+    """The piece of a DTensor on this rank; any other tensor as it is."""
+    found = _sharded(tensor)
+    return tensor if found is None else found._local_tensor
+
+
+def _sharded(tensor: Tensor) -> DTensor | None:
+    module = sys.modules.get("torch.distributed.tensor")  # without it, which takes a while to import, there are none
+    is_one = module is not None and isinstance(tensor, vars(module)["DTensor"])
+    return cast("DTensor", tensor) if is_one else None

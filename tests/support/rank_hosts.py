@@ -1,0 +1,143 @@
+"""What ranks do in the tests of hosts: two hosts of two ranks, DDP or FSDP2 inside, gossip between them."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+import klatsch
+from tests.support.rank_scenarios import group
+
+HOSTS, INSIDE, ROUNDS, BLOCK = 2, 2, 50, 256
+RULES = {
+    "dat": ("dat", {"lr": 0.05}),
+    "dat-d2 beta": ("dat-d2", {"lr": 0.05, "beta": 0.9, "averaging": "constant"}),
+    "dat-gt": ("dat-gt", {"lr": 0.05}),
+    "dat-adam": ("dat-adam", {"lr": 0.01, "eps": 1e-3}),
+}
+CHANNELS = {"plain": {}, "seldom and small": {"every": 4, "wire": "int8"}}
+CASES = [(kind, label, channel) for kind in ("ddp before", "fsdp2") for label in RULES for channel in CHANNELS]
+CASES += [("ddp after", "dat", "seldom and small"), ("whole", "dat", "plain")]
+
+
+def graph_of(channel):
+    """On which hosts stay apart for a while."""
+    ring = klatsch.topology.lazy(klatsch.topology.ring(HOSTS))
+    return klatsch.topology.channel(ring, **CHANNELS[channel])
+
+
+def make_model():
+    """433 numbers: more than one block; the last layer has one row, so that one rank has nothing of it."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 1))
+
+
+def batch(rank, t):
+    inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * rank + t))
+    return inputs, inputs.sum(1, keepdim=True).sin() + 0.3 * (rank // INSIDE)
+
+
+class Together:
+    """The hosts as nodes: each has the mean gradient of its ranks. `pieces` are their places in one padded vector."""
+
+    def __init__(self, pieces=None):
+        self.model = make_model()
+        self.names, self.shapes = zip(*((n, p.shape) for n, p in self.model.named_parameters()), strict=True)
+        length = sum(shape.numel() for shape in self.shapes)
+        self.places = torch.arange(length) if pieces is None else pieces
+        self.nodes, self.dim = HOSTS, length if pieces is None else -(-(int(pieces.max()) + 1) // BLOCK) * BLOCK
+
+    def cut(self, vector):
+        parts = vector[self.places].split([shape.numel() for shape in self.shapes])
+        return {n: v.reshape(shape) for n, v, shape in zip(self.names, parts, self.shapes, strict=True)}
+
+    def start(self):
+        return self._spread(torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]))
+
+    def grad(self, x, t, nodes=None):
+        return torch.stack([torch.stack([self._gradient(one, host, t) for one in x[host]]) for host in range(HOSTS)])
+
+    def metrics(self, x):
+        return {"size": x.square().sum(-1).mean(0)}
+
+    @torch.enable_grad()
+    def _gradient(self, x, host, t):
+        x = x.detach().requires_grad_()
+        losses = [
+            (functional_call(self.model, self.cut(x), inputs) - targets).square().mean()
+            for inputs, targets in (batch(host * INSIDE + k, t) for k in range(INSIDE))
+        ]
+        return torch.autograd.grad(sum(losses) / INSIDE, x)[0]
+
+    def _spread(self, values):
+        found = torch.zeros(self.dim)
+        found[self.places] = values
+        return found
+
+
+def places_of_pieces():
+    """Where the numbers of the model lie if the pieces of each rank come one after the other, in whole blocks."""
+    found, starts = [], [0, 0]
+    pieces = [
+        [p.chunk(INSIDE)[k] if k < len(p.chunk(INSIDE)) else p[:0] for p in make_model().parameters()] for k in (0, 1)
+    ]
+    starts[1] = -(-sum(v.numel() for v in pieces[0]) // BLOCK) * BLOCK
+    for first, second in zip(*pieces, strict=True):
+        for k, each in enumerate((first, second)):
+            found.append(torch.arange(each.numel()) + starts[k])
+            starts[k] += each.numel()
+    return torch.cat(found)
+
+
+def prepared(kind, mesh, optimizer_of):
+    """A model with an optimizer, as users make them."""
+    model = make_model()
+    if kind == "ddp before":
+        model = DistributedDataParallel(model, process_group=mesh.get_group("gpu"))
+        return model, optimizer_of(model.parameters(), mesh=mesh["host"])
+    if kind == "ddp after":
+        with torch.no_grad():
+            for p in model.parameters():
+                p += dist.get_rank()  # ranks start from rank 0's
+        optimizer = optimizer_of(model.parameters(), mesh=mesh)
+        return DistributedDataParallel(model, process_group=mesh.get_group("gpu")), optimizer
+    if kind == "whole":  # each talks for all
+        model = DistributedDataParallel(model, process_group=mesh.get_group("gpu"))
+        return model, optimizer_of(model.parameters(), group=mesh.get_group("host"))
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=mesh["gpu"])
+    return model, optimizer_of(model.parameters(), mesh=mesh["host"])
+
+
+def train(model, optimizer, rounds, first=0):
+    rank = dist.get_rank()
+    for t in range(first + 1, first + rounds + 1):
+        inputs, targets = batch(rank, t)
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+
+
+def whole(tensors):
+    return torch.cat([getattr(v, "full_tensor", lambda v=v: v)().detach().reshape(-1) for v in tensors])
+
+
+def hosts(folder):
+    """Every case, with what users ask of it afterwards."""
+    rank, _ = group()
+    mesh = init_device_mesh("cpu", (HOSTS, INSIDE), mesh_dim_names=("host", "gpu"))
+    found = {}
+    for kind, label, channel in CASES:
+        rule, options = RULES[label]
+        made = klatsch.rules.make(rule, **options)
+        model, optimizer = prepared(kind, mesh, partial(klatsch.Gossip, rule=made, topology=graph_of(channel)))
+        train(model, optimizer, ROUNDS)
+        ends = {"x": whole(optimizer.output()), "bytes": optimizer.bytes_sent, "consensus": optimizer.consensus()}
+        optimizer.eval()
+        found[kind, label, channel] = ends | {"shown": whole(model.parameters())}
+    torch.save(found, folder / f"hosts-{rank}")
