@@ -20,7 +20,7 @@ REFUSED = {
     "fsdp_before_with_own_parameters": "FullyShardedDataParallel is around this model",
     "fsdp_after": NO_PARAMETERS,
     "fsdp_after_with_own_parameters": "FullyShardedDataParallel is around this model",
-    "fsdp2_before": "parameters are DTensors, pieces into which fully_shard (FSDP2)",
+    "fsdp2_before": "fully_shard (FSDP2) has cut the model into pieces over ranks that gossip",
     "fsdp2_after": NO_PARAMETERS,
 }
 ALLOWED = ("plain", "ddp_of_another_model", "ddp_that_is_gone", "ddp_of_one_rank")
@@ -36,7 +36,7 @@ def test_wrappers_that_average_before_gossip_are_refused_and_others_are_not(laun
     for answers in found(ranks, 3):
         for case, start in REFUSED.items():
             assert str(answers[case]).startswith(start), (case, answers[case])
-            assert "train the model without it" in answers[case] or "give every rank a whole model" in answers[case]
+            assert "train the model without it" in answers[case] or "shard it over the GPUs of a host" in answers[case]
         assert all(answers[case] > 1e-6 for case in ALLOWED), answers  # ranks with other data stay apart
 
 

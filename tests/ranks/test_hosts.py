@@ -1,5 +1,7 @@
 """A node may be a host of several ranks: DDP or FSDP2 inside, gossip between hosts."""
 
+import re
+import signal
 from functools import cache
 
 import pytest
@@ -56,3 +58,71 @@ def test_a_rank_sends_its_part_only(found):
     for kind in ("ddp before", "fsdp2"):
         assert sum(sent[kind][:2]) < 1.1 * sent["whole"][0]
         assert max(sent[kind]) < 0.62 * sent["whole"][0]
+
+
+@pytest.mark.parametrize("kind", ["ddp before", "fsdp2"])
+def test_checkpoints_kill_9_and_the_same_end(prepared, tmp_path, kind):
+    """The files of a host's ranks lie beside each other; what travels is in them, too."""
+
+    def ends(folder, **options):
+        ranks = Ranks(prepared, tmp_path / folder, SIZE, "rank_hosts.keep_going", kind=kind, rounds=30, **options)
+        codes = ranks.codes()
+        if "stop" in options:
+            assert codes[-1] == -signal.SIGKILL
+            assert all(codes)  # nobody goes on alone
+            return None
+        assert codes == [0] * SIZE, ranks.errors(0)
+        return [torch.load(tmp_path / folder / f"ends-{rank}") for rank in range(SIZE)]
+
+    straight = ends("straight")
+    ends("killed", stop=17)
+    resumed = ends("killed")
+    for one, other in zip(straight, resumed, strict=True):
+        assert (one["done"], other["done"]) == (0, 15)
+        assert torch.equal(one["shown"], other["shown"])  # bits: same call
+        torch.testing.assert_close(one["merged"], (straight[0]["shown"] + straight[2]["shown"]) / 2, rtol=0, atol=1e-6)
+    assert not torch.equal(straight[0]["shown"], straight[2]["shown"])
+
+
+@pytest.mark.parametrize("kind", ["ddp before", "fsdp2"])
+def test_a_state_for_another_number_of_ranks_per_host(launch, tmp_path, kind):
+    """Through torch.distributed.checkpoint, from two ranks per host to one; equal up to the order of sums."""
+    launch(SIZE, "rank_hosts.saved_and_loaded", kind=kind, inside=2, first=0, rounds=20).succeed()
+    launch(HOSTS, "rank_hosts.saved_and_loaded", kind=kind, inside=1, first=20, rounds=40).succeed()
+    launch(HOSTS, "rank_hosts.saved_and_loaded", kind=kind, inside=1, first=0, rounds=40).succeed()
+    for host in range(HOSTS):
+        there, here = (torch.load(tmp_path / f"x-{first}-1-{host}") for first in (20, 0))
+        torch.testing.assert_close(there, here, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ddp before", "fsdp2"])
+def test_a_host_lost_is_a_node_lost(launch, tmp_path, kind):
+    ranks = launch(SIZE + INSIDE, "rank_hosts.survive", kind=kind)
+    assert ranks.codes() == [0] * SIZE + [-signal.SIGKILL] * INSIDE, ranks.errors(0)
+    ends = [torch.load(tmp_path / f"survived-{rank}") for rank in range(SIZE)]
+    mean = (ends[0]["x"] + ends[2]["x"]) / 2
+    for rank, each in enumerate(ends):
+        assert each["lost"] == (2,)
+        assert torch.equal(each["x"], ends[rank - rank % 2]["x"])  # bits: a copy
+        assert 0 <= each["consensus"] == ends[0]["consensus"]
+        torch.testing.assert_close(each["merged"], mean, rtol=0, atol=1e-6)
+
+
+REFUSED = {
+    "both": "both mesh and group are given; give one of them",
+    "no mesh": "mesh is a tuple; give a DeviceMesh",
+    "cube": "mesh is of 3 dimensions; give one of two",
+    "tensor parallel": "parameters are DTensors of tensor parallelism",
+    "some": "4 of 5 parameters are DTensors; shard the whole model",
+    "over all": r"fully_shard \(FSDP2\) has cut the model into pieces over ranks that gossip",
+}
+
+
+def test_what_does_not_fit_is_refused_and_a_host_skips_a_round_as_one(launch, tmp_path):
+    launch(SIZE, "rank_hosts.refused").succeed()
+    for rank in range(SIZE):
+        answers = torch.load(tmp_path / f"refused-{rank}")
+        for name, words in REFUSED.items():
+            assert re.match(words, answers[name]), (name, answers[name])
+        assert answers["skipped"] == (1 if rank < INSIDE else 0)
+        assert torch.isfinite(answers["x"]).all()

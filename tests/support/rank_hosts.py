@@ -1,5 +1,7 @@
 """What ranks do in the tests of hosts: two hosts of two ranks, DDP or FSDP2 inside, gossip between them."""
 
+import os
+import signal
 from functools import partial
 
 import torch
@@ -141,3 +143,107 @@ def hosts(folder):
         optimizer.eval()
         found[kind, label, channel] = ends | {"shown": whole(model.parameters())}
     torch.save(found, folder / f"hosts-{rank}")
+
+
+def keep_going(folder, kind, rounds, label="dat-d2 beta", stop=None, inside=INSIDE):
+    """Train with checkpoints, and kill a rank of the last host in some round; what it ends with."""
+    rank, size = group()
+    mesh = init_device_mesh("cpu", (size // inside, inside), mesh_dim_names=("host", "gpu"))
+    rule, options = RULES[label]
+    made = klatsch.rules.make(rule, **options)
+    model, optimizer = prepared(kind, mesh, partial(klatsch.Gossip, rule=made, topology=graph_of("seldom and small")))
+    checkpointer = klatsch.Checkpointer(folder / f"files-{kind}", every=5)
+    done = checkpointer.resume(optimizer, model=model)
+    for t in range(done, rounds):
+        train(model, optimizer, 1, t)
+        checkpointer.step()
+        if t == stop and rank == size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.eval()
+    shown = whole(model.parameters())
+    klatsch.average_(model, parameters=True)
+    merged = whole(model.parameters())
+    torch.save({"done": done, "shown": shown, "merged": merged}, folder / f"ends-{rank}")
+
+
+def saved_and_loaded(folder, kind, inside, first, rounds):
+    """The state through torch.distributed.checkpoint, a folder for each host, for another number of ranks per host."""
+    import torch.distributed.checkpoint as dcp
+
+    rank, size = group()
+    mesh = init_device_mesh("cpu", (size // inside, inside), mesh_dim_names=("host", "gpu"))
+    rule, options = RULES["dat-adam"]
+    made = klatsch.rules.make(rule, **options)
+    model, optimizer = prepared(kind, mesh, partial(klatsch.Gossip, rule=made, topology=graph_of("plain")))
+    where = {"checkpoint_id": folder / f"host{optimizer.rank}", "process_group": mesh.get_group("gpu")}
+    if first:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.load(state, **where)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        assert optimizer.rounds == first
+    for t in range(first, rounds):
+        inputs, targets = (
+            torch.cat(parts) for parts in zip(*(batch(b, t) for b in batches(rank, inside)), strict=True)
+        )
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+    if not first:
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, **where)
+    torch.save(whole(optimizer.output()), folder / f"x-{first}-{inside}-{rank}")
+
+
+def batches(rank, inside):
+    """The batches of a rank, so that those of a host are the same however many ranks it has."""
+    return range(rank * INSIDE // inside, (rank + 1) * INSIDE // inside)
+
+
+def survive(folder, kind, rounds=60):
+    """A whole host of three is killed in round 20, and the others go on without it."""
+    rank, size = group()
+    mesh = init_device_mesh("cpu", (size // INSIDE, INSIDE), mesh_dim_names=("host", "gpu"))
+    made = klatsch.rules.make("dat", lr=0.05)
+    options = {"topology": "ring", "on_failure": "continue", "timeout": 60}
+    model, optimizer = prepared(kind, mesh, partial(klatsch.Gossip, rule=made, **options))
+    for t in range(rounds):
+        train(model, optimizer, 1, t)
+        if t == 20 and rank >= size - INSIDE:
+            os.kill(os.getpid(), signal.SIGKILL)
+    found = {"lost": optimizer.lost, "x": whole(optimizer.output()), "consensus": optimizer.consensus()}
+    klatsch.average_(model, parameters=True)
+    torch.save(found | {"merged": whole(model.parameters())}, folder / f"survived-{rank}")
+
+
+def refused(folder):
+    """What is answered to meshes and shards that do not fit, and to a gradient that is not finite on one rank only."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    rank, _ = group()
+    mesh = init_device_mesh("cpu", (HOSTS, INSIDE), mesh_dim_names=("host", "gpu"))
+    cube = init_device_mesh("cpu", (HOSTS, INSIDE, 1))
+    cut = fully_shard(make_model(), mesh=mesh["gpu"])
+    parallel = parallelize_module(make_model(), mesh["gpu"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    gossip = partial(klatsch.optim.DSGD, lr=0.1)
+    cases = {
+        "both": lambda: gossip(make_model().parameters(), mesh=mesh["host"], group=mesh.get_group("host")),
+        "no mesh": lambda: gossip(make_model().parameters(), mesh=(2, 2)),
+        "cube": lambda: gossip(make_model().parameters(), mesh=cube),
+        "tensor parallel": lambda: gossip(parallel.parameters(), mesh=mesh["host"]),
+        "some": lambda: gossip([*cut.parameters(), nn.Parameter(torch.ones(3))], mesh=mesh["host"]),
+        "over all": lambda: gossip(fully_shard(make_model(), mesh=mesh["host"]).parameters(), mesh=mesh["host"]),
+    }
+    found = {}
+    for name, make in cases.items():
+        try:
+            make()
+        except ValueError as error:
+            found[name] = str(error)
+    optimizer = gossip(cut.parameters(), mesh=mesh["host"], on_nonfinite="skip")
+    train(cut, optimizer, 1)
+    cut(batch(rank, 2)[0]).square().mean().backward()
+    if rank == 0:
+        next(cut.parameters()).grad.to_local()[0] = torch.inf
+    optimizer.step()
+    torch.save(found | {"skipped": optimizer.skipped, "x": whole(cut.parameters())}, folder / f"refused-{rank}")

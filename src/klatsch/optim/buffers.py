@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from klatsch.optim.gossip import Gossip
+from klatsch.optim.hosts import piece
 from klatsch.optim.points import normed
 from klatsch.ranks.agreement import agree, members, summed
 from klatsch.ranks.failures import reason
@@ -29,13 +30,15 @@ def average_(model: nn.Module, *, parameters: bool = False, group: ProcessGroup 
         parameters: average the parameters as well, to get the model of the whole network: the mean of x, even if the
             model holds another point while it trains. Do it after the last step, or in between inside
             `with optimizer.averaged():`, which puts this rank's point back.
-        group: the process group; all ranks by default.
+        group: the process group; by default that of the optimizer, or all ranks. If nodes are hosts, their buffers are
+            averaged place by place.
 
     Returns:
         The model.
     """
-    tensors = [v for v in (*model.buffers(), *(model.parameters() if parameters else ())) if v.is_floating_point()]
-    trainers = _trainers(model)
+    whole = [*model.buffers(), *(model.parameters() if parameters else ())]
+    tensors, trainers = [piece(v) for v in whole if v.is_floating_point()], _trainers(model)
+    group = trainers[0].process_group if group is None and trainers else group
     with ExitStack() as stack:
         for trainer in trainers if parameters else ():
             stack.enter_context(trainer.merging())

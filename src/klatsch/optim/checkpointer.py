@@ -79,13 +79,14 @@ class Checkpointer:
             raise ValueError(f"optimizer is a {type(optimizer).__name__}; give one of klatsch, such as optim.DATSGD")
         if optimizer is not self._optimizer:  # without gradients, too, since other ranks still train and save
             optimizer.idle_hooks.append(WeakMethod(self.step))
-        self._optimizer, self._others, self._lag = optimizer, others, lag(optimizer.topology)
-        for path in self.folder.glob(f".rank{optimizer.rank:05d}-*.safetensors.*"):
+        self._optimizer, self._others = optimizer, others
+        self._lag = lag(optimizer.topology) + (optimizer.host.size > 1)  # ranks of a host wait for each other
+        for path in self.folder.glob(f".{self._name}-*.safetensors.*"):
             path.unlink(missing_ok=True)  # half written when it was killed
         common = self._common(self._looked_through())
         if common is None:
             self.save()
-            gathered(optimizer.group, torch.zeros(1))  # from now on, a rank without files has lost them
+            self._everybody(torch.zeros(1))  # from now on, a rank without files has lost them
             return 0
         self._load(*sealed.read(self._files()[common], FORMAT))
         for rounds, path in self._files().items():
@@ -122,7 +123,7 @@ class Checkpointer:
             "others": packed(others, tensors, "others"),
             "generators": packed(generators(optimizer.device), tensors, "generators"),
         }
-        path = self.folder / f"rank{optimizer.rank:05d}-round{rounds:010d}.safetensors"
+        path = self.folder / f"{self._name}-round{rounds:010d}.safetensors"
         sealed.write(path, header, tensors)
         # A rank that has begun round r + 1 has saved round r.
         had_by_all = [path for r, path in self._files().items() if r < rounds - self._lag]
@@ -136,12 +137,26 @@ class Checkpointer:
             raise ValueError("nothing to save yet; call resume(optimizer, model=..., scheduler=...) before training")
         return self._optimizer
 
+    @property
+    def _name(self) -> str:
+        """What the names of this rank's files begin with."""
+        optimizer = self._trained
+        return f"rank{optimizer.rank:05d}" + (f".{optimizer.host.place}" if optimizer.host.size > 1 else "")
+
+    def _everybody(self, mine: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, host by host."""
+        optimizer, host = self._trained, self._trained.host
+        here = gathered(host.group, mine) if host.size > 1 else [mine.cpu()]
+        return [row for rows in gathered(optimizer.group, torch.stack(here)) for row in rows]
+
     def _identity(self) -> dict[str, object]:
         """What a checkpoint and the training that resumes from it must share."""
         optimizer = self._trained
+        host = optimizer.host
         return {
-            "rank": optimizer.rank,
-            "number of ranks": optimizer.topology.size,
+            "rank": optimizer.rank * host.size + host.place,
+            "number of ranks": optimizer.topology.size * host.size,
+            "ranks of a host": host.size,
             "topology": f"{optimizer.topology.name} {optimizer.topology.fingerprint[:16]}",
             "rule": optimizer.rule.name,
             "settings of the rule": {k: v for k, v in settings_of(optimizer.rule).items() if k != "lr"},
@@ -152,7 +167,7 @@ class Checkpointer:
 
     def _files(self) -> dict[int, Path]:
         """The files of this rank by round, oldest first."""
-        pattern = re.compile(rf"rank{self._trained.rank:05d}-round(\d+)\.safetensors")
+        pattern = re.compile(rf"{re.escape(self._name)}-round(\d+)\.safetensors")
         matches = (pattern.fullmatch(path.name) for path in self.folder.iterdir())
         return dict(sorted((int(match[1]), self.folder / match[0]) for match in matches if match))
 
@@ -174,10 +189,9 @@ class Checkpointer:
 
     def _common(self, mine: dict[int, int]) -> int | None:
         """The newest round that all ranks have; None if no rank has any yet."""
-        group = self._trained.group
-        most = max(int(count) for count in gathered(group, torch.tensor([len(mine)])))
+        most = max(int(count) for count in self._everybody(torch.tensor([len(mine)])))
         row = torch.tensor([*mine.items(), *[(-1, -1)] * (most - len(mine))], dtype=torch.int64).reshape(-1, 2)
-        rows = [{r: size for r, size in theirs.tolist() if r >= 0} for theirs in gathered(group, row)]
+        rows = [{r: size for r, size in theirs.tolist() if r >= 0} for theirs in self._everybody(row)]
         sizes = {size for theirs in rows for size in theirs.values()}
         if OLD in sizes:
             raise ValueError(

@@ -124,11 +124,7 @@ class Gossip(Points, Joinable, JoinHook):
         trained = groups.trainable(self.param_groups)
         self._frozen = [p for p in groups.parameters_of(self.param_groups) if not p.requires_grad]
 
-        inside = None
-        if mesh is not None:
-            if group is not None:
-                raise ValueError("both mesh and group are given; give one of them")
-            group, inside = hosts.across(mesh)
+        group, inside = hosts.groups_of(mesh, group)
         ranks = members(group)
         self.host = hosts.host_of(trained, ranks, inside)
         self._wrappers = Wrappers(trained, ranks)
@@ -347,7 +343,10 @@ class Gossip(Points, Joinable, JoinHook):
         raise ValueError(f"{type(self).__name__} cannot be copied or pickled with its connections; {remedy}")
 
     def state_dict(self) -> StateDict:
-        """The state of this rank, as torch optimizers give it: copies of tensors, shaped like the parameters."""
+        """The state of this rank, as torch optimizers give it: copies of tensors, shaped like the parameters.
+
+        If nodes are hosts, all ranks of a host must ask together.
+        """
         for share in self._shares:
             self.state.update(state.per_parameter(share))
         try:
@@ -366,7 +365,9 @@ class Gossip(Points, Joinable, JoinHook):
         vectors = state.vectors_of(state_dict, self.param_groups, *here)
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
-        self.load_vectors(vectors, state_dict["gossip"]["rounds"], state.memories_of(state_dict, self.topology))
+        self.load_vectors(
+            vectors, state_dict["gossip"]["rounds"], state.memories_of(state_dict, self.topology, self._shares)
+        )
 
     def vectors(self) -> list[State]:
         """The fields of the state as flat vectors, by dtype of the parameters: this optimizer's own memory."""

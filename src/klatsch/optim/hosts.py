@@ -73,12 +73,19 @@ class Host:
         return -(-length // (self.size * BLOCK)) * BLOCK
 
 
-def across(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Group]:
+def groups_of(mesh: DeviceMesh | None, group: Group) -> tuple[Group, Group]:
     """The ranks that hold this rank's place on every host, and the ranks of its host.
 
     Args:
         mesh: of two dimensions, hosts and the GPUs of one; or the first of them, mesh["host"].
+        group: instead of a mesh; a host is then a rank.
     """
+    if mesh is None:
+        return group, None
+    if group is not None:
+        raise ValueError("both mesh and group are given; give one of them")
+    if not hasattr(mesh, "get_group"):
+        raise ValueError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh of (hosts, GPUs of a host) ({RECIPE})")
     whole = mesh._get_root_mesh() if mesh.ndim == 1 and hasattr(mesh, "_get_root_mesh") else mesh
     if mesh.ndim > 2 or whole.ndim > 2:
         names = whole.mesh_dim_names or f"{whole.ndim} dimensions"
@@ -87,9 +94,8 @@ def across(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Group]:
         return mesh.get_group(0), mesh.get_group(1)
     if whole.ndim == 1:
         return mesh.get_group(), None
-    hosts = mesh.get_group()
-    others = [k for k in range(2) if whole.get_group(k) is not hosts]
-    return hosts, whole.get_group(others[0])
+    inside = [name for name in whole.mesh_dim_names or () if name not in (mesh.mesh_dim_names or ())]
+    return mesh.get_group(), whole.get_group(inside[0])
 
 
 def host_of(parameters: Sequence[Tensor], ranks: Sequence[int], inside: Group) -> Host:

@@ -54,10 +54,10 @@ class Pieces(Flat):
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of the pieces."""
-        start = piece(tensor).data_ptr()
-        return any(piece(p).data_ptr() == start for p in self.parameters if piece(p).numel()) or any(
-            tensor is p for p in self.parameters
-        )
+        here = piece(tensor)
+        if here is not tensor and not here.numel():  # nothing of it lies here
+            return True
+        return any(piece(p).data_ptr() == here.data_ptr() for p in self.parameters)
 
     def shaped(self, k: int, view: Tensor) -> Tensor:
         """A piece of parameter k as a DTensor like it."""

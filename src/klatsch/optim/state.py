@@ -42,14 +42,22 @@ def header(rule: Rule, shares: Sequence[Share], rank: int, topology: Topology) -
     states = [(share.node.state, _length(share)) for share in shares]
     singles = [{name: v.clone() for name, v in state.items() if len(v) != wide} for state, wide in states]
     told = {"rule": rule.name, "options": options_of(rule), "rounds": shares[0].node.rounds, "single": singles}
-    channel = {"topology": topology.fingerprint, "memories": [share.node.memory for share in shares]}
-    return {"format": FORMAT, "rank": rank, "size": topology.size, "channel": channel} | told
+    channel = {"topology": topology.fingerprint, "part": _part(shares), "memories": [s.node.memory for s in shares]}
+    sharded = shares[0].flat.host.sharded  # such a state may be loaded where a host has other pieces
+    return {"format": FORMAT, "rank": rank, "size": topology.size, "channel": {} if sharded else channel} | told
 
 
-def memories_of(state: StateDict, topology: Topology) -> list[Memory] | None:
-    """What the channels of a state hold; None if it is of another graph or channel."""
+def memories_of(state: StateDict, topology: Topology, shares: Sequence[Share]) -> list[Memory] | None:
+    """What the channels of a state hold; None if it is of another graph, channel or part of the vector."""
     channel = state["gossip"].get("channel", {})
-    return channel["memories"] if channel.get("topology") == topology.fingerprint else None
+    fits = channel.get("topology") == topology.fingerprint and channel.get("part", [0, 1]) == _part(shares)
+    return channel["memories"] if fits else None
+
+
+def _part(shares: Sequence[Share]) -> list[int]:
+    """Which part of the vector a rank of a host trains, of how many."""
+    host = shares[0].flat.host
+    return [host.place, host.size]
 
 
 def vectors_of(
