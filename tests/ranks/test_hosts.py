@@ -2,7 +2,7 @@
 
 import re
 import signal
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -85,14 +85,30 @@ def test_checkpoints_kill_9_and_the_same_end(prepared, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["ddp before", "fsdp2"])
-def test_a_state_for_another_number_of_ranks_per_host(launch, tmp_path, kind):
-    """Through torch.distributed.checkpoint, from two ranks per host to one; equal up to the order of sums."""
-    launch(SIZE, "rank_hosts.saved_and_loaded", kind=kind, inside=2, first=0, rounds=20).succeed()
-    launch(HOSTS, "rank_hosts.saved_and_loaded", kind=kind, inside=1, first=20, rounds=40).succeed()
-    launch(HOSTS, "rank_hosts.saved_and_loaded", kind=kind, inside=1, first=0, rounds=40).succeed()
+@pytest.mark.parametrize("channel, near", [("plain", 1e-5), ("seldom and small", 3e-3)])
+def test_a_state_for_another_number_of_ranks_per_host(launch, tmp_path, kind, channel, near):
+    """Through torch.distributed.checkpoint, from two ranks per host to one: equal up to the order of sums.
+
+    What the channel holds is not part of it: then up to what int8 leaves for later rounds.
+    """
+    run = partial(launch, scenario="rank_hosts.saved_and_loaded", kind=kind, channel=channel)
+    run(SIZE, inside=2, first=0, rounds=20).succeed()
+    run(HOSTS, inside=1, first=20, rounds=40).succeed()
+    run(HOSTS, inside=1, first=0, rounds=40).succeed()
     for host in range(HOSTS):
         there, here = (torch.load(tmp_path / f"x-{first}-1-{host}") for first in (20, 0))
-        torch.testing.assert_close(there, here, rtol=0, atol=1e-5)
+        torch.testing.assert_close(there, here, rtol=0, atol=near)
+
+
+def test_a_rank_may_have_nothing_to_train(launch, tmp_path):
+    launch(SIZE, "rank_hosts.tiny").succeed()
+    ends = [torch.load(tmp_path / f"tiny-{rank}") for rank in range(SIZE)]
+    for name, (x, consensus) in ends[0].items():
+        assert torch.isfinite(x).all(), name
+        assert consensus > 0
+        assert torch.equal(x, ends[1][name][0])  # bits: a copy
+        for other in ends[2:]:
+            assert 0 < (x - other[name][0]).abs().max() < 0.5, name
 
 
 @pytest.mark.parametrize("kind", ["ddp before", "fsdp2"])
@@ -114,6 +130,7 @@ REFUSED = {
     "cube": "mesh is of 3 dimensions; give one of two",
     "tensor parallel": "parameters are DTensors of tensor parallelism",
     "some": "4 of 5 parameters are DTensors; shard the whole model",
+    "without DDP": "the ranks of this host have different gradients; put DDP around the model",
     "over all": r"fully_shard \(FSDP2\) has cut the model into pieces over ranks that gossip",
 }
 
@@ -124,5 +141,7 @@ def test_what_does_not_fit_is_refused_and_a_host_skips_a_round_as_one(launch, tm
         answers = torch.load(tmp_path / f"refused-{rank}")
         for name, words in REFUSED.items():
             assert re.match(words, answers[name]), (name, answers[name])
+        first, second = "the parameters were changed", "another rank of this host has stopped in round 2"
+        assert answers["changed"].startswith(second if rank % INSIDE else first), answers["changed"]
         assert answers["skipped"] == (1 if rank < INSIDE else 0)
         assert torch.isfinite(answers["x"]).all()

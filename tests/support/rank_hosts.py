@@ -95,9 +95,10 @@ def places_of_pieces():
     return torch.cat(found)
 
 
-def prepared(kind, mesh, optimizer_of):
+def prepared(kind, mesh, optimizer_of, frozen=False):
     """A model with an optimizer, as users make them."""
     model = make_model()
+    model[0].bias.requires_grad_(not frozen)
     if kind == "ddp before":
         model = DistributedDataParallel(model, process_group=mesh.get_group("gpu"))
         return model, optimizer_of(model.parameters(), mesh=mesh["host"])
@@ -123,6 +124,9 @@ def train(model, optimizer, rounds, first=0):
         optimizer.zero_grad()
         (model(inputs) - targets).square().mean().backward()
         optimizer.step()
+        if t % 10 == 0:  # FSDP2 keeps whole parameters after a pass without gradients
+            with optimizer.averaged(), torch.no_grad():
+                model(inputs)
 
 
 def whole(tensors):
@@ -151,7 +155,8 @@ def keep_going(folder, kind, rounds, label="dat-d2 beta", stop=None, inside=INSI
     mesh = init_device_mesh("cpu", (size // inside, inside), mesh_dim_names=("host", "gpu"))
     rule, options = RULES[label]
     made = klatsch.rules.make(rule, **options)
-    model, optimizer = prepared(kind, mesh, partial(klatsch.Gossip, rule=made, topology=graph_of("seldom and small")))
+    gossip = partial(klatsch.Gossip, rule=made, topology=graph_of("seldom and small"))
+    model, optimizer = prepared(kind, mesh, gossip, frozen=True)
     checkpointer = klatsch.Checkpointer(folder / f"files-{kind}", every=5)
     done = checkpointer.resume(optimizer, model=model)
     for t in range(done, rounds):
@@ -166,7 +171,7 @@ def keep_going(folder, kind, rounds, label="dat-d2 beta", stop=None, inside=INSI
     torch.save({"done": done, "shown": shown, "merged": merged}, folder / f"ends-{rank}")
 
 
-def saved_and_loaded(folder, kind, inside, first, rounds):
+def saved_and_loaded(folder, kind, channel, inside, first, rounds):
     """The state through torch.distributed.checkpoint, a folder for each host, for another number of ranks per host."""
     import torch.distributed.checkpoint as dcp
 
@@ -174,7 +179,7 @@ def saved_and_loaded(folder, kind, inside, first, rounds):
     mesh = init_device_mesh("cpu", (size // inside, inside), mesh_dim_names=("host", "gpu"))
     rule, options = RULES["dat-adam"]
     made = klatsch.rules.make(rule, **options)
-    model, optimizer = prepared(kind, mesh, partial(klatsch.Gossip, rule=made, topology=graph_of("plain")))
+    model, optimizer = prepared(kind, mesh, partial(klatsch.Gossip, rule=made, topology=graph_of(channel)))
     where = {"checkpoint_id": folder / f"host{optimizer.rank}", "process_group": mesh.get_group("gpu")}
     if first:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -234,11 +239,21 @@ def refused(folder):
         "some": lambda: gossip([*cut.parameters(), nn.Parameter(torch.ones(3))], mesh=mesh["host"]),
         "over all": lambda: gossip(fully_shard(make_model(), mesh=mesh["host"]).parameters(), mesh=mesh["host"]),
     }
+    bare, ddp = make_model(), DistributedDataParallel(make_model(), process_group=mesh.get_group("gpu"))
+    changed = gossip(ddp.parameters(), mesh=mesh)
+    train(ddp, changed, 1)
+    if rank % INSIDE == 0:
+        with torch.no_grad():
+            next(ddp.parameters())[0] += 1
+    cases |= {
+        "without DDP": lambda: train(bare, gossip(bare.parameters(), mesh=mesh), 1),
+        "changed": lambda: train(ddp, changed, 1, 1),
+    }
     found = {}
     for name, make in cases.items():
         try:
             make()
-        except ValueError as error:
+        except (RuntimeError, ValueError) as error:
             found[name] = str(error)
     optimizer = gossip(cut.parameters(), mesh=mesh["host"], on_nonfinite="skip")
     train(cut, optimizer, 1)
@@ -247,3 +262,32 @@ def refused(folder):
         next(cut.parameters()).grad.to_local()[0] = torch.inf
     optimizer.step()
     torch.save(found | {"skipped": optimizer.skipped, "x": whole(cut.parameters())}, folder / f"refused-{rank}")
+
+
+def tiny(folder):
+    """Models so small that a rank has nothing of them, or of one dtype; and a push weight for all numbers."""
+    from torch.distributed.fsdp import fully_shard
+
+    rank, _ = group()
+    mesh = init_device_mesh("cpu", (HOSTS, INSIDE), mesh_dim_names=("host", "gpu"))
+    found = {}
+    for kind in ("ddp", "fsdp2"):
+        for numbers in (1, 4, 256):  # and a bias: 2, 5 and 257 numbers
+            torch.manual_seed(0)
+            model = nn.Linear(numbers, 1)
+            if kind == "ddp":
+                model.extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
+                wrapped = DistributedDataParallel(model, process_group=mesh.get_group("gpu"))
+            else:
+                wrapped = fully_shard(model, mesh=mesh["gpu"])
+            made = klatsch.rules.make("dat-sgp", lr=0.05)
+            optimizer = klatsch.Gossip(model.parameters(), made, graph_of("plain"), mesh=mesh["host"])
+            for t in range(5):
+                inputs = torch.randn(4, numbers, generator=torch.Generator().manual_seed(10 * rank + t))
+                optimizer.zero_grad()
+                extra = model.extra.square().sum() if kind == "ddp" else 0.0
+                (wrapped(inputs).square().mean() + extra).backward()
+                optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            found[f"{kind} {numbers}"] = whole(v.float() for v in optimizer.output()), optimizer.consensus()
+    torch.save(found, folder / f"tiny-{rank}")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from klatsch.optim.gossip import Gossip
+from klatsch.optim.groups import parameters_of
 from klatsch.optim.hosts import piece
 from klatsch.optim.points import normed
 from klatsch.ranks.agreement import agree, members, summed
@@ -36,6 +37,8 @@ def average_(model: nn.Module, *, parameters: bool = False, group: ProcessGroup 
     Returns:
         The model.
     """
+    for optimizer in Gossip.living:
+        optimizer.reshard()
     whole = [*model.buffers(), *(model.parameters() if parameters else ())]
     tensors, trainers = [piece(v) for v in whole if v.is_floating_point()], _trainers(model)
     group = trainers[0].process_group if group is None and trainers else group
@@ -98,7 +101,8 @@ def recalibrate(model: nn.Module, batches: Iterable[object]) -> nn.Module:
 
 
 def _trainers(model: nn.Module) -> list[Gossip]:
-    return [optimizer for optimizer in Gossip.living if any(map(optimizer.owns, model.parameters()))]
+    mine = {id(p) for p in model.parameters()}
+    return [o for o in Gossip.living if any(id(p) in mine for p in parameters_of(o.param_groups))]
 
 
 def _mean(tensors: Sequence[Tensor], trainers: Sequence[Gossip], group: ProcessGroup | None) -> Tensor:

@@ -21,6 +21,7 @@ from klatsch import sealed
 from klatsch.arguments import whole
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.groups import parameters_of, settings_of
+from klatsch.optim.hosts import piece
 from klatsch.optim.state import different, generators, packed, set_generators, unpacked
 from klatsch.ranks.agreement import gathered
 from klatsch.ranks.failures import NonFiniteError, warn, who
@@ -234,7 +235,7 @@ class Checkpointer:
             if isinstance(other, nn.Module):
                 if lacking := set(_state(name, other, optimizer)) ^ set(state):
                     raise ValueError(f"{name} has other buffers than its checkpoint: {', '.join(sorted(lacking))}")
-                other.load_state_dict(state, strict=False)  # its parameters are the optimizer's
+                _load_module(other, state, optimizer)
             else:
                 other.load_state_dict(state)
         set_generators(unpacked(header["generators"], tensors), optimizer.device)
@@ -266,5 +267,15 @@ def _state(name: str, other: Any, optimizer: Gossip) -> Any:
     with optimizer.unwatched():
         state = other.state_dict()
     if isinstance(other, nn.Module):
-        return {key: v for key, v in state.items() if not (isinstance(v, Tensor) and optimizer.owns(v))}
+        others = {key: v for key, v in state.items() if not (isinstance(v, Tensor) and optimizer.owns(v))}
+        return {key: piece(v) if isinstance(v, Tensor) else v for key, v in others.items()}
     return state
+
+
+def _load_module(module: nn.Module, state: dict[str, Any], optimizer: Gossip) -> None:
+    """Load what `_state` gave: buffers and frozen parameters, since the others are the optimizer's."""
+    with optimizer.unwatched(), torch.no_grad():
+        cut = {key: piece(v) for key, v in module.state_dict().items() if isinstance(v, Tensor) and piece(v) is not v}
+        for key in cut.keys() & state.keys():
+            cut[key].copy_(state[key])
+    module.load_state_dict({key: v for key, v in state.items() if key not in cut}, strict=False)

@@ -79,12 +79,12 @@ class Flat:
 
     def watch_gradients(self) -> None:
         """Remember the gradients, so that `drop_gradients` knows those that are taken from now on."""
-        self._watched = [(p.grad, None if p.grad is None else p.grad._version) for p in self.parameters]
+        self._watched = [(v, None if v is None else v._version) for v in self._gradients]
 
     def drop_gradients(self) -> bool:
         """Set the gradients to zero if some were taken since `watch_gradients`, and say so."""
         before, self._watched = self._watched, []
-        pairs = zip([p.grad for p in self.parameters], before, strict=False)  # nothing is watched at the start
+        pairs = zip(self._gradients, before, strict=False)  # nothing is watched at the start
         taken = any(v is not None and (v is not old or v._version != seen) and v.any() for v, (old, seen) in pairs)
         if taken:
             self.zero_gradients()
@@ -93,7 +93,7 @@ class Flat:
     @property
     def has_gradients(self) -> bool:
         """Whether a gradient is other than zero."""
-        return any(p.grad is not None and bool(p.grad.any()) for p in self.parameters)
+        return any(v is not None and bool(v.any()) for v in self._gradients)
 
     def mark_written(self) -> None:
         """Put the own slice together with the host's others, and tell autograd that all parameters have changed."""
@@ -101,6 +101,9 @@ class Flat:
         for parameter in self.parameters:
             torch.autograd.graph.increment_version(parameter)
         self.accept()
+
+    def reshard(self) -> None:
+        """Nothing: the parameters are always whole."""
 
     def whole(self, own: Tensor) -> Tensor:
         """The vector of which this is the own slice; all ranks of a host ask together."""
@@ -145,6 +148,10 @@ class Flat:
             place.copy_(parameter.detach())
             parameter.data = place
             torch.autograd.graph.increment_version(parameter)  # its values may have changed with it
+
+    @property
+    def _gradients(self) -> list[Tensor | None]:
+        return [None if p.grad is None else piece(p.grad) for p in self.parameters]
 
     def _settle(self) -> None:
         """Make the parameters views of the buffer."""

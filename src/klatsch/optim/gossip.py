@@ -6,11 +6,11 @@ tracked gradients) live in the optimizer.
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never, NoReturn, SupportsIndex, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,10 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim.optimizer import ParamsT, StateDict
 
 from klatsch import topology as topologies
-from klatsch.arguments import named, there_are
-from klatsch.optim import groups, hosts, state
+from klatsch.arguments import named
+from klatsch.optim import groups, hosts, options, state
 from klatsch.optim.flat import Flat
+from klatsch.optim.options import OnNonFinite
 from klatsch.optim.pieces import Pieces
 from klatsch.optim.points import Points, Watch
 from klatsch.optim.share import Share
@@ -37,9 +38,6 @@ from klatsch.version import VERSION
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-LONGEST = 30 * 86400  # seconds
-OnNonFinite = Literal["raise", "skip"]
 
 
 class Gossip(Points, Joinable, JoinHook):
@@ -109,10 +107,10 @@ class Gossip(Points, Joinable, JoinHook):
         any_graph: bool = False,
         **unknown: Never,
     ) -> None:
-        _refuse(type(self), unknown)
+        options.refuse(type(self), Gossip, unknown)
         rule = checked(rule)
         defaults = groups.defaults_of(rule, weight_decay)
-        _check_failures(timeout, on_failure, quorum, on_nonfinite)
+        options.check_failures(timeout, on_failure, quorum, on_nonfinite)
         super().__init__(params, defaults)
         Joinable.__init__(self)
         self._made = True
@@ -127,8 +125,9 @@ class Gossip(Points, Joinable, JoinHook):
         group, inside = hosts.groups_of(mesh, group)
         ranks = members(group)
         self.host = hosts.host_of(trained, ranks, inside)
+        self.host.open(timeout)
         self._wrappers = Wrappers(trained, ranks)
-        graph = _sized(topologies.make(topology, len(ranks)) if isinstance(topology, str) else topology, ranks)
+        graph = options.sized(topologies.make(topology, len(ranks)) if isinstance(topology, str) else topology, ranks)
         self.topology = topologies.channel(graph, every, late, graph.wire if wire == "float32" else wire)
         if not any_graph:
             rule.check_graph(self.topology)
@@ -231,6 +230,18 @@ class Gossip(Points, Joinable, JoinHook):
 
     def _round(self, factor: float) -> None:
         """One round with gradients times a factor."""
+        told = self.host.together(self.rounds + 1, partial(self._take_in, factor))
+        if self.host.slices and len({checksum for _, checksum in told}) > 1:
+            raise ValueError(f"the ranks of this host have different gradients; {hosts.SAME}")
+        if any(wrong for wrong, _ in told):
+            self._skip(self._wrong or "the gradient of a piece on another rank of this host is not finite, or absurd")
+        # All shares hear from the neighbours before any moves: a failure leaves them at the same round.
+        self.host.together(self.rounds + 1, self._exchange)
+        for share in self._shares:
+            share.advance()
+
+    def _take_in(self, factor: float) -> tuple[float, float]:
+        """Take the gradients: whether they are wrong, and in some rounds their sum, if a host's must be the same."""
         self._check_training()
         self._check_untouched()
         self._holds = "query"
@@ -239,16 +250,15 @@ class Gossip(Points, Joinable, JoinHook):
             groups.check_values(group, self.defaults)
         for share in self._shares:
             share.take_in(self.param_groups, factor)
-        wrong = [text for share in self._shares if (text := share.not_finite()) is not None]
-        if self.host.sharded and float(self.host.total(torch.tensor([float(len(wrong))]))):  # each sees its pieces only
-            wrong = wrong or ["the gradient of a piece on another rank of this host is not finite, or absurd"]
-        if wrong:
-            self._skip(wrong[0])
-        # All shares hear from the neighbours before any moves: a failure leaves them at the same round.
+        self._wrong = next((text for share in self._shares if (text := share.not_finite()) is not None), None)
+        looks = self.host.slices and str(self.rounds + 1).strip("0") == "1" and factor and not self._wrong
+        sums = [float(share.flat.bind_gradients().sum(dtype=torch.float64)) for share in self._shares if looks]
+        return float(self._wrong is not None), sum(sums)
+
+    def _exchange(self) -> tuple[float, float]:
         for share in self._shares:
             share.exchange()
-        for share in self._shares:
-            share.advance()
+        return 0.0, 0.0
 
     def _follow_schedule(self) -> None:
         rates = [group["lr"] for group in self._follow]
@@ -414,36 +424,3 @@ class Gossip(Points, Joinable, JoinHook):
 def _end(links: Links, group: dist.ProcessGroup | None) -> None:
     links.close()
     leave(links.group, group)
-
-
-def _refuse(kind: type[Gossip], options: Collection[str]) -> None:
-    """Refuse options that an optimizer does not have."""
-    signatures = [inspect.signature(k.__init__) for k in kind.__mro__ if issubclass(k, Gossip)]
-    taken = [p.name for s in signatures for p in s.parameters.values() if p.kind != p.VAR_KEYWORD]
-    known = [name for name in dict.fromkeys(taken) if name not in ("self", "params", "rule")]
-    for name in options:
-        hint = "leave it out, momentum is plain" if name in ("nesterov", "dampening") else there_are(name, known)
-        raise ValueError(f"{kind.__name__} has no option {name!r}; {hint}")
-
-
-def _check_failures(timeout: float, on_failure: OnFailure, quorum: float, on_nonfinite: OnNonFinite) -> None:
-    """Check the options that say what to do when something goes wrong."""
-    seconds = f"a number of seconds above 0, at most {LONGEST:,}"
-    groups.single("timeout", timeout, lambda v: (v > 0) & (v <= LONGEST), seconds)
-    for name, value, known in (("on_failure", on_failure, OnFailure), ("on_nonfinite", on_nonfinite, OnNonFinite)):
-        if value not in get_args(known):
-            raise ValueError(f"{name} = {value!r}; choose from {', '.join(get_args(known))}")
-    part = "a share of all ranks from 0 to 1, such as 0.5"
-    if groups.single("quorum", quorum, lambda v: (v >= 0) & (v <= 1), part) and on_failure == "raise":
-        raise ValueError(f"quorum = {quorum} needs on_failure='continue': else the first failure ends the training")
-
-
-def _sized(topology: object, ranks: list[int]) -> Topology:
-    """A topology with one node per rank."""
-    if not isinstance(topology, Topology):
-        hint = f"; a momentum goes by name: momentum={topology}" if isinstance(topology, float) else ""
-        raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, or a name such as 'ring'{hint}")
-    if topology.size != len(ranks):
-        remedy = f"give its name alone, or start {topology.size} processes (torchrun --nproc-per-node {topology.size})"
-        raise ValueError(f"{topology.name} has {topology.size} nodes but there are {len(ranks)} ranks; {remedy}")
-    return topology

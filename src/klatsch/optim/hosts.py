@@ -8,14 +8,15 @@ pieces of the parameters anyway, and talks for these.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from klatsch.ranks.agreement import Group, broadcast
+from klatsch.ranks.agreement import Group, broadcast, gathered, group_of, summed
+from klatsch.ranks.failures import reason
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 BLOCK = 256  # slices are multiples of it, so that int8 scales the same blocks as without slices
 RECIPE = "see docs/hosts.md"
+SAME = f"put DDP around the model, over the ranks of a host, and call that ({RECIPE})"
+PATIENCE = 5  # timeouts that a rank waits for others of its host, which wait for their neighbours
 
 
 class Host:
@@ -32,6 +35,33 @@ class Host:
         self.group, self.sharded = group, sharded  # sharded: each has its pieces; else all have everything
         self.size = 1 if group is None else dist.get_world_size(group)
         self.place = 0 if group is None else dist.get_rank(group)
+        self._control: Group = None
+
+    def open(self, timeout: float) -> None:
+        """Prepare for `together` and `total`, over a group of our own: small messages on the CPU."""
+        if self.size > 1:
+            self._control = group_of(self.group, PATIENCE * timeout)
+
+    def together(self, t: int, work: Callable[[], tuple[float, float]]) -> list[list[float]]:
+        """Do something that may fail, and gather the two numbers it returns; if one rank of the host fails, all do."""
+        if self.size == 1:
+            return [[*work()]]
+        mine, failure = (0.0, 0.0), None
+        try:
+            mine = work()
+        except Exception as error:
+            failure = error
+        row = torch.tensor([float(failure is not None), *mine], dtype=torch.float64)
+        try:
+            rows = gathered(self._control, row)
+        except RuntimeError as error:
+            told = f"a rank of this host is gone or late in round {t} ({reason(error)}); see what ended it"
+            raise failure or RuntimeError(told) from None
+        if failure is None and any(row[0] for row in rows):
+            failure = RuntimeError(f"another rank of this host has stopped in round {t}; its error says why")
+        if failure is not None:
+            raise failure
+        return [row[1:].tolist() for row in rows]
 
     def room(self, length: int) -> int:
         """The length of a vector with the padding that makes all slices equally long."""
@@ -57,12 +87,8 @@ class Host:
             broadcast(self.group, tensor)
 
     def total(self, numbers: Tensor) -> Tensor:
-        """The sum over the ranks of the host of numbers on the CPU."""
-        if self.size > 1:
-            there = numbers.to(torch.device("cpu" if "cpu:" in dist.get_backend_config(self.group) else "cuda"))
-            dist.all_reduce(there, group=self.group)
-            return there.cpu()
-        return numbers
+        """The sum of numbers over the ranks of the host."""
+        return summed(self._control, numbers) if self.size > 1 else numbers
 
     @property
     def slices(self) -> bool:
@@ -86,7 +112,9 @@ def groups_of(mesh: DeviceMesh | None, group: Group) -> tuple[Group, Group]:
         raise ValueError("both mesh and group are given; give one of them")
     if not hasattr(mesh, "get_group"):
         raise ValueError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh of (hosts, GPUs of a host) ({RECIPE})")
-    whole = mesh._get_root_mesh() if mesh.ndim == 1 and hasattr(mesh, "_get_root_mesh") else mesh
+    if mesh.ndim == 1 and not hasattr(mesh, "_get_root_mesh"):
+        raise ValueError("this version of torch does not tell of which mesh this is a part; give the whole mesh")
+    whole = mesh._get_root_mesh() if mesh.ndim == 1 else mesh
     if mesh.ndim > 2 or whole.ndim > 2:
         names = whole.mesh_dim_names or f"{whole.ndim} dimensions"
         raise ValueError(f"mesh is of {names}; give one of two, hosts and the GPUs of a host ({RECIPE})")

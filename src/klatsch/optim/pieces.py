@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import weakref
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from klatsch.optim.flat import Flat
 from klatsch.optim.hosts import piece
+from klatsch.optim.wrappers import alive, fsdp
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -35,10 +37,16 @@ class Pieces(Flat):
             parameter.grad = None
 
     def mark_written(self) -> None:
-        """Copy the buffer into the pieces."""
+        """Copy the buffer into the pieces, and have the next forward pass gather them again."""
         for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
             piece(parameter).copy_(view)
+        self.reshard()
         super().mark_written()
+
+    def reshard(self) -> None:
+        """Drop the whole parameters that FSDP keeps after a forward pass without a backward pass."""
+        for module in self._modules:
+            module.reshard()
 
     def gather(self) -> None:
         """Copy pieces that somebody has written into the buffer; refuse those that were moved."""
@@ -69,7 +77,10 @@ class Pieces(Flat):
         )
 
     def _settle(self) -> None:
-        """Nothing: the parameters stay where they are."""
+        """Find the modules that own the parameters, which stay where they are."""
+        ours = {id(p) for p in self.parameters}
+        found = (m for m in alive(fsdp("FSDPModule")) if any(id(p) in ours for p in m.parameters()))
+        self._modules: weakref.WeakSet[Any] = weakref.WeakSet(found)
 
     def _versions(self) -> int:
         return super()._versions() + sum(piece(p)._version for p in self.parameters)

@@ -55,7 +55,8 @@ class Points(Optimizer):
     def eval(self) -> None:
         """Put x, the point to evaluate and save, into the model; `train()` puts the query point back.
 
-        Does nothing where gradients are taken at x, as with beta = 1.
+        If nodes are hosts, all ranks of a host call this together, and what is below, too. Does nothing where
+        gradients are taken at x, as with beta = 1.
         """
         self._show_output()
         self._watch.warn_of_statistics()
@@ -82,9 +83,14 @@ class Points(Optimizer):
         found: dict[int, Tensor] = {}
         for share in self._shares:
             flat = share.flat
-            vector = flat.whole(share.rule.output(share.node.state).to(flat.values.dtype))
-            found |= {id(p): flat.shaped(k, flat.views(vector)[k].clone()) for k, p in enumerate(flat.parameters)}
+            views = flat.views(flat.whole(share.rule.output(share.node.state).to(flat.values.dtype)))
+            found |= {id(p): flat.shaped(k, views[k].clone()) for k, p in enumerate(flat.parameters)}
         return [found[id(p)] for p in parameters_of(self.param_groups) if id(p) in found]
+
+    def reshard(self) -> None:
+        """Have FSDP2 show its pieces again, if a forward pass without a backward pass has left whole parameters."""
+        for share in self._shares:
+            share.flat.reshard()
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of the parameters that are trained here."""

@@ -37,6 +37,8 @@ class Share:
         self._decay: Setting = 0.0
         self._inert = {name: 1.0 for name in ("momentum", "beta1") if name in rule.settings}
         self._with_momentum = rule.with_settings(**self._inert) if self._inert else rule
+        probe = self._with_momentum.init(start.new_zeros(2))
+        self.singles = {name for name, v in probe.items() if len(v) == 1}  # the same for all parameters
         self.optional = self._with_momentum.init(start[:1]).keys() - rule.init(start[:1]).keys()  # a group's momentum
 
     def take_in(self, groups: Sequence[Group], factor: float) -> None:

@@ -25,7 +25,7 @@ FORMAT = 4  # 1: the hand-written rules of 0.1.0; 2: without the options of the 
 def per_parameter(share: Share) -> dict[Tensor, State]:
     """Copies of the fields of the state, cut into parameters; all ranks of a host ask together."""
     flat = share.flat
-    own = {name: v for name, v in share.node.state.items() if len(v) == _length(share)}
+    own = {name: v for name, v in share.node.state.items() if name not in share.singles}
     fields = {name: flat.views(flat.whole(v)) for name, v in own.items()}
     return {
         p: {name: flat.shaped(k, views[k].clone()) for name, views in fields.items()}
@@ -33,31 +33,21 @@ def per_parameter(share: Share) -> dict[Tensor, State]:
     }
 
 
-def _length(share: Share) -> int:
-    return len(share.flat.values[share.flat.own])
-
-
 def header(rule: Rule, shares: Sequence[Share], rank: int, topology: Topology) -> dict[str, object]:
     """The rest: the rule as it was given, the round, fields that are single numbers, and what the channel holds."""
-    states = [(share.node.state, _length(share)) for share in shares]
-    singles = [{name: v.clone() for name, v in state.items() if len(v) != wide} for state, wide in states]
+    singles = [{name: share.node.state[name].clone() for name in sorted(share.singles)} for share in shares]
     told = {"rule": rule.name, "options": options_of(rule), "rounds": shares[0].node.rounds, "single": singles}
-    channel = {"topology": topology.fingerprint, "part": _part(shares), "memories": [s.node.memory for s in shares]}
-    sharded = shares[0].flat.host.sharded  # such a state may be loaded where a host has other pieces
-    return {"format": FORMAT, "rank": rank, "size": topology.size, "channel": {} if sharded else channel} | told
+    # The state of a host may be loaded by another number of ranks, which have other parts of the channel's memory.
+    alone = shares[0].flat.host.group is None
+    channel = {"topology": topology.fingerprint, "memories": [share.node.memory for share in shares]} if alone else {}
+    return {"format": FORMAT, "rank": rank, "size": topology.size, "channel": channel} | told
 
 
 def memories_of(state: StateDict, topology: Topology, shares: Sequence[Share]) -> list[Memory] | None:
-    """What the channels of a state hold; None if it is of another graph, channel or part of the vector."""
+    """What the channels of a state hold; None if it is of another graph or channel, or if nodes are hosts."""
     channel = state["gossip"].get("channel", {})
-    fits = channel.get("topology") == topology.fingerprint and channel.get("part", [0, 1]) == _part(shares)
+    fits = channel.get("topology") == topology.fingerprint and shares[0].flat.host.group is None
     return channel["memories"] if fits else None
-
-
-def _part(shares: Sequence[Share]) -> list[int]:
-    """Which part of the vector a rank of a host trains, of how many."""
-    host = shares[0].flat.host
-    return [host.place, host.size]
 
 
 def vectors_of(
@@ -110,6 +100,9 @@ def _joined(share: Share, entries: Sequence[State], single: State) -> State:
     flat, known = share.flat, {name for entry in entries for name in entry}
     kept = (share.node.state.keys() - single.keys() - share.optional) | (known & share.optional)
     for parameter, entry in zip(flat.parameters, entries, strict=True):
+        if any((piece(value) is value) != (piece(parameter) is parameter) for value in entry.values()):
+            remedy = "load DTensors into an optimizer of pieces, and whole tensors into one of whole parameters"
+            raise ValueError(f"the state_dict is of a model that was cut into pieces (FSDP2), or this one is; {remedy}")
         there = {name: tuple(value.shape) for name, value in sorted(entry.items())}
         here = dict.fromkeys(sorted(kept), tuple(parameter.shape))
         if there != here:

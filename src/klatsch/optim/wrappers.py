@@ -35,23 +35,23 @@ class Wrappers:
             now, self._next = True, self._next * 10
         if now:
             self._refuse_averaging()
-        fsdp = [*_fsdp("FullyShardedDataParallel"), *_fsdp("FSDPModule")] if self._looks == 1 else []
-        if fsdp and all(p.grad is None for p in self._parameters) and any(True for _ in alive(fsdp)):
+        kinds = [*fsdp("FullyShardedDataParallel"), *fsdp("FSDPModule")] if self._looks == 1 else []
+        if kinds and all(p.grad is None for p in self._parameters) and any(True for _ in alive(kinds)):
             what = "no parameter of the optimizer has a gradient: FSDP has put others in their place"
             raise ValueError(f"{what}; train the model without it; {HOW}")
 
     def _refuse_averaging(self) -> None:
         if len(self._ranks) == 1:
             return  # nobody to average with
-        kinds: list[type[nn.Module]] = [nn.parallel.DistributedDataParallel, *_fsdp("FullyShardedDataParallel")]
+        kinds: list[type[nn.Module]] = [nn.parallel.DistributedDataParallel, *fsdp("FullyShardedDataParallel")]
         found = weakref.WeakSet(wrapper for wrapper in alive(kinds) if self._averages(wrapper))
         if found:
             gc.collect()  # one that nobody uses does no harm
         for wrapper in found:
             raise ValueError(
                 f"{type(wrapper).__name__} is around this model on ranks that gossip, and averages their gradients "
-                "before gossip can; train the model without it, or give it a process group of one node's ranks alone, "
-                f"and Gossip one across nodes (group=...); {HOW}"
+                "before gossip can; train the model without it, or put it around the ranks of one host, and gossip "
+                f"between hosts (mesh=..., docs/hosts.md); {HOW}"
             )
 
     def _averages(self, wrapper: nn.Module) -> bool:
@@ -63,7 +63,7 @@ class Wrappers:
         )
 
 
-def _fsdp(name: str) -> list[type[nn.Module]]:
+def fsdp(name: str) -> list[type[nn.Module]]:
     """A class of FSDP if it is imported, which takes a while; else it has no objects."""
     module = sys.modules.get("torch.distributed.fsdp")
     return [vars(module)[name]] if module is not None and name in vars(module) else []

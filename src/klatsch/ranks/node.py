@@ -257,7 +257,7 @@ def _blocks(x: Tensor) -> list[Block]:
     if x.ndim != 1:
         return [None]
     size = BLOCK.get(x.device.type, BLOCK["cuda"])
-    return [slice(k, min(k + size, len(x))) for k in range(0, len(x), size)] or [None]
+    return [slice(k, min(k + size, len(x))) for k in range(0, max(len(x), 1), size)]
 
 
 def _apart(old: State, new: State) -> State:
