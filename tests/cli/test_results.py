@@ -86,6 +86,7 @@ def test_mistakes_are_one_line(options, words, store, run_cli):
     assert words in err
 
 
+@pytest.mark.slow
 def test_studies_that_share_a_store_but_little_else(run_cli, tmp_path):
     path = tmp_path / "s.sqlite"
     common = {"steps": 50, "nodes": 4, "rules": ["dat"], "topologies": ["ring"]}
@@ -110,6 +111,7 @@ def test_results_of_another_revision_are_still_shown(store, run_cli, monkeypatch
     assert "dat" in out
 
 
+@pytest.mark.slow
 def test_two_comparisons_in_one_store_are_two_studies(run_cli, in_threads, tmp_path):
     for rule in ("dat", "gt"):
         options = ("--rules", rule, "-n", 4, "--steps", 50, "--seeds", 1, "--lr", 0.01, "--workers", 1)

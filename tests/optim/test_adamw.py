@@ -76,6 +76,7 @@ def test_with_the_same_defaults():
     assert ours == {name: theirs[name] for name in ours}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("warmup", [0, 50])
 def test_with_averaging_it_is_schedule_free_adamw(decay, warmup):
@@ -92,6 +93,7 @@ def test_with_averaging_it_is_schedule_free_adamw(decay, warmup):
     close(model, other)
 
 
+@pytest.mark.slow
 def test_a_scheduler_counts_in_its_weights_as_in_schedule_free_adamw():
     """The largest learning rate so far: a warm-up counts for little, a decay changes nothing."""
     model, other = pair()
@@ -104,6 +106,7 @@ def test_a_scheduler_counts_in_its_weights_as_in_schedule_free_adamw():
     assert ours.param_groups[0]["lr"] < 0.005
 
 
+@pytest.mark.slow
 def test_groups_have_moments_and_decay_of_their_own(monkeypatch):
     monkeypatch.setitem(node.BLOCK, "cpu", 10)  # several slices, whose borders are not those of the groups
     model, other = pair()

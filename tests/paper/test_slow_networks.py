@@ -175,6 +175,7 @@ def test_within_a_budget_are_recorded_rounds_only():
     assert paper.within(whole, 0.4) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["channels", "images-channels"])
 def test_every_sentence_can_hold_and_can_fail(target):
     """All values equal, and then such that whatever differs from the plain ring is worse."""

@@ -40,6 +40,7 @@ def copied(folder, unpacked=False):
     return folder
 
 
+@pytest.mark.slow
 @needs_data
 def test_the_content_is_fashion_mnist():
     data = load(DATA)

@@ -201,6 +201,7 @@ def test_rounds_are_captured_on_a_gpu(small, autocast):
     torch.testing.assert_close(fast.metrics["bits"], slow.metrics["bits"], rtol=0.02 if autocast else 1e-3, atol=0)
 
 
+@pytest.mark.slow
 def test_the_standard_library_needs_no_download():
     problem = Language(3, context=64, width=8, depth=1, heads=1, test=50)
     assert problem.data.learnt.numel() > 3_000_000
