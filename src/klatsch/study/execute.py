@@ -134,8 +134,9 @@ def execute(
                 losses = losses + 1 if progress.batches_done == before else 1
                 if losses > MOST_LOSSES or isinstance(executor, Executor):
                     raise ValueError(
-                        f"worker processes died {losses} times in a row, perhaps for lack of memory; "
-                        "run again with fewer workers (--workers): what was stored is safe"
+                        f"worker processes died {losses} times in a row, perhaps for lack of memory, or because a "
+                        "script lacks `if __name__ == '__main__':`, without which each worker starts it again; run "
+                        "again with fewer workers (--workers), or with that line: what was stored is safe"
                     )
                 todo = lost + todo
         share.sweep()
