@@ -145,3 +145,11 @@ def test_what_does_not_fit_is_refused_and_a_host_skips_a_round_as_one(launch, tm
         assert answers["changed"].startswith(second if rank % INSIDE else first), answers["changed"]
         assert answers["skipped"] == (1 if rank < INSIDE else 0)
         assert torch.isfinite(answers["x"]).all()
+
+
+def test_a_link_that_one_rank_loses_is_lost_to_its_host(launch, tmp_path):
+    launch(SIZE, "rank_hosts.one_link").succeed()
+    ends = [torch.load(tmp_path / f"link-{rank}") for rank in range(SIZE)]
+    assert [each["lost"] for each in ends] == [(1,), (1,), (0,), (0,)]
+    assert torch.isfinite(ends[0]["x"]).all()
+    assert torch.equal(ends[0]["x"], ends[1]["x"])  # bits: a copy

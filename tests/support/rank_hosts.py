@@ -291,3 +291,16 @@ def tiny(folder):
             optimizer.load_state_dict(optimizer.state_dict())
             found[f"{kind} {numbers}"] = whole(v.float() for v in optimizer.output()), optimizer.consensus()
     torch.save(found, folder / f"tiny-{rank}")
+
+
+def one_link(folder):
+    """The first rank of the second host sends what is not finite: its twin goes on without it, and so do both hosts."""
+    rank, _ = group()
+    mesh = init_device_mesh("cpu", (HOSTS, INSIDE), mesh_dim_names=("host", "gpu"))
+    options = {"on_failure": "continue", "on_nonfinite": "skip", "timeout": 60}
+    model, optimizer = prepared("ddp before", mesh, partial(klatsch.optim.DSGD, lr=0.05, **options))
+    for t in range(20):
+        if t == 5 and rank == INSIDE:
+            optimizer.vectors()[0]["w"][:2] = torch.nan
+        train(model, optimizer, 1, t)
+    torch.save({"lost": optimizer.lost, "x": whole(model.parameters())}, folder / f"link-{rank}")

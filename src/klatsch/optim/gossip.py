@@ -116,6 +116,7 @@ class Gossip(Points, Joinable, JoinHook):
         self._made = True
         self.on_nonfinite, self.survives = on_nonfinite, on_failure == "continue"
         self.skipped, self._finished = 0, False
+        self._lost_by_host: set[int] = set()
         self.idle_hooks: list[weakref.WeakMethod[Callable[[], None]]] = []  # called after rounds without gradient
         self._scheduled = defaults["lr"]
         self._follow = [g for g in self.param_groups if callable(rule.lr) and g["lr"] == self._scheduled]
@@ -230,18 +231,21 @@ class Gossip(Points, Joinable, JoinHook):
 
     def _round(self, factor: float) -> None:
         """One round with gradients times a factor."""
-        told = self.host.together(self.rounds + 1, partial(self._take_in, factor))
+        told = self.host.together(self.rounds + 1, partial(self._take_in, factor), 2)
         if self.host.slices and len({checksum for _, checksum in told}) > 1:
             raise ValueError(f"the ranks of this host have different gradients; {hosts.SAME}")
         if any(wrong for wrong, _ in told):
             self._skip(self._wrong or "the gradient of a piece on another rank of this host is not finite, or absurd")
         # All shares hear from the neighbours before any moves: a failure leaves them at the same round.
-        self.host.together(self.rounds + 1, self._exchange)
+        lost = self.host.together(self.rounds + 1, self._exchange, self.topology.size)
+        self._lost_by_host = {node for row in lost for node, gone in enumerate(row) if gone}
         for share in self._shares:
             share.advance()
 
     def _take_in(self, factor: float) -> tuple[float, float]:
         """Take the gradients: whether they are wrong, and in some rounds their sum, if a host's must be the same."""
+        for node in self._lost_by_host - self._links.lost.keys():  # to another rank of this host
+            self._links.give_up(node, self.rounds + 1)
         self._check_training()
         self._check_untouched()
         self._holds = "query"
@@ -255,10 +259,10 @@ class Gossip(Points, Joinable, JoinHook):
         sums = [float(share.flat.bind_gradients().sum(dtype=torch.float64)) for share in self._shares if looks]
         return float(self._wrong is not None), sum(sums)
 
-    def _exchange(self) -> tuple[float, float]:
+    def _exchange(self) -> list[float]:
         for share in self._shares:
             share.exchange()
-        return 0.0, 0.0
+        return [float(node in self._links.lost) for node in range(self.topology.size)]
 
     def _follow_schedule(self) -> None:
         rates = [group["lr"] for group in self._follow]

@@ -42,13 +42,13 @@ class Host:
         if self.size > 1:
             self._control = group_of(self.group, PATIENCE * timeout)
 
-    def together(self, t: int, work: Callable[[], tuple[float, float]]) -> list[list[float]]:
-        """Do something that may fail, and gather the two numbers it returns; if one rank of the host fails, all do."""
+    def together(self, t: int, work: Callable[[], Sequence[float]], width: int) -> list[list[float]]:
+        """Do something that may fail, and gather the numbers it returns; if one rank of the host fails, all do."""
         if self.size == 1:
             return [[*work()]]
-        mine, failure = (0.0, 0.0), None
+        mine, failure = [0.0] * width, None
         try:
-            mine = work()
+            mine = [*work()]
         except Exception as error:
             failure = error
         row = torch.tensor([float(failure is not None), *mine], dtype=torch.float64)

@@ -76,6 +76,10 @@ class GlooLinks(Links):
     def refuse(self, source: int, t: int) -> None:
         self._lose(source, MessageError(self.rank, source, t))
 
+    def give_up(self, source: int, t: int) -> None:
+        edge = f"{source} -> {self.rank}"
+        self._lose(source, LinkError(self.rank, source, edge, t, 0.0, "another rank of this host has lost it"))
+
     def take_stock(self, t: int) -> None:
         for peer in set(self.membership.links_lost()) - self.lost.keys():  # it has given up on this rank
             edge = f"{peer} -> {self.rank}"

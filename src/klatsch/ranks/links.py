@@ -80,6 +80,9 @@ class Links(ABC):
         """Fail, or go on without a neighbour, because it sent numbers that are not finite."""
         raise MessageError(self.rank, source, t)
 
+    def give_up(self, source: int, t: int) -> None:
+        """Go on without a neighbour, since another rank of this host does."""
+
     def take_stock(self, t: int) -> None:
         """Look at what is left of the network after a link is lost or a rank leaves."""
 
