@@ -84,7 +84,7 @@ class Host:
     def start(self, tensor: Tensor) -> None:
         """Copy the first rank's tensor to all, if all have everything."""
         if self.slices:
-            broadcast(self.group, tensor)
+            broadcast(self._control, tensor)
 
     def total(self, numbers: Tensor) -> Tensor:
         """The sum of numbers over the ranks of the host."""
