@@ -79,7 +79,7 @@ class Host:
         if self.slices:
             part = len(padded) // self.size
             mine = padded[self.place * part : (self.place + 1) * part].clone()
-            dist.all_gather_into_tensor(padded, mine, group=self.group)
+            dist.all_gather([*torch.split(padded, part)], mine, group=self.group)
 
     def start(self, tensor: Tensor) -> None:
         """Copy the first rank's tensor to all, if all have everything."""
