@@ -113,17 +113,15 @@ def test_a_killed_worker_is_replaced_and_the_study_goes_on(tmp_path, start):
     assert "28 runs new" in out
 
 
+def die(*_):
+    os._exit(1)
+
+
 @pytest.mark.processes
 def test_workers_that_always_die_end_the_study_with_a_reason(tmp_path, monkeypatch):
-    study = parse(SMALL)
-
-    class Doomed(workers.ProcessPoolExecutor):
-        def submit(self, *_):
-            return super().submit(os._exit, 1)
-
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", Doomed)
+    monkeypatch.setattr(workers, "work", die)
     with pytest.raises(ValueError, match=r"worker processes died 6 times in a row.*--workers.*safe"):
-        run_study(study, tmp_path / "s.sqlite", executor=lambda: workers.processes(1))
+        run_study(parse(SMALL), tmp_path / "s.sqlite", executor=lambda: workers.processes(1))
 
 
 def test_results_that_never_come_are_not_waited_for(monkeypatch):

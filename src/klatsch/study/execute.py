@@ -18,6 +18,7 @@ from klatsch.study import workers
 from klatsch.study.batches import DTYPES, Batch, Finished, pack, quick
 from klatsch.study.cases import Case, LeftOut, expand
 from klatsch.study.choices import Row
+from klatsch.study.crew import MOST_LOSSES, keep_dying
 from klatsch.study.screening import screened
 from klatsch.study.sharing import BEAT, Share, checkpoint
 from klatsch.study.spec import Study
@@ -25,7 +26,6 @@ from klatsch.study.store import Origin, Store
 from klatsch.study.workers import Open, Workers
 
 POLL = 0.5  # seconds between two looks at what other processes have done
-MOST_LOSSES = 5  # how often in a row workers may die without finishing a batch in between
 
 
 @dataclass
@@ -133,11 +133,7 @@ def execute(
             if lost:
                 losses = losses + 1 if progress.batches_done == before else 1
                 if losses > MOST_LOSSES or isinstance(executor, Executor):
-                    raise ValueError(
-                        f"worker processes died {losses} times in a row, perhaps for lack of memory, or because a "
-                        "script lacks `if __name__ == '__main__':`, without which each worker starts it again; run "
-                        "again with fewer workers (--workers), or with that line: what was stored is safe"
-                    )
+                    raise keep_dying(losses)
                 todo = lost + todo
         share.sweep()
     return progress
@@ -256,7 +252,7 @@ def _run(
         for future in running:
             future.cancel()
         if crew.stop is not None:
-            crew.stop.set()
+            crew.stop()
         raise
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import multiprocessing as mp
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, ProcessPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import wait
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,11 +18,9 @@ import torch
 
 from klatsch.native import cores, quiet_threads
 from klatsch.study.batches import Batch, Finished, run_batch
+from klatsch.study.crew import Crew, no_ctrl_c
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 MOST_WORKERS = 1024  # on one machine
-
-Stop = threading.Event | Event
 
 
 @dataclass(frozen=True)
@@ -37,7 +30,7 @@ class Workers:
     executor: Executor
     task: Callable[[Batch, Path | None], Finished]  # takes a batch and the path of its checkpoint
     count: int  # batches that run at the same time
-    stop: Stop | None = None  # tells running batches to save and end; None where that is impossible
+    stop: Callable[[], None] | None = None  # tells running batches to save and end; None where that is impossible
     shares_files: bool = True  # whether workers see this machine's files, and so its checkpoints
     losses: tuple[type[BaseException], ...] = (BrokenExecutor,)  # errors that mean a dead worker
     alive: Callable[[], bool] = lambda: True  # whether results can still arrive
@@ -45,16 +38,13 @@ class Workers:
 
 Open = Callable[[], AbstractContextManager[Workers]]
 
-_inherited: Stop | None = None  # in a worker process: set by the driver to stop it
 
-
-def work(batch: Batch, checkpoint: Path | None, stop: Stop | None = None) -> Finished:
+def work(batch: Batch, checkpoint: Path | None, stop: threading.Event | None = None) -> Finished:
     """Run a batch on one thread; on a request to stop it saves itself and raises KeyboardInterrupt."""
     torch.set_num_threads(1)
-    request = stop or _inherited
 
     def progress(_: int) -> None:
-        if request is not None and request.is_set():
+        if stop is not None and stop.is_set():
             raise KeyboardInterrupt
 
     return run_batch(batch, checkpoint, progress)
@@ -64,14 +54,12 @@ def work(batch: Batch, checkpoint: Path | None, stop: Stop | None = None) -> Fin
 def processes(count: int | None = None) -> Iterator[Workers]:
     """One process per core, one thread each."""
     number = cores() if count is None else count
-    # Not forked: a fork would copy the locks of torch's threads in whatever state they are.
-    context = mp.get_context("spawn")
-    stop = context.Event()
-    with ProcessPoolExecutor(number, context, initializer=_begin, initargs=(stop,)) as executor:
-        with _ctrl_c_held_back():
-            for _ in range(number):
-                executor.submit(int)  # starts a worker unless one is idle
-        yield Workers(executor, work, number, stop)
+    crew = Crew(number, work)
+    try:
+        with ThreadPoolExecutor(number, initializer=no_ctrl_c) as executor:
+            yield Workers(executor, crew.work, number, crew.stop)
+    finally:
+        crew.end()
 
 
 @contextmanager
@@ -83,7 +71,7 @@ def threads(count: int | None = None) -> Iterator[Workers]:
     torch.set_num_threads(1)  # MKL applies the latest setting to all threads, and more threads round differently
     try:
         with quiet_threads(number) as executor:
-            yield Workers(executor, partial(work, stop=stop), number, stop)
+            yield Workers(executor, partial(work, stop=stop), number, stop.set)
     finally:
         torch.set_num_threads(usual)
 
@@ -157,44 +145,3 @@ def ctrl_c_kept() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         signal.signal(signal.SIGINT, usual)
-
-
-@contextmanager
-def _ctrl_c_held_back() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C, which a terminal sends to all; only the driver handles it, afterwards."""
-    if os.name != "posix" or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    # Children inherit the mask. It covers this thread only: another one may receive the signal, and Python then runs
-    # the handler here, in the middle of a start.
-    heard: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # a blocked signal arrives now
-        signal.signal(signal.SIGINT, handler)
-        if heard:
-            signal.raise_signal(signal.SIGINT)
-
-
-def _begin(stop: Stop) -> None:
-    """Set up a worker process."""
-    global _inherited
-    _inherited = stop
-    with suppress(OSError, AttributeError):  # not the GNU library
-        # Keep freed memory: taking it from the system again costs a third of the time.
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for workers that start later
-    threading.Thread(target=_end_with_the_driver, daemon=True).start()
-
-
-def _end_with_the_driver() -> None:
-    """Exit when the driver is killed: workers left behind would wait forever, or write the same files."""
-    parent = mp.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
