@@ -9,7 +9,16 @@ from klatsch.version import VERSION
 
 if TYPE_CHECKING:
     from klatsch import columns, optim, planning, problems, rules, simulation, theory, topology
-    from klatsch.optim import Checkpointer, Gossip, LinkError, NonFiniteError, QuorumError, average_, recalibrate
+    from klatsch.optim import (
+        Checkpointer,
+        Gossip,
+        LinkError,
+        NonFiniteError,
+        QuorumError,
+        average_,
+        merged,
+        recalibrate,
+    )
     from klatsch.rules import anytime as averaging
     from klatsch.simulation import Result, simulate
     from klatsch.topology import Topology
@@ -17,13 +26,13 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 __all__ = ["Checkpointer", "Gossip", "LinkError", "NonFiniteError", "QuorumError", "Result", "Topology", "__version__"]
-__all__ += ["average_", "averaging", "columns", "optim", "planning", "problems", "recalibrate", "rules", "simulate"]
-__all__ += ["simulation", "theory", "topology"]
+__all__ += ["average_", "averaging", "columns", "merged", "optim", "planning", "problems", "recalibrate", "rules"]
+__all__ += ["simulate", "simulation", "theory", "topology"]
 
 _OWNERS = {
     **dict.fromkeys(("Result", "simulate"), "simulation"),
     **dict.fromkeys(("Checkpointer", "Gossip", "LinkError", "NonFiniteError", "QuorumError"), "optim"),
-    **dict.fromkeys(("average_", "recalibrate"), "optim"),
+    **dict.fromkeys(("average_", "merged", "recalibrate"), "optim"),
     "Topology": "topology",
     "averaging": "rules",
 }

@@ -19,7 +19,7 @@ FLOORS = [
     {"channels", "algorithms"},  # the latter is the former name of rules
     {"simulation", "ranks"},
     {"planning", "study", "optim"},
-    {"klatsch", "paper"},
+    {"klatsch", "paper", "frameworks"},
     {"cli"},
     {"__main__"},
 ]

@@ -36,6 +36,14 @@ def test_what_is_merged_is_x_in_both_modes(found):
         torch.testing.assert_close(rank["merged again"], mean, rtol=0, atol=1e-14)
 
 
+def test_buffers_are_merged_inside_and_each_ranks_own_afterwards(found):
+    mean = torch.stack([rank["own buffer"] for rank in found]).mean(0)
+    for rank in found:
+        torch.testing.assert_close(rank["merged buffer"], mean, rtol=0, atol=1e-14)
+        assert torch.equal(rank["buffer back"], rank["own buffer"])  # bits: a copy
+        assert (rank["own buffer"] - mean).abs().max() > 1e-3
+
+
 def test_steps_are_refused_in_eval_mode(found):
     for rank in found:
         for call in ("step", "finish"):

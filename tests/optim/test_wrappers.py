@@ -1,7 +1,6 @@
 """DDP and FSDP around a model that gossips on the same ranks are refused, also in frameworks; in nodes they stay."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -67,17 +66,3 @@ def test_inside_a_node_they_do_what_they_are_made_for(launch, tmp_path, kind):
         assert consensus > 1e-6
         x = torch.load(tmp_path / f"x-{rank}", weights_only=True)
         torch.testing.assert_close(x, expected[rank // 2], rtol=1e-5, atol=1e-6)  # gradients are added in another order
-
-
-@pytest.mark.parametrize("package, scenario", [("lightning",) * 2, ("accelerate",) * 2, ("transformers", "trainer")])
-@pytest.mark.parametrize("alone", [False, True], ids=["with its DDP", "as the document says"])
-def test_frameworks(launch, package, scenario, alone):
-    if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    ranks = launch(3, f"rank_frameworks.{scenario}", preload=[package], alone=alone)
-    ranks.succeed()
-    for answer in found(ranks, 3):
-        if alone:
-            assert answer > 1e-6
-        else:
-            assert answer.startswith("DistributedDataParallel is around this model on ranks that gossip")

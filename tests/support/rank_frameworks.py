@@ -14,6 +14,7 @@ import klatsch
 from tests.support.processes import say
 
 LR, ROUNDS = 0.05, 5
+ANYTIME = (klatsch.optim.DATSGD, {"lr": LR, "order": "cta", "every": 2})
 
 
 def make_model(seed=0):
@@ -217,51 +218,25 @@ def loader(rank, **options):
     return DataLoader(TensorDataset(*map(torch.cat, zip(*pairs, strict=True))), batch_size=8, **options)
 
 
-def lightning(folder, alone):
-    """Lightning's Trainer: with its DDP, or one Trainer per rank."""
+def lightning(folder):
+    """Lightning's Trainer with its DDP."""
     import lightning
 
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = make_model()
-
-        def training_step(self, pair, number):
-            inputs, targets = pair
-            return (self.net(inputs) - targets).square().mean()
-
-        def configure_optimizers(self):
-            return gossip(self.parameters())
-
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    if alone:
-        dist.init_process_group("gloo")
-        how = {"devices": 1, "strategy": "auto"}
-    else:
-        how = {"devices": int(os.environ["WORLD_SIZE"]), "strategy": "ddp"}
-    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, **how, **quiet)
+    trainer = lightning.Trainer(strategy="ddp", max_epochs=1, default_root_dir=folder, **quiet())
     try:
-        trainer.fit(Module(), loader(int(os.environ["RANK"])))
+        trainer.fit(lightning_module(), loader(int(os.environ["RANK"])))
     except ValueError as error:
         keep(folder, str(error))
-    else:
-        keep(folder, trainer.optimizers[0].consensus())
 
 
-def accelerate(folder, alone):
-    """Accelerate: with its DDP, or with a model that is left as it is, but moved to cpu:0."""
+def accelerate(folder):
+    """Accelerate with its DDP."""
     from accelerate import Accelerator
 
     dist.init_process_group("gloo")
     accelerator = Accelerator(cpu=True)
-    assert str(accelerator.device) == "cpu:0"
     model = make_model()
-    optimizer = inner = gossip(model.parameters())
-    if alone:
-        optimizer = accelerator.prepare(optimizer)
-        model = model.to(accelerator.device)
-    else:
-        model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = accelerator.prepare(model, gossip(model.parameters()))
     try:
         for inputs, targets in loader(dist.get_rank()):
             optimizer.zero_grad()
@@ -269,18 +244,100 @@ def accelerate(folder, alone):
             optimizer.step()
     except ValueError as error:
         keep(folder, str(error))
-    else:
-        keep(folder, inner.consensus())
 
 
-def trainer(folder, alone):
-    """The Trainer of Hugging Face: with its DDP, or where it does not see that there are other ranks."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    if alone:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            del os.environ[name]
-    from transformers import Trainer, TrainingArguments
+def trainer(folder):
+    """The Trainer of Hugging Face with its DDP."""
+    from transformers import Trainer
+
+    try:
+        hugging_face(folder, Trainer).train()
+    except ValueError as error:
+        keep(folder, str(error))
+
+
+def quiet():
+    found = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "use_distributed_sampler": False}
+    return found | {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def lightning_module(make=gossip):
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = make_model()
+            self.from_x = {True: [], False: []}  # in training and in validation
+
+        def training_step(self, pair, number):
+            (optimizer,) = self.trainer.optimizers
+            x = torch.cat([v.reshape(-1) for v in optimizer.output()])
+            self.from_x[self.training].append(float((flat(self.net) - x).abs().max()))
+            inputs, targets = pair
+            return (self.net(inputs) - targets).square().mean()
+
+        def validation_step(self, pair, number):
+            self.log("loss", self.training_step(pair, number), sync_dist=True)
+
+        def configure_optimizers(self):
+            return make(self.parameters())
+
+    return Module()
+
+
+def anytime(parameters):
+    """A rule that trains at another point than x."""
+    make, options = ANYTIME
+    return make(parameters, **options)
+
+
+def lightning_goes_on(folder):
+    """Four epochs at once, and two and two; what is saved is the merged model, what is validated is x."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from klatsch.frameworks.lightning import GossipStrategy
+
+    given = dict(os.environ)
+
+    def fit(name, epochs, make=anytime, **options):
+        os.environ.update(given)  # Lightning takes some away at the end
+        saves = ModelCheckpoint(folder / name, filename="{epoch}", every_n_epochs=1, save_top_k=1, monitor="epoch",
+                                mode="max", enable_version_counter=False)  # fmt: skip
+        trainer = lightning.Trainer(strategy=GossipStrategy(), max_epochs=epochs, callbacks=[saves], **quiet())
+        module = lightning_module(make)
+        rank = int(os.environ["RANK"])
+        trainer.fit(module, loader(rank), loader(rank), weights_only=True, **options)
+        return trainer, module, saves.best_model_path
+
+    whole, module, _ = fit("whole", 4)
+    _, _, path = fit("parts", 2)
+    again, other, last = fit("parts", 4, ckpt_path=path)
+    optimizers = [trainer.optimizers[0] for trainer in (whole, again)]
+    saved = torch.load(last, weights_only=True)
+    mean = klatsch.average_(other, parameters=True).state_dict()
+    found = {
+        "rounds": [optimizer.rounds for optimizer in optimizers],
+        "x": [torch.cat([v.reshape(-1) for v in optimizer.output()]).tolist() for optimizer in optimizers],
+        "saved": max(float((saved["state_dict"][name] - mean[name]).abs().max()) for name in mean),
+        "merged": flat(module).tolist(),
+        "from x": {name: max(other.from_x[mode]) for name, mode in (("training", True), ("validation", False))},
+        "files": sorted(file.name for file in (folder / "parts").iterdir()),
+        "alone": refusal(lambda: fit("alone", 1, lambda parameters: torch.optim.SGD(parameters, LR))),
+    }
+    dist.barrier()
+    own = folder / "parts" / f"{os.path.basename(last)}.rank1"
+    if dist.get_rank() == 1:
+        own.unlink()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        found["missing"] = refusal(lambda: again.strategy.load_checkpoint(last, weights_only=True))
+    keep(folder, found)
+
+
+def hugging_face(folder, kind, epochs=1, name="trainer", how=ANYTIME, **options):
+    from transformers import TrainingArguments
 
     class Model(nn.Module):
         def __init__(self):
@@ -291,22 +348,72 @@ def trainer(folder, alone):
             outputs = self.net(inputs)
             return {"loss": (outputs - labels).square().mean(), "logits": outputs}
 
-    model = Model()
-    optimizer = gossip(model.parameters())
     arguments = TrainingArguments(
-        output_dir=folder / f"trainer-{rank}",
+        output_dir=folder / name,
         use_cpu=True,
-        max_steps=ROUNDS,
+        num_train_epochs=epochs,
         per_device_train_batch_size=8,
         lr_scheduler_type="constant",
         report_to=[],
-        save_strategy="no",
         disable_tqdm=True,
+        **{"save_strategy": "no"} | options,
     )
-    rows = [{"inputs": a, "labels": b} for a, b in loader(rank).dataset]
+    size = int(os.environ["WORLD_SIZE"])
+    rows = [{"inputs": a, "labels": b} for rank in range(size) for a, b in loader(rank).dataset]
+    return kind(Model(), arguments, None, rows, rows, optimizer_cls_and_kwargs=how)
+
+
+def trainer_goes_on(folder):
+    """Four epochs at once, and two and two; what is saved is the merged model."""
+    from safetensors.torch import load_file
+
+    from klatsch.frameworks.huggingface import GossipTrainer
+
+    saving = {"save_strategy": "epoch", "eval_strategy": "epoch"}
+    whole = hugging_face(folder, GossipTrainer, 4, "whole", **saving)
+    whole.train()
+    first = hugging_face(folder, GossipTrainer, 4, "parts", **saving)
+    first.add_callback(ends_after(2))
+    first.train()
+    again = hugging_face(folder, GossipTrainer, 4, "parts", **saving)
+    again.train(resume_from_checkpoint=True)
+    best = hugging_face(folder, GossipTrainer, 2, "best", load_best_model_at_end=True, **saving)
+    best.train()
+    optimizers = [one.optimizer.optimizer for one in (whole, again)]
+    last = folder / "parts" / f"checkpoint-{again.state.global_step}"
+    saved = load_file(last / "model.safetensors")
+    found = {
+        "rounds": [optimizer.rounds for optimizer in optimizers],
+        "x": [torch.cat([v.reshape(-1) for v in optimizer.output()]).tolist() for optimizer in optimizers],
+        "saved": max(float((saved[name] - v).abs().max()) for name, v in again.model.state_dict().items()),
+        "merged": flat(again.model).tolist(),
+        "best": flat(best.model).tolist(),
+        "consensus": [row["eval_consensus"] for row in again.state.log_history if "eval_consensus" in row],
+        "files": sorted(file.name for file in last.iterdir()),
+        "evaluated": [best.evaluate()["eval_loss"], best.state.best_metric],
+        "alone": refusal(hugging_face(folder, GossipTrainer, how=(torch.optim.SGD, {"lr": LR})).train),
+    }
+    dist.barrier()
+    if dist.get_rank() == 1:
+        (last / "optimizer-1.pt").unlink()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        found["missing"] = refusal(lambda: again._load_optimizer_and_scheduler(last))
+    keep(folder, found)
+
+
+def ends_after(epochs):
+    from transformers import TrainerCallback
+
+    class Ends(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **_):
+            control.should_training_stop = state.epoch >= epochs
+
+    return Ends()
+
+
+def refusal(act):
     try:
-        Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, None)).train()
+        act()
     except ValueError as error:
-        keep(folder, str(error))
-    else:
-        keep(folder, optimizer.consensus())
+        return str(error)

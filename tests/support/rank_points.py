@@ -1,6 +1,7 @@
 """What several ranks do at the query point and at x; each function runs in every process, after the fork."""
 
 import warnings
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -65,10 +66,12 @@ def points(folder):
             except ValueError as error:
                 found[call.__name__] = str(error)
         optimizer.train()
-        with optimizer.averaged():
-            klatsch.average_(model, parameters=True)
+        found["own buffer"] = model[1].running_var.clone()
+        with suppress(KeyError), klatsch.merged(model):
             found["merged"], found["Gamma merged"] = held(model), optimizer.consensus()
-        found["back"] = held(model)
+            found["merged buffer"] = model[1].running_var.clone()
+            raise KeyError
+        found["back"], found["buffer back"] = held(model), model[1].running_var.clone()
         numbers = torch.Generator().manual_seed(rank)
         klatsch.recalibrate(model, torch.randn(3, 8, 4, generator=numbers, dtype=torch.float64))
         found["own statistics"] = model[1].running_mean.clone()

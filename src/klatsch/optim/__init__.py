@@ -16,7 +16,7 @@ from typing import Any
 from torch.optim.optimizer import ParamsT as Params
 
 from klatsch import rules
-from klatsch.optim.buffers import average_, recalibrate
+from klatsch.optim.buffers import average_, merged, recalibrate
 from klatsch.optim.checkpointer import Checkpointer
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.groups import pair
@@ -26,7 +26,7 @@ from klatsch.rules.base import LearningRate as Rate
 from klatsch.topology import Topology
 
 __all__ = ["D2", "DATD2", "DATSGD", "DSGD", "PAPER", "Checkpointer", "DATAdamW", "DAdamW", "Gossip"]
-__all__ += ["GradientTracking", "LinkError", "NonFiniteError", "QuorumError", "average_", "recalibrate"]
+__all__ += ["GradientTracking", "LinkError", "NonFiniteError", "QuorumError", "average_", "merged", "recalibrate"]
 
 Graph = Topology | str
 # What the paper trains its networks with (Section 5.2): DATSGD(params, lr, **PAPER).

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,29 @@ def average_(model: nn.Module, *, parameters: bool = False, group: ProcessGroup 
         for tensor, values in zip(tensors, torch.split(mean, [v.numel() for v in tensors]), strict=True):
             tensor.copy_(values.view_as(tensor))
     return model
+
+
+@contextmanager
+def merged(model: nn.Module, *, group: ProcessGroup | None = None) -> Iterator[nn.Module]:
+    """Evaluate or save inside: there the model is that of the whole network, and afterwards this rank's own again.
+
+    That is the mean over all ranks of x and of floating-point buffers; see `average_`. All ranks must enter together.
+
+    Args:
+        model: the model, while it trains or afterwards.
+        group: see `average_`.
+    """
+    trainers = _trainers(model)
+    with ExitStack() as stack:
+        for trainer in trainers:
+            stack.enter_context(trainer.averaged())
+        others = [v.data for v in (*model.buffers(), *model.parameters()) if not any(t.owns(v) for t in trainers)]
+        before = [v.clone() for v in others]
+        try:
+            yield average_(model, parameters=True, group=group)
+        finally:
+            for tensor, values in zip(others, before, strict=True):
+                tensor.copy_(values)
 
 
 @torch.no_grad()

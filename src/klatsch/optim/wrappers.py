@@ -17,7 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Kind = TypeVar("Kind")
-HOW = "for Lightning, Accelerate and Hugging Face see docs/ranks.md"
+RECIPES = {  # of docs/frameworks.md, by the package that wraps models
+    "lightning.pytorch": "Lightning: Trainer(strategy=klatsch.frameworks.lightning.GossipStrategy())",
+    "transformers.trainer": "Hugging Face: klatsch.frameworks.huggingface.GossipTrainer instead of Trainer",
+    "accelerate.accelerator": "Accelerate: accelerator.prepare_model(model, evaluation_mode=True)",
+}
 
 
 class Wrappers:
@@ -38,7 +42,7 @@ class Wrappers:
         kinds = [*fsdp("FullyShardedDataParallel"), *fsdp("FSDPModule")] if self._looks == 1 else []
         if kinds and all(p.grad is None for p in self._parameters) and any(True for _ in alive(kinds)):
             what = "no parameter of the optimizer has a gradient: FSDP has put others in their place"
-            raise ValueError(f"{what}; train the model without it; {HOW}")
+            raise ValueError(f"{what}; train the model without it; {recipe()}")
 
     def _refuse_averaging(self) -> None:
         if len(self._ranks) == 1:
@@ -51,7 +55,7 @@ class Wrappers:
             raise ValueError(
                 f"{type(wrapper).__name__} is around this model on ranks that gossip, and averages their gradients "
                 "before gossip can; train the model without it, or put it around the ranks of one host, and gossip "
-                f"between hosts (mesh=..., docs/hosts.md); {HOW}"
+                f"between hosts (mesh=..., docs/hosts.md); {recipe()}"
             )
 
     def _averages(self, wrapper: nn.Module) -> bool:
@@ -61,6 +65,12 @@ class Wrappers:
         return any(len(self._ranks.intersection(_ranks(group))) > 1 for group in groups) and any(
             id(p) in ours for name, p in inside.named_parameters() if name not in ignored
         )
+
+
+def recipe() -> str:
+    """What to do instead in the frameworks that are in use, and where to read it."""
+    found = [text for package, text in RECIPES.items() if package in sys.modules]
+    return "; ".join((*found, "see docs/frameworks.md"))
 
 
 def fsdp(name: str) -> list[type[nn.Module]]:

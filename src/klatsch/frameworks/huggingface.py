@@ -1,0 +1,101 @@
+"""Trainer of Hugging Face, whose processes gossip."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from klatsch.files import write_atomically
+from klatsch.optim import Gossip, average_, merged
+
+
+class GossipTrainer(Trainer):
+    """Every process trains a model of its own, and an optimizer of klatsch gossips between them.
+
+    All else is as with DDP: every process gets its part of the data, the first one logs and saves. Evaluation is at x.
+    What is saved is the merged model, the mean of all processes' x, and can be used without klatsch; checkpoints have
+    the state of every process's optimizer, so that `train(resume_from_checkpoint=...)` goes on. After `train` every
+    process has the merged model, or the best one with `load_best_model_at_end`.
+    """
+
+    _trains = False
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Have Accelerate prepare the model as for evaluation, which is as for training, but for DDP."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+    def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
+        """Create the optimizer, which must gossip."""
+        super().create_optimizer(*args)
+        return self._gossip
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Train, and leave the merged model with every process."""
+        self._trains = True
+        try:
+            result = super().train(*args, **options)
+        finally:
+            self._trains = False
+        if not (self.args.load_best_model_at_end and self.state.best_model_checkpoint):
+            self._gossip.eval()
+            average_(self.model, parameters=True)
+        return result
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
+        """Evaluate, which Trainer does at x, and measure how far the processes are from each other."""
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **options)
+        if self._trains:
+            output.metrics[f"{metric_key_prefix}_consensus"] = self._gossip.consensus()
+        return output
+
+    def save_model(self, *args: Any, **options: Any) -> None:
+        """Save the merged model; all processes ask together."""
+        with merged(self.model) if self._trains else nullcontext():
+            super().save_model(*args, **options)
+
+    @property
+    def _gossip(self) -> Gossip:
+        optimizer = self.optimizer.optimizer if isinstance(self.optimizer, AcceleratedOptimizer) else self.optimizer
+        if not isinstance(optimizer, Gossip):
+            raise ValueError(
+                f"the optimizer is {type(optimizer).__name__}, with which every process would train alone; give one of "
+                "klatsch.optim (optimizer_cls_and_kwargs=(klatsch.optim.DATAdamW, {'lr': 1e-3})), or use Trainer"
+            )
+        return optimizer
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if (path := self._own_state(output_dir)).name != OPTIMIZER_NAME:
+            torch.save(self.optimizer.state_dict(), content := BytesIO())
+            path.parent.mkdir(parents=True, exist_ok=True)  # the first process may not have come so far
+            write_atomically(path, content.getvalue())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if not (path := self._own_state(checkpoint)).exists():
+            raise ValueError(
+                f"{path} is missing, the state of this process's optimizer; copy it to where this process runs, or "
+                "load the model alone and begin a new training"
+            )
+        self.optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _load_best_model(self) -> None:
+        self._gossip.eval()
+        with self._gossip.merging():  # all processes load the same one
+            super()._load_best_model()
+
+    def _own_state(self, folder: str) -> Path:
+        """The first process has Trainer's own name."""
+        name, rank = Path(OPTIMIZER_NAME), self.args.process_index
+        return Path(folder, name if rank == 0 else f"{name.stem}-{rank}{name.suffix}")
