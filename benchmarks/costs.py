@@ -1,4 +1,4 @@
-"""The planner's cost model against the step times that benchmarks/ranks.py measured, side by side.
+"""The clock against the step times that benchmarks/ranks.py measured, side by side.
 
 Run: .venv/bin/python benchmarks/costs.py            (the table in benchmarks/README.md)
      .venv/bin/python benchmarks/costs.py rows.json  (what ranks.py --json rows.json wrote just now)
@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from klatsch.planning import CANDIDATES, Network
-from klatsch.topology.channel import encoded_bytes
+from klatsch import rules, topology
+from klatsch.clock import Clock, Links
 
 CORES = 2
+STEPS = 800
 RATES = {"1gbit": 1e9, "200mbit": 2e8, "50mbit": 5e7}
 LATENCY, HANDLING = 2e-3, 1e-9  # seconds; seconds per byte and rank of a core
 BANDWIDTH = {"loopback": 1e9} | {name: 0.94 * bits / 8 for name, bits in RATES.items()}  # bytes per second
@@ -69,15 +70,14 @@ def rows(text: str) -> list[Row]:
 
 
 def predicted(row: Row, method: str) -> float:
-    """Seconds per step."""
-    shared = max(1.0, row.ranks / CORES)
-    network = Network(BANDWIDTH[row.network], LATENCY, row.step, HANDLING * shared)
-    size, degree = 4.0 * row.params, min(row.ranks - 1, 2)
+    """Seconds per step, over many steps."""
+    clock = Clock(row.step, Links(BANDWIDTH[row.network], LATENCY), HANDLING * max(1.0, row.ranks / CORES))
     if method == "all-reduce":
-        return float(network.all_reduce_seconds(size, row.ranks))
-    vectors = CANDIDATES[method.partition("/")[0]].vectors
-    channel = (8, CHANNELS[method], encoded_bytes("int8", row.params)) if method in CHANNELS else ()
-    return float(network.gossip_seconds(size, degree, *vectors, *channel))
+        return float(clock.all_reduce(row.ranks, row.params, [STEPS])[0, 0]) / STEPS
+    name, _, order = method.partition("/")[0].partition(" ")
+    rule = rules.make(name, lr=1.0, order=order.strip("()") or "atc")
+    channel = {"every": 8, "late": CHANNELS[method], "wire": "int8"} if method in CHANNELS else {}
+    return clock.seconds(rule, topology.make("ring", row.ranks, **channel), row.params, [STEPS])[0] / STEPS
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from klatsch.version import VERSION
 
 if TYPE_CHECKING:
-    from klatsch import columns, optim, planning, problems, rules, simulation, theory, topology
+    from klatsch import clock, columns, optim, planning, problems, rules, simulation, theory, topology
     from klatsch.optim import (
         Checkpointer,
         Gossip,
@@ -26,7 +26,18 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 __all__ = ["Checkpointer", "Gossip", "LinkError", "NonFiniteError", "QuorumError", "Result", "Topology", "__version__"]
-__all__ += ["average_", "averaging", "columns", "merged", "optim", "planning", "problems", "recalibrate", "rules"]
+__all__ += [
+    "average_",
+    "averaging",
+    "clock",
+    "columns",
+    "merged",
+    "optim",
+    "planning",
+    "problems",
+    "recalibrate",
+    "rules",
+]
 __all__ += ["simulate", "simulation", "theory", "topology"]
 
 _OWNERS = {

@@ -17,6 +17,7 @@ FLOORS = [
     {"topology"},
     {"rules", "problems", "theory"},
     {"channels", "algorithms"},  # the latter is the former name of rules
+    {"clock"},
     {"simulation", "ranks"},
     {"planning", "study", "optim"},
     {"klatsch", "paper", "frameworks"},

@@ -387,3 +387,10 @@ def test_kill_9_while_some_are_done_already_loses_nothing(tmp_path, launch):
     wanted = expected(ends(tmp_path)[1]["rounds"], lambda node, t: t > steps[node])
     for rank, end in enumerate(ends(tmp_path)):
         torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
+
+
+def test_a_rank_at_its_end_waits_for_what_is_on_its_way_to_it(launch):
+    """Else its neighbours, whom gloo does not tell that it is gone, would wait for the timeout at their own end."""
+    ranks = launch(2, "rank_hardships.ends_first")
+    ranks.succeed()
+    assert ranks.wait_for("gone-1") == "True"

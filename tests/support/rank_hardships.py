@@ -1,7 +1,9 @@
 """What ranks go through in the tests of hardships: gradients not finite, networks that fall apart, few batches."""
 
+import gc
 import os
 import signal
+import time
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ import klatsch
 from klatsch.ranks.gloo import Survivors
 from tests.support.processes import say
 from tests.support.rank_scenarios import problem_of
+from tests.support.waiting import HANG, wait_until
 
 LR = 1e-3
 HARMS = {"nan": torch.nan, "inf": -torch.inf, "absurd": 1e25}
@@ -157,3 +160,27 @@ def uneven(
         assert optimizer.finish() == 0
     say(folder, f"idle-{optimizer.rank}", idle)
     keep(folder, optimizer, x, consensus=optimizer.consensus() if not leave else 0.0, lost=optimizer.lost)
+
+
+def ends_first(folder):
+    """Messages of cta leave at the end of a round. The last one of rank 0 leaves late, when rank 1 is at its end."""
+    optimizer, x, problem = begin(order="cta", timeout=HANG)
+    rank, links = optimizer.rank, optimizer._links
+    usual = links.send
+
+    def hesitant(tag, t, message):
+        if t == 4 and rank == 0:
+            wait_until((folder / "done").exists)
+            time.sleep(0.5)  # in which rank 1 would end, if it did not wait
+            say(folder, "last")
+        usual(tag, t, message)
+
+    links.send = hesitant
+    for t in range(1, 4):
+        gradient(x, problem, rank, t)
+        if t == 3 and rank == 1:
+            say(folder, "done")
+        optimizer.step()
+    optimizer = None
+    gc.collect()
+    say(folder, f"gone-{rank}", (folder / "last").exists())

@@ -1,6 +1,7 @@
 """How many machines pay: the theory with measured constants, and a cost model of the network."""
 
-from klatsch.planning.hardware import NETWORKS, Network, network
+from klatsch.clock import NETWORKS
+from klatsch.planning.hardware import Network, network
 from klatsch.planning.measurement import Estimate, Probe, Stage, probe
 from klatsch.planning.planner import Choice, Line, Plan, Task, plan
 from klatsch.planning.predictions import CALIBRATION, CANDIDATES, UNCALIBRATED, Calibration, Candidate, predicted

@@ -7,20 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from klatsch.arguments import named, number
+from klatsch.clock import NETWORKS
+from klatsch.clock.rounds import BUCKET, HIDDEN
 from klatsch.theory import Number
 
-BUCKET = 25e6  # bytes that an all-reduce of gradients collects, as in DDP; nothing hides the last bucket
-HIDDEN = 1 / 3  # of a gradient's time, in which finished buckets may travel
-
 TINY = 1e-50  # smaller numbers, and those above 1 / TINY, are mistakes
-
-# Goodput of TCP (94 % of the line) in bytes per second, and seconds until a message arrives.
-NETWORKS = {
-    "1gbe": (0.94e9 / 8, 1e-4),
-    "10gbe": (0.94e10 / 8, 5e-5),
-    "100gbe": (0.94e11 / 8, 2e-5),
-    "wan": (0.94e8 / 8, 5e-2),
-}
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class GlooLinks(Links):
         self._staged = device.type != "cpu"
         self._heard: dict[int, int] = {}  # by neighbour: the last round from which a message came
         self._arriving: dict[int, list[Transfer]] = {}
+        self._awaited: dict[int, int] = {}  # by tag: the round whose messages arrive
         self._leaving: dict[tuple[int, int], list[Transfer]] = {}
         self._abandoned: list[Transfer] = []  # with lost neighbours; gloo may still work on them
         self._notes = Notes(group)
@@ -54,6 +55,7 @@ class GlooLinks(Links):
 
     def expect(self, tag: int, t: int, like: Tensor) -> None:
         room = self._room(tag, t, like)
+        self._awaited[tag] = t
         self._arriving[tag] = [self._post(dist.irecv, memory, source, tag) for source, memory in room]
 
     def send(self, tag: int, t: int, message: Tensor) -> None:
@@ -120,21 +122,27 @@ class GlooLinks(Links):
         return [transfer.memory for transfer in came if transfer.peer not in self.lost]
 
     def drain(self) -> None:
+        self._end([*chain(*self._leaving.values())])
+
+    def _end(self, transfers: list[Transfer]) -> None:
         deadline = time.monotonic() + self.timeout
-        leaving = [*chain(*self._leaving.values())]
-        self._take(leaving)
-        for transfer in leaving:  # one that does not end stays, and its memory is not reused
+        self._take(transfers)
+        for transfer in transfers:  # one that does not end stays, and its memory is not reused
             transfer.ended(deadline - time.monotonic())
 
     def close(self) -> None:
-        """Let the last messages leave, and end the threads.
+        """Let the last messages leave, and those of the neighbours arrive, and end the threads.
+
+        When training ends, messages that need no gradient are on their way; gloo does not tell their senders that a
+        rank is gone, and they would wait for it up to the timeout. What this rank has sent, its neighbours send, too.
 
         A thread that still waits for a late neighbour would crash the process at its end. It stops when its connection
         closes, and gloo closes all connections when a wait passes its limit.
         """
         if self._failure is None:  # otherwise, the sooner it ends the better
-            self.drain()
-        for transfer in (*self._abandoned, *chain(*self._leaving.values())):
+            sent = [tag for tag, t in self._leaving if self._awaited.get(tag) == t]
+            self._end([*chain(*self._leaving.values()), *chain(*(self._arriving.get(tag, []) for tag in sent))])
+        for transfer in (*self._abandoned, *chain(*self._leaving.values(), *self._arriving.values())):
             transfer.give_up()
         for waiter in self._waiters.values():
             waiter.end()

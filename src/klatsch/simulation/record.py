@@ -38,6 +38,7 @@ class Result:
     state: State = field(repr=False)  # the rule's state after the last round, to continue from
     rounds: int = 0  # rounds done
     origin: Facts = field(default_factory=dict, repr=False)  # what tells this run from others
+    elapsed: list[float] = field(default_factory=list, repr=False)  # by step: when all nodes were there, on a clock
 
     def __repr__(self) -> str:
         last = ", ".join(f"{name} {float(v[-1].min()):.3g}" for name, v in self.metrics.items() if len(v))

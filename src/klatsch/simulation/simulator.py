@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from klatsch.clock import Clock
 from klatsch.problems import Problem
 from klatsch.rules import Rule
 from klatsch.sealed import digest
@@ -38,6 +40,7 @@ def simulate(
     progress: bool | Advance | None = None,
     any_graph: bool = False,
     engine: str = "auto",
+    clock: Clock | None = None,
 ) -> Result:
     """Run an update rule on a problem over a topology, all nodes and columns at once.
 
@@ -55,6 +58,7 @@ def simulate(
         progress: a bar (True, False, or None for one on a terminal), or a function of the rounds just done.
         any_graph: run even where the rule refuses the graph.
         engine: "auto" (the fastest that can run this), "torch" (plain operations), "fused" or "cuda graph".
+        clock: how long gradients and messages take; the result then has `elapsed`, the seconds to each step.
 
     Returns:
         Steps, metrics per step and column, and every node's final x.
@@ -69,6 +73,7 @@ def simulate(
         progress=progress,
         any_graph=any_graph,
         engine=engine,
+        clock=clock,
     )[0]
 
 
@@ -88,6 +93,7 @@ def simulate_together(
     progress: bool | Advance | None = None,
     any_graph: bool = False,
     engine: str = "auto",
+    clock: Clock | None = None,
 ) -> list[Result]:
     """Run one rule on several problems, each over its own topology, all in one stack.
 
@@ -132,7 +138,15 @@ def simulate_together(
     run = saver.restored(nodes.start) or run
     with progress_bar(progress, rates.steps, run.now.rounds, title) as tell:
         run.drive(nodes, points, rates.steps, saver, tell)
-    return run.results(nodes, points, origins)
+    results = run.results(nodes, points, origins)
+    if clock is None:
+        return results
+    each = rules if len(rules) > 1 else rules * len(problems)
+    told = [
+        clock.seconds(one, graph, problem.dim, points)
+        for one, graph, problem in zip(each, topologies, problems, strict=True)
+    ]
+    return [replace(result, elapsed=seconds) for result, seconds in zip(results, told, strict=True)]
 
 
 def _fastest(engine: str, problem: Problem, parts: Prepared) -> Stack:

@@ -1,0 +1,232 @@
+"""The clock: when every node has done a round, given when its neighbours have.
+
+A node sends what needs no gradient as soon as the round before is over, and the rest when its gradient is there. It is
+done with a round when it has its own gradient and all messages that it waits for. A message leaves when those before
+have left, travels for a latency, and takes its bytes over the bandwidth; what a node sends to several neighbours at
+the same time shares its link. Synchronous rules wait for the same messages however long they take, so the numbers of a
+run do not depend on its clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from klatsch import columns
+from klatsch.arguments import number, whole
+from klatsch.channels.rehearsal import FEW, rehearse
+from klatsch.clock.links import Links
+from klatsch.clock.links import links as links_of
+from klatsch.clock.times import Array, Times
+from klatsch.clock.times import times as times_of
+from klatsch.rules import Rule
+from klatsch.topology import Topology
+from klatsch.topology.channel import encoded_bytes
+from klatsch.topology.matrix import Matrix, mapped
+
+CHUNK = 1 << 22  # times that are drawn at once
+BUCKET = 25e6  # bytes that an all-reduce of gradients collects, as in DDP; nothing hides the last bucket
+HIDDEN = 1 / 3  # of a gradient's time, in which finished buckets may travel
+
+
+class Sending(NamedTuple):
+    """One message of a round."""
+
+    early: bool  # whether it needs no gradient
+    vectors: int
+    needs: tuple[int, ...]  # messages that have to arrive before
+
+
+class Hearing(NamedTuple):
+    """Who waits for whom in a round with one message of a size."""
+
+    sources: NDArray[np.int64]  # (degree, M): whom each node hears; itself where it hears fewer
+    delays: Array  # (degree, M): from the sending to the arrival; -inf where it is itself
+    sending: Array  # (M,): how long a node's link is busy with it
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How long gradients and messages take.
+
+    Args:
+        gradient: seconds of a gradient: a number, one for each node, or a distribution; see `klatsch.clock.times`.
+        network: its links: "1gbe", "10gbe", "100gbe", "wan", a CSV file, or `Links`, `Sites`, `Table`.
+        handling: seconds to pack and add up each byte of a vector; nothing hides them.
+        per_message: seconds of work for each message of any length.
+        gpus: GPUs of a node, if nodes are hosts: they average their gradients, and put their slices together, inside.
+        bus: bytes per second between them.
+        seed: of what is drawn.
+    """
+
+    gradient: Times | float | str | Sequence[float]
+    network: Links | str = "10gbe"
+    handling: float = 5e-10
+    per_message: float = 1e-5
+    gpus: int = 1
+    bus: float = 2e10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gradient", times_of(self.gradient))
+        object.__setattr__(self, "network", links_of(self.network))
+        number("handling", self.handling, lambda v: v >= 0, "0 or a positive number of seconds per byte")
+        number("per_message", self.per_message, lambda v: v >= 0, "0 or a positive number of seconds")
+        number("bus", self.bus, lambda v: v > 0, "a positive number of bytes per second, such as 2e10")
+        whole(self.gpus, "gpus", 1)
+        whole(self.seed, "seed", 0)
+
+    def seconds(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> list[float]:
+        """When all nodes have done so many rounds, in seconds.
+
+        Nodes that all talk to each other would use an all-reduce, so the complete graph counts as one.
+        """
+        if topology.name.partition("/")[0] == "complete" and topology.wire == "float32" and not topology.late:
+            vectors = 1 if topology.every == 1 else sum(sent.vectors for sent in messages_of(rule))
+            done = self.all_reduce(topology.size, params, steps, topology.every, vectors)
+        else:
+            done = self.gossip(rule, topology, params, steps)
+        return [float(seconds) for seconds in done.max(1)]
+
+    def gossip(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> Array:
+        """When each node has done so many rounds of gossip, in seconds, (len(steps), M)."""
+        self._check(topology.size, steps)
+        size = float(encoded_bytes("float32", params))
+        encoded = float(encoded_bytes(topology.wire, params))
+        sendings = messages_of(rule)
+        hearings = [self._hearings(topology, sent.vectors * encoded) for sent in sendings]
+        work = sum(sent.vectors for sent in sendings) * size * self.handling
+        free = np.zeros(topology.size)  # when a node's link has sent all that it was given
+        on_the_way: deque[tuple[int, Array]] = deque()  # the round that waits for it, and when it has arrived
+
+        def sent_from(begin: Array, ready: Array, phase: int) -> Array:
+            """When each node has its gradient and all messages; the early ones leave at the beginning."""
+            nonlocal free
+            arrivals: list[Array] = []
+            last = ready
+            for sent, hearing in zip(sendings, hearings, strict=True):
+                start = np.maximum(begin if sent.early else ready, free)
+                for k in sent.needs:
+                    start = np.maximum(start, arrivals[k])
+                sources, delays, sending = hearing[phase]
+                free = start + sending
+                arrivals.append((start[sources] + delays).max(0))
+                last = np.maximum(last, arrivals[-1])
+            return last
+
+        def after(t: int, done: Array, gradient: Array) -> Array:
+            ready = done + gradient
+            speaks, phase = topology.speaks(t) and topology.size > 1, (t // topology.every - 1) % len(hearings[0])
+            if speaks and not topology.late:
+                return sent_from(done, ready, phase) + work
+            if on_the_way and on_the_way[0][0] == t:
+                ready = np.maximum(ready, on_the_way.popleft()[1])
+            if speaks:
+                ready = ready + work
+                on_the_way.append((t + topology.late, sent_from(ready, ready, phase)))
+            return ready
+
+        return self._run(topology.size, size, steps, after)
+
+    def all_reduce(self, nodes: int, params: int, steps: Sequence[int], every: int = 1, vectors: int = 1) -> Array:
+        """When each node has done so many rounds with an all-reduce of some vectors in every H-th, (len(steps), M).
+
+        They go along a ring in pieces, in the order of the nodes, or along a tree and back, whichever is faster. In
+        every round it is an all-reduce of gradients, in buckets, which travel as soon as they are finished.
+        """
+        self._check(nodes, steps)
+        size = float(encoded_bytes("float32", params))
+        extra = self._all_reduce(nodes, vectors * size, hides=every == 1) + vectors * size * self.handling * (nodes > 1)
+
+        def after(t: int, done: Array, gradient: Array) -> Array:
+            ready = done + gradient
+            return ready if t % every else np.full(nodes, ready.max() + extra)
+
+        return self._run(nodes, size, steps, after)
+
+    def _check(self, nodes: int, steps: Sequence[int]) -> None:
+        self.gradient.check(nodes)  # type: ignore[union-attr]
+        self.network.check(nodes)  # type: ignore[union-attr]
+        if not len(steps):
+            raise ValueError("steps is empty; give the rounds at which to look at the clock, such as [1000]")
+        for step in steps:
+            whole(step, "steps", 1)
+
+    def _run(self, nodes: int, size: float, steps: Sequence[int], after: Callable[[int, Array, Array], Array]) -> Array:
+        """When each node has done so many rounds, given when it has done one, from the round before."""
+        done, found, wanted = np.zeros(nodes), np.empty((len(steps), nodes)), {s: k for k, s in enumerate(steps)}
+        for t, gradient in enumerate(self._gradients(nodes, max(steps), size), 1):
+            done = after(t, done, gradient)
+            if t in wanted:
+                found[wanted[t]] = done
+        return found
+
+    def _gradients(self, nodes: int, rounds: int, size: float) -> Iterator[Array]:
+        """The seconds of every node's gradient, round by round, with what its GPUs do among themselves."""
+        inside = 3 * (self.gpus - 1) / self.gpus * size / self.bus  # an all-reduce and an all-gather
+        numbers, left = np.random.default_rng(self.seed), rounds
+        while left:
+            some = min(left, max(1, CHUNK // nodes))
+            yield from self.gradient.draw(some, nodes, numbers) + inside  # type: ignore[union-attr]
+            left -= some
+
+    def _hearings(self, topology: Topology, size: float) -> list[Hearing]:
+        return mapped(topology.speaking, lambda P: self._hearing(P, topology.name, size))
+
+    def _hearing(self, P: Matrix, name: str, size: float) -> Hearing:
+        """Who hears whom with a matrix, and how long a message of a size takes."""
+        links = P.tocoo()
+        apart = links.coords[0] != links.coords[1]
+        receiver, sender = (links.coords[k][apart].astype(np.int64) for k in (0, 1))
+        rate, latency = self.network.between(sender, receiver)  # type: ignore[union-attr]
+        if (rate <= 0).any():
+            k = int(np.argmax(rate <= 0))
+            raise ValueError(
+                f"{name} needs a link from node {sender[k]} to node {receiver[k]}, and the network has none; give it "
+                "a bandwidth, or take another graph"
+            )
+        nodes = P.shape[0]
+        takes = size / rate + self.per_message
+        sending, hearing = (np.bincount(who, takes, nodes).astype(float) for who in (sender, receiver))
+        delay = latency + np.maximum(sending[sender], hearing[receiver])
+        degree = np.bincount(receiver, minlength=nodes)
+        sources = np.tile(np.arange(nodes), (max(1, int(degree.max(initial=0))), 1))
+        delays = np.full(sources.shape, -np.inf)
+        order = np.argsort(receiver, kind="stable")
+        place = np.arange(len(order)) - np.repeat(np.cumsum(degree) - degree, degree)
+        sources[place, receiver[order]] = sender[order]
+        delays[place, receiver[order]] = delay[order]
+        return Hearing(sources, delays, sending)
+
+    def _all_reduce(self, nodes: int, size: float, hides: bool) -> float:
+        """Seconds that an all-reduce adds to a round; buckets may hide behind the gradient."""
+        if nodes == 1:
+            return 0.0
+        here = np.arange(nodes)
+        rate, latency = self.network.between(here, np.roll(here, -1))  # type: ignore[union-attr]
+        if (rate <= 0).any():
+            raise ValueError(
+                f"an all-reduce along a ring needs a link from node {int(np.argmax(rate <= 0))} to the next one, and "
+                "the network has none; give it a bandwidth"
+            )
+        ring = 2 * (nodes - 1) * float((latency + self.per_message + size / nodes / rate).max())
+        tree = 2 * np.ceil(np.log2(nodes)) * float((latency + self.per_message + size / rate).max())
+        travel = min(ring, float(tree))
+        hidden = min(HIDDEN * self.gradient.mean, travel * (1 - min(1.0, BUCKET / size)))  # type: ignore[union-attr]
+        return travel - hidden * hides
+
+
+def messages_of(rule: Rule) -> list[Sending]:
+    """The messages of a round."""
+    traffic = rehearse(rule, torch.zeros(columns.count(rule), FEW))
+    early = 0 if traffic.early else None
+    return [
+        Sending(k == early, sum(shape[-1] == FEW for shape in sent.shapes), sent.needs)
+        for k, sent in enumerate(traffic.messages)
+    ]

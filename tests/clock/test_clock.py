@@ -1,0 +1,301 @@
+"""The clock: closed forms, a plain reference, and bad input."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import klatsch
+from klatsch import clock as clocks
+from klatsch.clock import Clock, Links, Sites, Table, Times, times
+from klatsch.clock.rounds import messages_of
+
+FREE = Links(1e30, 0.0)  # messages take no time
+
+
+def rule(name="dsgd", **options):
+    return klatsch.rules.make(name, lr=0.1, **options)
+
+
+def ring(nodes, **channel):
+    return klatsch.topology.make("ring", nodes, **channel)
+
+
+def free(gradient, **options):
+    return Clock(gradient, FREE, handling=0.0, per_message=0.0, **options)
+
+
+class Drawn(Times):
+    """Times that a test sets."""
+
+    def __init__(self, rows):
+        self.rows, self.mean = np.array(rows, float), float(np.mean(rows))
+
+    def draw(self, rounds, nodes, numbers):
+        return self.rows[:rounds]
+
+
+# --- closed forms ---------------------------------------------------------------------------------------------------
+
+
+def test_equal_times():
+    """One link per node: two neighbours share it; what is early hides behind the gradient."""
+    one, params = Clock(0.05, Links(1e8, 0.002), handling=1e-9, per_message=1e-5), 1_000_000
+    vector = 2 * (4e6 / 1e8 + 1e-5)
+    assert one.seconds(rule(), ring(8), params, [100]) == pytest.approx([100 * (0.05 + 0.002 + vector + 4e-3)])
+    cta = rule("dat", order="cta")  # both vectors in one message, which takes longer than the gradient
+    both = 2 * (8e6 / 1e8 + 1e-5)
+    assert one.seconds(cta, ring(8), params, [100]) == pytest.approx([100 * (0.002 + both + 8e-3)])
+    assert one.seconds(cta, ring(8), 1000, [100]) == pytest.approx([100 * (0.05 + 8e-6)])  # all of it is hidden
+    atc = rule("dat")  # x leaves early, and w when x has left
+    assert one.seconds(atc, ring(8), params, [100]) == pytest.approx([100 * (0.002 + 2 * vector + 8e-3)])
+
+
+def test_silent_rounds_are_gradients_alone():
+    one = Clock(0.05, Links(1e8, 0.002), handling=0.0, per_message=0.0)
+    found = one.seconds(rule(), ring(8, every=4), 1_000_000, [3, 4, 7, 8])
+    talk = 0.002 + 2 * 4e6 / 1e8
+    assert found == pytest.approx([0.15, 0.2 + talk, 0.35 + talk, 0.4 + 2 * talk])
+
+
+def test_late_messages_hide_behind_gradients():
+    one, params = Clock(0.05, Links(1e8, 0.002), handling=0.0, per_message=0.0), 1_000_000  # a vector takes 82 ms
+    assert one.seconds(rule(), ring(8, late=2), params, [101])[0] == pytest.approx(
+        101 * 0.08, rel=0.03
+    )  # a link's pace
+    assert one.seconds(rule(), ring(8, every=2, late=2), params, [100]) == pytest.approx([100 * 0.05])
+    assert one.seconds(rule(), ring(8, every=2, late=1), params, [100])[0] == pytest.approx(
+        100 * 0.05 + 50 * 0.032, rel=0.01
+    )
+
+
+def test_small_messages_take_less():
+    one = Clock(1e-9, Links(1e8, 0.0), handling=0.0, per_message=0.0)
+    full, half, quarter = (
+        one.seconds(rule(), ring(8, wire=wire), 1 << 20, [10])[0] for wire in ("float32", "bfloat16", "int8")
+    )
+    assert full / half == pytest.approx(2, rel=1e-6)
+    assert full / quarter == pytest.approx(4 / (1 + 2 / 256), rel=1e-6)
+
+
+@pytest.mark.parametrize("nodes", [2, 16, 64])
+def test_exponential_times_with_an_all_reduce_are_harmonic(nodes):
+    found = free("exponential(0.1)").seconds(rule(), klatsch.topology.complete(nodes), 10, [40_000])
+    assert found[0] / 40_000 == pytest.approx(0.1 * sum(1 / k for k in range(1, nodes + 1)), rel=0.02)
+
+
+@pytest.mark.parametrize("order", ["atc", "cta"])
+def test_a_delay_spreads_at_one_hop_per_round(order):
+    """Node 0 is slow in round 1. In atc neighbours wait for its message of that round with their gradients done; in
+    cta for the one after it, while they compute the next gradient, which hides one second of the delay at every hop."""
+    rounds, nodes = 8, 21
+    drawn = np.ones((rounds, nodes))
+    drawn[0, 0] = 5.0
+    done = free(Drawn(drawn)).gossip(rule(order=order), ring(nodes), 10, [*range(1, rounds + 1)])
+    hops = np.minimum(np.arange(nodes), nodes - np.arange(nodes))
+    for t, row in enumerate(done, 1):
+        delays = np.where(hops <= t, 4.0, 0.0) if order == "atc" else np.where(hops < t, np.maximum(0, 4.0 - hops), 0.0)
+        assert row == pytest.approx(t + delays)
+
+
+def test_the_slowest_node_sets_the_pace():
+    found = free([1.0] * 7 + [3.0]).seconds(rule(), ring(8), 10, [1000])
+    assert found == pytest.approx([3000.0])
+
+
+def test_nodes_that_are_hosts():
+    """Four GPUs average gradients, 3/4 of the vector twice, and put slices together, once."""
+    alone, host = (Clock(0.05, "10gbe", gpus=gpus, bus=1e10).seconds(rule(), ring(4), 10**6, [1])[0] for gpus in (1, 4))
+    assert host - alone == pytest.approx(3 * 0.75 * 4e6 / 1e10)
+
+
+def test_local_sgd_waits_in_every_fourth_round():
+    drawn = np.random.default_rng(0).random((8, 3)) + 0.5
+    one = Clock(Drawn(drawn), Links(1e8, 0.001), handling=0.0, per_message=0.0)
+    found = one.seconds(rule(), klatsch.topology.every(klatsch.topology.complete(3), 4), 1_000_000, [4, 8])
+    talk = min(4 * (0.001 + 4e6 / 3 / 1e8), 4 * (0.001 + 4e6 / 1e8))
+    first, second = (drawn[k : k + 4].sum(0).max() + talk for k in (0, 4))
+    assert found == pytest.approx([first, first + second])
+
+
+# --- a plain reference ----------------------------------------------------------------------------------------------
+
+
+def plainly(one, rule, topology, params, drawn):
+    """Every message of every node by itself, from what the module says."""
+    numbers = {"float32": 4, "bfloat16": 2}[topology.wire] * params
+    sendings, M = messages_of(rule), topology.size
+    done, free_at, flights, rows = [0.0] * M, [0.0] * M, {}, []
+    work = sum(sent.vectors for sent in sendings) * 4 * params * one.handling
+
+    def takes(i, j, sent):
+        rate, _ = one.network.between(np.array([i]), np.array([j]))
+        return sent.vectors * numbers / rate[0] + one.per_message
+
+    def exchanged(t, begin, ready):
+        arrived, last = [], [*ready]
+        for sent in sendings:
+            starts = [max(begin[j] if sent.early else ready[j], free_at[j], *(arrived[k][j] for k in sent.needs))
+                      for j in range(M)]  # fmt: skip
+            out = [sum(takes(j, int(k), sent) for k in topology.receivers(j, t)) for j in range(M)]
+            into = [sum(takes(int(j), i, sent) for j in topology.neighbors(i, t)) for i in range(M)]
+            for j in range(M):
+                free_at[j] = starts[j] + out[j]
+            arrived.append([
+                max([-math.inf, *(starts[j] + one.network.between(np.array([j]), np.array([i]))[1][0]
+                                  + max(out[j], into[i]) for j in topology.neighbors(i, t))])
+                for i in range(M)
+            ])  # fmt: skip
+            last = [max(a, b) for a, b in zip(last, arrived[-1], strict=True)]
+        return last
+
+    for t, gradient in enumerate(drawn, 1):
+        ready = [a + b for a, b in zip(done, gradient, strict=True)]
+        if topology.speaks(t) and not topology.late:
+            done = [v + work for v in exchanged(t, done, ready)]
+        else:
+            if t in flights:
+                ready = [max(a, b) for a, b in zip(ready, flights.pop(t), strict=True)]
+            if topology.speaks(t):
+                ready = [v + work for v in ready]
+                flights[t + topology.late] = exchanged(t, ready, ready)
+            done = ready
+        rows.append(done)
+    return np.array(rows)
+
+
+GRAPHS = [("ring", {}), ("star", {}), ("one_peer_exponential", {}), ("ring", {"every": 3})]
+GRAPHS += [("ring", {"every": 2, "late": 3})]
+
+
+@pytest.mark.parametrize("name", ["dsgd", "dat", "gt", "dat-gt"])
+@pytest.mark.parametrize(
+    "graph, channel",
+    [
+        ("ring", {}),
+        ("star", {}),
+        ("one_peer_exponential", {}),
+        ("ring", {"every": 3}),
+        ("ring", {"every": 2, "late": 3}),
+    ],
+)
+def test_it_is_the_plain_reference(name, graph, channel):
+    nodes, rounds = 8, 12
+    drawn = np.random.default_rng(1).lognormal(-3, 1, (rounds, nodes))
+    table = np.random.default_rng(2).uniform(1e6, 1e8, (nodes, nodes))
+    delays = np.random.default_rng(3).uniform(0, 0.05, (nodes, nodes))
+    one = Clock(Drawn(drawn), Table(1.0, 0.0, table, delays), handling=1e-9)
+    topology = klatsch.topology.make(graph, nodes, **channel)
+    found = one.gossip(rule(name), topology, 10_000, [*range(1, rounds + 1)])
+    np.testing.assert_allclose(found, plainly(one, rule(name), topology, 10_000, drawn), rtol=1e-12)
+
+
+# --- gradients and links --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, mean",
+    [("0.05", 0.05), ("exponential(0.2)", 0.2), ("lognormal(0.1, 1)", 0.1), ("slow(0.1, 10, 0.05)", 0.145)],
+)
+def test_times_have_their_mean(text, mean):
+    one = times(text)
+    assert one.mean == pytest.approx(mean)
+    assert one.draw(4000, 50, np.random.default_rng(0)).mean() == pytest.approx(mean, rel=0.02)
+
+
+def test_a_trace_is_gone_through_in_order(tmp_path):
+    file = tmp_path / "trace.csv"
+    file.write_text("seconds\n" + "\n".join(map(str, range(1, 11))))
+    drawn = times(str(file)).draw(25, 3, np.random.default_rng(0))
+    for column in drawn.T:
+        steps = np.diff(column)
+        assert set(steps) == {1.0, -9.0}
+
+
+def test_sites_and_tables():
+    sites = Sites(1e6, 0.05, sizes=(2, 2), inside=Links(1e9, 1e-4))
+    pairs = [np.array(v) for v in ([0, 1, 3], [1, 2, 2])]
+    assert [*sites.between(*pairs)[0]] == [1e9, 1e6, 1e9]
+    assert [*sites.between(*pairs)[1]] == [1e-4, 0.05, 1e-4]
+    fast, slow = (Clock(0.01, some).seconds(rule(), ring(4), 10**6, [10])[0] for some in (Links(1e9, 1e-4), sites))
+    assert slow > 10 * fast
+    alike = Table(1.0, 1e-4, np.full((4, 4), 1e9))
+    assert Clock(0.01, alike).seconds(rule(), ring(4), 10**6, [10]) == pytest.approx([fast])
+
+
+def test_the_clock_beside_a_simulation():
+    problem = klatsch.problems.LeastSquares(nodes=8, dim=5, seed=0)
+    grid = klatsch.rules.make("dat", lr=[0.01, 0.02, 0.03])
+    one = Clock("lognormal(0.05, 0.5)", "wan")
+    plain = klatsch.simulate(problem, grid, ring(8), 50, 5, progress=False)
+    timed = klatsch.simulate(problem, grid, ring(8), 50, 5, progress=False, clock=one)
+    assert torch.equal(plain.output, timed.output)  # bits: same call
+    assert plain.elapsed == []
+    assert timed.elapsed == one.seconds(rule("dat"), ring(8), problem.dim, timed.steps)
+    assert all(a < b for a, b in zip(timed.elapsed, timed.elapsed[1:], strict=False))
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "gradient, text",
+    [
+        (0, "gradient = 0; give a positive number of seconds"),
+        ("fast", "unknown distribution 'fast'"),
+        ("lognormal", r"gradient = 'lognormal' has 0 numbers; give lognormal\(mean, spread\), in seconds"),
+        ("exponential(1, 2)", r"has 2 numbers; give exponential\(mean\), in seconds"),
+        ("exponential(-1)", "exponential's mean = -1.0; give a positive number of seconds"),
+        ("slow(0.1, 0.5, 0.1)", "slow's k = 0.5; give a factor from 1 up"),
+        ("0.1,x", "gradient = '0.1,x'; give seconds"),
+        ("", "gradient = '' has no number"),
+        ([], r"gradient = \[\] has no number"),
+        ("exponential(nan)", "exponential's mean = nan"),
+    ],
+)
+def test_gradients_that_are_none(gradient, text):
+    with pytest.raises(ValueError, match=text):
+        Clock(gradient)
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        ("1,2\n3\n", "row 2 has 1 numbers, but row 1 has 2; make them equal"),
+        ("1,2\n3,x\n", "row 2: 'x' is not a number"),
+        ("1,2\n-3,4\n", "row 2, column 1: -3 bytes per second; give 0 or a positive number"),
+        ("1,2,3\n4,5,6\n", "has 2 x 3 bytes per second; give M rows of M"),
+        ("1,2\n3,4\n", "is of 2 nodes, but the network has 4; give M rows of M"),
+        ("0,1,1,0\n1,0,1,1\n1,1,0,1\n0,1,1,0\n", "ring needs a link from node 3 to node 0, and the network has none"),
+        ("", "has no numbers"),
+    ],
+)
+def test_links_that_do_not_fit(tmp_path, content, text):
+    file = tmp_path / "links.csv"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=text):
+        Clock(0.1, str(file)).seconds(rule(), ring(4), 10, [1])
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: Clock(0.1, "lan"), "unknown network 'lan'"),
+        (lambda: Clock(0.1, Links(0, 0)), "bandwidth = 0"),
+        (lambda: Clock(0.1, Links(1, -1)), "latency = -1"),
+        (lambda: Clock(0.1, handling=-1), "handling = -1"),
+        (lambda: Clock(0.1, gpus=0), "gpus = 0"),
+        (lambda: Clock([0.1, 0.2]).seconds(rule(), ring(4), 10, [1]), "gradient has 2 numbers, but there are 4 nodes"),
+        (lambda: Clock(0.1).seconds(rule(), ring(4), 10, []), "steps is empty"),
+        (lambda: Clock(0.1).seconds(rule(), ring(4), 10, [0]), "steps = 0"),
+        (
+            lambda: Clock(0.1, Sites(1e6, 0, (1, 2), Links(1e9, 0))).seconds(rule(), ring(4), 10, [1]),
+            "the sites have 3 nodes, but the graph 4",
+        ),
+        (lambda: clocks.links("links.csv", bandwidth=1.0), "leave bandwidth = 1 out"),
+    ],
+)
+def test_bad_input(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
