@@ -1,6 +1,6 @@
 """When: how long the rounds of a network take, computed beside a run, whose numbers do not depend on it."""
 
-from klatsch.clock.links import NETWORKS, Links, Sites, Table, links
+from klatsch.clock.network import NETWORKS, Links, Sites, Table, links
 from klatsch.clock.rounds import Clock
 from klatsch.clock.times import Each, Exponential, Lognormal, Slow, Times, Trace, times
 

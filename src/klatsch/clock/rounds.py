@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from klatsch import columns
 from klatsch.arguments import number, whole
 from klatsch.channels.rehearsal import FEW, rehearse
-from klatsch.clock.links import Links
-from klatsch.clock.links import links as links_of
+from klatsch.clock.network import Links
+from klatsch.clock.network import links as links_of
 from klatsch.clock.times import Array, Times
 from klatsch.clock.times import times as times_of
 from klatsch.rules import Rule

@@ -12,7 +12,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from klatsch.arguments import named, number
-from klatsch.clock.tables import table
+from klatsch.clock.sheets import table
 
 Array = NDArray[np.float64]
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from klatsch.arguments import named, number
-from klatsch.clock.tables import table
+from klatsch.clock.sheets import table
 
 Array = NDArray[np.float64]
 Nodes = NDArray[np.int64]
