@@ -35,5 +35,5 @@ if __name__ == "__main__":
     lightning.seed_everything(0)
     data = [DataLoader(spirals(count), batch_size=64) for count in (8192, 1024)]  # Lightning shares them out
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=GossipStrategy(), max_epochs=5)
-    trainer.fit(Classifier(), *data)  # saves the merged model once in an epoch
+    trainer.fit(Classifier(), *data)  # saves the merged model once per epoch
     trainer.save_checkpoint("model.ckpt")

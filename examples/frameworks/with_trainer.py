@@ -1,4 +1,4 @@
-"""Trainer of Hugging Face. Run: torchrun --nproc-per-node 2 with_trainer.py."""
+"""Hugging Face Trainer. Run: torchrun --nproc-per-node 2 with_trainer.py."""
 
 import torch
 from spirals import network, spirals

@@ -1,9 +1,11 @@
 """Worker processes: real ones, really killed."""
 
+import contextlib
 import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -34,7 +36,16 @@ def until_stopped(begun, stop):
     raise KeyboardInterrupt
 
 
+class TwoWordsError(Exception):
+    """It can be pickled, but not back."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} {two}")
+
+
 def fail(kind, stop):
+    if kind == "two words":
+        raise TwoWordsError("cannot be", "pickled back")
     if kind == "local":
 
         class MineError(Exception):
@@ -55,7 +66,7 @@ def crew_of():
 
     yield make
     for crew in crews:
-        crew.end()
+        crew.close()
     for crew in crews:
         assert not [worker for worker in crew._workers if worker._process.is_alive()]
 
@@ -84,17 +95,21 @@ def test_workers_killed_while_they_start_are_replaced(crew_of):
         def kill(before=before, over=over):
             while not over.is_set():
                 for child in psutil.Process().children():
-                    if child.pid not in before and "resource_tracker" not in " ".join(child.cmdline()):
-                        child.kill()
-                        return
+                    with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                        if child.pid not in before and "resource_tracker" not in " ".join(child.cmdline()):
+                            child.kill()
+                            return
 
         killer = threading.Thread(target=kill)
         killer.start()
-        crew = crew_of(4, double)
-        with ThreadPoolExecutor(4) as threads:
-            assert list(threads.map(crew.work, range(8))) == [2 * number for number in range(8)]
-        over.set()
-        killer.join()
+        try:
+            crew = crew_of(4, double)
+            with ThreadPoolExecutor(4) as threads:
+                assert list(threads.map(crew.work, range(8))) == [2 * number for number in range(8)]
+            crew.close()
+        finally:
+            over.set()
+            killer.join()
 
 
 def test_an_error_of_the_task_arrives_with_its_traceback(crew_of):
@@ -102,8 +117,45 @@ def test_an_error_of_the_task_arrives_with_its_traceback(crew_of):
     with pytest.raises(ValueError, match="in the task") as raised:
         crew.work("plain")
     assert "in fail" in raised.value.__notes__[0]
-    with pytest.raises(RuntimeError, match="cannot be pickled"):
-        crew.work("local")
+    for kind, text in (
+        ("local", "MineError: cannot be pickled"),
+        ("two words", "TwoWordsError: cannot be pickled back"),
+    ):
+        with pytest.raises(RuntimeError, match=text) as raised:
+            crew.work(kind)
+        assert "in fail" in raised.value.__notes__[0]
+
+
+def test_one_that_cannot_be_replaced_is_a_loss(crew_of, monkeypatch):
+    crew = crew_of(1, double)
+    monkeypatch.setattr(crew, "_start", lambda: (_ for _ in ()).throw(BlockingIOError("no room")))
+    (worker,) = crew._workers
+    os.kill(worker._process.pid, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="worker processes died 6 times in a row"):
+            crew.work(1)
+
+
+def test_ctrl_c_while_workers_start_ends_them(python):
+    """A plain script: it must not wait for workers that wait for it."""
+    script = (
+        "import signal\nfrom klatsch.study import crew\nfrom tests.study.test_crew import double\n"
+        "usual = crew._Worker.__init__\n"
+        "def start(self, task):\n    usual(self, task)\n    signal.raise_signal(signal.SIGINT)\n"
+        "crew._Worker.__init__ = start\ncrew.Crew(2, double)\n"
+    )
+    done = python("-c", script, cwd=Path(__file__).parents[2]).done()
+    assert done.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in done.stderr
+
+
+def test_nothing_is_begun_after_stop(crew_of):
+    crew = crew_of(1, double)
+    crew.stop()
+    with pytest.raises(KeyboardInterrupt):
+        crew.work(1)
+    with pytest.raises(KeyboardInterrupt):
+        crew._start()
 
 
 def test_stop_reaches_what_runs(crew_of, tmp_path):

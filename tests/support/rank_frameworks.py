@@ -333,7 +333,18 @@ def lightning_goes_on(folder):
     dist.barrier()
     if dist.get_rank() == 1:
         found["missing"] = refusal(lambda: again.strategy.load_checkpoint(last, weights_only=True))
+    os.environ.update(given)
+    (told,) = again.validate(other, loader(dist.get_rank()), ckpt_path=last, weights_only=True, verbose=False)
+    found["validated"] = [told["loss"], float(torch.stack(losses(saved["state_dict"])).mean())]
     keep(folder, found)
+
+
+def losses(state):
+    """Of a saved model on the data of all ranks."""
+    model = make_model()
+    model.load_state_dict({name.removeprefix("net."): v for name, v in state.items()})
+    pairs = [batch(rank, t) for rank in range(dist.get_world_size()) for t in range(ROUNDS)]
+    return [(model(inputs) - targets).square().mean().detach() for inputs, targets in pairs]
 
 
 def hugging_face(folder, kind, epochs=1, name="trainer", how=ANYTIME, **options):

@@ -64,7 +64,7 @@ class Sites(Links):
     def check(self, nodes: int) -> None:
         """All nodes are at some site."""
         if sum(self.sizes) != nodes:
-            raise ValueError(f"the sites have {sum(self.sizes)} nodes, but the graph {nodes}; make them equal")
+            raise ValueError(f"the sites have {sum(self.sizes)} nodes, but the graph has {nodes}; make them equal")
 
     def between(self, sender: Nodes, receiver: Nodes) -> tuple[Array, Array]:
         """Fast inside, slow between."""

@@ -160,21 +160,19 @@ class Clock:
 
     def _run(self, nodes: int, size: float, steps: Sequence[int], after: Callable[[int, Array, Array], Array]) -> Array:
         """When each node has done so many rounds, given when it has done one, from the round before."""
-        done, found, wanted = np.zeros(nodes), np.empty((len(steps), nodes)), {s: k for k, s in enumerate(steps)}
+        done, found = np.zeros(nodes), dict.fromkeys(steps, np.zeros(nodes))
         for t, gradient in enumerate(self._gradients(nodes, max(steps), size), 1):
             done = after(t, done, gradient)
-            if t in wanted:
-                found[wanted[t]] = done
-        return found
+            if t in found:
+                found[t] = done
+        return np.array([found[step] for step in steps])
 
     def _gradients(self, nodes: int, rounds: int, size: float) -> Iterator[Array]:
         """The seconds of every node's gradient, round by round, with what its GPUs do among themselves."""
         inside = 3 * (self.gpus - 1) / self.gpus * size / self.bus  # an all-reduce and an all-gather
-        numbers, left = np.random.default_rng(self.seed), rounds
-        while left:
-            some = min(left, max(1, CHUNK // nodes))
-            yield from self.gradient.draw(some, nodes, numbers) + inside  # type: ignore[union-attr]
-            left -= some
+        draw, some = self.gradient.drawing(nodes, self.seed), max(1, CHUNK // nodes)  # type: ignore[union-attr]
+        for first in range(0, rounds, some):
+            yield from draw(first, min(some, rounds - first)) + inside
 
     def _hearings(self, topology: Topology, size: float) -> list[Hearing]:
         return mapped(topology.speaking, lambda P: self._hearing(P, topology.name, size))

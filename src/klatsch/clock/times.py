@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -27,6 +27,11 @@ class Times:
     def draw(self, rounds: int, nodes: int, numbers: Generator) -> Array:
         """Seconds of the gradients of some rounds, (rounds, nodes)."""
         raise NotImplementedError(f"{type(self).__name__} has no draw(rounds, nodes, numbers)")
+
+    def drawing(self, nodes: int, seed: int) -> Callable[[int, int], Array]:
+        """A function of a first round and how many, to be called for one piece of a run after the other."""
+        numbers = np.random.default_rng(seed)
+        return lambda first, rounds: self.draw(rounds, nodes, numbers)
 
     def check(self, nodes: int) -> None:
         """Refuse a network of another size."""
@@ -137,9 +142,17 @@ class Trace(Times):
 
     def draw(self, rounds: int, nodes: int, numbers: Generator) -> Array:
         """Each node from a row of its own."""
-        first = numbers.integers(len(self.rows), size=nodes)
+        return self._rows(numbers.integers(len(self.rows), size=nodes), 0, rounds)
+
+    def drawing(self, nodes: int, seed: int) -> Callable[[int, int], Array]:
+        """The same, in pieces that follow each other."""
+        begin = np.random.default_rng(seed).integers(len(self.rows), size=nodes)
+        return lambda first, rounds: self._rows(begin, first, rounds)
+
+    def _rows(self, begin: NDArray[np.int64], first: int, rounds: int) -> Array:
+        nodes = len(begin)
         columns = np.arange(nodes) if self.rows.shape[1] > 1 else np.zeros(nodes, int)
-        found: Array = self.rows[(np.arange(rounds)[:, None] + first) % len(self.rows), columns]
+        found: Array = self.rows[(np.arange(first, first + rounds)[:, None] + begin) % len(self.rows), columns]
         return found
 
 

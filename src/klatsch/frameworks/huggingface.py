@@ -1,4 +1,4 @@
-"""Trainer of Hugging Face, whose processes gossip."""
+"""A Hugging Face Trainer whose processes gossip."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ class GossipTrainer(Trainer):
             torch.save(self.optimizer.state_dict(), content := BytesIO())
             path.parent.mkdir(parents=True, exist_ok=True)  # the first process may not have come so far
             write_atomically(path, content.getvalue())
+        self.accelerator.wait_for_everyone()  # older checkpoints are deleted when this one is whole
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -6,8 +6,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from klatsch.optim import Gossip, average_, merged
 
@@ -46,8 +48,8 @@ class GossipStrategy(DDPStrategy):
                 )
 
     def on_validation_start(self) -> None:
-        """Put x into the model."""
-        for optimizer in self.optimizers:
+        """Put x into the model, which otherwise holds what it was given, such as the best one."""
+        for optimizer in self.optimizers if self._fits else ():
             self._at_x.enter_context(optimizer.averaged())
 
     def on_validation_end(self) -> None:
@@ -55,8 +57,8 @@ class GossipStrategy(DDPStrategy):
         self._at_x.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Forget the model: other processes may be at another point."""
-        self._at_x.pop_all()
+        """Leave x in the model: other processes may be anywhere."""
+        self._left = self._at_x.pop_all()
         super().on_exception(exception)
 
     def on_train_end(self) -> None:
@@ -82,8 +84,9 @@ class GossipStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
         """Read it, with the state of this process's optimizers."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
-        if not self.is_global_zero and "optimizer_states" in checkpoint:
-            if not Path(mine := self._mine(checkpoint_path)).exists():
+        if not self.is_global_zero and "optimizer_states" in checkpoint and self._fits:
+            mine = self._mine(checkpoint_path)
+            if not get_filesystem(mine).exists(mine):
                 raise ValueError(
                     f"{mine} is missing, the state of this process's optimizer; copy it to where this process runs, or "
                     "load the model alone (load_from_checkpoint) and begin a new training"
@@ -102,6 +105,10 @@ class GossipStrategy(DDPStrategy):
         super().remove_checkpoint(filepath)
         if not self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(self._mine(filepath))
+
+    @property
+    def _fits(self) -> bool:
+        return bool(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
 
     def _mine(self, path: str | Path) -> str:
         return f"{path}.rank{self.global_rank}"

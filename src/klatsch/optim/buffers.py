@@ -65,7 +65,8 @@ def merged(model: nn.Module, *, group: ProcessGroup | None = None) -> Iterator[n
     with ExitStack() as stack:
         for trainer in trainers:
             stack.enter_context(trainer.averaged())
-        others = [v.data for v in (*model.buffers(), *model.parameters()) if not any(t.owns(v) for t in trainers)]
+        moved = [trainer for trainer in trainers if trainer.rounds > 0]  # the others train from what the model holds
+        others = [v.data for v in (*model.buffers(), *model.parameters()) if not any(t.owns(v) for t in moved)]
         before = [v.clone() for v in others]
         try:
             yield average_(model, parameters=True, group=group)

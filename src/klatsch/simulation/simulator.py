@@ -134,18 +134,16 @@ def simulate_together(
         )
     if checkpoint is not None:  # hashing large states takes seconds
         identity = identity | length(rates, points, run.now, nodes.name)
+    each = rules if len(rules) > 1 else rules * len(problems)
+    told = [  # before the run, which a clock that does not fit would waste
+        [] if clock is None else clock.seconds(one, graph, problem.dim, points)
+        for one, graph, problem in zip(each, topologies, problems, strict=True)
+    ]
     saver = Saver(checkpoint, checkpoint_every, identity, checkpoint_at_end)
     run = saver.restored(nodes.start) or run
     with progress_bar(progress, rates.steps, run.now.rounds, title) as tell:
         run.drive(nodes, points, rates.steps, saver, tell)
     results = run.results(nodes, points, origins)
-    if clock is None:
-        return results
-    each = rules if len(rules) > 1 else rules * len(problems)
-    told = [
-        clock.seconds(one, graph, problem.dim, points)
-        for one, graph, problem in zip(each, topologies, problems, strict=True)
-    ]
     return [replace(result, elapsed=seconds) for result, seconds in zip(results, told, strict=True)]
 
 

@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -46,11 +47,17 @@ class Crew:
     def __init__(self, count: int, task: Task) -> None:
         self._task = task
         self._stopped = False
+        self._starting = threading.Lock()  # none is started unheard by `stop`
         self._workers: set[_Worker] = set()
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        with _ctrl_c_held_back():
-            for _ in range(count):
-                self._idle.put(self._start())
+        resource_tracker.ensure_running()  # its start would let Ctrl-C through
+        try:
+            with _ctrl_c_held_back():
+                for _ in range(count):
+                    self._idle.put(self._start())
+        except BaseException:  # Ctrl-C, or no room for so many
+            self.close()
+            raise
 
     def work(self, *arguments: Any) -> Any:
         """What the task returns for these arguments, or raises."""
@@ -58,14 +65,15 @@ class Crew:
         for _ in range(MOST_LOSSES + 1):
             worker = self._idle.get()
             try:
+                if self._stopped:
+                    raise KeyboardInterrupt
                 answer = worker.ask(content)
                 break
             except (EOFError, OSError):  # it is dead
-                if self._stopped:
-                    raise KeyboardInterrupt from None
-                self._workers.remove(worker)
+                self._workers.discard(worker)
                 worker.end()
-                worker = self._start()
+                with suppress(OSError):  # if there is no room for another one, that is one more loss
+                    worker = self._start()
             finally:
                 self._idle.put(worker)
         else:
@@ -77,21 +85,26 @@ class Crew:
 
     def stop(self) -> None:
         """Ask for the end of all that runs."""
-        self._stopped = True
-        for worker in tuple(self._workers):
+        with self._starting:
+            self._stopped = True
+            workers = tuple(self._workers)
+        for worker in workers:
             with suppress(OSError):  # it has ended already
                 worker.send(STOP)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Stop all that runs, and wait until the processes are gone."""
         self.stop()
         for worker in tuple(self._workers):
             worker.end()
 
     def _start(self) -> _Worker:
-        worker = _Worker(self._task)
-        self._workers.add(worker)
-        return worker
+        with self._starting:
+            if self._stopped:
+                raise KeyboardInterrupt
+            worker = _Worker(self._task)
+            self._workers.add(worker)
+            return worker
 
 
 class _Worker:
@@ -101,8 +114,10 @@ class _Worker:
         self._pipe, theirs = context.Pipe()
         self._sending = threading.Lock()
         self._process = context.Process(target=_serve, args=(theirs, task))
-        self._process.start()
-        theirs.close()  # now the pipe ends with the process
+        try:
+            self._process.start()
+        finally:
+            theirs.close()  # now the pipe ends with the process
 
     def ask(self, content: bytes) -> bytes:
         self.send(content)
@@ -175,8 +190,13 @@ def _answer(task: Task, content: bytes, stop: threading.Event) -> bytes:
     try:
         return pickle.dumps((task(*pickle.loads(content), stop), None))
     except BaseException as error:
-        error.add_note(f"In a worker process:\n{traceback.format_exc()}")
+        told = f"In a worker process:\n{traceback.format_exc()}"
+        error.add_note(told)
         try:
-            return pickle.dumps((None, error))
-        except Exception:  # one of a user's own kind
-            return pickle.dumps((None, RuntimeError(traceback.format_exc())))
+            answer = pickle.dumps((None, error))
+            pickle.loads(answer)
+        except Exception:  # one of a user's own kind, which does not come through
+            plain = RuntimeError(f"{type(error).__name__}: {error}")
+            plain.add_note(told)
+            answer = pickle.dumps((None, plain))
+        return answer

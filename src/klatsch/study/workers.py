@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,12 +54,8 @@ def work(batch: Batch, checkpoint: Path | None, stop: threading.Event | None = N
 def processes(count: int | None = None) -> Iterator[Workers]:
     """One process per core, one thread each."""
     number = cores() if count is None else count
-    crew = Crew(number, work)
-    try:
-        with ThreadPoolExecutor(number, initializer=no_ctrl_c) as executor:
-            yield Workers(executor, crew.work, number, crew.stop)
-    finally:
-        crew.end()
+    with closing(Crew(number, work)) as crew, ThreadPoolExecutor(number, initializer=no_ctrl_c) as executor:
+        yield Workers(executor, crew.work, number, crew.stop)
 
 
 @contextmanager
