@@ -170,7 +170,7 @@ def test_figures(target, tmp_path):
     axis, labels = figure.axes[0], [text.get_text() for text in figure.legends[0].get_texts()]
     if target == "language-links":
         assert axis.get_yscale() == "linear"
-        assert [each.get_title() for each in figure.axes] == ["d2-adam", "dadam", "dat-adam"]
+        assert [each.get_title() for each in figure.axes] == ["dadam\ndashed: reduced True", "dat-adam"]
         assert {"diloco-adam, all-reduce every 16th round", "dadam, all-reduce every 16th round"} <= set(labels)
         assert axis.get_ylabel() == "final bits per byte"
     else:

@@ -37,6 +37,7 @@ RANK_RULES = {
     "gt-adam shared decay": ("gt-adam", {"shared": True, "weight_decay": 0.1}),
     "dat-gt-adam shared": ("dat-gt-adam", {"shared": True}),
     "dat-adam reduced": ("dat-adam", {"reduced": True}),
+    "dadam cta reduced": ("dadam", {"order": "cta", "reduced": True}),
 }
 RANK_GRAPHS = ("ring", "one_peer_exponential", "base_graph", "directed_ring", "ring/4", "base_graph/3")
 RANK_CASES = {  # every rule on every graph; options, which know nothing of graphs, on two that differ in all

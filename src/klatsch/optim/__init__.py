@@ -123,7 +123,7 @@ class DATD2(Gossip):
 
 
 class DAdamW(Gossip):
-    """AdamW on every rank, then gossip; see `rules.Adam`. On one rank it is torch.optim.AdamW.
+    """AdamW on every rank, with gossip of gradients and models; see `rules.Adam`. On one rank it is torch.optim.AdamW.
 
     Take the learning rate, warm-up and decay of AdamW.
 
@@ -135,6 +135,8 @@ class DAdamW(Gossip):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         shared: gossip the second moment, for data that differ between ranks; it is one more vector in every round.
+        reduced: gossip gradients, too, before anything is made of them; False sends half as many bytes, and learns
+            more slowly (docs/language.md).
         order: as in DATSGD.
         rest: keywords of `Gossip`.
     """
@@ -149,10 +151,11 @@ class DAdamW(Gossip):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         shared: bool = False,
+        reduced: bool = True,
         order: str = "atc",
         **rest: Any,
     ) -> None:
-        rule = rules.dadam(lr, *pair(betas), eps, weight_decay, shared, order=order)
+        rule = rules.dadam(lr, *pair(betas), eps, weight_decay, shared, order=order, reduced=reduced)
         super().__init__(params, rule, topology, **rest)
 
 
@@ -172,6 +175,7 @@ class DATAdamW(Gossip):
         averaging: how x averages: "lr(2)", in proportion to the square of the largest learning rate so far; or as in
             DATSGD.
         shared: as in DAdamW.
+        reduced: as in DAdamW.
         order: as in DATSGD.
         rest: keywords of `Gossip`.
     """
@@ -188,8 +192,9 @@ class DATAdamW(Gossip):
         weight_decay: float = 0.0,
         averaging: str | Averaging = "lr(2)",
         shared: bool = False,
+        reduced: bool = False,
         order: str = "atc",
         **rest: Any,
     ) -> None:
-        rule = rules.dat_adam(lr, averaging, beta, *pair(betas), eps, weight_decay, shared, order)
+        rule = rules.dat_adam(lr, averaging, beta, *pair(betas), eps, weight_decay, shared, order, reduced)
         super().__init__(params, rule, topology, **rest)

@@ -400,9 +400,10 @@ def mark(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: str 
 
 
 def legend(figure: Figure) -> None:
-    """One legend below all panels."""
+    """One legend below all panels, from which a long one takes no room."""
     lines = {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     columns = max(1, min(len(lines), int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, lines))))))
+    figure.set_figheight(figure.get_figheight() + 0.21 * max(0, -(-len(lines) // columns) - 3))
     figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns, frameon=False)
 
 

@@ -77,8 +77,9 @@ class Adam(Direction):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay, a share of q that the step takes away.
         shared: gossip the second moment; else every node has its own.
-        reduced: gossip gradients before anything is made of them. On the complete graph this is AdamW with an
-            all-reduce; without it, nodes there average steps that each has normalised by itself.
+        reduced: gossip gradients before anything is made of them, so that a node normalises the gradient of its
+            neighbourhood. On the complete graph this is AdamW with an all-reduce; without it, nodes there average
+            steps that each has normalised by itself.
 
     References:
         Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
