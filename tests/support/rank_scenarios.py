@@ -14,6 +14,7 @@ from klatsch.ranks import node
 from klatsch.study.on_ranks import simulate_on_ranks
 from klatsch.topology import make
 from tests.support import numbers_before
+from tests.support.imitation import imitate
 from tests.support.processes import say
 from tests.support.waiting import wait_until
 
@@ -69,10 +70,12 @@ def train(optimizer, parameter, problem, rank, rounds):
         optimizer.step()
 
 
-def parity(folder, device="cpu", cases=RANK_CASES):
+def parity(folder, device="cpu", cases=RANK_CASES, kernels=False):
     """Rules on those of their graphs that they are defined on, in one group after the other."""
     rank, size = group()
-    node.BLOCK["cpu"] = 2  # several slices, the last one shorter
+    node.BLOCK[device] = 2  # several slices, the last one shorter
+    if kernels and device == "cpu":
+        imitate()
     found = {}
     for label, graphs in cases.items():
         rule, options = RANK_RULES[label]
@@ -83,9 +86,13 @@ def parity(folder, device="cpu", cases=RANK_CASES):
             except ValueError:
                 continue
             problem = problem_of(size)
-            x = nn.Parameter(problem.start().to(device, copy=True))
+            x = nn.Parameter(problem.start().to(device, torch.float32 if kernels else torch.float64, copy=True))
             optimizer = klatsch.Gossip([x], algorithm, graph)
             train(optimizer, x, problem, rank, ROUNDS)
+            if kernels:
+                worker = optimizer._shares[0].node
+                assert worker._fuses, f"{label} | {name} runs operation by operation"
+                assert worker._plain == set(), f"{label} | {name} without kernels: {worker._plain}"
             found[f"{label} | {name}"] = torch.stack([x.detach(), optimizer.output()[0]]).cpu()
     torch.save(found, folder / f"parity-{rank}")
     say(folder, f"done-{rank}", os.getpid())

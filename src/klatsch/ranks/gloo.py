@@ -15,9 +15,12 @@ from torch import Tensor
 from klatsch.ranks.agreement import Group
 from klatsch.ranks.failures import LinkError, MessageError, QuorumError, reason, shown, warn
 from klatsch.ranks.links import Links, OnFailure, Total
-from klatsch.ranks.waiting import Notes, Transfer, Waiter
+from klatsch.ranks.staging import Stage
+from klatsch.ranks.waiting import Landed, Notes, Transfer, Waiter
 from klatsch.topology import Topology
 
+Move = Callable[..., dist.Work | None]
+Land = Callable[[Tensor], Landed]
 MOST_PATIENCE = 4  # timeouts for a neighbour that says it is waiting, too
 FIRST_TAG, LAST_TAG = 1 << 20, 1 << 31  # for sums over survivors: above the tags of rounds, and new in every round
 NEWS, UP, DOWN = range(3)
@@ -41,8 +44,8 @@ class GlooLinks(Links):
         super().__init__(group, topology, device, timeout)
         self.on_failure, self.quorum = on_failure, quorum
         self.survives = on_failure == "continue"
-        self._place = torch.device("cpu")
-        self._staged = device.type != "cpu"
+        self._stage = Stage(device) if device.type != "cpu" else None
+        self._landed: dict[int, Landed] = {}  # by neighbour: its message on the GPU
         self._heard: dict[int, int] = {}  # by neighbour: the last round from which a message came
         self._arriving: dict[int, list[Transfer]] = {}
         self._awaited: dict[int, int] = {}  # by tag: the round whose messages arrive
@@ -56,15 +59,21 @@ class GlooLinks(Links):
     def expect(self, tag: int, t: int, like: Tensor) -> None:
         room = self._room(tag, t, like)
         self._awaited[tag] = t
-        self._arriving[tag] = [self._post(dist.irecv, memory, source, tag) for source, memory in room]
+        land = None if self._stage is None else self._stage.copy_in
+        self._arriving[tag] = [self._posted(dist.irecv, memory, source, tag, land) for source, memory in room]
+        if land is not None:
+            self._take(self._arriving[tag])  # not when they are needed: they go on to the GPU by themselves
 
     def send(self, tag: int, t: int, message: Tensor) -> None:
         targets = self._present(self._targets, t)
-        if self._staged and targets:
-            pinned = torch.empty(message.shape, dtype=message.dtype, pin_memory=True)
-            message = pinned.copy_(message)  # waits until the GPU has computed it
-        self.membership.tell(message[-self.tail :])
-        self._leaving[tag, t] = [self._post(dist.isend, message, target, tag) for target in targets]
+        if self._stage is not None and targets:
+            message, copied = self._stage.copy_out(message, self.tail)
+            self.membership.tell(message[-self.tail :])
+            self._leaving[tag, t] = [self._transfer(dist.isend, message, target, tag) for target in targets]
+            self._stage.post(copied, self._leaving[tag, t])
+        else:
+            self.membership.tell(message[-self.tail :])
+            self._leaving[tag, t] = [self._posted(dist.isend, message, target, tag) for target in targets]
         self.bytes_sent += len(targets) * message.nbytes
 
     def sent(self, tag: int, t: int) -> None:
@@ -116,8 +125,8 @@ class GlooLinks(Links):
 
         A neighbour that is gone is lost, as in a round; one that does not answer in time raises RuntimeError.
         """
-        came = [self._post(dist.irecv, torch.empty_like(message), source, tag) for source in sources]
-        went = [self._post(dist.isend, message, target, tag) for target in targets]
+        came = [self._posted(dist.irecv, torch.empty_like(message), source, tag) for source in sources]
+        went = [self._posted(dist.isend, message, target, tag) for target in targets]
         self._settle([*came, *went], t, must_answer=True)
         return [transfer.memory for transfer in came if transfer.peer not in self.lost]
 
@@ -144,6 +153,8 @@ class GlooLinks(Links):
             self._end([*chain(*self._leaving.values()), *chain(*(self._arriving.get(tag, []) for tag in sent))])
         for transfer in (*self._abandoned, *chain(*self._leaving.values(), *self._arriving.values())):
             transfer.give_up()
+        if self._stage is not None:
+            self._stage.end()
         for waiter in self._waiters.values():
             waiter.end()
 
@@ -158,13 +169,28 @@ class GlooLinks(Links):
         arriving = self._arriving.pop(tag, [])
         self._wait(arriving, t)
         self._heard |= {transfer.peer: t for transfer in arriving}
+        self._landed = {transfer.peer: transfer.landed for transfer in arriving if transfer.landed is not None}
         return [(transfer.peer, transfer.memory) for transfer in arriving if transfer.peer not in self.lost]
 
-    def _post(self, move: Callable[..., dist.Work | None], memory: Tensor, peer: int, tag: int) -> Transfer:
+    def _at_hand(self, source: int, message: Tensor) -> Tensor:
+        return message if self._stage is None else self._stage.at_hand(self._landed[source])[: len(message)]
+
+    def _room(self, tag: int, t: int, like: Tensor) -> list[tuple[int, Tensor]]:
+        if (stage := self._stage) is None:
+            return super()._room(tag, t, like)
+        return [(source, stage.room(like)) for source in self._present(self._sources, t)]
+
+    def _posted(self, move: Move, memory: Tensor, peer: int, tag: int, land: Land | None = None) -> Transfer:
+        transfer = self._transfer(move, memory, peer, tag, land)
+        transfer.start()
+        return transfer
+
+    def _transfer(self, move: Move, memory: Tensor, peer: int, tag: int, land: Land | None = None) -> Transfer:
         incoming = move is dist.irecv
         if (peer, incoming) not in self._waiters:  # not later: some Pythons start no threads at the end
             self._waiters[peer, incoming] = Waiter(f"klatsch {'source' if incoming else 'target'} {peer}")
-        return Transfer(peer, incoming, memory, partial(move, memory, self._global[peer], group=self.group, tag=tag))
+        post = partial(move, memory, self._global[peer], group=self.group, tag=tag)
+        return Transfer(peer, incoming, memory, post, land)
 
     def _take(self, transfers: list[Transfer]) -> None:
         for transfer in transfers:

@@ -23,6 +23,11 @@ class Ledger:
         self._like = x
         self.entries: dict[int, dict[str, Tensor]] = {}  # by neighbour and field
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether there are such sums."""
+        return bool(self._sums)
+
     def covers(self, call: int, part: int) -> bool:
         """Whether a flow goes into a sum."""
         return (call, part) in self._sums

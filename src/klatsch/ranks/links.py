@@ -44,7 +44,6 @@ class Links(ABC):
         self._sources = [topology.neighbors(self.rank, t).tolist() for t in rounds]
         self._targets = [topology.receivers(self.rank, t).tolist() for t in rounds]
         self._memory: dict[tuple[int, int], Tensor] = {}
-        self._place = device  # of that memory, which is pinned where this is not the device
 
     @abstractmethod
     def expect(self, tag: int, t: int, like: Tensor) -> None:
@@ -69,7 +68,7 @@ class Links(ABC):
         if self.membership.learn(memory[-self.tail :] for _, memory in arrived):
             self.take_stock(t)
         there = [(source, memory) for source, memory in arrived if source not in self.lost]
-        return [(source, memory[: -self.tail].to(self.device)) for source, memory in there]
+        return [(source, self._at_hand(source, memory[: -self.tail])) for source, memory in there]
 
     def absent(self, t: int) -> set[int]:
         """Ranks that are lost or left before round t; all of them if this rank left."""
@@ -110,15 +109,19 @@ class Links(ABC):
     def _arrived(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
         """Wait for the whole messages under a tag, by neighbour."""
 
+    def _at_hand(self, source: int, message: Tensor) -> Tensor:
+        """A message that has arrived, on the device of the state."""
+        return message
+
     def _present(self, peers: list[list[int]], t: int) -> list[int]:
         absent = self.absent(t)
         return [peer for peer in peers[(t - 1) % len(peers)] if peer not in absent]
 
     def _room(self, tag: int, t: int, like: Tensor) -> list[tuple[int, Tensor]]:
         """Memory for the messages of round t under a tag, by neighbour; reused in every round."""
-        sources, pinned = self._present(self._sources, t), self._place.type != self.device.type
+        sources = self._present(self._sources, t)
         for key in [(tag, k) for k in range(len(sources)) if (tag, k) not in self._memory]:
-            self._memory[key] = torch.empty(like.shape, dtype=like.dtype, device=self._place, pin_memory=pinned)
+            self._memory[key] = torch.empty_like(like)
         return [(source, self._memory[tag, k]) for k, source in enumerate(sources)]
 
 

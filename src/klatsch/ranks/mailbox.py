@@ -48,6 +48,7 @@ class Heard(NamedTuple):
     weights: list[float]  # P_ij by neighbour
     away: float | None  # if columns sum to 1 instead of rows: the share of its value that this node gives away
     own: Voice | None  # what neighbours know of this node's value; None if that is the value itself
+    dtype: torch.dtype  # of the state
 
     def pull(self, v: Tensor, part: int, block: Block, mixed: bool) -> Tensor:
         """The flow of a part, or of a slice of it: sum_j P_ij (v_j - v_i), or v_i plus that.
@@ -55,8 +56,8 @@ class Heard(NamedTuple):
         It is summed as differences, which keep equal values equal. If columns sum to 1 instead of rows (push-sum), it
         is sum_j P_ij v_j - sum_k P_ki v_i.
         """
-        others = [voice.says(part, block, v.dtype) for voice in self.voices]
-        own = v if self.own is None else self.own.says(part, block, v.dtype)
+        others = [voice.says(part, block, self.dtype) for voice in self.voices]
+        own = v if self.own is None else self.own.says(part, block, self.dtype)
         if self.away is not None:
             result = own * -self.away if self.own is not None else v * (float(mixed) - self.away)
             for weight, other in zip(self.weights, others, strict=True):
@@ -73,9 +74,9 @@ class Heard(NamedTuple):
 
     def shares(self, v: Tensor, part: int, block: Block) -> dict[int, Tensor]:
         """P_ij (v_j - v_i) by neighbour, which `pull` sums up."""
-        own = v if self.own is None else self.own.says(part, block, v.dtype)
+        own = v if self.own is None else self.own.says(part, block, self.dtype)
         heard = zip(self.sources, self.weights, self.voices, strict=True)
-        return {source: weight * (voice.says(part, block, v.dtype) - own) for source, weight, voice in heard}
+        return {source: weight * (voice.says(part, block, self.dtype) - own) for source, weight, voice in heard}
 
 
 class Mailbox:
@@ -205,7 +206,8 @@ class Mailbox:
         own = None
         if self.links.topology.speaks(r) and (self.late or not layout.exact):
             own = Voice(self._message(k, r).parts, self._held_of(k, self.links.rank))
-        return Heard([source for source, _ in there], voices, [row.links[source] for source, _ in there], away, own)
+        weights = [row.links[source] for source, _ in there]
+        return Heard([source for source, _ in there], voices, weights, away, own, self._dtype)
 
     # --- memory ------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from klatsch.channels.rehearsal import Place, rehearse, sums_of_flows
 from klatsch.columns import Number
+from klatsch.ranks import kernels
 from klatsch.ranks.ledger import Ledger
 from klatsch.ranks.links import Links
 from klatsch.ranks.mailbox import Mailbox, Memory
@@ -24,7 +25,7 @@ from klatsch.ranks.message import Block
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import each
 
-BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # numbers per slice: a cache's worth, or enough to hide the launches
+BLOCK = {"cpu": 1 << 17, "cuda": 1 << 26}  # numbers per slice: a cache's worth, or enough to hide the launches
 
 
 class Given(NamedTuple):
@@ -36,6 +37,8 @@ class Given(NamedTuple):
 
 
 Inputs = Callable[[Block], Given]
+# On a slice of the state. It gets a function that gives a tensor, or a symbol for one, to compute with.
+Work = Callable[[Callable[[Tensor], Tensor], State], None]
 Receiver = Callable[[Block, State, Rule], None]  # called with a slice of the new state and the rule of the round
 
 
@@ -60,6 +63,9 @@ class Node:
         self._ledger = Ledger(sums_of_flows(rule, x) if links.survives and by_rows else [], x)
         self._blocks, self._wide = _blocks(x), x.shape[-1]
         self._begun, self._calls = False, 0
+        usual = x.ndim == 1 and x.dtype is torch.float32 and not self._mail.late and not self._ledger.is_kept
+        self._fuses = usual and kernels.available(x.device.type)
+        self._plain = set[str]()  # kinds of work that are not elementwise
         start = rule.init(x)
         self._fields = {name: v.clone() for name, v in start.items()}
         self.load(start, 0)
@@ -89,7 +95,8 @@ class Node:
     def write(self, point: Callable[[State], Tensor], into: Tensor) -> None:
         """Write a point of the state into a vector, in the same slices and so the same bits as a round."""
         for block in self._blocks:
-            self._part(block, into).copy_(point(self._cut(block)))
+            place = self._part(block, into)
+            self._work_on("point", block, partial(_put, point, place))
 
     def keep_also(self, rule: Rule) -> None:
         """Add the fields that the rule needs with other options, such as a momentum, with their initial values."""
@@ -131,9 +138,10 @@ class Node:
         following = self._fields | self._early_fields(t + 1)
         mail.commit(t - mail.late, self._blocks)
         single: State = {}
-        for block in self._blocks:
-            (rule, grad, lr), old = given(block), self._cut(block)
-            new = _apart(old, rule.update(old, grad, self._flow(t, block, old), t, lr))
+
+        def move(block: Block, symbol: Callable[[Tensor], Tensor], old: State) -> None:
+            rule, grad, lr = given(block)
+            new = _apart(old, rule.update(old, symbol(grad), self._flow(t, block, old), t, lr))
             if self._calls != len(self._traffic.calls):
                 raise self._other_calls()
             for name, value in new.items():
@@ -144,6 +152,9 @@ class Node:
                     single[name] = value
             if arrived is not None:
                 arrived(block, new, rule)
+
+        for block in self._blocks:
+            self._work_on("state", block, partial(move, block))
         for name, value in single.items():
             following[name].copy_(value)
         self._fields, self.rounds = following, t
@@ -196,17 +207,36 @@ class Node:
     def _compute_message(self, k: int, t: int, given: Inputs) -> None:
         """Fill message k: run the update up to the call of `flow` whose tensors it carries."""
         sent = self._traffic.messages[k]
-        for block in self._blocks:
-            (rule, grad, lr), old = given(block), self._cut(block)
+
+        def fill(block: Block, symbol: Callable[[Tensor], Tensor], old: State) -> None:
+            rule, grad, lr = given(block)
             try:
-                rule.update(old, grad, self._flow(t, block, old, stop=sent.call), t, lr)
+                rule.update(old, symbol(grad), self._flow(t, block, old, stop=sent.call), t, lr)
             except _Reached as reached:
                 for tensor, place in reached.places:
                     if place.message == k and place.field is None:
                         self._mail.put(t, k, place.part, block, tensor)
             else:
                 raise self._other_calls()
+
+        for block in self._blocks:
+            self._work_on("message", block, partial(fill, block))
         self._put_fields(k, t)
+
+    def _work_on(self, kind: str, block: Block, work: Work) -> None:
+        """Work on a slice of the state: in one kernel on a GPU, if that is possible."""
+        old = self._cut(block)
+        if self._fuses and kind not in self._plain:
+            script = kernels.Script()
+            wide = {name for name, v in self._fields.items() if v.shape[-1] == self._wide}
+            try:
+                work(script.symbol, {name: script.symbol(v) if name in wide else v for name, v in old.items()})
+                script.run()
+            except kernels.NotElementwiseError:  # nothing was computed
+                self._plain.add(kind)
+            else:
+                return
+        work(lambda v: v, old)
 
     def _flow(self, t: int, block: Block, old: State, stop: int | None = None) -> Flow:
         """The rule's `flow` for one slice; it raises _Reached at call number `stop`."""
@@ -260,7 +290,15 @@ def _blocks(x: Tensor) -> list[Block]:
     return [slice(k, min(k + size, len(x))) for k in range(0, max(len(x), 1), size)]
 
 
+def _put(point: Callable[[State], Tensor], place: Tensor, symbol: object, state: State) -> None:
+    place.copy_(point(state))
+
+
 def _apart(old: State, new: State) -> State:
     """The new state, with copies of fields that are other fields of the old one: those will be overwritten."""
-    owners = {v.data_ptr(): name for name, v in old.items()}
-    return {name: v.clone() if owners.get(v.data_ptr(), name) != name else v for name, v in new.items()}
+    owners = {v.data_ptr(): name for name, v in old.items() if isinstance(v, Tensor)}  # kernels read before they write
+    return {name: v.clone() if _is_other(v, name, owners) else v for name, v in new.items()}
+
+
+def _is_other(v: Tensor, name: str, owners: dict[int, str]) -> bool:
+    return isinstance(v, Tensor) and owners.get(v.data_ptr(), name) != name

@@ -12,34 +12,52 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 FOREVER = timedelta(days=3650)
+Landed = tuple[Tensor, torch.cuda.Event]  # a message on a GPU, and the event after which it is there
 ANSWER_WITHIN = 1.0  # seconds; a store on a stopped host never answers
 
 
 class Transfer:
-    """A message on its way from or to a neighbour; `post` starts it."""
+    """A message on its way from or to a neighbour; `post` starts it, and `land` brings it on when it has arrived."""
 
-    def __init__(self, peer: int, incoming: bool, memory: Tensor, post: Callable[[], dist.Work | None]) -> None:
+    def __init__(
+        self,
+        peer: int,
+        incoming: bool,
+        memory: Tensor,
+        post: Callable[[], dist.Work | None],
+        land: Callable[[Tensor], Landed] | None = None,
+    ) -> None:
         self.peer, self.incoming = peer, incoming
         self.memory = memory  # kept alive until the message has arrived or left
         self.error: RuntimeError | None = None
         self.waited_for, self._over = False, False  # waited_for: by a thread
         self._done: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
         self._work: dist.Work | None = None
+        self.landed: Landed | None = None
+        self._post, self._land, self._started = post, land, threading.Event()
+
+    def start(self) -> None:
+        """Post it."""
         try:
-            self._work = post()
+            self._work = self._post()
         except RuntimeError as error:  # the connection is already closed; waiting for it will raise
             self.error = error
+        self._started.set()
 
     def finish(self) -> None:
         """Wait for its end without a limit."""
+        self._started.wait()
         try:
             if self._work is not None:
                 self._work.wait(FOREVER)
+                if self._land is not None:
+                    self.landed = self._land(self.memory)
             self._done.put(self.error)
         except RuntimeError as error:
             self._done.put(error)

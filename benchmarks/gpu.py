@@ -1,0 +1,224 @@
+"""What an optimizer costs on a GPU: its own kernels, and what is left of its messages behind the gradient.
+
+Run: torchrun --nproc-per-node 2 benchmarks/gpu.py [--micro 24] [--trace FILE]
+     .venv/bin/python benchmarks/gpu.py --draw FILE docs/gpu-step.png
+
+Two ranks over gloo train a GPT of 100 million parameters. Rank 0 is on the GPU, and measured; rank 1 is on the CPU, as
+if on another machine, and has no data: it only gossips, so that nothing else uses the GPU. In turns in the same
+process, on the same gradients: torch's fused AdamW, and klatsch's optimizers. Own time is the time of all kernels
+that a step starts, without copies between the GPU and the machine's memory, which are messages; it is also given in
+units of fused AdamW's. A step takes the gradient of --micro batches of 16 windows of 1,024 tokens, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import klatsch
+
+WORDS, WIDTH, DEPTH, HEADS, CONTEXT, BATCH = 20480, 768, 12, 12, 1024, 16
+ROUNDS = 6  # measured; the first two warm up
+OPTIMIZERS: dict[str, Callable[[Any], klatsch.Gossip]] = {
+    "DATSGD": lambda p: klatsch.optim.DATSGD(p, lr=1e-3),
+    "DATSGD, cta": lambda p: klatsch.optim.DATSGD(p, lr=1e-3, order="cta"),
+    "DATAdamW": lambda p: klatsch.optim.DATAdamW(p, lr=1e-4),
+    "DATAdamW, cta": lambda p: klatsch.optim.DATAdamW(p, lr=1e-4, order="cta"),
+    "DAdamW": lambda p: klatsch.optim.DAdamW(p, lr=1e-4),
+    "DAdamW, cta, not reduced": lambda p: klatsch.optim.DAdamW(p, lr=1e-4, order="cta", reduced=False),
+}
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = *x.shape[:2], HEADS, WIDTH // HEADS
+        q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+class GPT(nn.Module):
+    """101 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens[:, :-1]) * 0.02 + self.places.weight
+        logits = self.blocks(x) @ self.words.weight.T
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def gradient(model: nn.Module, micro: int) -> None:
+    """Add up the gradients of some batches."""
+    device = next(model.parameters()).device
+    for _ in range(micro):
+        tokens = torch.randint(WORDS, (BATCH, CONTEXT + 1), device=device)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(tokens)
+        loss.backward()
+
+
+def own_kernels(step: Callable[[], object]) -> tuple[float, int]:
+    """Milliseconds of the kernels that a step starts, and their number."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        step()
+        torch.cuda.synchronize()
+    events = [e for e in found.events() if e.device_type == DeviceType.CUDA and "Memcpy" not in e.name]
+    return sum(e.self_device_time_total for e in events) / 1e3, len(events)
+
+
+def steps_of(model: nn.Module, optimizer: Any, rank: int, micro: int) -> dict[str, float]:
+    """Milliseconds of kernels, and seconds of whole steps; rank 1 takes part without data."""
+    kernels, counts, seconds, waited = [], [], [], []
+    for k in range(2 * ROUNDS):
+        full = k >= ROUNDS  # first kernels alone, then whole steps
+        if rank == 0:
+            torch.cuda.synchronize()
+        began, before = time.perf_counter(), getattr(optimizer, "seconds_waited", 0.0)
+        if rank == 0 and full:
+            gradient(model, micro)
+        if rank == 0 and not full:
+            took, count = own_kernels(optimizer.step)
+            kernels.append(took)
+            counts.append(count)
+        else:
+            optimizer.step()
+        if rank == 0 and full:
+            optimizer.zero_grad()  # the next gradient begins as soon as this one has moved the model
+            seconds.append(time.perf_counter() - began)
+            waited.append(getattr(optimizer, "seconds_waited", 0.0) - before)
+    middle = {"kernels": kernels[2:], "count": counts[2:], "seconds": seconds[2:], "waited": waited[2:]}
+    return {name: statistics.median(values) for name, values in middle.items() if values}
+
+
+def traced(model: nn.Module, optimizer: Any, micro: int, file: str) -> None:
+    """Two steps as torch.profiler sees them: kernels and copies by stream, milliseconds."""
+    rounds = []
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        for _ in range(2):
+            gradient(model, micro)
+            with record_function("optimizer.step"):
+                optimizer.step()
+            optimizer.zero_grad()
+            rounds.append(time.perf_counter())
+        torch.cuda.synchronize()
+    whole = file + ".chrome.json"
+    found.export_chrome_trace(whole)
+    with open(whole) as opened:
+        events = [
+            e for e in json.load(opened)["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "user_annotation")
+        ]
+    os.remove(whole)
+    first = min(e["ts"] for e in events)
+    kept = [
+        {"name": e["name"][:60], "kind": e["cat"], "row": e["tid"], "at": (e["ts"] - first) / 1e3, "ms": e["dur"] / 1e3}
+        for e in events
+    ]
+    with open(file, "w") as opened:
+        json.dump(kept, opened)
+
+
+def draw(file: str, picture: str) -> None:
+    """A trace as a picture: what the GPU and its copies did while two steps passed."""
+    from matplotlib.figure import Figure
+
+    from klatsch import pictures
+
+    with open(file) as opened:
+        events = json.load(opened)
+    step = [e for e in events if e["kind"] == "user_annotation" and e["name"] == "optimizer.step"]
+    rows: dict[str, list[tuple[float, float]]] = {"messages to the GPU": [], "messages from the GPU": []}
+    rows |= {"optimizer": [], "gradient": []}
+    for e in events:
+        bar = e["at"], max(e["ms"], 0.3)
+        if e["kind"] == "gpu_memcpy" and e["ms"] > 1.0:
+            rows[f"messages {'from' if 'DtoH' in e['name'] else 'to'} the GPU"].append(bar)
+        elif e["kind"] == "kernel":
+            rows["optimizer" if e["name"].startswith("update") else "gradient"].append(bar)
+    figure = Figure(figsize=(9, 2.6), layout="constrained")
+    axis = figure.subplots()
+    for k, (name, bars) in enumerate(rows.items()):
+        axis.broken_barh(bars, (k - 0.35, 0.7), color=f"C{k}")
+    for e in step:
+        axis.axvspan(e["at"], e["at"] + e["ms"], color="grey", alpha=0.2, linewidth=0)
+    axis.set_yticks(range(len(rows)), list(rows))
+    axis.set_xlabel("milliseconds (grey: the host is in optimizer.step)")
+    axis.spines[["top", "right"]].set_visible(False)
+    pictures.save(figure, picture, dpi=160)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--micro", type=int, default=24, help="batches per gradient")
+    parser.add_argument("--trace", help="a file for what torch.profiler sees of two steps of DATSGD, cta")
+    parser.add_argument("--draw", nargs=2, metavar=("TRACE", "PICTURE"))
+    given = parser.parse_args()
+    if given.draw:
+        draw(*given.draw)
+        return
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    device = "cuda" if rank == 0 else "cpu"
+    torch.manual_seed(0)
+    model = GPT().to(device)
+    if rank == 0:
+        gradient(model, 1)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        gradient(model, given.micro)
+        torch.cuda.synchronize()
+        alone = time.perf_counter() - began
+        numbers = sum(p.numel() for p in model.parameters())
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {numbers / 1e6:.0f} M parameters")
+        print(f"gradient of {given.micro} batches alone: {alone * 1e3:.0f} ms")
+        base = steps_of(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), rank, given.micro)
+        print(f"{'':28}{'kernels':>8}{'own ms':>9}{'x AdamW':>9}{'step ms':>9}{'waited ms':>11}")
+        print(
+            f"{'fused AdamW':28}{base['count']:8.0f}{base['kernels']:9.2f}{1:9.2f}{base['seconds'] * 1e3:9.0f}",
+            flush=True,
+        )
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for name, make in OPTIMIZERS.items():
+        optimizer = make(model.parameters())
+        found = steps_of(model, optimizer, rank, given.micro)
+        if rank == 0:
+            own, ratio = found["kernels"], found["kernels"] / base["kernels"]
+            whole, waited = found["seconds"] * 1e3, found["waited"] * 1e3
+            print(f"{name:28}{found['count']:8.0f}{own:9.2f}{ratio:9.2f}{whole:9.0f}{waited:11.1f}", flush=True)
+        if given.trace and name == "DATSGD, cta":
+            if rank == 0:
+                traced(model, optimizer, given.micro, given.trace)
+            else:
+                optimizer.step()
+                optimizer.step()
+        optimizer.finish()
+        del optimizer
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Updates as kernels: what they would compute on a GPU, run on the CPU; and on a GPU, where there is one."""
+
+import pytest
+import torch
+
+import klatsch
+from klatsch.ranks import kernels
+from tests.support.imitation import Kernel
+from tests.support.rank_scenarios import RANK_RULES, ROUNDS, lr_of, problem_of
+
+GRAPHS = ("ring", "one_peer_exponential", "ring/4")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_compute_what_the_rules_say(tmp_path, launch, device):
+    """To 1e-3 of steps that add up to 0.1 and more: float32, and what Adam divides by may be small."""
+    launch(4, "parity", device=device, cases=dict.fromkeys(RANK_RULES, GRAPHS), kernels=True).succeed()
+    ranks = [torch.load(tmp_path / f"parity-{rank}") for rank in range(4)]
+    assert len(ranks[0]) > 70
+    for case in ranks[0]:
+        label, name = case.split(" | ")
+        rule, options = RANK_RULES[label]
+        algorithm, graph = klatsch.rules.make(rule, lr=lr_of(label), **options), klatsch.topology.make(name, 4)
+        expected = klatsch.simulate(problem_of(4), algorithm, graph, ROUNDS, record=1, engine="torch")
+        for rank, found in enumerate(ranks):
+            x, output = found[case].double()
+            torch.testing.assert_close(x, algorithm.query(expected.state)[rank, 0], rtol=0, atol=1e-4)
+            torch.testing.assert_close(output, expected.output[rank, 0], rtol=0, atol=1e-4)
+
+
+def test_a_script_reads_first_and_writes_last(monkeypatch):
+    monkeypatch.setattr(kernels, "compiled", Kernel)
+    a, b, scale = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -4.0]), torch.tensor([10.0])
+    script = kernels.Script()
+    x, y = script.symbol(a), script.symbol(b)
+    assert script.symbol(a).name == x.name
+    b.copy_(x)
+    a.copy_(torch.sqrt((2.0 - y / 4.0).abs()).add_(y, alpha=0.5).clamp(min=-1.0) * scale)
+    script.run()
+    torch.testing.assert_close(b, torch.tensor([1.0, 2.0]))
+    torch.testing.assert_close(a, 10 * torch.tensor([1.25**0.5 + 1.5, 3.0**0.5 - 2.0]))
+
+
+@pytest.mark.parametrize(
+    "work, wrong",
+    [
+        (lambda x, a: a.copy_(x.sum()), "sum of a vector"),
+        (lambda x, a: torch.cumsum(x, 0), "cumsum of a vector"),
+        (lambda x, a: x.clamp(max=1.0), "clamp of a vector"),
+        (lambda x, a: x + torch.ones(2, 2), "a Tensor"),
+        (lambda x, a: x + torch.ones(4)[::2], "a vector with gaps"),
+        (lambda x, a: a.copy_(x + torch.ones(3)), "vectors of several lengths"),
+        (lambda x, a: x + "1", "a str"),
+    ],
+)
+def test_what_is_not_elementwise_is_not_computed(work, wrong):
+    a = torch.tensor([1.0, 2.0])
+    script = kernels.Script()
+
+    def compute():
+        work(script.symbol(a), a)
+        script.run()
+
+    with pytest.raises(kernels.NotElementwiseError, match=wrong):
+        compute()
+    assert a.tolist() == [1.0, 2.0]
