@@ -1,7 +1,7 @@
 """What an optimizer costs on a GPU: its own kernels, and what is left of its messages behind the gradient.
 
 Run: torchrun --nproc-per-node 2 benchmarks/gpu.py [--micro 24] [--trace FILE]
-     .venv/bin/python benchmarks/gpu.py --draw FILE docs/gpu-step.png
+     .venv/bin/python benchmarks/gpu.py --draw FILE docs/images/gpu-step.png
 
 Two ranks over gloo train a GPT of 100 million parameters. Rank 0 is on the GPU, and measured; rank 1 is on the CPU, as
 if on another machine, and has no data: it only gossips, so that nothing else uses the GPU. In turns in the same
@@ -16,16 +16,16 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import DeviceType
-from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 import klatsch
 
@@ -53,8 +53,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shape = *x.shape[:2], HEADS, WIDTH // HEADS
         q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.between(x))))
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.between(x))))
 
 
 class GPT(nn.Module):
@@ -63,12 +63,13 @@ class GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(DEPTH)))
+        self.blocks, self.last = nn.Sequential(*(Block() for _ in range(DEPTH))), nn.LayerNorm(WIDTH)
+        for table in (self.words, self.places):
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens[:, :-1]) * 0.02 + self.places.weight
-        logits = self.blocks(x) @ self.words.weight.T
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        logits = self.last(self.blocks(self.words(tokens[:, :-1]) + self.places.weight)) @ self.words.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def gradient(model: nn.Module, micro: int) -> None:
@@ -77,65 +78,67 @@ def gradient(model: nn.Module, micro: int) -> None:
     for _ in range(micro):
         tokens = torch.randint(WORDS, (BATCH, CONTEXT + 1), device=device)
         with torch.autocast("cuda", torch.bfloat16):
-            loss = model(tokens)
+            loss = model(tokens) / micro
         loss.backward()
+
+
+def profiled(work: Callable[[], object], file: str) -> list[dict[str, Any]]:
+    """What torch.profiler sees on the GPU. With ProfilerActivity.CPU it crashes where other threads work."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        work()
+        torch.cuda.synchronize()
+    found.export_chrome_trace(file)
+    with open(file) as opened:
+        events = json.load(opened)["traceEvents"]
+    os.remove(file)
+    return [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy")]
 
 
 def own_kernels(step: Callable[[], object]) -> tuple[float, int]:
     """Milliseconds of the kernels that a step starts, and their number."""
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        step()
-        torch.cuda.synchronize()
-    events = [e for e in found.events() if e.device_type == DeviceType.CUDA and "Memcpy" not in e.name]
-    return sum(e.self_device_time_total for e in events) / 1e3, len(events)
+    events = [e for e in profiled(step, f"{tempfile.gettempdir()}/klatsch-gpu.json") if e["cat"] == "kernel"]
+    return sum(e["dur"] for e in events) / 1e3, len(events)
 
 
 def steps_of(model: nn.Module, optimizer: Any, rank: int, micro: int) -> dict[str, float]:
-    """Milliseconds of kernels, and seconds of whole steps; rank 1 takes part without data."""
-    kernels, counts, seconds, waited = [], [], [], []
-    for k in range(2 * ROUNDS):
-        full = k >= ROUNDS  # first kernels alone, then whole steps
+    """Milliseconds of a step's kernels, and seconds of whole steps; rank 1 takes part without data."""
+    found: dict[str, float] = {}
+    kernels = []
+    for _ in range(ROUNDS):
         if rank == 0:
-            torch.cuda.synchronize()
-        began, before = time.perf_counter(), getattr(optimizer, "seconds_waited", 0.0)
-        if rank == 0 and full:
-            gradient(model, micro)
-        if rank == 0 and not full:
-            took, count = own_kernels(optimizer.step)
-            kernels.append(took)
-            counts.append(count)
+            kernels.append(own_kernels(optimizer.step))
         else:
             optimizer.step()
-        if rank == 0 and full:
-            optimizer.zero_grad()  # the next gradient begins as soon as this one has moved the model
-            seconds.append(time.perf_counter() - began)
-            waited.append(getattr(optimizer, "seconds_waited", 0.0) - before)
-    middle = {"kernels": kernels[2:], "count": counts[2:], "seconds": seconds[2:], "waited": waited[2:]}
-    return {name: statistics.median(values) for name, values in middle.items() if values}
+    for k in range(ROUNDS):
+        if rank == 0:
+            if k == 2:
+                torch.cuda.synchronize()
+                began, before = time.perf_counter(), getattr(optimizer, "seconds_waited", 0.0)
+            gradient(model, micro)
+        optimizer.step()
+        if rank == 0:
+            optimizer.zero_grad()
+    if rank == 0:
+        torch.cuda.synchronize()
+        found["seconds"] = (time.perf_counter() - began) / (ROUNDS - 2)
+        found["waited"] = (getattr(optimizer, "seconds_waited", 0.0) - before) / (ROUNDS - 2)
+        found["kernels"], found["count"] = (statistics.median(values) for values in zip(*kernels[2:], strict=True))
+    return found
 
 
 def traced(model: nn.Module, optimizer: Any, micro: int, file: str) -> None:
-    """Two steps as torch.profiler sees them: kernels and copies by stream, milliseconds."""
-    rounds = []
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+    """Two steps as torch.profiler sees them, in milliseconds."""
+
+    def steps() -> None:
         for _ in range(2):
             gradient(model, micro)
-            with record_function("optimizer.step"):
-                optimizer.step()
+            optimizer.step()
             optimizer.zero_grad()
-            rounds.append(time.perf_counter())
-        torch.cuda.synchronize()
-    whole = file + ".chrome.json"
-    found.export_chrome_trace(whole)
-    with open(whole) as opened:
-        events = [
-            e for e in json.load(opened)["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "user_annotation")
-        ]
-    os.remove(whole)
+
+    events = profiled(steps, file + ".whole")
     first = min(e["ts"] for e in events)
     kept = [
-        {"name": e["name"][:60], "kind": e["cat"], "row": e["tid"], "at": (e["ts"] - first) / 1e3, "ms": e["dur"] / 1e3}
-        for e in events
+        {"name": e["name"][:60], "kind": e["cat"], "at": (e["ts"] - first) / 1e3, "ms": e["dur"] / 1e3} for e in events
     ]
     with open(file, "w") as opened:
         json.dump(kept, opened)
@@ -149,25 +152,27 @@ def draw(file: str, picture: str) -> None:
 
     with open(file) as opened:
         events = json.load(opened)
-    step = [e for e in events if e["kind"] == "user_annotation" and e["name"] == "optimizer.step"]
     rows: dict[str, list[tuple[float, float]]] = {"messages to the GPU": [], "messages from the GPU": []}
     rows |= {"optimizer": [], "gradient": []}
     for e in events:
-        bar = e["at"], max(e["ms"], 0.3)
         if e["kind"] == "gpu_memcpy" and e["ms"] > 1.0:
-            rows[f"messages {'from' if 'DtoH' in e['name'] else 'to'} the GPU"].append(bar)
+            rows[f"messages {'from' if 'DtoH' in e['name'] else 'to'} the GPU"].append((e["at"], e["ms"]))
         elif e["kind"] == "kernel":
-            rows["optimizer" if e["name"].startswith("update") else "gradient"].append(bar)
-    figure = Figure(figsize=(9, 2.6), layout="constrained")
-    axis = figure.subplots()
-    for k, (name, bars) in enumerate(rows.items()):
-        axis.broken_barh(bars, (k - 0.35, 0.7), color=f"C{k}")
-    for e in step:
-        axis.axvspan(e["at"], e["at"] + e["ms"], color="grey", alpha=0.2, linewidth=0)
-    axis.set_yticks(range(len(rows)), list(rows))
-    axis.set_xlabel("milliseconds (grey: the host is in optimizer.step)")
-    axis.spines[["top", "right"]].set_visible(False)
-    pictures.save(figure, picture, dpi=160)
+            rows["optimizer" if e["name"].startswith("update") else "gradient"].append((e["at"], e["ms"]))
+    figure = Figure(figsize=(10, 2.4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
+    step = rows["optimizer"][0][0]
+    for axis, title, ends in zip(axes, ("two steps", "around the first"), (None, (step - 5, step + 20)), strict=True):
+        for k, bars in enumerate(rows.values()):
+            axis.broken_barh(
+                bars, (k - 0.35, 0.7), color=f"C{k}", linewidth=0.6 if ends is None else 0.0, edgecolor=f"C{k}"
+            )
+        axis.set_xlim(ends)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("milliseconds")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(rows)), list(rows))
+    pictures.save(figure, Path(picture), dpi=160)
 
 
 def main() -> None:

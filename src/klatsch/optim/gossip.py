@@ -29,7 +29,7 @@ from klatsch.optim.share import Share
 from klatsch.optim.wrappers import Wrappers
 from klatsch.ranks.agreement import agree, broadcast, group_of, leave, members
 from klatsch.ranks.failures import NonFiniteError, QuorumError, reason, shown, warn
-from klatsch.ranks.links import Links, OnFailure, Total, open_links
+from klatsch.ranks.links import Links, OnFailure, Total, backend, open_links
 from klatsch.ranks.mailbox import Memory
 from klatsch.rules import Rule, State
 from klatsch.rules.base import checked, rate
@@ -140,7 +140,7 @@ class Gossip(Points, Joinable, JoinHook):
         agree(self.group, {"version of klatsch": VERSION, "rule": rule.name})
         settings = {"on_failure": on_failure, "quorum": f"{quorum:g}", "start_equal": str(start_equal)}
         facts = groups.facts(self.rule, self.topology, self.param_groups)
-        agree(self.group, facts | settings | {"device": self.device.type})
+        agree(self.group, facts | settings | {"backend": backend(group, self.device)})
         names, dtypes = groups.names(self.param_groups), dict.fromkeys(p.dtype for p in trained)
         kind = Pieces if self.host.sharded else Flat
         flats = [kind([p for p in trained if p.dtype == dtype], names, self.host) for dtype in dtypes]

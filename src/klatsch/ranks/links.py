@@ -125,6 +125,12 @@ class Links(ABC):
         return [(source, self._memory[tag, k]) for k, source in enumerate(sources)]
 
 
+def backend(group: Group, device: torch.device) -> str:
+    """What carries messages of states on a device; over gloo, some ranks may have a GPU and others not."""
+    has_nccl = "cuda:nccl" in dist.get_backend_config(group) or dist.get_backend(group) == "nccl"
+    return "nccl" if device.type == "cuda" and has_nccl else "gloo"
+
+
 def open_links(
     group: Group,
     own: dist.ProcessGroup,
@@ -138,8 +144,7 @@ def open_links(
     from klatsch.ranks.gloo import GlooLinks  # both kinds derive from Links
     from klatsch.ranks.nccl import NcclLinks
 
-    has_nccl = "cuda:nccl" in dist.get_backend_config(group) or dist.get_backend(group) == "nccl"
-    if device.type != "cuda" or not has_nccl:
+    if backend(group, device) == "gloo":
         return GlooLinks(own, topology, device, timeout, on_failure, quorum)
     if on_failure == "continue":
         raise ValueError(
