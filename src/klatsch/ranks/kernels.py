@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
+from klatsch.ranks.failures import warn
+
 THREADS = 1024  # numbers that one program computes
 # What the operations of a rule, by name without underscores, do to numbers.
 FORMULAS = {
@@ -35,6 +37,9 @@ FORMULAS = {
 }
 ALSO = {"radd": "add", "rmul": "mul", "div": "truediv", "true_divide": "truediv", "rdiv": "rtruediv"}
 FORMULAS |= {name: FORMULAS[other] for name, other in ALSO.items()}
+
+
+WORKING: set[str] = set()  # kernels that have run: if another one fails, something is missing, such as a C compiler
 
 
 class NotElementwiseError(TypeError):
@@ -104,9 +109,17 @@ class Script:
             return
         if any(len(v) not in (1, wide) for v in self.vectors):
             raise NotElementwiseError("vectors of several lengths")
-        kernel = compiled("\n    ".join((*self.lines, *self._stores)), len(self.vectors), len(self.factors))
-        # Without fused multiply-adds the bits do not depend on what else a kernel computes.
-        kernel[(-(-wide // THREADS),)](*self.vectors, *self.factors, wide, enable_fp_fusion=False)
+        body = "\n    ".join((*self.lines, *self._stores))
+        launch = compiled(body, len(self.vectors), len(self.factors))[(-(-wide // THREADS),)]
+        try:
+            # Without fused multiply-adds the bits do not depend on what else a kernel computes.
+            launch(*self.vectors, *self.factors, wide, enable_fp_fusion=False)
+        except Exception as error:
+            if body in WORKING:
+                raise
+            warn(f"updates run operation by operation, since Triton cannot compile them here: {error}")
+            raise NotElementwiseError("no kernel") from error
+        WORKING.add(body)
 
     def _named(self, formula: str) -> str:
         self.lines.append(f"v{len(self.lines)} = {formula}")
