@@ -79,14 +79,14 @@ def alone():
 
 @pytest.mark.usefixtures("alone")
 def test_without_a_compiler_updates_run_operation_by_operation(monkeypatch):
-    class Broken:
-        def __getitem__(self, grid):
-            raise RuntimeError("Failed to find C compiler")
+    def fail(self, *given, **options):
+        raise RuntimeError("Failed to find C compiler")
 
+    monkeypatch.setattr(kernels, "compiled", Kernel)
+    monkeypatch.setattr(Kernel, "launch", fail)
     ends = []
     for working in (True, False):
         monkeypatch.setattr(kernels, "available", lambda device, there=not working: there)
-        monkeypatch.setattr(kernels, "compiled", lambda *lines: Broken())
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 2)
         optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1)
