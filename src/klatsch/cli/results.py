@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ from klatsch.cli import terminal
 from klatsch.cli.app import command
 from klatsch.cli.rows import plain, print_rows, short
 from klatsch.cli.terminal import AsJson, print_json, text
+from klatsch.cli.clocked import Timing
 
 if TYPE_CHECKING:
     from klatsch.study.cases import Case
@@ -57,24 +59,35 @@ class Filters:
         return runs
 
 
-@command("results results.sqlite --rule dat --where noise=10", "results results.sqlite --all --csv runs.csv")
+@command(
+    "results results.sqlite --rule dat --where noise=10",
+    "results results.sqlite --all --csv runs.csv",
+    "results results.sqlite --gradient 0.05 --network wan --plot curves.png --against seconds",
+)
 def results(
     store: Annotated[Path, typer.Argument(help="A store of klatsch run or klatsch reproduce.")],
     filters: Filters,
+    timing: Timing,
     metric: Annotated[str | None, text("What learning rates are chosen by (the problem's own metric).")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every run instead of the best learning rates.")] = False,
     curves: Annotated[bool, typer.Option("--curves", help="Export every recorded round, not only the last.")] = False,
     csv: Annotated[Path | None, text("Write the runs to FILE.csv.", metavar="FILE")] = None,
     parquet: Annotated[Path | None, text("Write the runs to FILE.parquet.", metavar="FILE")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves to FILE.png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print, filter and export the results in STORE: the best learning rates, or every run."""
+    from klatsch import pictures
     from klatsch.study import export
     from klatsch.study.grids import counted
     from klatsch.study.store import Store
+    from klatsch.study.timing import timed
 
     if curves and csv is None and parquet is None and not (every and as_json):
         raise ValueError("--curves is for exports: give --csv FILE, --parquet FILE, or --all --json as well")
+    clock = timing.clock()
+    if plot is not None:
+        pictures.check_path(plot)
     if csv is not None:
         files.check_output(csv, "CSV", store)
     if parquet is not None:
@@ -85,17 +98,19 @@ def results(
             raise ValueError(f"{store} holds no finished run yet")
         runs = filters.apply(runs)
         if csv is not None or parquet is not None:
-            found = export.records(opened, runs, curves)
+            found = export.records(opened, runs, curves, clock)
             for path, write in ((csv, export.to_csv), (parquet, export.to_parquet)):
                 if path is not None:
                     write(found, path)
                     print(f"{counted(len(found), 'line')} written to {path}")
         elif every and as_json:
-            print_json({"runs": export.plain(export.records(opened, runs, curves))})
+            print_json({"runs": export.plain(export.records(opened, runs, curves, clock))})
         elif every:
             _print_runs(opened, runs, metric)
         else:
-            tables = _tables(opened, runs, metric)
+            tables = [(kind, timed(rows, clock)) for kind, rows in _tables(opened, runs, metric)]
+            if plot is not None:
+                _draw(tables, timing.against, plot)
             if as_json:
                 return print_json({"rows": [plain(row) | {"dtype": kind[2]} for kind, rows in tables for row in rows]})
             for (problem, length, dtype, *_), rows in tables:
@@ -105,6 +120,7 @@ def results(
 @command("report results.sqlite", "report results.sqlite -o ring.html --title 'How far a ring goes'")
 def report(
     store: Annotated[Path, typer.Argument(help="A store of klatsch run or klatsch reproduce.")],
+    timing: Timing,
     out: Annotated[Path, text("The page.", "-o", "--out", metavar="FILE")] = Path("report.html"),
     title: Annotated[str | None, text("Its title.", metavar="TEXT")] = None,
 ) -> None:
@@ -113,9 +129,10 @@ def report(
     from klatsch.study.grids import counted
     from klatsch.study.store import Store
 
+    clock = timing.clock()
     files.check_output(out, "HTML", store)
     with Store(store, read_only=True) as opened:
-        pages = write_report(opened, out, title)
+        pages = write_report(opened, out, title, clock, timing.against)
     print(f"{counted(len(pages), 'page')} of results written to {out}")
 
 
@@ -170,6 +187,21 @@ def _tables(store: Store, runs: Runs, metric: str | None) -> list[tuple[Kind, li
     if not tables:
         raise refusals[0]
     return tables
+
+
+def _draw(tables: list[tuple[Kind, list[Row]]], across: str, plot: Path) -> None:
+    """The curves of one kind of runs."""
+    from klatsch import pictures
+    from klatsch.paper import figures
+
+    if len(tables) > 1:
+        kinds = "; ".join(f"{problem}, {length}, {dtype}" for (problem, length, dtype, *_), _ in tables)
+        raise ValueError(
+            f"--plot draws one kind of runs, and there are several ({kinds}); filter them, as with --where"
+        )
+    (((problem, length, *_), rows),) = tables
+    pictures.save(figures.error_against_rounds(rows, f"{problem}, {length}", across=across), plot, dpi=160)
+    print(f"drawn to {plot}", file=sys.stderr)
 
 
 def _of_short_runs(row: Row, tried: tuple[float, ...]) -> Row:

@@ -18,6 +18,7 @@ EXPENDABLE = ("Gamma", "worst", "merged", "to", "from", "nodes")  # what a narro
 def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu") -> None:
     """Print one line per row, then notes."""
     from klatsch import native
+    from klatsch.planning.words import duration, size
     from klatsch.study.choices import BESIDE
     from klatsch.study.grids import shown
 
@@ -29,6 +30,7 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
     counts = sorted({len(row.curves) for row in rows})
     spread = counts != [1]  # of the seeds
     measured = [name for name in BESIDE if not all(math.isnan(row.beside(name)) for row in rows)]
+    clocked = any(row.elapsed is not None for row in rows)
     lines = [
         {
             "topology": row.topology,
@@ -40,6 +42,8 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
             **({"from": short(row.low), "to": short(row.high)} if spread else {}),
             **{name: "-" if math.isnan(v := row.beside(name)) else short(v) for name in measured},
             "Gamma": short(float(row.consensus[:, -1, row.best].mean())),
+            **({"time": "-" if row.elapsed is None else duration(row.elapsed[-1])} if clocked else {}),
+            **({"sent": "-" if row.sent is None else size(row.sent)} if clocked else {}),
         }
         for row in rows
     ]
@@ -49,6 +53,8 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
         "merged": "merged: mean of all models",
         "worst": "worst: worst node",
         "Gamma": "Gamma: consensus distance of the points where gradients are taken",
+        "time": "time: by the clock, until all nodes are done",
+        "sent": "sent: by a node",
     }
     wider = [terminal.WIDER] if len(kept) < len(lines[0]) else []
     terminal.note("; ".join([note for name, note in notes.items() if name in kept] + wider))
@@ -80,6 +86,7 @@ def plain(row: Row) -> dict[str, object]:
         "bytes_sent": row.sent,
         "seconds": row.seconds,
         "steps": list(row.steps),
+        "elapsed": None if row.elapsed is None else list(row.elapsed),
         "curve": [finite(value) for value in row.curve.mean(axis=0)],
         "final_by_lr": {f"{lr:g}": finite(value) for lr, value in zip(row.lrs, row.final.mean(axis=0), strict=True)},
     }

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ from klatsch.cli.data import use_folder
 from klatsch.cli.rows import plain, print_rows
 from klatsch.cli.settings import Settings, check_known, parameters_of, setting, split, typed
 from klatsch.cli.terminal import AsJson, Data, option, print_json, text, words
+from klatsch.cli.clocked import Timing
 
 if TYPE_CHECKING:
     from klatsch.study import workers
@@ -141,6 +143,7 @@ class Crew:
 def run(
     comparison: Comparison,
     crew: Crew,
+    timing: Timing,
     file: Annotated[Path | None, typer.Argument(help="A study file, instead of options that say what to run.")] = None,
     engine: Annotated[str, text("stacked (simulation), or ranks: one process per node, under torchrun.")] = "stacked",
     plot: Annotated[Path | None, typer.Option(help="Draw the curves to FILE.png, .svg or .pdf.")] = None,
@@ -155,8 +158,10 @@ def run(
     from klatsch.study.execute import run_study
     from klatsch.study.grids import counted
     from klatsch.study.store import Origin, Store
+    from klatsch.study.timing import timed
 
     use_folder(crew.data)
+    clock = timing.clock()
     if named("engine", engine, {"stacked": False, "ranks": True}) and on_ranks.join() != 0:
         return on_ranks.serve()
     if file is not None and file.exists():  # load names one that does not
@@ -178,10 +183,11 @@ def run(
         crew.check(study, expanded[0], opened)
         with narration.interruptible(opened):
             found = run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
+    rows = timed(found.rows, clock)
     if as_json:
-        print_json({"rows": [plain(row) for row in found.rows], "left_out": [i._asdict() for i in found.left_out]})
+        print_json({"rows": [plain(row) for row in rows], "left_out": [i._asdict() for i in found.left_out]})
     else:
-        print_rows(found.rows, found.left_out, title_of(study), study.device)
+        print_rows(rows, found.left_out, title_of(study), study.device)
         if place is None:
             terminal.note("the results are not kept; --store results.sqlite keeps them")
         else:
@@ -189,8 +195,10 @@ def run(
             again = f" ({damaged:,} {'was' if damaged == 1 else 'were'} damaged)" if damaged else ""
             print(f"{counted(found.progress.runs_done, 'run')} new{again}, results in {place}")
     if plot is not None:
-        draw = figures.error_against_nodes if len(study.nodes) > 1 else figures.error_against_rounds
-        pictures.save(draw(found.rows, title_of(study)), plot, dpi=160)
+        against_nodes = len(study.nodes) > 1 and timing.against == "rounds"
+        course = partial(figures.error_against_rounds, across=timing.against)
+        draw = figures.error_against_nodes if against_nodes else course
+        pictures.save(draw(rows, title_of(study)), plot, dpi=160)
         if not as_json:
             print(f"drawn to {plot}")
 

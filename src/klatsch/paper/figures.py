@@ -66,19 +66,25 @@ def error_against_nodes(rows: Sequence[Row], title: str, together: bool = False)
     return _against_nodes(rows, title, Layout(shown, caption, lambda row: row.rule, by_rule(rows), wide))
 
 
-def error_against_rounds(rows: Sequence[Row], title: str, together: bool = False) -> Figure:
+def error_against_rounds(rows: Sequence[Row], title: str, together: bool = False, across: str = "rounds") -> Figure:
     """The error round by round at the best learning rate: a panel per setting, topology and size, a line per rule.
 
-    With `together`, all sizes share the panels of their settings.
+    With `together`, all sizes share the panels of their settings; `across` is "rounds", "seconds" or "bytes". What a
+    round costs differs between graphs, so these share a panel then.
     """
     setting, shown = in_letters(rows), _quantity(rows[0], ERROR.replace("_T", "_t"))
     if together:
         layout = Layout(shown, setting, lambda row: f"{row.rule}, M = {row.nodes}", _by_size(rows), 2)
         return _against_rounds(rows, title, layout)
-    caption = in_letters(rows, lambda row: [row.topology, f"{row.nodes} machines"])
+    apart = across == "rounds"
+    caption = in_letters(rows, lambda row: [*([row.topology] if apart else []), f"{row.nodes} machines"])
     wide = min(3, len(distinct(rows, caption)))
-    layout = Layout(shown, caption, lambda row: f"{row.rule}, lr {row.lr:g}", by_rule(rows), wide, legends=True)
-    return _against_rounds(rows, title, layout)
+
+    def label(row: Row) -> str:
+        return f"{row.rule}{'' if apart else f', {row.topology}'}, lr {row.lr:g}"
+
+    layout = Layout(shown, caption, label, by_rule(rows) if apart else _by_family(rows), wide, legends=True)
+    return _against_rounds(rows, title, layout, across)
 
 
 def accuracy_against_epochs(rows: Sequence[Row], title: str) -> Figure:
@@ -339,19 +345,36 @@ def _against_nodes(rows: Sequence[Row], title: str, layout: Layout) -> Figure:
     return figure
 
 
-def _against_rounds(rows: Sequence[Row], title: str, layout: Layout) -> Figure:
+def _across(row: Row, across: str) -> tuple[Sequence[float], str]:
+    """Where the points of a row lie on an axis, and what it is called."""
+    share = [step / row.steps[-1] for step in row.steps]
+    if across == "seconds":
+        return row.elapsed or (), "seconds"
+    if across == "bytes":
+        return [row.megabytes * part for part in share], "MB sent per node"
+    return (row.steps, "rounds t") if row.epochs is None else ([row.epochs * part for part in share], "epochs")
+
+
+def _against_rounds(rows: Sequence[Row], title: str, layout: Layout, across: str = "rounds") -> Figure:
+    rows = [
+        row
+        for row in rows
+        if not ((across == "seconds" and row.elapsed is None) or (across == "bytes" and row.sent is None))
+    ]
+    if not rows:
+        raise ValueError(f"no run knows its {across}: those with a part of your own do not; show rounds")
     figure, panels = panelled(rows, title, layout)
-    rounds = rows[0].epochs is None
+    rounds = rows[0].epochs is None or across != "rounds"
     for axis, mine in panels:
         for row in mine:
-            when = row.steps if row.epochs is None else [row.epochs * step / row.steps[-1] for step in row.steps]
+            when, unit = _across(row, across)
             spread = np.stack((row.curve.mean(0), row.curve.min(0), row.curve.max(0)))
             line_of_seeds(axis, layout.label(row), when, spread, layout.look(row) | {"marker": ""})
             for k in range(len(row.steps) - 1, -1, -6 if rounds else -3):  # points with a tooltip
-                after = f"{row.steps[k]:,} rounds" if rounds else f"{when[k]:.3g} epochs"
+                after = f"{row.steps[k]:,} rounds" if unit == "rounds t" else f"{when[k]:.3g} {unit}"
                 mark(axis, row, when[k], row.curve[:, k], f" after {after}")
         axis.set_xscale("log" if rounds else "linear")
-        axis.set_xlabel("rounds t" if rounds else "epochs")
+        axis.set_xlabel(unit)
         if layout.legends:
             axis.legend(frameon=False, fontsize="small")
     if not layout.legends:

@@ -71,13 +71,15 @@ def table_of(rows: Sequence[Row]) -> tuple[tuple[str, ...], tuple[tuple[str, ...
     settings = list(dict.fromkeys(name for row in rows for name in row.setting))
     measured = [name for name in BESIDE if not all(math.isnan(row.beside(name)) for row in rows)]
     values = (rows[0].title, "from", "to", *measured)
-    header = ("topology", *settings, "M", "rule", *values, "lr", "lr at the edge", "MB sent")
+    clocked = any(row.elapsed is not None for row in rows)
+    header = ("topology", *settings, "M", "rule", *values, "lr", "lr at the edge", "MB sent", *["seconds"] * clocked)
 
     def line(row: Row) -> tuple[str, ...]:
         setting = (shown(row.setting.get(name, "-")) for name in settings)
         values = map(known, (row.value, row.low, row.high, *map(row.beside, measured)))
         edge = "yes" if row.at_edge else "no"
-        return row.topology, *setting, str(row.nodes), row.rule, *values, f"{row.lr:g}", edge, known(row.megabytes)
+        costs = [known(row.megabytes)] + [known(row.elapsed[-1] if row.elapsed else math.nan)] * clocked
+        return row.topology, *setting, str(row.nodes), row.rule, *values, f"{row.lr:g}", edge, *costs
 
     def known(value: float) -> str:
         return "-" if math.isnan(value) else f"{value:.4g}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from klatsch import files, pictures
+from klatsch.clock import Clock
 from klatsch.paper import figures
 from klatsch.paper.pages import Page, edge_note, table_of
 from klatsch.paper.targets import TARGETS
@@ -19,6 +20,7 @@ from klatsch.study.grids import counted
 from klatsch.study.screening import screened
 from klatsch.study.spec import Study
 from klatsch.study.store import Remembered, Store
+from klatsch.study.timing import timed
 from klatsch.version import VERSION
 
 if TYPE_CHECKING:
@@ -29,16 +31,24 @@ Expanded = tuple[list[Case], list[LeftOut]]
 BANDS = "bands reach from the smallest to the largest seed"
 
 
-def page_of(remembered: Remembered, store: Store, expanded: Expanded | None = None, showing: str | None = None) -> Page:
+def page_of(
+    remembered: Remembered,
+    store: Store,
+    expanded: Expanded | None = None,
+    showing: str | None = None,
+    clock: Clock | None = None,
+    across: str = "rounds",
+) -> Page:
     """The page of a study, from the runs that the store holds so far; pass `expanded` if you have it.
 
-    Figures, numbers and verdicts are those of the mean of nodes, or of what is `showing`: "merged" or "worst".
+    Figures, numbers and verdicts are those of the mean of nodes, or of what is `showing`: "merged" or "worst". With a
+    clock the numbers have seconds, too, and one more figure shows the course against seconds or bytes (`across`).
     """
     study, origin, target = remembered.study, remembered.origin, TARGETS.get(remembered.origin.kind)
     title = study.name if target is None else f"{target.title} ({origin.scale} scale)"
     cases, left_out = expanded or _expanded(remembered, store)
     runs = screened(study, cases, store)
-    rows, name = runs.rows(store), study.name
+    rows, name = timed(runs.rows(store), clock), study.name
     if showing is not None:
         rows, name = [row.showing(showing) for row in rows], f"{study.name}-{showing}"
     facts = (*_facts(remembered), *_shown(showing), _when_and_where(runs.cases, store))
@@ -51,6 +61,9 @@ def page_of(remembered: Remembered, store: Store, expanded: Expanded | None = No
         draw = {name: target.figure, **{f"{name}-{more}": each for more, each in target.more.items()}}
         drawn = [(file, each(rows, above)) for file, each in draw.items()]
         verdicts = [sentence.check(rows) for sentence in target.sentences]
+    if across != "rounds":
+        most = [row for row in rows if row.nodes == max(row.nodes for row in rows)]
+        drawn = [*drawn, (f"{name}-{across}", figures.error_against_rounds(most, above, across=across))]
     if not {case.key for case in runs.cases} <= store.done():
         verdicts = [replace(v, holds=None, figures=("not all of its runs are finished", *v.figures)) for v in verdicts]
     # The remedy that follows a reason is for studies of one's own.
@@ -129,7 +142,9 @@ def _clock(moment: str) -> str:
 # --- HTML -----------------------------------------------------------------------------------------------------------
 
 
-def report(store: Store, path: Path, title: str | None = None) -> list[Page]:
+def report(
+    store: Store, path: Path, title: str | None = None, clock: Clock | None = None, across: str = "rounds"
+) -> list[Page]:
     """Write the report of everything in a store; returns its pages."""
     from jinja2 import Environment, PackageLoader
 
@@ -137,7 +152,8 @@ def report(store: Store, path: Path, title: str | None = None) -> list[Page]:
     if not studies:
         raise ValueError(f"{store.path} holds no study; klatsch run and klatsch reproduce put them there")
     expanded = [_expanded(study, store) for study in studies]
-    pages = [page_of(study, store, known) for study, known in zip(studies, expanded, strict=True)]
+    pairs = zip(studies, expanded, strict=True)
+    pages = [page_of(study, store, known, clock=clock, across=across) for study, known in pairs]
     runs = [facts for _, facts in store.runs()]
     needed = (screened(s.study, cases, store).cases for s, (cases, _) in zip(studies, expanded, strict=True))
     shown = {case.key for cases in needed for case in cases}

@@ -38,6 +38,7 @@ class Row:
     tried: tuple[float, ...] = ()  # the learning rates that short runs chose from, if they did
     sent: float | None = None  # bytes per node over the run, if known: see `traffic.sent`
     case: Case | None = None  # one of its runs
+    elapsed: tuple[float, ...] | None = None  # seconds to each of the steps, if there was a clock: see `timing.timed`
 
     @property
     def final(self) -> NDArray[np.float64]:
@@ -115,6 +116,7 @@ class Row:
             lrs=(self.lr,),
             tried=self.tried or self.lrs,
             steps=self.steps[:points],
+            elapsed=None if self.elapsed is None else self.elapsed[:points],
             curves=cut(self.curves),
             consensus=cut(self.consensus),
             merged=None if self.merged is None else cut(self.merged),

@@ -9,13 +9,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from klatsch import files
+from klatsch.clock import Clock
 from klatsch.study.cases import Case
 from klatsch.study.grids import Options
 from klatsch.study.store import Store
+from klatsch.study.timing import elapsed
+from klatsch.study.traffic import sent
 
 
-def records(store: Store, runs: Sequence[tuple[Case, Options]], curves: bool = False) -> list[Options]:
-    """One record per run with its final metrics, or with `curves` one per recorded round."""
+def records(
+    store: Store, runs: Sequence[tuple[Case, Options]], curves: bool = False, clock: Clock | None = None
+) -> list[Options]:
+    """One record per run with its final metrics, or with `curves` one per recorded round.
+
+    `bytes_sent` is what a node has sent up to that round, and with a clock `elapsed` the seconds until it is done.
+    """
     outcomes = store.outcomes([facts["key"] for _, facts in runs], last=not curves)
     found: list[Options] = []
     for case, facts in runs:
@@ -32,8 +40,13 @@ def records(store: Store, runs: Sequence[tuple[Case, Options]], curves: bool = F
             "dtype": case.dtype,
             **{name: facts[name] for name in ("device", "engine", "seconds", "finished", "key")},
         }
-        for k, step in enumerate(outcome.steps.tolist()):
-            found.append({**head, "step": step, **{name: float(series[k]) for name, series in outcome.metrics.items()}})
+        steps, bytes_ = outcome.steps.tolist(), sent(case)
+        when = None if clock is None else elapsed(case, clock, steps)
+        for k, step in enumerate(steps):
+            cost: Options = {"bytes_sent": None if bytes_ is None else bytes_ * step / case.steps}
+            cost |= {} if clock is None else {"elapsed": None if when is None else when[k]}
+            metrics = {name: float(series[k]) for name, series in outcome.metrics.items()}
+            found.append({**head, "step": step, **cost, **metrics})
     names = list(dict.fromkeys(name for record in found for name in record))
     return [{name: record.get(name) for name in names} for record in found]
 
