@@ -12,9 +12,9 @@ import typer
 from klatsch import files, own
 from klatsch.cli import terminal
 from klatsch.cli.app import command
+from klatsch.cli.clocked import Timing
 from klatsch.cli.rows import plain, print_rows, short
 from klatsch.cli.terminal import AsJson, print_json, text
-from klatsch.cli.clocked import Timing
 
 if TYPE_CHECKING:
     from klatsch.study.cases import Case
