@@ -8,9 +8,9 @@ import pytest
 from klatsch import rules, topology
 from klatsch.clock import Clock
 from klatsch.paper import figures
-from klatsch.study import Store, parse, run_study, workers
+from klatsch.study import Store, expand, parse, run_study, workers
 from klatsch.study.choices import summarize
-from klatsch.study.timing import timed
+from klatsch.study.timing import elapsed, timed
 from tests.support.pictures import check_picture
 
 STUDY = {
@@ -91,6 +91,30 @@ def test_figures_against_seconds_and_bytes(store, across, label):
         assert ends == pytest.approx(sorted(row.elapsed[-1] for row in found))
 
 
+def test_silent_rounds_send_nothing(store, run_cli, tmp_path):
+    file = tmp_path / "a.csv"
+    run_cli("results", store, "--csv", file, "--curves")
+    with file.open() as opened:
+        lines = [line for line in csv.DictReader(opened) if "ring/8" in line["topology"]]
+    by_step = {int(line["step"]): float(line["bytes_sent"]) for line in lines}
+    assert by_step[1] == 0
+    assert by_step[60] > 0
+    assert by_step == {step: pytest.approx(by_step[60] * (step // 8) / 7) for step in by_step}
+
+
+def test_equal_graphs_of_different_names():
+    """On the complete graph nodes use an all-reduce, also with three, where it is a ring."""
+    case = expand(parse({**STUDY, "nodes": 3, "topologies": ["ring", "complete"]}))[0]
+    clock = Clock(0.05, "wan")
+    found = {each.topology: elapsed(each, clock, [60]) for each in case}
+    wanted = {
+        name: tuple(clock.seconds(rules.dat(0.1, order="cta"), topology.make(name, 3), 500, [60]))
+        for name in ("ring", "complete")
+    }
+    assert found == wanted
+    assert wanted["ring"] != wanted["complete"]
+
+
 def test_plots_and_reports(store, run_cli, tmp_path):
     code, _, err = run_cli("results", store, *WAN, "--plot", tmp_path / "a.png", "--against", "seconds")
     assert (code, err) == (0, f"drawn to {tmp_path / 'a.png'}\n")
@@ -114,6 +138,7 @@ def test_run_takes_a_clock(run_cli, in_threads, tmp_path):
 @pytest.mark.parametrize(
     "options, words",
     [
+        (("--plot", "a.png", "--all"), "--plot draws the best learning rates; leave --all, --csv and --parquet out"),
         (("--network", "wan"), "--network needs to know how long a gradient takes; give --gradient 0.05"),
         (("--against", "seconds"), "--against seconds needs to know how long a gradient takes"),
         (("--gpus", "8"), "--gpus needs to know how long a gradient takes"),

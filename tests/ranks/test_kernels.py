@@ -1,5 +1,7 @@
 """Updates as kernels: what they would compute on a GPU, run on the CPU; and on a GPU, where there is one."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,12 +9,20 @@ import torch.distributed as dist
 import klatsch
 from klatsch.ranks import kernels
 from tests.support.imitation import Kernel
+from tests.support.processes import Ranks
 from tests.support.rank_scenarios import RANK_RULES, ROUNDS, lr_of, problem_of
 
 GRAPHS = ("ring", "one_peer_exponential", "ring/4")
 EVERYTHING = dict.fromkeys(RANK_RULES, GRAPHS)
 SOME = dict.fromkeys(("dat cta beta", "dat-d2 beta", "dat-adam", "dadam cta reduced", "sgp"), ("ring",))
 NEEDED = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("device, cases", [("cpu", EVERYTHING), pytest.param("cuda", SOME, marks=NEEDED)])
@@ -30,6 +40,73 @@ def test_kernels_compute_what_the_rules_say(tmp_path, launch, device, cases):
             x, output = found[case].double()
             torch.testing.assert_close(x, algorithm.query(expected.state)[rank, 0], rtol=0, atol=1e-4)
             torch.testing.assert_close(output, expected.output[rank, 0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_messages_in_few_bytes_go_with_kernels(tmp_path, prepared, wire):
+    """As without kernels, where these run operation by operation: to rounding, as what is sent is rounded alike."""
+    rules = ("dsgd", "dat cta beta", "gt", "d2", "dadam cta reduced", "dat-adam shared decay")
+    ends = []
+    for kernels_too in (True, False):
+        folder, cases = tmp_path / str(kernels_too), dict.fromkeys(rules, ("ring",))
+        Ranks(prepared, folder, 4, "parity", cases=cases, kernels=kernels_too, wire=wire).succeed()
+        ends.append([torch.load(folder / f"parity-{rank}") for rank in range(4)])
+    for with_kernels, without in zip(*ends, strict=True):
+        assert len(without) == len(rules)
+        for label, end in without.items():
+            torch.testing.assert_close(with_kernels[label].double(), end, rtol=0, atol=3e-3)
+
+
+def test_a_field_that_is_no_symbol_is_written_last(alone, monkeypatch):
+    """A rule may return a tensor of its own, where the kernel still reads what was there."""
+
+    @dataclass(frozen=True, eq=False)
+    class Counting(klatsch.rules.Plain):
+        name = "counting"
+
+        def init(self, x):
+            return {"w": x, "k": x * 0.0}
+
+        def update(self, s, grad, flow, t, lr):
+            (w,) = flow.mix(s["w"] - grad * lr + s["k"])
+            return {"w": w, "k": torch.full((3,), float(t))}
+
+    ends = []
+    for there in (True, False):
+        monkeypatch.setattr(kernels, "available", lambda device, there=there: there)
+        monkeypatch.setattr(kernels, "compiled", Kernel)
+        x = torch.nn.Parameter(torch.zeros(3))
+        optimizer = klatsch.Gossip([x], Counting(0.1), "ring")
+        for _ in range(3):
+            x.grad = torch.ones(3)
+            optimizer.step()
+        ends.append(x.detach().clone())
+    torch.testing.assert_close(*ends)
+    assert optimizer.rounds == 3
+
+
+@pytest.mark.parametrize(
+    "power", [lambda g: g**3, lambda g: abs(g) * g * g, lambda g: g * (g == 1), lambda g: g * len(g)]
+)
+def test_rules_that_are_not_elementwise_run_as_they_are(alone, monkeypatch, power):
+    @dataclass(frozen=True, eq=False)
+    class Odd(klatsch.rules.Plain):
+        name = "odd"
+
+        def update(self, s, grad, flow, t, lr):
+            return {"w": flow.mix(s["w"] - power(grad) * lr)[0]}
+
+    ends = []
+    for there in (True, False):
+        monkeypatch.setattr(kernels, "available", lambda device, there=there: there)
+        monkeypatch.setattr(kernels, "compiled", Kernel)
+        x = torch.nn.Parameter(torch.zeros(3))
+        optimizer = klatsch.Gossip([x], Odd(0.1), "ring")
+        x.grad = torch.tensor([1.0, 2.0, -3.0])
+        optimizer.step()
+        ends.append(x.detach().clone())
+    assert torch.equal(*ends)  # bits: same call
+    assert ends[0].abs().max() > 0.05
 
 
 def test_a_script_reads_first_and_writes_last(monkeypatch):
@@ -55,6 +132,11 @@ def test_a_script_reads_first_and_writes_last(monkeypatch):
         (lambda x, a: x + torch.ones(4)[::2], "a vector with gaps"),
         (lambda x, a: a.copy_(x + torch.ones(3)), "vectors of several lengths"),
         (lambda x, a: x + "1", "a str"),
+        (lambda x, a: x == 1, "eq of a vector"),
+        (lambda x, a: bool(x), "bool of a vector"),
+        (lambda x, a: torch.stack([x, x]), "stack of vectors"),
+        (lambda x, a: torch.ones(2).add_(x), "add_ of a vector"),
+        (lambda x, a: x * torch.ones(2, dtype=torch.float64), "a vector of torch.float64"),
     ],
 )
 def test_what_is_not_elementwise_is_not_computed(work, wrong):
@@ -70,15 +152,7 @@ def test_what_is_not_elementwise_is_not_computed(work, wrong):
     assert a.tolist() == [1.0, 2.0]
 
 
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-def test_without_a_compiler_updates_run_operation_by_operation(monkeypatch):
+def test_without_a_compiler_updates_run_operation_by_operation(alone, monkeypatch):
     def fail(self, *given, **options):
         raise RuntimeError("Failed to find C compiler")
 

@@ -24,7 +24,7 @@ LANGUAGE = SimpleNamespace(
     sqrt_rn=torch.sqrt,
     div_rn=lambda a, b: a / b,
     abs=torch.abs,
-    maximum=lambda a, b: torch.clamp(a, min=b),
+    where=lambda chosen, a, b: torch.where(chosen, torch.as_tensor(a, dtype=torch.float32), b),
 )
 
 

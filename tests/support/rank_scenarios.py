@@ -70,7 +70,7 @@ def train(optimizer, parameter, problem, rank, rounds):
         optimizer.step()
 
 
-def parity(folder, device="cpu", cases=RANK_CASES, kernels=False):
+def parity(folder, device="cpu", cases=RANK_CASES, kernels=False, wire="float32"):
     """Rules on those of their graphs that they are defined on, in one group after the other."""
     rank, size = group()
     node.BLOCK[device] = 2  # several slices, the last one shorter
@@ -87,9 +87,9 @@ def parity(folder, device="cpu", cases=RANK_CASES, kernels=False):
                 continue
             problem = problem_of(size)
             x = nn.Parameter(problem.start().to(device, torch.float32 if kernels else torch.float64, copy=True))
-            optimizer = klatsch.Gossip([x], algorithm, graph)
+            optimizer = klatsch.Gossip([x], algorithm, graph, wire=wire)
             train(optimizer, x, problem, rank, ROUNDS)
-            if kernels:
+            if kernels and wire == "float32":
                 worker = optimizer._shares[0].node
                 assert worker._fuses, f"{label} | {name} runs operation by operation"
                 assert worker._plain == set(), f"{label} | {name} without kernels: {worker._plain}"

@@ -87,6 +87,8 @@ def results(
         raise ValueError("--curves is for exports: give --csv FILE, --parquet FILE, or --all --json as well")
     clock = timing.clock()
     if plot is not None:
+        if every or csv is not None or parquet is not None:
+            raise ValueError("--plot draws the best learning rates; leave --all, --csv and --parquet out")
         pictures.check_path(plot)
     if csv is not None:
         files.check_output(csv, "CSV", store)

@@ -135,8 +135,8 @@ class DAdamW(Gossip):
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         shared: gossip the second moment, for data that differ between ranks; it is one more vector in every round.
-        reduced: gossip gradients, too, before anything is made of them; False sends half as many bytes, and learns
-            more slowly (docs/language.md).
+        reduced: gossip gradients, too, before anything is made of them; False sends one vector less, and learns more
+            slowly (docs/language.md).
         order: as in DATSGD.
         rest: keywords of `Gossip`.
     """

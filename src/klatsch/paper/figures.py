@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from klatsch import rules
 from klatsch.paper.claims import at_its_best, family
 from klatsch.study.choices import Row
 from klatsch.study.grids import shown
+from klatsch.study.traffic import sent_by
 from klatsch.topology.names import split
 
 if TYPE_CHECKING:
@@ -351,7 +353,8 @@ def _across(row: Row, across: str) -> tuple[Sequence[float], str]:
     if across == "seconds":
         return row.elapsed or (), "seconds"
     if across == "bytes":
-        return [row.megabytes * part for part in share], "MB sent per node"
+        case = row.case
+        return [math.nan if case is None else sent_by(case, t, row.megabytes) for t in row.steps], "MB sent per node"
     return (row.steps, "rounds t") if row.epochs is None else ([row.epochs * part for part in share], "epochs")
 
 

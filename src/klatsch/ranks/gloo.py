@@ -151,10 +151,10 @@ class GlooLinks(Links):
         if self._failure is None:  # otherwise, the sooner it ends the better
             sent = [tag for tag, t in self._leaving if self._awaited.get(tag) == t]
             self._end([*chain(*self._leaving.values()), *chain(*(self._arriving.get(tag, []) for tag in sent))])
-        for transfer in (*self._abandoned, *chain(*self._leaving.values(), *self._arriving.values())):
-            transfer.give_up()
         if self._stage is not None:
             self._stage.end()
+        for transfer in (*self._abandoned, *chain(*self._leaving.values(), *self._arriving.values())):
+            transfer.give_up()
         for waiter in self._waiters.values():
             waiter.end()
 
@@ -169,6 +169,8 @@ class GlooLinks(Links):
         arriving = self._arriving.pop(tag, [])
         self._wait(arriving, t)
         self._heard |= {transfer.peer: t for transfer in arriving}
+        for broken in [transfer.broken for transfer in arriving if transfer.broken is not None]:
+            raise broken
         self._landed = {transfer.peer: transfer.landed for transfer in arriving if transfer.landed is not None}
         return [(transfer.peer, transfer.memory) for transfer in arriving if transfer.peer not in self.lost]
 

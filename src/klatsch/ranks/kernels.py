@@ -13,11 +13,13 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from klatsch.ranks.failures import warn
 
 THREADS = 1024  # numbers that one program computes
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # computed with in float32
 # What the operations of a rule, by name without underscores, do to numbers.
 FORMULAS = {
     "add": "({0} + {1})",
@@ -31,7 +33,7 @@ FORMULAS = {
     "sqrt": "tl.sqrt_rn({0})",
     "abs": "tl.abs({0})",
     "lerp": "({0} + {2} * ({1} - {0}))",
-    "maximum": "tl.maximum({0}, {1})",
+    "maximum": "tl.where({0} < {1}, {1}, {0})",  # keeps what is not a number
     "clone": "{0}",
     "zeros_like": "(0.0 * {0})",
 }
@@ -57,11 +59,15 @@ class Script:
         self._stores: list[str] = []
 
     def symbol(self, vector: Tensor) -> Any:
-        """A symbol that stands for a vector, or for a single number."""
+        """A symbol that stands for a vector, or for a single number; a symbol stands for itself."""
+        if isinstance(vector, Symbol):
+            return vector
         key = vector.data_ptr(), vector.numel()
         if key not in self._places:
             if not vector.is_contiguous():
                 raise NotElementwiseError("a vector with gaps")
+            if vector.dtype not in DTYPES:
+                raise NotElementwiseError(f"a vector of {vector.dtype}")
             k = len(self.vectors)
             self.vectors.append(vector)
             place = f"p{k}" if vector.numel() == 1 else f"p{k} + at, mask=inside"
@@ -71,7 +77,8 @@ class Script:
     def store(self, target: Tensor, value: object) -> None:
         """Write a value where a vector lies, when all is read."""
         self.symbol(target)
-        k = next(k for k, v in enumerate(self.vectors) if v.data_ptr() == target.data_ptr() and len(v) == len(target))
+        here = target.data_ptr(), target.numel()
+        k = next(k for k, v in enumerate(self.vectors) if (v.data_ptr(), v.numel()) == here)
         self._stores.append(f"tl.store(p{k} + at, {self.text(value)}, mask=inside)")
 
     def text(self, value: object) -> str:
@@ -95,7 +102,7 @@ class Script:
             operation, args = "maximum", (args[0], options.pop("min"))
         if "alpha" in options:
             args = args[0], self.write("mul", (args[1], options.pop("alpha")), {})
-        if operation not in FORMULAS or options:
+        if operation not in FORMULAS or options or (in_place and not isinstance(args[0], Symbol)):
             raise NotElementwiseError(f"{name} of a vector")
         result = self._named(FORMULAS[operation].format(*map(self.text, args)))
         if in_place:
@@ -104,16 +111,17 @@ class Script:
 
     def run(self) -> None:
         """Compute all that was stored."""
-        wide = max(map(len, self.vectors))
+        wide = max(v.numel() for v in self.vectors)
         if wide == 0:
             return
-        if any(len(v) not in (1, wide) for v in self.vectors):
+        if any(v.numel() not in (1, wide) for v in self.vectors):
             raise NotElementwiseError("vectors of several lengths")
         body = "\n    ".join((*self.lines, *self._stores))
         launch = compiled(body, len(self.vectors), len(self.factors))[(-(-wide // THREADS),)]
         try:
-            # Without fused multiply-adds the bits do not depend on what else a kernel computes.
-            launch(*self.vectors, *self.factors, wide, enable_fp_fusion=False)
+            with torch.cuda.device_of(self.vectors[0]):  # type: ignore[no-untyped-call]  # which may not be the current
+                # Without fused multiply-adds the bits do not depend on what else a kernel computes.
+                launch(*self.vectors, *self.factors, wide, enable_fp_fusion=False)
         except Exception as error:
             if body in WORKING:
                 raise
@@ -137,7 +145,9 @@ class Symbol:
         cls, function: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Any torch function with a symbol among its arguments arrives here."""
-        script = next(v.script for v in args if isinstance(v, Symbol))
+        script = next((v.script for v in args if isinstance(v, Symbol)), None)
+        if script is None:
+            raise NotElementwiseError(f"{function.__name__} of vectors")
         return script.write(function.__name__, args, dict(kwargs or {}))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -150,8 +160,33 @@ def _operator(name: str) -> Callable[..., Any]:
     return lambda *args: args[0].script.write(name, args, {})
 
 
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(*args: object) -> Any:
+        raise NotElementwiseError(f"{name} of a vector")
+
+    return refuse
+
+
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg"):
     setattr(Symbol, f"__{_name}__", _operator(_name))
+for _name in (
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "bool",
+    "len",
+    "iter",
+    "getitem",
+    "float",
+    "int",
+    "abs",
+    "pow",
+    "rpow",
+):
+    setattr(Symbol, f"__{_name}__", _refusal(_name))  # else Python would answer for some of them
 
 
 @cache

@@ -142,12 +142,13 @@ class Node:
         def move(block: Block, symbol: Callable[[Tensor], Tensor], old: State) -> None:
             rule, grad, lr = given(block)
             new = _apart(old, rule.update(old, symbol(grad), self._flow(t, block, old), t, lr))
+            wide = {name for name in new if block is None or following[name].shape[-1] == self._wide}
+            new |= {name: symbol(new[name]) for name in wide}
             if self._calls != len(self._traffic.calls):
                 raise self._other_calls()
             for name, value in new.items():
-                place = following[name]
-                if block is None or place.shape[-1] == self._wide:
-                    self._part(block, place).copy_(value)
+                if name in wide:
+                    self._part(block, following[name]).copy_(value)
                 else:  # the same for all slices, and the next ones still read it
                     single[name] = value
             if arrived is not None:
@@ -232,7 +233,7 @@ class Node:
             try:
                 work(script.symbol, {name: script.symbol(v) if name in wide else v for name, v in old.items()})
                 script.run()
-            except kernels.NotElementwiseError:  # nothing was computed
+            except Exception:  # nothing was computed: a rule of one's own may do anything to symbols
                 self._plain.add(kind)
             else:
                 return
@@ -290,8 +291,8 @@ def _blocks(x: Tensor) -> list[Block]:
     return [slice(k, min(k + size, len(x))) for k in range(0, max(len(x), 1), size)]
 
 
-def _put(point: Callable[[State], Tensor], place: Tensor, symbol: object, state: State) -> None:
-    place.copy_(point(state))
+def _put(point: Callable[[State], Tensor], place: Tensor, symbol: Callable[[Tensor], Tensor], state: State) -> None:
+    place.copy_(symbol(point(state)))
 
 
 def _apart(old: State, new: State) -> State:

@@ -20,7 +20,7 @@ class Stage:
     """The streams of one rank between its GPU and pinned memory, and the thread that posts what leaves."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._ends = device, False
         self._out, self._in = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._posts: queue.SimpleQueue[tuple[torch.cuda.Event, Sequence[Transfer]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._post, name="klatsch stage", daemon=True)
@@ -56,13 +56,21 @@ class Stage:
         return copied
 
     def end(self) -> None:
-        """End the thread when all is posted."""
+        """End the thread; what is not posted by now will not be."""
+        self._ends = True
         self._posts.put(None)
         self._thread.join(1.0)
 
     def _post(self) -> None:
         while (some := self._posts.get()) is not None:
             copied, transfers = some
-            copied.synchronize()
-            for transfer in transfers:
-                transfer.start()
+            try:
+                if self._ends:
+                    raise RuntimeError("the rank has ended before this message was computed")
+                copied.synchronize()
+            except Exception as error:  # of this rank's GPU
+                for transfer in transfers:
+                    transfer.fail(error)
+            else:
+                for transfer in transfers:
+                    transfer.start()

@@ -40,14 +40,20 @@ class Transfer:
         self._done: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
         self._work: dist.Work | None = None
         self.landed: Landed | None = None
+        self.broken: Exception | None = None  # why it could not land
         self._post, self._land, self._started = post, land, threading.Event()
 
     def start(self) -> None:
         """Post it."""
         try:
             self._work = self._post()
-        except RuntimeError as error:  # the connection is already closed; waiting for it will raise
-            self.error = error
+        except Exception as error:  # the connection is already closed; waiting for it will raise
+            self.fail(error)
+        self._started.set()
+
+    def fail(self, error: Exception) -> None:
+        """It was not posted."""
+        self.error = error if isinstance(error, RuntimeError) else RuntimeError(str(error))
         self._started.set()
 
     def finish(self) -> None:
@@ -56,11 +62,15 @@ class Transfer:
         try:
             if self._work is not None:
                 self._work.wait(FOREVER)
-                if self._land is not None:
-                    self.landed = self._land(self.memory)
-            self._done.put(self.error)
         except RuntimeError as error:
             self._done.put(error)
+            return
+        if self._work is not None and self._land is not None:
+            try:
+                self.landed = self._land(self.memory)
+            except Exception as error:  # of this rank's GPU, not of the neighbour
+                self.broken = error
+        self._done.put(self.error)
 
     def ended(self, seconds: float) -> bool:
         """Whether it ends within some seconds; `error` is then set if it failed."""

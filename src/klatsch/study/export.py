@@ -14,7 +14,7 @@ from klatsch.study.cases import Case
 from klatsch.study.grids import Options
 from klatsch.study.store import Store
 from klatsch.study.timing import elapsed
-from klatsch.study.traffic import sent
+from klatsch.study.traffic import sent, sent_by
 
 
 def records(
@@ -43,7 +43,7 @@ def records(
         steps, bytes_ = outcome.steps.tolist(), sent(case)
         when = None if clock is None else elapsed(case, clock, steps)
         for k, step in enumerate(steps):
-            cost: Options = {"bytes_sent": None if bytes_ is None else bytes_ * step / case.steps}
+            cost: Options = {"bytes_sent": None if bytes_ is None else sent_by(case, step, bytes_)}
             cost |= {} if clock is None else {"elapsed": None if when is None else when[k]}
             metrics = {name: float(series[k]) for name, series in outcome.metrics.items()}
             found.append({**head, "step": step, **cost, **metrics})

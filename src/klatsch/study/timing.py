@@ -19,7 +19,8 @@ def elapsed(case: Case, clock: Clock, steps: Sequence[int]) -> tuple[float, ...]
     if (numbers := numbers_of(case)) is None:
         return None
     options = tuple((k, v) for k, v in sorted(case.rule_options.items()) if k not in ("lr", "schedule"))
-    return _elapsed(clock, case.rule, options, case.make_graph(), numbers, tuple(steps))
+    graph = case.make_graph()
+    return _elapsed(clock, case.rule, options, graph, graph.name, numbers, tuple(steps))
 
 
 @lru_cache(maxsize=4096)
@@ -28,10 +29,11 @@ def _elapsed(
     rule: str,
     options: tuple[tuple[str, object], ...],
     graph: Topology,
+    name: str,
     numbers: int,
     steps: Sequence[int],
 ) -> tuple[float, ...]:
-    """Computed once for all learning rates and seeds."""
+    """Computed once for all learning rates and seeds. Equal graphs may have different names, which the clock knows."""
     return tuple(clock.seconds(rules.make(rule, lr=1.0, **dict(options)), graph, numbers, steps))
 
 

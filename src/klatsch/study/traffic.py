@@ -31,6 +31,12 @@ def sent(case: Case) -> float | None:
     return float(encoded_bytes(wire, numbers) * sum(vectors_of(case)) * copies * (case.steps // every))
 
 
+def sent_by(case: Case, step: int, total: float) -> float:
+    """What a node has sent after some rounds, of a total over the run: silent rounds send nothing."""
+    every = case.channel.every
+    return total * (step // every) / max(1, case.steps // every)
+
+
 def numbers_of(case: Case) -> int | None:
     """How many numbers a vector has; None with a custom part, whose file may be gone."""
     return None if case.sources else _numbers(case.problem, case.nodes, tuple(case.problem_options.items()))
