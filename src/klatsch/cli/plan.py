@@ -13,8 +13,9 @@ from klatsch import catalogue
 from klatsch.cli import terminal
 from klatsch.cli.app import command
 from klatsch.cli.settings import Settings, channel_parameters, chosen, setting
-from klatsch.cli.terminal import AsJson, number, option, print_json, text
+from klatsch.cli.terminal import AsJson, Data, number, option, print_json, text
 from klatsch.cli.terminal import words as listed
+from klatsch.own import is_own
 
 if TYPE_CHECKING:
     from klatsch.planning import Choice, Line, Plan, planner, sources
@@ -57,46 +58,92 @@ class Links:
     network: Annotated[str, text(f"One of {', '.join(catalogue.NETWORKS)}.")] = "10gbe"
     bandwidth: Annotated[float | None, option("Bytes per second of a machine's link.", parser=number)] = None
     latency: Annotated[float | None, option("Seconds until a message arrives.", parser=number)] = None
-    gradient: Annotated[float | None, option(f"Seconds of one gradient ({GRADIENT}).", parser=number)] = None
+    gradient: Annotated[
+        str | None, text(f"Seconds of one gradient ({GRADIENT}), or 'lognormal(0.05, 0.5)'.", metavar="X")
+    ] = None
+    gpus: Annotated[int, option("GPUs of a machine, which average their gradients first.")] = 1
     handling: Annotated[float, option("Seconds of work per byte that travels.", parser=number)] = HANDLING
 
 
 @command(
+    "plan least-squares --set noise=10 --network wan --gradient 0.05 --params 1000000",
+    "plan mine.py:problem --network wan --gradient 0.05 --target 0.01",
     "plan probe.json --samples 1e6",
     "plan probe.json --samples 1e6 --network wan --plot plan.png",
     "plan probe.json --samples 1e6 --set late=7 --set wire=int8",
     "plan --target 1e-3 --sigma 1 --zeta 1 --L 10 --D1 1 --machines 64",
-    more="Give --samples, --target or both, and the constants of the problem: PROBE, or --sigma, --zeta, --L and --D1.",
+    more="By theory: give --samples, --target or both, and constants: JSON of klatsch probe, or --sigma, --zeta, --L "
+    "and --D1.",
 )
 def plan(
     known: Known,
     links: Links,
-    probe: Annotated[Path | None, typer.Argument(help="JSON of klatsch probe, for the constants.")] = None,
+    problem: Annotated[
+        str | None, typer.Argument(help="A problem, FILE.py:FUNCTION, or JSON of klatsch probe.")
+    ] = None,
     samples: Annotated[float | None, option("Gradients to take in all, N = M T.", parser=number)] = None,
     target: Annotated[float | None, option("Error f(x) - f* to reach.", parser=number)] = None,
-    machines: Annotated[int, option("Most machines to consider.", "-n", "--machines")] = 1024,
+    machines: Annotated[
+        int | None, option("Most machines to consider (64; 1,024 by theory).", "-n", "--machines")
+    ] = None,
     efficiency: Annotated[float, option("Least speed-up per machine; 0: any.", parser=number)] = EFFICIENCY,
     rules: Annotated[str | None, text("Only these rules, such as dat,dsgd.", metavar="LIST")] = None,
     families: Annotated[str | None, text("Only these graphs, as ring,ring/8.", "--topologies", metavar="LIST")] = None,
-    settings: Annotated[Settings, setting("How messages travel: late=7, wire=int8")] = None,
+    settings: Annotated[Settings, setting("An option of the problem; by theory late=7, wire=int8")] = None,
+    minutes: Annotated[float, option("How long a problem may race.", parser=number)] = 0.75,
+    everything: Annotated[bool, typer.Option("--all", help="All that a problem's race has tried.")] = False,
+    folder: Data = None,
     uncalibrated: Annotated[bool, typer.Option("--uncalibrated", help="Set all constants of the rates to 1.")] = False,
     check: Annotated[bool, typer.Option("--verify", help="Simulate the recommendation and its neighbours.")] = False,
     draw: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict how many machines are worth using, on which graph and with which rule."""
+    """Say how many machines are worth using, on which graph and with which rule.
+
+    A problem runs itself, with 1, 2, 4, ... machines beside a clock. Without one, the theory predicts from constants.
+    """
     from klatsch import pictures, planning
+    from klatsch.cli.data import use_folder
+    from klatsch.cli.measured import measured as measured_plan
+    from klatsch.clock import Clock
+    from klatsch.clock.network import links as links_of
     from klatsch.planning import curves as figures
     from klatsch.planning import planner, sources, words
     from klatsch.planning.verify import verify
 
     if draw is not None:
         pictures.check_path(draw)
-    measured = None if probe is None else sources.read_probe(probe)
+    if problem is not None and (is_own(problem) or not (problem.lower().endswith(".json") or "/" in problem)):
+        wrong = {"--samples": samples, "--rules": rules, "--topologies": families, "--verify": check or None}
+        for flag in [flag for flag, value in wrong.items() if value is not None]:
+            raise ValueError(f"{flag} is for plans by theory, from constants; a problem is measured: leave it out")
+        use_folder(folder)
+        clock = Clock(
+            str(GRADIENT) if links.gradient is None else links.gradient,
+            links_of(links.network, bandwidth=links.bandwidth, latency=links.latency),
+            handling=links.handling,
+            gpus=links.gpus,
+        )
+        return measured_plan(
+            problem,
+            clock,
+            network=links.network,
+            target=target,
+            machines=64 if machines is None else machines,
+            params=known.params,
+            settings=settings,
+            minutes=minutes,
+            draw=draw,
+            everything=everything,
+            as_json=as_json,
+        )
+    machines = 1024 if machines is None else machines
+    measured = None if problem is None else sources.read_probe(Path(problem))
     params, gradient = (measured.params, measured.gradient_seconds) if measured else (PARAMS, GRADIENT)
     params = params if known.params is None else known.params
-    numbers = asdict(links) | ({"gradient": gradient} if links.gradient is None else {})
-    network = planning.network(numbers.pop("network"), **numbers)
+    numbers = {name: value for name, value in asdict(links).items() if name not in ("network", "gpus")}
+    numbers["gradient"] = gradient if links.gradient is None else number(links.gradient)
+    network = planning.network(links.network, **numbers)
     rates = planning.UNCALIBRATED if uncalibrated else None
     travel = {name: parameter for name, parameter in channel_parameters().items() if name != "every"}
     channel: dict[str, Any] = chosen(settings, "plan", travel)  # Task checks the values

@@ -13,7 +13,11 @@ from klatsch.files import text_of
 
 def table(path: Path) -> NDArray[np.float64]:
     """The numbers of a CSV file, (rows, columns); a first row of names is left out."""
-    rows = [row for row in csv.reader(text_of(path).splitlines()) if any(cell.strip() for cell in row)]
+    try:
+        text = text_of(path)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}; give a CSV file with rows of numbers") from None
+    rows = [row for row in csv.reader(text.splitlines()) if any(cell.strip() for cell in row)]
     if rows and not any(_is_number(cell) for cell in rows[0]):
         rows = rows[1:]
     if not rows:

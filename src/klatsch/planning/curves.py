@@ -7,6 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from klatsch.planning.planner import Plan
+from klatsch.planning.race import Answer
 from klatsch.planning.words import recommendation
 
 if TYPE_CHECKING:
@@ -69,4 +70,44 @@ def curves(plan: Plan) -> Figure:
     figure.suptitle("\n".join(textwrap.wrap(recommendation(plan), 130)), fontsize=10)
     handles, labels = right.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=9)
+    return figure
+
+
+def measured_curves(answer: Answer) -> Figure:
+    """The measured time against M: a line for each rule and graph."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axis = figure.subplots()
+    there = sorted((t for t in answer.trials if math.isfinite(t.seconds) and t.way.machines > 1), key=lambda t: t.way)
+    for rule, graph in dict.fromkeys((t.way.rule, t.way.graph) for t in there):
+        mine = [t for t in there if (t.way.rule, t.way.graph) == (rule, graph)]
+        name, seldom = f"{rule}, {graph}", "/" in graph
+        if mine[0].way.reduces:
+            rule, name = "all-reduce", f"all-reduce{graph.removeprefix('complete')}"
+        axis.plot(
+            [t.way.machines for t in mine],
+            [t.seconds for t in mine],
+            color=COLOURS[rule],
+            marker="s" if graph.startswith("one_peer") else "o",
+            linestyle="--" if seldom else "-",
+            markersize=4,
+            label=name,
+        )
+    best, alone = answer.best, answer.alone
+    if math.isfinite(alone.seconds):
+        axis.axhline(alone.seconds, color="#999999", linestyle=":", linewidth=1.2, label="one machine")
+    if best is not None:
+        ends = [[(best.rounds - best.low) * best.each], [(min(best.high, best.tried) - best.rounds) * best.each]]
+        axis.errorbar(
+            [best.way.machines], [best.seconds], ends, fmt="k*", markersize=14, capsize=3, label="recommended"
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.xaxis.set_major_formatter("{x:,g}")
+    axis.set_xlabel("machines M")
+    axis.set_ylabel(f"seconds to {answer.metric} {answer.target:.3g}")
+    axis.grid(True, linewidth=0.4, alpha=0.5)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
     return figure

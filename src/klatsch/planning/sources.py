@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 
 from klatsch import own, problems
 from klatsch.files import json_of, text_of
+from klatsch.own import is_own
 from klatsch.planning.hardware import TINY
 from klatsch.planning.planner import MOST_PARAMS
 from klatsch.problems import Problem
@@ -28,13 +29,15 @@ def problem_of(text: str, nodes: int | None = None, **options: object) -> Proble
     if ".py" not in text:
         return problems.make(text, NODES if nodes is None else nodes, **options)
     make, function = own.load("problem", text), own.part_of(text)
-    if options:
-        raise ValueError(f"{', '.join(options)}: options are for problems by name; let {function} set them")
-    takes_nodes = bool(inspect.signature(make).parameters)
+    takes = inspect.signature(make).parameters
+    if wrong := [name for name in options if name != "seed" or "seed" not in takes]:
+        raise ValueError(f"{', '.join(wrong)}: options are for problems by name; let {function} set them")
+    takes_nodes = bool(takes)
     if nodes is not None and not takes_nodes:
         raise ValueError(f"{function} takes no number of nodes; leave -n out, or let it take one")
     with own.explained(text):
-        made = problems.adopted(make(NODES if nodes is None else nodes) if takes_nodes else make(), f"{text} gives")
+        given = [NODES if nodes is None else nodes] if takes_nodes else []
+        made = problems.adopted(make(*given, **options), f"{text} gives")
         shapes = problems.shapes(made, torch.as_tensor(made.start()).reshape(-1))
     for asked, (got, wanted) in shapes.items():
         if math.prod(got) != math.prod(wanted):
@@ -43,6 +46,28 @@ def problem_of(text: str, nodes: int | None = None, **options: object) -> Proble
                 "see problems.Problem"
             )
     return made
+
+
+def of_any_size(text: str, machines: int, **options: object) -> tuple[Callable[[int, int], Problem], bool]:
+    """A function that gives the problem for 1, 2, 4, ... `machines` nodes and a seed; and whether the seed counts.
+
+    All have the same data, where the problem can be put on fewer nodes. A function in a file must take the number of
+    nodes, and may take a seed.
+    """
+    if is_own(text):
+        takes = inspect.signature(own.load("problem", text)).parameters
+        if not takes:
+            name = own.part_of(text)
+            raise ValueError(f"{name} takes no number of nodes, and has to run with 1, 2, 4, ...; let it take one")
+        return lambda nodes, seed: problem_of(text, nodes, **{"seed": seed} if "seed" in takes else {}), "seed" in takes
+    whole = problem_of(text, machines, **options) if problems.declared(text).on_fewer is not None else None
+
+    def make(nodes: int, seed: int) -> Problem:
+        if whole is None or whole.on_fewer is None:
+            return problem_of(text, nodes, **options, seed=seed)
+        return whole.on_fewer(nodes, seed)
+
+    return make, True
 
 
 class Measured(NamedTuple):

@@ -59,6 +59,8 @@ class Problem(ABC):
     optimum: Tensor | None = None  # (C, d), if it is known
     drawn: int | None = None  # numbers drawn per node and round; d by default
     exact: Callable[[Tensor], Tensor] | None = None  # the gradients at x, (M, C, d), without noise
+    samples: int | None = None  # of all nodes together; None where there is no end of them
+    on_fewer: Callable[[int, int], Problem] | None = None  # the same data on so many nodes, drawn with another seed
 
     # Known of a class of problems before one is made:
     headline: Headline = DISTANCE

@@ -95,6 +95,13 @@ class LeastSquares(core.Convex):
         self.optimum = -torch.linalg.lstsq(self._mean_H, self._offset.mean(0).mT, driver="gelsd").solution.mT
         self.sha256 = core.digest(H, rows, self._scale, self._noise, seed)
 
+    def on_fewer(self, nodes: int, seed: int) -> LeastSquares:
+        """The same mean of all f_i on so many nodes, each with the mean of several, and noise of another seed."""
+        H, rows = (v.reshape(nodes, -1, *v.shape[1:]).mean(1) for v in (self._H, self._rows))
+        fewer = type(self).__new__(type(self))
+        fewer._fill(H, rows, self._scale, self.sigma.tolist(), seed)
+        return fewer
+
     @staticmethod
     def dim_of(nodes: int, dim: int = 50, **_: object) -> int:
         """The number of parameters, from the options."""

@@ -103,9 +103,18 @@ class LogisticRegression(core.Convex):
         # y a instead of a and y: the loss of a sample depends on their product only.
         self._signed = features[shards] * (2.0 * labels[shards] - 1.0)[:, :, None]  # (M, n, d)
         self.nodes, _, self.dim = self._signed.shape
+        self.samples = shards.numel()
         self.labels, self.numbers = labels[shards], torch.arange(self.nodes)
         self.optimum = self._newton()
         self.sha256 = core.digest(self._signed, self.batch, torch.tensor(self.l2, dtype=torch.float64), seed)
+
+    def on_fewer(self, nodes: int, seed: int) -> LogisticRegression:
+        """The same data on so many nodes, each with those of several, and mini-batches of another seed."""
+        labels = self.labels.flatten()
+        features = self._signed.flatten(0, 1) * (2.0 * labels - 1.0)[:, None]
+        fewer, shards = type(self).__new__(type(self)), torch.arange(len(labels)).reshape(nodes, -1)
+        fewer._fill(features, labels, shards, self.batch, self.l2, seed)
+        return fewer
 
     @staticmethod
     def dim_of(nodes: int, dim: int = 20, **_: object) -> int:

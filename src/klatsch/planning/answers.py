@@ -1,0 +1,92 @@
+"""The answer of a race in words: how many machines, what it takes, and why nothing else."""
+
+from __future__ import annotations
+
+import math
+
+from klatsch.planning.race import Answer, Task, Trial, Way
+from klatsch.planning.words import duration
+
+SLOW = 2.0  # a round that takes so many gradients is one of the network
+
+
+def lines(task: Task, answer: Answer) -> list[str]:
+    """At most twelve lines; the first says what to do."""
+    best, alone = answer.best, answer.alone
+    if best is None:
+        return [*_no(answer), *_notes(answer)]
+    if best.way.machines == 1:
+        found = [f"one machine is enough: {effort(best)}, learning rate {best.lr:.2g}", *_why_alone(task, answer)]
+    else:
+        found = [f"take {described(best.way)}, learning rate {best.lr:.2g}", f"  time: {effort(best)}"]
+        if math.isfinite(alone.seconds):
+            found.append(f"  one machine: {effort(alone)}; {alone.seconds / best.seconds:.3g} times as long")
+        else:
+            found.append(f"  one machine: does not get there within {duration(alone.tried * alone.each)}")
+    reduced = answer.reduced
+    if reduced is not None and reduced.way != best.way:
+        found.append(f"  all-reduce: {described(reduced.way)}: {effort(reduced)}")
+    for other in answer.others:
+        if reduced is None or other.way != reduced.way:
+            found.append(f"  next: {described(other.way)}: {duration(other.seconds)}{_why_not(best, other)}")
+    return [*found, *_notes(answer)]
+
+
+def described(way: Way) -> str:
+    """A way as people say it."""
+    graph, _, every = way.graph.partition("/")
+    seldom = f", in every {every}th round" if every else ""
+    if way.machines == 1:
+        return f"one machine ({way.rule})"
+    if way.reduces:
+        return f"{way.machines:,} machines with an all-reduce{seldom}"
+    return f"{way.machines:,} machines, {way.rule} on {graph}{seldom}" + (
+        f", as {way.wire}" if way.wire != "float32" else ""
+    )
+
+
+def effort(trial: Trial) -> str:
+    """What it takes, with the range of the seeds."""
+    between = ""
+    if trial.seeds > 1:
+        most = min(trial.high, trial.tried)
+        beyond = "more than " if math.isinf(trial.high) else ""
+        between = f" ({duration(trial.low * trial.each)} to {beyond}{duration(most * trial.each)}, {trial.seeds} seeds)"
+    return f"{duration(trial.seconds)}{between}, {trial.rounds:,.0f} rounds of {duration(trial.each)}"
+
+
+def _no(answer: Answer) -> list[str]:
+    """Nothing gets there: how far it went."""
+    nearest = min(answer.trials, key=lambda trial: trial.error)
+    value = 1.0 - nearest.error if answer.largest else nearest.error
+    return [
+        f"no: nothing reaches {answer.metric} {answer.target:.3g}",
+        f"  nearest: {value:.3g}, {described(nearest.way)}, learning rate {nearest.lr:.2g}, {nearest.tried:,} rounds",
+        "  noise or data allow no more, or it takes longer than was tried; give another --target, or more --minutes",
+    ]
+
+
+def _why_alone(task: Task, answer: Answer) -> list[str]:
+    more = [trial for trial in answer.trials if trial.way.machines > 1 and math.isfinite(trial.seconds)]
+    if not more:
+        return [
+            "  no choice of more machines reached the target" if task.machines > 1 else "  only one machine is allowed"
+        ]
+    nearest = min(more, key=lambda trial: trial.seconds)
+    slow = nearest.each > SLOW * answer.alone.each
+    why = f"the network is too slow, a round takes {duration(nearest.each)}" if slow else "they would hardly be faster"
+    return [f"  with more: {described(nearest.way)}: {effort(nearest)}; {why}"]
+
+
+def _why_not(best: Trial, other: Trial) -> str:
+    if other.seconds < best.seconds:
+        return ", with more machines that bring less than a tenth each, or not 5 % sooner"
+    rounds, each = other.rounds / best.rounds, other.each / best.each
+    return f"; {rounds:.2g} times the rounds" if rounds >= each else f"; a round takes {each:.2g} times as long"
+
+
+def _notes(answer: Answer) -> list[str]:
+    return [
+        *([f"  not more: {answer.most}"] if answer.most else []),
+        *(["  not sure: time was short, and not all were tried to the end; give --minutes 5"] if answer.stopped else []),
+    ]
