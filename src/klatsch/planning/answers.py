@@ -88,5 +88,5 @@ def _why_not(best: Trial, other: Trial) -> str:
 def _notes(answer: Answer) -> list[str]:
     return [
         *([f"  not more: {answer.most}"] if answer.most else []),
-        *(["  not sure: time was short, and not all were tried to the end; give --minutes 5"] if answer.stopped else []),
+        *(["  not sure: time was short, and not all ran to the end; give --minutes 5"] if answer.stopped else []),
     ]
