@@ -49,7 +49,7 @@ def test_help_shows_no_type_beside_a_flag(name, run_cli):
         ("topology", "An option of the graph: rows=3 of torus"),
         ("probe", "An option of the problem: noise=10 of least-squares"),
         ("run", "An option of a rule, topology or problem: momentum=0.9"),
-        ("plan", "Give --samples, --target or both, and the constants of the problem"),
+        ("plan", "By theory: give --samples, --target or both, and constants"),
     ],
 )
 def test_help_says_what_an_option_is_for(name, words, run_cli, monkeypatch):

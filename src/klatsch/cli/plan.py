@@ -65,11 +65,18 @@ class Links:
     handling: Annotated[float, option("Seconds of work per byte that travels.", parser=number)] = HANDLING
 
 
+@dataclass(frozen=True)
+class Trying:
+    """How a problem is tried."""
+
+    minutes: Annotated[float, option("How long a problem may race.", parser=number)] = 0.75
+    everything: Annotated[bool, typer.Option("--all", help="All that a problem's race has tried.")] = False
+    folder: Data = None
+
+
 @command(
-    "plan least-squares --set noise=10 --network wan --gradient 0.05 --params 1000000",
-    "plan mine.py:problem --network wan --gradient 0.05 --target 0.01",
-    "plan probe.json --samples 1e6",
-    "plan probe.json --samples 1e6 --network wan --plot plan.png",
+    "plan least-squares --set noise=10 --network wan --gradient 0.05",
+    "plan mine.py:problem --target 0.01 --network wan --gradient 0.05",
     "plan probe.json --samples 1e6 --set late=7 --set wire=int8",
     "plan --target 1e-3 --sigma 1 --zeta 1 --L 10 --D1 1 --machines 64",
     more="By theory: give --samples, --target or both, and constants: JSON of klatsch probe, or --sigma, --zeta, --L "
@@ -78,6 +85,7 @@ class Links:
 def plan(
     known: Known,
     links: Links,
+    trying: Trying,
     problem: Annotated[
         str | None, typer.Argument(help="A problem, FILE.py:FUNCTION, or JSON of klatsch probe.")
     ] = None,
@@ -90,9 +98,6 @@ def plan(
     rules: Annotated[str | None, text("Only these rules, such as dat,dsgd.", metavar="LIST")] = None,
     families: Annotated[str | None, text("Only these graphs, as ring,ring/8.", "--topologies", metavar="LIST")] = None,
     settings: Annotated[Settings, setting("An option of the problem; by theory late=7, wire=int8")] = None,
-    minutes: Annotated[float, option("How long a problem may race.", parser=number)] = 0.75,
-    everything: Annotated[bool, typer.Option("--all", help="All that a problem's race has tried.")] = False,
-    folder: Data = None,
     uncalibrated: Annotated[bool, typer.Option("--uncalibrated", help="Set all constants of the rates to 1.")] = False,
     check: Annotated[bool, typer.Option("--verify", help="Simulate the recommendation and its neighbours.")] = False,
     draw: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.png, .svg or .pdf.")] = None,
@@ -117,7 +122,7 @@ def plan(
         wrong = {"--samples": samples, "--rules": rules, "--topologies": families, "--verify": check or None}
         for flag in [flag for flag, value in wrong.items() if value is not None]:
             raise ValueError(f"{flag} is for plans by theory, from constants; a problem is measured: leave it out")
-        use_folder(folder)
+        use_folder(trying.folder)
         clock = Clock(
             str(GRADIENT) if links.gradient is None else links.gradient,
             links_of(links.network, bandwidth=links.bandwidth, latency=links.latency),
@@ -132,9 +137,9 @@ def plan(
             machines=64 if machines is None else machines,
             params=known.params,
             settings=settings,
-            minutes=minutes,
+            minutes=trying.minutes,
             draw=draw,
-            everything=everything,
+            everything=trying.everything,
             as_json=as_json,
         )
     machines = 1024 if machines is None else machines
