@@ -190,6 +190,16 @@ def test_a_problem_of_ones_own(run_cli, tmp_path, monkeypatch):
         (("lest-squares",), "unknown problem 'lest-squares'; did you mean least-squares?"),
         (("least-squares", "--samples", "100"), "--samples is for plans by theory"),
         (("least-squares", "--verify"), "--verify is for plans by theory"),
+        (("least-squares", "--sigma", "3"), "--sigma is for plans by theory"),
+        (("least-squares", "--efficiency", "0.5"), "--efficiency is for plans by theory"),
+        (
+            ("--sigma", "1", "--zeta", "1", "--L", "1", "--D1", "1", "--samples", "1e4", "--all"),
+            "--all is for a problem",
+        ),
+        (
+            ("--sigma", "1", "--zeta", "1", "--L", "1", "--D1", "1", "--samples", "1e4", "--gpus", "8"),
+            "--gpus is for a",
+        ),
         (
             ("least-squares", "--gradient", "exponential"),
             "gradient = 'exponential' has 0 numbers; give exponential(mean)",

