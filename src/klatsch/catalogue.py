@@ -114,7 +114,8 @@ TOPOLOGIES = {
 
 CHANNEL = (
     "NAME/8 of any topology, such as ring/8, or --set every=8, gossips in every 8th round only: local steps "
-    "in between. --set late=7 gives a message 7 rounds to travel; --set wire=bfloat16 or wire=int8 sends fewer bytes."
+    "in between. --set late=7 gives a message 7 rounds to travel; --set wire=bfloat16 or wire=int8 sends fewer bytes. "
+    '--set meets="pairwise exponential(0.05) over wan" makes gossip asynchronous.'
 )
 
 PROBLEMS = {
@@ -139,6 +140,6 @@ PROBLEMS = {
 NETWORKS = ("1gbe", "10gbe", "100gbe", "wan")
 TARGETS = (
     *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "beyond", "averages", "schedules", "orders"),
-    *("local-steps", "channels", "images-channels", "language-rules", "language-links", "language-sizes"),
+    *("local-steps", "channels", "images-channels", "stragglers", "language-rules", "language-links", "language-sizes"),
     *("schedule-free", "slow-networks", "language", "table1", "table2"),
 )

@@ -243,6 +243,8 @@ def test_the_clock_beside_a_simulation():
         ("fast", "unknown distribution 'fast'"),
         ("lognormal", r"gradient = 'lognormal' has 0 numbers; give lognormal\(mean, spread\), in seconds"),
         ("exponential(1, 2)", r"has 2 numbers; give exponential\(mean\), in seconds"),
+        ("3*", "give seconds, such as 0.05"),
+        ("2*3*0.1", "give seconds, such as 0.05"),
         ("exponential(-1)", "exponential's mean = -1.0; give a positive number of seconds"),
         ("slow(0.1, 0.5, 0.1)", "slow's k = 0.5; give a factor from 1 up"),
         ("0.1,x", "gradient = '0.1,x'; give seconds"),

@@ -5,11 +5,13 @@ What is on its way, and what neighbours hold, are fields of the state, so they a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from klatsch.channels import wire as wires
@@ -26,12 +28,15 @@ class Channel(Protocol):
     def late(self) -> int: ...
     @property
     def wire(self) -> str: ...
+    @property
+    def meets(self) -> str: ...
 
 
 def carried(rule: Rule, channel: Channel) -> Rule:
     """The rule with its flows over a channel; the rule itself where they arrive at once and as they are."""
     plain = channel.late == 0 and channel.wire == "float32"
-    return rule if plain else Carried(rule, rule.lr, channel.late, channel.wire)
+    kind = Stale if channel.meets.startswith("stale") else Carried
+    return rule if plain else kind(rule, rule.lr, channel.late, channel.wire)
 
 
 def bare(rule: Rule) -> Rule:
@@ -78,7 +83,7 @@ class Carried(Rule):
         def travel(mixed: bool, *tensors: Tensor) -> Tensors:
             c = next(calls)
             sent = [self._sent(s, kept, flow, _held(c, n), v, grad) for n, v in enumerate(tensors)]
-            came = [self._came(s, kept, c, n, f) for n, f in enumerate(flow(*sent))]
+            came = self._came(s, kept, flow, c, sent)
             return tuple(v + f for v, f in zip(tensors, came, strict=True)) if mixed else tuple(came)
 
         own = {name: v for name, v in s.items() if "@" not in name}
@@ -98,11 +103,24 @@ class Carried(Rule):
             return kept[held]
         return wires.rounded(v) if wide else v
 
-    def _came(self, s: State, kept: State, c: int, n: int, f: Tensor) -> Tensor:
-        """The flow that arrives now; f takes its place at the end of the queue."""
-        queue = [f, *(s[_flight(c, n, k)] for k in range(self.late))]
+    def _came(self, s: State, kept: State, flow: Flow, c: int, sent: Sequence[Tensor]) -> list[Tensor]:
+        """The flows that arrive now; those of what is sent take their places at the end of the queues."""
+        return [self._queue(s, kept, c, n, f)[-1] for n, f in enumerate(flow(*sent))]
+
+    def _queue(self, s: State, kept: State, c: int, n: int, last: Tensor) -> list[Tensor]:
+        """What is on its way, the last one first, of which all but the oldest stay so."""
+        queue = [last, *(s[_flight(c, n, k)] for k in range(self.late))]
         kept |= {_flight(c, n, k): queue[k] for k in range(self.late)}
-        return queue[-1]
+        return queue
+
+
+@dataclass(frozen=True, eq=False)
+class Stale(Carried):
+    """A rule whose flows arrive link by link, as soon as messages are there: its queues hold what was sent."""
+
+    def _came(self, s: State, kept: State, flow: Flow, c: int, sent: Sequence[Tensor]) -> list[Tensor]:
+        """The flows of all ages that arrive now, found by the engine in what was sent, the newest first."""
+        return list(flow(*(torch.stack(self._queue(s, kept, c, n, v)) for n, v in enumerate(sent))))
 
 
 def _held(c: int, n: int) -> str:

@@ -34,7 +34,8 @@ COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
     "points, `schedules` compares the best of them and baselines with and without decay, `orders` mixes after or "
     "before the step, `local-steps` is accuracy against bytes; `schedule-free` is averages, schedules and beyond. "
     "`channels` (least squares) and `images-channels`, together `slow-networks`, tell what few bytes, late messages "
-    "and local steps cost and save. `language` trains small GPTs with Adam: all rules, then links and sizes.",
+    "and local steps cost and save. `stragglers` compares ways not to wait for slow nodes. `language` trains small "
+    "GPTs with Adam: all rules, then links and sizes.",
 )
 def reproduce(
     target: Annotated[str, typer.Argument(help="What to reproduce.")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -44,8 +45,8 @@ def number(text: str | float) -> float:
 
 
 def words(text: str) -> list[str]:
-    """The parts of a list from the command line."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    """The parts of a list from the command line; commas inside brackets are theirs, as in lognormal(0.05, 0.5)."""
+    return [word.strip() for word in re.split(r",(?![^(]*\))", text) if word.strip()]
 
 
 def option(help_: str, *names: str, parser: Callable[[str], object] = whole) -> Any:

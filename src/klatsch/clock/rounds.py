@@ -9,9 +9,11 @@ run do not depend on its clock.
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +23,8 @@ from numpy.typing import NDArray
 from klatsch import columns
 from klatsch.arguments import number, whole
 from klatsch.channels.rehearsal import FEW, rehearse
-from klatsch.clock.network import Links
+from klatsch.clock.meetings import Late, Pairwise, Staleness
+from klatsch.clock.network import Links, Nodes
 from klatsch.clock.network import links as links_of
 from klatsch.clock.times import Array, Times
 from klatsch.clock.times import times as times_of
@@ -30,7 +33,7 @@ from klatsch.topology import Topology
 from klatsch.topology.channel import encoded_bytes
 from klatsch.topology.matrix import Matrix, mapped
 
-CHUNK = 1 << 22  # times that are drawn at once
+FEW_ROUNDS, CHUNK = 64, 1 << 22  # rounds whose times are drawn at first, and times that are drawn at once later
 BUCKET = 25e6  # bytes that an all-reduce of gradients collects, as in DDP; nothing hides the last bucket
 HIDDEN = 1 / 3  # of a gradient's time, in which finished buckets may travel
 
@@ -85,8 +88,12 @@ class Clock:
     def seconds(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> list[float]:
         """When all nodes have done so many rounds, in seconds.
 
-        Nodes that all talk to each other would use an all-reduce, so the complete graph counts as one.
+        Nodes that all talk to each other would use an all-reduce, so the complete graph counts as one. A graph whose
+        nodes do not meet in rounds has a clock of its own, which this one does not change.
         """
+        if topology.meets:
+            meetings = scheduled(rule, topology, params)
+            return [meetings.seconds(step) for step in self._checked(topology.size, steps)]
         if topology.name.partition("/")[0] == "complete" and topology.wire == "float32" and not topology.late:
             vectors = 1 if topology.every == 1 else sum(sent.vectors for sent in messages_of(rule))
             done = self.all_reduce(topology.size, params, steps, topology.every, vectors)
@@ -96,7 +103,11 @@ class Clock:
 
     def gossip(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> Array:
         """When each node has done so many rounds of gossip, in seconds, (len(steps), M)."""
-        self._check(topology.size, steps)
+        rounds = self._gossip(rule, topology, params)
+        return _at(self._checked(topology.size, steps), (round_.done for round_ in rounds))
+
+    def _gossip(self, rule: Rule, topology: Topology, params: int) -> Iterator[Late]:
+        """Rounds of gossip without end; `arrivals` are those of all messages of a node."""
         size = float(encoded_bytes("float32", params))
         encoded = float(encoded_bytes(topology.wire, params))
         sendings = messages_of(rule)
@@ -106,33 +117,37 @@ class Clock:
         on_the_way: deque[tuple[int, Array]] = deque()  # the round that waits for it, and when it has arrived
 
         def sent_from(begin: Array, ready: Array, phase: int) -> Array:
-            """When each node has its gradient and all messages; the early ones leave at the beginning."""
+            """When each node has the messages of each neighbour; the early ones leave at the beginning."""
             nonlocal free
             arrivals: list[Array] = []
-            last = ready
+            last = np.full(hearings[0][phase].delays.shape, -np.inf)
             for sent, hearing in zip(sendings, hearings, strict=True):
                 start = np.maximum(begin if sent.early else ready, free)
                 for k in sent.needs:
                     start = np.maximum(start, arrivals[k])
                 sources, delays, sending = hearing[phase]
                 free = start + sending
-                arrivals.append((start[sources] + delays).max(0))
-                last = np.maximum(last, arrivals[-1])
+                each = start[sources] + delays
+                arrivals.append(each.max(0))
+                last = np.maximum(last, each)
             return last
 
-        def after(t: int, done: Array, gradient: Array) -> Array:
-            ready = done + gradient
+        done, nothing = np.zeros(topology.size), np.full((1, topology.size), -np.inf)
+        for t, gradient in enumerate(self._gradients(topology.size, params), 1):
+            ready, arrivals = done + gradient, nothing
             speaks, phase = topology.speaks(t) and topology.size > 1, (t // topology.every - 1) % len(hearings[0])
             if speaks and not topology.late:
-                return sent_from(done, ready, phase) + work
-            if on_the_way and on_the_way[0][0] == t:
-                ready = np.maximum(ready, on_the_way.popleft()[1])
-            if speaks:
-                ready = ready + work
-                on_the_way.append((t + topology.late, sent_from(ready, ready, phase)))
-            return ready
-
-        return self._run(topology.size, size, steps, after)
+                arrivals = sent_from(done, ready, phase)
+                done = np.maximum(ready, arrivals.max(0)) + work
+            else:
+                done = ready
+                if on_the_way and on_the_way[0][0] == t:
+                    done = np.maximum(done, on_the_way.popleft()[1])
+                if speaks:
+                    done = done + work
+                    arrivals = sent_from(done, done, phase)
+                    on_the_way.append((t + topology.late, arrivals.max(0)))
+            yield Late(ready, arrivals, done)
 
     def all_reduce(self, nodes: int, params: int, steps: Sequence[int], every: int = 1, vectors: int = 1) -> Array:
         """When each node has done so many rounds with an all-reduce of some vectors in every H-th, (len(steps), M).
@@ -140,39 +155,58 @@ class Clock:
         They go along a ring in pieces, in the order of the nodes, or along a tree and back, whichever is faster. In
         every round it is an all-reduce of gradients, in buckets, which travel as soon as they are finished.
         """
-        self._check(nodes, steps)
-        size = float(encoded_bytes("float32", params))
+        steps, size = self._checked(nodes, steps), float(encoded_bytes("float32", params))
         extra = self._all_reduce(nodes, vectors * size, hides=every == 1) + vectors * size * self.handling * (nodes > 1)
 
-        def after(t: int, done: Array, gradient: Array) -> Array:
-            ready = done + gradient
-            return ready if t % every else np.full(nodes, ready.max() + extra)
+        def rounds() -> Iterator[Array]:
+            done = np.zeros(nodes)
+            for t, gradient in enumerate(self._gradients(nodes, params), 1):
+                done = done + gradient
+                if t % every == 0:
+                    done = np.full(nodes, done.max() + extra)
+                yield done
 
-        return self._run(nodes, size, steps, after)
+        return _at(steps, rounds())
 
-    def _check(self, nodes: int, steps: Sequence[int]) -> None:
+    def pairwise(self, rule: Rule, topology: Topology, params: int) -> Pairwise:
+        """Who meets whom, if nodes average in pairs and do not wait for each other."""
+        self._checked(topology.size, [1])
+        weights = sum(topology.speaking[1:], start=topology.speaking[0]).toarray()
+        np.fill_diagonal(weights, 0.0)
+        size = sum(sent.vectors for sent in messages_of(rule)) * float(encoded_bytes("float32", params))
+        sender, receiver = np.nonzero(weights)
+        takes = np.zeros(weights.shape)
+        rate, latency = self._between(sender, receiver, topology.name)
+        takes[sender, receiver] = latency + size / rate + self.per_message
+        return Pairwise(
+            self._gradients(topology.size, params), weights, takes + takes.T, size * self.handling, self.seed
+        )
+
+    def staleness(self, rule: Rule, topology: Topology, params: int) -> Staleness:
+        """How many rounds late messages are used, if nodes wait only for those that are `topology.late` rounds old."""
+        self._checked(topology.size, [1])
+        P, here = topology.speaking[0], np.arange(topology.size)
+        sources = self._hearing(P, topology.name, 0.0).sources
+        weights = np.where(sources == here, 0.0, P.toarray()[here, sources])
+        return Staleness(self._gossip(rule, topology, params), sources, weights, topology.late)
+
+    def _checked(self, nodes: int, steps: Sequence[int]) -> Sequence[int]:
         self.gradient.check(nodes)  # type: ignore[union-attr]
         self.network.check(nodes)  # type: ignore[union-attr]
         if not len(steps):
             raise ValueError("steps is empty; give the rounds at which to look at the clock, such as [1000]")
         for step in steps:
             whole(step, "steps", 1)
+        return steps
 
-    def _run(self, nodes: int, size: float, steps: Sequence[int], after: Callable[[int, Array, Array], Array]) -> Array:
-        """When each node has done so many rounds, given when it has done one, from the round before."""
-        done, found = np.zeros(nodes), dict.fromkeys(steps, np.zeros(nodes))
-        for t, gradient in enumerate(self._gradients(nodes, max(steps), size), 1):
-            done = after(t, done, gradient)
-            if t in found:
-                found[t] = done
-        return np.array([found[step] for step in steps])
-
-    def _gradients(self, nodes: int, rounds: int, size: float) -> Iterator[Array]:
+    def _gradients(self, nodes: int, params: int) -> Iterator[Array]:
         """The seconds of every node's gradient, round by round, with what its GPUs do among themselves."""
+        size = float(encoded_bytes("float32", params))
         inside = 3 * (self.gpus - 1) / self.gpus * size / self.bus  # an all-reduce and an all-gather
-        draw, some = self.gradient.drawing(nodes, self.seed), max(1, CHUNK // nodes)  # type: ignore[union-attr]
-        for first in range(0, rounds, some):
-            yield from draw(first, min(some, rounds - first)) + inside
+        draw, first, some = self.gradient.drawing(nodes, self.seed), 0, FEW_ROUNDS  # type: ignore[union-attr]
+        while True:
+            yield from draw(first, some) + inside
+            first, some = first + some, min(2 * some, max(1, CHUNK // nodes))
 
     def _hearings(self, topology: Topology, size: float) -> list[Hearing]:
         return mapped(topology.speaking, lambda P: self._hearing(P, topology.name, size))
@@ -182,13 +216,7 @@ class Clock:
         links = P.tocoo()
         apart = links.coords[0] != links.coords[1]
         receiver, sender = (links.coords[k][apart].astype(np.int64) for k in (0, 1))
-        rate, latency = self.network.between(sender, receiver)  # type: ignore[union-attr]
-        if (rate <= 0).any():
-            k = int(np.argmax(rate <= 0))
-            raise ValueError(
-                f"{name} needs a link from node {sender[k]} to node {receiver[k]}, and the network has none; give it "
-                "a bandwidth, or take another graph"
-            )
+        rate, latency = self._between(sender, receiver, name)
         nodes = P.shape[0]
         takes = size / rate + self.per_message
         sending, hearing = (np.bincount(who, takes, nodes).astype(float) for who in (sender, receiver))
@@ -201,6 +229,17 @@ class Clock:
         sources[place, receiver[order]] = sender[order]
         delays[place, receiver[order]] = delay[order]
         return Hearing(sources, delays, sending)
+
+    def _between(self, sender: Nodes, receiver: Nodes, name: str) -> tuple[Array, Array]:
+        """Bytes per second and latency of the links of a graph."""
+        rate, latency = self.network.between(sender, receiver)  # type: ignore[union-attr]
+        if (rate <= 0).any():
+            k = int(np.argmax(rate <= 0))
+            raise ValueError(
+                f"{name} needs a link from node {sender[k]} to node {receiver[k]}, and the network has none; give it "
+                "a bandwidth, or take another graph"
+            )
+        return rate, latency
 
     def _all_reduce(self, nodes: int, size: float, hides: bool) -> float:
         """Seconds that an all-reduce adds to a round; buckets may hide behind the gradient."""
@@ -218,6 +257,28 @@ class Clock:
         travel = min(ring, float(tree))
         hidden = min(HIDDEN * self.gradient.mean, travel * (1 - min(1.0, BUCKET / size)))  # type: ignore[union-attr]
         return travel - hidden * hides
+
+
+def scheduled(rule: Rule, topology: Topology, params: int) -> Pairwise | Staleness:
+    """The schedule of a graph whose nodes do not meet in rounds, as in "pairwise lognormal(0.05, 0.5) over wan"."""
+    said = re.fullmatch(r"\s*(\w+)\s+(.+?)(?:\s+over\s+(\S+))?\s*", topology.meets)
+    if said is None:
+        how = topology.meets.strip()
+        raise ValueError(f"meets = {how!r} does not say how long a gradient takes; write '{how} exponential(0.05)'")
+    if said[1] == "pairwise" and not rule.met:
+        name = f"{rule.name} on {topology.name}"
+        raise ValueError(f"{name}: it needs rounds; in pairs run dsgd and dat, also with momentum or adam")
+    clock = Clock(said[2], said[3] or "10gbe")
+    return (clock.pairwise if said[1] == "pairwise" else clock.staleness)(rule, topology, params)
+
+
+def _at(steps: Sequence[int], rounds: Iterator[Array]) -> Array:
+    """What there is at some rounds, (len(steps), M)."""
+    found = dict.fromkeys(steps, np.empty(0))
+    for t, done in enumerate(islice(rounds, max(steps)), 1):
+        if t in found:
+            found[t] = done
+    return np.array([found[step] for step in steps])
 
 
 def messages_of(rule: Rule) -> list[Sending]:

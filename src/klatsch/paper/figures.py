@@ -89,6 +89,12 @@ def error_against_rounds(rows: Sequence[Row], title: str, together: bool = False
     return _against_rounds(rows, title, layout, across)
 
 
+def error_against_seconds(rows: Sequence[Row], title: str, wide: int) -> Figure:
+    """The error against seconds: a panel per setting, so many beside each other, a line per rule and graph."""
+    look = in_letters(rows), lambda row: f"{row.rule}, {row.topology}", _by_family(rows), wide
+    return _against_rounds(rows, title, Layout(_quantity(rows[0], ERROR.replace("_T", "_t")), *look), "seconds")
+
+
 def accuracy_against_epochs(rows: Sequence[Row], title: str) -> Figure:
     """Figure 2: a row of panels per number of machines, a column per alpha; colours are rules, lines are graphs."""
     layout = Layout(

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from klatsch.clock import Clock, Links
 from klatsch.paper import figures
 from klatsch.paper.claims import family
 from klatsch.paper.figures import GRAPH_COLOURS, MARKERS, Layout, Style
-from klatsch.planning.hardware import Network
 from klatsch.study.cases import Channel
 from klatsch.study.choices import Row
-from klatsch.study.traffic import is_all_reduce, numbers_of, vectors_of
-from klatsch.topology.channel import encoded_bytes
+from klatsch.study.timing import elapsed
+from klatsch.study.traffic import is_all_reduce
 from klatsch.topology.validation import WIRES
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ LINES = ("solid", "dashed")  # of the variants of a rule
 SERVERS = "*PXdhv^<>"  # markers of all-reduce
 GOODPUT = 0.94e6 / 8  # bytes per second of TCP on a line of 1 Mbit/s
 LINKS = {
-    name: Network(megabits * GOODPUT, latency, GRADIENT, name=name)
+    name: Clock(GRADIENT, Links(megabits * GOODPUT, latency))
     for name, megabits, latency in (("200 Mbit/s, 5 ms", 200, 5e-3), ("50 Mbit/s, 50 ms", 50, 5e-2))
 }
 
@@ -54,23 +54,12 @@ def megabytes(row: Row) -> float:
     return row.megabytes
 
 
-def seconds_on(link: Network) -> Cost:
-    """The seconds of a run on a link, by the planner's model; nan with a custom part."""
+def seconds_on(link: Clock) -> Cost:
+    """The seconds of a run on a link, by its clock; nan with a custom part."""
 
     def seconds(row: Row) -> float:
-        case = row.case
-        if case is None or (numbers := numbers_of(case)) is None:
-            return math.nan
-        every, late, wire = case.channel
-        early, after = vectors_of(case)
-        vector, encoded = (float(encoded_bytes(kind, numbers)) for kind in ("float32", wire))
-        if is_all_reduce(case):
-            talk = float(link.all_reduce_seconds(vector, case.nodes)) - link.gradient
-            each = link.gradient + (early + after) * talk / every
-        else:
-            degree = case.make_graph().degree
-            each = float(link.gossip_seconds(vector, degree, early, after, every, late, encoded))
-        return case.steps * each
+        found = row.case and elapsed(row.case, link, (row.case.steps,))
+        return found[0] if found else math.nan
 
     return seconds
 
@@ -135,7 +124,7 @@ def final_against(rows: Sequence[Row], title: str, cost: Cost, across: str) -> F
 against_bytes = partial(final_against, cost=megabytes, across="MB sent per node")
 
 
-def course(rows: Sequence[Row], title: str, links: Mapping[str, Network]) -> Figure:
+def course(rows: Sequence[Row], title: str, links: Mapping[str, Clock]) -> Figure:
     """Values against seconds while nodes train: a panel per setting and link, a line per channel or all-reduce."""
     placed = [replace(row, setting={**row.setting, "link": name}) for name in links for row in rows]
     names, setting = figures.distinct(rows, _line), figures.in_letters(rows)

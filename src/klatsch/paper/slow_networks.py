@@ -263,7 +263,7 @@ BYTES = (
     f"in every {H}th round (local SGD)."
 )
 SECONDS = (
-    "Seconds are computed by the planner's model (docs/planning.md), not measured: links of "
+    "Seconds are computed by a clock (docs/clock.md), not measured: links of "
     f"{' and of '.join(LINKS)} (bandwidth in each direction, time until a message arrives), {1e3 * GRADIENT:g} ms for "
     "a gradient, and messages that travel meanwhile where the rule and `late` allow."
 )

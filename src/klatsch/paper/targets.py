@@ -14,6 +14,7 @@ from klatsch.paper.local_steps import LOCAL_STEPS
 from klatsch.paper.pages import Page
 from klatsch.paper.schedule_free import AVERAGES, ORDERS, SCHEDULES
 from klatsch.paper.slow_networks import CHANNELS, IMAGES_CHANNELS
+from klatsch.paper.stragglers import STRAGGLERS
 from klatsch.study.choices import Row
 from klatsch.study.spec import PAPER_GRID, Study, parse
 
@@ -275,6 +276,7 @@ TARGETS: dict[str, Target] = {
     "local-steps": LOCAL_STEPS,
     "channels": CHANNELS,
     "images-channels": IMAGES_CHANNELS,
+    "stragglers": STRAGGLERS,
     "language-rules": LANGUAGE_RULES,
     "language-links": LANGUAGE_LINKS,
     "language-sizes": LANGUAGE_SIZES,

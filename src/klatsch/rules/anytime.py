@@ -248,6 +248,10 @@ class Anytime(Around):
         columns.settle(self, averaging=parse(self.averaging), beta=share("beta", self.beta, "to 1"))
 
     @property
+    def met(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self.base.met, "x") if self.base.met else ()
+
+    @property
     def name(self) -> str:
         return {"dsgd": "dat", "dadam": "dat-adam"}.get(self.base.name, f"dat-{self.base.name}")
 

@@ -64,6 +64,8 @@ class Graph(Protocol):
     @property
     def changes(self) -> bool: ...
     @property
+    def meets(self) -> str: ...
+    @property
     def every(self) -> int: ...
     @property
     def late(self) -> int: ...
@@ -81,6 +83,7 @@ class Rule:
     lr: Given  # a number, one per column, or a function of t; engines pass that of the round to `update`
     push: ClassVar[bool] = False  # whether it keeps sums, not averages: a node keeps what it cannot pass on
     short: ClassVar[str] = ""  # its name, if not that of its class
+    met: tuple[str, ...] = ()  # fields that two nodes may average at any time; none if it needs rounds
 
     @property
     def name(self) -> str:

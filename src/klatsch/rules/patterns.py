@@ -85,6 +85,10 @@ class Plain(Pattern):
     order: str = "atc"
     short: ClassVar[str] = "dsgd"
 
+    @property
+    def met(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if isinstance(self.direction, Adam) and self.direction.shared else ("w",)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.order not in ("atc", "cta"):

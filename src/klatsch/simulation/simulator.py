@@ -12,6 +12,7 @@ from klatsch.clock import Clock
 from klatsch.problems import Problem
 from klatsch.rules import Rule
 from klatsch.sealed import digest
+from klatsch.simulation.asynchrony import PairwiseStack, StaleStack
 from klatsch.simulation.captured import GraphStack
 from klatsch.simulation.checkpoint import Saver
 from klatsch.simulation.driver import Advance, Run, Snapshot, progress_bar
@@ -151,6 +152,10 @@ def _fastest(engine: str, problem: Problem, parts: Prepared) -> Stack:
     """The nodes with this engine; for "auto", with the fastest that can run them."""
     if engine not in ENGINES:
         raise ValueError(f"engine = {engine!r}; choose from {', '.join(ENGINES)}")
+    if asynchronous := [graph for graph in parts.topologies if graph.meets]:
+        if engine not in ("auto", "torch"):
+            raise ValueError(f"engine = {engine!r} cannot run {asynchronous[0].name}; use engine='auto'")
+        return (PairwiseStack if asynchronous[0].meets.startswith("pairwise") else StaleStack)(problem, parts)
     for kind in (FusedStack, GraphStack):
         if engine == kind.name or (engine == "auto" and parts.rates.device.type == kind.place):
             try:

@@ -107,14 +107,18 @@ class Stack(Nodes):
                     high, reached = middle, half
                 else:
                     low, done = middle, half
-            first, watched = lost & self._lost(high), Watched(self.rule)
-            self.one(low, reached, watched)
-            # Other engines round differently, and may be the only ones to overflow.
-            finite = watched.finite_steps(self.rule.output(high))
+            first, finite = lost & self._lost(high), self.finite_steps(low, reached, high)
             nodes = torch.cat([finite[network.nodes].argmin(0) for network in self.networks])
             begun[first] = torch.stack([nodes, torch.full_like(nodes, reached)], -1)[first]
             lost, early = lost & ~first, (low, done)
         return begun
+
+    def finite_steps(self, state: State, t: int, new: State) -> Tensor:
+        """How far each node and column came in round t, which leads from one state to a new one, (M, C)."""
+        watched = Watched(self.rule)
+        self.one(state, t, watched)
+        # Other engines round differently, and may be the only ones to overflow.
+        return watched.finite_steps(self.rule.output(new))
 
     def _lost(self, state: State) -> Tensor:
         """Which columns are not finite on some node, network by network."""

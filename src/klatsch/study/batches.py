@@ -212,6 +212,8 @@ def _in_stack(block: Network) -> list[object]:
     """What all networks of a stack share."""
     case, columns = block[0], [_split(case)[1] for case in block]
     per_network = problems.declared(case.problem).per_network
+    if case.channel.meets:  # whose nodes do not run beside other networks
+        return [_split(case)[0], columns, case.nodes, case.seed]
     if per_network is None:
         return [_split(case)[0], columns]
     case = replace(

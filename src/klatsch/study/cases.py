@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from klatsch import own, problems, rules
 from klatsch import topology as topologies
+from klatsch.clock.rounds import scheduled
 from klatsch.columns import described
 from klatsch.problems import Headline
 from klatsch.rules import averaging
@@ -45,6 +46,7 @@ class Channel(NamedTuple):
     every: int
     late: int
     wire: str
+    meets: str = ""
 
 
 Sources = dict[str, Options]  # what a store keeps of custom parts, by name or kind: see `sources_of`
@@ -281,6 +283,8 @@ def _refusal(case: Case) -> str | None:
     try:
         _check_problem(case.problem, tuple(case.problem_options.items()), case.nodes, case.source("problem"))
         graph, rule = case.make_graph(), case.make_rule()
+        if graph.meets:
+            scheduled(rule, graph, params=1)
         if not case.any_graph:
             rule.check_graph(graph)
     except ValueError as reason:

@@ -175,6 +175,8 @@ def simulate_on_ranks(
     """
     parts = prepared([problem], [rule], [topology], steps, record, dtype, device, any_graph)
     rates, size = parts.rates, dist.get_world_size(group)
+    if topology.meets:
+        raise ValueError(f"meets = {topology.meets!r} is for simulations; ranks meet in rounds: leave it out")
     if topology.size != size:
         raise ValueError(f"{topology.name} has {topology.size} nodes but the group has {size} ranks; use one per node")
     with closing(GlooLinks(group, topology, rates.device, TIMEOUT, "raise")) as links:

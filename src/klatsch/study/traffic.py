@@ -26,8 +26,10 @@ def sent(case: Case) -> float | None:
     numbers = numbers_of(case)
     if numbers is None:
         return None
-    every, _, wire = case.channel
+    every, _, wire, meets = case.channel
     copies = 2 * (case.nodes - 1) / case.nodes if is_all_reduce(case) else case.make_graph().messages * every
+    if meets.startswith("pairwise"):
+        copies = 2.0  # to the neighbour that it asks, and to the one that asks it, on average
     return float(encoded_bytes(wire, numbers) * sum(vectors_of(case)) * copies * (case.steps // every))
 
 
@@ -51,7 +53,7 @@ def _numbers(problem: str, nodes: int, options: tuple[tuple[str, object], ...]) 
 
 def is_all_reduce(case: Case) -> bool:
     """Whether nodes all talk to each other, and would use an all-reduce."""
-    return case.topology == "complete" and case.channel.wire == "float32"
+    return case.topology == "complete" and case.channel.wire == "float32" and not case.channel.meets
 
 
 def vectors_of(case: Case) -> tuple[int, int]:

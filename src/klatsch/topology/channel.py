@@ -13,12 +13,15 @@ from klatsch.topology import validation
 from klatsch.topology.graph import Topology, check_topology
 from klatsch.topology.matrix import SUM_TOLERANCE, Matrix, identity, mapped
 
-CHANNEL = {"every": 1, "late": 0, "wire": validation.WIRES[0]}  # the options of a channel, with their defaults
+# The options of a channel, with their defaults.
+CHANNEL = {"every": 1, "late": 0, "wire": validation.WIRES[0], "meets": ""}
 BLOCK = 256  # numbers that share a scale in int8
 FEW_BITS = 14  # of weights for bfloat16: its 8 bits and these fit into the 24 of float32, with 2 to spare
 
 
-def channel(topology: Topology, every: int = 1, late: int = 0, wire: str = validation.WIRES[0]) -> Topology:
+def channel(
+    topology: Topology, every: int = 1, late: int = 0, wire: str = validation.WIRES[0], meets: str = ""
+) -> Topology:
     """The same graph over links that are used seldom, slowly or with few bytes.
 
     In rounds with gossip every node sends its value v to its neighbours; the pull of the neighbours' values arrives
@@ -35,11 +38,15 @@ def channel(topology: Topology, every: int = 1, late: int = 0, wire: str = valid
             are damped so that this dies out, which slows mixing down. Choose every - 1 at most if you can.
         wire: "float32" (numbers as they are), "bfloat16" (half the bytes of float32), or "int8" (a quarter: differences
             to what neighbours hold already, with a scale per 256 numbers; on static graphs).
+        meets: "pairwise TIMES over NETWORK": nodes do not wait for each other; each averages with one neighbour at a
+            time while it computes (AD-PSGD). "stale TIMES over NETWORK": a pull arrives as soon as it is there, at most
+            `late` rounds late. TIMES of gradients and NETWORK are those of a `Clock`, which makes the schedule.
 
     References:
         Koloskova et al., "A unified theory of decentralized SGD with changing topology and local updates", 2020, for
         local steps. Koloskova et al., "Decentralized stochastic optimization and gossip algorithms with compressed
-        communication", 2019, Algorithm 1, for differences.
+        communication", 2019, Algorithm 1, for differences. Lian et al., "Asynchronous decentralized parallel stochastic
+        gradient descent", 2018, for pairwise gossip.
     """
     check_topology("channel", topology)
     seldom = _every(topology, every)
@@ -50,17 +57,17 @@ def channel(topology: Topology, every: int = 1, late: int = 0, wire: str = valid
         matrices = _respoken(seldom, lambda P: _damped(seldom, P, late))
         seldom = replace(seldom, name=f"{seldom.name} late {late}", matrices=matrices, late=late)
     validation.check_wire(seldom.name, wire, seldom.changes)
-    if wire == seldom.wire:
-        return seldom
-    matrices = _respoken(seldom, _short) if wire == "bfloat16" else seldom.matrices
-    return replace(seldom, name=f"{seldom.name} {wire}", matrices=matrices, wire=wire)
+    if wire != seldom.wire:
+        matrices = _respoken(seldom, _short) if wire == "bfloat16" else seldom.matrices
+        seldom = replace(seldom, name=f"{seldom.name} {wire}", matrices=matrices, wire=wire)
+    return seldom if meets == seldom.meets else replace(seldom, name=f"{seldom.name} {meets}", meets=meets)
 
 
-def check_channel(every: object = 1, late: object = 0, wire: object = validation.WIRES[0]) -> None:
+def check_channel(every: object = 1, late: object = 0, wire: object = validation.WIRES[0], meets: object = "") -> None:
     """Check the options of a channel, whatever the graph."""
-    validation.rounds_between(every)
-    validation.rounds_late(late)
+    between, delay = validation.rounds_between(every), validation.rounds_late(late)
     validation.check_wire("", wire, changes=False)
+    validation.check_meets("a graph", meets, between, delay, wire, changes=False)
 
 
 def encoded_bytes(wire: str, numbers: int) -> int:

@@ -39,6 +39,7 @@ class Topology:
         every: H: nodes talk in rounds H, 2H, 3H, ..., and all other matrices are the identity; see `channel`.
         late: rounds between the sending and the arrival of a message; see `channel`.
         wire: how numbers travel; see `channel`.
+        meets: when nodes mix, if not all together in rounds; see `channel`.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Topology:
     every: int = 1
     late: int = 0
     wire: str = validation.WIRES[0]
+    meets: str = ""
 
     def __post_init__(self) -> None:
         if self.stochastic not in (known := get_args(Stochastic)):
@@ -59,6 +61,7 @@ class Topology:
         validation.check_matrices(self.name, matrices, self.stochastic, self.every)
         object.__setattr__(self, "late", validation.rounds_late(self.late))
         validation.check_wire(self.name, self.wire, changes=len(matrices) > self.every)
+        validation.check_meets(self.name, self.meets, self.every, self.late, self.wire, len(matrices) > self.every)
         for P in matrices:
             for part in (P.data, P.indices, P.indptr):
                 part.flags.writeable = False
@@ -216,7 +219,7 @@ class Topology:
         # By the constructor: a copy in another process is checked and read-only, too.
         return type(self), (
             *(self.name, self.matrices, self.stochastic, self.lattice),
-            *(self.every, self.late, self.wire),
+            *(self.every, self.late, self.wire, self.meets),
         )
 
     def __repr__(self) -> str:
@@ -227,7 +230,8 @@ class Topology:
     @property
     def _travel(self) -> str:
         """How messages travel, where that is special: ", late 7, int8"."""
-        return f", late {self.late}" * (self.late > 0) + f", {self.wire}" * (self.wire != validation.WIRES[0])
+        late, wire = f", late {self.late}" * (self.late > 0), f", {self.wire}" * (self.wire != validation.WIRES[0])
+        return late + wire + f", {self.meets}" * bool(self.meets)
 
     @cached_property
     def _second_modulus(self) -> float:

@@ -1,0 +1,162 @@
+"""Asynchrony: who meets whom, and how old a message is when it is used. The clock makes these schedules."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from klatsch.clock.times import Array
+
+SOME = 64  # gradients of every node that are drawn at once
+
+Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+class Meeting(NamedTuple):
+    """Nodes that take a step, and then pairs that average; no node does the same twice."""
+
+    number: int  # from 1, over all rounds
+    steps: Numbers  # (m,)
+    pairs: Numbers  # (k, 2)
+
+
+class Late(NamedTuple):
+    """One round of nodes that send what arrives later, each (M,) or (degree, M)."""
+
+    ready: Array  # when each node has its gradient, and looks at what has arrived
+    arrivals: Array  # when it will have what its neighbours send in this round; -inf where it has fewer neighbours
+    done: Array
+
+
+class Pairwise:
+    """Asynchronous gossip in pairs (AD-PSGD): nobody waits for anybody's gradient.
+
+    A node asks a neighbour while it computes its gradient. When the answer is there, both have the mean of their
+    vectors; when the gradient is there as well, it takes its step and begins again. So a gradient is of the point at
+    which it began. A round counts M steps of the network, whoever takes them.
+
+    Args:
+        gradients: the seconds of all nodes' gradients, one after the other.
+        weights: how likely a node (row) asks another one (column).
+        answers: seconds from asking a node to its answer, likewise.
+        work: seconds to handle a message.
+        seed: of who asks whom.
+    """
+
+    def __init__(self, gradients: Iterator[Array], weights: Array, answers: Array, work: float, seed: int) -> None:
+        self.nodes = len(weights)
+        self._gradients, self._answers, self._work = gradients, answers, work
+        self._shares = np.cumsum(weights, axis=1) / np.maximum(weights.sum(1, keepdims=True), np.finfo(float).tiny)
+        self._chance = np.random.default_rng([seed, 1])
+        self._rounds: list[tuple[list[Meeting], float]] = []
+        self._coming = self._grouped()
+
+    def meetings(self, t: int) -> list[Meeting]:
+        """What happens in round t, in order."""
+        return self._round(t)[0]
+
+    def seconds(self, t: int) -> float:
+        """When round t is over."""
+        return self._round(t)[1]
+
+    def _round(self, t: int) -> tuple[list[Meeting], float]:
+        self._rounds += islice(self._coming, max(0, t - len(self._rounds)))
+        return self._rounds[t - 1]
+
+    def _grouped(self) -> Iterator[tuple[list[Meeting], float]]:
+        """Rounds of M steps; each event is in the first meeting that keeps the order of every node's events."""
+        M, number = self.nodes, 1
+        steps, pairs = defaultdict[int, list[int]](list), defaultdict[int, list[tuple[int, int]]](list)
+        may_step, may_meet = [0] * M, [0] * M  # from which meeting of the round on
+        for taken, when, node, other in self._events():
+            if other < 0:
+                here = may_step[node]
+                steps[here].append(node)
+                may_step[node], may_meet[node] = here + 1, here
+            else:
+                here = max(may_meet[node], may_meet[other])
+                pairs[here].append((node, other))
+                for one in (node, other):
+                    may_step[one] = may_meet[one] = here + 1
+            if other < 0 and taken % M == 0:
+                count = 1 + max(*steps, *pairs)
+                yield [_meeting(number + k, steps[k], pairs[k]) for k in range(count)], when
+                number += count
+                steps.clear()
+                pairs.clear()
+                may_step, may_meet = [0] * M, [0] * M
+
+    def _events(self) -> Iterator[tuple[int, float, int, int]]:
+        """Steps so far, when, which node, and whom it meets, in the order of time; -1 where it takes its step."""
+        taken = 0
+        M, everyone = self.nodes, np.arange(self.nodes)
+        begun, left = np.zeros(M), np.empty((0, 3))
+        while True:
+            times = np.array(list(islice(self._gradients, SOME)))  # (SOME, M)
+            asked = (self._chance.random((SOME, M, 1)) > self._shares).sum(-1).clip(0, M - 1)
+            answered = self._answers[everyone, asked]
+            ends = begun + np.cumsum(np.maximum(times, answered) + self._work, axis=0)
+            starts = np.concatenate([begun[None], ends[:-1]])
+            nodes = np.broadcast_to(everyone, ends.shape)
+            met = np.stack([starts + answered, nodes, asked], -1).reshape(-1, 3)
+            stepped = np.stack([ends, nodes, np.full(ends.shape, -1)], -1).reshape(-1, 3)
+            events = np.concatenate([left, met[met[:, 1] != met[:, 2]], stepped])  # one machine meets nobody
+            events = events[np.lexsort((events[:, 1], -events[:, 2], events[:, 0]))]
+            begun = ends[-1]
+            known = events[:, 0] <= begun.min()  # of what is later, some is not drawn yet
+            for when, node, other in events[known].tolist():
+                taken += other < 0
+                yield taken, when, int(node), int(other)
+            left = events[~known]
+
+
+class Staleness:
+    """How many rounds late each message is used: as soon as it is there; after `late` rounds nodes wait for it.
+
+    Args:
+        rounds: one after the other.
+        sources: whom each node hears, (degree, M).
+        weights: of these messages, (degree, M).
+        late: the most rounds.
+    """
+
+    def __init__(self, rounds: Iterator[Late], sources: Numbers, weights: Array, late: int) -> None:
+        self.sources, self.weights, self.late = sources, weights, late
+        self._coming = rounds
+        self._rounds: list[tuple[dict[int, Flags], float]] = []
+        self._waiting: dict[int, tuple[Array, Flags]] = {}  # by round of sending: arrivals, and which are not used yet
+
+    def used(self, t: int) -> dict[int, Flags]:
+        """The messages, (degree, M), that nodes use in round t, by how many rounds old they are."""
+        return self._round(t)[0]
+
+    def seconds(self, t: int) -> float:
+        """When all nodes have done round t."""
+        return self._round(t)[1]
+
+    def _round(self, t: int) -> tuple[dict[int, Flags], float]:
+        while len(self._rounds) < t:
+            self._rounds.append(self._next(len(self._rounds) + 1))
+        return self._rounds[t - 1]
+
+    def _next(self, t: int) -> tuple[dict[int, Flags], float]:
+        ready, arrivals, done = next(self._coming)
+        self._waiting[t] = arrivals, np.isfinite(arrivals)
+        used = {}
+        for sent, (there, waiting) in self._waiting.items():
+            here = waiting & ((there <= ready) | (sent + self.late <= t))
+            waiting &= ~here
+            if here.any():
+                used[t - sent] = here
+        self._waiting.pop(t - self.late, None)
+        return used, float(done.max())
+
+
+def _meeting(number: int, steps: list[int], pairs: list[tuple[int, int]]) -> Meeting:
+    return Meeting(number, np.array(steps, np.int64), np.array(pairs, np.int64).reshape(-1, 2))

@@ -1,0 +1,225 @@
+"""Asynchrony: schedules that the clock makes, and rules that run them."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from klatsch import problems, rules, simulate, topology
+from klatsch.clock import Clock
+from klatsch.clock.rounds import scheduled
+from klatsch.rules import Flow
+
+NOWHERE = Flow(lambda *tensors: tuple(torch.zeros_like(v) for v in tensors))
+
+
+def quiet(nodes, seed=0):
+    return problems.LeastSquares(nodes, dim=4, noise=0.0, heterogeneity=1.0, seed=seed)
+
+
+def one_by_one(problem, rule, events, steps):
+    """Events in the order of time, one after the other, without any grouping."""
+    start = torch.as_tensor(problem.start()).double().reshape(1, -1)
+    states = [rule.init(start.clone()) for _ in range(problem.nodes)]
+    asked = [rule.query(state) for state in states]
+    done = itertools.count(1)
+    for _, _, i, j in events:
+        if j >= 0:
+            for name in rule.met:
+                states[i][name] = states[j][name] = (states[i][name] + states[j][name]) / 2
+            continue
+        k = next(done)
+        t = (k - 1) // problem.nodes + 1
+        grad = problem.grad(asked[i][None], 1, [i])[0]
+        states[i] = dict(rule.update(states[i], grad, NOWHERE, t, rule.lr))
+        asked[i] = rule.query(states[i])
+        if k == steps * problem.nodes:
+            return torch.stack([rule.output(state) for state in states])
+    raise AssertionError("events end")
+
+
+@pytest.mark.parametrize("rule", [rules.dsgd(0.02), rules.dat(0.02, beta=0.9), rules.dsgd(0.02, momentum=0.5)])
+@pytest.mark.parametrize("times", ["exponential(0.1)", "slow(0.05, 11, 0.1) over wan", "0.1"])
+def test_pairs_in_groups_are_those_one_by_one(rule, times):
+    graph, problem = topology.make("exponential", 6, meets=f"pairwise {times}"), quiet(6)
+    events = scheduled(rule, graph, problem.dim)._events()
+    wanted = one_by_one(problem, rule, events, 30)
+    # Sums of the same numbers in another order.
+    torch.testing.assert_close(simulate(problem, rule, graph, 30, [30]).output, wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_two_nodes_in_pairs_by_hand():
+    """Node 1 takes four times as long; answers come at once, so that a node averages when it begins a gradient."""
+    graph = topology.make("complete", 2, meets="pairwise 0.1, 0.4 over 100gbe")
+    problem, lr = quiet(2), 0.02
+    start = torch.as_tensor(problem.start()).double().reshape(1, -1)
+    mean = asked = start
+    for _ in range(3):  # of node 0, after 0.1, 0.2 and 0.3 s; its gradients begin before it averages again
+        stepped = mean - lr * problem.grad(asked[None], 1, [0])[0]
+        mean, asked = (stepped + mean) / 2, stepped
+    other = mean - lr * problem.grad(start[None], 1, [1])[0]  # after 0.4 s, from where it began
+    met = simulate(problem, rules.dsgd(lr), graph, 2, [2]).output
+    torch.testing.assert_close(met, torch.stack([mean, other]), rtol=1e-9, atol=1e-12)
+
+
+def test_nobody_waits_for_a_slow_node():
+    times = [0.1] * 7 + [1.0]
+    graph = topology.make("ring", 8, meets=f"pairwise {', '.join(map(str, times))}")
+    schedule = scheduled(rules.dsgd(0.1), graph, 10)
+    rate = sum(1 / seconds for seconds in times)  # steps of the network in a second
+    assert schedule.seconds(500) == pytest.approx(500 * 8 / rate, rel=0.01)
+    steps = np.bincount(np.concatenate([m.steps for t in range(1, 501) for m in schedule.meetings(t)]), minlength=8)
+    assert steps[7] == pytest.approx(steps[0] / 10, rel=0.02)
+    assert steps.sum() == 4000
+    in_rounds = Clock(times).seconds(rules.dsgd(0.1), topology.ring(8), 10, [500])[0]
+    assert in_rounds == pytest.approx(500.0, rel=0.01)
+
+
+def test_pairs_keep_the_mean_and_agree():
+    problem = quiet(9)
+    graph = topology.make("torus", 9, meets="pairwise lognormal(0.1, 1)")
+    rule = rules.dsgd(1e-12)  # too small to move anything
+    run = simulate(problem, rule, graph, 5, [5])
+    apart = run.state | {"w": torch.randn(9, 1, 4, dtype=torch.float64)}
+    mixed = simulate(problem, rule, graph, 80, [80], after=replace(run, state=apart)).output
+    torch.testing.assert_close(mixed, apart["w"].mean(0).expand(9, 1, 4), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("meets", ["pairwise exponential(0.1)", "stale exponential(0.1)"])
+def test_a_run_goes_on_where_it_was(meets):
+    late = {"late": 2} if meets.startswith("stale") else {}
+    graph, problem = topology.make("ring", 5, meets=meets, **late), problems.LeastSquares(5, dim=3)
+    rule = rules.dat([0.01, 0.03])
+    whole = simulate(problem, rule, graph, 40, [20, 40])
+    half = simulate(problem, rule, graph, 20, [20])
+    rest = simulate(problem, rule, graph, 40, [20, 40], after=half)
+    assert torch.equal(rest.output, whole.output)  # bits: same call
+
+
+def test_stale_messages_that_are_all_late_are_late():
+    """Messages take as long as two gradients: each is used after exactly two rounds, as with late = 2."""
+    problem, rule = problems.LeastSquares(6, dim=3), rules.dat_d2(0.01)
+    slow = topology.make("ring", 6, late=2, meets="stale 0.03 over wan")
+    assert set(scheduled(rule, slow, 3).used(50)) == {2}
+    late = simulate(problem, rule, topology.make("ring", 6, late=2), 60, [60]).output
+    torch.testing.assert_close(simulate(problem, rule, slow, 60, [60]).output, late, rtol=1e-9, atol=1e-12)
+
+
+def test_every_message_is_used_once_and_in_time():
+    graph = topology.make("exponential", 10, late=3, meets="stale slow(0.05, 11, 0.1) over wan")
+    schedule = scheduled(rules.dsgd(0.1), graph, 10)
+    used = np.zeros((300, *schedule.sources.shape), int)
+    ages = set()
+    for t in range(1, 301):
+        for age, here in schedule.used(t).items():
+            assert 0 <= age <= 3
+            used[t - age - 1] += here
+            ages.add(age)
+    assert (used[:290] == 1).all()
+    assert ages == {0, 1, 2, 3}  # now early, now late
+    np.testing.assert_allclose(schedule.weights.sum(0) + graph.speaking[0].diagonal(), 1.0)
+
+
+def test_stale_flows_are_those_of_each_message():
+    problem, lr = quiet(5), 0.01
+    graph = topology.make("ring", 5, late=2, meets="stale exponential(0.1)")
+    schedule = scheduled(rules.dsgd(lr), graph, problem.dim)
+    x, sent = torch.as_tensor(problem.start()).double().expand(5, 1, -1).clone(), []
+    for t in range(1, 41):
+        u = x - lr * problem.grad(x, t)
+        sent.append(u)
+        x = u.clone()
+        for age, here in schedule.used(t).items():
+            for k, i in zip(*np.nonzero(here), strict=True):
+                then, j = sent[t - 1 - age], schedule.sources[k, i]
+                x[i] += float(graph.speaking[0][i, j]) * (then[j] - then[i])
+    torch.testing.assert_close(simulate(problem, rules.dsgd(lr), graph, 40, [40]).output, x, rtol=1e-9, atol=1e-12)
+
+
+def test_stale_messages_cost_the_seconds_of_late_ones():
+    rule, clock = rules.dsgd(0.1), Clock("exponential(0.1)", "wan")
+    late, stale = (
+        topology.make("ring", 8, late=2, **more) for more in ({}, {"meets": "stale exponential(0.1) over wan"})
+    )
+    assert clock.seconds(rule, stale, 100, [10, 50]) == pytest.approx(clock.seconds(rule, late, 100, [10, 50]))
+
+
+@pytest.mark.parametrize("meets", ["pairwise 0.1", "stale 0.1"])
+def test_divergence_is_found(meets):
+    late = {"late": 1} if meets.startswith("stale") else {}
+    run = simulate(quiet(4), rules.dsgd([0.01, 1e6]), topology.make("ring", 4, meets=meets, **late), 200, [200])
+    assert run.diverged.tolist() == [False, True]
+    assert 0 <= run.diverged_at[1, 0] < 4
+    assert 0 < run.diverged_at[1, 1] <= 200
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"meets": "sometimes 0.1"}, "meets = 'sometimes 0.1'; give 'pairwise lognormal"),
+        ({"meets": 3}, "meets = 3; give"),
+        ({"meets": "pairwise 0.1", "every": 2}, "and every = 2; leave one of them out"),
+        ({"meets": "pairwise 0.1", "wire": "int8"}, "and wire = 'int8'; leave one of them out"),
+        ({"meets": "pairwise 0.1", "late": 2}, "nodes wait for nothing but an answer; leave late out"),
+        ({"meets": "stale 0.1"}, "how old may a message be?"),
+    ],
+)
+def test_bad_channels(options, message):
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        topology.make("ring", 4, **options)
+
+
+def test_a_changing_graph_has_no_stale_messages():
+    with pytest.raises(ValueError, match="changes from round to round; use a static one"):
+        topology.make("one_peer_exponential", 4, late=1, meets="stale 0.1")
+
+
+@pytest.mark.parametrize(
+    ("rule", "graph", "message"),
+    [
+        (rules.gt(0.1), {"meets": "pairwise 0.1"}, "gt on ring pairwise 0.1: it needs rounds; in pairs run dsgd"),
+        (rules.dsgd(0.1), {"meets": "pairwise"}, "does not say how long a gradient takes; write 'pairwise exponential"),
+        (rules.dsgd(0.1), {"meets": "pairwise soon"}, "distribution"),
+        (rules.dsgd(0.1), {"meets": "pairwise 0.1 over dsl"}, "network"),
+        (rules.dsgd(0.1), {"meets": "pairwise 0.1, 0.2"}, "gradient has 2 numbers, but there are 4 nodes"),
+    ],
+)
+def test_bad_schedules(rule, graph, message):
+    with pytest.raises(ValueError, match=message):
+        simulate(quiet(4), rule, topology.make("ring", 4, **graph), 2)
+
+
+def test_other_engines_refuse():
+    with pytest.raises(ValueError, match="engine = 'fused' cannot run ring pairwise"):
+        simulate(quiet(4), rules.dsgd(0.1), topology.make("ring", 4, meets="pairwise 0.1"), 2, engine="fused")
+
+
+def test_a_study_has_them(tmp_path):
+    from klatsch.study import Store, parse, run_study
+
+    study = parse(
+        {
+            "problem": "least-squares",
+            "nodes": 4,
+            "rules": ["dsgd", "gt"],
+            "lr": [0.001, 0.003],
+            "steps": 20,
+            "leave_out": True,
+            "topologies": [
+                {"name": "ring", "meets": ["pairwise exponential(0.1)", "pairwise 0.1 over wan"]},
+                {"name": "ring", "late": 2, "meets": "stale lognormal(0.1, 0.5)"},
+            ],
+        }
+    )
+    with Store(tmp_path / "s.sqlite") as store:
+        rows = run_study(study, store).rows
+    labels = {row.topology for row in rows if row.rule == "dsgd"}
+    assert labels == {
+        "ring (meets pairwise exponential(0.1))",
+        "ring (meets pairwise 0.1 over wan)",
+        "ring (late 2, meets stale lognormal(0.1, 0.5))",
+    }
+    pairs = next(row for row in rows if "wan" in row.topology)
+    assert pairs.sent == 20 * 2 * 50 * 4  # rounds, to the one asked and to the one that asks, parameters, bytes
