@@ -49,7 +49,7 @@ def test_help_shows_no_type_beside_a_flag(name, run_cli):
         ("topology", "An option of the graph: rows=3 of torus"),
         ("probe", "An option of the problem: noise=10 of least-squares"),
         ("run", "An option of a rule, topology or problem: momentum=0.9"),
-        ("plan", "By theory: give --samples, --target or both, and constants"),
+        ("plan", "With constants alone (JSON of klatsch probe, or --sigma, --zeta, --L and --D1) least squares"),
     ],
 )
 def test_help_says_what_an_option_is_for(name, words, run_cli, monkeypatch):
@@ -99,9 +99,9 @@ def test_values_have_the_type_that_the_signature_says(given, value):
         (["lazy=perhaps"], "--set lazy=perhaps: give true or false"),
         (
             ["mometum=0.9"],
-            "an option 'mometum'; did you mean momentum? There are momentum, average, lazy, every, late, wire, dim",
+            "an option 'mometum'; did you mean momentum? There are momentum, average, lazy, every, late, wire, meets",
         ),
-        (["xyz=1"], "an option 'xyz'; there are momentum, average, lazy, every, late, wire, dim, noise"),
+        (["xyz=1"], "an option 'xyz'; there are momentum, average, lazy, every, late, wire, meets, dim, noise"),
     ],
 )
 def test_settings_that_are_refused(given, message, run_cli):
@@ -128,7 +128,7 @@ def test_settings_reach_parts_of_your_own(run_cli, tmp_path, monkeypatch):
         error[name] = json.loads(out)["rows"][0]["error"]
     assert len(set(error.values())) == 3
     refused = run_cli(*own, "--set", "widht=2")[2]
-    assert "did you mean width? There are slow, width, every, late, wire, dim, noise, heterogeneity" in refused
+    assert "did you mean width? There are slow, width, every, late, wire, meets, dim, noise, heterogeneity" in refused
 
 
 def test_an_error_is_wrapped_for_a_terminal_only(run_cli, monkeypatch, capsys):

@@ -44,9 +44,8 @@ WRITERS = {
     "parquet": ["results", "s.sqlite", "--parquet", "OUT"],
     "probe": ["probe", "least-squares", "-n", 2, "--set", "dim=2", "--samples", 4, "-o", "OUT"],
 }
-PLAN = ["--samples", "1e4", "--sigma", 1, "--zeta", 1, "--L", 1, "--D1", 1, "-n", 4, "--rules", "dat"]
 DRAWERS = {
-    "plan": ["plan", *PLAN, "--topologies", "ring", "--plot", "OUT"],
+    "plan": ["plan", "least-squares", "--set", "dim=2", "-n", 2, "--target", 0.1, "--minutes", 60, "--plot", "OUT"],
     "topology": ["topology", "ring", "-n", 4, "--draw", "OUT"],
     "run": [
         "run",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from klatsch import problems, rules, simulate, topology
-from klatsch.clock import Clock
+from klatsch.clock import Clock, Links
 from klatsch.clock.rounds import scheduled
 from klatsch.rules import Flow
 
@@ -75,6 +75,14 @@ def test_nobody_waits_for_a_slow_node():
     assert steps.sum() == 4000
     in_rounds = Clock(times).seconds(rules.dsgd(0.1), topology.ring(8), 10, [500])[0]
     assert in_rounds == pytest.approx(500.0, rel=0.01)
+
+
+@pytest.mark.parametrize("graph", ["ring", "exponential"])  # the second one has links in one direction only
+def test_slow_answers_are_waited_for(graph):
+    clock = Clock(0.01, Links(1e6, 0.1), handling=0.0, per_message=0.0)
+    schedule = clock.pairwise(rules.dat(0.1), topology.make(graph, 8), 25_000)
+    there_and_back = 2 * (0.1 + 2 * 4 * 25_000 / 1e6)  # x and w, to the neighbour and from it
+    assert schedule.seconds(50) == pytest.approx(50 * there_and_back)
 
 
 def test_pairs_keep_the_mean_and_agree():

@@ -76,7 +76,6 @@ def test_the_optimizers_have_the_defaults_that_are_shown():
 @pytest.mark.parametrize("path, commands", COMMANDS, ids=[f"{path.name}-{block[0]}" for path, block in COMMANDS])
 def test_commands_work(path, commands, run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("klatsch.planning.verify.LARGEST", 64)  # machines that --verify simulates: 1,024 take long
     monkeypatch.setattr("klatsch.paper.demo.RULES", demo.RULES[::3])  # the whole grid is tested elsewhere
     if any(command.startswith("data ") for command in commands):
         if not DATA.is_dir():

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import klatsch
-from klatsch import catalogue, planning, problems, rules, topology
+from klatsch import catalogue, clock, planning, problems, rules, topology
 from klatsch.cli import plan as plan_command
 from klatsch.cli import run as run_command
 from klatsch.cli.settings import parameters_of
@@ -47,7 +47,7 @@ def test_every_command_is_asked_for_its_help(run_cli):
 
 def test_import_klatsch_loads_what_is_asked_for(loaded):
     assert loaded("-c", "import klatsch") & (HEAVY | {"rich", "typer", "pydantic"}) == set()
-    everything = loaded("-c", "from klatsch import *; simulate, Gossip, planning.plan")
+    everything = loaded("-c", "from klatsch import *; simulate, Gossip, planning.Task")
     assert {"torch", "scipy.sparse"} <= everything
     assert everything & {"scipy.stats", "networkx", "matplotlib", "pydantic", "rich", "typer"} == set()
 
@@ -93,11 +93,11 @@ def shown(option):
 
 
 def test_what_help_says_is_what_the_library_does():
-    assert list(catalogue.NETWORKS) == list(planning.NETWORKS)
+    assert list(catalogue.NETWORKS) == list(clock.NETWORKS)
     assert (*TARGETS, *GROUPS, *TABLES) == catalogue.TARGETS
     assert ",".join(f"{lr:g}" for lr in PAPER_GRID) == run_command.GRID
-    assert planning.Network.handling == plan_command.HANDLING
-    assert planning.Task.efficiency == plan_command.EFFICIENCY
+    assert planning.Task.machines == plan_command.MACHINES
+    assert planning.Task.seconds == pytest.approx(60 * plan_command.Trying.minutes)
 
 
 def test_the_list_prints_the_catalogue(run_cli, monkeypatch):

@@ -8,6 +8,7 @@ import torch
 from klatsch import problems
 from klatsch.planning import probe
 from klatsch.planning.sources import problem_of, read_probe
+from klatsch.theory import largest_machines
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +92,23 @@ def test_json_goes_to_the_planner(tmp_path):
     assert measured.constants == found.constants
     assert measured.ranges["sigma"] == (found.sigma.low, found.sigma.high)
     assert (measured.params, measured.gradient_seconds) == (50, found.gradient_seconds)
+
+
+def test_from_the_command_line_to_a_plan(run_cli, tmp_path):
+    file = tmp_path / "probe.json"
+    code, out, err = run_cli("probe", "least-squares", "-n", 4, "--set", "noise=5", "--set", "dim=30", "-o", file)
+    assert (code, err) == (0, "")
+    assert "LeastSquares, 4 nodes, 30 parameters" in out
+    given = ("--target", 10, "-n", 4, "--minutes", 60, "--gradient", "0.01")
+    code, out, err = run_cli("plan", file, *given)
+    assert (code, err) == (0, "")
+    assert out.startswith("least squares with these constants to loss_gap 10, 30 parameters, 10gbe, gradient 10 ms")
+    code, out, err = run_cli("plan", file, "--theory", "--samples", "1e6", "--json")
+    assert (code, err) == (0, "")
+    constants = read_probe(file).constants
+    assert constants.sigma == pytest.approx(5, rel=0.05)
+    for row in json.loads(out)["upper_bounds"]:
+        assert row["machines"] == largest_machines(row["rule"], 1e6, row["graph"], constants)
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------
@@ -225,3 +243,20 @@ def test_broken_json(tmp_path, content, message):
         read_probe(path)
     with pytest.raises(ValueError, match="cannot read"):
         read_probe(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("sqares",), "unknown problem 'sqares'"),
+        (("least-squares", "--set", "alpha=1"), "least-squares has no option 'alpha'"),
+        (("least-squares", "-n", 0), "nodes = 0"),
+        (("absent.py:make",), "there is no file absent.py"),
+        (("least-squares", "--samples", 1), "samples = 1; give a whole number from 4 up"),
+        (("least-squares", "-o", "nowhere/probe.json"), "cannot write nowhere/probe.json"),
+    ],
+)
+def test_bad_input_of_the_command(run_cli, arguments, message):
+    code, out, err = run_cli("probe", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err

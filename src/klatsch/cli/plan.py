@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,31 +15,30 @@ import typer
 from klatsch import catalogue
 from klatsch.cli import terminal
 from klatsch.cli.app import command
-from klatsch.cli.settings import Settings, channel_parameters, chosen, setting
+from klatsch.cli.settings import Settings, chosen, parameters_of, setting
 from klatsch.cli.terminal import AsJson, Data, number, option, print_json, text
-from klatsch.cli.terminal import words as listed
-from klatsch.own import is_own
+from klatsch.own import is_own, label
 
 if TYPE_CHECKING:
-    from klatsch.planning import Choice, Line, Plan, planner, sources
-    from klatsch.planning.verify import Verification
+    from klatsch.clock import Clock
+    from klatsch.planning.race import Answer, Trial
+    from klatsch.planning.sources import Measured
     from klatsch.theory import Constants
 
-GRADIENT, PARAMS = 0.1, 1_000_000  # by default
-HANDLING, EFFICIENCY = 5e-10, 0.1  # as in planning.Network and planning.Task
+GRADIENT, PARAMS, MACHINES = 0.1, 1_000_000, 64  # by default
 
 
 @dataclass(frozen=True)
 class Known:
-    """The constants of the problem."""
+    """The constants of a problem, where it cannot run itself."""
 
     sigma: Annotated[float | None, option("Noise of a gradient.", parser=number)] = None
     zeta: Annotated[float | None, option("Heterogeneity of the nodes' gradients.", parser=number)] = None
     L: Annotated[float | None, option("Smoothness.", "--L", parser=number)] = None
     D1: Annotated[float | None, option("Distance from the start to the optimum.", "--D1", parser=number)] = None
-    params: Annotated[int | None, option(f"Parameters of the model ({PARAMS:,}).")] = None
+    params: Annotated[int | None, option("Parameters of the model, if not those of the problem.")] = None
 
-    def constants(self, measured: sources.Measured | None) -> Constants:
+    def constants(self, measured: Measured | None) -> Constants:
         """The constants, given or measured."""
         from klatsch.theory import Constants
 
@@ -44,9 +46,8 @@ class Known:
         known |= {name: value for name, value in vars(self).items() if value is not None and name != "params"}
         if missing := [name for name in ("sigma", "zeta", "L", "D1") if name not in known]:
             raise ValueError(
-                f"{', '.join(missing)} missing; measure them with klatsch probe PROBLEM -o probe.json and give that "
-                "file, as in klatsch plan probe.json --samples 1e6, or give "
-                f"{' '.join(f'--{name} X' for name in missing)}"
+                f"{', '.join(missing)} missing; give a problem, as in klatsch plan least-squares, or JSON of klatsch "
+                f"probe, or {' '.join(f'--{name} X' for name in missing)}"
             )
         return Constants(**known)
 
@@ -55,32 +56,40 @@ class Known:
 class Links:
     """The network, and the work of a machine in a round."""
 
-    network: Annotated[str, text(f"One of {', '.join(catalogue.NETWORKS)}.")] = "10gbe"
+    network: Annotated[str, text(f"One of {', '.join(catalogue.NETWORKS)}, or a CSV file of links.")] = "10gbe"
     bandwidth: Annotated[float | None, option("Bytes per second of a machine's link.", parser=number)] = None
     latency: Annotated[float | None, option("Seconds until a message arrives.", parser=number)] = None
     gradient: Annotated[
         str | None, text(f"Seconds of one gradient ({GRADIENT}), or 'lognormal(0.05, 0.5)'.", metavar="X")
     ] = None
     gpus: Annotated[int, option("GPUs of a machine, which average their gradients first.")] = 1
-    handling: Annotated[float, option("Seconds of work per byte that travels.", parser=number)] = HANDLING
+
+    def clock(self, usual: float) -> Clock:
+        """The clock; `usual` are the seconds of a gradient, if none are given."""
+        from klatsch.clock import Clock
+        from klatsch.clock.network import links
+
+        network = links(self.network, bandwidth=self.bandwidth, latency=self.latency)
+        return Clock(str(usual) if self.gradient is None else self.gradient, network, gpus=self.gpus)
 
 
 @dataclass(frozen=True)
 class Trying:
-    """How a problem is tried."""
+    """How it is tried."""
 
-    minutes: Annotated[float, option("How long a problem may race.", parser=number)] = 0.75
-    everything: Annotated[bool, typer.Option("--all", help="All that a problem's race has tried.")] = False
+    minutes: Annotated[float, option("How long it may take.", parser=number)] = 5 / 6
+    device: Annotated[str, text("Where to simulate: cpu, cuda, cuda:1...")] = "cpu"
+    everything: Annotated[bool, typer.Option("--all", help="Show all that was tried.")] = False
     folder: Data = None
 
 
 @command(
     "plan least-squares --set noise=10 --network wan --gradient 0.05",
     "plan mine.py:problem --target 0.01 --network wan --gradient 0.05",
-    "plan probe.json --samples 1e6 --set late=7 --set wire=int8",
-    "plan --target 1e-3 --sigma 1 --zeta 1 --L 10 --D1 1 --machines 64",
-    more="By theory: give --samples, --target or both, and constants: JSON of klatsch probe, or --sigma, --zeta, --L "
-    "and --D1.",
+    "plan probe.json --target 1e-3 --network 1gbe",
+    "plan --theory --samples 1e6 --sigma 1 --zeta 1 --L 10 --D1 1",
+    more="With constants alone (JSON of klatsch probe, or --sigma, --zeta, --L and --D1) least squares with these "
+    "constants runs instead.",
 )
 def plan(
     known: Known,
@@ -89,200 +98,166 @@ def plan(
     problem: Annotated[
         str | None, typer.Argument(help="A problem, FILE.py:FUNCTION, or JSON of klatsch probe.")
     ] = None,
-    samples: Annotated[float | None, option("Gradients to take in all, N = M T.", parser=number)] = None,
-    target: Annotated[float | None, option("Error f(x) - f* to reach.", parser=number)] = None,
-    machines: Annotated[
-        int | None, option("Most machines to consider (64; 1,024 by theory).", "-n", "--machines")
+    target: Annotated[
+        float | None, option("Value of the metric to reach; of constants, f(x) - f*.", parser=number)
     ] = None,
-    efficiency: Annotated[float, option("Least speed-up per machine; 0: any.", parser=number)] = EFFICIENCY,
-    rules: Annotated[str | None, text("Only these rules, such as dat,dsgd.", metavar="LIST")] = None,
-    families: Annotated[str | None, text("Only these graphs, as ring,ring/8.", "--topologies", metavar="LIST")] = None,
-    settings: Annotated[Settings, setting("An option of the problem; by theory late=7, wire=int8")] = None,
-    uncalibrated: Annotated[bool, typer.Option("--uncalibrated", help="Set all constants of the rates to 1.")] = False,
-    check: Annotated[bool, typer.Option("--verify", help="Simulate the recommendation and its neighbours.")] = False,
+    machines: Annotated[int, option("Most machines to consider.", "-n", "--machines")] = MACHINES,
+    settings: Annotated[Settings, setting("An option of the problem")] = None,
+    theory: Annotated[bool, typer.Option("--theory", help="Bounds of the paper instead, for constants.")] = False,
+    samples: Annotated[float | None, option("With --theory: gradients to take in all.", parser=number)] = None,
     draw: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how many machines are worth using, on which graph and with which rule.
 
-    A problem runs itself, with 1, 2, 4, ... machines beside a clock. Without one, the theory predicts from constants.
+    The problem runs itself, with 1, 2, 4, ... machines beside a clock.
     """
-    from klatsch import pictures, planning
+    from klatsch import pictures
+    from klatsch.arguments import whole
     from klatsch.cli.data import use_folder
-    from klatsch.cli.measured import measured as measured_plan
-    from klatsch.clock import Clock
-    from klatsch.clock.network import links as links_of
-    from klatsch.planning import curves as figures
-    from klatsch.planning import planner, sources, words
-    from klatsch.planning.verify import verify
+    from klatsch.planning import answers, race, sources
+    from klatsch.planning.curves import curves
+    from klatsch.units import duration
 
     if draw is not None:
         pictures.check_path(draw)
-    if problem is not None and (is_own(problem) or not (problem.lower().endswith(".json") or "/" in problem)):
-        wrong = {"--samples": samples, "--rules": rules, "--topologies": families, "--verify": check or None}
-        wrong |= {f"--{name}": value for name, value in vars(known).items() if name != "params"}
-        wrong |= {
-            "--uncalibrated": uncalibrated or None,
-            "--efficiency": efficiency if efficiency != EFFICIENCY else None,
-        }
-        for flag in [flag for flag, value in wrong.items() if value is not None]:
-            raise ValueError(f"{flag} is for plans by theory, from constants; a problem is measured: leave it out")
-        use_folder(trying.folder)
-        clock = Clock(
-            str(GRADIENT) if links.gradient is None else links.gradient,
-            links_of(links.network, bandwidth=links.bandwidth, latency=links.latency),
-            handling=links.handling,
-            gpus=links.gpus,
+    file = problem is not None and not is_own(problem) and (problem.lower().endswith(".json") or "/" in problem)
+    named = None if file else problem
+    _check(known, named, theory, samples, draw)
+    most = 1 << (whole(machines, "machines", 1).bit_length() - 1)  # 1, 2, 4, ... machines
+    use_folder(trying.folder)
+    if named is not None:
+        options: dict[str, Any] = chosen(
+            settings, label(named), {} if is_own(named) else parameters_of("problem", named)
         )
-        return measured_plan(
-            problem,
-            clock,
-            network=links.network,
-            target=target,
-            machines=64 if machines is None else machines,
-            params=known.params,
-            settings=settings,
-            minutes=trying.minutes,
-            draw=draw,
-            everything=trying.everything,
-            as_json=as_json,
-        )
-    if trying.everything or links.gpus != 1:
-        flag = "--all" if trying.everything else "--gpus"
-        raise ValueError(f"{flag} is for a problem that is measured, as in klatsch plan least-squares; leave it out")
-    machines = 1024 if machines is None else machines
-    measured = None if problem is None else sources.read_probe(Path(problem))
-    params, gradient = (measured.params, measured.gradient_seconds) if measured else (PARAMS, GRADIENT)
-    params = params if known.params is None else known.params
-    numbers = {name: value for name, value in asdict(links).items() if name not in ("network", "gpus")}
-    numbers["gradient"] = gradient if links.gradient is None else number(links.gradient)
-    network = planning.network(links.network, **numbers)
-    rates = planning.UNCALIBRATED if uncalibrated else None
-    travel = {name: parameter for name, parameter in channel_parameters().items() if name != "every"}
-    channel: dict[str, Any] = chosen(settings, "plan", travel)  # Task checks the values
-    goal = known.constants(measured), params, network, samples, target, machines, efficiency, rates
-    task = planning.Task(*goal, **channel)
-    rule_names = {name.replace(" ", ""): name for name in planning.CANDIDATES} | {"dat-cta": "dat (cta)"}
-    asked = None if rules is None else [rule_names.get(name.replace(" ", ""), name) for name in listed(rules)]
-    found = planning.plan(task, rules=asked, families=None if families is None else listed(families))
-    own = measured.ranges if measured else {}
-    ranges = planner.within_a_factor(found) | {name: ends for name, ends in own.items() if vars(known)[name] is None}
-    between = planner.machines_between(found, ranges)
-    checked = verify(found) if check else None
+        (make, seeded), measured, title = sources.of_any_size(named, most, **options), None, label(named)
+        params = known.params
+    else:
+        chosen(settings, "plan", {})
+        measured = None if problem is None else sources.read_probe(Path(problem))
+        constants = known.constants(measured)
+        params = known.params if known.params is not None else measured.params if measured else PARAMS
+        if theory:
+            clock = links.clock(measured.gradient_seconds if measured else GRADIENT)
+            return _bounds(constants, target, samples, clock, params, machines, as_json)
+        make, seeded, title = sources.surrogate(constants, most), True, "least squares with these constants"
+    clock = links.clock(measured.gradient_seconds if measured else GRADIENT)
+    task = race.Task(
+        *(make, clock, target, machines, params, race.SEEDS if seeded else 1, 60 * trying.minutes, trying.device)
+    )
+    with _bar() as told:
+        found = race.race(task, told)
     if draw is not None:
-        pictures.save(figures.curves(found), draw, dpi=120)
+        pictures.save(curves(found), draw, dpi=120)
     if as_json:
-        return print_json(_plain(found, between, checked))
-    _print(found)
-    if found.best.machines > 1:
-        print(f"  - {words.span(between, measured is not None)}")
-    if checked is not None:
-        _print_check(checked)
+        return print_json(_plain(found))
+    terminal.note(
+        f"{title} to {found.metric} {found.target:.3g}, {params or task.make(1, 0).dim:,} parameters, {links.network}, "
+        f"gradient {duration(clock.gradient.mean)}, up to {machines:,} machines"  # type: ignore[union-attr]
+    )
+    first, *others = answers.lines(task, found)
+    terminal.note(first, "bold")
+    for line in others:
+        terminal.note(line, "")
+    if trying.everything:
+        terminal.print_table("all that was tried", [_cells(trial) for trial in found.trials])
     if draw is not None:
         print(f"drawn to {draw}")
 
 
-# --- output -------------------------------------------------------------------------------------------------------
+def _check(known: Known, named: str | None, theory: bool, samples: float | None, draw: Path | None) -> None:
+    """Refuse options that do not go together."""
+    given = [f"--{name}" for name, value in vars(known).items() if value is not None and name != "params"]
+    if named is not None and (given or theory):
+        raise ValueError(f"{(given or ['--theory'])[0]} is for constants; a problem runs itself: leave it out")
+    if samples is not None and not theory:
+        raise ValueError("--samples is for --theory; give a --target")
+    if theory and draw:
+        raise ValueError("--plot shows what was measured, and --theory measures nothing; leave one of them out")
 
 
-def _print(found: Plan) -> None:
-    from klatsch.planning import words
-    from klatsch.planning.graphs import LARGEST_BUILT, is_built
+@contextmanager
+def _bar() -> Iterator[Callable[[str, float], None] | None]:
+    """A bar on a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    task, c = found.task, found.task.constants
-    budget = f"at most {task.samples:,.4g} samples" if task.samples else "any number of samples"
-    channel = f", {task.channel}" if task.channel else ""
-    title = f"to error {task.goal:.3g} with {budget}, {task.params:,} parameters, {task.network.name}{channel}"
-    soonest = {line.topology: line.best.seconds for line in sorted(found.lines, key=lambda line: -line.best.seconds)}
-    lines = sorted(found.lines, key=lambda line: (soonest[line.topology], line.topology, line.best.seconds))
-    terminal.print_table(title, list(map(_cells, lines)), ["sent per node", "per round", "speed-up"], "topology")
-    few = sorted({name for line in lines if (name := line.topology) and is_built(name, task.late)})
-    for note in (
-        f"sigma {c.sigma:.4g}, zeta {c.zeta:.4g}, L {c.L:.4g}, D1 {c.D1:.4g}; bandwidth "
-        f"{words.size(task.network.bandwidth)}/s, latency {words.duration(task.network.latency)}, gradient "
-        f"{words.duration(task.network.gradient)}; up to {task.machines:,} machines",
-        "largest M: up to where noise is the larger half of the error; best M: the fastest that brings at least "
-        f"{task.efficiency:.0%} of a machine each, or fewer within 5 %",
-        *([f"up to {LARGEST_BUILT} machines only: {', '.join(few)}"] if few and task.machines > LARGEST_BUILT else []),
-        *(
-            f"left out, since {why}: {', '.join(what for what, other in found.left_out.items() if other == why)}"
-            for why in dict.fromkeys(found.left_out.values())
-        ),
-    ):
-        terminal.note(note)
-    terminal.note(f"recommended: {words.recommendation(found)}", "bold")
-    for reason in words.reasons(found):
-        terminal.note(f"  - {reason}", "")
+    with Progress(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda text, share: bar.update(task, completed=share, description=text)
 
 
-def _cells(line: Line) -> dict[str, str]:
-    from klatsch.planning import words
+def _bounds(
+    constants: Constants,
+    target: float | None,
+    samples: float | None,
+    clock: Clock,
+    params: int,
+    machines: int,
+    as_json: bool,
+) -> None:
+    """Print what the theory promises."""
+    from klatsch.planning import bounds
+    from klatsch.units import duration
 
-    best, most = line.best, line.choices[-1].machines
-    cells = {
-        "topology": line.topology or "-",
-        "rule": line.rule,
-        "largest M": f"{line.largest:,}{'+' if line.largest >= most > 1 else ''}",
-        **dict.fromkeys(("best M", "rounds", "per round", "time", "speed-up", "sent per node"), "-"),
-    }
-    if not math.isfinite(best.seconds):
-        return cells | {"rounds": "never"}
-    return cells | {
-        "best M": f"{best.machines:,}",
-        "rounds": f"{best.rounds:,.0f}",
-        "per round": words.duration(best.seconds_per_round),
-        "time": words.duration(best.seconds),
-        "speed-up": f"{best.speedup:.3g}",
-        "sent per node": words.size(best.bytes_per_node),
-    }
-
-
-def _print_check(checked: Verification) -> None:
-    from klatsch.planning import words
-    from klatsch.planning.verify import DIM
-
-    lines = [
-        {
-            "machines": f"{trial.machines:,}",
-            "rounds": f"{trial.rounds:,}",
-            "predicted error": f"{trial.predicted:.3g}",
-            "simulated error": f"{trial.simulated:.3g}",
-            "lr": f"{trial.lr:.3g}",
-        }
-        for trial in checked.trials
-    ]
-    title = f"{checked.title}, in equal time, on least squares with these constants and {DIM} parameters"
-    terminal.print_table(title, lines)
-    if checked.most:
-        terminal.note(f"more than {checked.most:,} machines are not simulated")
-    if checked.shortened:
-        terminal.note("with fewer rounds than planned, so that it does not take long")
-    for sentence in words.verdict(checked):
-        terminal.note(sentence, "bold")
+    if (target is None) is (samples is None):
+        raise ValueError(
+            "--theory takes --samples 1e6 (up to how many machines?) or --target 0.01 (how long?); give one"
+        )
+    if samples is not None:
+        found, what = bounds.largest(constants, samples), f"the most machines with which {samples:,.4g} samples count"
+    else:
+        assert target is not None
+        found, what = bounds.fastest(constants, target, clock, params, machines), f"time to an error of {target:.3g}"
+    if as_json:
+        return print_json({"upper_bounds": [{k: v for k, v in one._asdict().items() if v == v} for one in found]})
+    cells = []
+    for bound in found:
+        cells.append({"rule": bound.rule, "topology": bound.graph, "machines": f"{bound.machines:,}"})
+        if target is not None:
+            cells[-1] |= {"rounds": f"{bound.rounds:,}", "time": duration(bound.seconds)}
+    terminal.print_table(f"{what}: upper bounds by theory, all constants of its rates 1", cells)
+    terminal.note("what happens is often far better; give a problem, or no --theory, to measure it")
 
 
-def _plain(found: Plan, between: planner.Span, checked: Verification | None) -> dict[str, object]:
-    """A plan as plain data; what is never reached is null."""
-    from klatsch.planning import words
+def _cells(trial: Trial) -> dict[str, str]:
+    from klatsch.units import duration
 
-    def choice(one: Choice) -> dict[str, object]:
-        never = (name for name, value in vars(one).items() if isinstance(value, float) and not math.isfinite(value))
-        rounds = int(one.rounds) if math.isfinite(one.rounds) else None
-        return asdict(one) | {"rounds": rounds} | dict.fromkeys(never)
-
-    given = asdict(found.task)
-    verified = checked and asdict(checked) | {"held": checked.held, "text": words.verdict(checked)}
+    way, there = trial.way, math.isfinite(trial.rounds)
+    graph = "-" if way.machines == 1 else "all-reduce" if way.reduces else way.graph
     return {
-        **{name: given[name] for name in ("constants", "network", "params", "samples", "target", "late", "wire")},
-        "goal": found.task.goal,
-        **{name: given[name] for name in ("machines", "efficiency")},
-        "recommended": choice(found.best) | {"text": words.recommendation(found), "reasons": words.reasons(found)},
-        "machines_between": between._asdict(),
-        "one_machine": choice(found.alone),
-        "lines": [
-            {"rule": line.rule, "topology": line.topology, "largest": line.largest, "best": choice(line.best)}
-            for line in found.lines
-        ],
-        "left_out": dict(found.left_out),
-        "verified": verified,
+        "machines": f"{way.machines:,}",
+        "topology": graph + (f"/{way.every}" if way.every > 1 else "") + (f" late {way.late}" if way.late else ""),
+        "rule": way.rule,
+        "wire": way.wire,
+        "lr": f"{trial.lr:.2g}",
+        "rounds": f"{trial.rounds:,.0f}" if there else f"more than {trial.tried:,}",
+        "per round": duration(trial.each),
+        "time": duration(trial.seconds) if there else "-",
+        "seeds": str(trial.seeds),
+    }
+
+
+def _plain(found: Answer) -> dict[str, object]:
+    """An answer as JSON can hold it: what is not reached is null."""
+
+    def plain(trial: Trial | None) -> dict[str, object] | None:
+        if trial is None:
+            return None
+        numbers = asdict(trial) | {"way": trial.way._asdict(), "seconds": trial.seconds}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
+
+    return {
+        "metric": found.metric,
+        "target": found.target,
+        "recommended": plain(found.best),
+        "one_machine": plain(found.alone),
+        "all_reduce": plain(found.reduced),
+        "next": [plain(trial) for trial in found.others],
+        "trials": [plain(trial) for trial in found.trials],
+        "not_more": found.most,
+        "stopped": found.stopped,
     }

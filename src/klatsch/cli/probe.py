@@ -61,11 +61,11 @@ def probe(
         return print_json(found.as_dict())
     _print(found)
     if out is not None:
-        print(f"written to {out}: klatsch plan {out} --samples 1e6")
+        print(f"written to {out}: klatsch plan {out} --target 0.01")
 
 
 def _print(found: Probe) -> None:
-    from klatsch.planning import words
+    from klatsch.units import duration
 
     estimates = {"sigma": found.sigma, "zeta": found.zeta, "L": found.L, "D1": found.D1}
     for stage in found.stages:
@@ -82,4 +82,4 @@ def _print(found: Probe) -> None:
         for name, estimate in estimates.items()
     ]
     terminal.print_table(f"{found.problem}, {found.nodes} nodes, {found.params:,} parameters", lines)
-    terminal.note(f"one node's gradient takes {words.duration(found.gradient_seconds)} here")
+    terminal.note(f"one node's gradient takes {duration(found.gradient_seconds)} here")

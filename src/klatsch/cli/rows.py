@@ -18,9 +18,9 @@ EXPENDABLE = ("Gamma", "worst", "merged", "to", "from", "nodes")  # what a narro
 def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu") -> None:
     """Print one line per row, then notes."""
     from klatsch import native
-    from klatsch.planning.words import duration, size
     from klatsch.study.choices import BESIDE
     from klatsch.study.grids import shown
+    from klatsch.units import duration, size
 
     if not rows:
         raise ValueError("no run is finished yet")

@@ -78,8 +78,8 @@ def topology(
 
 
 def _print_summary(s: Summary) -> None:
-    from klatsch.planning.words import size
     from klatsch.topology.comparison import GAMMA
+    from klatsch.units import size
 
     sent = _bytes(s)
     table = Table(title=f"{s.name}, {s.nodes:,} nodes", show_header=False, title_justify="left", title_style="bold")
@@ -110,7 +110,7 @@ def _print_summary(s: Summary) -> None:
 
 
 def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> None:
-    from klatsch.planning.words import size
+    from klatsch.units import size
 
     lines = [
         {

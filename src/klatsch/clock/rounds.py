@@ -174,13 +174,12 @@ class Clock:
         weights = sum(topology.speaking[1:], start=topology.speaking[0]).toarray()
         np.fill_diagonal(weights, 0.0)
         size = sum(sent.vectors for sent in messages_of(rule)) * float(encoded_bytes("float32", params))
-        sender, receiver = np.nonzero(weights)
+        asks, answers = np.nonzero(weights)
         takes = np.zeros(weights.shape)
-        rate, latency = self._between(sender, receiver, topology.name)
-        takes[sender, receiver] = latency + size / rate + self.per_message
-        return Pairwise(
-            self._gradients(topology.size, params), weights, takes + takes.T, size * self.handling, self.seed
-        )
+        for way in ((asks, answers), (answers, asks)):  # there and back
+            rate, latency = self._between(*way, topology.name)
+            takes[asks, answers] += latency + size / rate + self.per_message
+        return Pairwise(self._gradients(topology.size, params), weights, takes, size * self.handling, self.seed)
 
     def staleness(self, rule: Rule, topology: Topology, params: int) -> Staleness:
         """How many rounds late messages are used, if nodes wait only for those that are `topology.late` rounds old."""

@@ -41,6 +41,7 @@ STUDY: Content = {
     "rules": (
         {"name": "dsgd", "lr": [1e-6, *RATES], "topologies": [*RINGS, "complete"]},
         {"name": "dat", "beta": 0.9, "lr": RATES, "topologies": RINGS},
+        {"name": "dat-d2", "beta": 0.9, "lr": RATES, "topologies": RINGS[:3]},  # its correction needs rounds
     ),
 }
 

@@ -1,10 +1,7 @@
-"""How many machines pay: the theory with measured constants, and a cost model of the network."""
+"""How many machines pay: a race of ways to train beside a clock, and the constants of a problem, measured."""
 
-from klatsch.clock import NETWORKS
-from klatsch.planning.hardware import Network, network
 from klatsch.planning.measurement import Estimate, Probe, Stage, probe
-from klatsch.planning.planner import Choice, Line, Plan, Task, plan
-from klatsch.planning.predictions import CALIBRATION, CANDIDATES, UNCALIBRATED, Calibration, Candidate, predicted
+from klatsch.planning.race import Answer, Task, Trial
+from klatsch.planning.ways import Way
 
-__all__ = ["CALIBRATION", "CANDIDATES", "NETWORKS", "UNCALIBRATED", "Calibration", "Candidate", "Choice", "Estimate"]
-__all__ += ["Line", "Network", "Plan", "Probe", "Stage", "Task", "network", "plan", "predicted", "probe"]
+__all__ = ["Answer", "Estimate", "Probe", "Stage", "Task", "Trial", "Way", "probe"]

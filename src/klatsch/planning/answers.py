@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from klatsch.planning.race import Answer, Task, Trial, Way
-from klatsch.planning.words import duration
+from klatsch.planning.race import Answer, Task, Trial
+from klatsch.units import duration
 
 SLOW = 2.0  # a round that takes so many gradients is one of the network
 
@@ -18,31 +18,18 @@ def lines(task: Task, answer: Answer) -> list[str]:
     if best.way.machines == 1:
         found = [f"one machine is enough: {effort(best)}, learning rate {best.lr:.2g}", *_why_alone(task, answer)]
     else:
-        found = [f"take {described(best.way)}, learning rate {best.lr:.2g}", f"  time: {effort(best)}"]
+        found = [f"take {best.way}, learning rate {best.lr:.2g}", f"  time: {effort(best)}"]
         if math.isfinite(alone.seconds):
             found.append(f"  one machine: {effort(alone)}; {alone.seconds / best.seconds:.3g} times as long")
         else:
             found.append(f"  one machine: does not get there within {duration(alone.tried * alone.each)}")
     reduced = answer.reduced
     if reduced is not None and reduced.way != best.way:
-        found.append(f"  all-reduce: {described(reduced.way)}: {effort(reduced)}")
+        found.append(f"  all-reduce: {reduced.way}: {effort(reduced)}")
     for other in answer.others:
         if reduced is None or other.way != reduced.way:
-            found.append(f"  next: {described(other.way)}: {duration(other.seconds)}{_why_not(best, other)}")
+            found.append(f"  next: {other.way}: {duration(other.seconds)}{_why_not(best, other)}")
     return [*found, *_notes(answer)]
-
-
-def described(way: Way) -> str:
-    """A way as people say it."""
-    graph, _, every = way.graph.partition("/")
-    seldom = f", in every {every}th round" if every else ""
-    if way.machines == 1:
-        return f"one machine ({way.rule})"
-    if way.reduces:
-        return f"{way.machines:,} machines with an all-reduce{seldom}"
-    return f"{way.machines:,} machines, {way.rule} on {graph}{seldom}" + (
-        f", as {way.wire}" if way.wire != "float32" else ""
-    )
 
 
 def effort(trial: Trial) -> str:
@@ -61,7 +48,7 @@ def _no(answer: Answer) -> list[str]:
     value = 1.0 - nearest.error if answer.largest else nearest.error
     return [
         f"no: nothing reaches {answer.metric} {answer.target:.3g}",
-        f"  nearest: {value:.3g}, {described(nearest.way)}, learning rate {nearest.lr:.2g}, {nearest.tried:,} rounds",
+        f"  nearest: {value:.3g}, {nearest.way}, learning rate {nearest.lr:.2g}, {nearest.tried:,} rounds",
         "  noise or data allow no more, or it takes longer than was tried; give another --target, or more --minutes",
     ]
 
@@ -75,7 +62,7 @@ def _why_alone(task: Task, answer: Answer) -> list[str]:
     nearest = min(more, key=lambda trial: trial.seconds)
     slow = nearest.each > SLOW * answer.alone.each
     why = f"the network is too slow, a round takes {duration(nearest.each)}" if slow else "they would hardly be faster"
-    return [f"  with more: {described(nearest.way)}: {effort(nearest)}; {why}"]
+    return [f"  with more: {nearest.way}: {effort(nearest)}; {why}"]
 
 
 def _why_not(best: Trial, other: Trial) -> str:

@@ -1,83 +1,47 @@
 """A race of ways to train: the user's own problem, simulated with more and more machines beside a clock.
 
-All ways run a number of rounds at all learning rates. Those that have not reached the target run on, four times as
-long, unless they are hopeless: their clock has passed the time of the best one, or their errors are heading for a time
-far behind it. What wins runs again with other seeds, at finer learning rates.
+One machine runs first, at all learning rates. Then all ways run some rounds, at learning rates near the best so far;
+those that have not reached the target run four times as many, unless they are hopeless: their clock has passed the time
+of the best one, or their errors are heading for a time far behind it. What wins runs again with other seeds.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from klatsch import rules, topology
 from klatsch.arguments import number, whole
 from klatsch.clock import Clock
+from klatsch.planning.ways import Way, round_seconds, ways_of
 from klatsch.problems import Problem
-from klatsch.rules import Rule
 from klatsch.simulation import Result, simulate
-from klatsch.topology import Topology
 
 Array = NDArray[np.float64]
 Make = Callable[[int, int], Problem]  # a problem of some nodes with a seed
-ALL_REDUCE = "complete"
+Told = Callable[[str, float], None]  # hears what is done, and how much of the time
+
 FIRST, LONGER = 64, 4  # rounds that all ways run, and by what factor the next stretch is longer
 SEEDS = 3
 LEARNING_RATES = [10.0 ** (k / 2) for k in range(-12, 3)]
-POINTS = 1.15  # at which rounds errors are taken: each so many times the one before
-AROUND = 1  # points on each side with which an error is averaged: a dip by chance is not there to stay
-AGAIN = 8  # times as many rounds as the first seed needed, for the others
+BELOW, ABOVE = 3, 1  # learning rates that stay in the race, on both sides of the best one so far
 FINER = (10**-0.25, 1.0, 10**0.25)  # times the chosen learning rate, for the winners
+POINTS = 1.25  # at which rounds errors are taken: each so many times the one before
+AROUND = 1  # points on each side with which an error is averaged: a dip by chance is not there to stay
+NEAR, WINNERS = 2.0, 16  # times the best time, and how many of these run again: one seed alone does not decide
+AGAIN = (2, 8)  # times as many rounds as the first seed needed, for the others; more where some are not there
 HOPELESS = 4.0  # times the best way's time
 HEADING = 30.0  # how many times as many rounds a fit may add
 ENOUGH = 1.05  # fewer machines are taken where they are at most this much slower
 LEAST_SHARE = 0.1  # of a machine's worth that each one must bring
 LATE = 0.7  # of the rounds of one machine; what it has after these is the target, if none is given
-RACING = 0.7  # of the time; the rest is for the winners
+RACING = 0.8  # of the time; the rest is for the winners
 PATIENCE, MOST = 4_000, 100_000  # rounds after which something must be heading for the target, and of one machine
-STEADY = (64, 192)  # between these rounds of the clock a round takes as long as any
-
-
-class Way(NamedTuple):
-    """A way to train."""
-
-    machines: int
-    rule: str = "dsgd"
-    graph: str = ALL_REDUCE  # with "/8" for gossip in every 8th round
-    wire: str = "float32"
-
-    @property
-    def reduces(self) -> bool:
-        """Whether it is an all-reduce."""
-        return self.graph.partition("/")[0] == ALL_REDUCE
-
-    def made(self, lr: Sequence[float]) -> tuple[Rule, Topology]:
-        """The rule and the graph."""
-        name, _, every = self.graph.partition("/")
-        graph = topology.make(name, self.machines, every=int(every or 1), wire=self.wire)
-        return RULES[self.rule](list(lr)), graph
-
-
-RULES: dict[str, Callable[[list[float]], Rule]] = {
-    "dsgd": rules.dsgd,
-    "dat": partial(rules.dat, averaging="constant", beta=0.9),
-    "dat-d2": partial(rules.dat_d2, averaging="constant", beta=0.9),
-}
-# By rule: on which graphs. D2's correction needs one matrix for all rounds.
-GRAPHS = {
-    "dsgd": ["ring", "one_peer_exponential", ALL_REDUCE],
-    "dat": ["ring", "one_peer_exponential"],
-    "dat-d2": ["ring"],
-}
-BETWEEN = (1, 8)  # H, rounds between two with gossip
 
 
 @dataclass(frozen=True)
@@ -92,6 +56,7 @@ class Task:
         params: parameters of the model, if the problem stands for a larger one.
         seeds: how many the winners run with; 1 if the problem has no seed.
         seconds: of this machine's time, after which nothing new is begun.
+        device: where to simulate.
     """
 
     make: Make
@@ -100,62 +65,80 @@ class Task:
     machines: int = 64
     params: int | None = None
     seeds: int = SEEDS
-    seconds: float = 45.0
+    seconds: float = 50.0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         whole(self.machines, "machines", 1)
         whole(self.seeds, "seeds", 1)
+        if self.params is not None:
+            whole(self.params, "params", 1)
         number("seconds", self.seconds, lambda v: v > 0, "a positive number of seconds")
         if self.target is not None:
             number("target", self.target, math.isfinite, "a number")
 
+    def run(self, way: Way, problem: Problem, rounds: int, rates: Sequence[float]) -> tuple[list[int], Array]:
+        """The rounds at which errors are taken, and the errors, (len(steps), len(rates))."""
+        points = np.geomspace(1, rounds, 1 + max(1, round(math.log(rounds) / math.log(POINTS))))
+        rule, graph = way.made(rates)
+        found = simulate(
+            *(problem, rule, graph, rounds, sorted({int(p) for p in points.round()})),
+            dtype=torch.float64 if self.device == "cpu" else torch.float32,
+            device=self.device,
+            progress=False,
+            any_graph=way.reduces,
+        )
+        return found.steps, smoothed(gap(problem, found))
+
 
 @dataclass
 class Runner:
-    """A way on its way: its errors so far, at all learning rates."""
+    """A way on its way: its errors so far, at the learning rates that are left."""
 
     way: Way
     problem: Problem
-    clock: Clock
-    params: int
-    lr: Sequence[float]
-    result: Result | None = None
+    each: float  # seconds of a round
+    rates: list[float]
     steps: list[int] = field(default_factory=list)
-    errors: Array = field(default_factory=lambda: np.empty((0, 0)))  # (len(steps), C)
+    errors: Array = field(default_factory=lambda: np.empty((0, 0)))  # (len(steps), len(rates))
 
-    @cached_property
-    def each(self) -> float:
-        """Seconds of a round, by the clock."""
-        rule, graph = self.way.made(self.lr[:1])
-        first, last = self.clock.seconds(rule, graph, self.params, STEADY)
-        return (last - first) / (STEADY[1] - STEADY[0])
+    def run(self, task: Task, rounds: int) -> None:
+        """So many rounds from the start, at the learning rates around the best of those before."""
+        if self.steps:
+            best = LEARNING_RATES.index(self.rates[self.best_after(rounds)])
+            self.rates = LEARNING_RATES[max(0, best - BELOW) : best + ABOVE + 1]
+        exact = self.way._replace(wire="float32")  # faster to simulate, and nearly the same; winners run as they are
+        self.steps, self.errors = task.run(exact, self.problem, rounds, self.rates)
 
-    def run(self, rounds: int) -> None:
-        """Go on to some rounds."""
-        begin = self.steps[-1] if self.steps else 0
-        points = np.geomspace(begin + 1, rounds, 1 + max(1, round(math.log(rounds / (begin + 1)) / math.log(POINTS))))
-        record = sorted({int(p) for p in points.round()} | {rounds})
-        rule, graph = self.way.made(self.lr)
-        self.result = simulate(
-            self.problem, rule, graph, rounds, record, after=self.result, progress=False, any_graph=self.way.reduces
-        )
-        now = gap(self.problem, self.result)
-        self.errors = np.concatenate([self.errors.reshape(-1, now.shape[1]), now[-len(record) :]])
-        self.steps += record
+    def crossings(self, target: float) -> list[float]:
+        """The rounds to the target, by learning rate; inf where it is not there yet."""
+        return [crossing(self.steps, errors, target) for errors in self.errors.T]
 
-    def reached(self, target: float) -> tuple[float, int]:
-        """The rounds to the target at the best learning rate, and its column; inf where none is there yet."""
-        return min((crossing(self.steps, errors, target), c) for c, errors in enumerate(smoothed(self.errors).T))
+    def reached(self, target: float) -> float:
+        """The rounds to the target at the best learning rate."""
+        return min(self.crossings(target))
 
     def heading(self, target: float) -> float:
         """The rounds to the target as errors are heading."""
-        ahead = [fitted(self.steps, errors, target) for errors in smoothed(self.errors).T]
-        return min(self.reached(target)[0], *ahead)
+        return min(self.reached(target), *(fitted(self.steps, errors, target) for errors in self.errors.T))
+
+    def best_after(self, rounds: int) -> int:
+        """The learning rate with the smallest error after so many rounds, or all that were run."""
+        last = max(k for k, step in enumerate(self.steps) if step <= rounds)
+        return int(np.nan_to_num(self.errors[last], nan=np.inf).argmin())
+
+    def trial(self, target: float) -> Trial:
+        """What it has found."""
+        rounds = self.crossings(target)
+        fastest = min(rounds)
+        column = rounds.index(fastest) if fastest < math.inf else self.best_after(self.steps[-1])
+        error, tried = float(np.nanmin(self.errors)), self.steps[-1]
+        return Trial(self.way, self.rates[column], fastest, self.each, error, fastest, fastest, tried=tried)
 
 
 def gap(problem: Problem, result: Result) -> Array:
     """The problem's metric as an error, which falls: 1 - accuracy."""
-    values = result.metrics[problem.headline.metric].numpy().astype(float)
+    values = result.metrics[problem.headline.metric].cpu().numpy().astype(float)
     return np.asarray(1.0 - values if problem.headline.largest else values)
 
 
@@ -229,60 +212,61 @@ class Answer:
     stopped: bool = False  # whether time ran out
 
 
-def race(task: Task, told: Callable[[str, float], None] | None = None) -> Answer:
-    """Find out how many machines pay, and which way to train; `told` hears what is done, and how much of the time."""
-    threads = torch.get_num_threads()
+def race(task: Task, told: Told | None = None) -> Answer:
+    """Find out how many machines pay, and which way to train."""
+    began, threads = time.monotonic(), torch.get_num_threads()
+
+    def spent(text: str) -> float:
+        share = (time.monotonic() - began) / task.seconds
+        if told is not None:
+            told(text, min(share, 0.99))
+        return share
+
     torch.set_num_threads(1)  # small products: more of them wait for each other where cores are busy
     try:
-        return _race(task, told)
+        return _race(task, spent)
     finally:
         torch.set_num_threads(threads)
 
 
-def _race(task: Task, told: Callable[[str, float], None] | None) -> Answer:
-    began = time.monotonic()
-
-    def spent() -> float:
-        return (time.monotonic() - began) / task.seconds
-
-    def tell(text: str) -> None:
-        if told is not None:
-            told(text, min(spent(), 0.99))
-
-    runners, most = starters(task)
-    headline = runners[0].problem.headline
+def _race(task: Task, spent: Callable[[str], float]) -> Answer:
+    alone, problems, most = starters(task)
+    headline = alone[0].problem.headline
+    for runner in alone:
+        runner.run(task, FIRST * (LONGER**2 if task.target is None else 1))
     target = math.nan if task.target is None else 1.0 - task.target if headline.largest else task.target
     if task.target is None:
-        runners[0].run(FIRST * LONGER**2)
-        late = np.array(runners[0].steps) > LATE * runners[0].steps[-1]
-        target = float(np.exp(np.log(runners[0].errors[late]).mean(0)).min())
+        late = np.array(alone[0].steps) > LATE * alone[0].steps[-1]
+        target = float(np.exp(np.log(alone[0].errors[late]).mean(0)).min())
+    runners = [*alone, *entrants(task, alone, problems)]
     rounds, racing, stopped = FIRST, list(runners), False
+    best = min(r.reached(target) * r.each for r in alone)
     while racing and not stopped:
         for runner in racing:
-            if stopped := spent() > RACING:
+            if stopped := spent(f"{len(racing)} ways, {rounds:,} rounds") > RACING:
                 break
-            tell(f"{runner.way.machines} machines, {rounds:,} rounds")
             if not runner.steps or runner.steps[-1] < rounds:
-                runner.run(rounds)
-        racing, rounds = still_racing(racing, runners, target), rounds * LONGER
-    trials = sorted((trial_of(r, target) for r in runners if r.steps), key=lambda trial: (trial.seconds, trial.error))
+                limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
+                runner.run(task, max(2, math.ceil(min(rounds, limit))))
+                best = min(best, runner.reached(target) * runner.each)
+        racing, rounds = still_racing(racing, runners, target, rounds), rounds * LONGER
+    trials = in_order(r.trial(target) for r in runners if r.steps)
     repeated = {}
     for trial in chosen(trials):
-        tell(f"{trial.way.machines} machines again, with other seeds")
-        repeated[trial.way] = again(task, trial, target) if math.isfinite(trial.rounds) else trial
-    trials = sorted(
-        (repeated.get(trial.way, trial) for trial in trials), key=lambda trial: (trial.seconds, trial.error)
-    )
-    alone = next(t for t in trials if t.way.machines == 1)
-    sure = sorted((t for t in repeated.values() if math.isfinite(t.seconds)), key=lambda t: t.seconds)
-    best = enough(sure, alone)
+        spent(f"{trial.way.machines} machines again, with other seeds")
+        there = math.isfinite(trial.rounds)
+        repeated[trial.way] = again(task, trial, problems[trial.way.machines], target) if there else trial
+    trials = in_order(repeated.get(trial.way, trial) for trial in trials)
+    sure = in_order(t for t in repeated.values() if math.isfinite(t.seconds))
+    one = next(t for t in trials if t.way.machines == 1)
+    take = enough(sure, one)
     return Answer(
         metric=headline.metric,
         target=1.0 - target if headline.largest else target,
-        best=best,
-        alone=alone,
+        best=take,
+        alone=one,
         reduced=next((t for t in sure if t.way.reduces and t.way.machines > 1), None),
-        others=tuple(t for t in sure if best is not None and t.way != best.way and t.way.machines > 1)[:2],
+        others=tuple(t for t in sure if take is not None and t.way != take.way and t.way.machines > 1)[:2],
         trials=tuple(trials),
         largest=headline.largest,
         most=most,
@@ -290,29 +274,14 @@ def _race(task: Task, told: Callable[[str, float], None] | None) -> Answer:
     )
 
 
-def still_racing(racing: Sequence[Runner], runners: Sequence[Runner], target: float) -> list[Runner]:
-    """Those that have not arrived and may be first, and to compare one machine and an all-reduce; none if hopeless."""
-    run = [r for r in runners if r.steps]
-    best = min(r.reached(target)[0] * r.each for r in run)
-    going = [r for r in racing if r.steps and r.reached(target)[0] == math.inf]
-    hoped = {r.way: r.heading(target) * r.each for r in going}
-    limit = HOPELESS * min(best, *hoped.values(), math.inf)
-    if limit == math.inf and run[0].steps[-1] >= PATIENCE:
-        return []
-    kept = {r.way for r in going if r.steps[-1] * r.each < best and hoped[r.way] <= limit}
-    alone, reducing = (
-        [r for r in run if r.way.reduces and (r.way.machines > 1) is several] for several in (False, True)
-    )
-    for kind in (alone, reducing):
-        mine = [r for r in kind if r.way in hoped and r.steps[-1] < MOST]
-        if mine and all(r.reached(target)[0] == math.inf for r in kind):
-            kept.add(min(mine, key=lambda r: (hoped[r.way], r.errors.min() * r.each)).way)
-    return [r for r in going if r.way in kept]
+def in_order(trials: Iterable[Trial]) -> list[Trial]:
+    """The fastest first."""
+    return sorted(trials, key=lambda trial: (trial.seconds, trial.error))
 
 
-def starters(task: Task) -> tuple[list[Runner], str]:
-    """One machine, and all ways with 2, 4, 8, ... of them; and why there are not more."""
-    found, most, machines = [], "", 1
+def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
+    """One machine with each rule; the problem on 1, 2, 4, ... machines; and why there are not more."""
+    problems, most, machines = {}, "", 1
     while machines <= task.machines:
         try:
             problem = task.make(machines, 0)
@@ -324,79 +293,65 @@ def starters(task: Task) -> tuple[list[Runner], str]:
         if problem.samples is not None and machines > problem.samples:
             most = f"there are {problem.samples:,} samples, not one for each of {machines:,} machines"
             break
-        found += [runner_of(task, way, problem) for way in wired(task, ways_of(machines), problem)]
+        problems[machines] = problem
         machines *= 2
-    return found, most
+    each = round_seconds(task.clock, Way(1), task.params or problems[1].dim)
+    return [Runner(Way(1, rule), problems[1], each, LEARNING_RATES) for rule in ("dsgd", "dat")], problems, most
 
 
-def runner_of(task: Task, way: Way, problem: Problem, rates: Sequence[float] = LEARNING_RATES) -> Runner:
-    """A way at its start."""
-    return Runner(way, problem, task.clock, task.params or problem.dim, rates)
-
-
-def ways_of(machines: int) -> list[Way]:
-    """All ways with some machines."""
-    if machines == 1:
-        return [Way(1, rule) for rule in ("dsgd", "dat")]
-    return [
-        Way(machines, rule, graph if H == 1 else f"{graph}/{H}")
-        for rule, graphs in GRAPHS.items()
-        for graph in graphs
-        for H in BETWEEN
-        if not (machines == 2 and graph == "one_peer_exponential")  # the same as a ring
-    ]
-
-
-def wired(task: Task, ways: Sequence[Way], problem: Problem) -> list[Way]:
-    """The same ways as int8, where that makes a round faster by the clock."""
+def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem]) -> list[Runner]:
+    """All ways with several machines, at the learning rates around those of one machine."""
+    best = {r.way.rule: LEARNING_RATES.index(r.rates[r.best_after(FIRST)]) for r in alone}
     found = []
-    for way in ways:
-        small = way._replace(wire="int8")
-        if way.reduces or way.graph.startswith("one_peer"):  # nodes that change neighbours hold nothing of each other
-            found.append(way)
-            continue
-        plain, fast = (runner_of(task, each, problem).each for each in (way, small))
-        found.append(small if fast < 0.95 * plain else way)
+    for machines, problem in problems.items():
+        if machines > 1:
+            for way, each in ways_of(task.clock, machines, task.params or problem.dim, alone[0].each).items():
+                k = best["dsgd" if way.rule == "dsgd" else "dat"]
+                found.append(Runner(way, problem, each, LEARNING_RATES[max(0, k - BELOW) : k + ABOVE + 2]))
     return found
 
 
-def trial_of(runner: Runner, target: float) -> Trial:
-    """What a runner has found."""
-    rounds, column = runner.reached(target)
-    errors = smoothed(runner.errors)
-    if rounds == math.inf:
-        column = int(errors.min(0).argmin())
-    error = float(errors.min())
-    return Trial(runner.way, runner.lr[column], rounds, runner.each, error, rounds, rounds, tried=runner.steps[-1])
+def still_racing(racing: Sequence[Runner], runners: Sequence[Runner], target: float, rounds: int) -> list[Runner]:
+    """Those that have not arrived and may be first, and to compare one machine and an all-reduce; none if hopeless."""
+    run = [r for r in runners if r.steps]
+    best = min(r.reached(target) * r.each for r in run)
+    going = [r for r in racing if r.steps and r.reached(target) == math.inf]
+    hoped = {r.way: r.heading(target) * r.each for r in going}
+    limit = HOPELESS * min(best, *hoped.values(), math.inf)
+    if limit == math.inf and rounds >= PATIENCE:
+        return []
+    early = rounds == FIRST  # too early to say where errors are heading
+    kept = {r.way for r in going if rounds * r.each < best and (early or hoped[r.way] <= limit)}
+    for several in (False, True):
+        kind = [r for r in run if r.way.reduces and (r.way.machines > 1) is several]
+        mine = [r for r in kind if r.way in hoped and r.steps[-1] < MOST]
+        if mine and all(r.reached(target) == math.inf for r in kind):
+            kept.add(min(mine, key=lambda r: (hoped[r.way], np.nanmin(r.errors) * r.each)).way)
+    return sorted((r for r in going if r.way in kept), key=lambda r: hoped[r.way])  # the time may end
 
 
 def chosen(trials: Sequence[Trial]) -> list[Trial]:
-    """What runs again: the fastest, one machine, an all-reduce, and the fastest of other sizes."""
-    picked: dict[Way, Trial] = {}
-    for some in (
-        [t for t in trials if t.way.machines == 1][:1],
-        trials[:3],
-        [t for t in trials if t.way.reduces and t.way.machines > 1][:1],
-        [next(t for t in trials if t.way.machines == m) for m in dict.fromkeys(t.way.machines for t in trials)][:3],
-    ):
-        picked |= {trial.way: trial for trial in some}
-    return list(picked.values())
+    """What runs again: the fastest of all, of one machine, of an all-reduce, and of each size."""
+    alone = [t for t in trials if t.way.machines == 1]
+    reduced = [t for t in trials if t.way.reduces and t.way.machines > 1]
+    near = [t for t in trials if t.seconds <= NEAR * trials[0].seconds]
+    sizes = {t.way.machines: t for t in reversed(trials)}
+    return list({t.way: t for t in (*alone[:1], *reduced[:3], *near[:WINNERS], *sizes.values())}.values())
 
 
-def again(task: Task, trial: Trial, target: float) -> Trial:
+def again(task: Task, trial: Trial, problem: Problem, target: float) -> Trial:
     """The same way with other seeds, at its learning rate and the two beside it."""
-    rates = [trial.lr * factor for factor in FINER]
-    found = []
-    for seed in range(task.seeds):
-        problem = task.make(trial.way.machines, seed)
-        runner = runner_of(task, trial.way, problem, rates)
-        runner.run(math.ceil(AGAIN * trial.rounds))
-        found.append([crossing(runner.steps, errors, target) for errors in smoothed(runner.errors).T])
-    by_seed = np.array(found)  # (seeds, rates)
+    rates, tried, by_seed = [trial.lr * factor for factor in FINER], 0, np.full((1, len(FINER)), np.inf)
+    instances = [problem, *(task.make(trial.way.machines, seed) for seed in range(1, task.seeds))]
+    for longer in AGAIN:
+        tried = max(2, math.ceil(longer * trial.rounds))
+        found = [task.run(trial.way, instance, tried, rates) for instance in instances]
+        by_seed = np.array([[crossing(steps, column, target) for column in errors.T] for steps, errors in found])
+        if np.isfinite(by_seed).all(0).any():  # a learning rate with which all are there
+            break
     best = int(np.argmin(np.median(by_seed, axis=0)))
-    rounds, tried = by_seed[:, best], math.ceil(AGAIN * trial.rounds)
-    low, middle, high = (float(v) for v in np.quantile(rounds, (0, 0.5, 1), method="nearest"))
-    return Trial(trial.way, rates[best], middle, trial.each, trial.error, low, high, len(rounds), tried)
+    low, middle, high = (float(v) for v in np.quantile(by_seed[:, best], (0, 0.5, 1), method="nearest"))
+    return replace(trial, lr=rates[best], rounds=middle, low=low, high=high, seeds=len(by_seed), tried=tried)
 
 
 def enough(trials: Sequence[Trial], alone: Trial) -> Trial | None:

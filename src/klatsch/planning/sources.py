@@ -1,10 +1,11 @@
-"""Where a plan's numbers come from: a problem by name or from a Python file, and constants from a probe's JSON."""
+"""Where a plan's numbers come from: a problem by name or from a Python file, or constants from a probe's JSON."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,12 +14,13 @@ import torch
 from klatsch import own, problems
 from klatsch.files import json_of, text_of
 from klatsch.own import is_own
-from klatsch.planning.hardware import TINY
-from klatsch.planning.planner import MOST_PARAMS
-from klatsch.problems import Problem
+from klatsch.problems import Headline, Problem
 from klatsch.theory import Constants
 
 NODES = 16  # by default
+SURROGATE_DIM = 20
+LOSS = Headline("loss_gap", "f(x) - f* of the mean of nodes")
+TINY, MOST_PARAMS = 1e-50, 10**15  # smaller numbers, and those above 1 / TINY, are mistakes
 
 
 def problem_of(text: str, nodes: int | None = None, **options: object) -> Problem:
@@ -68,6 +70,34 @@ def of_any_size(text: str, machines: int, **options: object) -> tuple[Callable[[
         return whole.on_fewer(nodes, seed)
 
     return make, True
+
+
+def surrogate(constants: Constants, machines: int) -> Callable[[int, int], Problem]:
+    """Least squares with these constants, as a function of nodes and a seed, where only the constants are known.
+
+    Matrices are scaled so that L is right, the optimum is at distance D1, the nodes' gradients there are zeta apart,
+    and noise is sigma. It is strongly convex, which a problem with these constants need not be.
+    """
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    A = draw(machines, SURROGATE_DIM, SURROGATE_DIM)
+    A *= (constants.L / float(torch.linalg.matrix_norm(A, 2).max() ** 2)) ** 0.5
+    away = draw(SURROGATE_DIM)
+    away *= constants.D1 / away.norm()
+    # Gradients at the optimum: apart by zeta, and zero in the mean; H_i shift_i is such a gradient.
+    forces = draw(machines, SURROGATE_DIM)
+    forces -= forces.mean(0)
+    apart = float(forces.square().sum(-1).mean().sqrt())
+    forces *= constants.zeta / apart if apart > 0 else 0.0
+    shifts = torch.linalg.solve(A.mT @ A, forces[:, :, None])[:, :, 0]
+    b = (A @ (away + shifts)[:, :, None])[:, :, 0]
+    whole = problems.LeastSquares.from_arrays(A, b, noise=constants.sigma)
+
+    def make(nodes: int, seed: int) -> Problem:
+        problem = whole.on_fewer(nodes, seed)
+        problem.headline = LOSS
+        return problem
+
+    return make
 
 
 class Measured(NamedTuple):

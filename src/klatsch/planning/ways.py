@@ -1,0 +1,95 @@
+"""Ways to train: machines, rule, graph and channel; and which of them a clock leaves a chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from klatsch import rules, topology
+from klatsch.clock import Clock
+from klatsch.rules import Rule
+from klatsch.topology import Topology
+
+ALL_REDUCE = "complete"
+RULES: dict[str, Callable[[list[float]], Rule]] = {
+    "dsgd": rules.dsgd,
+    "dat": partial(rules.dat, averaging="constant", beta=0.9),
+    "dat-d2": partial(rules.dat_d2, averaging="constant", beta=0.9),
+}
+# By rule: on which graphs, with the fewest machines for which they differ from others. D2's correction needs one
+# symmetric matrix for all rounds.
+GRAPHS = {
+    "dsgd": {"ring": 2, ALL_REDUCE: 2},
+    "dat": {"ring": 2, "one_peer_exponential": 4, "exponential": 8, ALL_REDUCE: 2},
+    "dat-d2": {"ring": 2, "hypercube": 8},
+}
+BETWEEN = (1, 4, 16, 64)  # H, rounds between two with gossip
+STEADY = (128, 384)  # between these rounds of the clock a round takes as long as any
+FASTER = 0.9  # of a round's time: what an option of a channel must save
+HARDLY = 1.1  # times a gradient: rounds that take less need no larger H
+
+
+class Way(NamedTuple):
+    """A way to train."""
+
+    machines: int
+    rule: str = "dsgd"
+    graph: str = ALL_REDUCE
+    every: int = 1
+    late: int = 0
+    wire: str = "float32"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it is an all-reduce."""
+        return self.graph == ALL_REDUCE
+
+    def made(self, lr: Sequence[float]) -> tuple[Rule, Topology]:
+        """The rule and the graph."""
+        channel = {"every": self.every, "late": self.late, "wire": self.wire}
+        return RULES[self.rule](list(lr)), topology.make(self.graph, self.machines, **channel)
+
+    def __str__(self) -> str:
+        if self.machines == 1:
+            return f"one machine ({self.rule})"
+        seldom = f", in every {self.every}th round" if self.every > 1 else ""
+        if self.reduces:
+            return f"{self.machines:,} machines with an all-reduce ({self.rule}){seldom}"
+        late = f", late {self.late}" if self.late else ""
+        wire = f", as {self.wire}" if self.wire != "float32" else ""
+        return f"{self.machines:,} machines, {self.rule} on {self.graph}{seldom}{late}{wire}"
+
+
+def round_seconds(clock: Clock, way: Way, params: int) -> float:
+    """Seconds of a round, by the clock."""
+    rule, graph = way.made([1.0])
+    first, last = clock.seconds(rule, graph, params, STEADY)
+    return (last - first) / (STEADY[1] - STEADY[0])
+
+
+def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way, float]:
+    """All ways with some machines, with the seconds of a round.
+
+    Fewer bytes and late messages only where a round is faster so, and longer silence only up to where messages hardly
+    cost time. M machines need at least an M-th of the rounds of one, so gossip whose rounds take M times as long as
+    those of one machine, `alone`, has no chance.
+    """
+    found: dict[Way, float] = {}
+    for rule, graphs in GRAPHS.items():
+        for graph in [name for name, fewest in graphs.items() if machines >= fewest]:
+            for H in BETWEEN:
+                way = Way(machines, rule, graph, H)
+                seconds = round_seconds(clock, way, params)
+                mine = {way: seconds}
+                if not way.reduces and seconds > HARDLY * alone:
+                    small = way._replace(wire="bfloat16" if graph.startswith("one_peer") else "int8")
+                    if (faster := round_seconds(clock, small, params)) < FASTER * seconds:
+                        way, seconds, mine = small, faster, {small: faster}
+                    hidden = way._replace(late=H - 1)
+                    if H > 1 and (faster := round_seconds(clock, hidden, params)) < FASTER * seconds:
+                        mine[hidden] = faster
+                found |= mine
+                if min(mine.values()) <= HARDLY * alone:
+                    break
+    return {way: each for way, each in found.items() if way.reduces or each < machines * alone}

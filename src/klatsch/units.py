@@ -1,0 +1,22 @@
+"""Times and sizes as people say them."""
+
+from __future__ import annotations
+
+import math
+
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "days": 86_400, "years": 31_557_600}
+UP_TO = (1e-3, 1, 120, 7200, 172_800, 86_400_000, math.inf)  # seconds, for each unit
+
+
+def duration(seconds: float) -> str:
+    """A time."""
+    if seconds == math.inf:
+        return "forever"
+    unit, size = next(pair for pair, most in zip(UNITS.items(), UP_TO, strict=True) if seconds < most)
+    return f"{seconds / size:,.3g} {unit}"
+
+
+def size(count: float) -> str:
+    """Bytes."""
+    steps = min(5, max(0, math.floor(math.log10(max(count, 1)) / 3)))
+    return f"{count / 1000**steps:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[steps]}"

@@ -1,0 +1,184 @@
+"""`klatsch plan`: what it prints, draws and refuses. No time limit decides here."""
+
+import json
+
+import pytest
+
+from klatsch.planning import race
+from klatsch.planning.race import Answer, Trial
+from klatsch.planning.ways import Way
+from tests.support.pictures import check_picture
+
+SMALL = ("-n", 4, "--minutes", 60)
+SQUARES = ("least-squares", "--set", "dim=30", "--set", "noise=10", *SMALL)
+CONSTANTS = ("--sigma", 1, "--zeta", 1, "--L", 10, "--D1", 1)
+ESTIMATE = {"value": 1.0, "low": 0.5, "high": 2.0}
+
+
+def test_the_answer_fits_a_screen(run_cli, tmp_path):
+    picture = tmp_path / "plan.png"
+    network = ("--network", "wan", "--gradient", "0.05", "--params", 10_000)
+    code, out, err = run_cli("plan", *SQUARES, *network, "--target", "0.02", "--plot", picture)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert len(lines) <= 12
+    assert lines[0].startswith("least-squares to distance 0.02, 10,000 parameters, wan, gradient 50 ms, up to 4")
+    assert lines[1].startswith(("take ", "one machine is enough"))
+    assert "learning rate" in lines[1]
+    assert lines[-1] == f"drawn to {picture}"
+    check_picture(picture)
+
+
+def test_a_problem_of_ones_own(run_cli, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from klatsch.problems import LeastSquares\n"
+        "def problem(nodes, seed=0):\n    return LeastSquares(4, dim=30, noise=9.0).on_fewer(nodes, seed)\n"
+        "def unseeded(nodes):\n    return LeastSquares(2, dim=5, noise=9.0).on_fewer(nodes, 0)\n"
+        "def fixed():\n    return LeastSquares(4, dim=2)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    given = ("--minutes", 60, "--gradient", "0.05", "--target", "0.02")
+    code, out, _ = run_cli("plan", "mine.py:problem", "-n", 4, *given)
+    assert code == 0
+    assert "3 seeds" in out
+    code, out, _ = run_cli("plan", "mine.py:unseeded", "-n", 2, *given, "--json")
+    assert code == 0
+    assert {trial["seeds"] for trial in json.loads(out)["trials"]} == {1}
+    code, _, err = run_cli("plan", "mine.py:fixed")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "fixed takes no number of nodes, and has to run with 1, 2, 4, ...; let it take one" in err
+
+
+def test_constants_alone(run_cli, tmp_path):
+    """By flags or from a probe's file: least squares with them runs, with the same answer."""
+    path = tmp_path / "probe.json"
+    constants = dict.fromkeys(("D1", "sigma", "zeta"), ESTIMATE) | {"L": {"value": 10.0, "low": 9.0, "high": 11.0}}
+    path.write_text(json.dumps(constants | {"params": 5000, "gradient_seconds": 0.02}))
+    given = (*SMALL, "--target", "0.02", "--network", "1gbe")
+    code, out, err = run_cli("plan", path, *given)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert len(lines) <= 12
+    assert lines[0] == (
+        "least squares with these constants to loss_gap 0.02, 5,000 parameters, 1gbe, gradient 20 ms, up to 4 machines"
+    )
+    assert lines[1].startswith(("take ", "one machine is enough"))
+    code, out, err = run_cli("plan", *CONSTANTS, *given, "--params", 5000, "--gradient", "0.02", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["metric"] == "loss_gap"
+    best = found["recommended"]
+    assert best["rounds"] > 0
+    assert f"{best['rounds']:,.0f} rounds of " in "\n".join(lines[1:3])
+    assert {trial["way"]["machines"] for trial in found["trials"]} == {1, 2, 4}
+
+
+# --- what is printed ------------------------------------------------------------------------------------------------
+
+ALONE = Trial(Way(1), 0.1, 400.0, 0.05, 0.009, 300.0, 500.0, 3, 800)
+BEST = Trial(Way(4, "dat", "ring", 4, 3, "int8"), 0.2, 120.0, 0.06, 0.008, 110.0, 130.0, 3, 240)
+REDUCED = Trial(Way(4), 0.3, 90.0, 0.1, 0.008, 80.0, float("inf"), 3, 200)
+SLOW = Trial(Way(2, "dsgd", "ring"), 0.1, float("inf"), 0.2, 0.5, float("inf"), float("inf"), 1, 4096)
+FOUND = Answer(
+    "distance", 0.01, BEST, ALONE, REDUCED, (REDUCED,), (BEST, REDUCED, ALONE, SLOW), most="there is no more"
+)
+
+
+@pytest.fixture
+def as_found(run_cli, monkeypatch):
+    """Run `klatsch plan` with an answer that was found before."""
+
+    def run(answer, *options):
+        monkeypatch.setattr(race, "race", lambda task, told: answer)
+        code, out, err = run_cli("plan", "least-squares", *options)
+        assert (code, err) == (0, "")
+        return out
+
+    return run
+
+
+def test_the_lines_of_an_answer(as_found):
+    assert as_found(FOUND).splitlines()[1:] == [
+        "take 4 machines, dat on ring, in every 4th round, late 3, as int8, learning rate 0.2",
+        "  time: 7.2 s (6.6 s to 7.8 s, 3 seeds), 120 rounds of 60 ms",
+        "  one machine: 20 s (15 s to 25 s, 3 seeds), 400 rounds of 50 ms; 2.78 times as long",
+        "  all-reduce: 4 machines with an all-reduce (dsgd): 9 s (8 s to more than 20 s, 3 seeds), 90 rounds of 100 ms",
+        "  not more: there is no more",
+    ]
+
+
+def test_json(as_found):
+    found = json.loads(as_found(FOUND, "--json"))
+    assert (found["metric"], found["target"], found["stopped"]) == ("distance", 0.01, False)
+    assert found["recommended"]["way"] == BEST.way._asdict()
+    assert found["recommended"]["seconds"] == pytest.approx(7.2)
+    assert found["recommended"]["low"] <= found["recommended"]["rounds"] <= found["recommended"]["high"]
+    assert found["one_machine"]["way"]["machines"] == 1
+    assert found["all_reduce"]["high"] is None  # not there after those that were tried
+    assert [trial["rounds"] for trial in found["trials"]] == [120.0, 90.0, 400.0, None]
+    assert found["not_more"] == "there is no more"
+
+
+def test_all_that_was_tried(as_found):
+    out = as_found(FOUND, "--all")
+    rows = [line.split() for line in out.partition("all that was tried")[2].splitlines()]
+    assert ["4", "ring/4", "late", "3", "dat", "int8", "0.2", "120", "60", "ms", "7.2", "s", "3"] in rows
+    assert ["4", "all-reduce", "dsgd", "float32", "0.3", "90", "100", "ms", "9", "s", "3"] in rows
+    assert ["1", "-", "dsgd", "float32", "0.1", "400", "50", "ms", "20", "s", "3"] in rows
+    assert ["2", "ring", "dsgd", "float32", "0.1", "more", "than", "4,096", "200", "ms", "-", "1"] in rows
+    assert "all that was tried" not in as_found(FOUND)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (("lest-squares",), "unknown problem 'lest-squares'; did you mean least-squares?"),
+        (("least-squares", "--samples", "100"), "--samples is for --theory; give a --target"),
+        ((*CONSTANTS, "--samples", "100"), "--samples is for --theory; give a --target"),
+        (("least-squares", "--sigma", "3"), "--sigma is for constants; a problem runs itself: leave it out"),
+        (("mine.py:problem", "--D1", "3"), "--D1 is for constants; a problem runs itself: leave it out"),
+        (("least-squares", "--theory"), "--theory is for constants; a problem runs itself: leave it out"),
+        (
+            ("--target", "0.1"),
+            "sigma, zeta, L, D1 missing; give a problem, as in klatsch plan least-squares, or JSON of",
+        ),
+        ((), "or --sigma X --zeta X --L X --D1 X"),
+        (CONSTANTS[:6], "D1 missing; give a problem"),
+        ((*CONSTANTS, "--set", "noise=3"), "plan has no option 'noise'"),
+        ((*CONSTANTS, "--sigma", -1), "sigma = -1.0; give 0 or a positive number"),
+        ((*CONSTANTS, "--L", 0), "L = 0.0; give a positive number"),
+        (("absent.json",), "cannot read absent.json"),
+        (
+            ("least-squares", "--gradient", "exponential"),
+            "gradient = 'exponential' has 0 numbers; give exponential(mean)",
+        ),
+        (("least-squares", "--network", "/nowhere/links.csv"), "cannot read /nowhere/links.csv"),
+        (("least-squares", "--network", "lan"), "unknown network 'lan'"),
+        (("least-squares", "--bandwidth", 0), "bandwidth = 0.0; give a positive number of bytes"),
+        (("least-squares", "--latency", -1), "latency = -1.0; give 0 or a positive"),
+        (("least-squares", "--gpus", 0), "gpus = 0"),
+        (("least-squares", "--device", "gpu"), "device = 'gpu' cannot be used"),
+        (("least-squares", "-n", "0"), "machines = 0"),
+        (("least-squares", "--minutes", "0"), "seconds = 0"),
+        (("least-squares", "--target", "nan"), "target = nan"),
+        (("least-squares", "--params", "1.5"), "'1.5' is not a whole number"),
+        (("least-squares", "--params", 0), "params = 0"),
+        ((*CONSTANTS, "--params", 0), "params = 0"),
+        (("least-squares", "--set", "nose=3"), "least-squares has no option 'nose'"),
+        (("least-squares", "--plot", "plan.gif"), "the file name must end in"),
+    ],
+)
+def test_mistakes_are_one_line(options, words, run_cli):
+    code, out, err = run_cli("plan", *options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
+def test_a_network_that_does_not_connect_the_graph(run_cli, tmp_path):
+    links = tmp_path / "links.csv"
+    links.write_text("0,1e6\n0,0\n")
+    code, out, err = run_cli("plan", "least-squares", "-n", 2, "--set", "dim=2", "--network", links)
+    assert (code, out, err.count("\n")) == (2, "", 1)
