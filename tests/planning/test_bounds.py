@@ -117,6 +117,7 @@ def test_constants_from_a_probe_and_those_that_are_given_beside_it(run_cli, tmp_
         ((*CONSTANTS, "--target", -1), "target = -1.0; give a positive error"),
         ((*CONSTANTS, "--target", "0.1", "-n", 0), "machines = 0; give a whole number from 1"),
         ((*CONSTANTS, "--target", "0.1", "--network", "lan"), "unknown network 'lan'"),
+        ((*CONSTANTS, "--target", "0.1", "--params", 0), "params = 0"),
         ((*CONSTANTS, "--samples", "1e6", "--sigma", -1), "sigma = -1.0; give 0 or a positive number"),
         ((*CONSTANTS, "--samples", "1e6", "--L", 0), "L = 0.0; give a positive number"),
         ((*CONSTANTS, "--samples", "1e6", "--zeta", "nan"), "zeta = nan; give 0 or a positive number"),
