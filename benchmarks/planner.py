@@ -1,6 +1,6 @@
 """The planner against the truth: what `klatsch plan` says, and what an exhaustive search finds.
 
-    python benchmarks/planner.py                    # least squares and logistic regression, some minutes each on a core
+    python benchmarks/planner.py                    # least squares and logistic regression: an hour of one core
     python benchmarks/planner.py images --device cuda --data ../shared/fashion-mnist
 
 Ten combinations of problem, network and target. The search runs more rules, graphs, silences and learning rates than
@@ -163,6 +163,8 @@ def compare(name: str, asked: Combination, device: str, seconds: float) -> dict[
         (t for t in truth if t.way.machines == 1 or one.seconds >= race.LEAST_SHARE * t.way.machines * t.seconds),
         key=lambda t: t.seconds,
     )
+    if best is None or answer.best is None:
+        raise SystemExit(f"{name}: nothing reaches {answer.target:.3g}; ask for less")
     chosen = answer.best
     same = None if chosen is None else repeated(task, replace(chosen, rounds=max(chosen.rounds, 1.0)), goal)
     ratio = math.nan if same is None else same.seconds / fastest.seconds

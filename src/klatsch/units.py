@@ -10,9 +10,10 @@ UP_TO = (1e-3, 1, 120, 7200, 172_800, 86_400_000, math.inf)  # seconds, for each
 
 def duration(seconds: float) -> str:
     """A time."""
-    if seconds == math.inf:
-        return "forever"
-    unit, size = next(pair for pair, most in zip(UNITS.items(), UP_TO, strict=True) if seconds < most)
+    if not math.isfinite(seconds):
+        return "forever" if seconds == math.inf else "unknown"
+    shown = float(f"{seconds:.3g}")  # 0.9999 s are not 1e+03 ms
+    unit, size = next(pair for pair, most in zip(UNITS.items(), UP_TO, strict=True) if shown < most)
     return f"{seconds / size:,.3g} {unit}"
 
 

@@ -109,7 +109,7 @@ def test_constants_from_a_probe_and_those_that_are_given_beside_it(run_cli, tmp_
         (("--samples", "1e6", *CONSTANTS[:6]), "D1 missing; give a problem"),
         (
             (*CONSTANTS, "--samples", "1e6", "--plot", "plan.png"),
-            "--plot shows what was measured, and --theory measures",
+            "--plot is for what is measured, and --theory measures",
         ),
         ((*CONSTANTS, "--samples", 0), "N = 0.0; give a number of samples from 1"),
         ((*CONSTANTS, "--samples", "nan"), "N = nan; give a number of samples"),

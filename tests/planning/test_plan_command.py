@@ -101,7 +101,7 @@ def test_the_lines_of_an_answer(as_found):
     assert as_found(FOUND).splitlines()[1:] == [
         "take 4 machines, dat on ring, in every 4th round, late 3, as int8, learning rate 0.2",
         "  time: 7.2 s (6.6 s to 7.8 s, 3 seeds), 120 rounds of 60 ms",
-        "  one machine: 20 s (15 s to 25 s, 3 seeds), 400 rounds of 50 ms; 2.78 times as long",
+        "  one machine (dsgd): 20 s (15 s to 25 s, 3 seeds), 400 rounds of 50 ms; 2.78 times as long",
         "  all-reduce: 4 machines with an all-reduce (dsgd): 9 s (8 s to more than 20 s, 3 seeds), 90 rounds of 100 ms",
         "  not more: there is no more",
     ]
@@ -182,3 +182,12 @@ def test_a_network_that_does_not_connect_the_graph(run_cli, tmp_path):
     links.write_text("0,1e6\n0,0\n")
     code, out, err = run_cli("plan", "least-squares", "-n", 2, "--set", "dim=2", "--network", links)
     assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_a_table_of_links_is_that_of_the_first_machines(run_cli, tmp_path):
+    links = tmp_path / "links.csv"
+    links.write_text("\n".join(",".join("0" if i == j else "1e7" for j in range(4)) for i in range(4)))
+    given = ("--set", "dim=30", "--set", "noise=10", "--minutes", 60, "--network", links, "--gradient", "3*0.05, 0.2")
+    code, out, err = run_cli("plan", "least-squares", *given)
+    assert (code, err) == (0, "")
+    assert "not more: the clock is of 4 nodes" in out

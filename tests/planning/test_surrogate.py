@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from klatsch.planning.sources import SURROGATE_DIM, surrogate
+from klatsch.planning.sources import SURROGATE_DIM, SURROGATE_NODES, surrogate
 from klatsch.theory import Constants
 
 NOISY = Constants(L=210.0, D1=0.83, sigma=10.0, zeta=62.0)
@@ -15,19 +15,25 @@ def same(value):
 
 
 @pytest.mark.parametrize("constants", [NOISY, SMOOTH, Constants(3.0, 2.0, 1.0, 0.0), Constants(3.0, 0.0, 1.0, 1.0)])
-@pytest.mark.parametrize("machines", [2, 4, 16])
+@pytest.mark.parametrize("machines", [1, 16, 128])
 def test_it_has_the_constants(constants, machines):
-    problem = surrogate(constants, machines)(machines, 0)
-    assert (problem.nodes, problem.dim) == (machines, SURROGATE_DIM)
+    nodes = max(machines, SURROGATE_NODES)
+    problem = surrogate(constants, machines)(nodes, 0)
+    assert (problem.nodes, problem.dim) == (nodes, SURROGATE_DIM)
     assert same(constants.L) == problem.L
     assert float(problem.D1) == same(constants.D1)
     assert float(problem.sigma) == same(constants.sigma)
     assert float(problem.zeta) == same(constants.zeta)
 
 
+def test_it_does_not_depend_on_the_most_machines():
+    few, many = surrogate(NOISY, 2)(2, 0), surrogate(NOISY, 32)(2, 0)
+    torch.testing.assert_close(few.optimum, many.optimum)
+    assert same(few.L) == many.L
+
+
 def test_one_machine_alone_is_apart_from_nobody():
     problem = surrogate(NOISY, 1)(1, 0)
-    assert same(NOISY.L) == problem.L
     assert float(problem.D1) == same(NOISY.D1)
     assert float(problem.zeta) == same(0.0)
 

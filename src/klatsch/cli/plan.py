@@ -101,7 +101,7 @@ def plan(
     target: Annotated[
         float | None, option("Value of the metric to reach; of constants, f(x) - f*.", parser=number)
     ] = None,
-    machines: Annotated[int, option("Most machines to consider.", "-n", "--machines")] = MACHINES,
+    machines: Annotated[int | None, option(f"Most machines to consider ({MACHINES}).", "-n", "--machines")] = None,
     settings: Annotated[Settings, setting("An option of the problem")] = None,
     theory: Annotated[bool, typer.Option("--theory", help="Bounds of the paper instead, for constants.")] = False,
     samples: Annotated[float | None, option("With --theory: gradients to take in all.", parser=number)] = None,
@@ -123,8 +123,9 @@ def plan(
         pictures.check_path(draw)
     file = problem is not None and not is_own(problem) and (problem.lower().endswith(".json") or "/" in problem)
     named = None if file else problem
-    _check(known, named, theory, samples, draw)
-    most = 1 << (whole(machines, "machines", 1).bit_length() - 1)  # 1, 2, 4, ... machines
+    _check(known, trying, named, theory, samples, draw)
+    asked = whole(MACHINES if machines is None else machines, "machines", 1)
+    most = 1 << (asked.bit_length() - 1)  # 1, 2, 4, ... machines
     use_folder(trying.folder)
     if named is not None:
         options: dict[str, Any] = chosen(
@@ -143,7 +144,7 @@ def plan(
         make, seeded, title = sources.surrogate(constants, most), True, "least squares with these constants"
     clock = links.clock(measured.gradient_seconds if measured else GRADIENT)
     task = race.Task(
-        *(make, clock, target, machines, params, race.SEEDS if seeded else 1, 60 * trying.minutes, trying.device)
+        *(make, clock, target, asked, params, race.SEEDS if seeded else 1, 60 * trying.minutes, trying.device)
     )
     with _bar() as told:
         found = race.race(task, told)
@@ -153,7 +154,7 @@ def plan(
         return print_json(_plain(found))
     terminal.note(
         f"{title} to {found.metric} {found.target:.3g}, {params or task.make(1, 0).dim:,} parameters, {links.network}, "
-        f"gradient {duration(clock.gradient.mean)}, up to {machines:,} machines"  # type: ignore[union-attr]
+        f"gradient {duration(clock.gradient.mean)}, up to {asked:,} machine{'s' * (asked > 1)}"  # type: ignore[union-attr]
     )
     first, *others = answers.lines(task, found)
     terminal.note(first, "bold")
@@ -165,15 +166,23 @@ def plan(
         print(f"drawn to {draw}")
 
 
-def _check(known: Known, named: str | None, theory: bool, samples: float | None, draw: Path | None) -> None:
+def _check(
+    known: Known, trying: Trying, named: str | None, theory: bool, samples: float | None, draw: Path | None
+) -> None:
     """Refuse options that do not go together."""
     given = [f"--{name}" for name, value in vars(known).items() if value is not None and name != "params"]
     if named is not None and (given or theory):
         raise ValueError(f"{(given or ['--theory'])[0]} is for constants; a problem runs itself: leave it out")
     if samples is not None and not theory:
         raise ValueError("--samples is for --theory; give a --target")
-    if theory and draw:
-        raise ValueError("--plot shows what was measured, and --theory measures nothing; leave one of them out")
+    measures = {
+        "--plot": draw is not None,
+        "--all": trying.everything,
+        "--minutes": trying.minutes != Trying.minutes,
+        "--device": trying.device != Trying.device,
+    }
+    for flag in [flag for flag, is_given in measures.items() if theory and is_given]:
+        raise ValueError(f"{flag} is for what is measured, and --theory measures nothing; leave one of them out")
 
 
 @contextmanager
@@ -196,7 +205,7 @@ def _bounds(
     samples: float | None,
     clock: Clock,
     params: int,
-    machines: int,
+    machines: int | None,
     as_json: bool,
 ) -> None:
     """Print what the theory promises."""
@@ -208,10 +217,14 @@ def _bounds(
             "--theory takes --samples 1e6 (up to how many machines?) or --target 0.01 (how long?); give one"
         )
     if samples is not None:
-        found, what = bounds.largest(constants, samples), f"the most machines with which {samples:,.4g} samples count"
+        found = bounds.largest(constants, samples, math.inf if machines is None else machines)
+        what = f"the most machines with which {samples:,.4g} samples count"
     else:
         assert target is not None
-        found, what = bounds.fastest(constants, target, clock, params, machines), f"time to an error of {target:.3g}"
+        found, what = (
+            bounds.fastest(constants, target, clock, params, machines or MACHINES),
+            f"time to an error of {target:.3g}",
+        )
     if as_json:
         return print_json({"upper_bounds": [{k: v for k, v in one._asdict().items() if v == v} for one in found]})
     cells = []

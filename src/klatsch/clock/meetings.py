@@ -85,7 +85,7 @@ class Pairwise:
                 for one in (node, other):
                     may_step[one] = may_meet[one] = here + 1
             if other < 0 and taken % M == 0:
-                count = 1 + max(*steps, *pairs)
+                count = 1 + max((*steps, *pairs))
                 yield [_meeting(number + k, steps[k], pairs[k]) for k in range(count)], when
                 number += count
                 steps.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +39,15 @@ class Links:
         number("bandwidth", self.bandwidth, lambda v: v > 0, "a positive number of bytes per second, such as 1.2e8")
         number("latency", self.latency, lambda v: v >= 0, "0 or a positive number of seconds")
 
+    @property
+    def nodes(self) -> int | None:
+        """Of how many nodes it is; None for any number."""
+        return None
+
+    def of_first(self, nodes: int) -> Links:
+        """The links between the first nodes."""
+        return self
+
     def check(self, nodes: int) -> None:
         """Refuse a network of another size."""
 
@@ -60,6 +69,14 @@ class Sites(Links):
 
     sizes: tuple[int, ...]
     inside: Links
+
+    @property
+    def nodes(self) -> int | None:
+        return sum(self.sizes)
+
+    def of_first(self, nodes: int) -> Sites:
+        sizes = np.diff(np.minimum(np.cumsum((0, *self.sizes)), nodes))
+        return replace(self, sizes=tuple(int(size) for size in sizes))
 
     def check(self, nodes: int) -> None:
         """All nodes are at some site."""
@@ -108,6 +125,14 @@ class Table(Links):
                 raise ValueError(
                     f"{self.name}, row {i + 1}, column {j + 1}: {values[i, j]:g} {unit}; give 0 or a positive number"
                 )
+
+    @property
+    def nodes(self) -> int | None:
+        return len(self.rates)
+
+    def of_first(self, nodes: int) -> Table:
+        some = slice(0, nodes), slice(0, nodes)
+        return replace(self, rates=self.rates[some], delays=None if self.delays is None else self.delays[some])
 
     def check(self, nodes: int) -> None:
         """A row for each node."""

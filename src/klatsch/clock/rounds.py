@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from klatsch.topology.channel import encoded_bytes
 from klatsch.topology.matrix import Matrix, mapped
 
 FEW_ROUNDS, CHUNK = 64, 1 << 22  # rounds whose times are drawn at first, and times that are drawn at once later
+MOST_IN_PAIRS = 4096  # nodes: a schedule of pairs looks at all of them at once
 BUCKET = 25e6  # bytes that an all-reduce of gradients collects, as in DDP; nothing hides the last bucket
 HIDDEN = 1 / 3  # of a gradient's time, in which finished buckets may travel
 
@@ -84,6 +85,16 @@ class Clock:
         number("bus", self.bus, lambda v: v > 0, "a positive number of bytes per second, such as 2e10")
         whole(self.gpus, "gpus", 1)
         whole(self.seed, "seed", 0)
+
+    @property
+    def nodes(self) -> int | None:
+        """Of how many nodes it is; None for any number."""
+        known = [part.nodes for part in (self.gradient, self.network) if part.nodes is not None]  # type: ignore[union-attr]
+        return min(known, default=None)
+
+    def of_first(self, nodes: int) -> Clock:
+        """The clock of the first nodes alone."""
+        return replace(self, gradient=self.gradient.of_first(nodes), network=self.network.of_first(nodes))  # type: ignore[union-attr]
 
     def seconds(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> list[float]:
         """When all nodes have done so many rounds, in seconds.
@@ -171,6 +182,7 @@ class Clock:
     def pairwise(self, rule: Rule, topology: Topology, params: int) -> Pairwise:
         """Who meets whom, if nodes average in pairs and do not wait for each other."""
         self._checked(topology.size, [1])
+        whole(topology.size, f"{topology.name}: nodes that meet in pairs", 1, MOST_IN_PAIRS)
         weights = sum(topology.speaking[1:], start=topology.speaking[0]).toarray()
         np.fill_diagonal(weights, 0.0)
         size = sum(sent.vectors for sent in messages_of(rule)) * float(encoded_bytes("float32", params))

@@ -33,6 +33,15 @@ class Times:
         numbers = np.random.default_rng(seed)
         return lambda first, rounds: self.draw(rounds, nodes, numbers)
 
+    @property
+    def nodes(self) -> int | None:
+        """Of how many nodes they are; None for any number."""
+        return None
+
+    def of_first(self, nodes: int) -> Times:
+        """The times of the first nodes."""
+        return self
+
     def check(self, nodes: int) -> None:
         """Refuse a network of another size."""
 
@@ -50,6 +59,13 @@ class Each(Times):
     @property
     def mean(self) -> float:  # type: ignore[override]
         return float(np.mean(self.seconds))
+
+    @property
+    def nodes(self) -> int | None:
+        return len(self.seconds) if len(self.seconds) > 1 else None
+
+    def of_first(self, nodes: int) -> Each:
+        return Each(self.seconds[:nodes])
 
     def check(self, nodes: int) -> None:
         """One for all, or one for each node."""
@@ -132,6 +148,13 @@ class Trace(Times):
     @property
     def mean(self) -> float:  # type: ignore[override]
         return float(self.rows.mean())
+
+    @property
+    def nodes(self) -> int | None:
+        return self.rows.shape[1] if self.rows.shape[1] > 1 else None
+
+    def of_first(self, nodes: int) -> Trace:
+        return Trace(self.rows[:, :nodes], self.name)
 
     def check(self, nodes: int) -> None:
         """One column for all, or one for each node."""

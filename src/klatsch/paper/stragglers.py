@@ -157,6 +157,7 @@ STRAGGLERS = Target(
         "Compared are the errors when the first of all runs is done, those of others at their last recorded point "
         "before, each at the learning rate that is best for that moment. The figure shows the courses at these rates; "
         "the numbers below are those after all rounds, at the rates that are best then.",
+        "All seeds share one schedule of each kind, so that bands show the noise of gradients, not that of times.",
         "Where one node is slow, the others take more steps in pairs: the network minimises a sum in which their data "
         "weigh more. On data that differ (heterogeneity 10) that is another optimum.",
     ),

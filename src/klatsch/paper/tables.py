@@ -89,7 +89,7 @@ def table_2() -> Page:
         title="Table 2: rounds to an error epsilon",
         facts=(
             "Powers of each term of the rates in klatsch.theory, by differences, beside the formulas of the paper's "
-            "table: does the theory that klatsch plans with say the same? Nothing is simulated here.",
+            "table: does klatsch.theory say the same? Nothing is simulated here.",
         ),
         figures=(("table2", _rounds_figure()),),
         header=("rule", "term", "paper", "klatsch.theory"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from klatsch.planning.race import Answer, Task, Trial
+from klatsch.planning.race import ENOUGH, Answer, Task, Trial
 from klatsch.units import duration
 
 SLOW = 2.0  # a round that takes so many gradients is one of the network
@@ -16,19 +16,19 @@ def lines(task: Task, answer: Answer) -> list[str]:
     if best is None:
         return [*_no(answer), *_notes(answer)]
     if best.way.machines == 1:
-        found = [f"one machine is enough: {effort(best)}, learning rate {best.lr:.2g}", *_why_alone(task, answer)]
+        first = f"one machine is enough: {best.way.rule}, {effort(best)}, learning rate {best.lr:.2g}"
+        found = [first, *_why_alone(task, answer)]
     else:
         found = [f"take {best.way}, learning rate {best.lr:.2g}", f"  time: {effort(best)}"]
         if math.isfinite(alone.seconds):
-            found.append(f"  one machine: {effort(alone)}; {alone.seconds / best.seconds:.3g} times as long")
+            found.append(f"  {alone.way}: {effort(alone)}; {alone.seconds / best.seconds:.3g} times as long")
         else:
             found.append(f"  one machine: does not get there within {duration(alone.tried * alone.each)}")
-    reduced = answer.reduced
-    if reduced is not None and reduced.way != best.way:
-        found.append(f"  all-reduce: {reduced.way}: {effort(reduced)}")
-    for other in answer.others:
-        if reduced is None or other.way != reduced.way:
-            found.append(f"  next: {other.way}: {duration(other.seconds)}{_why_not(best, other)}")
+    reduced = [] if answer.reduced is None else [(answer.reduced, "all-reduce", effort(answer.reduced))]
+    others = [(t, "next", f"{duration(t.seconds)}{_why_not(best, t)}") for t in answer.others]
+    for trial, what, text in (*reduced, *others):
+        if trial.way != best.way and not any(f" {trial.way}: " in line for line in found):  # nothing is said twice
+            found.append(f"  {what}: {trial.way}: {text}")
     return [*found, *_notes(answer)]
 
 
@@ -39,7 +39,8 @@ def effort(trial: Trial) -> str:
         most = min(trial.high, trial.tried)
         beyond = "more than " if math.isinf(trial.high) else ""
         between = f" ({duration(trial.low * trial.each)} to {beyond}{duration(most * trial.each)}, {trial.seeds} seeds)"
-    return f"{duration(trial.seconds)}{between}, {trial.rounds:,.0f} rounds of {duration(trial.each)}"
+    rounds = f"{trial.rounds:,.0f} round{'s' * (trial.rounds >= 1.5)}"
+    return f"{duration(trial.seconds)}{between}, {rounds} of {duration(trial.each)}"
 
 
 def _no(answer: Answer) -> list[str]:
@@ -60,14 +61,17 @@ def _why_alone(task: Task, answer: Answer) -> list[str]:
             "  no choice of more machines reached the target" if task.machines > 1 else "  only one machine is allowed"
         ]
     nearest = min(more, key=lambda trial: trial.seconds)
-    slow = nearest.each > SLOW * answer.alone.each
-    why = f"the network is too slow, a round takes {duration(nearest.each)}" if slow else "they would hardly be faster"
+    why = "they would hardly be faster"
+    if nearest.seconds * ENOUGH < answer.alone.seconds:
+        why = "each would bring less than a tenth of a machine"
+    elif nearest.each > SLOW * answer.alone.each:
+        why = f"the network is too slow, a round takes {duration(nearest.each)}"
     return [f"  with more: {nearest.way}: {effort(nearest)}; {why}"]
 
 
 def _why_not(best: Trial, other: Trial) -> str:
     if other.seconds < best.seconds:
-        return ", with more machines that bring less than a tenth each, or not 5 % sooner"
+        return ", with more machines that bring less than a tenth of a machine each, or not 5 % sooner"
     rounds, each = other.rounds / best.rounds, other.each / best.each
     return f"; {rounds:.2g} times the rounds" if rounds >= each else f"; a round takes {each:.2g} times as long"
 

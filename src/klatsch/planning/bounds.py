@@ -6,11 +6,12 @@ import math
 from typing import NamedTuple
 
 from klatsch import theory, topology
-from klatsch.arguments import number
+from klatsch.arguments import number, whole
 from klatsch.clock import Clock
 from klatsch.planning.ways import ALL_REDUCE, Way, round_seconds
 from klatsch.theory import Constants
 
+MOST_MACHINES = 4096  # whose rounds a clock times in seconds
 GRAPHS = ("ring", "torus", "one_peer_exponential")
 RATES = {"dat": GRAPHS, "dsgd": GRAPHS, "minibatch": (ALL_REDUCE,)}
 
@@ -30,10 +31,10 @@ class Bound(NamedTuple):
         return self.rounds * self.each
 
 
-def largest(constants: Constants, samples: float) -> list[Bound]:
-    """Up to how many machines so many samples bring as much as on one, by rule and graph."""
+def largest(constants: Constants, samples: float, machines: float = math.inf) -> list[Bound]:
+    """Up to how many machines so many samples bring as much as on one, by rule and graph; `machines` at most."""
     return [
-        Bound(rule, graph, theory.largest_machines(rule, samples, graph, constants))
+        Bound(rule, graph, int(min(machines, theory.largest_machines(rule, samples, graph, constants))))
         for rule, graphs in RATES.items()
         for graph in graphs
     ]
@@ -42,6 +43,8 @@ def largest(constants: Constants, samples: float) -> list[Bound]:
 def fastest(constants: Constants, target: float, clock: Clock, params: int, machines: int) -> list[Bound]:
     """The number of machines, of 1, 2, 4, ..., with which the bound on f(x) - f* reaches the target first."""
     number("target", target, lambda v: 1e-50 <= v < math.inf, "a positive error")
+    whole(params, "params", 1)
+    whole(machines, "machines", 1, MOST_MACHINES)
     found = []
     for rule, graphs in RATES.items():
         for graph in graphs:
@@ -50,9 +53,9 @@ def fastest(constants: Constants, target: float, clock: Clock, params: int, mach
                 name, way = graph if n > 1 else ALL_REDUCE, Way(n, "dat" if rule == "dat" else "dsgd", graph)
                 try:
                     gap = topology.spectral_gap(name, n)
-                    each = round_seconds(clock, way if n > 1 else Way(1), params)
                 except ValueError:  # no graph of this size
                     continue
+                each = round_seconds(clock, way if n > 1 else Way(1), params)
                 rounds = theory.rounds_to_error(rule, target, n, min(1.0, gap), constants)
                 choices.append(Bound(rule, graph, n, rounds, each))
             found.append(min(choices, key=lambda bound: bound.seconds))

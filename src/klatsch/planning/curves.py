@@ -52,5 +52,6 @@ def curves(answer: Answer) -> Figure:
     axis.set_ylabel(f"seconds to {answer.metric} {answer.target:.3g}")
     axis.grid(True, linewidth=0.4, alpha=0.5)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right center", frameon=False, fontsize=8)
+    if axis.get_legend_handles_labels()[0]:
+        figure.legend(loc="outside right center", frameon=False, fontsize=8)
     return figure

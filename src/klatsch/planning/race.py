@@ -33,15 +33,17 @@ BELOW, ABOVE = 3, 1  # learning rates that stay in the race, on both sides of th
 FINER = (10**-0.25, 1.0, 10**0.25)  # times the chosen learning rate, for the winners
 POINTS = 1.25  # at which rounds errors are taken: each so many times the one before
 AROUND = 1  # points on each side with which an error is averaged: a dip by chance is not there to stay
+FEWEST = 5  # of the winners that run again even if the time is over
 NEAR, WINNERS = 2.0, 16  # times the best time, and how many of these run again: one seed alone does not decide
 AGAIN = (2, 8)  # times as many rounds as the first seed needed, for the others; more where some are not there
+ROUNDING = 1e-6  # by which an error may be below 0
 HOPELESS = 4.0  # times the best way's time
 HEADING = 30.0  # how many times as many rounds a fit may add
 ENOUGH = 1.05  # fewer machines are taken where they are at most this much slower
 LEAST_SHARE = 0.1  # of a machine's worth that each one must bring
 LATE = 0.7  # of the rounds of one machine; what it has after these is the target, if none is given
 RACING = 0.8  # of the time; the rest is for the winners
-PATIENCE, MOST = 4_000, 100_000  # rounds after which something must be heading for the target, and of one machine
+PATIENCE, MOST = 4_000, 60_000  # rounds after which something must be heading for the target, and all end
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Task:
         machines: the most to consider; not more than there are samples.
         params: parameters of the model, if the problem stands for a larger one.
         seeds: how many the winners run with; 1 if the problem has no seed.
-        seconds: of this machine's time, after which nothing new is begun.
+        seconds: of this machine's time, after which nothing new is begun but the winners' other seeds.
         device: where to simulate.
     """
 
@@ -139,13 +141,19 @@ class Runner:
 def gap(problem: Problem, result: Result) -> Array:
     """The problem's metric as an error, which falls: 1 - accuracy."""
     values = result.metrics[problem.headline.metric].cpu().numpy().astype(float)
-    return np.asarray(1.0 - values if problem.headline.largest else values)
+    metric, largest = problem.headline.metric, problem.headline.largest
+    errors = np.where(np.isfinite(values), 1.0 - values if largest else values, np.inf)
+    if (errors < -ROUNDING).any():
+        wanted = "a share from 0 to 1" if largest else "0 or more"
+        raise ValueError(f"{metric} is {values.flat[errors.argmin()]:.3g}; a plan needs {wanted}")
+    return np.maximum(errors, 0.0)
 
 
 def smoothed(errors: Array) -> Array:
-    """Errors, each the geometric mean of those around it, (len(steps), C)."""
-    with np.errstate(divide="ignore"):
-        logs = np.log(errors)
+    """Errors, each the geometric mean of those around it, (len(steps), C); zeros count as the smallest other one."""
+    if not (errors > 0).any():
+        return errors
+    logs = np.log(np.maximum(errors, errors[errors > 0].min()))
     padded = np.pad(logs, ((AROUND, AROUND), (0, 0)), mode="edge")
     return np.asarray(np.exp(np.mean([padded[k : k + len(logs)] for k in range(2 * AROUND + 1)], axis=0)))
 
@@ -237,7 +245,8 @@ def _race(task: Task, spent: Callable[[str], float]) -> Answer:
     target = math.nan if task.target is None else 1.0 - task.target if headline.largest else task.target
     if task.target is None:
         late = np.array(alone[0].steps) > LATE * alone[0].steps[-1]
-        target = float(np.exp(np.log(alone[0].errors[late]).mean(0)).min())
+        with np.errstate(divide="ignore"):  # it may begin at the optimum
+            target = float(np.exp(np.log(alone[0].errors[late]).mean(0)).min())
     runners = [*alone, *entrants(task, alone, problems)]
     rounds, racing, stopped = FIRST, list(runners), False
     best = min(r.reached(target) * r.each for r in alone)
@@ -247,26 +256,30 @@ def _race(task: Task, spent: Callable[[str], float]) -> Answer:
                 break
             if not runner.steps or runner.steps[-1] < rounds:
                 limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
-                runner.run(task, max(2, math.ceil(min(rounds, limit))))
+                if not runner.steps or limit > runner.steps[-1]:
+                    runner.run(task, max(2, math.ceil(min(rounds, limit))))
                 best = min(best, runner.reached(target) * runner.each)
         racing, rounds = still_racing(racing, runners, target, rounds), rounds * LONGER
     trials = in_order(r.trial(target) for r in runners if r.steps)
-    repeated = {}
+    repeated: dict[Way, Trial] = {}
     for trial in chosen(trials):
-        spent(f"{trial.way.machines} machines again, with other seeds")
+        if spent(f"{trial.way.machines} machines again, with other seeds") > 1 and len(repeated) >= FEWEST:
+            stopped = True
+            break
         there = math.isfinite(trial.rounds)
         repeated[trial.way] = again(task, trial, problems[trial.way.machines], target) if there else trial
     trials = in_order(repeated.get(trial.way, trial) for trial in trials)
     sure = in_order(t for t in repeated.values() if math.isfinite(t.seconds))
     one = next(t for t in trials if t.way.machines == 1)
     take = enough(sure, one)
+    reduced = next((t for t in sure if t.way.reduces and t.way.machines > 1), None)
     return Answer(
         metric=headline.metric,
         target=1.0 - target if headline.largest else target,
         best=take,
         alone=one,
-        reduced=next((t for t in sure if t.way.reduces and t.way.machines > 1), None),
-        others=tuple(t for t in sure if take is not None and t.way != take.way and t.way.machines > 1)[:2],
+        reduced=reduced,
+        others=tuple(t for t in sure if t not in (take, reduced) and t.way.machines > 1)[:2],
         trials=tuple(trials),
         largest=headline.largest,
         most=most,
@@ -293,6 +306,9 @@ def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
         if problem.samples is not None and machines > problem.samples:
             most = f"there are {problem.samples:,} samples, not one for each of {machines:,} machines"
             break
+        if task.clock.nodes is not None and machines > task.clock.nodes:
+            most = f"the clock is of {task.clock.nodes:,} nodes"
+            break
         problems[machines] = problem
         machines *= 2
     each = round_seconds(task.clock, Way(1), task.params or problems[1].dim)
@@ -318,13 +334,13 @@ def still_racing(racing: Sequence[Runner], runners: Sequence[Runner], target: fl
     going = [r for r in racing if r.steps and r.reached(target) == math.inf]
     hoped = {r.way: r.heading(target) * r.each for r in going}
     limit = HOPELESS * min(best, *hoped.values(), math.inf)
-    if limit == math.inf and rounds >= PATIENCE:
+    if rounds >= MOST or (limit == math.inf and rounds >= PATIENCE):
         return []
     early = rounds == FIRST  # too early to say where errors are heading
     kept = {r.way for r in going if rounds * r.each < best and (early or hoped[r.way] <= limit)}
     for several in (False, True):
         kind = [r for r in run if r.way.reduces and (r.way.machines > 1) is several]
-        mine = [r for r in kind if r.way in hoped and r.steps[-1] < MOST]
+        mine = [r for r in kind if r.way in hoped]
         if mine and all(r.reached(target) == math.inf for r in kind):
             kept.add(min(mine, key=lambda r: (hoped[r.way], np.nanmin(r.errors) * r.each)).way)
     return sorted((r for r in going if r.way in kept), key=lambda r: hoped[r.way])  # the time may end
@@ -336,7 +352,8 @@ def chosen(trials: Sequence[Trial]) -> list[Trial]:
     reduced = [t for t in trials if t.way.reduces and t.way.machines > 1]
     near = [t for t in trials if t.seconds <= NEAR * trials[0].seconds]
     sizes = {t.way.machines: t for t in reversed(trials)}
-    return list({t.way: t for t in (*alone[:1], *reduced[:3], *near[:WINNERS], *sizes.values())}.values())
+    first = (*alone[:1], *near[:3], *reduced[:1])  # which run even if the time is over
+    return list({t.way: t for t in (*first, *near[3:WINNERS], *reduced[1:3], *sizes.values())}.values())
 
 
 def again(task: Task, trial: Trial, problem: Problem, target: float) -> Trial:

@@ -18,7 +18,7 @@ from klatsch.problems import Headline, Problem
 from klatsch.theory import Constants
 
 NODES = 16  # by default
-SURROGATE_DIM = 20
+SURROGATE_DIM, SURROGATE_NODES = 20, 64
 LOSS = Headline("loss_gap", "f(x) - f* of the mean of nodes")
 TINY, MOST_PARAMS = 1e-50, 10**15  # smaller numbers, and those above 1 / TINY, are mistakes
 
@@ -58,7 +58,7 @@ def of_any_size(text: str, machines: int, **options: object) -> tuple[Callable[[
     """
     if is_own(text):
         takes = inspect.signature(own.load("problem", text)).parameters
-        if not takes:
+        if not set(takes) - {"seed"}:
             name = own.part_of(text)
             raise ValueError(f"{name} takes no number of nodes, and has to run with 1, 2, 4, ...; let it take one")
         return lambda nodes, seed: problem_of(text, nodes, **{"seed": seed} if "seed" in takes else {}), "seed" in takes
@@ -66,7 +66,7 @@ def of_any_size(text: str, machines: int, **options: object) -> tuple[Callable[[
 
     def make(nodes: int, seed: int) -> Problem:
         if whole is None or whole.on_fewer is None:
-            return problem_of(text, nodes, **options, seed=seed)
+            return problem_of(text, nodes, **{**options, "seed": seed})
         return whole.on_fewer(nodes, seed)
 
     return make, True
@@ -76,20 +76,21 @@ def surrogate(constants: Constants, machines: int) -> Callable[[int, int], Probl
     """Least squares with these constants, as a function of nodes and a seed, where only the constants are known.
 
     Matrices are scaled so that L is right, the optimum is at distance D1, the nodes' gradients there are zeta apart,
-    and noise is sigma. It is strongly convex, which a problem with these constants need not be.
+    and noise is sigma, on 64 nodes; fewer have the mean of several. It is strongly convex, which a problem with these
+    constants need not be.
     """
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    A = draw(machines, SURROGATE_DIM, SURROGATE_DIM)
+    pool = max(machines, SURROGATE_NODES)  # the same data, whatever the number of machines
+    A = draw(pool, SURROGATE_DIM, SURROGATE_DIM)
     A *= (constants.L / float(torch.linalg.matrix_norm(A, 2).max() ** 2)) ** 0.5
     away = draw(SURROGATE_DIM)
     away *= constants.D1 / away.norm()
-    # Gradients at the optimum: apart by zeta, and zero in the mean; H_i shift_i is such a gradient.
-    forces = draw(machines, SURROGATE_DIM)
+    # Gradients at the optimum, A_i' (A_i x - b_i): apart by zeta, and zero in the mean.
+    forces = draw(pool, SURROGATE_DIM)
     forces -= forces.mean(0)
     apart = float(forces.square().sum(-1).mean().sqrt())
     forces *= constants.zeta / apart if apart > 0 else 0.0
-    shifts = torch.linalg.solve(A.mT @ A, forces[:, :, None])[:, :, 0]
-    b = (A @ (away + shifts)[:, :, None])[:, :, 0]
+    b = A @ away + torch.linalg.solve(A.mT, forces[:, :, None])[:, :, 0]
     whole = problems.LeastSquares.from_arrays(A, b, noise=constants.sigma)
 
     def make(nodes: int, seed: int) -> Problem:
@@ -104,7 +105,6 @@ class Measured(NamedTuple):
     """The content of a probe's file."""
 
     constants: Constants
-    ranges: dict[str, tuple[float, float]]  # of the constants, by name
     params: int
     gradient_seconds: float
 
@@ -133,13 +133,13 @@ def read_probe(path: Path) -> Measured:
             raise ValueError(f"{path}: {shown} = {value:g}; give a number from {least:g} to {most:g}, or {remedy}")
         return float(value)
 
-    values, ranges = {}, {}
+    values = {}
     for name in ("L", "D1", "sigma", "zeta"):
         value, low, high = (number(name, part) for part in ("value", "low", "high"))
         if not low <= value <= max(high, TINY):
             raise ValueError(f"{path}: {name} = {value:g} is not between low = {low:g} and high = {high:g}; {remedy}")
-        values[name], ranges[name] = value, (low, high)
+        values[name] = value
     params = number("params", least=1, most=MOST_PARAMS)
     if not params.is_integer():
         raise ValueError(f"{path}: params = {params:g}; give a whole number, or {remedy}")
-    return Measured(Constants(**values), ranges, int(params), number("gradient_seconds", least=TINY))
+    return Measured(Constants(**values), int(params), number("gradient_seconds", least=TINY))

@@ -64,7 +64,7 @@ class Way(NamedTuple):
 def round_seconds(clock: Clock, way: Way, params: int) -> float:
     """Seconds of a round, by the clock."""
     rule, graph = way.made([1.0])
-    first, last = clock.seconds(rule, graph, params, STEADY)
+    first, last = clock.of_first(way.machines).seconds(rule, graph, params, STEADY)
     return (last - first) / (STEADY[1] - STEADY[0])
 
 

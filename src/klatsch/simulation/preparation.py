@@ -101,7 +101,9 @@ def prepared(
     if len(rules) > 1:
         rule = cols.joined([fit for fit, _ in fitted], nodes)
     elif len({str(cols.flattened("rule", fit)) for fit, _ in fitted}) > 1:
-        raise ValueError(f"{rule.name} differs between these graphs; give graphs with the same every, late and wire")
+        raise ValueError(
+            f"{rule.name} differs between these graphs; give graphs with the same every, late, wire and meets"
+        )
     if len({graph.every for graph in topologies if graph.wire == "int8"}) > 1:  # its memory rests in silent rounds
         raise ValueError("graphs with wire = 'int8' differ in every; give those that run together the same")
     steps = whole(steps, "steps", 1)

@@ -29,7 +29,7 @@ def sent(case: Case) -> float | None:
     every, _, wire, meets = case.channel
     copies = 2 * (case.nodes - 1) / case.nodes if is_all_reduce(case) else case.make_graph().messages * every
     if meets.startswith("pairwise"):
-        copies = 2.0  # to the neighbour that it asks, and to the one that asks it, on average
+        copies = 2.0 * (case.nodes > 1)  # to the neighbour that it asks, and to the one that asks it, on average
     return float(encoded_bytes(wire, numbers) * sum(vectors_of(case)) * copies * (case.steps // every))
 
 

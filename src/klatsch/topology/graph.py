@@ -61,6 +61,7 @@ class Topology:
         validation.check_matrices(self.name, matrices, self.stochastic, self.every)
         object.__setattr__(self, "late", validation.rounds_late(self.late))
         validation.check_wire(self.name, self.wire, changes=len(matrices) > self.every)
+        object.__setattr__(self, "meets", self.meets.strip() if isinstance(self.meets, str) else self.meets)
         validation.check_meets(self.name, self.meets, self.every, self.late, self.wire, len(matrices) > self.every)
         for P in matrices:
             for part in (P.data, P.indices, P.indptr):

@@ -65,9 +65,9 @@ def no_wire(name: str, wire: object, changes: bool) -> str:
 
 def check_meets(name: str, meets: object, every: int, late: int, wire: object, changes: bool) -> None:
     """Check when nodes mix; the clock, which makes the schedule, reads the rest of the text."""
-    if not isinstance(meets, str) or (meets and meets.split()[0] not in MEETINGS):
+    if not isinstance(meets, str) or (meets.strip() and meets.split()[0] not in MEETINGS):
         raise ValueError(f"meets = {meets!r}; give {' or '.join(map(repr, MEETINGS.values()))}, or nothing for rounds")
-    if not meets:
+    if not (meets := meets.strip()):
         return
     asked = f"{name} with meets = {meets!r}"
     if every > 1 or wire != WIRES[0]:
