@@ -77,7 +77,7 @@ class Links:
 class Trying:
     """How it is tried."""
 
-    minutes: Annotated[float, option("How long it may take.", parser=number)] = 5 / 6
+    minutes: Annotated[float, option("How long it may take.", parser=number)] = 0.85
     device: Annotated[str, text("Where to simulate: cpu, cuda, cuda:1...")] = "cpu"
     everything: Annotated[bool, typer.Option("--all", help="Show all that was tried.")] = False
     folder: Data = None
