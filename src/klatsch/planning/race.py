@@ -42,6 +42,7 @@ HEADING = 30.0  # how many times as many rounds a fit may add
 ENOUGH = 1.05  # fewer machines are taken where they are at most this much slower
 LEAST_SHARE = 0.1  # of a machine's worth that each one must bring
 LATE = 0.7  # of the rounds of one machine; what it has after these is the target, if none is given
+ALONE = 0.5  # of the time that one machine may take, by which its rounds are chosen
 RACING = 0.8  # of the time; the rest is for the winners
 PATIENCE, MOST = 4_000, 60_000  # rounds after which something must be heading for the target, and all end
 
@@ -53,7 +54,8 @@ class Task:
     Args:
         make: gives the problem for some nodes and a seed.
         clock: how long gradients and messages take.
-        target: the value of the problem's metric to reach; by default what one machine has after 1,024 rounds.
+        target: the value of the problem's metric to reach; by default what one machine has after 1,024 rounds, or
+            fewer where these take long.
         machines: the most to consider; not more than there are samples.
         params: parameters of the model, if the problem stands for a larger one.
         seeds: how many the winners run with; 1 if the problem has no seed.
@@ -241,7 +243,12 @@ def _race(task: Task, spent: Callable[[str], float]) -> Answer:
     alone, problems, most = starters(task)
     headline = alone[0].problem.headline
     for runner in alone:
-        runner.run(task, FIRST * (LONGER**2 if task.target is None else 1))
+        runner.run(task, FIRST)
+    if task.target is None:  # fewer rounds where these take long, as of images on a CPU
+        share = spent("one machine")
+        for stretch in [FIRST * LONGER**k for k in (1, 2) if share * LONGER**k <= ALONE][-1:]:
+            for runner in alone:
+                runner.run(task, stretch)
     target = math.nan if task.target is None else 1.0 - task.target if headline.largest else task.target
     if task.target is None:
         late = np.array(alone[0].steps) > LATE * alone[0].steps[-1]
