@@ -40,7 +40,16 @@ def one_by_one(problem, rule, events, steps):
     raise AssertionError("events end")
 
 
-@pytest.mark.parametrize("rule", [rules.dsgd(0.02), rules.dat(0.02, beta=0.9), rules.dsgd(0.02, momentum=0.5)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.dsgd(0.02),
+        rules.dat(0.02, beta=0.9),
+        rules.dsgd(0.02, momentum=0.5),
+        rules.dsgd(0.02, average="constant"),
+        rules.dadam(0.02),
+    ],
+)
 @pytest.mark.parametrize("times", ["exponential(0.1)", "slow(0.05, 11, 0.1) over wan", "0.1"])
 def test_pairs_in_groups_are_those_one_by_one(rule, times):
     graph, problem = topology.make("exponential", 6, meets=f"pairwise {times}"), quiet(6)
@@ -188,6 +197,8 @@ def test_a_changing_graph_has_no_stale_messages():
     ("rule", "graph", "message"),
     [
         (rules.gt(0.1), {"meets": "pairwise 0.1"}, "gt on ring pairwise 0.1: it needs rounds; in pairs run dsgd"),
+        (rules.dadam(0.1, reduced=True), {"meets": "pairwise 0.1"}, "dadam on ring pairwise 0.1: it needs rounds"),
+        (rules.dadam(0.1, shared=True), {"meets": "pairwise 0.1"}, "dadam on ring pairwise 0.1: it needs rounds"),
         (rules.dsgd(0.1), {"meets": "pairwise"}, "does not say how long a gradient takes; write 'pairwise exponential"),
         (rules.dsgd(0.1), {"meets": "pairwise soon"}, "distribution"),
         (rules.dsgd(0.1), {"meets": "pairwise 0.1 over dsl"}, "network"),

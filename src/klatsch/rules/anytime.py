@@ -187,6 +187,10 @@ class Around(Rule):
     def name(self) -> str:
         return self.base.name
 
+    @property
+    def met(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.base.met
+
     def at(self, s: State, v: Tensor) -> Tensor:
         return self.base.at(s, v)
 

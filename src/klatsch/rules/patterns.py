@@ -87,7 +87,8 @@ class Plain(Pattern):
 
     @property
     def met(self) -> tuple[str, ...]:  # type: ignore[override]
-        return () if isinstance(self.direction, Adam) and self.direction.shared else ("w",)
+        gossips = isinstance(self.direction, Adam) and (self.direction.shared or self.direction.reduced)
+        return () if gossips else ("w",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
