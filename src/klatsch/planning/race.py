@@ -69,7 +69,7 @@ class Task:
     machines: int = 64
     params: int | None = None
     seeds: int = SEEDS
-    seconds: float = 50.0
+    seconds: float = 51.0
     device: str = "cpu"
 
     def __post_init__(self) -> None:
