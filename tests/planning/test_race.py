@@ -1,7 +1,8 @@
 """The planner: a race of ways to train beside a clock, and its answer. No time limit decides here."""
 
 import math
-from types import MappingProxyType
+from dataclasses import replace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ class Known:
     def __init__(self, *best):
         self.best, self.asked = list(best), []
 
-    def run(self, way, problem, rounds, rates):
+    def run(self, way, problem, rounds, rates, watch):
         self.asked.append((way, rounds, list(rates)))
         best = self.best.pop(0)
         errors = [1 + abs(LEARNING_RATES.index(r) - best) for r in rates]
@@ -299,17 +300,56 @@ def test_accuracy_is_to_grow():
     assert answers.lines(asked, never)[0] == "no: nothing reaches accuracy 1.5"
 
 
-def test_time_that_is_short_is_said(monkeypatch):
-    """A clock on the wall that moves a second whenever somebody looks."""
-    seconds = iter(range(10**6))
-    monkeypatch.setattr("time.monotonic", lambda: float(next(seconds)))
-    make, _ = sources.of_any_size("least-squares", 2, dim=5, noise=10.0)
-    asked, heard = race.Task(make, Clock(0.05, FAR), 0.05, 2, seconds=6.0), []
-    found = race.race(asked, lambda text, share: heard.append((text, share)))
+@pytest.fixture
+def looked_at(monkeypatch):
+    """A clock on the wall that moves a second whenever somebody looks, and the race of a small problem by it."""
+    make, _ = sources.of_any_size("least-squares", 4, dim=5, noise=10.0)
+
+    def run(seconds, told=None):
+        looks = iter(range(10**6))
+        monkeypatch.setattr(race, "time", SimpleNamespace(monotonic=lambda: float(next(looks))))
+        asked = race.Task(make, Clock(0.05, FAR), 0.2, 4, seconds=seconds)
+        return asked, race.race(asked, told)
+
+    return run
+
+
+def test_time_that_is_short_is_said(looked_at):
+    heard = []
+    asked, found = looked_at(300.0, lambda text, share: heard.append((text, share)))
     assert found.stopped
     assert any("not sure: time was short" in line for line in answers.lines(asked, found))
     assert [share for _, share in heard] == sorted(share for _, share in heard)
     assert heard[-1][1] <= 0.99
+
+
+def test_no_time_ends_a_race_that_has_enough(looked_at):
+    _, found = looked_at(1e5)
+    assert not found.stopped
+    assert (found.best.seeds, found.alone.seeds) == (race.SEEDS, race.SEEDS)
+
+
+def test_a_run_is_given_up_when_its_time_is_over(looked_at):
+    """The time ends while one machine runs again, whose first seed counts then."""
+    heard = []
+    asked, found = looked_at(300.0, lambda text, share: heard.append((text, share)))
+    assert found.stopped
+    assert (found.best.way.machines, found.best.seeds) == (1, 1)
+    assert len(heard) < race.OVERTIME * asked.seconds + 10  # nothing runs for long after that
+
+
+def test_a_problem_that_is_too_slow_is_refused(looked_at):
+    with pytest.raises(ValueError, match=r"LeastSquares is too slow for a plan in 20 s here: .*give --minutes 30"):
+        looked_at(20.0)
+
+
+def test_one_machine_is_shown_with_what_its_seeds_found(monkeypatch):
+    """Of its two rules one runs again; the other one's single seed was perhaps lucky."""
+    monkeypatch.setattr(race, "again", lambda asked, trial, *_: replace(trial, rounds=9 * trial.rounds, seeds=3))
+    monkeypatch.setattr(race, "chosen", lambda trials: trials[:1])
+    found = race.race(task(Clock(0.05, FAR), machines=1, target=0.05))
+    assert [t.seeds for t in found.trials] == [1, 3]
+    assert found.alone.seeds == 3
 
 
 # --- the picture ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import klatsch
+from klatsch.columns import replaced
 from klatsch.problems import FashionMNIST, ImageClassification, Images, lenet
 from klatsch.problems.images.classification import COMPILED, IMAGES_AT_ONCE, ONE_MORE, equal_parts, portions
 from klatsch.problems.images.stacks import Stacked, grouped, rows
@@ -302,9 +303,19 @@ def test_the_training_loss_is_measured_on_images_of_all_nodes(monkeypatch, nodes
     assert max(counts) - min(counts) <= 1
 
 
+def test_a_brief_look_is_at_some_test_images(monkeypatch):
+    monkeypatch.setattr("klatsch.problems.images.classification.BRIEF", 20)
+    whole, fewer = (ImageClassification(small, toy(), nodes=3, batch=5, test=test) for test in (None, 20))
+    x = whole.start() + torch.randn(3, 2, whole.dim, generator=torch.Generator().manual_seed(0)).to(whole.start())
+    found = replaced(whole, brief=True).metrics(x)
+    assert list(found) == ["accuracy"]
+    torch.testing.assert_close(found["accuracy"], fewer.metrics(x)["accuracy"])
+    assert not torch.allclose(found["accuracy"], whole.metrics(x)["accuracy"])
+
+
 def test_an_odd_number_of_test_images_is_measured_in_few_portions():
     for count, parts in ((113, 1), (2001, 2)):
-        assert math.ceil(count / equal_parts(count, IMAGES_AT_ONCE)) == parts
+        assert math.ceil(count / equal_parts(count, IMAGES_AT_ONCE["cuda"])) == parts
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 48, 112, 144, 259, 287, 288, 1000, 5000])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import klatsch
+from klatsch.columns import replaced
 from klatsch.problems import Language
 from klatsch.problems.language import prediction, text
 from klatsch.simulation import simulate_together
@@ -115,6 +116,18 @@ def test_bits_per_byte_are_those_of_plain_models(small):
     }
     assert found == pytest.approx(expected, rel=1e-12)
     assert float(problem.metrics(problem.start().expand(4, 1, -1))["bits"]) == pytest.approx(8, abs=0.2)
+
+
+def test_a_brief_look_is_at_some_windows_from_everywhere(small, monkeypatch):
+    problem = small(3)
+    x, windows = points(problem, columns=2), problem.data.held_out
+    monkeypatch.setattr(prediction, "BRIEF", 2)
+    found = replaced(problem, brief=True).metrics(x)
+    some = windows[:: len(windows) // 2]
+    assert list(found) == ["bits"]
+    assert_same_to_rounding(found["bits"], problem.bits(x.view(-1, problem.dim), some).view(3, 2).mean(0))
+    monkeypatch.setattr(prediction, "BRIEF", 10**6)
+    assert_same_to_rounding(replaced(problem, brief=True).metrics(x)["bits"], problem.metrics(x)["bits"])
 
 
 def test_portions_do_not_matter(small, monkeypatch):

@@ -12,6 +12,7 @@ from torch import nn
 
 import klatsch
 from klatsch import problems
+from klatsch.columns import replaced
 from klatsch.problems import ImageClassification, Images, Language, LeastSquares, LogisticRegression, dirichlet, draws
 from klatsch.problems.base import Convex
 from tests.support.comparisons import assert_same_to_rounding
@@ -298,3 +299,24 @@ def test_a_wrapper_that_delegates_is_a_problem_whose_own_gradients_count():
         assert_same_to_rounding(klatsch.simulate(problem, rule, graph, 20).output, expected.output)
     with pytest.raises(ValueError, match="a Wrapper without nodes, dim, start, grad, metrics"):
         problems.adopted(Wrapper(3))
+
+
+@pytest.mark.parametrize("headline", ["distance", "loss_gap"])
+def test_a_brief_look_is_the_headline_alone(headline):
+    problem = LogisticRegression(3, dim=6, samples=40)
+    problem.headline = problems.Headline(headline, "")
+    x = torch.randn(3, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = replaced(problem, brief=True).to(torch.float64, torch.device("cpu")).metrics(x)
+    assert list(found) == [headline]
+    assert_same_to_rounding(found[headline], problem.metrics(x)[headline])
+
+
+def test_a_brief_look_at_a_metric_of_ones_own_has_all_it_is_made_of():
+    class Accurate(LeastSquares):
+        headline = problems.Headline("accuracy", "", largest=True)
+
+        def metrics(self, x):
+            return {"accuracy": 1 - super().metrics(x)["distance"]}
+
+    found = replaced(Accurate(2, dim=3), brief=True).metrics(torch.zeros(2, 1, 3, dtype=torch.float64))
+    assert list(found) == ["accuracy"]

@@ -14,7 +14,7 @@ def lines(task: Task, answer: Answer) -> list[str]:
     """At most twelve lines; the first says what to do."""
     best, alone = answer.best, answer.alone
     if best is None:
-        return [*_no(answer), *_notes(answer)]
+        return [*_no(answer), *_notes(task, answer)]
     if best.way.machines == 1:
         first = f"one machine is enough: {best.way.rule}, {effort(best)}, learning rate {best.lr:.2g}"
         found = [first, *_why_alone(task, answer)]
@@ -29,7 +29,7 @@ def lines(task: Task, answer: Answer) -> list[str]:
     for trial, what, text in (*reduced, *others):
         if trial.way != best.way and not any(f" {trial.way}: " in line for line in found):  # nothing is said twice
             found.append(f"  {what}: {trial.way}: {text}")
-    return [*found, *_notes(answer)]
+    return [*found, *_notes(task, answer)]
 
 
 def effort(trial: Trial) -> str:
@@ -57,9 +57,9 @@ def _no(answer: Answer) -> list[str]:
 def _why_alone(task: Task, answer: Answer) -> list[str]:
     more = [trial for trial in answer.trials if trial.way.machines > 1 and math.isfinite(trial.seconds)]
     if not more:
-        return [
-            "  no choice of more machines reached the target" if task.machines > 1 else "  only one machine is allowed"
-        ]
+        tried = any(trial.way.machines > 1 for trial in answer.trials)
+        why = "no choice of more machines reached the target" if tried else "more machines were not tried"
+        return [f"  {why if task.machines > 1 else 'only one machine is allowed'}"]
     nearest = min(more, key=lambda trial: trial.seconds)
     why = "they would hardly be faster"
     if nearest.seconds * ENOUGH < answer.alone.seconds:
@@ -76,8 +76,9 @@ def _why_not(best: Trial, other: Trial) -> str:
     return f"; {rounds:.2g} times the rounds" if rounds >= each else f"; a round takes {each:.2g} times as long"
 
 
-def _notes(answer: Answer) -> list[str]:
-    return [
-        *([f"  not more: {answer.most}"] if answer.most else []),
-        *(["  not sure: time was short, and not all ran to the end; give --minutes 5"] if answer.stopped else []),
-    ]
+def _notes(task: Task, answer: Answer) -> list[str]:
+    found = [f"  not more: {answer.most}"] if answer.most else []
+    if answer.stopped:
+        minutes = math.ceil(5 * task.seconds / 60)
+        found.append(f"  not sure: time was short, and not all ran to the end; give --minutes {minutes}")
+    return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,9 +19,12 @@ from numpy.typing import NDArray
 
 from klatsch.arguments import number, whole
 from klatsch.clock import Clock
+from klatsch.columns import replaced
 from klatsch.planning.ways import Way, round_seconds, ways_of
 from klatsch.problems import Problem
+from klatsch.problems.sharded import Sharded
 from klatsch.simulation import Result, simulate
+from klatsch.units import duration
 
 Array = NDArray[np.float64]
 Make = Callable[[int, int], Problem]  # a problem of some nodes with a seed
@@ -33,7 +37,7 @@ BELOW, ABOVE = 3, 1  # learning rates that stay in the race, on both sides of th
 FINER = (10**-0.25, 1.0, 10**0.25)  # times the chosen learning rate, for the winners
 POINTS = 1.25  # at which rounds errors are taken: each so many times the one before
 AROUND = 1  # points on each side with which an error is averaged: a dip by chance is not there to stay
-FEWEST = 5  # of the winners that run again even if the time is over
+FEWEST, OVERTIME = 5, 1.1  # of the winners that run again even if the time is over, and how much more they get
 NEAR, WINNERS = 2.0, 16  # times the best time, and how many of these run again: one seed alone does not decide
 AGAIN = (2, 8)  # times as many rounds as the first seed needed, for the others; more where some are not there
 ROUNDING = 1e-6  # by which an error may be below 0
@@ -42,7 +46,7 @@ HEADING = 30.0  # how many times as many rounds a fit may add
 ENOUGH = 1.05  # fewer machines are taken where they are at most this much slower
 LEAST_SHARE = 0.1  # of a machine's worth that each one must bring
 LATE = 0.7  # of the rounds of one machine; what it has after these is the target, if none is given
-ALONE = 0.5  # of the time that one machine may take, by which its rounds are chosen
+ALONE = 0.5  # of the time that one machine may take
 RACING = 0.8  # of the time; the rest is for the winners
 PATIENCE, MOST = 4_000, 60_000  # rounds after which something must be heading for the target, and all end
 
@@ -81,18 +85,53 @@ class Task:
         if self.target is not None:
             number("target", self.target, math.isfinite, "a number")
 
-    def run(self, way: Way, problem: Problem, rounds: int, rates: Sequence[float]) -> tuple[list[int], Array]:
+    def problem(self, nodes: int, seed: int = 0) -> Problem:
+        """The problem, which tells no more than its headline."""
+        return replaced(self.make(nodes, seed), brief=True)
+
+    def run(
+        self, way: Way, problem: Problem, rounds: int, rates: Sequence[float], watch: Watch | None = None
+    ) -> tuple[list[int], Array]:
         """The rounds at which errors are taken, and the errors, (len(steps), len(rates))."""
         points = np.geomspace(1, rounds, 1 + max(1, round(math.log(rounds) / math.log(POINTS))))
         rule, graph = way.made(rates)
         found = simulate(
             *(problem, rule, graph, rounds, sorted({int(p) for p in points.round()})),
-            dtype=torch.float64 if self.device == "cpu" else torch.float32,
+            dtype=torch.float32 if self.device != "cpu" or isinstance(problem, Sharded) else torch.float64,
             device=self.device,
-            progress=False,
+            progress=watch.tick if watch else False,
             any_graph=way.reduces,
         )
         return found.steps, smoothed(gap(problem, found))
+
+
+class TimeUpError(Exception):
+    """The time is over, perhaps in the middle of a run."""
+
+
+@dataclass
+class Watch:
+    """The time that a race may take, and who hears of it."""
+
+    seconds: float
+    began: float
+    told: Told | None = None
+    text: str = "one machine"  # what is being done
+    limit: float = ALONE  # of the time, after which runs are given up
+
+    def look(self, text: str, limit: float) -> None:
+        """Begin something else."""
+        self.text, self.limit = text, limit
+        self.tick()
+
+    def tick(self, rounds: int = 0) -> float:
+        """The share of the time that is over; simulations call it when they have done some rounds."""
+        share = (time.monotonic() - self.began) / self.seconds
+        if self.told is not None:
+            self.told(self.text, min(share, 0.99))
+        if share > self.limit:
+            raise TimeUpError
+        return share
 
 
 @dataclass
@@ -106,13 +145,15 @@ class Runner:
     steps: list[int] = field(default_factory=list)
     errors: Array = field(default_factory=lambda: np.empty((0, 0)))  # (len(steps), len(rates))
 
-    def run(self, task: Task, rounds: int) -> None:
+    def run(self, task: Task, rounds: int, watch: Watch | None = None) -> None:
         """So many rounds from the start, at the learning rates around the best of those before."""
+        rates = self.rates
         if self.steps:
-            best = LEARNING_RATES.index(self.rates[self.best_after(rounds)])
-            self.rates = LEARNING_RATES[max(0, best - BELOW) : best + ABOVE + 1]
+            best = LEARNING_RATES.index(rates[self.best_after(rounds)])
+            rates = LEARNING_RATES[max(0, best - BELOW) : best + ABOVE + 1]
         exact = self.way._replace(wire="float32")  # faster to simulate, and nearly the same; winners run as they are
-        self.steps, self.errors = task.run(exact, self.problem, rounds, self.rates)
+        self.steps, self.errors = task.run(exact, self.problem, rounds, rates, watch)
+        self.rates = rates
 
     def crossings(self, target: float) -> list[float]:
         """The rounds to the target, by learning rate; inf where it is not there yet."""
@@ -224,31 +265,32 @@ class Answer:
 
 def race(task: Task, told: Told | None = None) -> Answer:
     """Find out how many machines pay, and which way to train."""
-    began, threads = time.monotonic(), torch.get_num_threads()
-
-    def spent(text: str) -> float:
-        share = (time.monotonic() - began) / task.seconds
-        if told is not None:
-            told(text, min(share, 0.99))
-        return share
-
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small products: more of them wait for each other where cores are busy
     try:
-        return _race(task, spent)
+        return _race(task, Watch(task.seconds, time.monotonic(), told))
     finally:
         torch.set_num_threads(threads)
 
 
-def _race(task: Task, spent: Callable[[str], float]) -> Answer:
+def _race(task: Task, watch: Watch) -> Answer:
     alone, problems, most = starters(task)
     headline = alone[0].problem.headline
-    for runner in alone:
-        runner.run(task, FIRST)
+    try:
+        for runner in alone:
+            runner.run(task, FIRST, watch)
+        share = watch.tick()
+    except TimeUpError:
+        raise ValueError(
+            f"{type(alone[0].problem).__name__} is too slow for a plan in {duration(task.seconds)} here: one machine "
+            f"has not done {FIRST} rounds at {len(LEARNING_RATES)} learning rates in half of it; give --minutes 30, or "
+            "--device cuda with a GPU"
+        ) from None
     if task.target is None:  # fewer rounds where these take long, as of images on a CPU
-        share = spent("one machine")
         for stretch in [FIRST * LONGER**k for k in (1, 2) if share * LONGER**k <= ALONE][-1:]:
-            for runner in alone:
-                runner.run(task, stretch)
+            with suppress(TimeUpError):
+                for runner in alone:
+                    runner.run(task, stretch, watch)
     target = math.nan if task.target is None else 1.0 - task.target if headline.largest else task.target
     if task.target is None:
         late = np.array(alone[0].steps) > LATE * alone[0].steps[-1]
@@ -257,27 +299,32 @@ def _race(task: Task, spent: Callable[[str], float]) -> Answer:
     runners = [*alone, *entrants(task, alone, problems)]
     rounds, racing, stopped = FIRST, list(runners), False
     best = min(r.reached(target) * r.each for r in alone)
-    while racing and not stopped:
-        for runner in racing:
-            if stopped := spent(f"{len(racing)} ways, {rounds:,} rounds") > RACING:
-                break
-            if not runner.steps or runner.steps[-1] < rounds:
-                limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
-                if not runner.steps or limit > runner.steps[-1]:
-                    runner.run(task, max(2, math.ceil(min(rounds, limit))))
-                best = min(best, runner.reached(target) * runner.each)
-        racing, rounds = still_racing(racing, runners, target, rounds), rounds * LONGER
+    try:
+        while racing:
+            for runner in racing:
+                watch.look(f"{len(racing)} ways, {rounds:,} rounds", RACING)
+                if not runner.steps or runner.steps[-1] < rounds:
+                    limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
+                    if not runner.steps or limit > runner.steps[-1]:
+                        runner.run(task, max(2, math.ceil(min(rounds, limit))), watch)
+                    best = min(best, runner.reached(target) * runner.each)
+            racing, rounds = still_racing(racing, runners, target, rounds), rounds * LONGER
+    except TimeUpError:
+        stopped = True
     trials = in_order(r.trial(target) for r in runners if r.steps)
     repeated: dict[Way, Trial] = {}
-    for trial in chosen(trials):
-        if spent(f"{trial.way.machines} machines again, with other seeds") > 1 and len(repeated) >= FEWEST:
+    for k, trial in enumerate(chosen(trials)):
+        if k < FEWEST:
+            repeated[trial.way] = trial
+        try:
+            if math.isfinite(trial.rounds):
+                watch.look(f"{trial.way.machines} machines again, with other seeds", OVERTIME if k < FEWEST else 1.0)
+                repeated[trial.way] = again(task, trial, problems[trial.way.machines], target, watch)
+        except TimeUpError:
             stopped = True
-            break
-        there = math.isfinite(trial.rounds)
-        repeated[trial.way] = again(task, trial, problems[trial.way.machines], target) if there else trial
     trials = in_order(repeated.get(trial.way, trial) for trial in trials)
     sure = in_order(t for t in repeated.values() if math.isfinite(t.seconds))
-    one = next(t for t in trials if t.way.machines == 1)
+    one = next(t for t in in_order(repeated.values()) if t.way.machines == 1)
     take = enough(sure, one)
     reduced = next((t for t in sure if t.way.reduces and t.way.machines > 1), None)
     return Answer(
@@ -304,7 +351,7 @@ def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
     problems, most, machines = {}, "", 1
     while machines <= task.machines:
         try:
-            problem = task.make(machines, 0)
+            problem = task.problem(machines)
         except ValueError as error:
             if machines == 1:
                 raise
@@ -363,13 +410,13 @@ def chosen(trials: Sequence[Trial]) -> list[Trial]:
     return list({t.way: t for t in (*first, *near[3:WINNERS], *reduced[1:3], *sizes.values())}.values())
 
 
-def again(task: Task, trial: Trial, problem: Problem, target: float) -> Trial:
+def again(task: Task, trial: Trial, problem: Problem, target: float, watch: Watch | None = None) -> Trial:
     """The same way with other seeds, at its learning rate and the two beside it."""
     rates, tried, by_seed = [trial.lr * factor for factor in FINER], 0, np.full((1, len(FINER)), np.inf)
-    instances = [problem, *(task.make(trial.way.machines, seed) for seed in range(1, task.seeds))]
+    instances = [problem, *(task.problem(trial.way.machines, seed) for seed in range(1, task.seeds))]
     for longer in AGAIN:
         tried = max(2, math.ceil(longer * trial.rounds))
-        found = [task.run(trial.way, instance, tried, rates) for instance in instances]
+        found = [task.run(trial.way, instance, tried, rates, watch) for instance in instances]
         by_seed = np.array([[crossing(steps, column, target) for column in errors.T] for steps, errors in found])
         if np.isfinite(by_seed).all(0).any():  # a learning rate with which all are there
             break

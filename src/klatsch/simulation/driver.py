@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is looked at
 
-Advance = Callable[[int], None]  # called with the number of rounds just done
+Advance = Callable[[int], object]  # called with the number of rounds just done
 
 
 class Network(NamedTuple):

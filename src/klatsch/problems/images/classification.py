@@ -23,9 +23,10 @@ from klatsch.problems.sharded import Sharded, equal_parts
 MODELS_AT_ONCE = 64  # that train on a CPU
 COMPILED = (288, 144, 72, 32)  # on a GPU, which takes 15 seconds to compile each size; a larger one is hardly faster
 ONE_MORE = 28  # models that train in the time that one more portion costs
-EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 9}  # models that are evaluated; always 9 on a GPU, as above
-IMAGES_AT_ONCE = 2_000  # for each of them
+EVALUATED_AT_ONCE = {"cpu": 4, "cuda": 9}  # models that are evaluated; always 9 on a GPU, as above
+IMAGES_AT_ONCE = {"cpu": 250, "cuda": 2_000}  # for each of them; more do not fit into the caches of a CPU
 LOSS_SAMPLES = 2_000  # training images for the training loss
+BRIEF = 1_000  # test images for a brief look
 
 Score = Callable[[Tensor, Tensor], Tensor]  # of logits (S, B, classes) and labels (S, B)
 
@@ -81,8 +82,12 @@ class ImageClassification(Sharded):
     def metrics(self, x: Tensor) -> dict[str, Tensor]:
         """Test accuracy: mean, smallest and largest over nodes, and of the averaged model; mean training loss."""
         M, C, d = x.shape
-        models, own = torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d), self.data
-        right = self._mean(models, own.test_images, own.test_labels, lambda v, labels: v.argmax(-1) == labels)
+        own = self.data
+        if self.brief:
+            right = self._mean(x.reshape(-1, d), own.test_images[:BRIEF], own.test_labels[:BRIEF], _is_right)
+            return {"accuracy": right.view(M, C).mean(0)}
+        models = torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d)
+        right = self._mean(models, own.test_images, own.test_labels, _is_right)
         loss = self._mean(models[: M * C], own.images[self._seen], own.labels[self._seen], _losses)
         of_nodes, of_mean = right.view(M + 1, C)[:M], right.view(M + 1, C)[M]
         return {
@@ -97,7 +102,8 @@ class ImageClassification(Sharded):
     def _mean(self, models: Tensor, images: Tensor, labels: Tensor, score: Score) -> Tensor:
         """The mean score of models, (S, d), over images, some at a time."""
         total = torch.zeros(len(models), dtype=torch.float64, device=models.device)
-        some, size = EVALUATED_AT_ONCE[images.device.type], equal_parts(len(labels), IMAGES_AT_ONCE)
+        kind = images.device.type
+        some, size = EVALUATED_AT_ONCE[kind], equal_parts(len(labels), IMAGES_AT_ONCE[kind])
         for s in range(0, len(models), some):
             for k in range(0, len(labels), size):
                 logits = self._logits(models[s : s + some], images[k : k + size])
@@ -190,6 +196,10 @@ class FashionMNIST(ImageClassification):
         """The number of parameters of a LeNet."""
         with torch.device("meta"):  # no memory, no random numbers
             return sum(parameter.numel() for parameter in lenet().parameters())
+
+
+def _is_right(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.argmax(-1) == labels
 
 
 def _losses(logits: Tensor, labels: Tensor) -> Tensor:

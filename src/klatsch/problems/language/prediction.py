@@ -19,6 +19,7 @@ from klatsch.problems.sharded import Sharded, equal_parts
 
 BYTES_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 18}  # in all models together: what is kept for the gradient fits memory
 EVALUATED_AT_ONCE = 16  # models
+BRIEF = 50  # windows of held-out text for a brief look
 
 
 class Language(Sharded):
@@ -140,7 +141,10 @@ class Language(Sharded):
     def metrics(self, x: Tensor) -> dict[str, Tensor]:
         """Bits per byte on held-out text: mean, smallest and largest over nodes, and of the averaged model."""
         M, C, d = x.shape
-        bits = self.bits(torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d)).view(M + 1, C)
+        if self.brief:
+            some = self.data.held_out[:: max(1, len(self.data.held_out) // BRIEF)]
+            return {"bits": self.bits(x.reshape(-1, d), some).view(M, C).mean(0)}
+        bits = self.bits(torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d), self.data.held_out).view(M + 1, C)
         return {
             "bits": bits[:M].mean(0),
             "bits_min": bits[:M].amin(0),
@@ -149,9 +153,9 @@ class Language(Sharded):
         }
 
     @torch.no_grad()
-    def bits(self, models: Tensor) -> Tensor:
-        """Bits per byte of models, (S, d), on the held-out text, some at a time."""
-        windows, found = self.data.held_out, []
+    def bits(self, models: Tensor, windows: Tensor) -> Tensor:
+        """Bits per byte of models, (S, d), on windows of text, some at a time."""
+        found = []
         for some in torch.split(models, EVALUATED_AT_ONCE):
             size = equal_parts(len(windows), max(1, self._at_once(models) // len(some)))
             parts = (part.expand(len(some), -1, -1) for part in torch.split(windows, size))
