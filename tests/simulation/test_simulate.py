@@ -15,6 +15,7 @@ import torch
 import klatsch
 from klatsch import native, problems, rules
 from klatsch import topology as tp
+from klatsch.columns import replaced
 from klatsch.simulation.driver import progress_bar
 from klatsch.simulation.fused import column_blocks
 from klatsch.simulation.mixing import StackedMix
@@ -54,6 +55,19 @@ def test_the_fused_engine_equals_plain_operations(name):
         close(fused.output / scale, plain.output / scale, rtol=0, atol=tolerance)
         for metric in plain.metrics:
             close(fused.metrics[metric], plain.metrics[metric], rtol=100 * tolerance, atol=tolerance)
+
+
+@ENGINES
+def test_a_brief_run_has_the_headline_alone(engine):
+    """And takes no gradient more for it; one column diverges, and counts as the worst there is."""
+    problem, graph, rule = problems.LeastSquares(4, dim=7), tp.ring(4), rules.dat([1e-3, 1e-2, 1e6])
+    points = [1, 2, 7, 150]
+    whole = klatsch.simulate(problem, rule, graph, 160, points, engine=engine)
+    brief = klatsch.simulate(replaced(problem, brief=True), rule, graph, 160, points, engine=engine)
+    assert (brief.steps, list(brief.metrics), brief.rounds) == (points, ["distance"], 160)
+    torch.testing.assert_close(brief.metrics["distance"], whole.metrics["distance"], rtol=1e-9, atol=0)
+    assert math.isinf(brief.metrics["distance"][-1, -1])
+    assert brief.diverged.tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("rule", RULES)

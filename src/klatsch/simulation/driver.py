@@ -91,14 +91,17 @@ class Run:
 
     def drive(self, nodes: Nodes, points: list[int], steps: int, saver: Saver, tell: Advance) -> None:
         """Finish the run: in large pieces between points, in a single round at each point."""
+        brief = any(network.problem.brief for network in nodes.networks)  # what is measured needs no gradient
         with torch.no_grad():
             try:
                 for point in [p for p in dict.fromkeys([*points, steps]) if p > self.now.rounds]:
                     while (done := self.now.rounds) < point:
-                        if done < point - 1:
-                            self._piece(nodes, point - 1)
+                        if brief or done < point - 1:
+                            self._piece(nodes, point if brief else point - 1)
                         else:
                             self._point(nodes, measured=point in points and len(nodes.networks) > 0)
+                        if brief and self.now.rounds == point and point in points:
+                            self._measure(nodes, None)
                         tell(self.now.rounds - done)
                         saver.perhaps(self)
             except KeyboardInterrupt:
@@ -143,16 +146,23 @@ class Run:
         now, t, began = self.now, self.now.rounds + 1, time.perf_counter()
         state, grad = nodes.one(now.state, t)
         took = _since(began, nodes.device)
-        new = Snapshot(state, nodes.beginnings(now, state, t), t, now.seconds + took, now.points + measured)
+        self.now = Snapshot(state, nodes.beginnings(now, state, t), t, now.seconds + took, now.points)
         if measured:
-            self.rows[now.points :] = [_row(nodes, state, grad, new.diverged)]
-        self.now = new
+            self._measure(nodes, grad)
+
+    def _measure(self, nodes: Nodes, grad: Tensor | None) -> None:
+        """A row of metrics, of all networks."""
+        now = self.now
+        self.rows[now.points :] = [_row(nodes, now.state, grad, now.diverged)]
+        self.now = now._replace(points=now.points + 1)
 
 
-def _row(nodes: Nodes, state: State, grad: Tensor, diverged: Tensor) -> dict[str, Tensor]:
+def _row(nodes: Nodes, state: State, grad: Tensor | None, diverged: Tensor) -> dict[str, Tensor]:
     """The metrics of a step; where a column diverged, the worst value: inf, unless the problem has another."""
     rule = nodes.rule  # whose numbers may differ between the networks
-    points = rule.output(state), rule.query(state), rule.iterate(state), grad
+    points = [rule.output(state)]
+    if grad is not None:
+        points += [rule.query(state), rule.iterate(state), grad]
     found = [measure(n.problem, *(v[n.nodes] for v in points)) for n in nodes.networks]
     C, worst = len(diverged) // len(found), nodes.networks[0].problem.worst
     row = {name: torch.cat([metrics[name].expand(C) for metrics in found]) for name in found[0]}

@@ -74,10 +74,13 @@ def record_points(record: int | Sequence[int], steps: int) -> list[int]:
     return whole
 
 
-def measure(problem: Problem, output: Tensor, query: Tensor, iterate: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """All metrics of one step, per column, in float64; inf where a number is not finite."""
-    found = problem.metrics(output)
-    found |= {"Gamma": _spread(query), "Xi": _spread(iterate), "Psi": _spread(grad)}
+def measure(problem: Problem, output: Tensor, *inner: Tensor) -> dict[str, Tensor]:
+    """The metrics of one step, per column, in float64; inf where a number is not finite.
+
+    `inner` are the query points, iterates and gradients of the nodes, whose distances from consensus are metrics too.
+    """
+    found = dict(problem.metrics(output))
+    found |= {name: _spread(v) for name, v in zip(("Gamma", "Xi", "Psi"), inner, strict=False)}
     values = {name: torch.as_tensor(value).double().cpu() for name, value in found.items()}
     return {name: v.where(v.isfinite(), torch.inf) for name, v in values.items()}
 

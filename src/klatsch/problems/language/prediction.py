@@ -144,7 +144,7 @@ class Language(Sharded):
         if self.brief:
             some = self.data.held_out[:: max(1, len(self.data.held_out) // BRIEF)]
             return {"bits": self.bits(x.reshape(-1, d), some).view(M, C).mean(0)}
-        bits = self.bits(torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d), self.data.held_out).view(M + 1, C)
+        bits = self.bits(torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d)).view(M + 1, C)
         return {
             "bits": bits[:M].mean(0),
             "bits_min": bits[:M].amin(0),
@@ -153,9 +153,9 @@ class Language(Sharded):
         }
 
     @torch.no_grad()
-    def bits(self, models: Tensor, windows: Tensor) -> Tensor:
-        """Bits per byte of models, (S, d), on windows of text, some at a time."""
-        found = []
+    def bits(self, models: Tensor, windows: Tensor | None = None) -> Tensor:
+        """Bits per byte of models, (S, d), on windows of text, by default all that are held out, some at a time."""
+        windows, found = self.data.held_out if windows is None else windows, []
         for some in torch.split(models, EVALUATED_AT_ONCE):
             size = equal_parts(len(windows), max(1, self._at_once(models) // len(some)))
             parts = (part.expand(len(some), -1, -1) for part in torch.split(windows, size))
