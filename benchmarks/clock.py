@@ -53,7 +53,7 @@ def work(row: int, params: int, steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     clock, rule, graph = setting(row)
-    drawn = clock.gradient.draw(steps, graph.size, np.random.default_rng(clock.seed))[:, dist.get_rank()]
+    drawn = clock.times.draw(steps, graph.size, np.random.default_rng(clock.seed))[:, dist.get_rank()]
     vector = torch.nn.Parameter(torch.zeros(params))
     optimizer = klatsch.Gossip([vector], rule, graph)
     vector.grad = torch.randn(params)

@@ -154,7 +154,7 @@ def plan(
         return print_json(_plain(found))
     terminal.note(
         f"{title} to {found.metric} {found.target:.3g}, {params or task.make(1, 0).dim:,} parameters, {links.network}, "
-        f"gradient {duration(clock.gradient.mean)}, up to {asked:,} machine{'s' * (asked > 1)}"  # type: ignore[union-attr]
+        f"gradient {duration(clock.times.mean)}, up to {asked:,} machine{'s' * (asked > 1)}"
     )
     first, *others = answers.lines(task, found)
     terminal.note(first, "bold")

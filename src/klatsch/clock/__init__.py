@@ -2,7 +2,7 @@
 
 from klatsch.clock.network import NETWORKS, Links, Sites, Table, links
 from klatsch.clock.rounds import Clock
-from klatsch.clock.times import Each, Exponential, Lognormal, Slow, Times, Trace, times
+from klatsch.clock.times import Exponential, Lognormal, Slow, Times, Trace, times
 
-__all__ = ["NETWORKS", "Clock", "Each", "Exponential", "Links", "Lognormal", "Sites", "Slow", "Table", "Times", "Trace"]
+__all__ = ["NETWORKS", "Clock", "Exponential", "Links", "Lognormal", "Sites", "Slow", "Table", "Times", "Trace"]
 __all__ += ["links", "times"]

@@ -35,21 +35,23 @@ class Links:
     bandwidth: float
     latency: float
 
-    def __post_init__(self) -> None:
-        number("bandwidth", self.bandwidth, lambda v: v > 0, "a positive number of bytes per second, such as 1.2e8")
-        number("latency", self.latency, lambda v: v >= 0, "0 or a positive number of seconds")
+    @property
+    def name(self) -> str:
+        """In errors."""
+        return "the network"
 
     @property
     def nodes(self) -> int | None:
         """Of how many nodes it is; None for any number."""
         return None
 
+    def __post_init__(self) -> None:
+        number("bandwidth", self.bandwidth, lambda v: v > 0, "a positive number of bytes per second, such as 1.2e8")
+        number("latency", self.latency, lambda v: v >= 0, "0 or a positive number of seconds")
+
     def of_first(self, nodes: int) -> Links:
         """The links between the first nodes."""
         return self
-
-    def check(self, nodes: int) -> None:
-        """Refuse a network of another size."""
 
     def between(self, sender: Nodes, receiver: Nodes) -> tuple[Array, Array]:
         """Bytes per second and latency from some nodes to others; 0 bytes where there is no link."""
@@ -77,11 +79,6 @@ class Sites(Links):
     def of_first(self, nodes: int) -> Sites:
         sizes = np.diff(np.minimum(np.cumsum((0, *self.sizes)), nodes))
         return replace(self, sizes=tuple(int(size) for size in sizes))
-
-    def check(self, nodes: int) -> None:
-        """All nodes are at some site."""
-        if sum(self.sizes) != nodes:
-            raise ValueError(f"the sites have {sum(self.sizes)} nodes, but the graph has {nodes}; make them equal")
 
     def between(self, sender: Nodes, receiver: Nodes) -> tuple[Array, Array]:
         """Fast inside, slow between."""
@@ -133,13 +130,6 @@ class Table(Links):
     def of_first(self, nodes: int) -> Table:
         some = slice(0, nodes), slice(0, nodes)
         return replace(self, rates=self.rates[some], delays=None if self.delays is None else self.delays[some])
-
-    def check(self, nodes: int) -> None:
-        """A row for each node."""
-        if len(self.rates) != nodes:
-            raise ValueError(
-                f"{self.name} is of {len(self.rates)} nodes, but the network has {nodes}; give M rows of M"
-            )
 
     def between(self, sender: Nodes, receiver: Nodes) -> tuple[Array, Array]:
         """From the table."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -76,25 +76,26 @@ class Clock:
     gpus: int = 1
     bus: float = 2e10
     seed: int = 0
+    times: Times = field(init=False, repr=False)
+    links: Links = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "gradient", times_of(self.gradient))
-        object.__setattr__(self, "network", links_of(self.network))
         number("handling", self.handling, lambda v: v >= 0, "0 or a positive number of seconds per byte")
         number("per_message", self.per_message, lambda v: v >= 0, "0 or a positive number of seconds")
         number("bus", self.bus, lambda v: v > 0, "a positive number of bytes per second, such as 2e10")
         whole(self.gpus, "gpus", 1)
         whole(self.seed, "seed", 0)
+        object.__setattr__(self, "times", times_of(self.gradient))
+        object.__setattr__(self, "links", links_of(self.network))
 
     @property
     def nodes(self) -> int | None:
         """Of how many nodes it is; None for any number."""
-        known = [part.nodes for part in (self.gradient, self.network) if part.nodes is not None]  # type: ignore[union-attr]
-        return min(known, default=None)
+        return min((part.nodes for part in (self.times, self.links) if part.nodes is not None), default=None)
 
     def of_first(self, nodes: int) -> Clock:
         """The clock of the first nodes alone."""
-        return replace(self, gradient=self.gradient.of_first(nodes), network=self.network.of_first(nodes))  # type: ignore[union-attr]
+        return replace(self, gradient=self.times.of_first(nodes), network=self.links.of_first(nodes))
 
     def seconds(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> list[float]:
         """When all nodes have done so many rounds, in seconds.
@@ -202,8 +203,9 @@ class Clock:
         return Staleness(self._gossip(rule, topology, params), sources, weights, topology.late)
 
     def _checked(self, nodes: int, steps: Sequence[int]) -> Sequence[int]:
-        self.gradient.check(nodes)  # type: ignore[union-attr]
-        self.network.check(nodes)  # type: ignore[union-attr]
+        for part in (self.times, self.links):
+            if part.nodes not in (None, nodes):
+                raise ValueError(f"{part.name} is of {part.nodes} nodes, but the graph has {nodes}; make them equal")
         if not len(steps):
             raise ValueError("steps is empty; give the rounds at which to look at the clock, such as [1000]")
         for step in steps:
@@ -214,7 +216,7 @@ class Clock:
         """The seconds of every node's gradient, round by round, with what its GPUs do among themselves."""
         size = float(encoded_bytes("float32", params))
         inside = 3 * (self.gpus - 1) / self.gpus * size / self.bus  # an all-reduce and an all-gather
-        draw, first, some = self.gradient.drawing(nodes, self.seed), 0, FEW_ROUNDS  # type: ignore[union-attr]
+        draw, first, some = self.times.drawing(nodes, self.seed), 0, FEW_ROUNDS
         while True:
             yield from draw(first, some) + inside
             first, some = first + some, min(2 * some, max(1, CHUNK // nodes))
@@ -243,7 +245,7 @@ class Clock:
 
     def _between(self, sender: Nodes, receiver: Nodes, name: str) -> tuple[Array, Array]:
         """Bytes per second and latency of the links of a graph."""
-        rate, latency = self.network.between(sender, receiver)  # type: ignore[union-attr]
+        rate, latency = self.links.between(sender, receiver)
         if (rate <= 0).any():
             k = int(np.argmax(rate <= 0))
             raise ValueError(
@@ -257,7 +259,7 @@ class Clock:
         if nodes == 1:
             return 0.0
         here = np.arange(nodes)
-        rate, latency = self.network.between(here, np.roll(here, -1))  # type: ignore[union-attr]
+        rate, latency = self.links.between(here, np.roll(here, -1))
         if (rate <= 0).any():
             raise ValueError(
                 f"an all-reduce along a ring needs a link from node {int(np.argmax(rate <= 0))} to the next one, and "
@@ -266,7 +268,7 @@ class Clock:
         ring = 2 * (nodes - 1) * float((latency + self.per_message + size / nodes / rate).max())
         tree = 2 * np.ceil(np.log2(nodes)) * float((latency + self.per_message + size / rate).max())
         travel = min(ring, float(tree))
-        hidden = min(HIDDEN * self.gradient.mean, travel * (1 - min(1.0, BUCKET / size)))  # type: ignore[union-attr]
+        hidden = min(HIDDEN * self.times.mean, travel * (1 - min(1.0, BUCKET / size)))
         return travel - hidden * hides
 
 

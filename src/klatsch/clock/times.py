@@ -22,6 +22,8 @@ SECONDS = "a positive number of seconds, such as 0.05"
 class Times:
     """Seconds of gradients, drawn for every node and round by itself."""
 
+    name = "gradient"  # in errors
+    nodes: int | None = None  # of how many nodes they are; None for any number
     mean: float  # over nodes and rounds
 
     def draw(self, rounds: int, nodes: int, numbers: Generator) -> Array:
@@ -33,50 +35,9 @@ class Times:
         numbers = np.random.default_rng(seed)
         return lambda first, rounds: self.draw(rounds, nodes, numbers)
 
-    @property
-    def nodes(self) -> int | None:
-        """Of how many nodes they are; None for any number."""
-        return None
-
     def of_first(self, nodes: int) -> Times:
         """The times of the first nodes."""
         return self
-
-    def check(self, nodes: int) -> None:
-        """Refuse a network of another size."""
-
-
-@dataclass(frozen=True)
-class Each(Times):
-    """A number of seconds for each node, the same in every round; one number is for all of them."""
-
-    seconds: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        for value in self.seconds:
-            number("gradient", value, lambda v: v > 0, SECONDS)
-
-    @property
-    def mean(self) -> float:  # type: ignore[override]
-        return float(np.mean(self.seconds))
-
-    @property
-    def nodes(self) -> int | None:
-        return len(self.seconds) if len(self.seconds) > 1 else None
-
-    def of_first(self, nodes: int) -> Each:
-        return Each(self.seconds[:nodes])
-
-    def check(self, nodes: int) -> None:
-        """One for all, or one for each node."""
-        if len(self.seconds) not in (1, nodes):
-            raise ValueError(
-                f"gradient has {len(self.seconds)} numbers, but there are {nodes} nodes; give one for each, or one"
-            )
-
-    def draw(self, rounds: int, nodes: int, numbers: Generator) -> Array:
-        """The same in every round."""
-        return np.broadcast_to(np.array(self.seconds), (rounds, nodes))
 
 
 @dataclass(frozen=True)
@@ -136,6 +97,7 @@ class Trace(Times):
     """Measured times: a row for each round, and a column for each node, or one for all.
 
     Nodes go through their column from a random row on, and begin again at its end, so that slow spells stay together.
+    With a single row, times are the same in every round.
     """
 
     rows: Array
@@ -150,18 +112,11 @@ class Trace(Times):
         return float(self.rows.mean())
 
     @property
-    def nodes(self) -> int | None:
+    def nodes(self) -> int | None:  # type: ignore[override]
         return self.rows.shape[1] if self.rows.shape[1] > 1 else None
 
     def of_first(self, nodes: int) -> Trace:
         return Trace(self.rows[:, :nodes], self.name)
-
-    def check(self, nodes: int) -> None:
-        """One column for all, or one for each node."""
-        if self.rows.shape[1] not in (1, nodes):
-            raise ValueError(
-                f"{self.name} has {self.rows.shape[1]} columns, but there are {nodes} nodes; give one for each, or one"
-            )
 
     def draw(self, rounds: int, nodes: int, numbers: Generator) -> Array:
         """Each node from a row of its own."""
@@ -173,9 +128,10 @@ class Trace(Times):
         return lambda first, rounds: self._rows(begin, first, rounds)
 
     def _rows(self, begin: NDArray[np.int64], first: int, rounds: int) -> Array:
-        nodes = len(begin)
-        columns = np.arange(nodes) if self.rows.shape[1] > 1 else np.zeros(nodes, int)
-        found: Array = self.rows[(np.arange(first, first + rounds)[:, None] + begin) % len(self.rows), columns]
+        whole = np.broadcast_to(self.rows, (len(self.rows), len(begin)))
+        if len(whole) == 1:
+            return np.broadcast_to(whole, (rounds, len(begin)))
+        found: Array = whole[(np.arange(first, first + rounds)[:, None] + begin) % len(whole), np.arange(len(begin))]
         return found
 
 
@@ -207,7 +163,7 @@ def times(given: Times | float | str | Sequence[float]) -> Times:
     values = _numbers(given) if isinstance(given, str) else [*given] if isinstance(given, Sequence) else [given]
     if not values:
         raise ValueError(f"gradient = {given!r} has no number; give {SECONDS}")
-    return Each(tuple(values))
+    return Trace(np.array([[number("gradient", value, lambda v: v > 0, SECONDS) for value in values]]), "gradient")
 
 
 def _numbers(text: str) -> list[float]:
