@@ -79,7 +79,7 @@ def test_nobody_waits_for_a_slow_node():
     schedule = scheduled(rules.dsgd(0.1), graph, 10)
     rate = sum(1 / seconds for seconds in times)  # steps of the network in a second
     assert schedule.seconds(500) == pytest.approx(500 * 8 / rate, rel=0.01)
-    steps = np.bincount(np.concatenate([m.steps for t in range(1, 501) for m in schedule.meetings(t)]), minlength=8)
+    steps = np.bincount(np.concatenate([m.steps for t in range(1, 501) for m in schedule.round(t)]), minlength=8)
     assert steps[7] == pytest.approx(steps[0] / 10, rel=0.02)
     assert steps.sum() == 4000
     in_rounds = Clock(times).seconds(rules.dsgd(0.1), topology.ring(8), 10, [500])[0]
@@ -119,7 +119,7 @@ def test_stale_messages_that_are_all_late_are_late():
     """Messages take as long as two gradients: each is used after exactly two rounds, as with late = 2."""
     problem, rule = problems.LeastSquares(6, dim=3), rules.dat_d2(0.01)
     slow = topology.make("ring", 6, late=2, meets="stale 0.03 over wan")
-    assert set(scheduled(rule, slow, 3).used(50)) == {2}
+    assert set(scheduled(rule, slow, 3).round(50)) == {2}
     late = simulate(problem, rule, topology.make("ring", 6, late=2), 60, [60]).output
     torch.testing.assert_close(simulate(problem, rule, slow, 60, [60]).output, late, rtol=1e-9, atol=1e-12)
 
@@ -130,7 +130,7 @@ def test_every_message_is_used_once_and_in_time():
     used = np.zeros((300, *schedule.sources.shape), int)
     ages = set()
     for t in range(1, 301):
-        for age, here in schedule.used(t).items():
+        for age, here in schedule.round(t).items():
             assert 0 <= age <= 3
             used[t - age - 1] += here
             ages.add(age)
@@ -148,7 +148,7 @@ def test_stale_flows_are_those_of_each_message():
         u = x - lr * problem.grad(x, t)
         sent.append(u)
         x = u.clone()
-        for age, here in schedule.used(t).items():
+        for age, here in schedule.round(t).items():
             for k, i in zip(*np.nonzero(here), strict=True):
                 then, j = sent[t - 1 - age], schedule.sources[k, i]
                 x[i] += float(graph.speaking[0][i, j]) * (then[j] - then[i])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ SOME = 64  # gradients of every node that are drawn at once
 
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+Round = TypeVar("Round")
 
 
 class Meeting(NamedTuple):
@@ -34,7 +35,26 @@ class Late(NamedTuple):
     done: Array
 
 
-class Pairwise:
+class Schedule(Generic[Round]):
+    """Rounds that a clock finds one after the other; all are kept, so that a run can go back."""
+
+    def __init__(self, coming: Iterator[tuple[Round, float]]) -> None:
+        self._coming, self._rounds = coming, list[tuple[Round, float]]()
+
+    def round(self, t: int) -> Round:
+        """What happens in round t."""
+        return self._until(t)[t - 1][0]
+
+    def seconds(self, t: int) -> float:
+        """When round t is over."""
+        return self._until(t)[t - 1][1]
+
+    def _until(self, t: int) -> list[tuple[Round, float]]:
+        self._rounds += islice(self._coming, max(0, t - len(self._rounds)))
+        return self._rounds
+
+
+class Pairwise(Schedule[list[Meeting]]):
     """Asynchronous gossip in pairs (AD-PSGD): nobody waits for anybody's gradient.
 
     A node asks a neighbour while it computes its gradient. When the answer is there, both have the mean of their
@@ -54,20 +74,7 @@ class Pairwise:
         self._gradients, self._answers, self._work = gradients, answers, work
         self._shares = np.cumsum(weights, axis=1) / np.maximum(weights.sum(1, keepdims=True), np.finfo(float).tiny)
         self._chance = np.random.default_rng([seed, 1])
-        self._rounds: list[tuple[list[Meeting], float]] = []
-        self._coming = self._grouped()
-
-    def meetings(self, t: int) -> list[Meeting]:
-        """What happens in round t, in order."""
-        return self._round(t)[0]
-
-    def seconds(self, t: int) -> float:
-        """When round t is over."""
-        return self._round(t)[1]
-
-    def _round(self, t: int) -> tuple[list[Meeting], float]:
-        self._rounds += islice(self._coming, max(0, t - len(self._rounds)))
-        return self._rounds[t - 1]
+        super().__init__(self._grouped())
 
     def _grouped(self) -> Iterator[tuple[list[Meeting], float]]:
         """Rounds of M steps; each event is in the first meeting that keeps the order of every node's events."""
@@ -116,8 +123,10 @@ class Pairwise:
             left = events[~known]
 
 
-class Staleness:
-    """How many rounds late each message is used: as soon as it is there; after `late` rounds nodes wait for it.
+class Staleness(Schedule[dict[int, Flags]]):
+    """Which messages, (degree, M), nodes use in a round, by how many rounds old they are.
+
+    Each is used as soon as it is there; after `late` rounds nodes wait for it.
 
     Args:
         rounds: one after the other.
@@ -127,35 +136,22 @@ class Staleness:
     """
 
     def __init__(self, rounds: Iterator[Late], sources: Numbers, weights: Array, late: int) -> None:
-        self.sources, self.weights, self.late = sources, weights, late
-        self._coming = rounds
-        self._rounds: list[tuple[dict[int, Flags], float]] = []
-        self._waiting: dict[int, tuple[Array, Flags]] = {}  # by round of sending: arrivals, and which are not used yet
+        self.sources, self.weights = sources, weights
+        super().__init__(_used(rounds, late))
 
-    def used(self, t: int) -> dict[int, Flags]:
-        """The messages, (degree, M), that nodes use in round t, by how many rounds old they are."""
-        return self._round(t)[0]
 
-    def seconds(self, t: int) -> float:
-        """When all nodes have done round t."""
-        return self._round(t)[1]
-
-    def _round(self, t: int) -> tuple[dict[int, Flags], float]:
-        while len(self._rounds) < t:
-            self._rounds.append(self._next(len(self._rounds) + 1))
-        return self._rounds[t - 1]
-
-    def _next(self, t: int) -> tuple[dict[int, Flags], float]:
-        ready, arrivals, done = next(self._coming)
-        self._waiting[t] = arrivals, np.isfinite(arrivals)
+def _used(rounds: Iterator[Late], late: int) -> Iterator[tuple[dict[int, Flags], float]]:
+    on_the_way: dict[int, tuple[Array, Flags]] = {}  # by round of sending: arrivals, and which are not used yet
+    for t, (ready, arrivals, done) in enumerate(rounds, 1):
+        on_the_way[t] = arrivals, np.isfinite(arrivals)
         used = {}
-        for sent, (there, waiting) in self._waiting.items():
-            here = waiting & ((there <= ready) | (sent + self.late <= t))
+        for sent, (there, waiting) in on_the_way.items():
+            here = waiting & ((there <= ready) | (sent + late <= t))
             waiting &= ~here
             if here.any():
                 used[t - sent] = here
-        self._waiting.pop(t - self.late, None)
-        return used, float(done.max())
+        on_the_way.pop(t - late, None)
+        yield used, float(done.max())
 
 
 def _meeting(number: int, steps: list[int], pairs: list[tuple[int, int]]) -> Meeting:

@@ -40,7 +40,7 @@ class PairwiseStack(AsynchronousStack):
 
     def one(self, state: State, t: int, rule: Rule | None = None) -> tuple[State, Tensor]:
         rule, state = rule or self.rule, each(Tensor.clone, state)
-        for number, steps, pairs in self.schedule.meetings(t):
+        for number, steps, pairs in self.schedule.round(t):
             if len(steps):
                 self._step(rule, state, torch.as_tensor(steps, device=self.device), t, number)
             a, b = torch.as_tensor(pairs, device=self.device).T
@@ -82,7 +82,7 @@ class StaleMix(StackedMix):
 
     def in_round(self, t: int) -> Flow:
         """The flow of round t."""
-        used = {age: torch.as_tensor(here).to(self._weights) for age, here in self.schedule.used(t).items()}
+        used = {age: torch.as_tensor(here).to(self._weights) for age, here in self.schedule.round(t).items()}
         return Flow(partial(self._flow, used))
 
     def _flow(self, used: dict[int, Tensor], *sent: Tensor) -> Tensors:
