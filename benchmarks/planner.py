@@ -115,7 +115,7 @@ def exhaustive(task: Task, images: bool) -> list[Trial]:
     rounds, racing = (
         64,
         [
-            Runner(w, problems.setdefault(w.machines, task.make(w.machines, 0)), each, rates)
+            Runner(w, problems.setdefault(w.machines, task.problem(w.machines)), each, rates)
             for w, each in known.items()
         ],
     )
@@ -142,7 +142,7 @@ def exhaustive(task: Task, images: bool) -> list[Trial]:
 def repeated(task: Task, trial: Trial, goal: float) -> Trial:
     """A way with the seeds of the search, at three learning rates."""
     shifted = replace(task, make=lambda nodes, seed: task.make(nodes, SEEDS[seed]))
-    return race.again(shifted, trial, shifted.make(trial.way.machines, 0), goal)
+    return race.again(shifted, trial, shifted.problem(trial.way.machines), goal)
 
 
 def compare(name: str, asked: Combination, device: str, seconds: float) -> dict[str, object]:
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="numbers of combinations, or images; the first eight by default")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data", help="folder with Fashion-MNIST")
-    parser.add_argument("--seconds", type=float, default=50.0, help="of the planner")
+    parser.add_argument("--seconds", type=float, default=Task.seconds, help="of the planner")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--out", type=Path, help="JSON with all rows")
     given = parser.parse_args()

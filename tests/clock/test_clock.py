@@ -1,6 +1,8 @@
 """The clock: measurements, closed forms, a plain reference, and bad input."""
 
 import math
+import pickle
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -228,6 +230,15 @@ def test_a_trace_is_gone_through_in_order(tmp_path, monkeypatch):
         assert set(np.diff(column, n=2).round(9)) == {1.0, -9.0}
 
 
+@pytest.mark.parametrize("gradient", [0.05, [0.05, 0.1], "lognormal(0.05, 0.5)"])
+def test_equal_clocks(gradient):
+    """They are keys of a cache."""
+    clock, other = Clock(gradient, "wan"), Clock(0.06, "wan")
+    for same in (Clock(gradient, "wan"), replace(clock), pickle.loads(pickle.dumps(clock))):
+        assert (same, hash(same)) == (clock, hash(clock))
+    assert other != clock
+
+
 def test_steps_may_come_twice_and_in_any_order():
     one = free(0.1)
     assert one.seconds(rule(), ring(4), 10, [5, 2, 5]) == pytest.approx([0.5, 0.2, 0.5])
@@ -288,7 +299,7 @@ def test_gradients_that_are_none(gradient, text):
         ("1,2\n3,x\n", "row 2: 'x' is not a number"),
         ("1,2\n-3,4\n", "row 2, column 1: -3 bytes per second; give 0 or a positive number"),
         ("1,2,3\n4,5,6\n", "has 2 x 3 bytes per second; give M rows of M"),
-        ("1,2\n3,4\n", "is of 2 nodes, but the graph has 4; make them equal"),
+        ("1,2\n3,4\n", "is for 2 nodes, but there are 4; make them equal"),
         ("0,1,1,0\n1,0,1,1\n1,1,0,1\n0,1,1,0\n", "ring needs a link from node 3 to node 0, and the network has none"),
         ("", "has no numbers"),
     ],
@@ -308,12 +319,12 @@ def test_links_that_do_not_fit(tmp_path, content, text):
         (lambda: Clock(0.1, Links(1, -1)), "latency = -1"),
         (lambda: Clock(0.1, handling=-1), "handling = -1"),
         (lambda: Clock(0.1, gpus=0), "gpus = 0"),
-        (lambda: Clock([0.1, 0.2]).seconds(rule(), ring(4), 10, [1]), "gradient is of 2 nodes, but the graph has 4"),
+        (lambda: Clock([0.1, 0.2]).seconds(rule(), ring(4), 10, [1]), "gradient is for 2 nodes, but there are 4"),
         (lambda: Clock(0.1).seconds(rule(), ring(4), 10, []), "steps is empty"),
         (lambda: Clock(0.1).seconds(rule(), ring(4), 10, [0]), "steps = 0"),
         (
             lambda: Clock(0.1, Sites(1e6, 0, (1, 2), Links(1e9, 0))).seconds(rule(), ring(4), 10, [1]),
-            "the network is of 3 nodes, but the graph has 4",
+            "the network is for 3 nodes, but there are 4",
         ),
         (lambda: clocks.links("links.csv", bandwidth=1.0), "leave bandwidth = 1 out"),
     ],

@@ -202,7 +202,7 @@ def test_a_changing_graph_has_no_stale_messages():
         (rules.dsgd(0.1), {"meets": "pairwise"}, "does not say how long a gradient takes; write 'pairwise exponential"),
         (rules.dsgd(0.1), {"meets": "pairwise soon"}, "distribution"),
         (rules.dsgd(0.1), {"meets": "pairwise 0.1 over dsl"}, "network"),
-        (rules.dsgd(0.1), {"meets": "pairwise 0.1, 0.2"}, "gradient is of 2 nodes, but the graph has 4"),
+        (rules.dsgd(0.1), {"meets": "pairwise 0.1, 0.2"}, "gradient is for 2 nodes, but there are 4"),
     ],
 )
 def test_bad_schedules(rule, graph, message):

@@ -7,7 +7,8 @@ import numpy as np
 
 from klatsch import simulate
 from klatsch.clock import Clock
-from klatsch.planning import race, sources
+from klatsch.planning import sources
+from klatsch.planning.errors import crossing
 from klatsch.planning.ways import Way
 
 DOCS = Path(__file__).parents[2]
@@ -32,6 +33,6 @@ def test_the_example_keeps_its_promise():
         curve = run.metrics["distance"].numpy()[:, 0]
         # Noise makes single rounds dip: what counts is the mean of a few, as in the race.
         smooth = np.convolve(np.log(curve), np.ones(21) / 21, mode="same")
-        rounds = race.crossing(run.steps, np.exp(smooth), target)
+        rounds = crossing(run.steps, np.exp(smooth), target)
         seconds.append(clock.seconds(*made, 1_000_000, [round(rounds)])[0])
     assert low <= np.median(seconds) <= high

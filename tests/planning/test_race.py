@@ -13,6 +13,7 @@ from klatsch import problems
 from klatsch.clock import Clock, Links
 from klatsch.planning import answers, race, sources
 from klatsch.planning.curves import curves
+from klatsch.planning.errors import crossing, fitted, smoothed
 from klatsch.planning.race import ABOVE, BELOW, FIRST, LEARNING_RATES, MOST, PATIENCE, Answer, Runner, Trial
 from klatsch.planning.ways import GRAPHS, Way
 
@@ -30,25 +31,25 @@ def task(clock, machines=4, **options):
 
 def test_where_errors_cross_the_target():
     steps, errors = [1, 10, 100], np.array([1.0, 0.1, 0.01])
-    assert race.crossing(steps, errors, 0.1) == 10
-    assert race.crossing(steps, errors, math.sqrt(0.1 * 0.01)) == pytest.approx(math.sqrt(10 * 100))
-    assert race.crossing(steps, errors, 0.001) == math.inf
-    assert race.crossing(steps, np.array([math.inf, 0.1, 0.01]), 0.05) == pytest.approx(10 * 10 ** (math.log10(2)))
+    assert crossing(steps, errors, 0.1) == 10
+    assert crossing(steps, errors, math.sqrt(0.1 * 0.01)) == pytest.approx(math.sqrt(10 * 100))
+    assert crossing(steps, errors, 0.001) == math.inf
+    assert crossing(steps, np.array([math.inf, 0.1, 0.01]), 0.05) == pytest.approx(10 * 10 ** (math.log10(2)))
 
 
 def test_where_errors_are_heading():
     steps = [int(t) for t in np.geomspace(1, 1000, 40)]
     falling = np.array([5.0 / t for t in steps])
-    assert race.fitted(steps, falling, 5.0 / 7000) == pytest.approx(7000, rel=0.01)
-    assert race.fitted(steps, np.full(40, 0.5), 0.1) == math.inf
-    assert race.fitted(steps, falling, 1e-9) == math.inf  # too far to say
-    assert race.fitted(steps, np.where(np.arange(40) > 30, math.inf, falling), 0.001) == math.inf
+    assert fitted(steps, falling, 5.0 / 7000) == pytest.approx(7000, rel=0.01)
+    assert fitted(steps, np.full(40, 0.5), 0.1) == math.inf
+    assert fitted(steps, falling, 1e-9) == math.inf  # too far to say
+    assert fitted(steps, np.where(np.arange(40) > 30, math.inf, falling), 0.001) == math.inf
 
 
 def test_a_dip_by_chance_is_not_there_to_stay():
     errors = np.array([1.0, 1.0, 1.0, 0.01, 1.0, 1.0])[:, None]
-    assert race.crossing([1, 2, 3, 4, 5, 6], errors[:, 0], 0.1) < 4
-    assert race.crossing([1, 2, 3, 4, 5, 6], race.smoothed(errors)[:, 0], 0.1) == math.inf
+    assert crossing([1, 2, 3, 4, 5, 6], errors[:, 0], 0.1) < 4
+    assert crossing([1, 2, 3, 4, 5, 6], smoothed(errors)[:, 0], 0.1) == math.inf
 
 
 # --- the same data on fewer nodes -----------------------------------------------------------------------------------
@@ -232,8 +233,8 @@ def test_what_is_promised_comes_true(found):
         result = klatsch.simulate(
             make(best.way.machines, seed), rule, graph, rounds, 60, any_graph=True, progress=False, clock=clock
         )
-        errors = race.smoothed(result.metrics["distance"].numpy())[:, 0]
-        t = race.crossing(result.steps, errors, found.target)
+        errors = smoothed(result.metrics["distance"].numpy())[:, 0]
+        t = crossing(result.steps, errors, found.target)
         assert best.low / 3 <= t <= 3 * best.high
         params = task(clock, params=100_000).params
         assert clock.seconds(rule, graph, params, [round(t)])[0] == pytest.approx(t * best.each, rel=0.1, abs=0.2)
@@ -314,13 +315,26 @@ def looked_at(monkeypatch):
     return run
 
 
-def test_time_that_is_short_is_said(looked_at):
+def test_a_race_keeps_to_its_time_and_says_so(looked_at):
     heard = []
     asked, found = looked_at(300.0, lambda text, share: heard.append((text, share)))
     assert found.stopped
-    assert any("not sure: time was short" in line for line in answers.lines(asked, found))
+    assert any(
+        "not sure: time was short, and not all ran to the end; give --minutes 25" in line
+        for line in answers.lines(asked, found)
+    )
     assert [share for _, share in heard] == sorted(share for _, share in heard)
     assert heard[-1][1] <= 0.99
+    assert len(heard) < race.OVERTIME * asked.seconds + 10  # a run that is not done is given up
+
+
+def test_what_had_no_time_is_said(looked_at):
+    """One machine has just done its first rounds, and the first way with two of them."""
+    asked, found = looked_at(84.0)
+    assert found.untried == (4,)
+    first, *_, last = answers.lines(asked, found)
+    assert first.startswith(("one machine, as far as was tried: ", "no: nothing reached"))
+    assert last == "  not sure: time was short, and 4 machines or more were not tried; give --minutes 7"
 
 
 def test_no_time_ends_a_race_that_has_enough(looked_at):
@@ -329,17 +343,42 @@ def test_no_time_ends_a_race_that_has_enough(looked_at):
     assert (found.best.seeds, found.alone.seeds) == (race.SEEDS, race.SEEDS)
 
 
-def test_a_run_is_given_up_when_its_time_is_over(looked_at):
-    """The time ends while winners run again, whose first seed counts then."""
-    heard = []
-    asked, found = looked_at(300.0, lambda text, share: heard.append((text, share)))
-    assert found.stopped
-    assert found.best.seeds == 1
-    assert len(heard) < race.OVERTIME * asked.seconds + 10  # nothing runs for long after that
+def test_seeds_that_are_done_in_time_count(monkeypatch):
+    """The watch stops the third one, or all of them."""
+    asked, way = task(Clock(0.05, FAR), target=0.05), Way(2, "dat", "ring")
+    trial = Trial(way, 0.01, 100.0, 0.05, 0.05, 100.0, 100.0, tried=128)
+
+    def again(seeds):
+        runs = iter(range(seeds))
+
+        def run(self, *given):
+            if next(runs, None) is None:
+                raise race.TimeUpError
+            return run_(self, *given)
+
+        monkeypatch.setattr(race.Task, "run", run)
+        return race.again(asked, trial, asked.problem(2), 0.05)
+
+    run_ = race.Task.run
+    assert again(9).seeds == race.SEEDS
+    assert again(2).seeds == 2
+    with pytest.raises(race.TimeUpError):
+        again(0)
+
+
+def test_all_sizes_and_rules_take_turns(looked_at):
+    asked = task(Clock(0.05, FAR), machines=8, params=100_000)
+    alone, problems_, _ = race.starters(asked)
+    for runner in alone:
+        runner.run(Known(7), FIRST)
+    first = [r.way for r in race.entrants(asked, alone, problems_)][:9]
+    assert {(way.machines, way.rule) for way in first} == {(m, rule) for m in (2, 4, 8) for rule in GRAPHS}
 
 
 def test_a_problem_that_is_too_slow_is_refused(looked_at):
-    with pytest.raises(ValueError, match=r"LeastSquares is too slow for a plan in 20 s here: .*give --minutes 30"):
+    with pytest.raises(
+        ValueError, match=r"LeastSquares is too slow for a plan in 20 s here: .*give --minutes 4 or more, or --dev"
+    ):
         looked_at(20.0)
 
 

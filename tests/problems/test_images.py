@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import klatsch
-from klatsch.columns import replaced
 from klatsch.problems import FashionMNIST, ImageClassification, Images, lenet
 from klatsch.problems.images.classification import COMPILED, IMAGES_AT_ONCE, ONE_MORE, equal_parts, portions
 from klatsch.problems.images.stacks import Stacked, grouped, rows
@@ -305,17 +304,22 @@ def test_the_training_loss_is_measured_on_images_of_all_nodes(monkeypatch, nodes
 
 def test_a_brief_look_is_at_some_test_images(monkeypatch):
     monkeypatch.setattr("klatsch.problems.images.classification.BRIEF", 20)
-    whole, fewer = (ImageClassification(small, toy(), nodes=3, batch=5, test=test) for test in (None, 20))
+    data = toy()
+    some = slice(None, None, len(data.test_labels) // 20)
+    few = data._replace(test_images=data.test_images[some], test_labels=data.test_labels[some])
+    whole, fewer = (ImageClassification(small, each, nodes=3, batch=5) for each in (data, few))
     x = whole.start() + torch.randn(3, 2, whole.dim, generator=torch.Generator().manual_seed(0)).to(whole.start())
-    found = replaced(whole, brief=True).metrics(x)
+    found = whole.briefly().metrics(x)
     assert list(found) == ["accuracy"]
     torch.testing.assert_close(found["accuracy"], fewer.metrics(x)["accuracy"])
     assert not torch.allclose(found["accuracy"], whole.metrics(x)["accuracy"])
+    whole.headline = whole.headline._replace(metric="train_loss", largest=False)
+    assert whole.briefly() is whole
 
 
 def test_an_odd_number_of_test_images_is_measured_in_few_portions():
-    for count, parts in ((113, 1), (2001, 2)):
-        assert math.ceil(count / equal_parts(count, IMAGES_AT_ONCE["cuda"])) == parts
+    for kind, count, parts in (("cuda", 113, 1), ("cuda", 2001, 2), ("cpu", 113, 1), ("cpu", 2000, 8), ("cpu", 499, 2)):
+        assert math.ceil(count / equal_parts(count, IMAGES_AT_ONCE[kind])) == parts
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 48, 112, 144, 259, 287, 288, 1000, 5000])

@@ -12,7 +12,6 @@ from torch import nn
 
 import klatsch
 from klatsch import problems
-from klatsch.columns import replaced
 from klatsch.problems import ImageClassification, Images, Language, LeastSquares, LogisticRegression, dirichlet, draws
 from klatsch.problems.base import Convex
 from tests.support.comparisons import assert_same_to_rounding
@@ -306,17 +305,25 @@ def test_a_brief_look_is_the_headline_alone(headline):
     problem = LogisticRegression(3, dim=6, samples=40)
     problem.headline = problems.Headline(headline, "")
     x = torch.randn(3, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = replaced(problem, brief=True).to(torch.float64, torch.device("cpu")).metrics(x)
+    found = problem.briefly().to(torch.float64, torch.device("cpu")).metrics(x)
     assert list(found) == [headline]
     assert_same_to_rounding(found[headline], problem.metrics(x)[headline])
 
 
-def test_a_brief_look_at_a_metric_of_ones_own_has_all_it_is_made_of():
-    class Accurate(LeastSquares):
-        headline = problems.Headline("accuracy", "", largest=True)
+def test_problems_of_ones_own_are_never_brief():
+    """They may measure what they like, and pass on to others what they do not have."""
 
+    class Wide(LeastSquares):
         def metrics(self, x):
-            return {"accuracy": 1 - super().metrics(x)["distance"]}
+            found = super().metrics(x)
+            return found | {"ratio": found["loss_gap"] / found["distance"]}
 
-    found = replaced(Accurate(2, dim=3), brief=True).metrics(torch.zeros(2, 1, 3, dtype=torch.float64))
-    assert list(found) == ["accuracy"]
+    class Passing(problems.Problem):
+        nodes, dim = 2, 3
+        start, grad, metrics = (lambda self, *given: None for _ in range(3))
+
+        def __getattr__(self, name):
+            return getattr(self.other, name)  # without end where there is none
+
+    for problem in (Wide(2, dim=3), Passing()):
+        assert problem.briefly() is problem

@@ -193,6 +193,27 @@ def test_an_interrupt_at_any_moment_finds_a_consistent_run(moment, tmp_path):
     assert all(torch.equal(resumed.metrics[name], whole.metrics[name]) for name in whole.metrics)  # bits: same call
 
 
+@pytest.mark.parametrize("brief", [False, True])
+def test_an_interrupt_while_something_is_measured(brief, tmp_path, monkeypatch):
+    """What was being measured is measured again."""
+    problem, measured = problems.LeastSquares(5, dim=4), problems.LeastSquares.metrics
+    given = {"problem": problem.briefly() if brief else problem, "record": [1, 10, 30, 60]}
+    whole, calls = simulate(tmp_path, checkpoint=None, **given), iter(range(100))
+
+    def metrics(self, x):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return measured(self, x)
+
+    monkeypatch.setattr(problems.LeastSquares, "metrics", metrics)
+    with pytest.raises(KeyboardInterrupt):
+        simulate(tmp_path, **given)
+    resumed = simulate(tmp_path, **given)
+    assert resumed.steps == [1, 10, 30, 60]
+    for name, values in whole.metrics.items():
+        assert torch.equal(resumed.metrics[name], values)  # bits: same call
+
+
 def test_a_checkpoint_that_cannot_be_written_shows_before_the_first_round(tmp_path):
     for path in (tmp_path / "nowhere" / "run", tmp_path):
         with pytest.raises(ValueError, match="folder that exists"):

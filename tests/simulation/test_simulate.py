@@ -15,7 +15,7 @@ import torch
 import klatsch
 from klatsch import native, problems, rules
 from klatsch import topology as tp
-from klatsch.columns import replaced
+from klatsch.simulation import simulate_together
 from klatsch.simulation.driver import progress_bar
 from klatsch.simulation.fused import column_blocks
 from klatsch.simulation.mixing import StackedMix
@@ -59,15 +59,25 @@ def test_the_fused_engine_equals_plain_operations(name):
 
 @ENGINES
 def test_a_brief_run_has_the_headline_alone(engine):
-    """And takes no gradient more for it; one column diverges, and counts as the worst there is."""
+    """One column diverges, and counts as the worst there is."""
     problem, graph, rule = problems.LeastSquares(4, dim=7), tp.ring(4), rules.dat([1e-3, 1e-2, 1e6])
     points = [1, 2, 7, 150]
     whole = klatsch.simulate(problem, rule, graph, 160, points, engine=engine)
-    brief = klatsch.simulate(replaced(problem, brief=True), rule, graph, 160, points, engine=engine)
+    brief = klatsch.simulate(problem.briefly(), rule, graph, 160, points, engine=engine)
     assert (brief.steps, list(brief.metrics), brief.rounds) == (points, ["distance"], 160)
     torch.testing.assert_close(brief.metrics["distance"], whole.metrics["distance"], rtol=1e-9, atol=0)
     assert math.isinf(brief.metrics["distance"][-1, -1])
     assert brief.diverged.tolist() == [False, False, True]
+    with pytest.raises(ValueError, match="after is a result of another brief"):
+        klatsch.simulate(problem.briefly(), rule, graph, 170, after=whole)
+
+
+def test_problems_in_a_stack_are_all_brief_or_none():
+    one, rule, graph = problems.LeastSquares(4, dim=7), rules.dat(1e-3), tp.ring(4)
+    found = simulate_together([one.briefly()] * 2, rule, [graph] * 2, 5)
+    assert [list(result.metrics) for result in found] == [["distance"]] * 2
+    with pytest.raises(ValueError, match="measure their headline alone, others more; give all or none `briefly`"):
+        simulate_together([one, one.briefly()], rule, [graph] * 2, 5)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -35,6 +35,10 @@ class Links:
     bandwidth: float
     latency: float
 
+    def __post_init__(self) -> None:
+        number("bandwidth", self.bandwidth, lambda v: v > 0, "a positive number of bytes per second, such as 1.2e8")
+        number("latency", self.latency, lambda v: v >= 0, "0 or a positive number of seconds")
+
     @property
     def name(self) -> str:
         """In errors."""
@@ -42,12 +46,8 @@ class Links:
 
     @property
     def nodes(self) -> int | None:
-        """Of how many nodes it is; None for any number."""
+        """For how many nodes it is; None for any number."""
         return None
-
-    def __post_init__(self) -> None:
-        number("bandwidth", self.bandwidth, lambda v: v > 0, "a positive number of bytes per second, such as 1.2e8")
-        number("latency", self.latency, lambda v: v >= 0, "0 or a positive number of seconds")
 
     def of_first(self, nodes: int) -> Links:
         """The links between the first nodes."""

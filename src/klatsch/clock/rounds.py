@@ -69,15 +69,15 @@ class Clock:
         seed: of what is drawn.
     """
 
-    gradient: Times | float | str | Sequence[float]
-    network: Links | str = "10gbe"
+    gradient: Times | float | str | Sequence[float] = field(compare=False)
+    network: Links | str = field(default="10gbe", compare=False)
     handling: float = 5e-10
     per_message: float = 1e-5
     gpus: int = 1
     bus: float = 2e10
     seed: int = 0
-    times: Times = field(init=False, repr=False)
-    links: Links = field(init=False, repr=False)
+    times: Times = field(init=False, repr=False)  # of gradients
+    links: Links = field(init=False, repr=False)  # of the network
 
     def __post_init__(self) -> None:
         number("handling", self.handling, lambda v: v >= 0, "0 or a positive number of seconds per byte")
@@ -205,7 +205,7 @@ class Clock:
     def _checked(self, nodes: int, steps: Sequence[int]) -> Sequence[int]:
         for part in (self.times, self.links):
             if part.nodes not in (None, nodes):
-                raise ValueError(f"{part.name} is of {part.nodes} nodes, but the graph has {nodes}; make them equal")
+                raise ValueError(f"{part.name} is for {part.nodes} nodes, but there are {nodes}; make them equal")
         if not len(steps):
             raise ValueError("steps is empty; give the rounds at which to look at the clock, such as [1000]")
         for step in steps:

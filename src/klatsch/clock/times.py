@@ -103,6 +103,12 @@ class Trace(Times):
     rows: Array
     name: str = "trace"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Trace) and (self.name, self.rows.tolist()) == (other.name, other.rows.tolist())
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.rows.shape, self.rows.tobytes()))
+
     def __post_init__(self) -> None:
         if self.rows.ndim != 2 or not self.rows.size or not (np.isfinite(self.rows) & (self.rows > 0)).all():
             raise ValueError(f"{self.name}: give rows of positive seconds, a column for each node, or one for all")

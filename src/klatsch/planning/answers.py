@@ -16,7 +16,8 @@ def lines(task: Task, answer: Answer) -> list[str]:
     if best is None:
         return [*_no(answer), *_notes(task, answer)]
     if best.way.machines == 1:
-        first = f"one machine is enough: {best.way.rule}, {effort(best)}, learning rate {best.lr:.2g}"
+        enough = "one machine, as far as was tried" if answer.stopped else "one machine is enough"
+        first = f"{enough}: {best.way.rule}, {effort(best)}, learning rate {best.lr:.2g}"
         found = [first, *_why_alone(task, answer)]
     else:
         found = [f"take {best.way}, learning rate {best.lr:.2g}", f"  time: {effort(best)}"]
@@ -34,7 +35,7 @@ def lines(task: Task, answer: Answer) -> list[str]:
 
 def effort(trial: Trial) -> str:
     """What it takes, with the range of the seeds."""
-    between = ""
+    between = " (1 seed)"
     if trial.seeds > 1:
         most = min(trial.high, trial.tried)
         beyond = "more than " if math.isinf(trial.high) else ""
@@ -48,7 +49,7 @@ def _no(answer: Answer) -> list[str]:
     nearest = min(answer.trials, key=lambda trial: trial.error)
     value = 1.0 - nearest.error if answer.largest else nearest.error
     return [
-        f"no: nothing reaches {answer.metric} {answer.target:.3g}",
+        f"no: nothing {'reached' if answer.stopped else 'reaches'} {answer.metric} {answer.target:.3g}",
         f"  nearest: {value:.3g}, {nearest.way}, learning rate {nearest.lr:.2g}, {nearest.tried:,} rounds",
         "  noise or data allow no more, or it takes longer than was tried; give another --target, or more --minutes",
     ]
@@ -57,8 +58,8 @@ def _no(answer: Answer) -> list[str]:
 def _why_alone(task: Task, answer: Answer) -> list[str]:
     more = [trial for trial in answer.trials if trial.way.machines > 1 and math.isfinite(trial.seconds)]
     if not more:
-        tried = any(trial.way.machines > 1 for trial in answer.trials)
-        why = "no choice of more machines reached the target" if tried else "more machines were not tried"
+        several = any(trial.way.machines > 1 for trial in answer.trials)
+        why = "no choice of more machines reached the target" if several else "more machines were not tried"
         return [f"  {why if task.machines > 1 else 'only one machine is allowed'}"]
     nearest = min(more, key=lambda trial: trial.seconds)
     why = "they would hardly be faster"
@@ -79,6 +80,8 @@ def _why_not(best: Trial, other: Trial) -> str:
 def _notes(task: Task, answer: Answer) -> list[str]:
     found = [f"  not more: {answer.most}"] if answer.most else []
     if answer.stopped:
-        minutes = math.ceil(5 * task.seconds / 60)
-        found.append(f"  not sure: time was short, and not all ran to the end; give --minutes {minutes}")
+        what = (
+            f"{min(answer.untried):,} machines or more were not tried" if answer.untried else "not all ran to the end"
+        )
+        found.append(f"  not sure: time was short, and {what}; give --minutes {math.ceil(5 * task.seconds / 60)}")
     return found

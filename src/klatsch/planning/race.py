@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from klatsch.arguments import number, whole
 from klatsch.clock import Clock
-from klatsch.columns import replaced
+from klatsch.planning.errors import Array, crossing, fitted, gap, smoothed
 from klatsch.planning.ways import Way, round_seconds, ways_of
-from klatsch.problems import Problem
+from klatsch.problems import Problem, adopted
 from klatsch.problems.sharded import Sharded
-from klatsch.simulation import Result, simulate
+from klatsch.simulation import simulate
 from klatsch.units import duration
 
-Array = NDArray[np.float64]
 Make = Callable[[int, int], Problem]  # a problem of some nodes with a seed
 Told = Callable[[str, float], None]  # hears what is done, and how much of the time
 
@@ -36,17 +36,14 @@ LEARNING_RATES = [10.0 ** (k / 2) for k in range(-12, 3)]
 BELOW, ABOVE = 3, 1  # learning rates that stay in the race, on both sides of the best one so far
 FINER = (10**-0.25, 1.0, 10**0.25)  # times the chosen learning rate, for the winners
 POINTS = 1.25  # at which rounds errors are taken: each so many times the one before
-AROUND = 1  # points on each side with which an error is averaged: a dip by chance is not there to stay
-FEWEST, OVERTIME = 5, 1.1  # of the winners that run again even if the time is over, and how much more they get
+FEWEST, OVERTIME = 5, 1.1  # winners that run again beyond the time, and when these, too, are given up
 NEAR, WINNERS = 2.0, 16  # times the best time, and how many of these run again: one seed alone does not decide
 AGAIN = (2, 8)  # times as many rounds as the first seed needed, for the others; more where some are not there
-ROUNDING = 1e-6  # by which an error may be below 0
 HOPELESS = 4.0  # times the best way's time
-HEADING = 30.0  # how many times as many rounds a fit may add
 ENOUGH = 1.05  # fewer machines are taken where they are at most this much slower
 LEAST_SHARE = 0.1  # of a machine's worth that each one must bring
 LATE = 0.7  # of the rounds of one machine; what it has after these is the target, if none is given
-ALONE = 0.5  # of the time that one machine may take
+ALONE = 0.5  # of the time, in which one machine must have done its first rounds
 RACING = 0.8  # of the time; the rest is for the winners
 PATIENCE, MOST = 4_000, 60_000  # rounds after which something must be heading for the target, and all end
 
@@ -87,7 +84,7 @@ class Task:
 
     def problem(self, nodes: int, seed: int = 0) -> Problem:
         """The problem, which tells no more than its headline."""
-        return replaced(self.make(nodes, seed), brief=True)
+        return adopted(self.make(nodes, seed)).briefly()
 
     def run(
         self, way: Way, problem: Problem, rounds: int, rates: Sequence[float], watch: Watch | None = None
@@ -118,20 +115,25 @@ class Watch:
     told: Told | None = None
     text: str = "one machine"  # what is being done
     limit: float = ALONE  # of the time, after which runs are given up
+    rounds: int = 0  # that were done
 
-    def look(self, text: str, limit: float) -> None:
+    @property
+    def share(self) -> float:
+        """Of the time that is over."""
+        return (time.monotonic() - self.began) / self.seconds
+
+    def turn_to(self, text: str, limit: float) -> None:
         """Begin something else."""
         self.text, self.limit = text, limit
         self.tick()
 
-    def tick(self, rounds: int = 0) -> float:
-        """The share of the time that is over; simulations call it when they have done some rounds."""
-        share = (time.monotonic() - self.began) / self.seconds
+    def tick(self, rounds: int = 0) -> None:
+        """Look at the time; simulations do when they have done some rounds."""
+        self.rounds, share = self.rounds + rounds, self.share
         if self.told is not None:
             self.told(self.text, min(share, 0.99))
         if share > self.limit:
             raise TimeUpError
-        return share
 
 
 @dataclass
@@ -181,52 +183,6 @@ class Runner:
         return Trial(self.way, self.rates[column], fastest, self.each, error, fastest, fastest, tried=tried)
 
 
-def gap(problem: Problem, result: Result) -> Array:
-    """The problem's metric as an error, which falls: 1 - accuracy."""
-    values = result.metrics[problem.headline.metric].cpu().numpy().astype(float)
-    metric, largest = problem.headline.metric, problem.headline.largest
-    errors = np.where(np.isfinite(values), 1.0 - values if largest else values, np.inf)
-    if (errors < -ROUNDING).any():
-        wanted = "a share from 0 to 1" if largest else "0 or more"
-        raise ValueError(f"{metric} is {values.flat[errors.argmin()]:.3g}; a plan needs {wanted}")
-    return np.maximum(errors, 0.0)
-
-
-def smoothed(errors: Array) -> Array:
-    """Errors, each the geometric mean of those around it, (len(steps), C); zeros count as the smallest other one."""
-    if not (errors > 0).any():
-        return errors
-    logs = np.log(np.maximum(errors, errors[errors > 0].min()))
-    padded = np.pad(logs, ((AROUND, AROUND), (0, 0)), mode="edge")
-    return np.asarray(np.exp(np.mean([padded[k : k + len(logs)] for k in range(2 * AROUND + 1)], axis=0)))
-
-
-def crossing(steps: Sequence[int], errors: Array, target: float) -> float:
-    """The round at which errors fall to the target for the first time, between two that are known."""
-    below = np.flatnonzero(errors <= target)
-    if not len(below):
-        return math.inf
-    k = int(below[0])
-    if k == 0 or not errors[k] > 0:
-        return float(steps[k])
-    (a, b), (high, low) = (steps[k - 1], steps[k]), (errors[k - 1], errors[k])
-    share = math.log(high / target) / math.log(high / low) if math.isfinite(high) and target > 0 else 1.0
-    return float(a * (b / a) ** share)
-
-
-def fitted(steps: Sequence[int], errors: Array, target: float) -> float:
-    """The round at which errors that go on to fall as they do, by a power of the rounds, reach the target."""
-    late = [k for k, step in enumerate(steps) if step >= steps[-1] / 4]
-    x, y = np.log([steps[k] for k in late]), errors[late]
-    if len(late) < 4 or not (np.isfinite(y).all() and (y > 0).all()) or target <= 0:
-        return math.inf
-    slope, height = np.polyfit(x, np.log(y), 1)
-    if slope > -0.02:
-        return math.inf
-    rounds = math.exp(min((math.log(target) - height) / slope, 700.0))
-    return rounds if rounds <= HEADING * steps[-1] else math.inf
-
-
 @dataclass(frozen=True)
 class Trial:
     """A way, and what it takes to the target."""
@@ -261,6 +217,7 @@ class Answer:
     largest: bool = False  # whether the metric is to grow
     most: str = ""  # why there were not more machines
     stopped: bool = False  # whether time ran out
+    untried: tuple[int, ...] = ()  # numbers of machines for which there was no time at all
 
 
 def race(task: Task, told: Told | None = None) -> Answer:
@@ -279,15 +236,16 @@ def _race(task: Task, watch: Watch) -> Answer:
     try:
         for runner in alone:
             runner.run(task, FIRST, watch)
-        share = watch.tick()
+        watch.tick()
     except TimeUpError:
+        minutes = math.ceil(task.seconds / 60 * len(alone) * FIRST / max(1, watch.rounds))
         raise ValueError(
             f"{type(alone[0].problem).__name__} is too slow for a plan in {duration(task.seconds)} here: one machine "
-            f"has not done {FIRST} rounds at {len(LEARNING_RATES)} learning rates in half of it; give --minutes 30, or "
-            "--device cuda with a GPU"
+            f"has not done {FIRST} rounds at {len(LEARNING_RATES)} learning rates in half of it; give --minutes "
+            f"{minutes} or more{', or --device cuda with a GPU' if task.device == 'cpu' else ''}"
         ) from None
     if task.target is None:  # fewer rounds where these take long, as of images on a CPU
-        for stretch in [FIRST * LONGER**k for k in (1, 2) if share * LONGER**k <= ALONE][-1:]:
+        for stretch in [FIRST * LONGER**k for k in (1, 2) if watch.share * LONGER**k <= ALONE][-1:]:
             with suppress(TimeUpError):
                 for runner in alone:
                     runner.run(task, stretch, watch)
@@ -302,7 +260,7 @@ def _race(task: Task, watch: Watch) -> Answer:
     try:
         while racing:
             for runner in racing:
-                watch.look(f"{len(racing)} ways, {rounds:,} rounds", RACING)
+                watch.turn_to(f"{len(racing)} ways, {rounds:,} rounds", RACING)
                 if not runner.steps or runner.steps[-1] < rounds:
                     limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
                     if not runner.steps or limit > runner.steps[-1]:
@@ -312,13 +270,14 @@ def _race(task: Task, watch: Watch) -> Answer:
     except TimeUpError:
         stopped = True
     trials = in_order(r.trial(target) for r in runners if r.steps)
-    repeated: dict[Way, Trial] = {}
+    repeated, share = dict[Way, Trial](), watch.share
     for k, trial in enumerate(chosen(trials)):
+        limit = share + (OVERTIME - share) * (k + 1) / FEWEST if k < FEWEST else 1.0  # to each of the first its part
         if k < FEWEST:
             repeated[trial.way] = trial
         try:
             if math.isfinite(trial.rounds):
-                watch.look(f"{trial.way.machines} machines again, with other seeds", OVERTIME if k < FEWEST else 1.0)
+                watch.turn_to(f"{trial.way.machines} machines again, with other seeds", limit)
                 repeated[trial.way] = again(task, trial, problems[trial.way.machines], target, watch)
         except TimeUpError:
             stopped = True
@@ -337,7 +296,8 @@ def _race(task: Task, watch: Watch) -> Answer:
         trials=tuple(trials),
         largest=headline.largest,
         most=most,
-        stopped=stopped,
+        stopped=stopped or any(trial.seeds < task.seeds for trial in sure),
+        untried=tuple(sorted({*problems} - {t.way.machines for t in trials})),
     )
 
 
@@ -372,13 +332,15 @@ def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
 def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem]) -> list[Runner]:
     """All ways with several machines, at the learning rates around those of one machine."""
     best = {r.way.rule: LEARNING_RATES.index(r.rates[r.best_after(FIRST)]) for r in alone}
-    found = []
+    found = defaultdict[tuple[int, str], list[Runner]](list)
     for machines, problem in problems.items():
         if machines > 1:
             for way, each in ways_of(task.clock, machines, task.params or problem.dim, alone[0].each).items():
                 k = best["dsgd" if way.rule == "dsgd" else "dat"]
-                found.append(Runner(way, problem, each, LEARNING_RATES[max(0, k - BELOW) : k + ABOVE + 2]))
-    return found
+                runner = Runner(way, problem, each, LEARNING_RATES[max(0, k - BELOW) : k + ABOVE + 2])
+                found[machines, way.rule].append(runner)
+    # All sizes and rules take turns: the time may end.
+    return [runner for turn in zip_longest(*found.values()) for runner in turn if runner is not None]
 
 
 def still_racing(racing: Sequence[Runner], runners: Sequence[Runner], target: float, rounds: int) -> list[Runner]:
@@ -412,16 +374,23 @@ def chosen(trials: Sequence[Trial]) -> list[Trial]:
 
 def again(task: Task, trial: Trial, problem: Problem, target: float, watch: Watch | None = None) -> Trial:
     """The same way with other seeds, at its learning rate and the two beside it."""
-    rates, tried, by_seed = [trial.lr * factor for factor in FINER], 0, np.full((1, len(FINER)), np.inf)
+    rates, tried, by_seed = [trial.lr * factor for factor in FINER], 0, list[list[float]]()
     instances = [problem, *(task.problem(trial.way.machines, seed) for seed in range(1, task.seeds))]
     for longer in AGAIN:
-        tried = max(2, math.ceil(longer * trial.rounds))
-        found = [task.run(trial.way, instance, tried, rates, watch) for instance in instances]
-        by_seed = np.array([[crossing(steps, column, target) for column in errors.T] for steps, errors in found])
-        if np.isfinite(by_seed).all(0).any():  # a learning rate with which all are there
+        rounds, found = max(2, math.ceil(longer * trial.rounds)), list[list[float]]()
+        with suppress(TimeUpError):  # the seeds that are done count
+            for instance in instances:
+                steps, errors = task.run(trial.way, instance, rounds, rates, watch)
+                found.append([crossing(steps, column, target) for column in errors.T])
+        done = len(found) == len(instances)
+        if done or not by_seed:
+            by_seed, tried = found, rounds
+        if not done or np.isfinite(found).all(0).any():  # a learning rate with which all are there
             break
+    if not by_seed:
+        raise TimeUpError
     best = int(np.argmin(np.median(by_seed, axis=0)))
-    low, middle, high = (float(v) for v in np.quantile(by_seed[:, best], (0, 0.5, 1), method="nearest"))
+    low, middle, high = (float(v) for v in np.quantile(np.array(by_seed)[:, best], (0, 0.5, 1), method="nearest"))
     return replace(trial, lr=rates[best], rounds=middle, low=low, high=high, seeds=len(by_seed), tried=tried)
 
 

@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from klatsch.columns import replaced
 
 Shape = tuple[int, ...]
+Kind = TypeVar("Kind", bound="Problem")
 
 
 class Headline(NamedTuple):
@@ -61,7 +62,7 @@ class Problem(ABC):
     exact: Callable[[Tensor], Tensor] | None = None  # the gradients at x, (M, C, d), without noise
     samples: int | None = None  # of all nodes together; None where there is no end of them
     on_fewer: Callable[[int, int], Problem] | None = None  # the same data on so many nodes, drawn with another seed
-    brief: bool = False  # whether `metrics` may be the headline alone, of a part of the test data: for many looks
+    brief: bool = False  # set by `briefly`; then nothing is measured of gradients, either
 
     # Known of a class of problems before one is made:
     headline: Headline = DISTANCE
@@ -91,6 +92,10 @@ class Problem(ABC):
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Problem:
         """The same problem with its tensors elsewhere."""
+        return self
+
+    def briefly(self) -> Problem:
+        """For runs that are looked at often: if possible with the headline alone, on a part of the test data."""
         return self
 
     def fingerprint(self) -> str | None:
@@ -207,12 +212,23 @@ class Convex(Drawing):
             "loss_gap": lambda: self.loss_gap(x.mean(0)),
             "worst_loss_gap": lambda: self.loss_gap(x).amax(0),
         }
-        alone = self.headline.metric if self.brief else ""  # a class of one's own may have another headline
-        return {name: value() for name, value in found.items() if alone in ("", name) or alone not in found}
+        return {name: value() for name, value in found.items() if not self.brief or name == self.headline.metric}
+
+    def briefly(self) -> Self:
+        """With the headline alone."""
+        return shortened(
+            self, Convex.metrics, "distance", "distance_of_mean", "worst_distance", "loss_gap", "worst_loss_gap"
+        )
 
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the gradients."""
         return self.sha256
+
+
+def shortened(problem: Kind, measure: Callable[..., object], *metrics: str) -> Kind:
+    """A problem that measures its headline alone; the same, if a class of one's own measures something else."""
+    own = type(problem).metrics is not measure or problem.headline.metric not in metrics
+    return problem if own else replaced(problem, brief=True)
 
 
 NEEDED = ("nodes", "dim", "start", "grad", "metrics")

@@ -82,6 +82,12 @@ class Sharded(core.Drawing):
         return replaced(first, nodes=sum(problem.nodes for problem in problems), networks=[*problems])
 
 
+def evenly(count: int, most: int) -> Tensor:
+    """At most so many of the numbers from 0 to count - 1, from everywhere."""
+    most = min(count, most)
+    return torch.arange(most) * count // most
+
+
 def equal_parts(count: int, most: int) -> int:
     """The size of portions of at most `most`: one that divides `count`, unless that is much smaller."""
     size = next(size for size in range(min(most, count), 0, -1) if count % size == 0)

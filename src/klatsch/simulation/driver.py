@@ -56,6 +56,7 @@ class Nodes(ABC):
     name: ClassVar[str]
     rule: Rule
     networks: Sequence[Network]  # measured by this process
+    brief: bool = False  # whether nothing is measured of gradients
     device: torch.device
 
     @abstractmethod
@@ -90,18 +91,19 @@ class Run:
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
 
     def drive(self, nodes: Nodes, points: list[int], steps: int, saver: Saver, tell: Advance) -> None:
-        """Finish the run: in large pieces between points, in a single round at each point."""
-        brief = any(network.problem.brief for network in nodes.networks)  # what is measured needs no gradient
+        """Finish the run: in large pieces between points, and in a single round at each, whose gradient is measured."""
         with torch.no_grad():
             try:
                 for point in [p for p in dict.fromkeys([*points, steps]) if p > self.now.rounds]:
                     while (done := self.now.rounds) < point:
-                        if brief or done < point - 1:
-                            self._piece(nodes, point if brief else point - 1)
+                        if nodes.brief or done < point - 1:
+                            new, grad = self._piece(nodes, point if nodes.brief else point - 1), None
                         else:
-                            self._point(nodes, measured=point in points and len(nodes.networks) > 0)
-                        if brief and self.now.rounds == point and point in points:
-                            self._measure(nodes, None)
+                            new, grad = self._round(nodes)
+                        if new.rounds == point and point in points and len(nodes.networks) > 0:
+                            self.rows[new.points :] = [_row(nodes, new, grad)]
+                            new = new._replace(points=new.points + 1)
+                        self.now = new
                         tell(self.now.rounds - done)
                         saver.perhaps(self)
             except KeyboardInterrupt:
@@ -132,34 +134,25 @@ class Run:
             )
         return found
 
-    def _piece(self, nodes: Nodes, until: int) -> None:
+    def _piece(self, nodes: Nodes, until: int) -> Snapshot:
         now, began = self.now, time.perf_counter()
         goal = min(until, now.rounds + self.size)
         state = nodes.advance(now.state, now.rounds, goal)
         took = _since(began, nodes.device)
-        begun = nodes.beginnings(now, state, goal)
-        self.now = now._replace(state=state, diverged_at=begun, rounds=goal, seconds=now.seconds + took)
         if took < PIECE_SECONDS and goal - now.rounds == self.size:
             self.size *= 2
+        return Snapshot(state, nodes.beginnings(now, state, goal), goal, now.seconds + took, now.points)
 
-    def _point(self, nodes: Nodes, measured: bool) -> None:
+    def _round(self, nodes: Nodes) -> tuple[Snapshot, Tensor]:
         now, t, began = self.now, self.now.rounds + 1, time.perf_counter()
         state, grad = nodes.one(now.state, t)
         took = _since(began, nodes.device)
-        self.now = Snapshot(state, nodes.beginnings(now, state, t), t, now.seconds + took, now.points)
-        if measured:
-            self._measure(nodes, grad)
-
-    def _measure(self, nodes: Nodes, grad: Tensor | None) -> None:
-        """A row of metrics, of all networks."""
-        now = self.now
-        self.rows[now.points :] = [_row(nodes, now.state, grad, now.diverged)]
-        self.now = now._replace(points=now.points + 1)
+        return Snapshot(state, nodes.beginnings(now, state, t), t, now.seconds + took, now.points), grad
 
 
-def _row(nodes: Nodes, state: State, grad: Tensor | None, diverged: Tensor) -> dict[str, Tensor]:
+def _row(nodes: Nodes, now: Snapshot, grad: Tensor | None) -> dict[str, Tensor]:
     """The metrics of a step; where a column diverged, the worst value: inf, unless the problem has another."""
-    rule = nodes.rule  # whose numbers may differ between the networks
+    rule, state, diverged = nodes.rule, now.state, now.diverged  # numbers may differ between the networks
     points = [rule.output(state)]
     if grad is not None:
         points += [rule.query(state), rule.iterate(state), grad]

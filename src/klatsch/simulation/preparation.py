@@ -104,6 +104,8 @@ def prepared(
         raise ValueError(
             f"{rule.name} differs between these graphs; give graphs with the same every, late, wire and meets"
         )
+    if len({problem.brief for problem in problems}) > 1:
+        raise ValueError("some of these problems measure their headline alone, others more; give all or none `briefly`")
     if len({graph.every for graph in topologies if graph.wire == "int8"}) > 1:  # its memory rests in silent rounds
         raise ValueError("graphs with wire = 'int8' differ in every; give those that run together the same")
     steps = whole(steps, "steps", 1)
@@ -156,6 +158,7 @@ def _identity(problem: Problem, rule: Rule, topology: Topology, C: int, dtype: t
         "topology": f"{topology!r} {topology.fingerprint}",
         "columns": C,
         "dtype": str(dtype),
+        **({"brief": True} if problem.brief else {}),
     }
 
 

@@ -77,7 +77,8 @@ def record_points(record: int | Sequence[int], steps: int) -> list[int]:
 def measure(problem: Problem, output: Tensor, *inner: Tensor) -> dict[str, Tensor]:
     """The metrics of one step, per column, in float64; inf where a number is not finite.
 
-    `inner` are the query points, iterates and gradients of the nodes, whose distances from consensus are metrics too.
+    `inner` are the query points, iterates and gradients of the nodes, whose distances from consensus are metrics too;
+    nothing, where a problem is brief.
     """
     found = dict(problem.metrics(output))
     found |= {name: _spread(v) for name, v in zip(("Gamma", "Xi", "Psi"), inner, strict=False)}

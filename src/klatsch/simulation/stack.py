@@ -76,6 +76,7 @@ class Stack(Nodes):
     def __init__(self, problem: Problem, parts: Prepared) -> None:
         self.problem, self.networks, self.rates, self.device = problem, parts.networks, parts.rates, parts.rates.device
         self.parts, self.rule = parts, parts.rates.placed(parts.rule)
+        self.brief = all(own.problem.brief for own in parts.networks)
         self.gradients = Gradients(problem, self.rates.steps, self.device.type)
         starts = [self.rates.start(own).expand(own.nodes, -1, -1) for own, _ in self.networks]
         self.start = self.rule.init(torch.cat(starts))

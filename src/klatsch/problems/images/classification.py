@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from klatsch.problems.images.fashion_mnist import Images
 from klatsch.problems.images.networks import architecture, lenet, made
 from klatsch.problems.images.stacks import Stacked, plain_convolutions
 from klatsch.problems.partition import check_alpha, dirichlet
-from klatsch.problems.sharded import Sharded, equal_parts
+from klatsch.problems.sharded import Sharded, equal_parts, evenly
 
 MODELS_AT_ONCE = 64  # that train on a CPU
 COMPILED = (288, 144, 72, 32)  # on a GPU, which takes 15 seconds to compile each size; a larger one is hardly faster
@@ -26,7 +27,7 @@ ONE_MORE = 28  # models that train in the time that one more portion costs
 EVALUATED_AT_ONCE = {"cpu": 4, "cuda": 9}  # models that are evaluated; always 9 on a GPU, as above
 IMAGES_AT_ONCE = {"cpu": 250, "cuda": 2_000}  # for each of them; more do not fit into the caches of a CPU
 LOSS_SAMPLES = 2_000  # training images for the training loss
-BRIEF = 1_000  # test images for a brief look
+BRIEF = 2_000  # test images for a brief look, at most
 
 Score = Callable[[Tensor, Tensor], Tensor]  # of logits (S, B, classes) and labels (S, B)
 
@@ -84,7 +85,8 @@ class ImageClassification(Sharded):
         M, C, d = x.shape
         own = self.data
         if self.brief:
-            right = self._mean(x.reshape(-1, d), own.test_images[:BRIEF], own.test_labels[:BRIEF], _is_right)
+            some = evenly(len(own.test_labels), BRIEF)
+            right = self._mean(x.reshape(-1, d), own.test_images[some], own.test_labels[some], _is_right)
             return {"accuracy": right.view(M, C).mean(0)}
         models = torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d)
         right = self._mean(models, own.test_images, own.test_labels, _is_right)
@@ -97,6 +99,10 @@ class ImageClassification(Sharded):
             "accuracy_of_mean": of_mean,
             "train_loss": loss.view(M, C).mean(0),
         }
+
+    def briefly(self) -> Self:
+        """With the accuracy alone, on some test images."""
+        return core.shortened(self, ImageClassification.metrics, "accuracy")
 
     @torch.no_grad()
     def _mean(self, models: Tensor, images: Tensor, labels: Tensor, score: Score) -> Tensor:
@@ -114,8 +120,7 @@ class ImageClassification(Sharded):
     def _seen(self) -> Tensor:
         """The training images for the training loss, about the same number from every node."""
         own = self.shards.reshape(-1)  # node by node, each in random order
-        count = min(LOSS_SAMPLES, len(own))
-        return own[torch.arange(count, device=own.device) * len(own) // count]
+        return own[evenly(len(own), LOSS_SAMPLES)]
 
     def slope(self, x: Tensor, numbers: Tensor) -> Tensor:
         """The gradients of models x, (S, d), on the images of these numbers, (S, batch)."""

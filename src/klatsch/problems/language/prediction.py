@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,11 +16,11 @@ from klatsch.problems.language import text
 from klatsch.problems.language.gpt import StackedGPT
 from klatsch.problems.language.text import Windows
 from klatsch.problems.partition import check_alpha, dirichlet
-from klatsch.problems.sharded import Sharded, equal_parts
+from klatsch.problems.sharded import Sharded, equal_parts, evenly
 
 BYTES_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 18}  # in all models together: what is kept for the gradient fits memory
 EVALUATED_AT_ONCE = 16  # models
-BRIEF = 50  # windows of held-out text for a brief look
+BRIEF = 50  # windows of held-out text for a brief look, at most
 
 
 class Language(Sharded):
@@ -71,9 +72,8 @@ class Language(Sharded):
         self.shards = torch.as_tensor(dirichlet(found.packages, nodes, alpha, seed))  # (M, n)
         self.numbers, self.drawn = torch.arange(nodes), batch
         measured = found.windows.held_out
-        count = min(test, len(measured))
-        even = torch.arange(count) * len(measured) // count  # windows of every folder
-        self.data = found.windows._replace(held_out=measured[even])
+        some = evenly(len(measured), test)  # windows of every folder
+        self.data = found.windows._replace(held_out=measured[some])
         self.gpt = StackedGPT(context, width, depth, heads)
         self._start, self.dim = self.gpt.start(seed), self.gpt.dim
         self._content = text.content(folder, pattern)
@@ -142,7 +142,7 @@ class Language(Sharded):
         """Bits per byte on held-out text: mean, smallest and largest over nodes, and of the averaged model."""
         M, C, d = x.shape
         if self.brief:
-            some = self.data.held_out[:: max(1, len(self.data.held_out) // BRIEF)]
+            some = self.data.held_out[evenly(len(self.data.held_out), BRIEF)]
             return {"bits": self.bits(x.reshape(-1, d), some).view(M, C).mean(0)}
         bits = self.bits(torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d)).view(M + 1, C)
         return {
@@ -151,6 +151,10 @@ class Language(Sharded):
             "bits_max": bits[:M].amax(0),
             "bits_of_mean": bits[M],
         }
+
+    def briefly(self) -> Self:
+        """With the bits of all nodes' models alone, on some windows."""
+        return core.shortened(self, Language.metrics, "bits")
 
     @torch.no_grad()
     def bits(self, models: Tensor, windows: Tensor | None = None) -> Tensor:
