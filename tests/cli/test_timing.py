@@ -143,7 +143,7 @@ def test_run_takes_a_clock(run_cli, in_threads, tmp_path):
         (("--against", "seconds"), "--against seconds needs to know how long a gradient takes"),
         (("--gpus", "8"), "--gpus needs to know how long a gradient takes"),
         (("--against", "hours"), "unknown axis 'hours'"),
-        (("--gradient", "fast"), "unknown distribution 'fast'"),
+        (("--gradient", "fast"), "gradient = 'fast'; give seconds, such as 0.05, or a distribution"),
         (("--gradient", "0.05", "--network", "wam"), "unknown network 'wam'; did you mean wan?"),
         (("--gradient", "0.1,0.2,0.3"), "3"),
         (("--gradient", "0.05", "--plot", "/nowhere/a.png"), "there is no folder /nowhere"),

@@ -274,7 +274,7 @@ def test_the_clock_beside_a_simulation():
     "gradient, text",
     [
         (0, "gradient = 0; give a positive number of seconds"),
-        ("fast", "unknown distribution 'fast'"),
+        ("fast", "gradient = 'fast'; give seconds, such as 0.05, or a distribution"),
         ("lognormal", r"gradient = 'lognormal' has 0 numbers; give lognormal\(mean, spread\), in seconds"),
         ("exponential(1, 2)", r"has 2 numbers; give exponential\(mean\), in seconds"),
         ("3*", "give seconds, such as 0.05"),

@@ -111,8 +111,8 @@ def test_constants_from_a_probe_and_those_that_are_given_beside_it(run_cli, tmp_
             (*CONSTANTS, "--samples", "1e6", "--plot", "plan.png"),
             "--plot is for what is measured, and --theory measures",
         ),
-        ((*CONSTANTS, "--samples", 0), "N = 0.0; give a number of samples from 1"),
-        ((*CONSTANTS, "--samples", "nan"), "N = nan; give a number of samples"),
+        ((*CONSTANTS, "--samples", 0), "--samples = 0.0; give 1 or more"),
+        ((*CONSTANTS, "--samples", "nan"), "--samples = nan; give 1 or more"),
         ((*CONSTANTS, "--samples", "many"), "'many' is not a number"),
         ((*CONSTANTS, "--target", -1), "target = -1.0; give a positive error"),
         ((*CONSTANTS, "--target", "0.1", "-n", 0), "machines = 0; give a whole number from 1"),
@@ -121,7 +121,10 @@ def test_constants_from_a_probe_and_those_that_are_given_beside_it(run_cli, tmp_
         ((*CONSTANTS, "--samples", "1e6", "--sigma", -1), "sigma = -1.0; give 0 or a positive number"),
         ((*CONSTANTS, "--samples", "1e6", "--L", 0), "L = 0.0; give a positive number"),
         ((*CONSTANTS, "--samples", "1e6", "--zeta", "nan"), "zeta = nan; give 0 or a positive number"),
-        ((*CONSTANTS, "--samples", "1e6", "--set", "noise=3"), "plan has no option 'noise'"),
+        (
+            (*CONSTANTS, "--samples", "1e6", "--set", "noise=3"),
+            "--set noise=3 is for problems that run themselves; leave it out",
+        ),
         (("absent.json", "--samples", "1e6"), "cannot read absent.json"),
     ],
 )

@@ -1,12 +1,14 @@
 """`klatsch plan`: what it prints, draws and refuses. No time limit decides here."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from klatsch.planning import race
 from klatsch.planning.race import Answer, Trial
 from klatsch.planning.ways import Way
+from klatsch.units import duration
 from tests.support.pictures import check_picture
 
 SMALL = ("-n", 4, "--minutes", 60)
@@ -69,7 +71,7 @@ def test_constants_alone(run_cli, tmp_path):
     assert found["metric"] == "loss_gap"
     best = found["recommended"]
     assert best["rounds"] > 0
-    assert f"{best['rounds']:,.0f} rounds of " in "\n".join(lines[1:3])
+    assert f"{duration(best['seconds'])} (" in "\n".join(lines[1:3])
     assert {trial["way"]["machines"] for trial in found["trials"]} == {1, 2, 4}
 
 
@@ -95,6 +97,30 @@ def as_found(run_cli, monkeypatch):
         return out
 
     return run
+
+
+def test_a_target_that_some_seeds_reach(as_found):
+    none = replace(BEST, rounds=float("inf"), high=float("inf"))
+    lines = as_found(replace(FOUND, best=None, trials=(none, SLOW))).splitlines()
+    assert lines[1:4] == [
+        "no: distance 0.01 is reached with some seeds only",
+        "  by one: 4 machines, dat on ring, in every 4th round, late 3, as int8, learning rate 0.2",
+        "  most others do not get there in 240 rounds; give another --target",
+    ]
+    alone = replace(ALONE, rounds=float("inf"))
+    out = as_found(replace(FOUND, alone=alone))
+    assert "  one machine: most of its seeds do not get there within 40 s" in out
+    assert "  one machine: it does not get there within 40 s" in as_found(
+        replace(FOUND, alone=replace(alone, error=1.0))
+    )
+
+
+def test_few_rounds_are_not_whole(as_found):
+    out = as_found(
+        replace(FOUND, best=replace(BEST, rounds=1.21), reduced=None, others=(replace(BEST, way=Way(2), rounds=1.22),))
+    )
+    assert "1.2 rounds of 60 ms" in out
+    assert "73.2 ms; hardly slower" in out
 
 
 def test_the_lines_of_an_answer(as_found):
@@ -147,7 +173,7 @@ def test_all_that_was_tried(as_found):
         ),
         ((), "or --sigma X --zeta X --L X --D1 X"),
         (CONSTANTS[:6], "D1 missing; give a problem"),
-        ((*CONSTANTS, "--set", "noise=3"), "plan has no option 'noise'"),
+        ((*CONSTANTS, "--set", "noise=3"), "--set noise=3 is for problems that run themselves; leave it out"),
         ((*CONSTANTS, "--sigma", -1), "sigma = -1.0; give 0 or a positive number"),
         ((*CONSTANTS, "--L", 0), "L = 0.0; give a positive number"),
         (("absent.json",), "cannot read absent.json"),
@@ -162,7 +188,9 @@ def test_all_that_was_tried(as_found):
         (("least-squares", "--gpus", 0), "gpus = 0"),
         (("least-squares", "--device", "gpu"), "device = 'gpu' cannot be used"),
         (("least-squares", "-n", "0"), "machines = 0"),
-        (("least-squares", "--minutes", "0"), "seconds = 0"),
+        (("least-squares", "--minutes", "0"), "--minutes = 0.0; give a positive number of minutes"),
+        (("least-squares", "-n", "5000"), "machines = 5000; give a whole number from 1 to 4096"),
+        (("mine.py",), "mine.py"),
         (("least-squares", "--target", "nan"), "target = nan"),
         (("least-squares", "--params", "1.5"), "'1.5' is not a whole number"),
         (("least-squares", "--params", 0), "params = 0"),
@@ -190,4 +218,65 @@ def test_a_table_of_links_is_that_of_the_first_machines(run_cli, tmp_path):
     given = ("--set", "dim=30", "--set", "noise=10", "--minutes", 60, "--network", links, "--gradient", "3*0.05, 0.2")
     code, out, err = run_cli("plan", "least-squares", *given)
     assert (code, err) == (0, "")
-    assert "not more: the clock is of 4 nodes" in out
+    assert "not more: the network, or the times of gradients, are for 4 nodes" in out
+
+
+def links_of(pairs, nodes):
+    return "\n".join(",".join("1e7" if {i, j} in pairs else "0" for j in range(nodes)) for i in range(nodes))
+
+
+def test_graphs_without_their_links_are_left_out(run_cli, tmp_path):
+    links, given = tmp_path / "links.csv", ("--set", "dim=30", "--set", "noise=10", "--minutes", 60, "--json")
+    links.write_text(links_of([{0, 1}, {1, 2}, {2, 3}, {3, 0}], 4))  # a ring, and no more
+    code, out, err = run_cli("plan", "least-squares", *given, "-n", 4, "--network", links)
+    assert (code, err) == (0, "")
+    ways = [trial["way"] for trial in json.loads(out)["trials"]]
+    assert {way["graph"] for way in ways if way["machines"] == 4} == {"ring", "complete"}  # an all-reduce along it
+
+
+def test_machines_that_are_not_connected_are_not_taken(run_cli, tmp_path):
+    links, given = tmp_path / "links.csv", ("--set", "dim=30", "--set", "noise=10", "--minutes", 60)
+    links.write_text(links_of([{0, 1}, {2, 3}], 4))
+    code, out, err = run_cli("plan", "least-squares", *given, "-n", 4, "--network", links)
+    assert (code, err) == (0, "")
+    assert "not more: the network does not have the links of any graph of 4 machines" in out
+
+
+OWN = """
+import torch
+from klatsch import problems
+
+class Own(problems.LeastSquares):
+    {change}
+
+def problem(nodes):
+    return Own({nodes}, dim=3)
+"""
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ("headline = problems.Headline('off', '')", "has no metric 'off' to plan by; give Own headline = problems.H"),
+        ("headline = 'gap'", "has no metric 'gap' to plan by; give Own headline = problems.Headline('distance', 'wh"),
+        ("metrics = lambda self, x: {'distance': 'far'}", "distance is 'far' for two columns; give a tensor of two"),
+        ("metrics = lambda self, x: {'distance': torch.ones(())}", "for two columns; give a tensor of two numbers"),
+        ("metrics = lambda self, x: 1 / 0", "mine.py, line 6: ZeroDivisionError: division by zero"),
+        ("grad = lambda self, x, t, nodes=None: x / 0", "gradients at the start are not finite; check Own"),
+        ("samples = -1", "samples = -1; give a whole number from 1 up"),
+    ],
+)
+def test_mistakes_in_ones_own_problem(change, words, run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN.format(change=change, nodes="nodes"))
+    code, out, err = run_cli("plan", "mine.py:problem", "-n", 4)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
+def test_a_function_that_does_not_use_its_number_of_nodes(run_cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN.format(change="pass", nodes=8))
+    code, _, err = run_cli("plan", "mine.py:problem", "-n", 4)
+    assert code == 2
+    assert err.endswith("problem(1) gives a problem of 8 nodes; let it use the number it is given\n")

@@ -53,6 +53,13 @@ def test_what_a_way_makes():
     assert not Way(8, "dsgd", "ring").reduces
 
 
+def test_a_machine_alone_takes_the_mean():
+    """Whatever the draws."""
+    for gradient in ("exponential(0.05)", "lognormal(0.05, 1)", "slow(0.02, 10, 0.05)"):
+        clock = Clock(gradient)
+        assert round_seconds(clock, Way(1), 10) == pytest.approx(clock.times.mean)
+
+
 def test_the_seconds_of_a_round():
     """By hand: 1 MB/s, 2 MB of parameters, two neighbours on a ring of four."""
     clock = Clock(2.0, Links(1e6, 0.5), handling=0.0, per_message=0.0)

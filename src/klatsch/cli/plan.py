@@ -115,7 +115,7 @@ def plan(
     from klatsch import pictures
     from klatsch.arguments import whole
     from klatsch.cli.data import use_folder
-    from klatsch.planning import answers, race, sources
+    from klatsch.planning import answers, race, sources, ways
     from klatsch.planning.curves import curves
     from klatsch.units import duration
 
@@ -125,6 +125,8 @@ def plan(
     named = None if file else problem
     _check(known, trying, named, theory, samples, draw)
     asked = whole(MACHINES if machines is None else machines, "machines", 1)
+    if not theory:
+        whole(asked, "machines", 1, ways.MOST_MACHINES)
     most = 1 << (asked.bit_length() - 1)  # 1, 2, 4, ... machines
     use_folder(trying.folder)
     if named is not None:
@@ -134,7 +136,8 @@ def plan(
         (make, seeded), measured, title = sources.of_any_size(named, most, **options), None, label(named)
         params = known.params
     else:
-        chosen(settings, "plan", {})
+        if settings:
+            raise ValueError(f"--set {settings[0]} is for problems that run themselves; leave it out")
         measured = None if problem is None else sources.read_probe(Path(problem))
         constants = known.constants(measured)
         params = known.params if known.params is not None else measured.params if measured else PARAMS
@@ -169,10 +172,15 @@ def plan(
 def _check(
     known: Known, trying: Trying, named: str | None, theory: bool, samples: float | None, draw: Path | None
 ) -> None:
-    """Refuse options that do not go together."""
+    """Refuse options that are wrong, or do not go together."""
+    from klatsch.arguments import number as positive
+
     given = [f"--{name}" for name, value in vars(known).items() if value is not None and name != "params"]
     if named is not None and (given or theory):
         raise ValueError(f"{(given or ['--theory'])[0]} is for constants; a problem runs itself: leave it out")
+    positive("--minutes", trying.minutes, lambda v: v > 0, "a positive number of minutes")
+    if samples is not None:
+        positive("--samples", samples, lambda v: v >= 1, "1 or more")
     if samples is not None and not theory:
         raise ValueError("--samples is for --theory; give a --target")
     measures = {

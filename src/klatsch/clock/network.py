@@ -23,6 +23,10 @@ NETWORKS = {
 }
 
 
+class NoLinkError(ValueError):
+    """A graph needs a link that the network does not have."""
+
+
 @dataclass(frozen=True)
 class Links:
     """Links that are all alike.

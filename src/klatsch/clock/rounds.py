@@ -24,7 +24,7 @@ from klatsch import columns
 from klatsch.arguments import number, whole
 from klatsch.channels.rehearsal import FEW, rehearse
 from klatsch.clock.meetings import Late, Pairwise, Staleness
-from klatsch.clock.network import Links, Nodes
+from klatsch.clock.network import Links, Nodes, NoLinkError
 from klatsch.clock.network import links as links_of
 from klatsch.clock.times import Array, Times
 from klatsch.clock.times import times as times_of
@@ -145,7 +145,7 @@ class Clock:
             return last
 
         done, nothing = np.zeros(topology.size), np.full((1, topology.size), -np.inf)
-        for t, gradient in enumerate(self._gradients(topology.size, params), 1):
+        for t, gradient in enumerate(self.gradients(topology.size, params), 1):
             ready, arrivals = done + gradient, nothing
             speaks, phase = topology.speaks(t) and topology.size > 1, (t // topology.every - 1) % len(hearings[0])
             if speaks and not topology.late:
@@ -172,7 +172,7 @@ class Clock:
 
         def rounds() -> Iterator[Array]:
             done = np.zeros(nodes)
-            for t, gradient in enumerate(self._gradients(nodes, params), 1):
+            for t, gradient in enumerate(self.gradients(nodes, params), 1):
                 done = done + gradient
                 if t % every == 0:
                     done = np.full(nodes, done.max() + extra)
@@ -192,7 +192,7 @@ class Clock:
         for way in ((asks, answers), (answers, asks)):  # there and back
             rate, latency = self._between(*way, topology.name)
             takes[asks, answers] += latency + size / rate + self.per_message
-        return Pairwise(self._gradients(topology.size, params), weights, takes, size * self.handling, self.seed)
+        return Pairwise(self.gradients(topology.size, params), weights, takes, size * self.handling, self.seed)
 
     def staleness(self, rule: Rule, topology: Topology, params: int) -> Staleness:
         """How many rounds late messages are used, if nodes wait only for those that are `topology.late` rounds old."""
@@ -212,7 +212,7 @@ class Clock:
             whole(step, "steps", 1)
         return steps
 
-    def _gradients(self, nodes: int, params: int) -> Iterator[Array]:
+    def gradients(self, nodes: int, params: int) -> Iterator[Array]:
         """The seconds of every node's gradient, round by round, with what its GPUs do among themselves."""
         size = float(encoded_bytes("float32", params))
         inside = 3 * (self.gpus - 1) / self.gpus * size / self.bus  # an all-reduce and an all-gather
@@ -248,7 +248,7 @@ class Clock:
         rate, latency = self.links.between(sender, receiver)
         if (rate <= 0).any():
             k = int(np.argmax(rate <= 0))
-            raise ValueError(
+            raise NoLinkError(
                 f"{name} needs a link from node {sender[k]} to node {receiver[k]}, and the network has none; give it "
                 "a bandwidth, or take another graph"
             )
@@ -261,7 +261,7 @@ class Clock:
         here = np.arange(nodes)
         rate, latency = self.links.between(here, np.roll(here, -1))
         if (rate <= 0).any():
-            raise ValueError(
+            raise NoLinkError(
                 f"an all-reduce along a ring needs a link from node {int(np.argmax(rate <= 0))} to the next one, and "
                 "the network has none; give it a bandwidth"
             )

@@ -159,7 +159,8 @@ def times(given: Times | float | str | Sequence[float]) -> Times:
         return given
     if isinstance(given, str) and given.lower().endswith(".csv"):
         return Trace(table(Path(given)), given)
-    if isinstance(given, str) and (call := re.fullmatch(r"\s*([a-z]+)\s*(?:\((.*)\))?\s*", given)):
+    call = re.fullmatch(r"\s*([a-z]+)\s*(?:\((.*)\))?\s*", given) if isinstance(given, str) else None
+    if call and (call[2] is not None or call[1] in DISTRIBUTIONS):
         kind = named("distribution", call[1], DISTRIBUTIONS)
         values = _numbers(call[2] or "")
         if len(values) != len(fields(kind)):

@@ -24,7 +24,8 @@ def lines(task: Task, answer: Answer) -> list[str]:
         if math.isfinite(alone.seconds):
             found.append(f"  {alone.way}: {effort(alone)}; {alone.seconds / best.seconds:.3g} times as long")
         else:
-            found.append(f"  one machine: does not get there within {duration(alone.tried * alone.each)}")
+            who = "most of its seeds do" if alone.seeds > 1 and alone.error <= _error(answer) else "it does"
+            found.append(f"  one machine: {who} not get there within {duration(alone.tried * alone.each)}")
     reduced = [] if answer.reduced is None else [(answer.reduced, "all-reduce", effort(answer.reduced))]
     others = [(t, "next", f"{duration(t.seconds)}{_why_not(best, t)}") for t in answer.others]
     for trial, what, text in (*reduced, *others):
@@ -40,19 +41,30 @@ def effort(trial: Trial) -> str:
         most = min(trial.high, trial.tried)
         beyond = "more than " if math.isinf(trial.high) else ""
         between = f" ({duration(trial.low * trial.each)} to {beyond}{duration(most * trial.each)}, {trial.seeds} seeds)"
-    rounds = f"{trial.rounds:,.0f} round{'s' * (trial.rounds >= 1.5)}"
-    return f"{duration(trial.seconds)}{between}, {rounds} of {duration(trial.each)}"
+    rounds = f"{trial.rounds:,.0f}" if trial.rounds >= 10 else f"{trial.rounds:.2g}"
+    return f"{duration(trial.seconds)}{between}, {rounds} round{'s' * (rounds != '1')} of {duration(trial.each)}"
 
 
 def _no(answer: Answer) -> list[str]:
     """Nothing gets there: how far it went."""
     nearest = min(answer.trials, key=lambda trial: trial.error)
     value = 1.0 - nearest.error if answer.largest else nearest.error
+    if nearest.error <= _error(answer):
+        return [
+            f"no: {answer.metric} {answer.target:.3g} is reached with some seeds only",
+            f"  by one: {nearest.way}, learning rate {nearest.lr:.2g}",
+            f"  most others do not get there in {nearest.tried:,} rounds; give another --target",
+        ]
     return [
         f"no: nothing {'reached' if answer.stopped else 'reaches'} {answer.metric} {answer.target:.3g}",
         f"  nearest: {value:.3g}, {nearest.way}, learning rate {nearest.lr:.2g}, {nearest.tried:,} rounds",
         "  noise or data allow no more, or it takes longer than was tried; give another --target, or more --minutes",
     ]
+
+
+def _error(answer: Answer) -> float:
+    """The target as an error, which falls."""
+    return 1.0 - answer.target if answer.largest else answer.target
 
 
 def _why_alone(task: Task, answer: Answer) -> list[str]:
@@ -74,6 +86,8 @@ def _why_not(best: Trial, other: Trial) -> str:
     if other.seconds < best.seconds:
         return ", with more machines that bring less than a tenth of a machine each, or not 5 % sooner"
     rounds, each = other.rounds / best.rounds, other.each / best.each
+    if max(rounds, each) < 1.05:
+        return "; hardly slower"
     return f"; {rounds:.2g} times the rounds" if rounds >= each else f"; a round takes {each:.2g} times as long"
 
 

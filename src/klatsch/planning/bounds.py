@@ -8,10 +8,9 @@ from typing import NamedTuple
 from klatsch import theory, topology
 from klatsch.arguments import number, whole
 from klatsch.clock import Clock
-from klatsch.planning.ways import ALL_REDUCE, Way, round_seconds
+from klatsch.planning.ways import ALL_REDUCE, MOST_MACHINES, Way, round_seconds
 from klatsch.theory import Constants
 
-MOST_MACHINES = 4096  # whose rounds a clock times in seconds
 GRAPHS = ("ring", "torus", "one_peer_exponential")
 RATES = {"dat": GRAPHS, "dsgd": GRAPHS, "minibatch": (ALL_REDUCE,)}
 
@@ -44,7 +43,7 @@ def fastest(constants: Constants, target: float, clock: Clock, params: int, mach
     """The number of machines, of 1, 2, 4, ..., with which the bound on f(x) - f* reaches the target first."""
     number("target", target, lambda v: 1e-50 <= v < math.inf, "a positive error")
     whole(params, "params", 1)
-    whole(machines, "machines", 1, MOST_MACHINES)
+    machines = min(whole(machines, "machines", 1, MOST_MACHINES), clock.nodes or MOST_MACHINES)
     found = []
     for rule, graphs in RATES.items():
         for graph in graphs:

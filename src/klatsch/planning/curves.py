@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart.
-COLOURS = {"dsgd": "#0072B2", "dat": "#D55E00", "dat-d2": "#56B4E9", "all-reduce": "#E69F00"}
+COLOURS = {"dsgd": "#0072B2", "dat": "#D55E00", "dat-d2": "#009E73"}
 MARKERS = {"ring": "o", "one_peer_exponential": "s", "exponential": "v", "hypercube": "D", "complete": "^"}
 LINES = ("-", "--", "-.", ":")  # by how seldom nodes talk
 
@@ -31,7 +31,7 @@ def curves(answer: Answer) -> Figure:
         axis.plot(
             sorted(fastest),
             [fastest[m] for m in sorted(fastest)],
-            color=COLOURS["all-reduce" if reduces else rule],
+            color=COLOURS[rule],
             marker=MARKERS[graph],
             linestyle=LINES[silence.index(every) % len(LINES)],
             markersize=4,
@@ -48,10 +48,11 @@ def curves(answer: Answer) -> Figure:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.xaxis.set_major_formatter("{x:,g}")
+    axis.yaxis.set_major_formatter("{x:,g}")
     axis.set_xlabel("machines M")
     axis.set_ylabel(f"seconds to {answer.metric} {answer.target:.3g}")
     axis.grid(True, linewidth=0.4, alpha=0.5)
     axis.spines[["top", "right"]].set_visible(False)
     if axis.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside right center", frameon=False, fontsize=8)
+        figure.legend(loc="outside right center", frameon=False, fontsize=8, handlelength=3.5)
     return figure

@@ -20,8 +20,9 @@ import torch
 
 from klatsch.arguments import number, whole
 from klatsch.clock import Clock
+from klatsch.clock.network import NoLinkError
 from klatsch.planning.errors import Array, crossing, fitted, gap, smoothed
-from klatsch.planning.ways import Way, round_seconds, ways_of
+from klatsch.planning.ways import MOST_MACHINES, Way, round_seconds, ways_of
 from klatsch.problems import Problem, adopted
 from klatsch.problems.sharded import Sharded
 from klatsch.simulation import simulate
@@ -74,7 +75,7 @@ class Task:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        whole(self.machines, "machines", 1)
+        whole(self.machines, "machines", 1, MOST_MACHINES)
         whole(self.seeds, "seeds", 1)
         if self.params is not None:
             whole(self.params, "params", 1)
@@ -254,7 +255,12 @@ def _race(task: Task, watch: Watch) -> Answer:
         late = np.array(alone[0].steps) > LATE * alone[0].steps[-1]
         with np.errstate(divide="ignore"):  # it may begin at the optimum
             target = float(np.exp(np.log(alone[0].errors[late]).mean(0)).min())
+        if not math.isfinite(target):
+            raise ValueError(f"{headline.metric} is not finite with one machine at any learning rate; check gradients")
     runners = [*alone, *entrants(task, alone, problems)]
+    sizes = {runner.way.machines for runner in runners}
+    if max(sizes) < max(problems):
+        most = f"the network does not have the links of any graph of {2 * max(sizes):,} machines"
     rounds, racing, stopped = FIRST, list(runners), False
     best = min(r.reached(target) * r.each for r in alone)
     try:
@@ -297,7 +303,7 @@ def _race(task: Task, watch: Watch) -> Answer:
         largest=headline.largest,
         most=most,
         stopped=stopped or any(trial.seeds < task.seeds for trial in sure),
-        untried=tuple(sorted({*problems} - {t.way.machines for t in trials})),
+        untried=tuple(sorted(sizes - {t.way.machines for t in trials})),
     )
 
 
@@ -308,7 +314,7 @@ def in_order(trials: Iterable[Trial]) -> list[Trial]:
 
 def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
     """One machine with each rule; the problem on 1, 2, 4, ... machines; and why there are not more."""
-    problems, most, machines = {}, "", 1
+    problems, most, machines, nodes = {}, "", 1, task.clock.nodes or task.machines
     while machines <= task.machines:
         try:
             problem = task.problem(machines)
@@ -317,11 +323,11 @@ def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
                 raise
             most = f"{machines:,} machines are too many for the data ({error})"
             break
-        if problem.samples is not None and machines > problem.samples:
+        if problem.samples is not None and machines > whole(problem.samples, "samples", 1):
             most = f"there are {problem.samples:,} samples, not one for each of {machines:,} machines"
             break
-        if task.clock.nodes is not None and machines > task.clock.nodes:
-            most = f"the clock is of {task.clock.nodes:,} nodes"
+        if machines > nodes:
+            most = f"the network, or the times of gradients, are for {nodes:,} node{'s' * (nodes > 1)}"
             break
         problems[machines] = problem
         machines *= 2
@@ -333,12 +339,17 @@ def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem
     """All ways with several machines, at the learning rates around those of one machine."""
     best = {r.way.rule: LEARNING_RATES.index(r.rates[r.best_after(FIRST)]) for r in alone}
     found = defaultdict[tuple[int, str], list[Runner]](list)
-    for machines, problem in problems.items():
-        if machines > 1:
-            for way, each in ways_of(task.clock, machines, task.params or problem.dim, alone[0].each).items():
-                k = best["dsgd" if way.rule == "dsgd" else "dat"]
-                runner = Runner(way, problem, each, LEARNING_RATES[max(0, k - BELOW) : k + ABOVE + 2])
-                found[machines, way.rule].append(runner)
+    for machines, problem in [pair for pair in problems.items() if pair[0] > 1]:
+        try:
+            ways = ways_of(task.clock, machines, task.params or problem.dim, alone[0].each)
+        except NoLinkError:
+            if not found:
+                raise
+            break
+        for way, each in ways.items():
+            k = best["dsgd" if way.rule == "dsgd" else "dat"]
+            runner = Runner(way, problem, each, LEARNING_RATES[max(0, k - BELOW) : k + ABOVE + 2])
+            found[machines, way.rule].append(runner)
     # All sizes and rules take turns: the time may end.
     return [runner for turn in zip_longest(*found.values()) for runner in turn if runner is not None]
 

@@ -13,7 +13,6 @@ import torch
 
 from klatsch import own, problems
 from klatsch.files import json_of, text_of
-from klatsch.own import is_own
 from klatsch.problems import Headline, Problem
 from klatsch.theory import Constants
 
@@ -47,7 +46,30 @@ def problem_of(text: str, nodes: int | None = None, **options: object) -> Proble
                 f"{text}: {asked} of {type(made).__name__} does not fit {made.nodes} nodes and {made.dim} parameters; "
                 "see problems.Problem"
             )
+    if nodes is not None and made.nodes != nodes:
+        raise ValueError(
+            f"{function}({nodes}) gives a problem of {made.nodes} nodes; let it use the number it is given"
+        )
     return made
+
+
+def check_headline(text: str, problem: Problem) -> None:
+    """Refuse a problem of one's own whose headline does not tell learning rates apart."""
+    start, name = torch.as_tensor(problem.start()).reshape(-1), type(problem).__name__
+    at = start.expand(problem.nodes, 2, -1).double()
+    with own.explained(text):
+        metrics, headline = problem.metrics(at), problem.headline
+        if not isinstance(headline, Headline) or headline.metric not in metrics:
+            shown = headline.metric if isinstance(headline, Headline) else headline
+            raise ValueError(
+                f"{text} has no metric {shown!r} to plan by; give {name} headline = "
+                f"problems.Headline({next(iter(metrics), 'loss')!r}, 'what it is')"
+            )
+        value = metrics[headline.metric]
+        if not isinstance(value, torch.Tensor) or value.shape != (2,):
+            raise ValueError(f"{text}: {headline.metric} is {value!r} for two columns; give a tensor of two numbers")
+        if not torch.isfinite(problem.grad(at, 1)).all():
+            raise ValueError(f"{text}: gradients at the start are not finite; check {name}")
 
 
 def of_any_size(text: str, machines: int, **options: object) -> tuple[Callable[[int, int], Problem], bool]:
@@ -56,11 +78,12 @@ def of_any_size(text: str, machines: int, **options: object) -> tuple[Callable[[
     All have the same data, where the problem can be put on fewer nodes. A function in a file must take the number of
     nodes, and may take a seed.
     """
-    if is_own(text):
+    if ".py" in text:
         takes = inspect.signature(own.load("problem", text)).parameters
         if not set(takes) - {"seed"}:
             name = own.part_of(text)
             raise ValueError(f"{name} takes no number of nodes, and has to run with 1, 2, 4, ...; let it take one")
+        check_headline(text, problem_of(text, 1))
         return lambda nodes, seed: problem_of(text, nodes, **{"seed": seed} if "seed" in takes else {}), "seed" in takes
     whole = problem_of(text, machines, **options) if problems.declared(text).on_fewer is not None else None
 
