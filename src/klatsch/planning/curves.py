@@ -19,6 +19,7 @@ LINES = ("-", "--", "-.", ":")  # by how seldom nodes talk
 def curves(answer: Answer) -> Figure:
     """The measured time against M: a line for each rule, graph and H, over its fastest channels."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     figure = Figure(figsize=(7.5, 4.2), layout="constrained")
     axis = figure.subplots()
@@ -49,6 +50,7 @@ def curves(answer: Answer) -> Figure:
     axis.set_yscale("log")
     axis.xaxis.set_major_formatter("{x:,g}")
     axis.yaxis.set_major_formatter("{x:,g}")
+    axis.yaxis.set_minor_formatter(LogFormatter())  # 60, and not 6 x 10¹
     axis.set_xlabel("machines M")
     axis.set_ylabel(f"seconds to {answer.metric} {answer.target:.3g}")
     axis.grid(True, linewidth=0.4, alpha=0.5)
