@@ -257,12 +257,15 @@ def problem(nodes):
 @pytest.mark.parametrize(
     "change, words",
     [
-        ("headline = problems.Headline('off', '')", "has no metric 'off' to plan by; give Own headline = problems.H"),
-        ("headline = 'gap'", "has no metric 'gap' to plan by; give Own headline = problems.Headline('distance', 'wh"),
-        ("metrics = lambda self, x: {'distance': 'far'}", "distance is 'far' for two columns; give a tensor of two"),
-        ("metrics = lambda self, x: {'distance': torch.ones(())}", "for two columns; give a tensor of two numbers"),
+        ("headline = problems.Headline('off', '')", "has no metric 'off' to choose learning rates by; give Own he"),
+        ("headline = 'gap'", "'gap' to choose learning rates by; give Own headline = problems.Headline('distance', '"),
+        ("metrics = lambda self, x: {'distance': 'far'}", "distance of 2 columns is 'far'; give a tensor of 2 numbers"),
+        ("metrics = lambda self, x: {'distance': torch.ones(())}", "is tensor(1.); give a tensor of 2 numbers"),
         ("metrics = lambda self, x: 1 / 0", "mine.py, line 6: ZeroDivisionError: division by zero"),
-        ("grad = lambda self, x, t, nodes=None: x / 0", "gradients at the start are not finite; check Own"),
+        (
+            "metrics = lambda self, x: {'distance': x.sum((0, 2)) * float('nan')}",
+            "distance of Own is not finite at any learning rate; check its gradients",
+        ),
         ("samples = -1", "samples = -1; give a whole number from 1 up"),
     ],
 )

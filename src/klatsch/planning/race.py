@@ -256,7 +256,8 @@ def _race(task: Task, watch: Watch) -> Answer:
         with np.errstate(divide="ignore"):  # it may begin at the optimum
             target = float(np.exp(np.log(alone[0].errors[late]).mean(0)).min())
         if not math.isfinite(target):
-            raise ValueError(f"{headline.metric} is not finite with one machine at any learning rate; check gradients")
+            name = type(alone[0].problem).__name__
+            raise ValueError(f"{headline.metric} of {name} is not finite at any learning rate; check its gradients")
     runners = [*alone, *entrants(task, alone, problems)]
     sizes = {runner.way.machines for runner in runners}
     if max(sizes) < max(problems):

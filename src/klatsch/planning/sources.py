@@ -53,25 +53,6 @@ def problem_of(text: str, nodes: int | None = None, **options: object) -> Proble
     return made
 
 
-def check_headline(text: str, problem: Problem) -> None:
-    """Refuse a problem of one's own whose headline does not tell learning rates apart."""
-    start, name = torch.as_tensor(problem.start()).reshape(-1), type(problem).__name__
-    at = start.expand(problem.nodes, 2, -1).double()
-    with own.explained(text):
-        metrics, headline = problem.metrics(at), problem.headline
-        if not isinstance(headline, Headline) or headline.metric not in metrics:
-            shown = headline.metric if isinstance(headline, Headline) else headline
-            raise ValueError(
-                f"{text} has no metric {shown!r} to plan by; give {name} headline = "
-                f"problems.Headline({next(iter(metrics), 'loss')!r}, 'what it is')"
-            )
-        value = metrics[headline.metric]
-        if not isinstance(value, torch.Tensor) or value.shape != (2,):
-            raise ValueError(f"{text}: {headline.metric} is {value!r} for two columns; give a tensor of two numbers")
-        if not torch.isfinite(problem.grad(at, 1)).all():
-            raise ValueError(f"{text}: gradients at the start are not finite; check {name}")
-
-
 def of_any_size(text: str, machines: int, **options: object) -> tuple[Callable[[int, int], Problem], bool]:
     """A function that gives the problem for 1, 2, 4, ... `machines` nodes and a seed; and whether the seed counts.
 
@@ -83,7 +64,8 @@ def of_any_size(text: str, machines: int, **options: object) -> tuple[Callable[[
         if not set(takes) - {"seed"}:
             name = own.part_of(text)
             raise ValueError(f"{name} takes no number of nodes, and has to run with 1, 2, 4, ...; let it take one")
-        check_headline(text, problem_of(text, 1))
+        one = problem_of(text, 1)
+        problems.check_headline(text, one, one.headline)
         return lambda nodes, seed: problem_of(text, nodes, **{"seed": seed} if "seed" in takes else {}), "seed" in takes
     whole = problem_of(text, machines, **options) if problems.declared(text).on_fewer is not None else None
 

@@ -20,7 +20,17 @@ from klatsch.problems.logistic import LogisticRegression
 from klatsch.problems.partition import dirichlet
 
 __all__ = ["PROBLEMS", "FashionMNIST", "Headline", "ImageClassification", "Images", "Language", "LeastSquares"]
-__all__ += ["LogisticRegression", "Problem", "Quadratic", "adopted", "check", "declared", "dirichlet", "kind"]
+__all__ += [
+    "LogisticRegression",
+    "Problem",
+    "Quadratic",
+    "adopted",
+    "check",
+    "check_headline",
+    "declared",
+    "dirichlet",
+    "kind",
+]
 __all__ += ["lenet", "make", "options", "shapes"]
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {
@@ -66,18 +76,24 @@ def check(name: str, nodes: int, **choices: Any) -> None:
             return
         problem = make(name, nodes, **choices)
         if is_own(name):
-            _check_own(name, problem)
+            start = torch.as_tensor(problem.start()).double().reshape(-1)
+            for asked, (got, shape) in shapes(problem, start).items():
+                if got != shape:
+                    raise ValueError(f"{label(name)}: {asked} has shape {got}; give {shape}")
+            check_headline(name, problem, declared(name).headline)
 
 
-def _check_own(name: str, problem: Problem) -> None:
-    """Refuse a custom problem without what the engines ask for."""
-    start = torch.as_tensor(problem.start()).double().reshape(-1)
-    for asked, (got, shape) in shapes(problem, start).items():
-        if got != shape:
-            raise ValueError(f"{label(name)}: {asked} has shape {got}; give {shape}")
-    metrics = problem.metrics(start.expand(int(problem.nodes), 1, -1))
-    if (wanted := declared(name).headline.metric) not in metrics:
-        raise ValueError(
-            f"{label(name)} has no metric {wanted!r} to choose learning rates by; give {type(problem).__name__} "
-            f"headline = problems.Headline({next(iter(metrics), 'loss')!r}, 'what it is')"
-        )
+def check_headline(name: str, problem: Problem, headline: Headline) -> None:
+    """Refuse a problem of one's own whose headline does not tell the columns of a run apart."""
+    own, M, C = type(problem).__name__, int(problem.nodes), max(2, problem.columns)
+    with explained(name):
+        metrics = problem.metrics(torch.as_tensor(problem.start()).double().reshape(-1).expand(M, C, -1))
+        wanted = headline.metric if isinstance(headline, Headline) else headline
+        if wanted not in metrics or not isinstance(headline, Headline):
+            raise ValueError(
+                f"{label(name)} has no metric {wanted!r} to choose learning rates by; give {own} headline = "
+                f"problems.Headline({next(iter(metrics), 'loss')!r}, 'what it is')"
+            )
+        value = metrics[headline.metric]
+        if not isinstance(value, torch.Tensor) or value.shape != (C,):
+            raise ValueError(f"{label(name)}: {wanted} of {C} columns is {value!r}; give a tensor of {C} numbers")
