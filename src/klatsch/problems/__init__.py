@@ -20,18 +20,8 @@ from klatsch.problems.logistic import LogisticRegression
 from klatsch.problems.partition import dirichlet
 
 __all__ = ["PROBLEMS", "FashionMNIST", "Headline", "ImageClassification", "Images", "Language", "LeastSquares"]
-__all__ += [
-    "LogisticRegression",
-    "Problem",
-    "Quadratic",
-    "adopted",
-    "check",
-    "check_headline",
-    "declared",
-    "dirichlet",
-    "kind",
-]
-__all__ += ["lenet", "make", "options", "shapes"]
+__all__ += ["LogisticRegression", "Problem", "Quadratic", "adopted", "check", "check_headline", "declared"]
+__all__ += ["dirichlet", "kind", "lenet", "make", "options", "shapes"]
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {
     "least-squares": LeastSquares,

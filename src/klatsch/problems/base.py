@@ -130,6 +130,11 @@ class Drawing(Problem):
     numbers: Tensor  # of the nodes, by which they draw
     of_nodes: ClassVar[tuple[str, ...]]  # fields whose first axis are the nodes
 
+    @property
+    def draws_ahead(self) -> bool:
+        """Unless a class of one's own has other gradients than the formula's."""
+        return type(self).grad is Drawing.grad
+
     @abstractmethod
     def draw(self, t: Tensor) -> Tensor:
         """The randomness of rounds t, (len(t), M, ...)."""

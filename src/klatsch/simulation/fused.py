@@ -46,7 +46,7 @@ class FusedStack(Stack):
             raise ValueError("it runs on the CPU only")
         if others:
             raise ValueError("it runs one network at a time")
-        if quadratic is None:
+        if quadratic is None or not problem.draws_ahead:
             raise ValueError(f"{type(problem).__name__} is not a quadratic problem")
         if not topology.row_stochastic:
             raise ValueError(f"the rows of {topology.name} do not sum to 1")
