@@ -61,7 +61,7 @@ class Task:
         machines: the most to consider; not more than there are samples.
         params: parameters of the model, if the problem stands for a larger one.
         seeds: how many the winners run with; 1 if the problem has no seed.
-        seconds: of this machine's time, after which nothing new is begun but the winners' other seeds.
+        seconds: of this machine's time; what is not done then is given up, and the winners a tenth later.
         device: where to simulate.
     """
 
@@ -117,6 +117,7 @@ class Watch:
     text: str = "one machine"  # what is being done
     limit: float = ALONE  # of the time, after which runs are given up
     rounds: int = 0  # that were done
+    gave_up: bool = False  # whether anything did not have the time it asked for
 
     @property
     def share(self) -> float:
@@ -134,6 +135,7 @@ class Watch:
         if self.told is not None:
             self.told(self.text, min(share, 0.99))
         if share > self.limit:
+            self.gave_up = True
             raise TimeUpError
 
 
@@ -233,61 +235,15 @@ def race(task: Task, told: Told | None = None) -> Answer:
 
 def _race(task: Task, watch: Watch) -> Answer:
     alone, problems, most = starters(task)
-    headline = alone[0].problem.headline
-    try:
-        for runner in alone:
-            runner.run(task, FIRST, watch)
-        watch.tick()
-    except TimeUpError:
-        minutes = math.ceil(task.seconds / 60 * len(alone) * FIRST / max(1, watch.rounds))
-        raise ValueError(
-            f"{type(alone[0].problem).__name__} is too slow for a plan in {duration(task.seconds)} here: one machine "
-            f"has not done {FIRST} rounds at {len(LEARNING_RATES)} learning rates in half of it; give --minutes "
-            f"{minutes} or more{', or --device cuda with a GPU' if task.device == 'cpu' else ''}"
-        ) from None
-    if task.target is None:  # fewer rounds where these take long, as of images on a CPU
-        for stretch in [FIRST * LONGER**k for k in (1, 2) if watch.share * LONGER**k <= ALONE][-1:]:
-            with suppress(TimeUpError):
-                for runner in alone:
-                    runner.run(task, stretch, watch)
-    target = math.nan if task.target is None else 1.0 - task.target if headline.largest else task.target
-    if task.target is None:
-        late = np.array(alone[0].steps) > LATE * alone[0].steps[-1]
-        with np.errstate(divide="ignore"):  # it may begin at the optimum
-            target = float(np.exp(np.log(alone[0].errors[late]).mean(0)).min())
-        if not math.isfinite(target):
-            name = type(alone[0].problem).__name__
-            raise ValueError(f"{headline.metric} of {name} is not finite at any learning rate; check its gradients")
+    first_rounds(task, alone, watch)
+    target, headline = target_of(task, alone, watch), alone[0].problem.headline
     runners = [*alone, *entrants(task, alone, problems)]
     sizes = {runner.way.machines for runner in runners}
     if max(sizes) < max(problems):
         most = f"the network does not have the links of any graph of {2 * max(sizes):,} machines"
-    rounds, racing, stopped = FIRST, list(runners), False
-    best = min(r.reached(target) * r.each for r in alone)
-    try:
-        while racing:
-            for runner in racing:
-                watch.turn_to(f"{len(racing)} ways, {rounds:,} rounds", RACING)
-                if not runner.steps or runner.steps[-1] < rounds:
-                    limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
-                    if not runner.steps or limit > runner.steps[-1]:
-                        runner.run(task, max(2, math.ceil(min(rounds, limit))), watch)
-                    best = min(best, runner.reached(target) * runner.each)
-            racing, rounds = still_racing(racing, runners, target, rounds), rounds * LONGER
-    except TimeUpError:
-        stopped = True
+    run_on(task, runners, target, watch)
     trials = in_order(r.trial(target) for r in runners if r.steps)
-    repeated, share = dict[Way, Trial](), watch.share
-    for k, trial in enumerate(chosen(trials)):
-        limit = share + (OVERTIME - share) * (k + 1) / FEWEST if k < FEWEST else 1.0  # to each of the first its part
-        if k < FEWEST:
-            repeated[trial.way] = trial
-        try:
-            if math.isfinite(trial.rounds):
-                watch.turn_to(f"{trial.way.machines} machines again, with other seeds", limit)
-                repeated[trial.way] = again(task, trial, problems[trial.way.machines], target, watch)
-        except TimeUpError:
-            stopped = True
+    repeated = winners_again(task, trials, problems, target, watch)
     trials = in_order(repeated.get(trial.way, trial) for trial in trials)
     sure = in_order(t for t in repeated.values() if math.isfinite(t.seconds))
     one = next(t for t in in_order(repeated.values()) if t.way.machines == 1)
@@ -303,9 +259,74 @@ def _race(task: Task, watch: Watch) -> Answer:
         trials=tuple(trials),
         largest=headline.largest,
         most=most,
-        stopped=stopped or any(trial.seeds < task.seeds for trial in sure),
+        stopped=watch.gave_up,
         untried=tuple(sorted(sizes - {t.way.machines for t in trials})),
     )
+
+
+def first_rounds(task: Task, alone: Sequence[Runner], watch: Watch) -> None:
+    """One machine; refuse a problem for which it takes too long."""
+    try:
+        for runner in alone:
+            runner.run(task, FIRST, watch)
+        watch.tick()
+    except TimeUpError:
+        minutes = math.ceil(task.seconds / 60 * len(alone) * FIRST / max(1, watch.rounds))
+        raise ValueError(
+            f"{type(alone[0].problem).__name__} is too slow for a plan in {duration(task.seconds)} here: one machine "
+            f"has not done {FIRST} rounds at {len(LEARNING_RATES)} learning rates in half of it; give --minutes "
+            f"{minutes} or more{', or --device cuda with a GPU' if task.device == 'cpu' else ''}"
+        ) from None
+
+
+def target_of(task: Task, alone: Sequence[Runner], watch: Watch) -> float:
+    """The target as an error; without one what one machine has after more rounds, fewer where these take long."""
+    problem = alone[0].problem
+    if task.target is not None:
+        return 1.0 - task.target if problem.headline.largest else task.target
+    for stretch in [FIRST * LONGER**k for k in (1, 2) if watch.share * LONGER**k <= ALONE][-1:]:
+        with suppress(TimeUpError):
+            for runner in alone:
+                runner.run(task, stretch, watch)
+    late = np.array(alone[0].steps) > LATE * alone[0].steps[-1]
+    with np.errstate(divide="ignore"):  # it may begin at the optimum
+        target = float(np.exp(np.log(alone[0].errors[late]).mean(0)).min())
+    if not math.isfinite(target):
+        what = f"{problem.headline.metric} of {type(problem).__name__}"
+        raise ValueError(f"{what} is not finite at any learning rate; check its gradients")
+    return target
+
+
+def run_on(task: Task, runners: Sequence[Runner], target: float, watch: Watch) -> None:
+    """Run all until they are there or hopeless, or the time for it is over."""
+    rounds, racing = FIRST, list(runners)
+    best = min(r.reached(target) * r.each for r in runners if r.steps)
+    with suppress(TimeUpError):
+        while racing:
+            for runner in racing:
+                watch.turn_to(f"{len(racing)} ways, {rounds:,} rounds", RACING)
+                if not runner.steps or runner.steps[-1] < rounds:
+                    limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
+                    if not runner.steps or limit > runner.steps[-1]:
+                        runner.run(task, max(2, math.ceil(min(rounds, limit))), watch)
+                    best = min(best, runner.reached(target) * runner.each)
+            racing, rounds = still_racing(racing, runners, target, rounds), rounds * LONGER
+
+
+def winners_again(
+    task: Task, trials: Sequence[Trial], problems: Mapping[int, Problem], target: float, watch: Watch
+) -> dict[Way, Trial]:
+    """The winners with other seeds; of the first few what is known, if there is no time."""
+    found, share = dict[Way, Trial](), watch.share
+    for k, trial in enumerate(chosen(trials)):
+        limit = share + (OVERTIME - share) * (k + 1) / FEWEST if k < FEWEST else 1.0  # to each of the first its part
+        if k < FEWEST:
+            found[trial.way] = trial
+        with suppress(TimeUpError):
+            if math.isfinite(trial.rounds):
+                watch.turn_to(f"{trial.way.machines} machines again, with other seeds", limit)
+                found[trial.way] = again(task, trial, problems[trial.way.machines], target, watch)
+    return found
 
 
 def in_order(trials: Iterable[Trial]) -> list[Trial]:
