@@ -239,6 +239,16 @@ def test_equal_clocks(gradient):
     assert other != clock
 
 
+def test_clocks_of_different_tables_are_not_equal(tmp_path):
+    for name, rate in (("a", 1e6), ("b", 1e9)):
+        (tmp_path / f"{name}.csv").write_text(f"0,{rate}\n{rate},0\n")
+    one, other, same = (Clock(0.1, str(tmp_path / f"{name}.csv")) for name in "aba")
+    assert (one, hash(one)) == (same, hash(same))
+    assert one != other
+    sites = [Clock(0.1, Sites(rate, 0.0, (1, 1), Links(1e9, 0.0))) for rate in (1e6, 1e9, 1e6)]
+    assert sites[0] == sites[2] != sites[1]
+
+
 def test_steps_may_come_twice_and_in_any_order():
     one = free(0.1)
     assert one.seconds(rule(), ring(4), 10, [5, 2, 5]) == pytest.approx([0.5, 0.2, 0.5])

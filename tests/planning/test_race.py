@@ -14,7 +14,7 @@ from klatsch.clock import Clock, Links
 from klatsch.planning import answers, race, sources
 from klatsch.planning.curves import curves
 from klatsch.planning.errors import crossing, fitted, smoothed
-from klatsch.planning.race import ABOVE, BELOW, FIRST, LEARNING_RATES, MOST, PATIENCE, Answer, Runner, Trial
+from klatsch.planning.race import ABOVE, BELOW, FINER, FIRST, LEARNING_RATES, MOST, PATIENCE, Answer, Runner, Trial
 from klatsch.planning.ways import GRAPHS, Way
 
 FAR = Links(1e7, 0.05)
@@ -306,10 +306,10 @@ def looked_at(monkeypatch):
     """A clock on the wall that moves a second whenever somebody looks, and the race of a small problem by it."""
     make, _ = sources.of_any_size("least-squares", 4, dim=5, noise=10.0)
 
-    def run(seconds, told=None):
+    def run(seconds, told=None, machines=4):
         looks = iter(range(10**6))
         monkeypatch.setattr(race, "time", SimpleNamespace(monotonic=lambda: float(next(looks))))
-        asked = race.Task(make, Clock(0.05, FAR), 0.2, 4, seconds=seconds)
+        asked = race.Task(make, Clock(0.05, FAR), 0.2, machines, seconds=seconds)
         return asked, race.race(asked, told)
 
     return run
@@ -366,7 +366,32 @@ def test_seeds_that_are_done_in_time_count(monkeypatch):
         again(0)
 
 
-def test_all_sizes_and_rules_take_turns(looked_at):
+@pytest.mark.parametrize(
+    "crossings, lr, rounds",
+    [
+        ([[9.0, 5.0, 7.0]] * 3, 1.0, (5, 5, 5)),
+        ([[4.0, 9.0, math.inf], [8.0, 9.0, 3.0]], FINER[0], (4, 8, 8)),  # of two the slower
+        ([[math.inf, 6.0, math.inf], *[[math.inf] * 3] * 2], 1.0, (6, math.inf, math.inf)),  # one got there
+        ([[math.inf] * 3] * 3, 1.0, (math.inf,) * 3),
+    ],
+)
+def test_of_the_seeds_the_middle_one_counts(crossings, lr, rounds, monkeypatch):
+    asked = task(Clock(0.05, FAR), target=0.05, seeds=len(crossings))
+    given = iter([np.array(row) for row in crossings] * 2)
+    monkeypatch.setattr(race.Task, "run", lambda self, *_: ([1], next(given)[None]))
+    monkeypatch.setattr(race, "crossing", lambda steps, column, target: float(column[0]))
+    trial = Trial(Way(2, "dat", "ring"), 1.0, 100.0, 0.05, 0.05, 100.0, 100.0, tried=128)
+    found = race.again(asked, trial, None, 0.05)
+    assert (found.lr, (found.low, found.rounds, found.high)) == (lr, rounds)
+
+
+def test_winners_have_all_the_time_that_is_left(looked_at):
+    """With one machine alone there are few of them."""
+    _, found = looked_at(400.0, machines=1)
+    assert (found.stopped, found.alone.seeds) == (False, race.SEEDS)
+
+
+def test_all_sizes_and_rules_take_turns():
     asked = task(Clock(0.05, FAR), machines=8, params=100_000)
     alone, problems_, _ = race.starters(asked)
     for runner in alone:

@@ -68,8 +68,9 @@ def test_a_brief_run_has_the_headline_alone(engine):
     torch.testing.assert_close(brief.metrics["distance"], whole.metrics["distance"], rtol=1e-9, atol=0)
     assert math.isinf(brief.metrics["distance"][-1, -1])
     assert brief.diverged.tolist() == [False, False, True]
-    with pytest.raises(ValueError, match="after is a result of another brief"):
-        klatsch.simulate(problem.briefly(), rule, graph, 170, after=whole)
+    for other, before in ((problem.briefly(), whole), (problem, brief)):
+        with pytest.raises(ValueError, match="after is a result of another choice of metrics"):
+            klatsch.simulate(other, rule, graph, 170, after=before)
 
 
 def test_problems_in_a_stack_are_all_brief_or_none():

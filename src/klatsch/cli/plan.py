@@ -123,6 +123,8 @@ def plan(
         pictures.check_path(draw)
     file = problem is not None and not is_own(problem) and (problem.lower().endswith(".json") or "/" in problem)
     named = None if file else problem
+    if named is not None and named.endswith(".py"):
+        raise ValueError(f"{named} names no function; give {named}:FUNCTION")
     _check(known, trying, named, theory, samples, draw)
     asked = whole(MACHINES if machines is None else machines, "machines", 1)
     if not theory:
@@ -281,4 +283,5 @@ def _plain(found: Answer) -> dict[str, object]:
         "trials": [plain(trial) for trial in found.trials],
         "not_more": found.most,
         "stopped": found.stopped,
+        "untried": found.untried,
     }

@@ -105,6 +105,16 @@ class Table(Links):
     delays: Array | None = None
     name: str = "links"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and self._content() == other._content()
+
+    def __hash__(self) -> int:
+        return hash(self._content())
+
+    def _content(self) -> tuple[object, ...]:
+        delays = None if self.delays is None else self.delays.tobytes()
+        return self.name, self.latency, self.rates.shape, self.rates.tobytes(), delays
+
     @classmethod
     def read(cls, rates: str | Path, latency: float | str | Path = 0.0) -> Table:
         """From a CSV file with the bytes per second, and a number of seconds or another file with them."""

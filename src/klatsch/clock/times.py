@@ -104,10 +104,13 @@ class Trace(Times):
     name: str = "trace"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Trace) and (self.name, self.rows.tolist()) == (other.name, other.rows.tolist())
+        return isinstance(other, Trace) and self._content() == other._content()
 
     def __hash__(self) -> int:
-        return hash((self.name, self.rows.shape, self.rows.tobytes()))
+        return hash(self._content())
+
+    def _content(self) -> tuple[object, ...]:
+        return self.name, self.rows.shape, self.rows.astype(float).tobytes()
 
     def __post_init__(self) -> None:
         if self.rows.ndim != 2 or not self.rows.size or not (np.isfinite(self.rows) & (self.rows > 0)).all():

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from klatsch import theory, topology
 from klatsch.arguments import number, whole
 from klatsch.clock import Clock
+from klatsch.clock.network import NoLinkError
 from klatsch.planning.ways import ALL_REDUCE, MOST_MACHINES, Way, round_seconds
 from klatsch.theory import Constants
 
@@ -54,7 +55,10 @@ def fastest(constants: Constants, target: float, clock: Clock, params: int, mach
                     gap = topology.spectral_gap(name, n)
                 except ValueError:  # no graph of this size
                     continue
-                each = round_seconds(clock, way if n > 1 else Way(1), params)
+                try:
+                    each = round_seconds(clock, way if n > 1 else Way(1), params)
+                except NoLinkError:
+                    continue
                 rounds = theory.rounds_to_error(rule, target, n, min(1.0, gap), constants)
                 choices.append(Bound(rule, graph, n, rounds, each))
             found.append(min(choices, key=lambda bound: bound.seconds))

@@ -117,7 +117,6 @@ class Watch:
     text: str = "one machine"  # what is being done
     limit: float = ALONE  # of the time, after which runs are given up
     rounds: int = 0  # that were done
-    gave_up: bool = False  # whether anything did not have the time it asked for
 
     @property
     def share(self) -> float:
@@ -135,7 +134,6 @@ class Watch:
         if self.told is not None:
             self.told(self.text, min(share, 0.99))
         if share > self.limit:
-            self.gave_up = True
             raise TimeUpError
 
 
@@ -239,11 +237,13 @@ def _race(task: Task, watch: Watch) -> Answer:
     target, headline = target_of(task, alone, watch), alone[0].problem.headline
     runners = [*alone, *entrants(task, alone, problems)]
     sizes = {runner.way.machines for runner in runners}
-    if max(sizes) < max(problems):
-        most = f"the network does not have the links of any graph of {2 * max(sizes):,} machines"
-    run_on(task, runners, target, watch)
+    if left_out := [f"{machines:,}" for machines in problems if machines not in sizes]:
+        most = f"the network does not have the links of any graph of {' or '.join(left_out)} machines"
+    in_time = run_on(task, runners, target, watch)
     trials = in_order(r.trial(target) for r in runners if r.steps)
-    repeated = winners_again(task, trials, problems, target, watch)
+    winners = chosen(trials)
+    repeated = winners_again(task, winners, problems, target, watch)
+    again_in_time = all(repeated.get(t.way, t).seeds == task.seeds for t in winners if math.isfinite(t.rounds))
     trials = in_order(repeated.get(trial.way, trial) for trial in trials)
     sure = in_order(t for t in repeated.values() if math.isfinite(t.seconds))
     one = next(t for t in in_order(repeated.values()) if t.way.machines == 1)
@@ -259,7 +259,7 @@ def _race(task: Task, watch: Watch) -> Answer:
         trials=tuple(trials),
         largest=headline.largest,
         most=most,
-        stopped=watch.gave_up,
+        stopped=not (in_time and again_in_time),
         untried=tuple(sorted(sizes - {t.way.machines for t in trials})),
     )
 
@@ -271,10 +271,11 @@ def first_rounds(task: Task, alone: Sequence[Runner], watch: Watch) -> None:
             runner.run(task, FIRST, watch)
         watch.tick()
     except TimeUpError:
-        minutes = math.ceil(task.seconds / 60 * len(alone) * FIRST / max(1, watch.rounds))
+        needed = watch.share / ALONE * len(alone) * FIRST / max(1, watch.rounds)  # times the time that was given
+        minutes = math.ceil(max(1.1, needed) * task.seconds / 60)
         raise ValueError(
             f"{type(alone[0].problem).__name__} is too slow for a plan in {duration(task.seconds)} here: one machine "
-            f"has not done {FIRST} rounds at {len(LEARNING_RATES)} learning rates in half of it; give --minutes "
+            f"takes more than half of it for {FIRST} rounds at {len(LEARNING_RATES)} learning rates; give --minutes "
             f"{minutes} or more{', or --device cuda with a GPU' if task.device == 'cpu' else ''}"
         ) from None
 
@@ -284,7 +285,7 @@ def target_of(task: Task, alone: Sequence[Runner], watch: Watch) -> float:
     problem = alone[0].problem
     if task.target is not None:
         return 1.0 - task.target if problem.headline.largest else task.target
-    for stretch in [FIRST * LONGER**k for k in (1, 2) if watch.share * LONGER**k <= ALONE][-1:]:
+    for stretch in [FIRST * LONGER**k for k in (1, 2) if watch.share * (1 + LONGER**k) <= ALONE][-1:]:
         with suppress(TimeUpError):
             for runner in alone:
                 runner.run(task, stretch, watch)
@@ -297,33 +298,36 @@ def target_of(task: Task, alone: Sequence[Runner], watch: Watch) -> float:
     return target
 
 
-def run_on(task: Task, runners: Sequence[Runner], target: float, watch: Watch) -> None:
-    """Run all until they are there or hopeless, or the time for it is over."""
+def run_on(task: Task, runners: Sequence[Runner], target: float, watch: Watch) -> bool:
+    """Run all until they are there or hopeless; returns whether there was time for it."""
     rounds, racing = FIRST, list(runners)
     best = min(r.reached(target) * r.each for r in runners if r.steps)
-    with suppress(TimeUpError):
+    try:
         while racing:
-            for runner in racing:
-                watch.turn_to(f"{len(racing)} ways, {rounds:,} rounds", RACING)
-                if not runner.steps or runner.steps[-1] < rounds:
-                    limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
-                    if not runner.steps or limit > runner.steps[-1]:
-                        runner.run(task, max(2, math.ceil(min(rounds, limit))), watch)
-                    best = min(best, runner.reached(target) * runner.each)
+            for runner in [r for r in racing if not r.steps or r.steps[-1] < rounds]:
+                limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
+                if not runner.steps or limit > runner.steps[-1]:
+                    watch.turn_to(f"{len(racing)} ways, {rounds:,} rounds", RACING)
+                    runner.run(task, max(2, math.ceil(min(rounds, limit))), watch)
+                best = min(best, runner.reached(target) * runner.each)
             racing, rounds = still_racing(racing, runners, target, rounds), rounds * LONGER
+    except TimeUpError:
+        return False
+    return True
 
 
 def winners_again(
-    task: Task, trials: Sequence[Trial], problems: Mapping[int, Problem], target: float, watch: Watch
+    task: Task, winners: Sequence[Trial], problems: Mapping[int, Problem], target: float, watch: Watch
 ) -> dict[Way, Trial]:
     """The winners with other seeds; of the first few what is known, if there is no time."""
-    found, share = dict[Way, Trial](), watch.share
-    for k, trial in enumerate(chosen(trials)):
-        limit = share + (OVERTIME - share) * (k + 1) / FEWEST if k < FEWEST else 1.0  # to each of the first its part
-        if k < FEWEST:
-            found[trial.way] = trial
-        with suppress(TimeUpError):
-            if math.isfinite(trial.rounds):
+    found, share = {trial.way: trial for trial in winners[:FEWEST]}, watch.share
+    there = [trial for trial in winners if math.isfinite(trial.rounds)]
+    first = [trial for trial in there if trial.way in found]
+    parts = [share + (OVERTIME - share) * k / len(first) for k in range(1, len(first) + 1)]  # of the time, for each
+    limits = [*zip(first, parts, strict=True), *((trial, 1.0) for trial in there if trial.way not in found)]
+    for trial, limit in [*limits, *((trial, OVERTIME) for trial in first)]:
+        if found.get(trial.way, trial).seeds < task.seeds:  # also once more, if the others left some time
+            with suppress(TimeUpError):
                 watch.turn_to(f"{trial.way.machines} machines again, with other seeds", limit)
                 found[trial.way] = again(task, trial, problems[trial.way.machines], target, watch)
     return found
@@ -360,18 +364,19 @@ def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
 def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem]) -> list[Runner]:
     """All ways with several machines, at the learning rates around those of one machine."""
     best = {r.way.rule: LEARNING_RATES.index(r.rates[r.best_after(FIRST)]) for r in alone}
-    found = defaultdict[tuple[int, str], list[Runner]](list)
+    found, missing = defaultdict[tuple[int, str], list[Runner]](list), None
     for machines, problem in [pair for pair in problems.items() if pair[0] > 1]:
         try:
             ways = ways_of(task.clock, machines, task.params or problem.dim, alone[0].each)
-        except NoLinkError:
-            if not found:
-                raise
-            break
+        except NoLinkError as error:
+            missing = missing or error
+            continue
         for way, each in ways.items():
             k = best["dsgd" if way.rule == "dsgd" else "dat"]
             runner = Runner(way, problem, each, LEARNING_RATES[max(0, k - BELOW) : k + ABOVE + 2])
             found[machines, way.rule].append(runner)
+    if missing and not found:
+        raise missing
     # All sizes and rules take turns: the time may end.
     return [runner for turn in zip_longest(*found.values()) for runner in turn if runner is not None]
 
@@ -422,9 +427,11 @@ def again(task: Task, trial: Trial, problem: Problem, target: float, watch: Watc
             break
     if not by_seed:
         raise TimeUpError
-    best = int(np.argmin(np.median(by_seed, axis=0)))
-    low, middle, high = (float(v) for v in np.quantile(np.array(by_seed)[:, best], (0, 0.5, 1), method="nearest"))
-    return replace(trial, lr=rates[best], rounds=middle, low=low, high=high, seeds=len(by_seed), tried=tried)
+    middle, columns = len(by_seed) // 2, [sorted(column) for column in zip(*by_seed, strict=True)]
+    # Where most do not get there: with which rate some do, in the middle first.
+    best = min((1, 0, 2), key=lambda c: (columns[c][middle], sum(map(math.isinf, columns[c])), columns[c][0]))
+    low, high, column = columns[best][0], columns[best][-1], columns[best]
+    return replace(trial, lr=rates[best], rounds=column[middle], low=low, high=high, seeds=len(column), tried=tried)
 
 
 def enough(trials: Sequence[Trial], alone: Trial) -> Trial | None:

@@ -48,7 +48,7 @@ def problem_of(text: str, nodes: int | None = None, **options: object) -> Proble
             )
     if nodes is not None and made.nodes != nodes:
         raise ValueError(
-            f"{function}({nodes}) gives a problem of {made.nodes} nodes; let it use the number it is given"
+            f"{function}({nodes}) gives a problem with nodes = {made.nodes}; let it use the number it is given"
         )
     return made
 
@@ -59,13 +59,14 @@ def of_any_size(text: str, machines: int, **options: object) -> tuple[Callable[[
     All have the same data, where the problem can be put on fewer nodes. A function in a file must take the number of
     nodes, and may take a seed.
     """
-    if ".py" in text:
+    if own.is_own(text):
         takes = inspect.signature(own.load("problem", text)).parameters
         if not set(takes) - {"seed"}:
             name = own.part_of(text)
             raise ValueError(f"{name} takes no number of nodes, and has to run with 1, 2, 4, ...; let it take one")
-        one = problem_of(text, 1)
-        problems.check_headline(text, one, one.headline)
+        for nodes in range(1, min(2, machines) + 1):
+            made = problem_of(text, nodes)
+            problems.check_headline(text, made, made.headline)
         return lambda nodes, seed: problem_of(text, nodes, **{"seed": seed} if "seed" in takes else {}), "seed" in takes
     whole = problem_of(text, machines, **options) if problems.declared(text).on_fewer is not None else None
 

@@ -71,7 +71,7 @@ def round_seconds(clock: Clock, way: Way, params: int) -> float:
     clock, (rule, graph) = clock.of_first(way.machines), way.made([1.0])
     first, last = clock.seconds(rule, graph, params, STEADY)
     luck = float(np.mean(list(islice(clock.gradients(way.machines, 0), *STEADY)))) - clock.times.mean
-    return (last - first) / (STEADY[1] - STEADY[0]) - luck
+    return max(clock.times.mean, (last - first) / (STEADY[1] - STEADY[0]) - luck)
 
 
 def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way, float]:

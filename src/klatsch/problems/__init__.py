@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from klatsch.arguments import check_options, named
@@ -85,5 +86,5 @@ def check_headline(name: str, problem: Problem, headline: Headline) -> None:
                 f"problems.Headline({next(iter(metrics), 'loss')!r}, 'what it is')"
             )
         value = metrics[headline.metric]
-        if not isinstance(value, torch.Tensor) or value.shape != (C,):
+        if np.shape(value) != (C,):
             raise ValueError(f"{label(name)}: {wanted} of {C} columns is {value!r}; give a tensor of {C} numbers")

@@ -91,7 +91,7 @@ class Run:
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
 
     def drive(self, nodes: Nodes, points: list[int], steps: int, saver: Saver, tell: Advance) -> None:
-        """Finish the run: in large pieces between points, and in a single round at each, whose gradient is measured."""
+        """Finish the run: in large pieces between points; in a single round at each, unless gradients do not matter."""
         with torch.no_grad():
             try:
                 for point in [p for p in dict.fromkeys([*points, steps]) if p > self.now.rounds]:

@@ -47,7 +47,7 @@ class FusedStack(Stack):
         if others:
             raise ValueError("it runs one network at a time")
         if quadratic is None or not problem.draws_ahead:
-            raise ValueError(f"{type(problem).__name__} is not a quadratic problem")
+            raise ValueError(f"the gradients of {type(problem).__name__} are not those of a quadratic problem")
         if not topology.row_stochastic:
             raise ValueError(f"the rows of {topology.name} do not sum to 1")
         # Coefficients are computed in float64, whatever the dtype of the run.

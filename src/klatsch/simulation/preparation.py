@@ -158,7 +158,7 @@ def _identity(problem: Problem, rule: Rule, topology: Topology, C: int, dtype: t
         "topology": f"{topology!r} {topology.fingerprint}",
         "columns": C,
         "dtype": str(dtype),
-        **({"brief": True} if problem.brief else {}),
+        **({"choice of metrics": "headline"} if problem.brief else {}),
     }
 
 
@@ -180,8 +180,8 @@ def continued(after: Result, origin: Facts, state: State, steps: int) -> Run:
     """The run that continues a result."""
     if not isinstance(after, Result):
         raise ValueError(f"after is a {type(after).__name__}; give a result of simulate")
-    for name, value in origin.items():
-        if after.origin.get(name) != value:
+    for name in {**after.origin, **origin}:
+        if after.origin.get(name) != origin.get(name):
             raise ValueError(f"after is a result of another {name}; give one of the same run")
     if steps <= after.rounds:
         raise ValueError(f"steps = {steps}, but {after.rounds} rounds are done; steps counts all rounds, give more")
