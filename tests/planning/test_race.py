@@ -391,6 +391,18 @@ def test_winners_have_all_the_time_that_is_left(looked_at):
     assert (found.stopped, found.alone.seeds) == (False, race.SEEDS)
 
 
+def test_winners_run_again_also_without_seeds(monkeypatch):
+    """At finer learning rates, and with the messages that they have."""
+    ran, again = [], race.again
+    monkeypatch.setattr(
+        race, "again", lambda asked, trial, *given: ran.append(trial.way) or again(asked, trial, *given)
+    )
+    found = race.race(task(Clock(0.05, FAR), machines=2, target=0.05, seeds=1))
+    assert found.best.way in ran
+    assert len(ran) == len(set(ran))
+    assert not found.stopped
+
+
 def test_all_sizes_and_rules_take_turns():
     asked = task(Clock(0.05, FAR), machines=8, params=100_000)
     alone, problems_, _ = race.starters(asked)

@@ -243,7 +243,8 @@ def _race(task: Task, watch: Watch) -> Answer:
     trials = in_order(r.trial(target) for r in runners if r.steps)
     winners = chosen(trials)
     repeated = winners_again(task, winners, problems, target, watch)
-    again_in_time = all(repeated.get(t.way, t).seeds == task.seeds for t in winners if math.isfinite(t.rounds))
+    there = [(t, repeated.get(t.way, t)) for t in winners if math.isfinite(t.rounds)]
+    again_in_time = all(later is not t and later.seeds == task.seeds for t, later in there)
     trials = in_order(repeated.get(trial.way, trial) for trial in trials)
     sure = in_order(t for t in repeated.values() if math.isfinite(t.seconds))
     one = next(t for t in in_order(repeated.values()) if t.way.machines == 1)
@@ -326,7 +327,8 @@ def winners_again(
     parts = [share + (OVERTIME - share) * k / len(first) for k in range(1, len(first) + 1)]  # of the time, for each
     limits = [*zip(first, parts, strict=True), *((trial, 1.0) for trial in there if trial.way not in found)]
     for trial, limit in [*limits, *((trial, OVERTIME) for trial in first)]:
-        if found.get(trial.way, trial).seeds < task.seeds:  # also once more, if the others left some time
+        known = found.get(trial.way, trial)
+        if known is trial or known.seeds < task.seeds:  # also once more, if the others left some time
             with suppress(TimeUpError):
                 watch.turn_to(f"{trial.way.machines} machines again, with other seeds", limit)
                 found[trial.way] = again(task, trial, problems[trial.way.machines], target, watch)
