@@ -277,7 +277,7 @@ def first_rounds(task: Task, alone: Sequence[Runner], watch: Watch) -> None:
         raise ValueError(
             f"{type(alone[0].problem).__name__} is too slow for a plan in {duration(task.seconds)} here: one machine "
             f"takes more than half of it for {FIRST} rounds at {len(LEARNING_RATES)} learning rates; give --minutes "
-            f"{minutes} or more{', or --device cuda with a GPU' if task.device == 'cpu' else ''}"
+            f"{minutes}{', or --device cuda with a GPU' if task.device == 'cpu' else ''}"
         ) from None
 
 
