@@ -84,7 +84,7 @@ except ModuleNotFoundError:
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_files_stay_readable(path):
-    assert len(path.read_text().splitlines()) <= 450, "give a part of it a file of its own"
+    assert len(path.read_text().splitlines()) <= 700, "give a part of it a file of its own"
 
 
 def test_a_file_name_means_one_thing():
