@@ -265,14 +265,19 @@ def refused(folder):
 
 
 def tiny(folder):
-    """Models so small that a rank has nothing of them, or of one dtype; and a push weight for all numbers."""
+    """Models so small that a rank has nothing of them, or of one dtype; a push weight for all numbers, and a ledger."""
     from torch.distributed.fsdp import fully_shard
 
     rank, _ = group()
     mesh = init_device_mesh("cpu", (HOSTS, INSIDE), mesh_dim_names=("host", "gpu"))
     found = {}
+    lasting = {"on_failure": "continue", "timeout": 60}
     for kind in ("ddp", "fsdp2"):
-        for numbers in (1, 4, 256):  # and a bias: 2, 5 and 257 numbers
+        for numbers, rule, options in (
+            *((numbers, "dat-sgp", {}) for numbers in (1, 4, 256)),  # and a bias: 2, 5 and 257 numbers
+            (4, "dat-d2", lasting),
+            (4, "gt", lasting | {"wire": "int8"}),
+        ):
             torch.manual_seed(0)
             model = nn.Linear(numbers, 1)
             if kind == "ddp":
@@ -280,8 +285,8 @@ def tiny(folder):
                 wrapped = DistributedDataParallel(model, process_group=mesh.get_group("gpu"))
             else:
                 wrapped = fully_shard(model, mesh=mesh["gpu"])
-            made = klatsch.rules.make("dat-sgp", lr=0.05)
-            optimizer = klatsch.Gossip(model.parameters(), made, graph_of("plain"), mesh=mesh["host"])
+            made = klatsch.rules.make(rule, lr=0.05)
+            optimizer = klatsch.Gossip(model.parameters(), made, graph_of("plain"), mesh=mesh["host"], **options)
             for t in range(5):
                 inputs = torch.randn(4, numbers, generator=torch.Generator().manual_seed(10 * rank + t))
                 optimizer.zero_grad()
@@ -289,7 +294,7 @@ def tiny(folder):
                 (wrapped(inputs).square().mean() + extra).backward()
                 optimizer.step()
             optimizer.load_state_dict(optimizer.state_dict())
-            found[f"{kind} {numbers}"] = whole(v.float() for v in optimizer.output()), optimizer.consensus()
+            found[f"{kind} {numbers} {rule}"] = whole(v.float() for v in optimizer.output()), optimizer.consensus()
     torch.save(found, folder / f"tiny-{rank}")
 
 

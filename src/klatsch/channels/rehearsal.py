@@ -130,7 +130,7 @@ class Rehearsal:
 
     def __init__(self, rule: Rule, x: Tensor) -> None:
         self._rule, self._length = rule, x.shape[-1]
-        self._grad = x.new_zeros(*x.shape[:-1], min(FEW, x.shape[-1]))
+        self._grad = x.new_zeros(*x.shape[:-1], max(1, min(FEW, x.shape[-1])))  # x may be empty: a host's last slice
         start = rule.init(self._grad)
         if not isinstance(start, dict) or not all(isinstance(v, Tensor) for v in start.values()):
             raise ValueError(f"{rule.name}.init returns {_kind(start)}; return a dictionary of tensors by name")
