@@ -4,6 +4,7 @@
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
+BASE := .venv/.base
 STAMP := .venv/.complete
 
 # Tests run on all cores, up to eight.
@@ -21,7 +22,7 @@ test: $(STAMP)
 soak: $(STAMP)
 	$(PYTEST) -m soak --durations=5
 
-demo: $(STAMP)
+demo: $(BASE)  # without what only tests need
 	$(BIN)/python -m klatsch demo
 
 lint: $(STAMP)
@@ -39,14 +40,21 @@ bench: $(STAMP)
 bench-ranks: $(STAMP)
 	$(BIN)/python benchmarks/ranks.py
 
-# The stamp is written last, so an interrupted install is stale and is built again. The constraints come from the
+# A stamp is written last, so an interrupted install is stale and is built again. The constraints come from the
 # environment, since only so do they reach the build of the package itself (the second name is that of newer pips).
-$(STAMP): pyproject.toml constraints.txt
+INSTALL = PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable
+
+$(BASE): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "klatsch needs Python 3.11 or newer and found none: install it, or name it with make PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "building .venv with $(PYTHON) (a minute or two; torch is large)"
 	@$(PYTHON) -m venv --clear .venv
-	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(INSTALL) .
+	@touch $@
+
+$(STAMP): $(BASE)
+	@echo "adding what tests need: frameworks, linters"
+	@$(INSTALL) '.[dev]'
 	@touch $@
 
 clean:

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import torch
 
-from klatsch import rules
 from klatsch.clock import Clock
 from klatsch.planning import race, sources, ways
 from klatsch.planning.race import Runner, Task, Trial
@@ -32,7 +31,7 @@ from klatsch.planning.ways import ALL_REDUCE, Way
 SEEDS = (11, 12, 13)
 FACTOR, SLOWER = 2.0, 1.3
 NEAR = 1.5  # times the best time by one seed: what runs with three
-ways.RULES["gt"] = rules.gt
+ways.RULES["gt"] = {}
 
 
 class Combination(NamedTuple):

@@ -121,11 +121,11 @@ CHANNEL = (
 PROBLEMS = {
     "least-squares": Entry(
         "f_i(x) = ½ ||A_i x - b_i||², with Gaussian noise on every gradient (Section 5.1).",
-        "dim=50, noise=1, heterogeneity=1",
+        "dim=50, noise=1, heterogeneity=1, pool",
     ),
     "logistic": Entry(
         "f_i(x) = mean over the samples (a, y) of node i of log(1 + exp(-y a'x)) + l2/2 ||x||², with y = 1 or -1.",
-        "dim=20, samples=200, batch=1, l2=0.01, alpha=0.1",
+        "dim=20, samples=200, batch=1, l2=0.01, alpha=0.1, pool",
     ),
     "fashion-mnist": Entry(
         "A LeNet on Fashion-MNIST, as in the paper's image study (Section 5.2).", "alpha=0.1, batch=32, test=10000"

@@ -219,7 +219,7 @@ def test_problems_from_a_file(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             problem_of(text, 4)
-    with pytest.raises(ValueError, match="options are for problems by name"):
+    with pytest.raises(ValueError, match="small has no option 'noise'"):
         problem_of(f"{path}:small", 4, noise=2.0)
     path.write_text("import nothing_of_that_name")
     with pytest.raises(ValueError, match="ModuleNotFoundError: No module named"):

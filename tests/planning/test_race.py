@@ -68,6 +68,10 @@ def test_the_same_data_on_fewer_nodes(name, options):
         torch.testing.assert_close(fewer.optimum, whole.optimum)
         found = fewer.gradient(x.expand(nodes, 1, 3), None)
         torch.testing.assert_close(found, of_all.reshape(nodes, -1, 1, 3).mean(1))
+        made = problems.make(name, nodes, pool=8, **options)  # by name
+        torch.testing.assert_close(made.gradient(x.expand(nodes, 1, 3), None), found)
+    with pytest.raises(ValueError, match=r"pool = 8 for 3 nodes; give a multiple of 3"):
+        problems.make(name, 3, pool=8, **options)
 
 
 # --- learning rates -------------------------------------------------------------------------------------------------

@@ -33,12 +33,12 @@ def silences(found):
 @pytest.mark.parametrize(
     "way, words",
     [
-        (Way(1), "one machine (dsgd)"),
-        (Way(1, "dat"), "one machine (dat)"),
-        (Way(1024), "1,024 machines with an all-reduce (dsgd)"),
-        (Way(8, "dat", every=16), "8 machines with an all-reduce (dat), in every 16th round"),
-        (Way(4, "dat-d2", "ring"), "4 machines, dat-d2 on ring"),
-        (Way(4, "dat", "ring", 4, 3, "int8"), "4 machines, dat on ring, in every 4th round, late 3, as int8"),
+        (Way(1), "one machine, dsgd"),
+        (Way(1, "dat"), "one machine, dat (beta=0.9)"),
+        (Way(1024), "1,024 machines with an all-reduce, dsgd"),
+        (Way(8, "dat", every=16), "8 machines with an all-reduce, dat (beta=0.9), in every 16th round"),
+        (Way(4, "dat-d2", "ring", wire="int8"), "4 machines, dat-d2 (beta=0.9) on ring, as int8"),
+        (Way(2, "dat", "ring", 4, 3), "2 machines, dat (beta=0.9) on ring, in every 4th round, late 3"),
     ],
 )
 def test_a_way_in_words(way, words):

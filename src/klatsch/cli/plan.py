@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +22,11 @@ from klatsch.own import is_own, label
 
 if TYPE_CHECKING:
     from klatsch.clock import Clock
-    from klatsch.planning.race import Answer, Trial
+    from klatsch.planning.race import Answer, Task, Trial
     from klatsch.planning.sources import Measured
     from klatsch.theory import Constants
+
+    Command = Callable[[Trial], str]
 
 GRADIENT, PARAMS, MACHINES = 0.1, 1_000_000, 64  # by default
 
@@ -132,9 +135,7 @@ def plan(
     most = 1 << (asked.bit_length() - 1)  # 1, 2, 4, ... machines
     use_folder(trying.folder)
     if named is not None:
-        options: dict[str, Any] = chosen(
-            settings, label(named), {} if is_own(named) else parameters_of("problem", named)
-        )
+        options: dict[str, Any] = chosen(settings, label(named), parameters_of("problem", named))
         (make, seeded), measured, title = sources.of_any_size(named, most, **options), None, label(named)
         params = known.params
     else:
@@ -155,8 +156,9 @@ def plan(
         found = race.race(task, told)
     if draw is not None:
         pictures.save(curves(found), draw, dpi=120)
+    again = None if named is None else _again(task, named, options, most, trying.folder)
     if as_json:
-        return print_json(_plain(found))
+        return print_json(_plain(found, again))
     terminal.note(
         f"{title} to {found.metric} {found.target:.3g}, {params or task.make(1, 0).dim:,} parameters, {links.network}, "
         f"gradient {duration(clock.times.mean)}, up to {asked:,} machine{'s' * (asked > 1)}"
@@ -165,10 +167,26 @@ def plan(
     terminal.note(first, "bold")
     for line in others:
         terminal.note(line, "")
+    if again is not None and found.best is not None:
+        print(f"  again: {again(found.best)}")
+        print(f"  on ranks: {found.best.way.python(found.best.lr)}")
     if trying.everything:
         terminal.print_table("all that was tried", [_cells(trial) for trial in found.trials])
     if draw is not None:
         print(f"drawn to {draw}")
+
+
+def _again(task: Task, problem: str, options: dict[str, Any], pool: int, folder: Path | None) -> Command:
+    """A function that gives the command which runs what has raced, with its first seed."""
+    from klatsch import problems
+
+    if problems.declared(problem).on_fewer is not None:  # all sizes share the data of the largest
+        options = {"pool": pool} | options
+    before = ["--problem", problem, *(w for name, value in options.items() for w in ("--set", f"{name}={value}"))]
+    after = ["--seeds", "1", *(["--float32"] if task.in_float32(task.make(1, 0)) else [])]
+    after += [] if task.device == "cpu" else ["--device", task.device]
+    after += [] if folder is None else ["--data", str(folder)]
+    return lambda trial: shlex.join(["klatsch", "run", *before, *trial.way.flags(trial.lr, trial.rounds), *after])
 
 
 def _check(
@@ -254,7 +272,7 @@ def _cells(trial: Trial) -> dict[str, str]:
     return {
         "machines": f"{way.machines:,}",
         "topology": graph + (f"/{way.every}" if way.every > 1 else "") + (f" late {way.late}" if way.late else ""),
-        "rule": way.rule,
+        "rule": way.named_rule,
         "wire": way.wire,
         "lr": f"{trial.lr:.2g}",
         "rounds": f"{trial.rounds:,.0f}" if there else f"more than {trial.tried:,}",
@@ -264,13 +282,16 @@ def _cells(trial: Trial) -> dict[str, str]:
     }
 
 
-def _plain(found: Answer) -> dict[str, object]:
+def _plain(found: Answer, again: Command | None) -> dict[str, object]:
     """An answer as JSON can hold it: what is not reached is null."""
 
     def plain(trial: Trial | None) -> dict[str, object] | None:
         if trial is None:
             return None
-        numbers = asdict(trial) | {"way": trial.way._asdict(), "seconds": trial.seconds}
+        way = {**trial.way._asdict(), "options": trial.way.options}
+        numbers = asdict(trial) | {"way": way, "seconds": trial.seconds}
+        if again is not None and math.isfinite(trial.rounds):
+            numbers |= {"command": again(trial), "python": trial.way.python(trial.lr)}
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
 
     return {

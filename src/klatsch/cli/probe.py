@@ -14,7 +14,7 @@ from klatsch.cli.app import command
 from klatsch.cli.data import use_folder
 from klatsch.cli.settings import Settings, chosen, parameters_of, setting
 from klatsch.cli.terminal import AsJson, Data, option, print_json
-from klatsch.own import is_own
+from klatsch.own import label
 
 if TYPE_CHECKING:
     from klatsch.planning import Probe
@@ -53,7 +53,7 @@ def probe(
     use_folder(folder)
     options: dict[str, Any] = {} if seed is None else {"seed": seed}
     if settings:
-        options |= chosen(settings, problem, {} if is_own(problem) else parameters_of("problem", problem))
+        options |= chosen(settings, label(problem), parameters_of("problem", problem))
     found = planning.probe(sources.problem_of(problem, nodes, **options), rounds=rounds, samples=samples)
     if out is not None:
         files.save(out, json.dumps(found.as_dict(), indent=2, allow_nan=False).encode(), "JSON")

@@ -203,16 +203,17 @@ def run(
             print(f"drawn to {plot}")
 
 
-@command("demo", "demo --steps 2000 --seeds 1")
+@command("demo", "demo --full", "demo --steps 2000")
 def demo(
     out: Annotated[Path, text("Folder for the figure.", metavar="FOLDER")] = Path(),
     steps: Annotated[int, option("Rounds.", "--steps")] = 20_000,
-    seeds: Annotated[int, option("Number of seeds.", "--seeds")] = 2,
+    seeds: Annotated[int | None, option("Number of seeds (1; 2 with --full).", "--seeds")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Up to 49 machines, as in README: minutes.")] = False,
 ) -> None:
-    """DAT-SGD against D-SGD and others on three graphs: how many machines help? A minute or two."""
+    """DAT-SGD against D-SGD and others on three graphs: how many machines help? Less than a minute."""
     from klatsch.paper import demo as demos
 
-    study = demos.study(steps, seeds)
+    study = demos.study(steps, seeds, full)
     with narration.shown() as told:
         found = demos.demo(study, out, told)
     print_rows(found.rows, found.left_out, title_of(study))

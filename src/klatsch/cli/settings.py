@@ -71,7 +71,7 @@ def parameters_of(kind: str, name: str) -> Parameters:
     if kind == "topology":
         found |= channel_parameters()
     if kind != "rule":
-        del found[next(iter(found))]  # the number of nodes
+        found = dict(list(found.items())[1:])  # without the number of nodes, if it takes one
     otherwise = {"rule": "lr", "problem": "seed", "topology": ""}[kind]  # which another flag gives
     return {option: parameter for option, parameter in found.items() if option != otherwise}
 

@@ -1,4 +1,4 @@
-"""The demo: how many machines help? Six rules on three graphs, in a minute or two."""
+"""The demo: how many machines help? Six rules on three graphs, in less than a minute on two cores."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ RULES = (  # those of the paper, ours without a schedule, a baseline with one; l
     {"name": "gt", "schedule": "cosine", "lr": (1e-5, 5e-5, 1e-4, 5e-4)},
 )
 ROUNDS = 20_000
+NODES, ALL_NODES = (4, 9, 16, 25), (4, 9, 25, 49)  # what the demo shows, and what README does
 TITLE = "Least squares, heterogeneous data: error after {steps:,} rounds, learning rate chosen for each point"
 
 
@@ -36,16 +37,16 @@ class Demo:
     files: tuple[Path, ...]
 
 
-def study(steps: int = ROUNDS, seeds: int = 2) -> Study:
+def study(steps: int = ROUNDS, seeds: int | None = None, full: bool = False) -> Study:
     """The runs of the demo: the paper's problem (Section 5.1) with sigma = 1 and zeta = 10."""
     return parse(
         {
             "name": "demo",
             "rules": RULES,
             "topologies": ["ring", "torus", "one_peer_exponential"],
-            "nodes": (4, 9, 25, 49),
+            "nodes": ALL_NODES if full else NODES,
             "steps": steps,
-            "seeds": seeds,
+            "seeds": (2 if full else 1) if seeds is None else seeds,
             "problem": {"name": "least-squares", "noise": 1.0, "heterogeneity": 10.0},
             "dtype": "float32",
             "leave_out": True,

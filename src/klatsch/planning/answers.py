@@ -17,7 +17,7 @@ def lines(task: Task, answer: Answer) -> list[str]:
         return [*_no(answer), *_notes(task, answer)]
     if best.way.machines == 1:
         enough = "one machine, as far as was tried" if answer.stopped else "one machine is enough"
-        first = f"{enough}: {best.way.rule}, {effort(best)}, learning rate {best.lr:.2g}"
+        first = f"{enough}: {best.way.named_rule}, {effort(best)}, learning rate {best.lr:.2g}"
         found = [first, *_why_alone(task, answer)]
     else:
         found = [f"take {best.way}, learning rate {best.lr:.2g}", f"  time: {effort(best)}"]

@@ -87,6 +87,10 @@ class Task:
         """The problem, which tells no more than its headline."""
         return adopted(self.make(nodes, seed)).briefly()
 
+    def in_float32(self, problem: Problem) -> bool:
+        """Whether it runs in float32: networks do, and everything on a GPU."""
+        return self.device != "cpu" or isinstance(problem, Sharded)
+
     def run(
         self, way: Way, problem: Problem, rounds: int, rates: Sequence[float], watch: Watch | None = None
     ) -> tuple[list[int], Array]:
@@ -95,7 +99,7 @@ class Task:
         rule, graph = way.made(rates)
         found = simulate(
             *(problem, rule, graph, rounds, sorted({int(p) for p in points.round()})),
-            dtype=torch.float32 if self.device != "cpu" or isinstance(problem, Sharded) else torch.float64,
+            dtype=torch.float32 if self.in_float32(problem) else torch.float64,
             device=self.device,
             progress=watch.tick if watch else False,
             any_graph=way.reduces,

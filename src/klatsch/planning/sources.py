@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from klatsch import own, problems
+from klatsch.arguments import check_options
 from klatsch.files import json_of, text_of
 from klatsch.problems import Headline, Problem
 from klatsch.theory import Constants
@@ -31,9 +32,8 @@ def problem_of(text: str, nodes: int | None = None, **options: object) -> Proble
         return problems.make(text, NODES if nodes is None else nodes, **options)
     make, function = own.load("problem", text), own.part_of(text)
     takes = inspect.signature(make).parameters
-    if wrong := [name for name in options if name != "seed" or "seed" not in takes]:
-        raise ValueError(f"{', '.join(wrong)}: options are for problems by name; let {function} set them")
     takes_nodes = bool(takes)
+    check_options(function, options, list(takes)[1:])
     if nodes is not None and not takes_nodes:
         raise ValueError(f"{function} takes no number of nodes; leave -n out, or let it take one")
     with own.explained(text):
@@ -65,9 +65,10 @@ def of_any_size(text: str, machines: int, **options: object) -> tuple[Callable[[
             name = own.part_of(text)
             raise ValueError(f"{name} takes no number of nodes, and has to run with 1, 2, 4, ...; let it take one")
         for nodes in range(1, min(2, machines) + 1):
-            made = problem_of(text, nodes)
+            made = problem_of(text, nodes, **options)
             problems.check_headline(text, made, made.headline)
-        return lambda nodes, seed: problem_of(text, nodes, **{"seed": seed} if "seed" in takes else {}), "seed" in takes
+        seeded = "seed" in takes
+        return lambda nodes, seed: problem_of(text, nodes, **options, **{"seed": seed} if seeded else {}), seeded
     whole = problem_of(text, machines, **options) if problems.declared(text).on_fewer is not None else None
 
     def make(nodes: int, seed: int) -> Problem:

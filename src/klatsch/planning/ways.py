@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import json
+import math
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -12,16 +13,15 @@ import numpy as np
 from klatsch import rules, topology
 from klatsch.clock import Clock
 from klatsch.clock.network import NoLinkError
+from klatsch.columns import Given
 from klatsch.rules import Rule
 from klatsch.topology import Topology
 
 ALL_REDUCE = "complete"
 MOST_MACHINES = 4096  # whose rounds a clock times in seconds
-RULES: dict[str, Callable[[list[float]], Rule]] = {
-    "dsgd": rules.dsgd,
-    "dat": partial(rules.dat, averaging="constant", beta=0.9),
-    "dat-d2": partial(rules.dat_d2, averaging="constant", beta=0.9),
-}
+# By rule: its options where they differ from the defaults of `rules.make`. A plan names them, so that what it
+# recommends is what has raced.
+RULES: dict[str, dict[str, Given]] = {"dsgd": {}, "dat": {"beta": 0.9}, "dat-d2": {"beta": 0.9}}
 # By rule: on which graphs, with the fewest machines for which they differ from others. D2's correction needs one
 # symmetric matrix for all rounds.
 GRAPHS = {
@@ -50,20 +50,57 @@ class Way(NamedTuple):
         """Whether it is an all-reduce."""
         return self.graph == ALL_REDUCE
 
+    @property
+    def options(self) -> Mapping[str, Given]:
+        """The rule's options that are not its defaults."""
+        return RULES[self.rule]
+
+    @property
+    def channel(self) -> dict[str, int | str]:
+        """How messages travel, where it is not the default."""
+        usual = {"every": 1, "late": 0, "wire": "float32"}
+        return {name: value for name, value in self._asdict().items() if name in usual and value != usual[name]}
+
+    @property
+    def named_rule(self) -> str:
+        """The rule with its options: "dat (beta=0.9)"."""
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.rule} ({options})" if options else self.rule
+
     def made(self, lr: Sequence[float]) -> tuple[Rule, Topology]:
         """The rule and the graph."""
-        channel = {"every": self.every, "late": self.late, "wire": self.wire}
-        return RULES[self.rule](list(lr)), topology.make(self.graph, self.machines, **channel)
+        rule = rules.make(self.rule, lr=list(lr), **self.options)
+        return rule, topology.make(self.graph, self.machines, **self.channel)
+
+    def flags(self, lr: float, rounds: float) -> list[str]:
+        """Of `klatsch run`, which does the same."""
+        chosen = {name: value for name, value in {**self.options, **self.channel}.items() if name != "every"}
+        graph = f"{self.graph}/{self.every}" if self.every > 1 else self.graph
+        return [
+            *("--rules", self.rule, "-t", graph, "-n", str(self.machines)),
+            *(word for name, value in chosen.items() for word in ("--set", f"{name}={value}")),
+            *("--lr", f"{lr:.6g}", "--steps", str(math.ceil(rounds))),
+        ]
+
+    def python(self, lr: float) -> str:
+        """The optimizer that does the same on ranks."""
+        rule = _call("klatsch.rules.make", f'"{self.rule}"', lr=float(f"{lr:.6g}"), **self.options)
+        return _call("klatsch.optim.Gossip", "model.parameters()", rule, f'"{self.graph}"', **self.channel)
 
     def __str__(self) -> str:
         if self.machines == 1:
-            return f"one machine ({self.rule})"
+            return f"one machine, {self.named_rule}"
         seldom = f", in every {self.every}th round" if self.every > 1 else ""
         if self.reduces:
-            return f"{self.machines:,} machines with an all-reduce ({self.rule}){seldom}"
+            return f"{self.machines:,} machines with an all-reduce, {self.named_rule}{seldom}"
         late = f", late {self.late}" if self.late else ""
         wire = f", as {self.wire}" if self.wire != "float32" else ""
-        return f"{self.machines:,} machines, {self.rule} on {self.graph}{seldom}{late}{wire}"
+        return f"{self.machines:,} machines, {self.named_rule} on {self.graph}{seldom}{late}{wire}"
+
+
+def _call(function: str, *words: str, **options: Given) -> str:
+    arguments = [*words, *(f"{name}={json.dumps(value)}" for name, value in options.items())]
+    return f"{function}({', '.join(arguments)})"
 
 
 def round_seconds(clock: Clock, way: Way, params: int) -> float:

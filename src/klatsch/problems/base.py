@@ -13,6 +13,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from klatsch.arguments import whole
 from klatsch.columns import replaced
 
 Shape = tuple[int, ...]
@@ -278,6 +279,15 @@ def shapes(problem: Problem, start: Tensor) -> dict[str, tuple[Shape, Shape]]:
         found["grad(x, 1)"] = tuple(problem.grad(start.expand(M, 1, d), 1).shape), (M, 1, d)
         found["grad(x, 1, [0])"] = tuple(problem.grad(start.expand(1, 1, d), 1, [0]).shape), (1, 1, d)
     return found
+
+
+def pooled(nodes: int, pool: int | None) -> int:
+    """How many nodes' data there are: those of a pool, or of the nodes themselves."""
+    if pool is None:
+        return nodes
+    if whole(pool, "pool", 1) % nodes:
+        raise ValueError(f"pool = {pool} for {nodes} nodes; give a multiple of {nodes}, so that each has as many data")
+    return pool
 
 
 def points(x: Tensor, nodes: int, dim: int, columns: int) -> Tensor:

@@ -31,26 +31,34 @@ class LeastSquares(core.Convex):
         noise: sigma, a number or a list with one per column.
         heterogeneity: zeta, a number or a list with one per column.
         seed: of data and noise.
+        pool: the data of so many nodes, a multiple of `nodes`: each holds the mean of several f_i, so that networks of
+            different sizes minimise the same function; by default those of `nodes`.
     """
 
     per_column = ("noise", "heterogeneity")
     of_nodes = ("_H", "_offset")
 
     def __init__(
-        self, nodes: int, dim: int = 50, noise: cols.Given = 1.0, heterogeneity: cols.Given = 1.0, seed: int = 0
+        self,
+        nodes: int,
+        dim: int = 50,
+        noise: cols.Given = 1.0,
+        heterogeneity: cols.Given = 1.0,
+        seed: int = 0,
+        pool: int | None = None,
     ) -> None:
         M, d = whole(nodes, "nodes", 1), whole(dim, "dim", 1)
-        seed = whole(seed, "seed", 0)
+        seed, of = whole(seed, "seed", 0), core.pooled(M, pool)
         zeta = _column(cols.hyper("heterogeneity", heterogeneity, lambda v: v >= 0, NOT_NEGATIVE))
-        every, once = torch.arange(M), torch.zeros(1, dtype=torch.long)
-        A = draws.normals(seed, draws.MATRICES, once, every, d * d)[0].reshape(M, d, d)
+        every, once = torch.arange(of), torch.zeros(1, dtype=torch.long)
+        A = draws.normals(seed, draws.MATRICES, once, every, d * d)[0].reshape(of, d, d)
         centre = draws.normals(seed, draws.CENTRE, once, once, d)[0, 0] / d**0.5
         shifts = draws.normals(seed, draws.SHIFTS, once, every, d)[0] / d**0.5
         H = A.mT @ A
         # A'b = H x# - zeta H delta: two rows, the second scaled per column.
         rows = torch.stack((-(H @ centre), (H @ shifts[:, :, None])[:, :, 0]), dim=1)
         scale = torch.stack((torch.ones_like(zeta), zeta), dim=1)
-        self._fill(H, rows, scale, noise, seed)
+        self._fill(*_means(M, H, rows), scale, noise, seed)
 
     @classmethod
     def from_arrays(
@@ -97,9 +105,8 @@ class LeastSquares(core.Convex):
 
     def on_fewer(self, nodes: int, seed: int) -> LeastSquares:
         """The same mean of all f_i on so many nodes, each with the mean of several, and noise of another seed."""
-        H, rows = (v.reshape(nodes, -1, *v.shape[1:]).mean(1) for v in (self._H, self._rows))
         fewer = type(self).__new__(type(self))
-        fewer._fill(H, rows, self._scale, self.sigma.tolist(), seed)
+        fewer._fill(*_means(nodes, self._H, self._rows), self._scale, self.sigma.tolist(), seed)
         return fewer
 
     @staticmethod
@@ -150,6 +157,13 @@ class LeastSquares(core.Convex):
 
     def __repr__(self) -> str:
         return f"<LeastSquares: {self.nodes} nodes, {self.dim} parameters, {self.columns} columns, seed {self.seed}>"
+
+
+def _means(nodes: int, H: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The means of several nodes' functions, for fewer nodes."""
+    if nodes == len(H):
+        return H, rows
+    return H.reshape(nodes, -1, *H.shape[1:]).mean(1), rows.reshape(nodes, -1, *rows.shape[1:]).mean(1)
 
 
 def _column(value: cols.Number) -> Tensor:

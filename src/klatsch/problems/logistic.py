@@ -22,11 +22,13 @@ class LogisticRegression(core.Convex):
     Args:
         nodes: number of nodes M.
         dim: number of parameters d.
-        samples: samples per node.
+        samples: samples per node, or per node of the pool.
         batch: size of a mini-batch.
         l2: strength of the regularisation, above 0 (so that there is one optimum).
         alpha: how label-skewed the nodes are: Dirichlet(alpha) over the two classes; small is skewed.
         seed: of data, partition and mini-batches.
+        pool: the data of so many nodes, a multiple of `nodes`: each holds those of several, so that networks of
+            different sizes minimise the same function; by default those of `nodes`.
     """
 
     of_nodes = ("_signed", "labels")
@@ -40,15 +42,17 @@ class LogisticRegression(core.Convex):
         l2: float = 1e-2,
         alpha: float = 0.1,
         seed: int = 0,
+        pool: int | None = None,
     ) -> None:
         M, d, n = whole(nodes, "nodes", 1), whole(dim, "dim", 1), whole(samples, "samples", 1)
-        seed = whole(seed, "seed", 0)
-        once, every = torch.zeros(1, dtype=torch.long), torch.arange(M * n)
+        seed, of = whole(seed, "seed", 0), core.pooled(M, pool)
+        once, every = torch.zeros(1, dtype=torch.long), torch.arange(of * n)
         features = draws.normals(seed, draws.FEATURES, once, every, d)[0]
         hidden = 2 * draws.normals(seed, draws.CENTRE, once, once, d)[0, 0] / d**0.5
         chance = draws.whole_numbers(seed, draws.LABELS, once, every, 1, 1 << 30)[0, :, 0] / (1 << 30)
         labels = (chance < torch.sigmoid(features @ hidden)).long()
-        self._fill(features, labels, dirichlet(labels.numpy(), M, alpha, seed), batch, l2, seed)
+        shards = dirichlet(labels.numpy(), of, alpha, seed)
+        self._fill(features, labels, shards.reshape(M, -1), batch, l2, seed)
 
     @classmethod
     def from_arrays(
