@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+from itertools import pairwise
 
 import pytest
 import torch
@@ -174,12 +175,16 @@ def test_every_way_to_zero_gradients(how):
     equal(model, other)
 
 
-def test_parameters_and_gradients_are_views_of_two_buffers():
+def test_parameters_lie_side_by_side_in_storages_of_their_own_and_gradients_in_one():
     model, images, labels = model_and_data()
     optimizer = DATSGD(model.parameters(), lr=0.1)
     train(model, optimizer, images, labels, 2)
-    for tensors in ([p.data for p in model.parameters()], [p.grad for p in model.parameters()]):
-        assert len({v.untyped_storage().data_ptr() for v in tensors}) == 1
+    storages = [p.untyped_storage() for p in model.parameters()]
+    assert [s.nbytes() for s in storages] == [p.nbytes for p in model.parameters()]
+    gaps = [second.data_ptr() - first.data_ptr() - first.nbytes() for first, second in pairwise(storages)]
+    assert max(gaps) in range(1, 16)
+    assert all(s.data_ptr() % 16 == 0 for s in storages)  # kernels that torch.compile makes rely on it
+    assert len({p.grad.untyped_storage().data_ptr() for p in model.parameters()}) == 1
     before = [p.grad.data_ptr() for p in model.parameters()]
     train(model, optimizer, images, labels, 2)
     assert before == [p.grad.data_ptr() for p in model.parameters()]

@@ -91,6 +91,16 @@ def test_ddp_of_a_framework_is_refused_and_its_recipe_named(launch, package, sce
         assert answer.endswith("see docs/frameworks.md")
 
 
+def test_every_exporter_saves_all_weights_whatever_the_model_holds(launch):
+    for package in ("accelerate", "lightning", "transformers"):
+        needs(package)
+    ranks = launch(2, "rank_exports.exports")
+    ranks.succeed()
+    first, _ = found(ranks, 2)
+    assert len(first) == 3 * 13
+    assert {way: lost for way, lost in first.items() if lost} == {}
+
+
 def test_lightning_goes_on_from_a_checkpoint_and_leaves_the_merged_model(launch):
     ranks = launch(2, "rank_frameworks.lightning_goes_on", preload=needs("lightning"))
     ranks.succeed()

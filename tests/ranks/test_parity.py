@@ -84,8 +84,8 @@ def test_consensus_and_bytes(features):
     for rank in features:
         assert rank["consensus"] == pytest.approx(gamma, rel=1e-6)
         # w in 4 rounds and x, which has left for the fifth as well, to 2 neighbours in float32, each with what its
-        # sender knows of the network: 9 bytes of every rank, 1 of every link
-        assert rank["bytes"] == (4 + 5) * 2 * (4 * x.shape[1] + 9 * 3 + 3)
+        # sender knows of the network: 9 bytes of every rank, 1 of every link; three tensors of 6 have the room of 8
+        assert rank["bytes"] == (4 + 5) * 2 * (4 * (x.shape[1] + 3 * 2) + 9 * 3 + 3)
 
 
 def test_running_statistics_are_averaged_on_request(features):

@@ -1,17 +1,22 @@
-"""Parameters as one vector: the tensors of a model become views of a flat buffer, their gradients views of another.
+"""Parameters as one vector: the tensors of a model lie side by side in a flat buffer, their gradients in another.
 
 A rule then works on whole vectors, a message is one piece of memory, and nothing is gathered or scattered per step.
+Each parameter has a storage of its own, which is its part of the buffer: whoever saves a model tells tensors apart by
+their storages, and writes these whole. Between two parameters there may be some numbers that are always zero:
+compiled kernels take for granted that a storage begins at a multiple of 16 bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from klatsch.optim.hosts import Host, piece
+
+ALIGNED = 16  # bytes
 
 
 class Flat:
@@ -25,10 +30,14 @@ class Flat:
     def __init__(self, parameters: Sequence[Tensor], names: Mapping[int, object], host: Host | None = None) -> None:
         self.parameters, self._names, self.host = list(parameters), names, host or Host()
         here = [piece(p).detach() for p in self.parameters]
-        bounds = list(pairwise(accumulate((v.numel() for v in here), initial=0)))
-        self.places = {id(p): slice(*bound) for p, bound in zip(self.parameters, bounds, strict=True)}
-        self._layout = [(v.shape, _strides(v), start) for v, (start, _) in zip(here, bounds, strict=True)]
-        length = bounds[-1][1]
+        step = ALIGNED // here[0].element_size()
+        *starts, _ = accumulate((-(-v.numel() // step) * step for v in here), initial=0)
+        self._layout = [(v.shape, _strides(v), start) for v, start in zip(here, starts, strict=True)]
+        self.places = {
+            id(p): slice(start, start + shape.numel())
+            for p, (shape, _, start) in zip(self.parameters, self._layout, strict=True)
+        }
+        length = self.places[id(self.parameters[-1])].stop
         self.own = self.host.slice_of(length)
         self._padded = here[0].new_zeros(self.host.room(length))
         self.values = self._padded[:length]
@@ -146,7 +155,7 @@ class Flat:
                     "first (model.to(...)), then make the optimizer"
                 )
             place.copy_(parameter.detach())
-            parameter.data = place
+            parameter.data = self._place(k)
             torch.autograd.graph.increment_version(parameter)  # its values may have changed with it
 
     @property
@@ -154,9 +163,16 @@ class Flat:
         return [None if p.grad is None else piece(p.grad) for p in self.parameters]
 
     def _settle(self) -> None:
-        """Make the parameters views of the buffer."""
-        for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
-            parameter.data = view
+        """Move the parameters into the buffer."""
+        for k, parameter in enumerate(self.parameters):
+            parameter.data = self._place(k)
+
+    def _place(self, k: int) -> Tensor:
+        """Parameter k in the buffer, with a storage that is this part of it."""
+        shape, strides, start = self._layout[k]
+        size = self.values.element_size()
+        part = self.values.untyped_storage()[start * size : (start + shape.numel()) * size]
+        return self.values.new_empty(0).set_(part, 0, shape, strides)
 
     def _view(self, vector: Tensor, k: int) -> Tensor:
         shape, strides, start = self._layout[k]

@@ -146,7 +146,7 @@ class Share:
         first, *others = [value(group, name) for group in groups]
         if all(value == first for value in others):
             return first
-        vector = torch.empty_like(self.flat.values, dtype=self.dtype)
+        vector = torch.full_like(self.flat.values, first, dtype=self.dtype)
         for group in groups:
             for parameter in group["params"]:
                 if (place := self.flat.places.get(id(parameter))) is not None:

@@ -108,7 +108,7 @@ def _joined(share: Share, entries: Sequence[State], single: State) -> State:
         if there != here:
             remedy = "it is of another model, or of a rule with other options (momentum, average)"
             raise ValueError(f"the state_dict has {there} of a parameter, this optimizer keeps {here}; {remedy}")
-    found = {name: torch.empty_like(flat.values, dtype=share.dtype) for name in kept}
+    found = {name: torch.zeros_like(flat.values, dtype=share.dtype) for name in kept}
     for name, vector in found.items():
         for view, entry in zip(flat.views(vector), entries, strict=True):
             view.copy_(piece(entry[name]))
