@@ -119,6 +119,21 @@ def test_lightning_goes_on_from_a_checkpoint_and_leaves_the_merged_model(launch)
     assert "epoch=3.ckpt.rank1 is missing, the state of this process's optimizer; copy it" in answers[1]["missing"]
 
 
+def test_lightning_waits_for_processes_with_more_batches_and_refuses_other_averages(launch):
+    ranks = launch(2, "rank_frameworks.lightning_ends_unevenly", preload=needs("lightning"))
+    ranks.succeed()
+    answers = found(ranks, 2)
+    assert [answer["steps"] for answer in answers] == [15, 24]
+    for answer in answers:
+        assert answer["rounds"] == answers[0]["rounds"]
+        assert answer["rounds"][0] == answer["rounds"][1] >= 24
+        assert answer["x"][0] == answer["x"][1]  # bits: same call, resumed
+        assert answer["merged"] == pytest.approx(answers[0]["merged"], abs=1e-6)  # float32, each computes the mean
+        assert answer["files"] == ["epoch=2-step=15.ckpt", "epoch=2-step=15.ckpt.rank1"]
+        for which, name in (("ema", "EMAWeightAveraging"), ("swa", "StochasticWeightAveraging")):
+            assert answer[which].startswith(f"{name} averages the weights of one process")
+
+
 def test_hugging_face_goes_on_from_a_checkpoint_and_leaves_the_merged_model(launch):
     ranks = launch(2, "rank_frameworks.trainer_goes_on", preload=needs("transformers"))
     ranks.succeed()

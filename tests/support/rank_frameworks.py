@@ -213,8 +213,8 @@ def flat(model):
 # --- frameworks ----------------------------------------------------------------------------------------------------
 
 
-def loader(rank, **options):
-    pairs = [batch(rank, t) for t in range(ROUNDS)]
+def loader(rank, rounds=ROUNDS, **options):
+    pairs = [batch(rank, t) for t in range(rounds)]
     return DataLoader(TensorDataset(*map(torch.cat, zip(*pairs, strict=True))), batch_size=8, **options)
 
 
@@ -336,6 +336,43 @@ def lightning_goes_on(folder):
     os.environ.update(given)
     (told,) = again.validate(other, loader(dist.get_rank()), ckpt_path=last, weights_only=True, verbose=False)
     found["validated"] = [told["loss"], float(torch.stack(losses(saved["state_dict"])).mean())]
+    keep(folder, found)
+
+
+def lightning_ends_unevenly(folder):
+    """Ranks with 5, 8, ... batches: three epochs, and two and one; callbacks that average are refused at the start."""
+    import lightning
+    from lightning.pytorch import callbacks
+
+    from klatsch.frameworks.lightning import GossipStrategy
+
+    given, rank = dict(os.environ), int(os.environ["RANK"])
+
+    def fit(name, epochs, *extra, **options):
+        os.environ.update(given)
+        saves = callbacks.ModelCheckpoint(folder / name, save_top_k=1, monitor="epoch", mode="max",
+                                          enable_version_counter=False)  # fmt: skip
+        trainer = lightning.Trainer(strategy=GossipStrategy(), max_epochs=epochs, callbacks=[saves, *extra], **quiet())
+        module = lightning_module(anytime)
+        trainer.fit(module, loader(rank, rounds=ROUNDS + 3 * rank), loader(rank), weights_only=True, **options)
+        (optimizer,) = trainer.optimizers
+        x = torch.cat([v.reshape(-1) for v in optimizer.output()])
+        return trainer.global_step, optimizer.rounds, x.tolist(), flat(module).tolist()
+
+    steps, rounds, x, merged = fit("whole", 3)
+    fit("parts", 2)
+    # Under the first rank's name on all.
+    _, rounds_again, again, _ = fit("parts", 3, ckpt_path=str(folder / "parts" / "epoch=1-step=10.ckpt"))
+    dist.barrier()
+    found = {
+        "steps": steps,
+        "rounds": [rounds, rounds_again],
+        "x": [x, again],
+        "merged": merged,
+        "files": sorted(file.name for file in (folder / "whole").iterdir()),
+        "ema": refusal(lambda: fit("ema", 1, callbacks.EMAWeightAveraging())),
+        "swa": refusal(lambda: fit("swa", 2, callbacks.StochasticWeightAveraging(swa_lrs=0.01))),
+    }
     keep(folder, found)
 
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from klatsch.optim import Gossip, average_, merged
+
+# Callbacks that put an average of their own into the model; older versions do not have all of them.
+AVERAGING = tuple(
+    vars(callbacks)[name] for name in ("WeightAveraging", "StochasticWeightAveraging") if name in vars(callbacks)
+)
+# What differs between processes, and lies beside a checkpoint.
+OWN = ("optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lightning_version")
 
 
 class GossipStrategy(DDPStrategy):
@@ -23,6 +32,9 @@ class GossipStrategy(DDPStrategy):
     so that `fit(ckpt_path=...)` goes on; with another number of processes, load the model and begin a new training.
     After `fit` every process has the merged model.
 
+    Processes may have different numbers of batches: at the end of an epoch those with fewer wait for the others, in
+    rounds of gossip without a gradient.
+
     Args:
         options: those of DDPStrategy, such as `process_group_backend`.
     """
@@ -33,12 +45,21 @@ class GossipStrategy(DDPStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._at_x = ExitStack()
+        self._end_of_epochs = _EndOfEpochs()
+        self._saved_as: dict[str, str] = {}  # by this process's name of a checkpoint, that of the first one
 
     def configure_ddp(self) -> None:
         """Leave the model as it is."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Create the optimizers, which must gossip."""
+        """Create the optimizers, which must gossip; refuse callbacks that put other weights into the model."""
+        for callback in trainer.callbacks:
+            if isinstance(callback, AVERAGING):
+                raise ValueError(
+                    f"{type(callback).__name__} averages the weights of one process, where GossipStrategy validates "
+                    "and keeps x; leave it out: DATSGD and DATAdamW average by themselves, and klatsch.Gossip(params, "
+                    "klatsch.rules.make('dsgd', lr=0.1, average='fixed(0.999)')) has an EMA for x"
+                )
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             if not isinstance(optimizer, Gossip):
@@ -46,6 +67,16 @@ class GossipStrategy(DDPStrategy):
                     f"configure_optimizers() returns {type(optimizer).__name__}, with which every process would train "
                     "alone; return one of klatsch.optim, such as DATSGD, or use strategy='ddp'"
                 )
+
+    def on_train_start(self) -> None:
+        """See whether all processes have as many batches."""
+        trainer = self.lightning_module.trainer
+        batches = self.all_gather(torch.tensor(float(trainer.num_training_batches), device=self.root_device)).flatten()
+        if isfinite(float(batches.max())) and float(batches.min()) == float(batches.max()):
+            return
+        trainer.callbacks.insert(0, self._end_of_epochs)
+        # It is a collective in every batch; without it a process that is told to end ends alone.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
     def on_validation_start(self) -> None:
         """Put x into the model, which otherwise holds what it was given, such as the best one."""
@@ -63,6 +94,8 @@ class GossipStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         """Leave the merged model with every process, to test or save."""
+        if self._end_of_epochs in (known := self.lightning_module.trainer.callbacks):
+            known.remove(self._end_of_epochs)
         for optimizer in self.optimizers:
             optimizer.eval()
         average_(self.lightning_module, parameters=True)
@@ -75,14 +108,16 @@ class GossipStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write the checkpoint, and beside it the state of this process's optimizers."""
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        """Write the checkpoint, and beside it what is this process's own; all under the first one's name."""
+        named = str(self.broadcast(str(filepath)))  # names may have the number of steps
+        self._saved_as[str(filepath)] = named
+        super().save_checkpoint(checkpoint, named, storage_options)
         if not self.is_global_zero and "optimizer_states" in checkpoint:
-            mine = {name: checkpoint[name] for name in ("optimizer_states", "pytorch-lightning_version", "global_step")}
-            self.checkpoint_io.save_checkpoint(mine, self._mine(filepath), storage_options)
+            mine = {name: checkpoint[name] for name in OWN}
+            self.checkpoint_io.save_checkpoint(mine, self._mine(named), storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
-        """Read it, with the state of this process's optimizers."""
+        """Read it, with what is this process's own."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
         if not self.is_global_zero and "optimizer_states" in checkpoint and self._fits:
             mine = self._mine(checkpoint_path)
@@ -92,19 +127,21 @@ class GossipStrategy(DDPStrategy):
                     "load the model alone (load_from_checkpoint) and begin a new training"
                 )
             own = super().load_checkpoint(mine, *args, **options)
-            if own["global_step"] != checkpoint["global_step"]:
+            there, here = ([state["gossip"]["rounds"] for state in c["optimizer_states"]] for c in (own, checkpoint))
+            if there != here:
                 raise ValueError(
-                    f"{mine} is of step {own['global_step']}, but {checkpoint_path} of step "
-                    f"{checkpoint['global_step']}; copy the files of one checkpoint"
+                    f"{mine} is of round {there[0]}, but {checkpoint_path} of round {here[0]}; copy the files of one "
+                    "checkpoint"
                 )
-            checkpoint["optimizer_states"] = own["optimizer_states"]
+            checkpoint |= own
         return checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove it, and this process's file beside it."""
-        super().remove_checkpoint(filepath)
+        named = self._saved_as.pop(str(filepath), str(filepath))
+        super().remove_checkpoint(named)
         if not self.is_global_zero:
-            self.checkpoint_io.remove_checkpoint(self._mine(filepath))
+            self.checkpoint_io.remove_checkpoint(self._mine(named))
 
     @property
     def _fits(self) -> bool:
@@ -112,3 +149,13 @@ class GossipStrategy(DDPStrategy):
 
     def _mine(self, path: str | Path) -> str:
         return f"{path}.rank{self.global_rank}"
+
+
+class _EndOfEpochs(Callback):
+    """Waits for processes with more batches, before anything is validated or saved."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        """Wait after the last batch of an epoch, or of all."""
+        if trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step:
+            for optimizer in trainer.optimizers:
+                optimizer.end_epoch()

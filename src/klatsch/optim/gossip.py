@@ -201,15 +201,37 @@ class Gossip(Points, Joinable, JoinHook):
             The rounds without gradient.
         """
         self._check_training()
-        began, known = self.rounds, self._links.membership
         if not self._finished:
             self._finished = True
-            known.finish(began, leave)
-        while (last := known.last_round()) is None or self.rounds < last:
-            self.main_hook()
+            self._links.membership.finish(self.rounds, leave)
+        idle = self._idle()
         for share in self._shares:
             share.node.land()
         self.drain()
+        return idle
+
+    @torch.no_grad()
+    def end_epoch(self) -> int:
+        """Wait for ranks with more batches, in rounds without gradient; then all take steps again.
+
+        Every rank calls it at the end of the same epoch, before anything that all do together, such as `merged`. All
+        return after the same round. News of the last one takes some rounds; leave it out if epochs are equally long.
+
+        Returns:
+            The rounds without gradient.
+        """
+        self._check_training()
+        known = self._links.membership
+        known.finish(self.rounds, leave=False)
+        idle = self._idle()
+        known.begin_again(self.rounds)
+        return idle
+
+    def _idle(self) -> int:
+        """Rounds without gradient until all know that all have finished; how many they were."""
+        began, known = self.rounds, self._links.membership
+        while (last := known.last_round()) is None or self.rounds < last:
+            self.main_hook()
         return self.rounds - began
 
     def zero_grad(self, set_to_none: bool = True) -> None:

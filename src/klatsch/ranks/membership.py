@@ -34,6 +34,7 @@ class Membership:
         self._status = torch.zeros((WORD + 1) * self.size + len(pairs), dtype=torch.uint8)
         self._finished, self._gone = self._read(self._status)
         self._leaving, self._lost = torch.split(self._gone, [self.size, len(pairs)])
+        self._since = 0  # the round from which on it counts who has finished
 
     def __len__(self) -> int:
         """The bytes of the status."""
@@ -69,6 +70,10 @@ class Membership:
         self._finished[self.rank] = rounds + 1
         self._leaving[self.rank] = leave
 
+    def begin_again(self, rounds: int) -> None:
+        """Count who has finished from now on, when all return from an end: older news may still be on its way."""
+        self._since = rounds
+
     # --- what follows from it ----------------------------------------------------------------------------------
 
     def links_lost(self) -> list[int]:
@@ -93,7 +98,7 @@ class Membership:
         if self.leaving:
             return self._end([self.rank])
         nodes = self.within_reach()
-        return self._end(nodes) if bool((self._finished[nodes] > 0).all()) else None
+        return self._end(nodes) if bool((self._finished[nodes] > self._since).all()) else None
 
     def within_reach(self) -> list[int]:
         """The ranks that this one still hears and is heard by, directly or through others, including itself."""
