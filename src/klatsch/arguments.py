@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -57,6 +57,19 @@ def check_options(owner: str, given: Collection[str], known: Collection[str]) ->
         if option not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes no option besides n"
             raise ValueError(f"{owner} has no option {option!r}; {takes}")
+
+
+def printable(content: Any) -> Any:
+    """Plain data as they are, unless they hold a text that would command a terminal."""
+    left = [content]
+    while left:
+        value = left.pop()
+        if isinstance(value, str) and not value.isprintable():
+            raise ValueError(f"{shown(value)} cannot be printed; give one line of text")
+        left += (
+            [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+        )
+    return content
 
 
 def shown(value: object) -> str:

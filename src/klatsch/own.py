@@ -30,7 +30,10 @@ def located(name: str, folder: str | Path = "") -> str:
     if H.isdigit():  # "file.py:graph/8" gossips in every 8th round
         return f"{located(before, folder)}/{H}"
     path, part = _split(name)
-    return f"{os.path.abspath(Path(folder) / path.expanduser())}:{part}"
+    try:
+        return f"{os.path.abspath(Path(folder) / path.expanduser())}:{part}"
+    except RuntimeError as error:  # "~nobody"
+        raise ValueError(f"{name!r}: {error}; give the whole path") from None
 
 
 def label(name: str) -> str:
@@ -79,7 +82,7 @@ def explained(*names: str) -> Iterator[None]:
 
 def _split(name: str) -> tuple[Path, str]:
     path, _, part = name.rpartition(":")
-    if not path.endswith(".py") or not part.isidentifier():
+    if not path.endswith(".py") or not part.isidentifier() or not path.isprintable():
         raise ValueError(f"{name!r}; give FILE.py:NAME, the class or function in a Python file")
     return Path(path), part
 

@@ -10,7 +10,8 @@ from klatsch.clock import Clock
 from klatsch.paper import figures
 from klatsch.study import Store, expand, parse, run_study, workers
 from klatsch.study.choices import summarize
-from klatsch.study.timing import elapsed, timed
+from klatsch.study.timing import timed
+from klatsch.study.traffic import elapsed, exchange_of
 from tests.support.pictures import check_picture
 
 STUDY = {
@@ -106,7 +107,7 @@ def test_equal_graphs_of_different_names():
     """On the complete graph nodes use an all-reduce, also with three, where it is a ring."""
     case = expand(parse({**STUDY, "nodes": 3, "topologies": ["ring", "complete"]}))[0]
     clock = Clock(0.05, "wan")
-    found = {each.topology: elapsed(each, clock, [60]) for each in case}
+    found = {each.topology: elapsed(each, exchange_of(each), clock, [60]) for each in case}
     wanted = {
         name: tuple(clock.seconds(rules.dat(0.1, order="cta"), topology.make(name, 3), 500, [60]))
         for name in ("ring", "complete")

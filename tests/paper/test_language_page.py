@@ -14,7 +14,7 @@ from klatsch.paper.targets import GROUPS, TARGETS, study_of
 from klatsch.study import Row, expand
 from klatsch.study.batches import most_numbers, pack
 from klatsch.study.choices import place
-from klatsch.study.traffic import sent
+from klatsch.study.traffic import exchange_of
 from tests.support.pictures import check_picture
 
 PARTS = GROUPS["language"]
@@ -43,7 +43,7 @@ def row(case, bits=2.0):
         metric="bits",
         merged=curves - 0.01,
         worst=curves + 0.01,
-        sent=sent(case),
+        sent=exchange_of(case).sent,
         case=case,
     )
 

@@ -9,7 +9,7 @@ from klatsch.paper import figures
 from klatsch.paper import local_steps as paper
 from klatsch.paper.targets import study_of
 from klatsch.study import Row, Store, expand, parse, run_study
-from klatsch.study.traffic import sent
+from klatsch.study.traffic import exchange_of
 from tests.support.pictures import check_picture
 
 pytestmark = pytest.mark.slow
@@ -45,16 +45,20 @@ def case(rule, topology, nodes=16, steps=100, **problem):
     ],
 )
 def test_what_a_node_sends(rule, topology, vectors):
-    assert sent(case(rule, topology)) == pytest.approx(4 * 50 * vectors)
-    assert sent(case(rule, topology, name="least-squares", dim=7)) == pytest.approx(4 * 7 * vectors)
-    assert sent(case(rule, topology, name="logistic")) == pytest.approx(4 * 20 * vectors)
-    assert sent(case(rule, topology, name="fashion-mnist")) == pytest.approx(4 * LENET * vectors)
+    assert exchange_of(case(rule, topology)).sent == pytest.approx(4 * 50 * vectors)
+    assert exchange_of(case(rule, topology, name="least-squares", dim=7)).sent == pytest.approx(4 * 7 * vectors)
+    assert exchange_of(case(rule, topology, name="logistic")).sent == pytest.approx(4 * 20 * vectors)
+    assert exchange_of(case(rule, topology, name="fashion-mnist")).sent == pytest.approx(4 * LENET * vectors)
 
 
-def test_of_custom_parts_it_is_not_known(tmp_path):
+def test_parts_of_ones_own_send_what_built_in_ones_do(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("from klatsch import rules\n\n\ndef mine(lr):\n    return rules.make('dsgd', lr=lr)\n")
-    assert sent(case(f"{file}:mine", "ring")) is None
+    file.write_text(
+        "from klatsch import rules, topology\n\n\ndef mine(lr):\n    return rules.make('dat', lr=lr)\n\n\n"
+        "def line(n):\n    return topology.ring(n)\n"
+    )
+    theirs, ours = exchange_of(case("dat", "ring")), exchange_of(case(f"{file}:mine", f"{file}:line"))
+    assert ours == theirs
 
 
 def test_rows_know_what_was_sent(tmp_path):

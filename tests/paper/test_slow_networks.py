@@ -12,7 +12,7 @@ from klatsch.paper import slow_networks as paper
 from klatsch.paper.targets import TARGETS, study_of
 from klatsch.study import Row, Store, expand, parse, run_study
 from klatsch.study.cases import Channel
-from klatsch.study.traffic import sent
+from klatsch.study.traffic import exchange_of
 from tests.support.pictures import check_picture
 
 LENET = 4 * 44_470  # bytes of its parameters
@@ -38,8 +38,9 @@ def row(case, value, half=None, spread=0.0):
         metric="accuracy" if images else "distance",
         largest=images,
         epochs=case.epochs,
-        sent=sent(case),
+        sent=exchange_of(case).sent,
         case=case,
+        exchange=exchange_of(case),
     )
 
 

@@ -1,15 +1,12 @@
-"""What klatsch 0.1 kept: keys of runs that are the same today, and a store whose settings say `lazy_rule`."""
+"""What klatsch 0.1 kept: keys of runs that are the same today."""
 
 import json
-import shutil
-import sqlite3
 from pathlib import Path
 
 import pytest
 
 from klatsch import rules
-from klatsch.study import Case, Store, expand, parse, run_study
-from klatsch.study.store import settings_of
+from klatsch.study import Case, expand, parse
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 KEYS = json.loads((FIXTURES / "keys_before.json").read_text())  # settings of runs and their keys, as 0.1 had them
@@ -22,7 +19,7 @@ def keys(**content):
 
 @pytest.mark.parametrize("settings, key", KEYS, ids=[f"{k}-{s['rule']}" for k, (s, _) in enumerate(KEYS)])
 def test_a_run_has_the_key_that_it_had(settings, key):
-    assert Case(**settings_of(settings)).key == key
+    assert Case(**settings).key == key
 
 
 def test_the_fixture_has_every_rule_and_option():
@@ -63,48 +60,6 @@ def test_files_of_before_may_say_auto():
     for lazy in (True, "auto"):
         with pytest.raises(ValueError, match=r"dat has no lazy: .* topology.lazy\(graph\)"):
             parse({**OLD, "rules": [{"name": "dat", "lazy": lazy}], "topologies": ["ring"]})
-
-
-@pytest.fixture(params=[1, 2])
-def store(request, tmp_path):
-    """A store that klatsch wrote before 0.2, in the format of 0.1.0 and in the one after."""
-    path = tmp_path / "old.sqlite"
-    shutil.copy(FIXTURES / "store_before.sqlite", path)
-    if request.param == 1:
-        base = sqlite3.connect(path)
-        base.executescript(
-            "ALTER TABLE runs DROP COLUMN checksum; DROP TABLE claims; DROP TABLE owners; PRAGMA user_version = 1"
-        )
-        base.close()
-    return path
-
-
-@pytest.mark.slow
-def test_an_old_store_is_shown(store, run_cli, tmp_path):
-    code, out, err = run_cli("results", store, "--json")
-    assert (code, err) == (0, "")
-    rows = {(row["topology"], row["rule"], row["nodes"]) for row in json.loads(out)["rows"]}
-    assert rows == {
-        *((graph, rule, 5) for graph in ("ring", "lazy ring") for rule in ("dat", "dsgd", "dat-d2")),
-        ("ring", "d2", 4),
-        ("ring", "d2 (not lazy)", 5),  # D2 as published, which "auto" was where it could be
-        ("lazy ring", "d2 (not lazy)", 5),
-        ("lazy torus", "d2 (not lazy)", 4),  # the lazy graph has done what D2 does by itself today
-        ("lazy torus", "dat", 4),
-    }
-    code, _, err = run_cli("report", store, "-o", tmp_path / "r.html")
-    assert (code, err) == (0, "")
-    page = (tmp_path / "r.html").read_text()
-    for shown in ("dat-d2", "d2 (not lazy)", "<td>d2</td>"):
-        assert shown in page
-
-
-def test_an_old_store_goes_on(store, run_cli):
-    study = parse({**OLD, "rules": ["dat", "dsgd", "dat-d2"], "topologies": ["ring", {"name": "ring", "lazy": True}]})
-    with Store(store) as opened:
-        before = len(opened.done())
-        assert run_study(study, opened).progress.runs_done == 0  # all of it is there
-        assert len(opened.done()) == before
 
 
 def test_defaults_of_a_rule_that_is_new_may_be_written_out(monkeypatch):

@@ -110,14 +110,14 @@ def test_encoded_bytes_are_those_of_the_encoding():
 
 def test_bytes_of_a_run_are_encoded_ones():
     """Dat sends 2 vectors to each of 2 neighbours, in 40 rounds or 5 of them."""
-    sent = [traffic.sent(case) for case in expanded([GRID], problem={"dim": 600})[0]]
+    sent = [traffic.exchange_of(case).sent for case in expanded([GRID], problem={"dim": 600})[0]]
     plain, small = 4 * 600, 600 + 2 * 3
     assert sent == [2 * 2 * 40 * plain, 2 * 2 * 40 * small] * 2 + [2 * 2 * 5 * plain, 2 * 2 * 5 * small] * 2
 
 
 def test_the_complete_graph_is_an_all_reduce_in_float32_only():
     options = [{"name": "complete", "late": [0, 1], "wire": ["float32", "bfloat16"]}]
-    sent = [traffic.sent(case) for case in expanded(options, rules=["dsgd"], problem={"dim": 600})[0]]
+    sent = [traffic.exchange_of(case).sent for case in expanded(options, rules=["dsgd"], problem={"dim": 600})[0]]
     ring, gossip = 2 * 4 / 5 * 4 * 600, 4 * 2 * 600
     assert sent == pytest.approx([40 * ring, 40 * gossip] * 2)
 

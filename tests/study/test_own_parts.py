@@ -1,8 +1,10 @@
 """Rules, problems and topologies of one's own by `file.py:name`, wherever a study runs."""
 
+import csv
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -218,6 +220,65 @@ def test_a_key_knows_the_source_and_not_the_place(folder, run_cli):
     names = {row["rule"]: row["error"] for row in rows}
     assert len(names) == len(rows) == 3  # both versions, told apart, and d2
     assert all(re.fullmatch(r"d2|mine.py:Extra \[[0-9a-f]{6}\]", name) for name in names)
+    assert run_cli("results", "study.sqlite", "--csv", "r.csv")[0] == 0
+    with Path("r.csv").open() as file:
+        assert {line["rule"] for line in csv.DictReader(file)} == set(names)
+    for options in ((), ("--all",)):
+        shown = run_cli("results", "study.sqlite", *options)[1]
+        assert all(name in shown for name in names)
+
+
+SAME = """from klatsch import problems, rules, topology
+
+
+def dat(lr, order="atc"):
+    return rules.make("dat", lr=lr, order=order)
+
+
+def graph(n, family="one_peer_exponential"):
+    return topology.make(family, n)
+
+
+class Same(problems.LeastSquares):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_parts_of_ones_own_have_bytes_and_seconds_like_built_in_ones(folder, in_threads, run_cli):
+    """Also after their file is gone, and where a schedule of meetings was stored."""
+    (folder / "same.py").write_text(SAME)
+    channels = ['every = 4, wire = "int8"', "late = 2", 'meets = "pairwise 0.1 over wan"']
+    theirs = ['"one_peer_exponential"', *(f'{{ name = "ring", {channel} }}' for channel in channels)]
+    ours = ['"same.py:graph"', *(f'{{ name = "same.py:graph", family = "ring", {channel} }}' for channel in channels)]
+    costs = {}
+    for name, rule, graphs, problem in (
+        ("theirs", "dat", theirs, "dim = 9"),
+        ("ours", "same.py:dat", ours, 'name = "same.py:Same", dim = 9'),
+    ):
+        (folder / f"{name}.toml").write_text(
+            f'steps = 30\nnodes = 4\nseeds = 1\nrecord = 3\nlr = 0.01\nrules = ["{rule}"]\n'
+            f"topologies = [{', '.join(graphs)}]\nproblem = {{ {problem} }}\n"
+        )
+        code, _, err = run_cli("run", f"{name}.toml")
+        assert code == 0, err
+        (folder / "same.py").rename(folder / "gone.py")
+        options = ("--gradient", "lognormal(0.05, 0.5)", "--network", "wan", "--csv", f"{name}.csv", "--curves")
+        assert run_cli("results", f"{name}.sqlite", *options)[0] == 0
+        (folder / "gone.py").rename(folder / "same.py")
+        with Path(f"{name}.csv").open() as file:
+            costs[name] = sorted((line["step"], line["bytes_sent"], line["elapsed"]) for line in csv.DictReader(file))
+    assert len(costs["ours"]) == 12
+    assert costs["ours"] == costs["theirs"]
+
+
+def test_a_rule_that_no_clock_understands_says_so(folder, in_threads, run_cli):
+    odd = EXTRA.replace('(mixed,) = flow.mix(s["w"])', '(mixed,) = flow.mix(s["w"]) if t % 2 else (s["w"],)')
+    (folder / "mine.py").write_text(odd)
+    assert run_cli("run", "study.toml")[0] == 0
+    code, out, _ = run_cli("results", "study.sqlite", "--gradient", "0.1")
+    assert code == 0
+    assert "no time of mine.py:Extra on ring: " in out
 
 
 def test_a_file_that_changes_while_a_study_waits_is_not_taken_for_the_old_one(folder):

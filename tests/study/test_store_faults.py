@@ -1,4 +1,4 @@
-"""A store that several processes share, that was killed, damaged or edited, or that an older version wrote."""
+"""A store that several processes share, that was killed, damaged or edited, or that another version wrote."""
 
 import re
 import signal
@@ -10,6 +10,7 @@ import pytest
 
 from klatsch.study import Store, execute, expand, load, parse, run_study, sharing, workers
 from klatsch.study.batches import pack
+from klatsch.study.database import FORMAT
 from klatsch.study.sharing import checkpoint
 from klatsch.study.store import Origin
 from tests.support.studies import PAPER, SMALL
@@ -274,6 +275,7 @@ def test_a_flipped_bit_in_a_value_is_found_and_the_run_done_again(store, tmp_pat
         "UPDATE runs SET finished = '1999-01-01T00:00:00+00:00' WHERE id = 3",
         "UPDATE metrics SET step = 49 WHERE run = 3 AND step = 50",
         "UPDATE metrics SET name = 'error' WHERE run = 3 AND name = 'Gamma'",
+        "UPDATE runs SET exchange = replace(exchange, '50', '51') WHERE id = 3",
     ],
 )
 def test_a_checksum_covers_all_that_is_stored_of_a_run(edit, store, run_cli):
@@ -281,80 +283,31 @@ def test_a_checksum_covers_all_that_is_stored_of_a_run(edit, store, run_cli):
     refused(run_cli("results", store), "1 of 8 runs is damaged (number 3 does not match its checksum)")
 
 
+@pytest.mark.parametrize(
+    "edit, flaw",
+    [
+        ("UPDATE runs SET checksum = NULL WHERE id = 3", "1 of 8 runs is damaged (number 3 has no checksum)"),
+        ("UPDATE graphs SET links = replace(links, '2', '0')", "damaged (number 1 lacks the links of its graph)"),
+    ],
+)
+def test_what_is_not_whole_is_done_again(edit, flaw, store, tmp_path, run_cli):
+    changed(store, edit)
+    refused(run_cli("results", store), flaw)
+    assert "damaged)" in run_cli("run", tmp_path / "s.toml")[1]
+    assert run_cli("results", store, "--gradient", "0.1")[0] == 0
+
+
 def test_a_checksum_covers_the_environment(store, run_cli):
     changed(store, "UPDATE environments SET facts = replace(facts, 'torch', 'tensor')")
     refused(run_cli("results", store), "8 of 8 runs are damaged (number 1 does not match its checksum)")
 
 
-# --- stores of 0.1.0 ------------------------------------------------------------------------------------------------
-
-FORMAT_1 = """
-CREATE TABLE studies (
-    name TEXT PRIMARY KEY, kind TEXT NOT NULL, scale TEXT NOT NULL, spec TEXT NOT NULL, command TEXT NOT NULL,
-    begun TEXT NOT NULL
-);
-CREATE TABLE environments (id INTEGER PRIMARY KEY, facts TEXT NOT NULL UNIQUE);
-CREATE TABLE runs (
-    id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, problem TEXT NOT NULL, rule TEXT NOT NULL, topology TEXT NOT NULL,
-    nodes INTEGER NOT NULL, seed INTEGER NOT NULL, lr REAL NOT NULL, steps INTEGER NOT NULL, dtype TEXT NOT NULL,
-    settings TEXT NOT NULL, diverged INTEGER NOT NULL, device TEXT NOT NULL, engine TEXT NOT NULL, batch TEXT NOT NULL,
-    seconds REAL NOT NULL, environment INTEGER NOT NULL REFERENCES environments, finished TEXT NOT NULL
-);
-CREATE TABLE metrics (
-    run INTEGER NOT NULL REFERENCES runs, name TEXT NOT NULL, step INTEGER NOT NULL, value REAL NOT NULL,
-    PRIMARY KEY (run, name, step)
-) WITHOUT ROWID;
-"""
+# --- other versions -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def old_store(store):
-    """The same results as 0.1.0 would have stored them."""
-    names = [name for _, name, *_ in asked(store, "PRAGMA table_info(runs)") if name != "checksum"]
-    path = store.with_name("old.sqlite")
-    base = sqlite3.connect(path)
-    base.executescript(
-        f"PRAGMA journal_mode = WAL; {FORMAT_1} PRAGMA application_id = 0x6B6C6174; PRAGMA user_version = 1"
-    )
-    base.execute(f"ATTACH '{store}' AS new")
-    for table, columns in (("studies", "*"), ("environments", "*"), ("runs", ", ".join(names)), ("metrics", "*")):
-        base.execute(f"INSERT INTO {table} SELECT {columns} FROM new.{table}")
-    base.commit()
-    base.close()
-    return path
-
-
-def test_an_old_store_can_be_read_and_stays_as_it_is(old_store, store, tmp_path, run_cli):
-    before = old_store.read_bytes()
-    for command in (("results", old_store), ("report", old_store, "-o", tmp_path / "r.html")):
-        code, _, err = run_cli(*command)
-        assert (code, err) == (0, "")
-    assert old_store.read_bytes() == before
-    assert values(old_store) == values(store)
-
-
-def test_an_old_store_goes_on_and_its_runs_get_checksums(old_store, store, tmp_path, run_cli):
-    file = tmp_path / "s.toml"
-    assert "0 runs new" in run_cli("run", file, "--store", old_store)[1]
-    file.write_text(TEXT.replace("seeds = 2", "seeds = 3"))
-    assert "4 runs new" in run_cli("run", file, "--store", old_store)[1]
-    assert asked(old_store, "PRAGMA user_version") == [(2,)]
-    old = values(old_store)
-    assert len(old) == 12
-    assert values(store).items() <= old.items()
-    changed(old_store, "UPDATE metrics SET value = value + 1 WHERE run = 3 AND step = 50 AND name = 'distance'")
-    refused(run_cli("results", old_store), "1 of 12 runs is damaged (number 3 does not match its checksum)")
-
-
-def test_two_processes_bring_an_old_store_up_to_date(old_store, tmp_path, start):
-    file = tmp_path / "s.toml"
-    file.write_text(TEXT.replace("seeds = 2", "seeds = 3"))
-    assert sum(new_runs(process) for process in [start("run", file, "--store", old_store) for _ in range(2)]) == 4
-    assert asked(old_store, "SELECT count(*), count(checksum) FROM runs") == [(12, 12)]
-
-
-def test_a_refused_study_leaves_an_old_store_as_it_is(old_store, tmp_path, run_cli):
-    before = old_store.read_bytes()
-    (tmp_path / "s.toml").write_text(TEXT.replace("seeds = 2", "seeds = 3"))
-    refused(run_cli("run", tmp_path / "s.toml", "--store", old_store, "--device", "tpu"), "device = 'tpu'")
-    assert old_store.read_bytes() == before
+def test_a_store_of_another_format_is_refused_and_left_alone(store, tmp_path, run_cli):
+    changed(store, f"PRAGMA user_version = {FORMAT - 1}")
+    before = store.read_bytes()
+    for command in (("results", store), ("run", tmp_path / "s.toml")):
+        refused(run_cli(*command), f"older klatsch (format {FORMAT - 1}", "run the study into a new store")
+    assert store.read_bytes() == before

@@ -94,8 +94,7 @@ def _run(target: str, study: Study, scale: str, crew: Crew, out: Path, of: str) 
         origin = Origin(terminal.command_line(), target, scale)
         with narration.shown() as told, narration.interruptible(opened):
             found = run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
-        remembered = next(s for s in opened.studies() if s.study.name == study.name)
-        return page_of(remembered, opened, expanded, None if of == "mean" else of), found.progress.seconds
+        return page_of(found.remembered, opened, None if of == "mean" else of), found.progress.seconds
 
 
 def _plain(page: Page, files: list[Path]) -> dict[str, object]:

@@ -13,7 +13,7 @@ from klatsch import files, own
 from klatsch.cli import terminal
 from klatsch.cli.app import command
 from klatsch.cli.clocked import Timing
-from klatsch.cli.rows import plain, print_rows, short
+from klatsch.cli.rows import plain, print_rows, say_unknown, short
 from klatsch.cli.terminal import AsJson, print_json, text
 
 if TYPE_CHECKING:
@@ -105,6 +105,9 @@ def results(
                 if path is not None:
                     write(found, path)
                     print(f"{counted(len(found), 'line')} written to {path}")
+            if clock is not None:
+                outcomes = opened.outcomes([facts["key"] for _, facts in runs], last=True)
+                say_unknown((case, outcomes[facts["key"]].exchange) for case, facts in runs)
         elif every and as_json:
             print_json({"runs": export.plain(export.records(opened, runs, curves, clock))})
         elif every:
@@ -114,9 +117,10 @@ def results(
             if plot is not None:
                 _draw(tables, timing.against, plot)
             if as_json:
-                return print_json({"rows": [plain(row) | {"dtype": kind[2]} for kind, rows in tables for row in rows]})
+                told = [(kind, row) for kind, rows in tables for row in rows]
+                return print_json({"rows": [{"problem": k[0]} | plain(row) | {"dtype": k[2]} for k, row in told]})
             for (problem, length, dtype, *_), rows in tables:
-                print_rows(rows, [], f"{problem}: {rows[0].metric}, {length}, {dtype}")
+                print_rows(rows, [], f"{problem}: {rows[0].metric}, {length}, {dtype}", clocked=clock is not None)
 
 
 @command("report results.sqlite", "report results.sqlite -o ring.html --title 'How far a ring goes'")
@@ -171,18 +175,18 @@ def _tables(store: Store, runs: Runs, metric: str | None) -> list[tuple[Kind, li
 
     Short runs that only chose learning rates are left out, too; the rows of the full runs know what these tried.
     """
-    from klatsch.study.choices import rows_by_place
+    from klatsch.study.choices import names_of, rows_by_place
     from klatsch.study.screening import screened_in
 
-    short, tried = screened_in(store)
+    names, (short, tried) = names_of(case for case, _ in runs), screened_in(store)
     kinds: dict[Kind, list[tuple[str, Case]]] = {}
     for case, facts in [run for run in runs if run[1]["key"] not in short] or runs:
-        kind = case.problem_label, case.length, case.dtype, case.record, case.source("problem"), case.data
+        kind = names(case).problem, case.length, case.dtype, case.record, case.source("problem"), case.data
         kinds.setdefault(kind, []).append((facts["key"], case))
     tables, refusals = [], []
     for kind, mine in kinds.items():
         try:
-            rows = rows_by_place(mine, store, metric)
+            rows = rows_by_place(mine, store, metric, names)
             tables.append((kind, [_of_short_runs(row, tried.get(place, ())) for place, row in rows.items()]))
         except ValueError as refusal:
             refusals.append(refusal)
@@ -212,8 +216,10 @@ def _of_short_runs(row: Row, tried: tuple[float, ...]) -> Row:
 
 
 def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
+    from klatsch.study.choices import names_of
     from klatsch.study.grids import shown
 
+    names = names_of(case for case, _ in runs)
     outcomes = store.outcomes([facts["key"] for _, facts in runs], last=True)
     metrics = {case.problem: metric or case.headline.metric for case, _ in runs}
     runs = [run for run in runs if metrics[run[0].problem] in outcomes[run[1]["key"]].metrics]
@@ -223,10 +229,10 @@ def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
     settings = list(dict.fromkeys(name for case, _ in runs for name in case.problem_options))
     lines = [
         {
-            "topology": case.graph_label,
+            "topology": names(case).topology,
             **{name: shown(case.problem_options.get(name, "-")) for name in settings},
             "nodes": str(case.nodes),
-            "rule": case.label,
+            "rule": names(case).rule,
             "lr": f"{case.lr:g}",
             "seed": str(case.seed),
             "rounds": f"{case.steps:,}",

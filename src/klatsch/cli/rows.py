@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from klatsch.cli import terminal
 
 if TYPE_CHECKING:
-    from klatsch.study.cases import LeftOut
+    from klatsch.study.cases import Case, LeftOut
     from klatsch.study.choices import Row
+    from klatsch.study.traffic import Exchange
 
 EXPENDABLE = ("Gamma", "worst", "merged", "to", "from", "nodes")  # what a narrow terminal loses first
 
 
-def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu") -> None:
-    """Print one line per row, then notes."""
+def print_rows(
+    rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu", clocked: bool = False
+) -> None:
+    """Print one line per row, then notes; with what it takes and sends where there is a clock."""
     from klatsch import native
     from klatsch.study.choices import BESIDE
     from klatsch.study.grids import shown
@@ -30,7 +33,6 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
     counts = sorted({len(row.curves) for row in rows})
     spread = counts != [1]  # of the seeds
     measured = [name for name in BESIDE if not all(math.isnan(row.beside(name)) for row in rows)]
-    clocked = any(row.elapsed is not None for row in rows)
     lines = [
         {
             "topology": row.topology,
@@ -58,6 +60,8 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
     }
     wider = [terminal.WIDER] if len(kept) < len(lines[0]) else []
     terminal.note("; ".join([note for name, note in notes.items() if name in kept] + wider))
+    if clocked:
+        say_unknown((row.case, row.exchange) for row in rows if row.case is not None)
     if any(row.at_edge for row in rows):
         terminal.note("* the smallest or largest learning rate tried: a better one may lie beyond")
     for reason in dict.fromkeys(item.reason for item in left_out):
@@ -65,6 +69,16 @@ def print_rows(rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, dev
         terminal.note(f"left out at {sizes} nodes: {reason}")
     if native.why_not() is not None and device == "cpu":
         terminal.note(f"slower than it could be: {native.why_not()}")
+
+
+def say_unknown(runs: Iterable[tuple[Case, Exchange | None]]) -> None:
+    """Say of which runs bytes or seconds are not known, and why."""
+    from klatsch.study.traffic import why_unknown
+
+    reasons = {(case.label, case.graph_label): why_unknown(case, exchange) for case, exchange in runs}
+    for (rule, graph), reason in reasons.items():
+        if reason:
+            terminal.note(f"no time of {rule} on {graph}: {reason}")
 
 
 def plain(row: Row) -> dict[str, object]:

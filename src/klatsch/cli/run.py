@@ -187,7 +187,7 @@ def run(
     if as_json:
         print_json({"rows": [plain(row) for row in rows], "left_out": [i._asdict() for i in found.left_out]})
     else:
-        print_rows(rows, found.left_out, title_of(study), study.device)
+        print_rows(rows, found.left_out, title_of(study), study.device, clocked=clock is not None)
         if place is None:
             terminal.note("the results are not kept; --store results.sqlite keeps them")
         else:

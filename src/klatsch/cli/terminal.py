@@ -18,6 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 # Headings of words; all others are of numbers.
 LEFT = ("topology", "rule", "engine", "constant", "meaning", "term", "paper", "klatsch.theory")
@@ -103,13 +104,17 @@ def print_table(
     kept, screen = list(lines[0]), console()
 
     def table() -> Table:
-        shown = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        shown = Table(
+            title=Text(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
         for heading in kept:
             justify: JustifyMethod = "left" if heading in LEFT else "right"
-            shown.add_column(heading, justify=justify, style=STRONG.get(heading, ""), no_wrap=heading != "meaning")
+            shown.add_column(
+                Text(heading), justify=justify, style=STRONG.get(heading, ""), no_wrap=heading != "meaning"
+            )
         for line, following in zip(lines, [*lines[1:], lines[-1]], strict=True):
             last = line.get(section) != following.get(section)
-            shown.add_row(*(line[heading] for heading in kept), end_section=last)
+            shown.add_row(*(Text(line[heading]) for heading in kept), end_section=last)  # not markup
         return shown
 
     unlimited = screen.options.update(max_width=10_000)

@@ -47,6 +47,19 @@ class Sending(NamedTuple):
     needs: tuple[int, ...]  # messages that have to arrive before
 
 
+class Talk(NamedTuple):
+    """Who sends what to whom: all that a clock has to know of a rule on a graph."""
+
+    name: str  # in errors
+    nodes: int
+    every: int
+    late: int
+    wire: str
+    all_reduce: bool
+    messages: Sequence[Sending]  # of a round
+    links: Sequence[tuple[Nodes, Nodes]]  # senders and receivers, for each round with gossip of a period
+
+
 class Hearing(NamedTuple):
     """Who waits for whom in a round with one message of a size."""
 
@@ -106,26 +119,31 @@ class Clock:
         if topology.meets:
             meetings = scheduled(rule, topology, params)
             return [meetings.seconds(step) for step in self._checked(topology.size, steps)]
-        if topology.name.partition("/")[0] == "complete" and topology.wire == "float32" and not topology.late:
-            vectors = 1 if topology.every == 1 else sum(sent.vectors for sent in messages_of(rule))
-            done = self.all_reduce(topology.size, params, steps, topology.every, vectors)
+        return self.seconds_of(talk_of(rule, topology), params, steps)
+
+    def seconds_of(self, talk: Talk, params: int, steps: Sequence[int]) -> list[float]:
+        """The same of nodes that meet in rounds, by what they send."""
+        if talk.all_reduce:
+            vectors = 1 if talk.every == 1 else sum(sent.vectors for sent in talk.messages)
+            done = self.all_reduce(talk.nodes, params, steps, talk.every, vectors)
         else:
-            done = self.gossip(rule, topology, params, steps)
+            rounds = self._gossip(talk, params)
+            done = _at(self._checked(talk.nodes, steps), (round_.done for round_ in rounds))
         return [float(seconds) for seconds in done.max(1)]
 
     def gossip(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> Array:
         """When each node has done so many rounds of gossip, in seconds, (len(steps), M)."""
-        rounds = self._gossip(rule, topology, params)
+        rounds = self._gossip(talk_of(rule, topology), params)
         return _at(self._checked(topology.size, steps), (round_.done for round_ in rounds))
 
-    def _gossip(self, rule: Rule, topology: Topology, params: int) -> Iterator[Late]:
+    def _gossip(self, talk: Talk, params: int) -> Iterator[Late]:
         """Rounds of gossip without end; `arrivals` are those of all messages of a node."""
         size = float(encoded_bytes("float32", params))
-        encoded = float(encoded_bytes(topology.wire, params))
-        sendings = messages_of(rule)
-        hearings = [self._hearings(topology, sent.vectors * encoded) for sent in sendings]
+        encoded = float(encoded_bytes(talk.wire, params))
+        sendings = talk.messages
+        hearings = [self._hearings(talk, sent.vectors * encoded) for sent in sendings]
         work = sum(sent.vectors for sent in sendings) * size * self.handling
-        free = np.zeros(topology.size)  # when a node's link has sent all that it was given
+        free = np.zeros(talk.nodes)  # when a node's link has sent all that it was given
         on_the_way: deque[tuple[int, Array]] = deque()  # the round that waits for it, and when it has arrived
 
         def sent_from(begin: Array, ready: Array, phase: int) -> Array:
@@ -144,11 +162,11 @@ class Clock:
                 last = np.maximum(last, each)
             return last
 
-        done, nothing = np.zeros(topology.size), np.full((1, topology.size), -np.inf)
-        for t, gradient in enumerate(self.gradients(topology.size, params), 1):
+        done, nothing = np.zeros(talk.nodes), np.full((1, talk.nodes), -np.inf)
+        for t, gradient in enumerate(self.gradients(talk.nodes, params), 1):
             ready, arrivals = done + gradient, nothing
-            speaks, phase = topology.speaks(t) and topology.size > 1, (t // topology.every - 1) % len(hearings[0])
-            if speaks and not topology.late:
+            speaks, phase = t % talk.every == 0 and talk.nodes > 1, (t // talk.every - 1) % len(talk.links)
+            if speaks and not talk.late:
                 arrivals = sent_from(done, ready, phase)
                 done = np.maximum(ready, arrivals.max(0)) + work
             else:
@@ -158,7 +176,7 @@ class Clock:
                 if speaks:
                     done = done + work
                     arrivals = sent_from(done, done, phase)
-                    on_the_way.append((t + topology.late, arrivals.max(0)))
+                    on_the_way.append((t + talk.late, arrivals.max(0)))
             yield Late(ready, arrivals, done)
 
     def all_reduce(self, nodes: int, params: int, steps: Sequence[int], every: int = 1, vectors: int = 1) -> Array:
@@ -198,9 +216,10 @@ class Clock:
         """How many rounds late messages are used, if nodes wait only for those that are `topology.late` rounds old."""
         self._checked(topology.size, [1])
         P, here = topology.speaking[0], np.arange(topology.size)
-        sources = self._hearing(P, topology.name, 0.0).sources
+        talk = talk_of(rule, topology)
+        sources = self._hearing(talk.links[0], talk, 0.0).sources
         weights = np.where(sources == here, 0.0, P.toarray()[here, sources])
-        return Staleness(self._gossip(rule, topology, params), sources, weights, topology.late)
+        return Staleness(self._gossip(talk, params), sources, weights, topology.late)
 
     def _checked(self, nodes: int, steps: Sequence[int]) -> Sequence[int]:
         for part in (self.times, self.links):
@@ -221,16 +240,13 @@ class Clock:
             yield from draw(first, some) + inside
             first, some = first + some, min(2 * some, max(1, CHUNK // nodes))
 
-    def _hearings(self, topology: Topology, size: float) -> list[Hearing]:
-        return mapped(topology.speaking, lambda P: self._hearing(P, topology.name, size))
+    def _hearings(self, talk: Talk, size: float) -> list[Hearing]:
+        return mapped(talk.links, lambda links: self._hearing(links, talk, size))
 
-    def _hearing(self, P: Matrix, name: str, size: float) -> Hearing:
-        """Who hears whom with a matrix, and how long a message of a size takes."""
-        links = P.tocoo()
-        apart = links.coords[0] != links.coords[1]
-        receiver, sender = (links.coords[k][apart].astype(np.int64) for k in (0, 1))
-        rate, latency = self._between(sender, receiver, name)
-        nodes = P.shape[0]
+    def _hearing(self, links: tuple[Nodes, Nodes], talk: Talk, size: float) -> Hearing:
+        """Who hears whom in a round, and how long a message of a size takes."""
+        (sender, receiver), nodes = links, talk.nodes
+        rate, latency = self._between(sender, receiver, talk.name)
         takes = size / rate + self.per_message
         sending, hearing = (np.bincount(who, takes, nodes).astype(float) for who in (sender, receiver))
         delay = latency + np.maximum(sending[sender], hearing[receiver])
@@ -292,6 +308,21 @@ def _at(steps: Sequence[int], rounds: Iterator[Array]) -> Array:
         if t in found:
             found[t] = done
     return np.array([found[step] for step in steps])
+
+
+def talk_of(rule: Rule, topology: Topology) -> Talk:
+    """What nodes say to each other; those that all talk to each other in float32 use an all-reduce."""
+    every, late, wire = topology.every, topology.late, topology.wire
+    all_reduce = topology.name.partition("/")[0] == "complete" and wire == "float32" and not late
+    links = mapped(topology.speaking, _links)
+    return Talk(topology.name, topology.size, every, late, wire, all_reduce, messages_of(rule), links)
+
+
+def _links(P: Matrix) -> tuple[Nodes, Nodes]:
+    """Senders and receivers."""
+    links = P.tocoo()
+    apart = links.coords[0] != links.coords[1]
+    return links.coords[1][apart].astype(np.int64), links.coords[0][apart].astype(np.int64)
 
 
 def messages_of(rule: Rule) -> list[Sending]:

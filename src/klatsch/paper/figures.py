@@ -29,6 +29,7 @@ COLOURS = (*OKABE_ITO, *TOL)
 GRAPH_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*h<>pdH8x+1"
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+MOST_PANELS = 100
 VALUE = "value: "  # an id that starts with this is a tooltip in the report
 
 ERROR = r"$\frac{1}{M}\sum_i \|x_T^i - x^*\|^2$"
@@ -199,7 +200,7 @@ def final_of_rules(rows: Sequence[Row], title: str) -> Figure:
             axis.plot(values, y, marker, color=colour, markersize=3.5, label=text)
         for place, row in zip(y, mine, strict=True):
             mark(axis, row, row.value, row.final[:, row.best], at=place)
-        axis.set_yticks(range(len(order)), order, fontsize=7)
+        axis.set_yticks(range(len(order)), map(literal, order), fontsize=7)
         axis.margins(y=0.6 / len(order))
         axis.grid(alpha=0.25, linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
@@ -245,10 +246,16 @@ def in_letters(rows: Sequence[Row], before: Callable[[Row], list[str]] = lambda 
     varying = [name for name in names if len({row.setting.get(name) for row in rows}) > 1]
 
     def text(row: Row) -> str:
-        letters = (f"{SYMBOLS.get(name, name)} = {shown(row.setting[name])}" for name in varying if name in row.setting)
-        return ", ".join([*before(row), *letters])
+        values = {name: row.setting[name] for name in varying if name in row.setting}
+        letters = (f"{SYMBOLS.get(name) or literal(name)} = {literal(shown(v))}" for name, v in values.items())
+        return ", ".join([*map(literal, before(row)), *letters])
 
     return text
+
+
+def literal(text: str) -> str:
+    """A name that matplotlib shows as it is: a dollar begins no formula, and an underscore hides no line."""
+    return f"{' ' * text.startswith('_')}{text}".replace("$", r"\$")
 
 
 def _alpha(row: Row) -> str:
@@ -270,7 +277,7 @@ def in_bits(row: Row) -> bool:
 
 
 def _quantity(row: Row, formula: str) -> str:
-    return f"error  {formula}" if row.metric == "distance" else row.title
+    return f"error  {formula}" if row.metric == "distance" else literal(row.title)
 
 
 def quantity(row: Row) -> str:
@@ -371,7 +378,7 @@ def _against_rounds(rows: Sequence[Row], title: str, layout: Layout, across: str
         if not ((across == "seconds" and row.elapsed is None) or (across == "bytes" and row.sent is None))
     ]
     if not rows:
-        raise ValueError(f"no run knows its {across}: those with a part of your own do not; show rounds")
+        raise ValueError(f"of no run the {across} are known; show rounds")
     figure, panels = panelled(rows, title, layout)
     rounds = rows[0].epochs is None or across != "rounds"
     for axis, mine in panels:
@@ -399,6 +406,8 @@ def panelled(
     from matplotlib import figure as figures
 
     captions, wide = distinct(rows, layout.caption), layout.wide
+    if len(captions) > MOST_PANELS:
+        raise ValueError(f"a figure of {len(captions):,} panels; {MOST_PANELS} are the most: show fewer runs")
     count, high = len(captions), -(-len(captions) // wide)
     figure = figures.Figure(figsize=(1.2 + 3.2 * min(wide, count), 0.9 + 3.0 * high), layout="constrained")
     axes = figure.subplots(high, wide, sharey=True, squeeze=False).flatten()
@@ -411,7 +420,7 @@ def panelled(
         axis.set_title(text, fontsize=10)
     for axis in axes[:count:wide]:
         axis.set_ylabel(f"{which}{layout.quantity}")
-    figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=10)
+    figure.suptitle(textwrap.fill(literal(title), int(13 * figure.get_figwidth())), fontsize=10)
     return figure, [(axes[k], [row for row in rows if layout.caption(row) == text]) for k, text in enumerate(captions)]
 
 
@@ -419,7 +428,7 @@ def line_of_seeds(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.float
     """A line for the mean of the seeds, and a band from the lowest to the highest; `spread` holds these three."""
     shown = np.isfinite(spread[0])  # diverged values are not drawn
     x, (mean, low, high) = np.asarray(x, dtype=float)[shown], spread[:, shown]
-    axis.plot(x, mean, markersize=4, linewidth=1.4, label=label, **style)
+    axis.plot(x, mean, markersize=4, linewidth=1.4, label=literal(label), **style)
     axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 

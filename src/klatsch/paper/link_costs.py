@@ -17,8 +17,7 @@ from klatsch.paper.claims import family
 from klatsch.paper.figures import GRAPH_COLOURS, MARKERS, Layout, Style
 from klatsch.study.cases import Channel
 from klatsch.study.choices import Row
-from klatsch.study.timing import elapsed
-from klatsch.study.traffic import is_all_reduce
+from klatsch.study.traffic import elapsed, is_all_reduce
 from klatsch.topology.validation import WIRES
 
 if TYPE_CHECKING:
@@ -55,10 +54,10 @@ def megabytes(row: Row) -> float:
 
 
 def seconds_on(link: Clock) -> Cost:
-    """The seconds of a run on a link, by its clock; nan with a custom part."""
+    """The seconds of a run on a link, by its clock; nan where they are not known."""
 
     def seconds(row: Row) -> float:
-        found = row.case and elapsed(row.case, link, (row.case.steps,))
+        found = row.case and elapsed(row.case, row.exchange, link, (row.case.steps,))
         return found[0] if found else math.nan
 
     return seconds

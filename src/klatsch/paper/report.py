@@ -14,7 +14,7 @@ from klatsch.clock import Clock
 from klatsch.paper import figures
 from klatsch.paper.pages import Page, edge_note, table_of
 from klatsch.paper.targets import TARGETS
-from klatsch.study.cases import Case, LeftOut, expand, headline_of
+from klatsch.study.cases import Case, headline_of
 from klatsch.study.choices import BESIDE, Row
 from klatsch.study.grids import counted
 from klatsch.study.screening import screened
@@ -26,28 +26,24 @@ from klatsch.version import VERSION
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Expanded = tuple[list[Case], list[LeftOut]]
-
 BANDS = "bands reach from the smallest to the largest seed"
 
 
 def page_of(
     remembered: Remembered,
     store: Store,
-    expanded: Expanded | None = None,
     showing: str | None = None,
     clock: Clock | None = None,
     across: str = "rounds",
 ) -> Page:
-    """The page of a study, from the runs that the store holds so far; pass `expanded` if you have it.
+    """The page of a study, from the runs that the store holds so far.
 
     Figures, numbers and verdicts are those of the mean of nodes, or of what is `showing`: "merged" or "worst". With a
     clock the numbers have seconds, too, and one more figure shows the course against seconds or bytes (`across`).
     """
     study, origin, target = remembered.study, remembered.origin, TARGETS.get(remembered.origin.kind)
     title = study.name if target is None else f"{target.title} ({origin.scale} scale)"
-    cases, left_out = expanded or _expanded(remembered, store)
-    runs = screened(study, cases, store)
+    runs = screened(study, remembered.cases, store)
     rows, name = timed(runs.rows(store), clock), study.name
     if showing is not None:
         rows, name = [row.showing(showing) for row in rows], f"{study.name}-{showing}"
@@ -67,21 +63,9 @@ def page_of(
     if not {case.key for case in runs.cases} <= store.done():
         verdicts = [replace(v, holds=None, figures=("not all of its runs are finished", *v.figures)) for v in verdicts]
     # The remedy that follows a reason is for studies of one's own.
-    reasons = dict.fromkeys(item.reason.partition(";")[0] if target else item.reason for item in left_out)
+    reasons = dict.fromkeys(item.reason.partition(";")[0] if target else item.reason for item in remembered.left_out)
     notes = (*edge_note(rows), *(target.notes if target else ()), *(f"Left out: {reason}" for reason in reasons))
     return Page(name, title, facts, tuple(drawn), *table_of(rows), tuple(verdicts), notes, command=origin.command)
-
-
-def _expanded(remembered: Remembered, store: Store) -> Expanded:
-    """The runs of a study, and what is left out."""
-    study = remembered.study
-    if remembered.sources is not None:
-        return expand(study, remembered.sources)
-    # In a study of 0.1, D2 may be lazy on some graphs only.
-    cases, left_out = expand(study.model_copy(update={"leave_out": True}))
-    done = store.done()
-    cases = [case for case in cases if case.key in done or "lazy" not in case.rule_options]
-    return cases, left_out if study.leave_out else []
 
 
 def _figures_of_any(study: Study, rows: Sequence[Row], title: str) -> list[tuple[str, Figure]]:
@@ -103,7 +87,7 @@ def _facts(remembered: Remembered) -> tuple[str, str]:
         (f"{', '.join(names)}: " if len(grids) > 1 else "") + ", ".join(f"{lr:g}" for lr in grid)
         for grid, names in grids.items()
     )
-    headline = headline_of(study.problem.name, (remembered.sources or {}).get(study.problem.name))
+    headline = headline_of(study.problem.name, remembered.sources.get(study.problem.name))
     best = f"largest mean final {headline.metric}" if headline.largest else "smallest mean final error"
     chosen_by = "over the seeds" if study.screen is None else f"of short runs ({study.screen.text})"
     chosen = f" The one with the {best} {chosen_by} is chosen for each rule, graph, size and setting."
@@ -151,11 +135,9 @@ def report(
     studies = store.studies()
     if not studies:
         raise ValueError(f"{store.path} holds no study; klatsch run and klatsch reproduce put them there")
-    expanded = [_expanded(study, store) for study in studies]
-    pairs = zip(studies, expanded, strict=True)
-    pages = [page_of(study, store, known, clock=clock, across=across) for study, known in pairs]
+    pages = [_page(study, store, clock, across) for study in studies]
     runs = [facts for _, facts in store.runs()]
-    needed = (screened(s.study, cases, store).cases for s, (cases, _) in zip(studies, expanded, strict=True))
+    needed = (screened(each.study, each.cases, store).cases for each in studies)
     shown = {case.key for cases in needed for case in cases}
     times = sorted(facts["finished"] for facts in runs)
     summary = {
@@ -185,6 +167,15 @@ def report(
     )
     files.save(path, html.encode(), "HTML")
     return pages
+
+
+def _page(remembered: Remembered, store: Store, clock: Clock | None, across: str) -> Page:
+    """The page of a study; a store may say of any study that it is a figure of the paper."""
+    try:
+        return page_of(remembered, store, clock=clock, across=across)
+    except (LookupError, TypeError) as error:
+        name, kind = remembered.study.name, remembered.origin.kind
+        raise ValueError(f"{name} says that it is {kind}, but its runs do not fit ({error}); run it again") from error
 
 
 def inline_svg(text: str, prefix: str) -> str:

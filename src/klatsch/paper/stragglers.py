@@ -11,7 +11,7 @@ from klatsch.paper import figures
 from klatsch.paper.claims import Answer, Sentence, asks, clearly_above, factor
 from klatsch.paper.entries import Content, Sentences, Target
 from klatsch.study.choices import Row
-from klatsch.study.timing import elapsed
+from klatsch.study.traffic import elapsed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,7 +63,8 @@ def timed(rows: Sequence[Row], name: str) -> list[Row]:
         case = row.case
         if case is not None and (not case.channel.meets or times in case.channel.meets):
             setting = {**row.setting, "gradients": name}
-            found.append(replace(row, topology=way(row), setting=setting, elapsed=elapsed(case, clock, row.steps)))
+            when = elapsed(case, row.exchange, clock, row.steps)
+            found.append(replace(row, topology=way(row), setting=setting, elapsed=when))
     return found
 
 

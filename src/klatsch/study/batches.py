@@ -26,6 +26,7 @@ from klatsch.simulation.mixing import common_period
 from klatsch.study.cases import Case
 from klatsch.study.grids import Options
 from klatsch.study.spec import make_rule
+from klatsch.study.traffic import Exchange, dim_of, exchange_of
 from klatsch.topology import Topology
 from klatsch.topology.channel import CHANNEL
 from klatsch.version import VERSION
@@ -87,6 +88,7 @@ class Finished:
     engine: str
     seconds: float  # of all runs together
     environment: dict[str, str]
+    exchanges: list[Exchange]  # what the nodes of each run send
 
 
 def pack(cases: Iterable[Case], device: str) -> list[Batch]:
@@ -176,6 +178,11 @@ def finished(batch: Batch, results: list[Result], seconds: float) -> Finished:
             "system": f"{platform.system()} {platform.machine()}",
             "processor": _processor(batch.device),
         },
+        exchanges=[
+            exchange_of(case, result.output.shape[-1])
+            for result, network in zip(results, batch.networks, strict=True)
+            for case in network
+        ],
     )
 
 
@@ -240,7 +247,7 @@ def _most_columns(case: Case, device: str) -> int:
         return 1
     if problem.columns_share:
         return MOST_COLUMNS
-    numbers = VECTORS * case.nodes * _dim(case)  # of a column
+    numbers = VECTORS * case.nodes * dim_of(case)  # of a column
     return 1 if device == "cpu" else max(1, min(MOST_COLUMNS, most_numbers(case, device) // numbers))
 
 
@@ -250,23 +257,13 @@ def most_numbers(case: Case, device: str) -> int:
     return memory // GPU_SHARE // DTYPES[case.dtype].itemsize
 
 
-def _dim(case: Case) -> int:
-    """The number of parameters of a run."""
-    known = problems.declared(case.problem).dim_of
-    return int(
-        known(case.nodes, **case.problem_options)
-        if known
-        else problems.make(case.problem, 1, **case.problem_options).dim
-    )
-
-
 def _cut(blocks: list[Network], device: str) -> list[list[Network]]:
     """Networks as stacks that fit in memory and whose common period can be captured."""
     first = blocks[0][0]
     problem = problems.declared(first.problem)
     if problem.joined is None:
         return [[block] for block in blocks]
-    dim, most = _dim(first), most_numbers(first, device)
+    dim, most = dim_of(first), most_numbers(first, device)
     # Per node: its matrix (joined, and the network's own), and the draws of the captured rounds.
     held = 2 * dim + 3 * MOST_ROUNDS if problem.numbers_per_parameter is None else problem.numbers_per_parameter
     stacks: list[list[Network]] = []

@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
-from klatsch import own, problems, rules
+from klatsch import arguments, own, problems, rules
 from klatsch import topology as topologies
+from klatsch.arguments import named, number, whole
 from klatsch.clock.rounds import scheduled
 from klatsch.columns import described
 from klatsch.problems import Headline
@@ -24,7 +25,7 @@ from klatsch.rules import averaging
 from klatsch.study.grids import Options, combinations, counted, in_words, shown
 from klatsch.study.spec import Study, TopologyEntry, make_rule
 from klatsch.topology import Topology
-from klatsch.topology.channel import CHANNEL
+from klatsch.topology.channel import CHANNEL, check_channel
 
 REVISION = 1  # raised when the same settings lead to other results than before
 BEFORE = {  # the rules before 0.2: their classes and fields
@@ -72,6 +73,25 @@ class Case:
     epochs: int | None = None  # determine `steps` if given; metrics are then evenly spaced
     sources: Sources = field(default_factory=dict)  # of its problem, rule and topology, if custom
     data: str = ""  # SHA-256 of the problem's data, if its options do not determine them
+
+    @classmethod
+    def read(cls, content: Any) -> Case:
+        """A run from what a store holds of it, which may be forged: data to be checked, of which nothing is called."""
+        case = cls(**content)
+        for name in ("nodes", "seed", "steps", "record"):
+            whole(vars(case)[name], name, name != "seed")
+        if case.epochs is not None:
+            whole(case.epochs, "epochs", 1)
+        for options in (case.problem_options, case.rule_options, case.topology_options):
+            for option, value in options.items():
+                if isinstance(value, list | dict) or (isinstance(value, int) and abs(value) >= 1 << 63):
+                    raise ValueError(f"{option} = {arguments.shown(value)}; it is no value of an option")
+        number("lr", case.rule_options["lr"], lambda lr: lr > 0, "a number above 0")
+        check_channel(*case.channel)
+        check_sources({"problem": case.problem, "rule": case.rule, "topology": case.topology}, case.sources)
+        if not isinstance(case.data, str) or not isinstance(case.dtype, str):
+            raise ValueError("data and dtype are no texts")
+        return case
 
     @cached_property
     def key(self) -> str:
@@ -210,17 +230,35 @@ class LeftOut(NamedTuple):
     reason: str
 
 
-def expand(study: Study, sources: Sources | None = None) -> tuple[list[Case], list[LeftOut]]:
-    """The runs of a study, ordered by topology, setting, nodes, rule, learning rate and seed, and what is left out.
-
-    `sources` is what a store keeps of custom parts; their files are then not needed.
-    """
-    known = sources_of(study) if sources is None else sources
-    cases: dict[str, Case] = {}
+def expand(study: Study) -> tuple[list[Case], list[LeftOut]]:
+    """The runs of a study, ordered by topology, setting, nodes, rule, learning rate and seed, and what is left out."""
+    firsts: list[Case] = []
     left_out: dict[LeftOut, None] = {}
+    for first in grid(study, sources_of(study)):
+        if (reason := _refusal(first)) is None:
+            firsts.append(first)
+        else:
+            left_out[LeftOut(first.nodes, reason)] = None
+    if left_out and (not firsts or not study.leave_out):
+        remedy = "; or set leave_out = true to run the rest" if firsts else ""
+        raise ValueError(f"{next(iter(left_out)).reason}{remedy}")
+    return with_seeds(firsts, study), list(left_out)
+
+
+def with_seeds(firsts: Iterable[Case], study: Study) -> list[Case]:
+    """Runs with all seeds of a study, from those of its first seed; once each."""
+    cases = (replace(first, seed=seed) for first in firsts for seed in study.seeds)
+    return list({case.key: case for case in cases}.values())
+
+
+def grid(study: Study, known: Sources) -> Iterator[Case]:
+    """The whole grid of a study with its first seed: plain data, of which nothing is made.
+
+    `known` is what `sources_of` says of custom parts, or what a store keeps of that.
+    """
     for graph, graph_options, setting, nodes, rule, rule_options in _product(study):
         parts = {"problem": study.problem.name, "rule": rule, "topology": graph.name}
-        first = Case(
+        yield Case(
             **parts,
             problem_options=setting,
             rule_options={name: v for name, v in rule_options.items() if (name, v) != ("schedule", "constant")},
@@ -236,16 +274,6 @@ def expand(study: Study, sources: Sources | None = None) -> tuple[list[Case], li
             sources={kind: known[name] for kind, name in parts.items() if name in known},
             data=known.get("data", {}).get(in_words(setting), ""),
         )
-        stored = sources is not None and bool(first.sources or first.data)
-        if not stored and (reason := _refusal(first)) is not None:
-            left_out[LeftOut(nodes, reason)] = None
-            continue
-        for case in (replace(first, seed=seed) for seed in study.seeds):
-            cases[case.key] = case
-    if left_out and (not cases or not study.leave_out):
-        remedy = "; or set leave_out = true to run the rest" if cases else ""
-        raise ValueError(f"{next(iter(left_out)).reason}{remedy}")
-    return list(cases.values()), list(left_out)
 
 
 def _product(study: Study) -> Iterator[tuple[TopologyEntry, Options, Options, int, str, Options]]:
@@ -271,6 +299,27 @@ def sources_of(study: Study) -> Sources:
     elif content := problems.declared(name).content:
         found["data"] = {in_words(setting): content(**setting) for setting in study.problem.combinations()}
     return found
+
+
+def check_sources(parts: Mapping[str, str], sources: Mapping[str, Any]) -> None:
+    """Refuse parts, by the names under which `sources` has what a store keeps of them, that it does not know."""
+    if not isinstance(sources, dict):
+        raise ValueError(f"sources = {arguments.shown(sources)}; they are no table")
+    for key, name in parts.items():
+        if own.is_own(name):
+            own.part_of(name)
+            if not isinstance(sources[key]["source"], str):
+                raise ValueError(f"the source of {name} is no text")
+        elif not isinstance(name, str):
+            raise ValueError(f"{arguments.shown(name)} is no name")
+    key, name = next(iter(parts.items()))  # the problem
+    if own.is_own(name):
+        headline = headline_of(name, sources[key])
+        texts = (headline.metric, headline.text, headline.of_mean, headline.of_worst, *sources[key]["large_is_good"])
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{name} has a headline that is no text")
+    else:
+        named("problem", name, problems.PROBLEMS)
 
 
 def headline_of(problem: str, source: Options | None = None) -> Headline:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from klatsch.problems.base import DISTANCE, Headline
 from klatsch.study.cases import Case
 from klatsch.study.grids import Options, in_words
 from klatsch.study.store import Outcome, Store
-from klatsch.study.traffic import sent
+from klatsch.study.traffic import Exchange
 
 BESIDE = {"merged": "merged model", "worst": "worst node"}  # what rows know beside the mean of nodes
 
@@ -36,8 +37,9 @@ class Row:
     merged: NDArray[np.float64] | None = None  # as the curves, of the mean of all nodes' models, if it was measured
     worst: NDArray[np.float64] | None = None  # as the curves, of the worst node
     tried: tuple[float, ...] = ()  # the learning rates that short runs chose from, if they did
-    sent: float | None = None  # bytes per node over the run, if known: see `traffic.sent`
+    sent: float | None = None  # bytes per node over the run, if known
     case: Case | None = None  # one of its runs
+    exchange: Exchange | None = None  # what its nodes send
     elapsed: tuple[float, ...] | None = None  # seconds to each of the steps, if there was a clock: see `timing.timed`
 
     @property
@@ -153,6 +155,30 @@ def place(case: Case) -> Place:
     return case.graph_label, case.source("topology"), case.setting, case.nodes, case.label, case.source("rule")
 
 
+class Names(NamedTuple):
+    """What the parts of a run are called in tables."""
+
+    problem: str
+    rule: str
+    topology: str
+
+
+def names_of(cases: Iterable[Case]) -> Callable[[Case], Names]:
+    """The names of runs beside each other: versions of a file or of data are told apart, "mine.py:Extra [3fa2b1]"."""
+
+    def parts(case: Case) -> list[tuple[str, str]]:
+        sources = case.source("problem") or case.data, case.source("rule"), case.source("topology")
+        return list(zip((case.problem_label, case.label, case.graph_label), sources, strict=True))
+
+    versions: dict[str, set[str]] = {}
+    for case in cases:
+        for label, version in parts(case):
+            versions.setdefault(label, set()).add(version)
+    return lambda case: Names(
+        *(f"{label} [{version[:6]}]" if len(versions[label]) > 1 else label for label, version in parts(case))
+    )
+
+
 def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None = None) -> list[Row]:
     """The rows of those runs, given with their keys, that the store holds, in order.
 
@@ -161,8 +187,13 @@ def summarize(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None
     return list(rows_by_place(runs, store, metric).values())
 
 
-def rows_by_place(runs: Iterable[tuple[str, Case]], store: Store, metric: str | None = None) -> dict[Place, Row]:
-    """The same, with the place of each row."""
+def rows_by_place(
+    runs: Iterable[tuple[str, Case]],
+    store: Store,
+    metric: str | None = None,
+    names: Callable[[Case], Names] | None = None,
+) -> dict[Place, Row]:
+    """The same, with the place of each row; `names` of these runs beside others, if there are any."""
     runs = list(runs)
     headline = runs[0][1].headline if runs else DISTANCE
     metric = headline.metric if metric is None else metric
@@ -171,26 +202,15 @@ def rows_by_place(runs: Iterable[tuple[str, Case]], store: Store, metric: str | 
     if outcomes and not any(metric in outcome.metrics for outcome in outcomes.values()):
         some = next(iter(store.outcomes([next(iter(outcomes))]).values()))
         raise ValueError(f"no metric {metric!r}; there are {', '.join(some.metrics)}")
-    versions: dict[str, set[str]] = {}  # of the custom file behind a label, which may change between runs
-    for _, case in runs:
-        versions.setdefault(case.label, set()).add(case.source("rule"))
-        versions.setdefault(case.graph_label, set()).add(case.source("topology"))
-
-    def called(label: str, source: str) -> str:
-        return f"{label} [{source[:6]}]" if len(versions[label]) > 1 else label
-
+    names = names or names_of(case for _, case in runs)
     groups: dict[Place, list[tuple[Case, Outcome]]] = {}
     for key, case in runs:
         if key in outcomes:
             groups.setdefault(place(case), []).append((case, outcomes[key]))
-    return {
-        place: _row(group, headline, called(rule, of_rule), called(graph, of_graph))
-        for place, group in groups.items()
-        for graph, of_graph, _, _, rule, of_rule in [place]
-    }
+    return {place: _row(group, headline, names(group[0][0])) for place, group in groups.items()}
 
 
-def _row(group: list[tuple[Case, Outcome]], headline: Headline, rule: str, graph: str) -> Row:
+def _row(group: list[tuple[Case, Outcome]], headline: Headline, names: Names) -> Row:
     found = {(case.lr, case.seed): outcome for case, outcome in group}
     seeds_of: dict[float, list[int]] = {}
     for lr, seed in found:
@@ -207,8 +227,8 @@ def _row(group: list[tuple[Case, Outcome]], headline: Headline, rule: str, graph
 
     first = group[0][0]
     return Row(
-        rule=rule,
-        topology=graph,
+        rule=names.rule,
+        topology=names.topology,
         nodes=first.nodes,
         lrs=tuple(lrs),
         steps=tuple(found[lrs[0], seeds[0]].steps.tolist()),
@@ -221,6 +241,7 @@ def _row(group: list[tuple[Case, Outcome]], headline: Headline, rule: str, graph
         epochs=first.epochs,
         merged=known(headline.of_mean),
         worst=known(headline.of_worst),
-        sent=sent(first),
+        sent=group[0][1].exchange.sent,
         case=first,
+        exchange=group[0][1].exchange,
     )

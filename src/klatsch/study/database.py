@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 APPLICATION = 0x6B6C6174  # "klat": tells a store from other SQLite files
 WAIT = 60.0  # seconds to wait for another process's transaction
 TABLES = """
@@ -26,22 +25,22 @@ CREATE TABLE runs (
     id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, problem TEXT NOT NULL, rule TEXT NOT NULL, topology TEXT NOT NULL,
     nodes INTEGER NOT NULL, seed INTEGER NOT NULL, lr REAL NOT NULL, steps INTEGER NOT NULL, dtype TEXT NOT NULL,
     settings TEXT NOT NULL, diverged INTEGER NOT NULL, device TEXT NOT NULL, engine TEXT NOT NULL, batch TEXT NOT NULL,
-    seconds REAL NOT NULL, environment INTEGER NOT NULL REFERENCES environments, finished TEXT NOT NULL, checksum TEXT
+    seconds REAL NOT NULL, environment INTEGER NOT NULL REFERENCES environments, finished TEXT NOT NULL,
+    exchange TEXT NOT NULL, graph TEXT NOT NULL REFERENCES graphs, checksum TEXT
 );
+CREATE TABLE graphs (digest TEXT PRIMARY KEY, links TEXT NOT NULL);
 CREATE TABLE metrics (
     run INTEGER NOT NULL REFERENCES runs, name TEXT NOT NULL, step INTEGER NOT NULL, value REAL NOT NULL,
     PRIMARY KEY (run, name, step)
 ) WITHOUT ROWID;
 CREATE TABLE owners (id TEXT PRIMARY KEY, host TEXT NOT NULL, pid INTEGER NOT NULL, beats INTEGER NOT NULL);
 CREATE TABLE claims (
-    key TEXT PRIMARY KEY, batch TEXT NOT NULL, owner TEXT NOT NULL REFERENCES owners ON DELETE CASCADE
+    key TEXT PRIMARY KEY, batch TEXT NOT NULL, owner TEXT REFERENCES owners ON DELETE SET NULL
 ) WITHOUT ROWID;
 """
-# How to get from each format to the next.
-UPGRADES = {1: f"ALTER TABLE runs ADD COLUMN checksum TEXT; {TABLES[TABLES.index('CREATE TABLE owners') :]}"}
 # One statement, because another process may be creating the file: two queries would see it at two moments.
 SEEN = (
-    "SELECT v.user_version, a.application_id, m.type, m.name, m.rootpage "
+    "SELECT v.user_version, a.application_id, m.type, m.name, m.rootpage, m.sql "
     "FROM pragma_user_version v, pragma_application_id a LEFT JOIN sqlite_master m"
 )
 DAMAGED = "if it is a store, it is damaged or was edited: move it away and run again, or restore a copy"
@@ -55,7 +54,7 @@ REMEDIES = {  # by what SQLite's message contains
 
 
 class Database:
-    """A store's file in write-ahead mode, created or upgraded by the first transaction; a refused file is untouched."""
+    """A store's file in write-ahead mode, created by the first transaction; a refused file is untouched."""
 
     def __init__(self, path: str, read_only: bool) -> None:
         self.path = path
@@ -144,7 +143,7 @@ class Database:
             entries = [entry for _, _, *entry in rows if entry[0] is not None]
             if version or application or entries:
                 self._check_numbers(version, application)
-                self._check_schema(version, entries)
+                self._check_schema(entries)
             elif must_exist:
                 raise ValueError(f"{self.path} holds no finished run yet")
             if (problem := self._pragma("quick_check(1)")) != "ok":
@@ -153,33 +152,38 @@ class Database:
             self._base.close()
             raise
 
-    def _check_schema(self, version: int, entries: Sequence[Sequence[Any]]) -> None:
-        """Refuse triggers and the like, which would run by themselves, and a file that lacks a table."""
-        for kind, name, page in entries:
+    def _check_schema(self, entries: Sequence[Sequence[Any]]) -> None:
+        """Refuse triggers and the like, which would run by themselves, and tables that are not those of klatsch."""
+        for kind, name, page, _ in entries:
             if not page:  # without data of its own: a trigger, a view, a virtual table
                 raise ValueError(
                     f"{self.path} holds a {kind} {name!r} that klatsch did not make and does not run; remove it with "
                     f"sqlite3 (DROP {kind.upper()}), or restore a copy"
                 )
-        later = "".join(text for number, text in UPGRADES.items() if number >= version)
-        names = {name for kind, name, _ in entries if kind == "table"}
-        for name in re.findall(r"CREATE TABLE (\w+)", TABLES):
-            if name not in names and f"CREATE TABLE {name} " not in later:
+        made = {name: " ".join(str(sql).split()) for kind, name, _, sql in entries if kind == "table"}
+        for statement in TABLES.split(";")[:-1]:
+            name = statement.split()[2]
+            if name not in made:
                 raise sqlite3.DatabaseError(f"it has no table {name!r}")
+            if made[name] != " ".join(statement.split()):
+                raise sqlite3.DatabaseError(f"its table {name!r} is not as klatsch makes it")
 
     def _check_numbers(self, version: int, application: int) -> None:
         if application != APPLICATION:
             raise ValueError(f"{self.path} is a database, but not a klatsch store; give another name")
         if version < 1:
             raise sqlite3.DatabaseError(f"it has no format {version}")
-        if version > FORMAT:
+        if version != FORMAT:
+            age, remedy = (
+                ("newer", "update klatsch") if version > FORMAT else ("older", "run the study into a new store")
+            )
             raise ValueError(
-                f"{self.path} was written by a newer klatsch (format {version}, this one knows {FORMAT}); "
-                "update klatsch"
+                f"{self.path} was written by a{'n' * (age == 'older')} {age} klatsch (format {version}, this one knows "
+                f"{FORMAT}); {remedy}"
             )
 
     def _prepare(self) -> None:
-        """Create the file, or upgrade it to this format."""
+        """Create the file, if it is not there."""
         if self._lacking:
             self._base.close()
             self._base, self._lacking = self._opened(read_only=False), False
@@ -204,11 +208,9 @@ class Database:
             time.sleep(0.05)
 
     def _make(self) -> None:
-        have = self.format
-        texts = [TABLES] if have == 0 else [UPGRADES[number] for number in range(have, FORMAT)]
-        for statement in ";".join(texts).split(";"):
-            self._base.execute(statement)
-        if have < FORMAT:
+        if self.format == 0:
+            for statement in TABLES.split(";"):
+                self._base.execute(statement)
             self._base.execute(f"PRAGMA application_id = {APPLICATION}")
             self._base.execute(f"PRAGMA user_version = {FORMAT}")
 

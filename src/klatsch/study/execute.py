@@ -22,7 +22,7 @@ from klatsch.study.crew import MOST_LOSSES, keep_dying
 from klatsch.study.screening import screened
 from klatsch.study.sharing import BEAT, Share, checkpoint
 from klatsch.study.spec import Study
-from klatsch.study.store import Origin, Store
+from klatsch.study.store import Origin, Remembered, Store
 from klatsch.study.workers import Open, Workers
 
 POLL = 0.5  # seconds between two looks at what other processes have done
@@ -146,6 +146,7 @@ class StudyResult:
     rows: list[Row]
     left_out: list[LeftOut]
     progress: Progress
+    remembered: Remembered  # what the store keeps of the study
 
 
 def run_study(
@@ -175,13 +176,13 @@ def run_study(
     cases, left_out = expanded or expand(study)
     if executor is None:  # other executors have their own device and data
         check_ready(study, cases, store)
-    store.remember(study, origin or Origin())
+    remembered = store.remember(study, origin or Origin(), (cases, left_out))
     runs = screened(study, cases, store)
     run = partial(execute, store=store, device=study.device, executor=executor, told=told)
     progress = run(runs.short) if runs.short else None
     runs = screened(study, cases, store)
     progress = run(runs.full, earlier=progress)
-    return StudyResult(runs.rows(store), left_out, progress)
+    return StudyResult(runs.rows(store), left_out, progress, remembered)
 
 
 def is_unfinished(study: Study, cases: Sequence[Case], store: Store) -> bool:

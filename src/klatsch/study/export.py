@@ -11,10 +11,10 @@ from pathlib import Path
 from klatsch import files
 from klatsch.clock import Clock
 from klatsch.study.cases import Case
+from klatsch.study.choices import names_of
 from klatsch.study.grids import Options
 from klatsch.study.store import Store
-from klatsch.study.timing import elapsed
-from klatsch.study.traffic import sent, sent_by
+from klatsch.study.traffic import elapsed, sent_by
 
 
 def records(
@@ -26,29 +26,30 @@ def records(
     """
     outcomes = store.outcomes([facts["key"] for _, facts in runs], last=not curves)
     found: list[Options] = []
+    names_by_run = names_of(case for case, _ in runs)
     for case, facts in runs:
-        outcome = outcomes[facts["key"]]
+        outcome, names = outcomes[facts["key"]], names_by_run(case)
         head: Options = {
-            "problem": case.problem_label,
+            "problem": names.problem,
             **case.problem_options,
-            "topology": case.graph_label,
+            "topology": names.topology,
             "nodes": case.nodes,
-            "rule": case.label,
+            "rule": names.rule,
             "lr": case.lr,
             "seed": case.seed,
             "steps": case.steps,
             "dtype": case.dtype,
             **{name: facts[name] for name in ("device", "engine", "seconds", "finished", "key")},
         }
-        steps, bytes_ = outcome.steps.tolist(), sent(case)
-        when = None if clock is None else elapsed(case, clock, steps)
+        steps, bytes_ = outcome.steps.tolist(), outcome.exchange.sent
+        when = None if clock is None else elapsed(case, outcome.exchange, clock, steps)
         for k, step in enumerate(steps):
             cost: Options = {"bytes_sent": None if bytes_ is None else sent_by(case, step, bytes_)}
             cost |= {} if clock is None else {"elapsed": None if when is None else when[k]}
             metrics = {name: float(series[k]) for name, series in outcome.metrics.items()}
             found.append({**head, "step": step, **cost, **metrics})
-    names = list(dict.fromkeys(name for record in found for name in record))
-    return [{name: record.get(name) for name in names} for record in found]
+    columns = list(dict.fromkeys(name for record in found for name in record))
+    return [{name: record.get(name) for name in columns} for record in found]
 
 
 def to_csv(found: Sequence[Options], path: Path) -> None:
@@ -59,8 +60,19 @@ def to_csv(found: Sequence[Options], path: Path) -> None:
 def save_csv(lines: Iterable[Iterable[object]], path: Path) -> None:
     """Write lines of cells as CSV."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
+    csv.writer(text, lineterminator="\n").writerows(map(_quoted, line) for line in lines)
     files.save(path, text.getvalue().encode(), "CSV")
+
+
+def _quoted(cell: object) -> object:
+    """A cell; one that a spreadsheet would take for a formula begins with its mark of a text."""
+    if not isinstance(cell, str) or cell[:1] not in ("=", "+", "-", "@") or cell == "-":
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def to_parquet(found: Sequence[Options], path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from klatsch.study.cases import Case, expand
+from klatsch.study.cases import Case
 from klatsch.study.choices import Place, Row, place, rows_by_place
 from klatsch.study.spec import Study
 from klatsch.study.store import Store
@@ -59,7 +59,7 @@ def screened_in(store: Store) -> tuple[set[str], dict[Place, tuple[float, ...]]]
     short, full, tried = set[str](), set[str](), dict[Place, tuple[float, ...]]()
     for remembered in store.studies():
         with suppress(ValueError):  # a study of another version
-            runs = screened(remembered.study, expand(remembered.study, remembered.sources)[0], store)
+            runs = screened(remembered.study, remembered.cases, store)
             short |= {case.key for case in runs.short}
             full |= {case.key for case in runs.full}
             tried |= runs.tried

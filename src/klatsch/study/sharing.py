@@ -16,10 +16,9 @@ from contextlib import AbstractContextManager, suppress
 from functools import cache
 from pathlib import Path
 
-from klatsch.study.batches import Batch, pack
-from klatsch.study.cases import Case, expand
+from klatsch.study.batches import Batch
 from klatsch.study.screening import screened
-from klatsch.study.store import Remembered, Store
+from klatsch.study.store import Store
 
 BEAT = 5.0  # seconds between two signs of life
 SILENCE = 60.0  # seconds without one before a process counts as dead
@@ -80,12 +79,14 @@ class Share(AbstractContextManager["Share"]):
         with self.store.transaction():
             self._bury()
             claimed = self.base.execute("SELECT DISTINCT batch FROM claims WHERE owner != ?", [self.owner])
-        unfinished = _unfinished(self.store)
+            left = self.base.execute("SELECT key, batch FROM claims WHERE owner IS NULL")  # by a process that has ended
+        missing = _missing(self.store)
+        unfinished = {batch for key, batch in left if key in missing}
         for file, match in found.items():
             torn = match[2] is not None  # killed while it was written
             with suppress(FileNotFoundError):  # another process was faster
                 kept = not torn and time.time() - file.stat().st_mtime < STALE
-                if (match[1],) not in claimed and not (kept and (unfinished is None or match[1] in unfinished)):
+                if (match[1],) not in claimed and not (kept and match[1] in unfinished):
                     file.unlink()
 
     def _live(self) -> None:
@@ -111,24 +112,10 @@ def checkpoint(store: Store, batch: Batch) -> Path | None:
     return None if store.path == ":memory:" else Path(f"{store.path}-{batch.key}.safetensors")
 
 
-def _unfinished(store: Store) -> set[str] | None:
-    """The keys of batches that the studies of a store still lack; None if that cannot be known."""
-    done = store.done()
-    try:
-        batches = [
-            batch
-            for remembered in store.studies()
-            for stage in _stages(remembered, store)
-            for batch in pack(stage, remembered.study.device)
-        ]
-    except ValueError:  # a study of another version, or without its data
-        return None
-    return {left.key for batch in batches for left in batch.without(done)}
-
-
-def _stages(remembered: Remembered, store: Store) -> tuple[list[Case], list[Case]]:
-    runs = screened(remembered.study, expand(remembered.study, remembered.sources)[0], store)
-    return runs.short, runs.full
+def _missing(store: Store) -> set[str]:
+    """The keys of runs that the studies of a store still lack."""
+    runs = (screened(remembered.study, remembered.cases, store) for remembered in store.studies())
+    return {case.key for each in runs for case in each.cases} - store.done()
 
 
 @cache

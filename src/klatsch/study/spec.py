@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 
 from klatsch import own, problems, rules
 from klatsch import topology as topologies
-from klatsch.arguments import check_options, number, shown, there_are, whole
+from klatsch.arguments import check_options, number, printable, shown, there_are, whole
 from klatsch.files import text_of
 from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, axis, combinations, count, counted, in_words, several
 from klatsch.topology.channel import CHANNEL, check_channel
@@ -34,14 +34,19 @@ MOST_POINTS = 10_000  # of `record`
 def _named(value: object, info: ValidationInfo) -> object:
     """An entry as a table, with the absolute path of a custom part."""
     entry = {"name": value} if isinstance(value, str) else value
-    if isinstance(entry, Mapping) and own.is_own(entry.get("name")):
+    if isinstance(entry, Mapping) and own.is_own(entry.get("name")) and not _is_stored(info):
         return {**entry, "name": own.located(entry["name"], (info.context or {}).get("folder", ""))}
     return entry
 
 
+def _is_stored(info: ValidationInfo) -> bool:
+    """Whether a store names it: then names are texts, of which nothing is looked up or called."""
+    return bool((info.context or {}).get("stored"))
+
+
 def _all_named(value: object, info: ValidationInfo) -> object:
-    stored = (info.context or {}).get("stored")  # where a study may have no graphs of its own
-    return [] if stored and value == [] else [_named(entry, info) for entry in several(value)]
+    # A stored study may have no graphs of its own.
+    return [] if _is_stored(info) and value == [] else [_named(entry, info) for entry in several(value)]
 
 
 def _own_graphs(value: object, info: ValidationInfo) -> object:
@@ -85,12 +90,6 @@ def _record(value: object) -> int:
     return whole(value, "record", 1, MOST_POINTS)
 
 
-def _title(value: object) -> object:
-    if isinstance(value, str) and not value.isprintable():
-        raise ValueError("give one line of text that can be printed")
-    return value
-
-
 class Entry(BaseModel):
     """A name with options; a list of values is a grid."""
 
@@ -99,15 +98,9 @@ class Entry(BaseModel):
 
     @model_validator(mode="after")
     def _checked(self, info: ValidationInfo) -> Entry:
-        # A stored study was checked before it ran.
-        if not ((info.context or {}).get("stored") and self.needs_files):
+        if not _is_stored(info):  # which was checked before it ran
             self.check()
         return self
-
-    @property
-    def needs_files(self) -> bool:
-        """Whether it needs files of the user's, which may be gone when a stored study is shown."""
-        return own.is_own(self.name)
 
     def check(self) -> None:
         """Refuse an unknown name, option or value."""
@@ -129,10 +122,6 @@ class ProblemEntry(Entry):
     """A problem; `nodes` and `seed` come from the study."""
 
     name: str = "least-squares"
-
-    @property
-    def needs_files(self) -> bool:
-        return super().needs_files or problems.declared(self.name).content is not None
 
     def check(self) -> None:
         check_options(self.label, self.options, [name for name in problems.options(self.name) if name != "seed"])
@@ -263,7 +252,7 @@ class Study(BaseModel):
     topologies: Annotated[tuple[TopologyEntry, ...], BeforeValidator(_all_named)] = ()
     steps: Annotated[int | None, BeforeValidator(_length)] = None
     epochs: Annotated[int | None, BeforeValidator(_length)] = None
-    name: Annotated[str, Field(min_length=1, max_length=100), BeforeValidator(_title)] = "study"
+    name: Annotated[str, Field(min_length=1, max_length=100)] = "study"
     problem: Annotated[ProblemEntry, BeforeValidator(_named)] = Field(default_factory=ProblemEntry)
     lr: Annotated[tuple[float, ...], BeforeValidator(_rates)] = PAPER_GRID
     schedule: Annotated[tuple[str, ...], BeforeValidator(_schedules)] = ("constant",)
@@ -274,6 +263,11 @@ class Study(BaseModel):
     device: str = "cpu"
     any_graph: StrictBool = False
     leave_out: StrictBool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_print(cls, content: Any) -> Any:
+        return printable(content)
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Study:
@@ -387,7 +381,7 @@ def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "",
         content: what a TOML file would hold.
         source: a prefix for errors.
         folder: where files such as mine.py of "mine.py:Extra" are; the current folder by default.
-        stored: whether it was run before, so that such files may be gone.
+        stored: whether it comes from a store: nothing that it names is looked up or called.
     """
     if not isinstance(content, Mapping):
         raise ValueError(f"{source}{content!r} is not a study; give a dictionary, or load(file)")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -21,18 +22,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from klatsch import own
+from klatsch.arguments import printable, shown
 from klatsch.files import json_of
 from klatsch.study import spec
 from klatsch.study.batches import Batch, Finished
-from klatsch.study.cases import Case, Sources, sources_of
+from klatsch.study.cases import Case, LeftOut, Sources, check_sources, expand, grid, sources_of, with_seeds
 from klatsch.study.database import Database
 from klatsch.study.grids import Options
 from klatsch.study.spec import Study
+from klatsch.study.traffic import Exchange
 
 FACTS = (  # the columns of a run that its checksum covers
     *("key", "problem", "rule", "topology", "nodes", "seed", "lr", "steps", "dtype", "settings", "diverged", "device"),
-    *("engine", "batch", "seconds", "environment", "finished"),
+    *("engine", "batch", "seconds", "environment", "finished", "exchange", "graph"),
 )
+NUMBERS = {"nodes": int, "seed": int, "lr": float, "steps": int, "diverged": int, "seconds": float}  # others are texts
+Expanded = tuple[list[Case], list[LeftOut]]
 METRICS = "SELECT name, step, value FROM metrics WHERE run = ?{} ORDER BY name, step"
 
 
@@ -43,6 +48,7 @@ class Outcome:
     steps: NDArray[np.int64]
     metrics: dict[str, NDArray[np.float64]]
     seconds: float  # its share of the batch
+    exchange: Exchange  # what its nodes send
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,34 @@ class Origin:
 
 @dataclass(frozen=True)
 class Remembered:
-    """A study that was run into a store."""
+    """A study that was run into a store: what its file said, which is shown, and never run."""
 
     study: Study
     origin: Origin
-    sources: Sources | None = None  # of its custom parts; None in stores of klatsch 0.1
+    sources: Sources  # of its custom parts
+    left_out: tuple[LeftOut, ...] = ()
+    refused: frozenset[str] = frozenset()  # the keys of what is left out, with the first seed
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        """Its runs, whether or not the store has them."""
+        firsts = (case for case in grid(self.study, self.sources) if case.key not in self.refused)
+        return with_seeds(firsts, self.study)
+
+    @classmethod
+    def read(cls, content: Any, origin: Origin) -> Remembered:
+        """From what a store holds of it, which may be forged."""
+        sources, left_out, refused = (content.pop(name) for name in ("sources", "left_out", "refused"))
+        study = spec.parse(content, stored=True)
+        names = [study.problem.name, *(entry.name for pair in study.pairs for entry in pair)]
+        check_sources({name: name for name in names}, sources)
+        if not all(isinstance(text, str) for text in sources.get("data", {}).values()):
+            raise ValueError("data are no texts")
+        found = cls(
+            study, origin, sources, tuple(LeftOut(n, str(reason)) for n, reason in left_out), frozenset(refused)
+        )
+        _ = found.cases
+        return found
 
 
 class Store(AbstractContextManager["Store"]):
@@ -74,8 +103,8 @@ class Store(AbstractContextManager["Store"]):
     def __init__(self, path: str | Path, read_only: bool = False) -> None:
         self.path = str(path)
         self.base = Database(self.path, read_only)
-        self._all_sealed = False  # whether this process has seen that every run has a checksum
-        self._sound: dict[int, str | None] = {}  # checksums of runs found whole, so that they are checked once
+        self._sound: dict[int, str] = {}  # checksums of runs found whole, so that they are checked once
+        self._graphs: dict[str, str] = {}  # the links of graphs found whole, by their digests
 
     def close(self) -> None:
         self.base.close()
@@ -85,16 +114,9 @@ class Store(AbstractContextManager["Store"]):
 
     # --- writing -----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All or nothing; the first transaction adds the checksums that runs of an older version lack."""
-        with self.base.transaction():
-            if not self._all_sealed:
-                for (number,) in self.base.execute("SELECT id FROM runs WHERE checksum IS NULL"):
-                    if self._flaw(number, None) is None:
-                        self._seal(number)
-                self._all_sealed = True
-            yield
+    def transaction(self) -> AbstractContextManager[None]:
+        """All or nothing."""
+        return self.base.transaction()
 
     def save(self, batch: Batch, finished: Finished) -> int:
         """Store the results of a batch; returns how many of its runs are new. Only damaged runs are replaced."""
@@ -109,10 +131,18 @@ class Store(AbstractContextManager["Store"]):
                     continue
                 self.base.execute("DELETE FROM metrics WHERE run IN (SELECT id FROM runs WHERE key = ?)", [key])
                 self.base.execute("DELETE FROM runs WHERE key = ?", [key])
+                exchange = finished.exchanges[k]
+                graph = hashlib.sha256(exchange.links.encode()).hexdigest()
+                self.base.execute(
+                    "INSERT INTO graphs VALUES (?, ?) ON CONFLICT DO UPDATE SET links = excluded.links "
+                    "WHERE links != excluded.links",
+                    [graph, exchange.links],
+                )
                 run = (
                     *(key, *map(own.label, (case.problem, case.rule, case.topology)), case.nodes, case.seed, case.lr),
                     *(case.steps, case.dtype, json.dumps(asdict(case)), finished.diverged[k], batch.device),
                     *(finished.engine, batch.key, finished.seconds / len(batch.cases), environment, now),
+                    *(exchange.text, graph),
                 )
                 self.base.execute(f"INSERT INTO runs ({', '.join(FACTS)}) VALUES ({_marks(run)})", run)
                 ((number,),) = self.base.execute("SELECT last_insert_rowid()")
@@ -125,15 +155,20 @@ class Store(AbstractContextManager["Store"]):
                 self._seal(number)
         return len(set(finished.keys) - done)
 
-    def remember(self, study: Study, origin: Origin) -> None:
-        """Keep a study; it replaces an older one of the same name, whose runs stay."""
-        content = json.dumps({**study.model_dump(mode="json"), "sources": sources_of(study)})
+    def remember(self, study: Study, origin: Origin, expanded: Expanded | None = None) -> Remembered:
+        """Keep a study, with its runs and what it leaves out; it replaces an older one of its name, whose runs stay."""
+        cases, left_out = expanded or expand(study)
+        sources, keys = sources_of(study), {case.key for case in cases}
+        refused = [case.key for case in grid(study, sources) if case.key not in keys] if left_out else []
+        beside = {"sources": sources, "left_out": left_out, "refused": refused}
+        content = json.dumps({**study.model_dump(mode="json"), **beside})
         with self.transaction():
             self.base.execute(
                 "INSERT INTO studies VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
                 "kind = excluded.kind, scale = excluded.scale, spec = excluded.spec, command = excluded.command",
                 [study.name, origin.kind, origin.scale, content, origin.command, _now()],
             )
+        return Remembered(study, origin, sources, tuple(left_out), frozenset(refused))
 
     # --- reading -----------------------------------------------------------------------------------------------
 
@@ -149,7 +184,7 @@ class Store(AbstractContextManager["Store"]):
         """The studies that were run, oldest first."""
         rows = self.base.execute("SELECT spec, command, kind, scale FROM studies ORDER BY begun, rowid")
         with self._readable():
-            return [_remembered(json_of(content), Origin(*rest)) for content, *rest in rows]
+            return [Remembered.read(printable(json_of(content)), Origin(*map(str, rest))) for content, *rest in rows]
 
     def outcomes(
         self, keys: Iterable[str], names: Sequence[str] | None = None, last: bool = False
@@ -160,12 +195,17 @@ class Store(AbstractContextManager["Store"]):
         chosen = "" if names is None else f" AND name IN ({_marks(names)})"
         chosen += " AND step = (SELECT steps FROM runs WHERE id = run)" if last else ""
         found: dict[str, Outcome] = {}
-        for key, number, seconds in self.base.execute("SELECT key, id, seconds FROM runs"):
+        known: dict[tuple[str, str], Exchange] = {}  # which many runs share
+        facts = self.base.execute("SELECT key, id, seconds, exchange, graph FROM runs")
+        for key, number, seconds, exchange, graph in facts:
             if key in wanted:
+                if (exchange, graph) not in known and self._has_links(graph):
+                    with self._readable():
+                        known[exchange, graph] = Exchange.read(exchange, self._graphs[graph])
                 rows = self.base.execute(METRICS.format(chosen), [number, *(names or ())])
                 metrics = {name: np.array([v for *_, v in part]) for name, part in groupby(rows, itemgetter(0))}
                 steps = np.array([step for name, step, _ in rows if name == rows[0][0]], dtype=np.int64)
-                found[key] = Outcome(steps, metrics, seconds)
+                found[key] = Outcome(steps, metrics, seconds, known[exchange, graph])
         return found
 
     def runs(self) -> list[tuple[Case, Options]]:
@@ -178,7 +218,7 @@ class Store(AbstractContextManager["Store"]):
         )
         with self._readable():
             return [
-                (Case(**settings_of(json_of(settings))), dict(zip((*names, "environment"), rest, strict=True)))
+                (Case.read(printable(json_of(settings))), dict(zip((*names, "environment"), rest, strict=True)))
                 for settings, *rest in rows
             ]
 
@@ -190,19 +230,18 @@ class Store(AbstractContextManager["Store"]):
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """Turn errors about content that another version or a user wrote into one line."""
+        """Turn errors about content that another version or a stranger wrote into one line."""
         try:
             yield
-        except (TypeError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0]
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(f"{self.path} holds settings that this klatsch cannot read ({reason})") from None
 
     # --- checksums ---------------------------------------------------------------------------------------------
 
     def _examined(self, keys: Collection[str] | None = None) -> Iterator[tuple[int, str, str | None]]:
         """Number, key and flaw (None if it is whole) of these runs, or of all."""
-        column = "checksum" if self.base.format > 1 else "NULL"
-        for number, key, checksum in self.base.execute(f"SELECT id, key, {column} FROM runs ORDER BY id"):
+        for number, key, checksum in self.base.execute("SELECT id, key, checksum FROM runs ORDER BY id"):
             if keys is None or key in keys:
                 yield number, key, self._flaw(number, checksum)
 
@@ -217,26 +256,45 @@ class Store(AbstractContextManager["Store"]):
             )
 
     def _flaw(self, number: int, checksum: str | None) -> str | None:
-        """What is wrong with a run, or None; a run of an older version has no checksum."""
-        if number in self._sound and self._sound[number] == checksum:
+        """What is wrong with a run, or None."""
+        if checksum is not None and self._sound.get(number) == checksum:
             return None
-        facts, metrics = self._content(number)
-        if checksum is not None and checksum != _digest(facts, metrics):
+        content, metrics = self._content(number)
+        if checksum is None:
+            return "has no checksum"
+        if checksum != _digest(content, metrics):
             return "does not match its checksum"
+        *columns, facts = content
+        names = [name for name in FACTS if name != "environment"]
+        for name, value in zip(names, columns, strict=True):
+            if type(value) is not NUMBERS.get(name, str):
+                return f"has {name} = {shown(value)}"
         for name, step, value in metrics:
-            if not isinstance(value, float):
-                return f"has {name} = {value!r} in round {step}"
-        rounds = facts[FACTS.index("steps")]
+            if not isinstance(value, float) or not isinstance(step, int) or not isinstance(name, str):
+                return f"has {shown(name)} = {shown(value)} in round {shown(step)}"
+        rounds = columns[names.index("steps")]
         points = {tuple(step for _, step, _ in part) for _, part in groupby(metrics, itemgetter(0))}
         if len({len(steps) for steps in points}) != 1 or {steps[-1] for steps in points} != {rounds}:
             return "lacks metrics"
-        environment = None
-        with suppress(ValueError):
-            environment = json_of(facts[-1] or "null")
+        if not self._has_links(columns[names.index("graph")]):
+            return "lacks the links of its graph"
+        try:
+            environment = printable(json_of(facts or "null"))
+            printable([columns, [name for name, *_ in metrics]])
+        except ValueError as reason:
+            return f"cannot be read ({reason})"
         if not isinstance(environment, dict) or not {"processor", "torch"} <= environment.keys():
             return "has an environment that cannot be read"
         self._sound[number] = checksum
         return None
+
+    def _has_links(self, digest: str) -> bool:
+        """Whether the links of a graph are there and whole."""
+        if digest not in self._graphs:
+            for (links,) in self.base.execute("SELECT links FROM graphs WHERE digest = ?", [digest]):
+                if isinstance(links, str) and hashlib.sha256(links.encode()).hexdigest() == digest:
+                    self._graphs[digest] = links
+        return digest in self._graphs
 
     def _seal(self, number: int) -> None:
         """Give a run its checksum."""
@@ -249,40 +307,6 @@ class Store(AbstractContextManager["Store"]):
         joined = "runs LEFT JOIN environments ON environments.id = environment"
         (facts,) = self.base.execute(f"SELECT {names}, facts FROM {joined} WHERE runs.id = ?", [number])
         return facts, self.base.execute(METRICS.format(""), [number])
-
-
-def settings_of(stored: Mapping[str, Any]) -> Options:
-    """The settings of a stored run for `Case`; klatsch 0.1 had `lazy_rule`, which made that rule's graph lazy."""
-    settings = dict(stored)
-    if "lazy_rule" not in settings:
-        return settings
-    lazy_rule, lazy_graph = settings.pop("lazy_rule"), settings.pop("lazy_graph")
-    settings["lazy"] = lazy_graph if settings["rule"] == "d2" else lazy_rule or lazy_graph
-    if settings["rule"] == "d2" and (lazy_graph or not lazy_rule):
-        settings["rule_options"] = {**settings["rule_options"], "lazy": False}
-    return settings
-
-
-def _remembered(content: Options, origin: Origin) -> Remembered:
-    sources = content.pop("sources", None)
-    content = _study_of(content) if sources is None else content
-    return Remembered(spec.parse(content, stored=True), origin, sources)
-
-
-def _study_of(stored: Mapping[str, Any]) -> Options:
-    """A study stored by klatsch 0.1, as `Study` takes it."""
-    graphs = [bool(graph.get("lazy")) for graph in stored["topologies"]]
-    rules = []
-    for entry in map(dict, stored["rules"]):
-        lazy = entry.pop("lazy", False)
-        if entry["name"] == "d2":  # "auto" was lazy on some graphs only: its runs have one of two keys
-            entry["lazy"] = [True, False] if lazy == "auto" or (lazy and any(graphs)) else bool(lazy)
-        elif lazy is True and not all(graphs):
-            raise ValueError(
-                f"study {stored['name']} needs klatsch 0.1: lazy = true on {entry['name']}; use klatsch results here"
-            )
-        rules.append(entry)
-    return {**stored, "rules": rules}
 
 
 def _digest(facts: Any, metrics: list[Any]) -> str:

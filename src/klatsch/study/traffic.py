@@ -1,36 +1,102 @@
-"""What a node sends over a run, computed from what the run is: nothing is counted while it runs."""
+"""What nodes say to each other in a run: kept with its results, so that bytes and seconds need none of its parts."""
 
 from __future__ import annotations
 
-from functools import cache
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from klatsch import problems, rules
-from klatsch.channels.rehearsal import vectors
+from klatsch.arguments import number, whole
+from klatsch.clock import Clock
+from klatsch.clock.network import Nodes
+from klatsch.clock.rounds import Sending, Talk, scheduled, talk_of
+from klatsch.files import json_of
 from klatsch.rules import Flow, Rule
 from klatsch.rules.base import Tensors
-from klatsch.study.cases import Case
+from klatsch.simulation.record import record_points
+from klatsch.study.cases import Case, Channel
+from klatsch.topology import Topology
 from klatsch.topology.channel import encoded_bytes
 
+MOST_LINKS = 1 << 20  # of all rounds of a graph's period: those of a larger one are not kept
+MOST_NODES, MOST_ROUNDS = 10**6, 10**8  # that a clock goes through
 
-def sent(case: Case) -> float | None:
-    """Bytes that a node sends over a run, mean over the nodes; None with a custom part, whose file may be gone.
+
+@dataclass(frozen=True)
+class Exchange:
+    """What nodes send in a run, as plain data.
+
+    Args:
+        numbers: how many a vector has.
+        sent: bytes that a node sends over the run, mean over the nodes; None if that is not known.
+        messages: of a round with gossip.
+        all_reduce: whether nodes use one.
+        links: senders and receivers in each round with gossip of the graph's period, as JSON.
+        when: round and seconds of each recorded point, where nodes do not meet in rounds: the run's own clock.
+        unknown: why something is not known.
+    """
+
+    numbers: int
+    sent: float | None = None
+    messages: tuple[Sending, ...] = ()
+    all_reduce: bool = False
+    links: str = ""
+    when: tuple[tuple[int, float], ...] = ()
+    unknown: str = ""
+
+    @property
+    def text(self) -> str:
+        """All but the links, which many runs share, as JSON."""
+        return json.dumps({name: value for name, value in vars(self).items() if name != "links"})
+
+    @classmethod
+    def read(cls, text: str, links: str) -> Exchange:
+        """From the texts of a store, which are data to be checked: nothing in them is looked up or called."""
+        content = json_of(text)
+        found = cls(**{**content, "links": links})
+        whole(found.numbers, "numbers", 1)
+        if found.sent is not None:
+            number("sent", found.sent, lambda v: v >= 0, "a number of bytes")
+        messages = tuple(Sending(bool(early), whole(v, "vectors", 0), tuple(n)) for early, v, n in found.messages)
+        for k, message in enumerate(messages):
+            for needed in message.needs:
+                whole(needed, "needs", 0, k - 1)
+        when = tuple((whole(t, "round", 1), number("when", v, lambda v: v >= 0, "seconds")) for t, v in found.when)
+        if not isinstance(found.unknown, str):
+            raise ValueError(f"unknown = {found.unknown!r}; it is no text")
+        return replace(found, messages=messages, all_reduce=bool(found.all_reduce), when=when)
+
+
+def exchange_of(case: Case, numbers: int | None = None) -> Exchange:
+    """What nodes send in a run, whose vectors have so many numbers; its parts are made for it.
 
     Messages count as they travel: float32, whatever the simulation computes in, unless the graph has another `wire`.
     Nodes that all talk to each other would use an all-reduce, so the complete graph counts as a ring all-reduce: 2
     (M - 1) / M vectors per node, in float32. Where that makes all nodes equal in every round, one vector is enough,
     the gradient, whatever else the rule keeps.
     """
-    numbers = numbers_of(case)
-    if numbers is None:
-        return None
-    every, _, wire, meets = case.channel
+    numbers = dim_of(case) if numbers is None else numbers
+    try:
+        messages, vectors, all_reduce, links, unknown = _said(*_parts(case))
+        every, _, wire, meets = case.channel
+        when = _when(*_parts(case), numbers, tuple(record_points(case.points, case.steps))) if meets else ()
+    except ValueError as reason:
+        return Exchange(numbers, unknown=str(reason))
     copies = 2 * (case.nodes - 1) / case.nodes if is_all_reduce(case) else case.make_graph().messages * every
     if meets.startswith("pairwise"):
         copies = 2.0 * (case.nodes > 1)  # to the neighbour that it asks, and to the one that asks it, on average
-    return float(encoded_bytes(wire, numbers) * sum(vectors_of(case)) * copies * (case.steps // every))
+    in_every_round = every == 1 and not case.channel.late and not case.lazy
+    if is_all_reduce(case) and in_every_round and _stay_equal(*_parts(case)[:3]):
+        vectors = 1
+    sent = float(encoded_bytes(wire, numbers) * vectors * copies * (case.steps // every))
+    return Exchange(numbers, sent, messages, all_reduce, links, when, unknown)
 
 
 def sent_by(case: Case, step: int, total: float) -> float:
@@ -39,36 +105,110 @@ def sent_by(case: Case, step: int, total: float) -> float:
     return total * (step // every) / max(1, case.steps // every)
 
 
-def numbers_of(case: Case) -> int | None:
-    """How many numbers a vector has; None with a custom part, whose file may be gone."""
-    return None if case.sources else _numbers(case.problem, case.nodes, tuple(case.problem_options.items()))
-
-
-@cache
-def _numbers(problem: str, nodes: int, options: tuple[tuple[str, object], ...]) -> int | None:
-    """Counted once: a model is built for it."""
-    dim_of = problems.declared(problem).dim_of
-    return None if dim_of is None else int(dim_of(nodes, **dict(options)))
-
-
 def is_all_reduce(case: Case) -> bool:
     """Whether nodes all talk to each other, and would use an all-reduce."""
     return case.topology == "complete" and case.channel.wire == "float32" and not case.channel.meets
 
 
-def vectors_of(case: Case) -> tuple[int, int]:
-    """How many vectors a node sends to each neighbour whenever it speaks: early, and once there is a gradient."""
-    options = tuple((k, v) for k, v in case.rule_options.items() if k not in ("lr", "schedule"))
-    early, after, stay_equal = _rehearsed(case.rule, options)
-    in_every_round = case.channel.every == 1 and not case.channel.late and not case.lazy
-    return (0, 1) if stay_equal and in_every_round and is_all_reduce(case) else (early, after)
+def elapsed(case: Case, exchange: Exchange | None, clock: Clock, steps: Sequence[int]) -> tuple[float, ...] | None:
+    """Seconds by a clock after which all nodes have done so many rounds; None where that is not known."""
+    if exchange is None:
+        return None
+    if case.channel.meets:
+        own_clock = dict(exchange.when)
+        return tuple(own_clock[step] for step in steps) if own_clock.keys() >= set(steps) else None
+    if not exchange.messages or not exchange.links or case.nodes > MOST_NODES or max(steps) > MOST_ROUNDS:
+        return None
+    return _elapsed(exchange, case.graph_label, case.nodes, case.channel, clock, tuple(steps))
+
+
+def why_unknown(case: Case, exchange: Exchange | None) -> str:
+    """Why bytes or seconds of a run are not known, for a note; empty if they are."""
+    if exchange is None:
+        return "nothing is stored of its messages"
+    large = case.nodes > MOST_NODES or case.steps > MOST_ROUNDS
+    return exchange.unknown or (f"more than {MOST_NODES:,} nodes or {MOST_ROUNDS:,} rounds" if large else "")
+
+
+@lru_cache(maxsize=4096)
+def _elapsed(
+    exchange: Exchange, name: str, nodes: int, channel: Channel, clock: Clock, steps: tuple[int, ...]
+) -> tuple[float, ...]:
+    """Computed once for all learning rates and seeds."""
+    links = () if exchange.all_reduce else _pairs(exchange.links, nodes)
+    talk = Talk(name, nodes, *channel[:3], exchange.all_reduce, exchange.messages, links)
+    return tuple(clock.seconds_of(talk, exchange.numbers, steps))
+
+
+@lru_cache(maxsize=64)
+def _pairs(text: str, nodes: int) -> list[tuple[Nodes, Nodes]]:
+    """The links of a graph from JSON."""
+    rounds = [(np.array(sender, np.int64), np.array(receiver, np.int64)) for sender, receiver in json_of(text)]
+    for sender, receiver in rounds:
+        if sender.shape != receiver.shape or sender.ndim != 1:
+            raise ValueError("a graph has links without two ends; restore a copy of the store")
+        ends = np.concatenate([sender, receiver])
+        if ends.size and not 0 <= ends.min() <= ends.max() < nodes:
+            raise ValueError(f"a graph of {nodes} nodes has links to others; restore a copy of the store")
+    if not rounds:
+        raise ValueError("a graph has no rounds; restore a copy of the store")
+    return rounds
+
+
+def dim_of(case: Case) -> int:
+    """How many numbers a vector of a run has."""
+    return _dim(case.problem, case.nodes, tuple(sorted(case.problem_options.items())), case.source("problem"))
+
+
+Options = tuple[tuple[str, Any], ...]
 
 
 @cache
-def _rehearsed(name: str, options: tuple[tuple[str, object], ...]) -> tuple[int, int, bool]:
-    """What `vectors` finds, and whether `equal`; for every lr."""
-    rule = rules.make(name, lr=1.0, **dict(options))
-    return *vectors(rule), equal(rule)
+def _dim(problem: str, nodes: int, options: Options, source: str) -> int:
+    """Counted once: a model is built for it."""
+    known = problems.declared(problem).dim_of
+    return int(known(nodes, **dict(options)) if known else problems.make(problem, nodes, **dict(options)).dim)
+
+
+def _parts(case: Case) -> tuple[str, Options, str, Topology, str]:
+    """A rule, for every learning rate, and a graph; equal graphs may have different names, which the clock knows."""
+    options = tuple((k, v) for k, v in sorted(case.rule_options.items()) if k not in ("lr", "schedule"))
+    graph = case.make_graph()
+    return case.rule, options, case.source("rule"), graph, graph.name
+
+
+@cache
+def _rule(name: str, options: Options, source: str) -> Rule:
+    return rules.make(name, lr=1.0, **dict(options))
+
+
+@lru_cache(maxsize=4096)
+def _said(
+    rule: str, options: Options, source: str, graph: Topology, name: str
+) -> tuple[tuple[Sending, ...], int, bool, str, str]:
+    """The messages of a round, their vectors, whether nodes use an all-reduce, the links, and why these are unknown."""
+    talk = talk_of(_rule(rule, options, source), graph)
+    count = sum(len(sender) for sender, _ in talk.links)
+    pairs, unknown = [(sender.tolist(), receiver.tolist()) for sender, receiver in talk.links], ""
+    if talk.all_reduce:
+        pairs = []
+    elif count > MOST_LINKS:
+        pairs, unknown = [], f"{name} has {count:,} links in a period; seconds are known up to {MOST_LINKS:,}"
+    vectors = sum(message.vectors for message in talk.messages)
+    return tuple(talk.messages), vectors, talk.all_reduce, "" if unknown else json.dumps(pairs), unknown
+
+
+@lru_cache(maxsize=256)
+def _when(
+    rule: str, options: Options, source: str, graph: Topology, name: str, numbers: int, steps: tuple[int, ...]
+) -> tuple[tuple[int, float], ...]:
+    meetings = scheduled(_rule(rule, options, source), graph, numbers)
+    return tuple((step, meetings.seconds(step)) for step in steps)
+
+
+@cache
+def _stay_equal(rule: str, options: Options, source: str) -> bool:
+    return equal(_rule(rule, options, source))
 
 
 def equal(rule: Rule) -> bool:
