@@ -55,6 +55,9 @@ def check_network(M: Number, T: Number, rho: Number) -> None:
             raise ValueError(f"{name} = {value}; give {wanted}")
 
 
+LARGEST = 1e50  # of a constant: larger ones are mistakes, whose powers overflow
+
+
 @dataclass(frozen=True)
 class Constants:
     """What the theory needs to know of a problem; by default all are 1, and data homogeneous.
@@ -72,9 +75,9 @@ class Constants:
     zeta: float = 0.0
 
     def __post_init__(self) -> None:
-        number("L", self.L, lambda v: 0 < v < math.inf, "a positive number")
+        number("L", self.L, lambda v: 0 < v <= LARGEST, f"a positive number up to {LARGEST:g}")
         for name, value in (("D1", self.D1), ("sigma", self.sigma), ("zeta", self.zeta)):
-            number(name, value, lambda v: 0 <= v < math.inf, "0 or a positive number")
+            number(name, value, lambda v: 0 <= v <= LARGEST, f"0 or a positive number up to {LARGEST:g}")
 
     @property
     def K(self) -> float:

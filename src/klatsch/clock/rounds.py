@@ -288,17 +288,22 @@ class Clock:
         return travel - hidden * hides
 
 
-def scheduled(rule: Rule, topology: Topology, params: int) -> Pairwise | Staleness:
-    """The schedule of a graph whose nodes do not meet in rounds, as in "pairwise lognormal(0.05, 0.5) over wan"."""
-    said = re.fullmatch(r"\s*(\w+)\s+(.+?)(?:\s+over\s+(\S+))?\s*", topology.meets)
+def meeting(meets: str) -> tuple[str, Clock]:
+    """How nodes meet that do not do it in rounds, and their clock: "pairwise lognormal(0.05, 0.5) over wan"."""
+    said = re.fullmatch(r"\s*(\w+)\s+(.+?)(?:\s+over\s+(\S+))?\s*", meets)
     if said is None:
-        how = topology.meets.strip()
+        how = meets.strip()
         raise ValueError(f"meets = {how!r} does not say how long a gradient takes; write '{how} exponential(0.05)'")
-    if said[1] == "pairwise" and not rule.met:
+    return said[1], Clock(said[2], said[3] or "10gbe")
+
+
+def scheduled(rule: Rule, topology: Topology, params: int) -> Pairwise | Staleness:
+    """The schedule of a graph whose nodes do not meet in rounds."""
+    how, clock = meeting(topology.meets)
+    if how == "pairwise" and not rule.met:
         name = f"{rule.name} on {topology.name}"
         raise ValueError(f"{name}: it needs rounds; in pairs run dsgd and dat, also with momentum or adam")
-    clock = Clock(said[2], said[3] or "10gbe")
-    return (clock.pairwise if said[1] == "pairwise" else clock.staleness)(rule, topology, params)
+    return (clock.pairwise if how == "pairwise" else clock.staleness)(rule, topology, params)
 
 
 def _at(steps: Sequence[int], rounds: Iterator[Array]) -> Array:

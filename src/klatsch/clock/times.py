@@ -11,11 +11,12 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from klatsch.arguments import named, number
+from klatsch.arguments import named, number, whole
 from klatsch.clock.sheets import table
 
 Array = NDArray[np.float64]
 
+MOST_NODES = 10**6  # with times of their own
 SECONDS = "a positive number of seconds, such as 0.05"
 
 
@@ -179,8 +180,10 @@ def times(given: Times | float | str | Sequence[float]) -> Times:
 def _numbers(text: str) -> list[float]:
     try:
         parts = [part.split("*") for part in text.split(",") if part.strip()]
-        return [float(value) for *count, value in parts for _ in range(int(*count or ["1"]))]
+        counted = [(int(*count or ["1"]), float(value)) for *count, value in parts]
     except (ValueError, TypeError):
         raise ValueError(
             f"gradient = {text!r}; give seconds, such as 0.05, or a distribution, such as lognormal(0.05, 0.5)"
         ) from None
+    whole(sum(count for count, _ in counted), f"gradient = {text!r}: nodes", 0, MOST_NODES)
+    return [value for count, value in counted for _ in range(count)]

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 
 from klatsch import own, problems
-from klatsch.arguments import check_options
+from klatsch.arguments import check_options, whole
 from klatsch.files import json_of, text_of
 from klatsch.problems import Headline, Problem
 from klatsch.theory import Constants
 
-NODES = 16  # by default
+NODES, MOST_NODES = 16, 1 << 16  # by default, and at most
 SURROGATE_DIM, SURROGATE_NODES = 20, 64
 LOSS = Headline("loss_gap", "f(x) - f* of the mean of nodes")
 TINY, MOST_PARAMS = 1e-50, 10**15  # smaller numbers, and those above 1 / TINY, are mistakes
@@ -28,6 +28,8 @@ def problem_of(text: str, nodes: int | None = None, **options: object) -> Proble
 
     The function may take the number of nodes. Its file is executed.
     """
+    if nodes is not None:
+        whole(nodes, "nodes", 1, MOST_NODES)
     if ".py" not in text:
         return problems.make(text, NODES if nodes is None else nodes, **options)
     make, function = own.load("problem", text), own.part_of(text)
