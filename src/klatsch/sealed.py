@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from klatsch.files import json_of, write_atomically
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OLDER = {  # formats that were, and the versions that wrote them
     "klatsch ranks 1": "0.1.0",
@@ -18,6 +20,7 @@ OLDER = {  # formats that were, and the versions that wrote them
     "klatsch simulation 2": "0.2.0 before its release",
 }
 REMEDY = "move the file away or choose another checkpoint path"
+LARGEST_HEADER = 100_000_000  # bytes: that of safetensors
 
 
 class CheckpointError(ValueError):
@@ -48,12 +51,38 @@ def read(path: Path, format_: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The header and the tensors of a file."""
     from safetensors import SafetensorError, safe_open
 
+    header = header_of(path, format_)
     try:
         with safe_open(path, framework="pt") as file:
-            header = json_of((file.metadata() or {}).get("klatsch", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged or not a checkpoint ({error}); {REMEDY}") from None
+        raise _damaged(path, error) from None
+    if header.pop("sha256", None) != digest(tensors, header):
+        raise CheckpointError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
+    return header, tensors
+
+
+def header_of(path: Path, format_: str) -> dict[str, Any]:
+    """The header of a file that is as long as it should be; its checksum is not compared. Needs no torch."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would have no end
+            raise CheckpointError(f"{path} is a folder, a pipe or a device, and not a checkpoint; {REMEDY}")
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(LARGEST_HEADER, path.stat().st_size):
+                raise ValueError("its header is longer than the file")
+            entries = json_of(file.read(length))
+            size = file.seek(0, os.SEEK_END)
+        facts = entries.pop("__metadata__", {})
+        if 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0) != size:
+            raise ValueError("it is cut off, or too long")
+        header = json_of(facts.get("klatsch", "{}"))
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from None
+    except (TypeError, KeyError, IndexError, AttributeError):
+        raise _damaged(path, "its header is of another kind") from None
     known = header.get("format") if isinstance(header, dict) else None
     if isinstance(known, str) and known != format_ and known in OLDER:
         raise OldCheckpointError(
@@ -62,15 +91,19 @@ def read(path: Path, format_: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     if not isinstance(header, dict) or known != format_:
         raise CheckpointError(f"{path} is not a checkpoint of this version of klatsch; {REMEDY}")
-    if header.pop("sha256", None) != digest(tensors, header):
-        raise CheckpointError(f"{path} is damaged: its content does not match its checksum; {REMEDY}")
-    return header, tensors
+    return header
 
 
 def digest(tensors: dict[str, Tensor], facts: dict[str, Any]) -> str:
     """SHA-256 of tensors on the CPU, by name, and of plain facts."""
+    import torch
+
     hashed = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name in sorted(tensors):
         hashed.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
         hashed.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
     return hashed.hexdigest()
+
+
+def _damaged(path: Path, error: object) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged or not a checkpoint ({error}); {REMEDY}")

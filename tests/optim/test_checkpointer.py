@@ -2,6 +2,9 @@
 
 import os
 import re
+import shutil
+import signal
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,9 @@ from torch import nn
 
 import klatsch
 from klatsch import sealed
-from klatsch.optim.checkpointer import FORMAT
 from klatsch.optim.state import packed, unpacked
 from klatsch.ranks.membership import lag
+from klatsch.ranks.saved import FORMAT
 
 SCRIPT = Path(__file__).parents[1] / "support" / "rank_training.py"
 RANKS, ROUNDS = 3, 100
@@ -155,6 +158,177 @@ def test_a_damaged_or_missing_file_of_one_rank_costs_rounds_and_not_the_training
             f"ValueError: the ranks have no checkpoint in common in {tmp_path / 'checkpoints'}: ranks 0, 1, 2, 4 have "
             "round 9, 12, 15; rank 3 has none; use a folder that outlives the machine"
         ) in lost.errors(rank)
+
+
+def held(folder):
+    """The rounds of every rank's files."""
+    found = {}
+    for path in sorted(folder.glob("rank*")):
+        found.setdefault(int(path.name[4:9]), []).append(int(path.stem[-10:]))
+    return found
+
+
+def ends(folder, size):
+    return [torch.load(folder / f"end-{rank}", weights_only=True) for rank in range(size)]
+
+
+def check_optimum(folder, size, field):
+    """All are at the mean of their numbers, and what must be zero over them is."""
+    found, optimum = ends(folder, size), torch.full((1, 300), (size - 1) / 2)
+    torch.testing.assert_close(sum(end["x"] for end in found) / size, optimum, rtol=0, atol=2e-3)
+    for end in found:  # plain gossip leaves nodes a little apart, by the learning rate
+        torch.testing.assert_close(end["x"], optimum, rtol=0, atol=0.1 if field is None else 2e-3)
+    if field is not None:
+        assert float(sum(end["sums"][field] for end in found).abs().max()) < 1e-4  # float32, of numbers up to 10
+
+
+@pytest.mark.parametrize(
+    "rule, graph, channel, field",
+    [
+        ("d2", "complete", {}, "y"),
+        ("gt", "ring", {"wire": "int8"}, "z"),
+        ("sgp", "exponential", {}, None),
+    ],
+)
+def test_after_a_kill_the_rest_go_on_stop_and_resume_without_the_dead_rank_or_with_a_fresh_one(
+    tmp_path, launch, rule, graph, channel, field
+):
+    options = {"rule": rule, "graph": graph} | channel
+    first = launch(4, "rank_hardships.crew", rounds=50, die=[(2, 30)], **options)
+    assert first.codes() == [0, 0, -signal.SIGKILL, 0]
+    files = held(tmp_path / "checkpoints")
+    assert max(files.pop(2)) == 28
+    assert all({44, 48} <= {*rounds} for rounds in files.values())
+    before = float(ends(tmp_path, 2)[0]["x"].mean())
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy")
+    for size, folder in ((3, "checkpoints"), (4, "copy")):
+        again = launch(size, "rank_hardships.crew", rounds=400, files=folder, **options)
+        again.succeed()
+        for rank in range(size):
+            done, at = again.wait_for(f"resumed-{rank}").split()
+            assert int(done) == 48
+            assert abs(float(at) - before) < 0.5  # and not at 9, where training began
+        check_optimum(tmp_path, size, field)
+        gone = (
+            "what rank 2 held is written off, rank 2 takes the file of rank 3"
+            if size == 3
+            else "what rank 2 held is written off, rank 2 starts from"
+        )
+        assert f"going on from round 48 with {size} ranks: {gone}" in again.warnings(0)[0]
+        assert {rank: len(rounds) for rank, rounds in held(tmp_path / folder).items()} == dict.fromkeys(range(size), 3)
+
+
+def test_ranks_that_left_do_not_count_and_a_dead_one_is_replaced_after_a_failure(tmp_path, launch):
+    """Rank 0 leaves, later rank 2 dies, and the others stop: under "raise", with a folder for each rank."""
+    options = {"files": "checkpoints-{}", "on_failure": "raise", "graph": "ring"}
+    first = launch(4, "rank_hardships.crew", rounds=60, leave=[(0, 10)], die=[(2, 50)], **options)
+    assert first.codes() == [0, 1, -signal.SIGKILL, 1]
+    shutil.rmtree(tmp_path / "checkpoints-2")  # with its machine
+    for rank, lives in enumerate([1, 3, None]):  # rank 1 becomes rank 0, and a new machine is rank 2
+        shutil.rmtree(tmp_path / f"checkpoints-{rank}", ignore_errors=True)
+        if lives is not None:
+            (tmp_path / f"checkpoints-{lives}").rename(tmp_path / f"checkpoints-{rank}")
+    refused = launch(3, "rank_hardships.crew", rounds=400, **options)
+    assert refused.codes() == [1] * 3
+    assert "rank 1 has round 40, 44, 48; rank 2 has none; " in refused.errors(0)
+    assert "let the others begin from their mean (Checkpointer(..., fresh=True))" in refused.errors(2)
+    two = launch(2, "rank_hardships.crew", rounds=100, **options)
+    two.succeed()
+    assert two.wait_for("resumed-0").startswith("48 ")
+    three = launch(3, "rank_hardships.crew", rounds=400, **options)
+    three.succeed()
+    assert three.wait_for("resumed-2").startswith("100 ")
+    check_optimum(tmp_path, 3, "y")
+
+
+def test_a_file_of_another_training_is_not_resumed(tmp_path, launch):
+    for folder in ("one", "two"):
+        launch(3, "rank_hardships.crew", rounds=20, files=folder).succeed()
+    name = "rank00001-round0000000020.safetensors"
+    shutil.copy(tmp_path / "two" / name, tmp_path / "one" / name)
+    again = launch(3, "rank_hardships.crew", rounds=24, files="one")
+    again.succeed()
+    for rank in range(3):
+        assert again.wait_for(f"resumed-{rank}").startswith("16 ")
+        listed = "ranks 0, 2 have round 12, 16, 20; rank 1 has round 12, 16, 20 (of another training)"
+        assert again.warnings(rank) == [f"going on from round 16: {listed}"]
+
+
+def test_two_trainings_in_one_folder_are_refused(tmp_path, alone):
+    for folder, rounds in (("one", 5), ("two", 9)):
+        advance(*make(tmp_path / folder)[:3], rounds)
+    for path in (tmp_path / "two").iterdir():
+        shutil.copy(path, tmp_path / "one")
+    with pytest.raises(ValueError, match=r"one holds checkpoints of several trainings; move those of the others away"):
+        make(tmp_path / "one")
+
+
+NEWEST = "rank00000-round0000000008.safetensors"
+
+
+def forge(**changes):
+    """Change the header, or the tensors, of the newest file, which gets a sound checksum."""
+
+    def change(path):
+        header, tensors = sealed.read(path, FORMAT)
+        tensors = {name: v for name, v in tensors.items() if not name.startswith(changes.get("without", ("-",)))}
+        sealed.write(path, header | {key: v for key, v in changes.items() if key != "without"}, tensors)
+
+    return change
+
+
+def replace(make_another):
+    def change(path):
+        path.unlink()
+        make_another(path)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (replace(os.mkfifo), "is a folder, a pipe or a device, and not a checkpoint; move the file away"),
+        (replace(os.mkdir), "is a folder, a pipe or a device, and not a checkpoint; move the file away"),
+        (
+            lambda path: shutil.copy(path.with_name(NEWEST.replace("8.", "6.")), path),
+            "holds rounds 6, and its name says 8; give it its own name back, or move it away",
+        ),
+        (forge(rank=1), "holds rank 1, and its name says 0"),
+        (forge(rounds="8"), "its header has rounds = '8'"),
+        (forge(training=[]), "its training or its crew are none"),
+        (forge(crew=[0, 7]), "its training or its crew are none"),
+        (forge(run=None), "its header has run = None"),
+        (forge(without="state."), r"does not hold what a checkpoint holds \(the vectors w, x are missing or unknown\)"),
+        (forge(groups={"list": []}), r"does not hold what a checkpoint holds \(zip"),
+        (forge(groups=3), "does not hold what a checkpoint holds"),
+        (forge(others={"dict": [[[], 1]]}), "does not hold what a checkpoint holds"),
+        (forge(generators={"tensor": "none"}), "does not hold what a checkpoint holds"),
+        (forge(counted=[1]), r"does not hold what a checkpoint holds \(counted is \[1\]\)"),
+        (forge(channel={"list": []}), r"\(the memory of the channel is missing\)"),
+    ],
+)
+def test_what_is_no_checkpoint_is_one_line_that_names_the_file(tmp_path, alone, change, message):
+    advance(*make(tmp_path)[:3], 9)
+    change(tmp_path / NEWEST)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert make(tmp_path)[3] == 6
+    first, second = (str(warning.message) for warning in said)
+    assert re.search(f"{NEWEST} .*{message}", first)
+    assert "\n" not in first
+    assert second == "going on from round 6: rank 0 has round 4, 6, 8 (damaged)"
+
+
+@pytest.mark.parametrize("change", [{"channel": {"list": [{"dict": [["held", 3]]}]}}, {"generators": None}])
+def test_what_only_loading_finds_is_one_line_too(tmp_path, alone, change):
+    advance(*make(tmp_path)[:3], 9)
+    wrong = {"dict": [["torch", 1], ["python", 2], ["numpy", 3]]}
+    forge(**change | ({"generators": wrong} if "generators" in change else {}))(tmp_path / NEWEST)
+    with pytest.raises(
+        sealed.CheckpointError, match=rf"{NEWEST} (cannot be loaded|holds no random generators) .*; move"
+    ):
+        make(tmp_path)
 
 
 def test_a_state_that_is_not_finite_is_neither_saved_nor_resumed(tmp_path, alone, monkeypatch):

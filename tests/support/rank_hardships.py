@@ -162,6 +162,33 @@ def uneven(
     keep(folder, optimizer, x, consensus=optimizer.consensus() if not leave else 0.0, lost=optimizer.lost)
 
 
+def crew(
+    folder, rounds, rule="d2", graph="complete", die=(), leave=(), every=4, lr=0.05, files="checkpoints", **options
+):
+    """f_i(x) = (x - i)^2 / 2 on rank i, from its checkpoints; ranks die or leave in some rounds, as (rank, round)."""
+    dist.init_process_group("gloo")
+    rank, die, leave = dist.get_rank(), dict(die), dict(leave)
+    model = nn.Linear(300, 1, bias=False)
+    nn.init.constant_(model.weight, 9.0)
+    options = {"timeout": HANG, "on_failure": "continue"} | options
+    optimizer = klatsch.Gossip(model.named_parameters(), klatsch.rules.make(rule, lr=lr), graph, **options)
+    (folder / files.format(rank)).mkdir(parents=True, exist_ok=True)
+    checkpointer = klatsch.Checkpointer(folder / files.format(rank), every=every)
+    done = checkpointer.resume(optimizer, model=model)
+    say(folder, f"resumed-{rank}", f"{done} {float(optimizer.output()[0].mean()):.3f}")
+    for t in range(done + 1, rounds + 1):
+        if t == die.get(rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if t == leave.get(rank):
+            optimizer.finish(leave=True)
+            break
+        model.weight.grad = model.weight.detach() - rank
+        optimizer.step()
+        checkpointer.step()
+    sums = {name: v.clone() for name, v in optimizer.vectors()[0].items() if name in ("y", "z")}
+    keep(folder, optimizer, optimizer.output()[0], sums=sums, lost=optimizer.lost)
+
+
 def ends_first(folder):
     """Messages of cta leave at the end of a round. The last one of rank 0 leaves late, when rank 1 is at its end."""
     optimizer, x, problem = begin(order="cta", timeout=HANG)

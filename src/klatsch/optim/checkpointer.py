@@ -1,17 +1,19 @@
-"""Checkpoints of a network: every rank writes its own files, and all resume from the newest round that all have.
+"""Checkpoints of a network: every rank writes its own files, and all resume from the newest round that they share.
 
 A file holds the state after a whole round, and the messages of the next one are sent again, so none is lost. A rank
 that has done t rounds knows, through its neighbours and theirs, that all others have done t - lag of them. So it knows
-which rounds all have saved, and keeps two of those, in case a file is damaged or missing somewhere.
+which rounds all have saved, and keeps two of those, in case a file is damaged or missing somewhere. Ranks that have
+left or are lost do not count; `klatsch.ranks.saved` says which rounds are complete without them.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable
+import secrets
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 import torch
@@ -19,18 +21,39 @@ from torch import Tensor, nn
 
 from klatsch import sealed
 from klatsch.arguments import whole
+from klatsch.channels.rehearsal import FEW, sums_of_flows
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.groups import parameters_of, settings_of
 from klatsch.optim.hosts import piece
 from klatsch.optim.state import different, generators, packed, set_generators, unpacked
-from klatsch.ranks.agreement import gathered
-from klatsch.ranks.failures import NonFiniteError, warn, who
-from klatsch.ranks.membership import lag
+from klatsch.ranks import saved
+from klatsch.ranks.agreement import gathered, summed
+from klatsch.ranks.failures import NonFiniteError, shown, warn
 from klatsch.ranks.message import is_sound
-from klatsch.sealed import OLDER, CheckpointError, OldCheckpointError
+from klatsch.ranks.saved import FORMAT, File, Round, Seen, Training
+from klatsch.rules import State
+from klatsch.sealed import OLDER, REMEDY, CheckpointError
 
-FORMAT = "klatsch ranks 2"
-DAMAGED, OLD = 0, -1  # instead of the number of ranks that a file was written for
+FORGED = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
+AVERAGED = ("state.", "groups.", "others.")  # tensors that a fresh rank gets the means of
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+OUT_OF_SIGHT = 1 << 40  # what it costs to give a rank a file that it does not see: more than all other choices together
+
+
+class Choice(NamedTuple):
+    """Where to go on from, the same on all ranks."""
+
+    round: Round
+    takes: list[int | None]  # by node: the node whose file it takes, or None where it starts afresh
+    unbroken: bool  # every node takes its own file, and all of them still heard each other
+
+
+class Content(NamedTuple):
+    """What a file holds."""
+
+    path: Path
+    header: dict[str, Any]
+    tensors: dict[str, Tensor]
 
 
 class Checkpointer:
@@ -49,29 +72,41 @@ class Checkpointer:
     the last checkpoint when one is killed. On the CPU the result is that of a run without interruption, bit for bit, if
     the data are a function of the round, or drawn from the generators of torch, NumPy or Python, which are saved.
 
+    Ranks that have left or were lost (on_failure="continue") are not needed. Start as many ranks as are left, or as
+    many as before: those without a file begin from the mean of the others. What the ranks that are gone held of a
+    rule's sums is written off, so that these stay zero over the network. Files of rounds are for `klatsch checkpoint`.
+
     Args:
         folder: where the files go; shared by all ranks, or one on each machine. It is made if it does not exist.
         every: rounds between two checkpoints.
         keep: checkpoints to keep, besides those that some ranks may not have yet. With two, a file that is damaged or
             missing on one rank costs `every` rounds, not the training.
+        fresh: let ranks whose files are missing begin from the mean of the others, even if they were not lost: for a
+            new machine with an empty disk.
     """
 
-    def __init__(self, folder: str | Path, every: int = 100, keep: int = 2) -> None:
+    def __init__(self, folder: str | Path, every: int = 100, keep: int = 2, fresh: bool = False) -> None:
         self.folder, self.every, self.keep = Path(folder), whole(every, "every", 1), whole(keep, "keep", 2)
+        self.fresh = fresh
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"cannot use {folder} for checkpoints: {error.strerror}; choose another folder") from None
         self._optimizer: Gossip | None = None
         self._others: dict[str, Any] = {}
-        self._lag = 0
+        self._training: Training = ()
+        self._began = 0
+        self._former: list[Path] = []  # files of the crew before, to be removed once they are not needed
 
     def resume(self, optimizer: Gossip, **others: object) -> int:
         """Go on from the newest round that all ranks have; all ranks must call it together.
 
+        Topology, `every`, `late` and `wire` of the optimizer may differ from those of the checkpoint.
+
         Args:
             optimizer: an optimizer of klatsch.
-            others: what else has a state_dict(): the model (for buffers), a scheduler, a GradScaler.
+            others: what else has a state_dict(): the model (for buffers, and for the names of its parameters), a
+                scheduler, a GradScaler.
 
         Returns:
             The rounds done; 0 where there is no checkpoint yet.
@@ -81,19 +116,35 @@ class Checkpointer:
         if optimizer is not self._optimizer:  # without gradients, too, since other ranks still train and save
             optimizer.idle_hooks.append(WeakMethod(self.step))
         self._optimizer, self._others = optimizer, others
-        self._lag = lag(optimizer.topology) + (optimizer.host.size > 1)  # ranks of a host wait for each other
-        for path in self.folder.glob(f".{self._name}-*.safetensors.*"):
+        for path in self.folder.glob(f".{self._file(0).name.partition('-')[0]}-*.safetensors.*"):
             path.unlink(missing_ok=True)  # half written when it was killed
-        common = self._common(self._looked_through())
-        if common is None:
+        files = {file.seen: file for file in saved.files(self.folder) if file.place == optimizer.host.place}
+        choice, content = self._opened(files)
+        drawn = str(self._told(secrets.token_hex(8))[0])
+        if choice is None:
+            self._training, self._began = (drawn,), 0
             self.save()
-            self._everybody(torch.zeros(1))  # from now on, a rank without files has lost them
+            self._told("")  # from now on, a rank without files has lost them
             return 0
-        self._load(*sealed.read(self._files()[common], FORMAT))
-        for rounds, path in self._files().items():
-            if rounds > common:  # these rounds are trained again
-                path.unlink()
-        return common
+        began = self._began = choice.round.rounds
+        self._training = choice.round.training if choice.unbroken else (*choice.round.training, drawn)
+        if not choice.unbroken:
+            content = self._carried_over(choice, content)
+        assert content is not None
+        self._load(content, anew=not choice.unbroken)
+        mine = {self._file(seen.rounds) for seen in files}
+        for seen, file in files.items():
+            if seen.rounds > began and file.path in mine:  # these rounds are trained again
+                with suppress(IsADirectoryError):
+                    file.path.unlink(missing_ok=True)
+        self._former = [
+            file.path
+            for seen, file in files.items()
+            if not choice.unbroken and seen.training[:1] == self._training[:1] and file.path not in mine
+            # Ranks that were started may write their newer ones again.
+            if seen.rounds <= began or seen.rank >= len(choice.takes)
+        ]
+        return began
 
     def step(self) -> None:
         """Save if it is time; call it after every step of the optimizer and the scheduler."""
@@ -107,29 +158,42 @@ class Checkpointer:
             NonFiniteError: the state is not finite. Nothing is written, and the older files stay.
         """
         optimizer, rounds = self._trained, self._trained.rounds
-        tensors = {f"state.{k}.{name}": v for k, fields in enumerate(optimizer.vectors()) for name, v in fields.items()}
+        vectors = optimizer.vectors()
+        tensors = {f"state.{k}.{name}": v for k, fields in enumerate(vectors) for name, v in fields.items()}
         if not _is_finite(tensors.values()):
             remedy = f"not saved; resume from the files of before in {self.folder}, with a smaller learning rate"
             raise NonFiniteError(optimizer.rank, rounds, "the state is not finite", remedy)
         optimizer.drain()
         groups = [{name: v for name, v in g.items() if name != "params"} for g in optimizer.param_groups]
         others = {name: _state(name, other, optimizer) for name, other in self._others.items()}
+        path = self._file(rounds)
         header = {
             "format": FORMAT,
-            "run": self._identity(),
+            "training": self._training,
             "rounds": rounds,
+            "rank": optimizer.rank,
+            "place": optimizer.host.place,
+            "places": optimizer.host.size,
+            "size": optimizer.topology.size,
+            "crew": optimizer.crew,
+            "topology": self._topology,
+            "run": self._identity(),
             "counted": [optimizer.bytes_sent, optimizer.seconds_waited, optimizer.skipped],
             "channel": packed(optimizer.memories(), tensors, "channel"),
             "groups": packed(groups, tensors, "groups"),
             "others": packed(others, tensors, "others"),
             "generators": packed(generators(optimizer.device), tensors, "generators"),
         }
-        path = self.folder / f"{self._name}-round{rounds:010d}.safetensors"
         sealed.write(path, header, tensors)
         # A rank that has begun round r + 1 has saved round r.
-        had_by_all = [path for r, path in self._files().items() if r < rounds - self._lag]
+        own = {int(match[3]): path for path, match in saved.named(self.folder) if path == self._file(int(match[3]))}
+        had_by_all = [own[r] for r in sorted(own) if r < rounds - optimizer.lag]
         for old in had_by_all[: -self.keep]:
             old.unlink(missing_ok=True)
+        if self._former and sum(self._began < r < rounds - optimizer.lag for r in own) >= self.keep:
+            for old in self._former:
+                old.unlink(missing_ok=True)
+            self._former = []
         return path
 
     @property
@@ -139,10 +203,35 @@ class Checkpointer:
         return self._optimizer
 
     @property
-    def _name(self) -> str:
-        """What the names of this rank's files begin with."""
+    def _topology(self) -> str:
+        return f"{self._trained.topology.name} {self._trained.topology.fingerprint}"
+
+    def _file(self, rounds: int) -> Path:
+        """The file of this rank after some rounds."""
         optimizer = self._trained
-        return f"rank{optimizer.rank:05d}" + (f".{optimizer.host.place}" if optimizer.host.size > 1 else "")
+        place = optimizer.host.place if optimizer.host.size > 1 else None
+        return self.folder / saved.name(optimizer.rank, place, rounds)
+
+    def _identity(self) -> dict[str, object]:
+        """What a checkpoint and the training that resumes from it must share."""
+        optimizer = self._trained
+        return {
+            "ranks of a host": optimizer.host.size,
+            "rule": optimizer.given.name,
+            "settings of the rule": {k: v for k, v in settings_of(optimizer.given).items() if k != "lr"},
+            "groups of parameters": [len(group["params"]) for group in optimizer.param_groups],
+            "parameters": [[list(p.shape), str(p.dtype)] for p in parameters_of(optimizer.param_groups)],
+            "others": sorted(self._others),
+        }
+
+    # --- which files -------------------------------------------------------------------------------------------
+
+    def _told(self, value: object) -> list[Any]:
+        """What all ranks have to tell, as plain data, host by host."""
+        data = json.dumps(value).encode()
+        longest = max(int(length) for length in self._everybody(torch.tensor([len(data)])))
+        rows = self._everybody(torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
+        return [json.loads(row.numpy().tobytes()) for row in rows]
 
     def _everybody(self, mine: Tensor) -> list[Tensor]:
         """The tensors of all ranks, host by host."""
@@ -150,95 +239,180 @@ class Checkpointer:
         here = gathered(host.group, mine) if host.size > 1 else [mine.cpu()]
         return [row for rows in gathered(optimizer.group, torch.stack(here)) for row in rows]
 
-    def _identity(self) -> dict[str, object]:
-        """What a checkpoint and the training that resumes from it must share."""
-        optimizer = self._trained
-        host = optimizer.host
-        return {
-            "rank": optimizer.rank * host.size + host.place,
-            "number of ranks": optimizer.topology.size * host.size,
-            "ranks of a host": host.size,
-            "topology": f"{optimizer.topology.name} {optimizer.topology.fingerprint[:16]}",
-            "rule": optimizer.rule.name,
-            "settings of the rule": {k: v for k, v in settings_of(optimizer.rule).items() if k != "lr"},
-            "groups of parameters": [len(group["params"]) for group in optimizer.param_groups],
-            "parameters": [[list(p.shape), str(p.dtype)] for p in parameters_of(optimizer.param_groups)],
-            "others": sorted(self._others),
-        }
+    def _opened(self, files: dict[Seen, File]) -> tuple[Choice | None, Content | None]:
+        """Where to go on from, and the content of this rank's file there, once every rank has read a sound one."""
+        optimizer, places = self._trained, self._trained.host.size
+        for seen, file in files.items():
+            if seen.trouble == saved.DAMAGED and seen.rank % optimizer.topology.size == optimizer.rank:
+                warn(file.error)
+        while True:
+            rows = [[_seen(*row) for row in rows] for rows in self._told([*files])]
+            choice = self._choice([rows[k : k + places] for k in range(0, len(rows), places)])
+            taken = None if choice is None else choice.takes[optimizer.rank]
+            content, trouble = None, False
+            if choice is not None and taken is not None:
+                where = (taken, choice.round.rounds, choice.round.training)
+                seen, file = next((seen, file) for seen, file in files.items() if seen[:3] == where)
+                try:
+                    content = self._read(file.path)
+                except CheckpointError as error:
+                    warn(f"{error}")
+                    files[seen._replace(trouble=saved.DAMAGED)], trouble = files.pop(seen), True
+            if not any(self._told(trouble)):
+                return choice, content
 
-    def _files(self) -> dict[int, Path]:
-        """The files of this rank by round, oldest first."""
-        pattern = re.compile(rf"{re.escape(self._name)}-round(\d+)\.safetensors")
-        matches = (pattern.fullmatch(path.name) for path in self.folder.iterdir())
-        return dict(sorted((int(match[1]), self.folder / match[0]) for match in matches if match))
-
-    def _looked_through(self) -> dict[int, int]:
-        """The files of this rank by round: the number of ranks in their training, or DAMAGED or OLD."""
-        found = {}
-        for rounds, path in self._files().items():
-            try:
-                header, tensors = sealed.read(path, FORMAT)
-                if not _is_finite(v for name, v in tensors.items() if name.startswith("state.")):
-                    raise CheckpointError(f"{path} holds a state that is not finite")
-                found[rounds] = int(header["run"]["number of ranks"])
-            except OldCheckpointError:
-                found[rounds] = OLD
-            except CheckpointError as error:
-                warn(f"{error}")
-                found[rounds] = DAMAGED
-        return found
-
-    def _common(self, mine: dict[int, int]) -> int | None:
-        """The newest round that all ranks have; None if no rank has any yet."""
-        most = max(int(count) for count in self._everybody(torch.tensor([len(mine)])))
-        row = torch.tensor([*mine.items(), *[(-1, -1)] * (most - len(mine))], dtype=torch.int64).reshape(-1, 2)
-        rows = [{r: size for r, size in theirs.tolist() if r >= 0} for theirs in self._everybody(row)]
-        sizes = {size for theirs in rows for size in theirs.values()}
-        if OLD in sizes:
+    def _choice(self, by_place: list[list[list[Seen]]]) -> Choice | None:
+        """Where to go on from, by what the ranks of every node see; None if no rank has anything yet."""
+        started = len(by_place)
+        everything = {seen for places in by_place for rows in places for seen in rows}
+        if any(seen.trouble == saved.OLD for seen in everything):
             raise ValueError(
                 f"the checkpoints in {self.folder} were written by klatsch {OLDER['klatsch ranks 1']}; that version "
                 "reads them. Go on with it, or choose another folder"
             )
-        if others := sizes - {DAMAGED, len(rows)}:
-            raise self._of_another("number of ranks", others.pop(), len(rows))
-        if not any(theirs.keys() - {0} for theirs in rows):  # none, or round 0 alone
+        if not any(seen.rounds for seen in everything):  # none, or round 0 alone
             return None
-        common: set[int] = set.intersection(*({r for r, size in theirs.items() if size != DAMAGED} for theirs in rows))
-        if not common:
+        sees = [set.intersection(*map(set, places)) for places in by_place]
+        rounds = saved.rounds_of(set.union(*sees))
+        enough = [each for each in rounds if each.lacks(started) <= 0]
+        if len({each.training[0] for each in enough}) > 1:
             raise ValueError(
-                f"the ranks have no checkpoint in common in {self.folder}: {_inventory(rows)}; use a folder that "
-                "outlives the machine, bring back a copy, or empty it on all machines to start anew"
+                f"{self.folder} holds checkpoints of several trainings; move those of the others away, or choose "
+                "another folder"
             )
-        if DAMAGED in sizes:
-            warn(f"going on from round {max(common)}: {_inventory(rows)}")
-        return max(common)
+        for each in [*enough, *(rounds if self.fresh else ())]:
+            takes = _takes(each, sees)
+            if sum(taken is not None for taken in takes) >= (1 if self.fresh else min(len(each.crew), started)):
+                broken = any(s.trouble for s in everything)
+                return self._chosen(each, takes, everything, broken)
+        listed = saved.inventory(everything, range(started), rounds[0].training if rounds else ())
+        raise ValueError(
+            f"the ranks have no checkpoint in common in {self.folder}: {listed}; use a folder that outlives the "
+            "machine, bring back a copy, start only as many ranks as have files, let the others begin from their mean "
+            "(Checkpointer(..., fresh=True)), or empty it on all machines to start anew"
+        )
 
-    def _load(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        optimizer = self._trained
-        for name, value in self._identity().items():
+    def _chosen(self, each: Round, takes: list[int | None], everything: set[Seen], damaged: bool) -> Choice:
+        everyone = list(range(each.size))
+        here = [seen for seen in everything if (seen.training, seen.rounds) == each[:2]]
+        unbroken = takes == everyone and all(sorted(seen.crew) == everyone for seen in here)
+        newer = any(seen.rounds > each.rounds for seen in everything)
+        if not unbroken:
+            fresh = [rank for rank, taken in enumerate(takes) if taken is None]
+            moved = [
+                f"rank {rank} takes the file of rank {taken}"
+                for rank, taken in enumerate(takes)
+                if taken not in (rank, None)
+            ]
+            gone = sorted({*everyone} - {*takes})
+            told = [
+                f"what {shown(gone)} held is written off" if gone else "",
+                *moved,
+                f"{shown(fresh)} start{'s' * (len(fresh) == 1)} from the mean of the others" if fresh else "",
+            ]
+            details = ", ".join(filter(None, told)) or "some of them had lost each other"
+            warn(f"going on from round {each.rounds} with {len(takes)} ranks: {details}; channels begin anew")
+        elif damaged or newer:
+            warn(f"going on from round {each.rounds}: {saved.inventory(everything, everyone, each.training)}")
+        return Choice(each, takes, unbroken)
+
+    # --- what is in them ---------------------------------------------------------------------------------------
+
+    def _read(self, path: Path) -> Content:
+        """The content of a file that fits this training and can be loaded."""
+        header, tensors = sealed.read(path, FORMAT)
+        run = self._identity()
+        for name, value in json.loads(json.dumps(run)).items():
             there = header["run"].get(name)
-            if there != json.loads(json.dumps(value)):
-                if isinstance(there, dict) and isinstance(value, dict):
-                    raise self._of_another(name, *different(there, value))
-                raise self._of_another(name, there, value)
-        vectors = [
-            {path.removeprefix(f"state.{k}."): v for path, v in tensors.items() if path.startswith(f"state.{k}.")}
-            for k in range(len(optimizer.vectors()))
-        ]
-        for group, saved in zip(optimizer.param_groups, unpacked(header["groups"], tensors), strict=True):
-            group.update(saved)
-        memories = unpacked(header["channel"], tensors) if "channel" in header else None
-        optimizer.load_vectors(vectors, header["rounds"], memories)
+            if there != value:
+                pair = (
+                    different(there, value) if isinstance(there, dict) and isinstance(value, dict) else (there, value)
+                )
+                raise self._of_another(name, *pair)
+        if not _is_finite(v for name, v in tensors.items() if name.startswith("state.")):
+            raise CheckpointError(f"{path} holds a state that is not finite")
+        content = Content(path, header, tensors)
+        try:
+            self._check(content)
+        except FORGED as error:
+            raise CheckpointError(f"{path} does not hold what a checkpoint holds ({_line(error)}); {REMEDY}") from None
+        return content
+
+    def _check(self, content: Content) -> None:
+        """Look whether all that `_load` needs is there; any error says that it is not."""
+        optimizer, (_, header, tensors) = self._trained, content
+        optimizer.check_vectors(_vectors(tensors, optimizer))
+        if not (len(header["counted"]) == 3 and all(number >= 0 for number in header["counted"])):
+            raise ValueError(f"counted is {header['counted']}")
+        for _, there in zip(optimizer.param_groups, unpacked(header["groups"], tensors), strict=True):
+            if "params" in there or not optimizer.defaults.keys() <= there.keys():
+                raise ValueError(f"a group of parameters has {', '.join(there)}")
+        if unpacked(header["others"], tensors).keys() != self._others.keys():
+            raise ValueError("the states of the others are missing")
+        if len(unpacked(header["channel"], tensors)) != len(optimizer.vectors()):
+            raise ValueError("the memory of the channel is missing")
+        if not {"torch", "python", "numpy"} <= unpacked(header["generators"], tensors).keys():
+            raise ValueError("random generators are missing")
+
+    def _carried_over(self, choice: Choice, content: Content | None) -> Content:
+        """What this rank goes on with in another crew: sums of flows are zero again, and a fresh rank gets means.
+
+        They are means over the ranks that have a file, of all that is no random generator and no channel.
+        """
+        optimizer, fresh = self._trained, content is None
+        path, header, tensors = content or (self.folder, {}, {})
+        lists = {name: [list(v.shape), str(v.dtype)] for name, v in tensors.items() if name.startswith(AVERAGED)}
+        told = self._told(None if fresh else [header, lists])[optimizer.host.place :: optimizer.host.size]
+        header, lists = next(each for each in told if each is not None) if fresh else (header, lists)
+        count = sum(taken is not None for taken in choice.takes)
+        sums = {entry.field for entry in sums_of_flows(optimizer.rule, torch.zeros(FEW))}
+        for name, (shape, dtype) in sorted(lists.items()):
+            is_sum = name.startswith("state.") and name.split(".", 2)[2] in sums
+            if count == len(choice.takes) and not is_sum:  # nobody needs the mean
+                continue
+            own = torch.zeros(shape, dtype=DTYPES[dtype]) if fresh else tensors[name]
+            mean = summed(optimizer.group, own.double()) / count
+            mean = mean if own.is_floating_point() else mean.round()
+            if fresh:
+                tensors[name] = own if is_sum else mean.to(own.dtype)
+            elif is_sum:
+                tensors[name] = (own - mean).to(own.dtype)
+        if fresh:
+            header = header | {"counted": [0, 0.0, 0], "generators": None}
+        return Content(path, header, tensors)
+
+    def _load(self, content: Content, anew: bool) -> None:
+        """Go on from the content of a file; where the crew or the graph is another one, channels begin anew."""
+        optimizer, (path, header, tensors) = self._trained, content
+        for group, there in zip(optimizer.param_groups, unpacked(header["groups"], tensors), strict=True):
+            group.update(there)
+        anew = anew or header["topology"] != self._topology
+        try:
+            memories = None if anew else unpacked(header["channel"], tensors)
+            optimizer.load_vectors(_vectors(tensors, optimizer), header["rounds"], memories)
+        except ValueError as error:
+            raise CheckpointError(f"{path} cannot be loaded ({_line(error)}); {REMEDY}") from None
         optimizer.count_from(*header["counted"])
         for name, state in unpacked(header["others"], tensors).items():
-            other = self._others[name]
+            self._load_other(path, name, self._others[name], state)
+        if header["generators"] is not None:
+            try:
+                set_generators(unpacked(header["generators"], tensors), optimizer.device)
+            except FORGED as error:
+                raise CheckpointError(f"{path} holds no random generators ({_line(error)}); {REMEDY}") from None
+
+    def _load_other(self, path: Path, name: str, other: Any, state: Any) -> None:
+        optimizer = self._trained
+        if isinstance(other, nn.Module) and (lacking := set(_state(name, other, optimizer)) ^ set(state)):
+            raise ValueError(f"{name} has other buffers than its checkpoint: {', '.join(sorted(lacking))}")
+        try:
             if isinstance(other, nn.Module):
-                if lacking := set(_state(name, other, optimizer)) ^ set(state):
-                    raise ValueError(f"{name} has other buffers than its checkpoint: {', '.join(sorted(lacking))}")
                 _load_module(other, state, optimizer)
             else:
                 other.load_state_dict(state)
-        set_generators(unpacked(header["generators"], tensors), optimizer.device)
+        except Exception as error:  # it is the user's, and may do anything
+            what = f"{name} cannot load its state from {path}"
+            raise CheckpointError(f"{what} ({type(error).__name__}: {_line(error)}); {REMEDY}") from None
 
     def _of_another(self, name: str, there: object, here: object) -> ValueError:
         return ValueError(
@@ -247,17 +421,40 @@ class Checkpointer:
         )
 
 
+def _takes(each: Round, sees: Sequence[set[Seen]]) -> list[int | None]:
+    """By node, the node whose file it takes: its own if it can, and the crew's rather than those of others."""
+    from scipy.optimize import linear_sum_assignment
+
+    held = sorted(each.held)
+    visible = [{seen.rank for seen in rows if (seen.training, seen.rounds) == each[:2]} for rows in sees]
+    costs = [
+        [OUT_OF_SIGHT if o not in visible[n] else (o != n) + len(sees) * (o not in each.crew) for o in held]
+        for n in range(len(sees))
+    ]
+    takes: list[int | None] = [None] * len(sees)
+    for n, column in zip(*linear_sum_assignment(costs), strict=True):
+        if held[column] in visible[n]:
+            takes[n] = held[column]
+    return takes
+
+
+def _seen(rank: int, rounds: int, training: list[str], crew: list[int], size: int, trouble: str) -> Seen:
+    """What another rank has told of a file."""
+    return Seen(rank, rounds, tuple(training), tuple(crew), size, trouble)
+
+
+def _vectors(tensors: dict[str, Tensor], optimizer: Gossip) -> list[State]:
+    """The fields of the state, by dtype of the parameters."""
+    begins = [f"state.{k}." for k in range(len(optimizer.vectors()))]
+    return [{name.removeprefix(b): v for name, v in tensors.items() if name.startswith(b)} for b in begins]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def _is_finite(tensors: Iterable[Tensor]) -> bool:
     return all(is_sound(v.reshape(-1)) for v in tensors)
-
-
-def _inventory(rows: list[dict[int, int]]) -> str:
-    """Which ranks have which rounds."""
-    held: dict[str, list[int]] = {}
-    for rank, theirs in enumerate(rows):
-        listed = ", ".join(f"{r}{' (damaged)' if size == DAMAGED else ''}" for r, size in theirs.items())
-        held.setdefault(f"round {listed}" if theirs else "none", []).append(rank)
-    return "; ".join(f"{who(ranks)} {what}" for what, ranks in held.items())
 
 
 def _state(name: str, other: Any, optimizer: Gossip) -> Any:

@@ -132,7 +132,7 @@ class Gossip(Points, Joinable, JoinHook):
         self.topology = topologies.channel(graph, every, late, graph.wire if wire == "float32" else wire)
         if not any_graph:
             rule.check_graph(self.topology)
-        self._rule = rule  # as it was given; a state does not depend on the graph
+        self.given = rule  # the rule before it is put on the graph, on which a state does not depend
         self.rule, self.device = rule.on(self.topology), trained[0].device
         self.process_group = group
         self.group = group_of(group, timeout)
@@ -340,6 +340,16 @@ class Gossip(Points, Joinable, JoinHook):
         """Neighbours that this rank goes on without."""
         return tuple(self._links.lost)
 
+    @property
+    def crew(self) -> list[int]:
+        """The nodes that this one still hears and is heard by, directly or through others, including itself."""
+        return self._links.membership.within_reach()
+
+    @property
+    def lag(self) -> int:
+        """Rounds that this rank may be ahead of the slowest of them."""
+        return self._links.membership.lag + (self.host.size > 1)  # ranks of a host wait for each other
+
     def consensus(self) -> float:
         """Gamma, the mean over ranks of the squared distance of x from its network mean; all ranks must ask together.
 
@@ -389,7 +399,7 @@ class Gossip(Points, Joinable, JoinHook):
             found = super().state_dict()
         finally:
             self.state.clear()
-        return found | {"gossip": state.header(self._rule, self._shares, self.rank, self.topology)}
+        return found | {"gossip": state.header(self.given, self._shares, self.rank, self.topology)}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on from a state; on all ranks, each with its own of the same round.
@@ -397,7 +407,7 @@ class Gossip(Points, Joinable, JoinHook):
         The model holds x or the query point, as before: that is not part of the state. A state that does not fit
         changes nothing.
         """
-        here = (self._rule, self._shares, self.rank, self.topology.size)
+        here = (self.given, self._shares, self.rank, self.topology.size)
         vectors = state.vectors_of(state_dict, self.param_groups, *here)
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
@@ -413,6 +423,11 @@ class Gossip(Points, Joinable, JoinHook):
         """Copies of what the channel holds and what is on its way, by dtype of the parameters."""
         return [share.node.memory for share in self._shares]
 
+    def check_vectors(self, vectors: list[State]) -> None:
+        """Refuse vectors that `load_vectors` cannot load."""
+        for share, fields in zip(self._shares, vectors, strict=True):
+            share.check(fields)
+
     @torch.no_grad()
     def load_vectors(self, vectors: list[State], rounds: int, memories: list[Memory] | None = None) -> None:
         """Go on from what `vectors` and `memories` returned after some rounds, on all ranks.
@@ -426,6 +441,7 @@ class Gossip(Points, Joinable, JoinHook):
             self._train_over(self._links.reopened(own), [share.flat for share in self._shares])
         for share, fields, memory in zip(self._shares, vectors, memories or [{}] * len(vectors), strict=True):
             share.load(fields, rounds, memory)
+            share.node.found_ledger(self.group)
         self._show("output" if self._apart and self._holds != "query" else "query")
         self._finished = False
         if self._follow:

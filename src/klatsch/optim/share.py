@@ -73,6 +73,16 @@ class Share:
         self.node.advance(self._given, self._move)
         self.flat.mark_written()
 
+    def check(self, vectors: State) -> None:
+        """Refuse vectors that are missing, unknown, or of another shape."""
+        now = self._with_momentum.init(self.node.rule.query(self.node.state)) | self.node.state
+        wrong = (now.keys() - self.optional - vectors.keys()) | (vectors.keys() - now.keys())
+        if wrong:
+            raise ValueError(f"the vectors {', '.join(sorted(wrong))} are missing or unknown")
+        for name, v in vectors.items():
+            if (v.shape, v.dtype) != (now[name].shape, now[name].dtype):
+                raise ValueError(f"the vector {name} is of shape {tuple(v.shape)} and {v.dtype}")
+
     def load(self, vectors: State, rounds: int, memory: Memory) -> None:
         """Go on from a state saved after some rounds, and from the memory of its channel."""
         self.flat.gather()

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from klatsch.channels.rehearsal import Sum
+from klatsch.ranks.agreement import Group, members
 from klatsch.ranks.message import Block
 from klatsch.rules import State
 
@@ -41,6 +43,23 @@ class Ledger:
                 fields[entry.field] = torch.zeros_like(self._like)
             whole = fields[entry.field]
             (whole if block is None else whole[block]).add_(share, alpha=entry.factor)
+
+    def found(self, state: State, tree: tuple[int | None, list[int]], group: Group) -> None:
+        """Make entries for sums that came without, as if their flows had come along a tree; all ranks do it together.
+
+        What a rank owes its parent is the sum of its branch, and so the entries of every rank add up to its own sums.
+        """
+        (parent, children), ranks = tree, members(group)
+        for field in sorted({entry.field for entry in self._sums.values()}):
+            branch = state[field].to("cpu", copy=True)
+            for child in children:
+                theirs = torch.empty_like(branch)
+                dist.recv(theirs, ranks[child], group=group)
+                self.entries.setdefault(child, {})[field] = theirs.neg().to(self._like)
+                branch += theirs
+            if parent is not None:
+                dist.send(branch, ranks[parent], group=group)
+                self.entries.setdefault(parent, {})[field] = branch.to(self._like)
 
     def take_out(self, gone: Collection[int], state: State) -> None:
         """Take what these nodes have added out of a state."""

@@ -143,11 +143,17 @@ class Membership:
     def _end(self, nodes: list[int]) -> int:
         """The round by which all know that these ranks have finished; an upper bound if links are lost."""
         rounds = int(self._finished[nodes].max()) - 1
-        hops = (self.size - 1) * (self.topology.period + self.topology.late) if bool(self._gone.any()) else self._lag
-        return rounds + (1 + hops if self.size > 1 else 0)
+        return rounds + (1 + self.lag if self.size > 1 else 0)
+
+    @property
+    def lag(self) -> int:
+        """See `lag`; an upper bound if links are lost or ranks leave."""
+        if bool(self._gone.any()):
+            return (self.size - 1) * (self.topology.period + self.topology.late)
+        return self._whole_lag
 
     @cached_property
-    def _lag(self) -> int:
+    def _whole_lag(self) -> int:
         return lag(self.topology)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from klatsch.channels.rehearsal import Place, rehearse, sums_of_flows
 from klatsch.columns import Number
 from klatsch.ranks import kernels
+from klatsch.ranks.agreement import Group
 from klatsch.ranks.ledger import Ledger
 from klatsch.ranks.links import Links
 from klatsch.ranks.mailbox import Mailbox, Memory
@@ -87,9 +88,17 @@ class Node:
         for name, value in fields.items():
             self._fields[name].copy_(value)
         self.rounds, self._begun = rounds, False
-        self._mail.load(memory or {})
-        entries: dict[str, State] = (memory or {}).get("ledger", {})  # type: ignore[assignment]
-        self._ledger.entries = {int(node): each(torch.clone, fields) for node, fields in entries.items()}
+        try:
+            self._mail.load(memory or {})
+            entries: dict[str, State] = (memory or {}).get("ledger", {})  # type: ignore[assignment]
+            self._ledger.entries = {int(node): each(torch.clone, fields) for node, fields in entries.items()}
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(f"what the channel held does not fit: {error}") from None
+
+    def found_ledger(self, group: Group) -> None:
+        """Make a ledger where a state came without one; all ranks do it together, over a group."""
+        if self._ledger.is_kept and not self._ledger.entries:
+            self._ledger.found(self._fields, self.links.membership.tree(), group)
 
     @torch.no_grad()
     def write(self, point: Callable[[State], Tensor], into: Tensor) -> None:
