@@ -15,7 +15,7 @@ from klatsch.study.spec import PAPER_GRID
 
 HEAVY = {"torch", "numpy", "scipy", "networkx", "matplotlib", "jinja2", "safetensors", "sqlite3"}
 COMMANDS = (
-    *("data", "data fetch", "data show", "demo", "list", "plan", "probe"),
+    *("checkpoint", "data", "data fetch", "data show", "demo", "list", "plan", "probe"),
     *("report", "reproduce", "results", "run", "topology"),
 )
 

@@ -3,7 +3,16 @@
 A command loads what it works with when it is called, so that help and the version do not wait for torch.
 """
 
-from klatsch.cli import data, plan, probe, reproduce, results, run, topology  # importing a file adds its commands
+from klatsch.cli import (
+    checkpoints,
+    data,
+    plan,
+    probe,
+    reproduce,
+    results,
+    run,
+    topology,
+)  # importing a file adds its commands
 from klatsch.cli.app import main
 
-__all__ = ["data", "main", "plan", "probe", "reproduce", "results", "run", "topology"]
+__all__ = ["checkpoints", "data", "main", "plan", "probe", "reproduce", "results", "run", "topology"]

@@ -23,9 +23,9 @@ from klatsch import sealed
 from klatsch.arguments import whole
 from klatsch.channels.rehearsal import FEW, sums_of_flows
 from klatsch.optim.gossip import Gossip
-from klatsch.optim.groups import parameters_of, settings_of
-from klatsch.optim.hosts import piece
-from klatsch.optim.state import different, generators, packed, set_generators, unpacked
+from klatsch.optim.groups import names, parameters_of, settings_of
+from klatsch.optim.hosts import cut_along, piece
+from klatsch.optim.state import DTYPES, different, generators, packed, set_generators, unpacked
 from klatsch.ranks import saved
 from klatsch.ranks.agreement import gathered, summed
 from klatsch.ranks.failures import NonFiniteError, shown, warn
@@ -36,7 +36,6 @@ from klatsch.sealed import OLDER, REMEDY, CheckpointError
 
 FORGED = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 AVERAGED = ("state.", "groups.", "others.")  # tensors that a fresh rank gets the means of
-DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 OUT_OF_SIGHT = 1 << 40  # what it costs to give a rank a file that it does not see: more than all other choices together
 
 
@@ -166,6 +165,7 @@ class Checkpointer:
         optimizer.drain()
         groups = [{name: v for name, v in g.items() if name != "params"} for g in optimizer.param_groups]
         others = {name: _state(name, other, optimizer) for name, other in self._others.items()}
+        outputs = [_output(k, optimizer.rule.output(fields), fields, tensors) for k, fields in enumerate(vectors)]
         path = self._file(rounds)
         header = {
             "format": FORMAT,
@@ -178,6 +178,7 @@ class Checkpointer:
             "crew": optimizer.crew,
             "topology": self._topology,
             "run": self._identity(),
+            "export": {"outputs": outputs, "layout": optimizer.layout(), **self._names()},
             "counted": [optimizer.bytes_sent, optimizer.seconds_waited, optimizer.skipped],
             "channel": packed(optimizer.memories(), tensors, "channel"),
             "groups": packed(groups, tensors, "groups"),
@@ -222,6 +223,28 @@ class Checkpointer:
             "groups of parameters": [len(group["params"]) for group in optimizer.param_groups],
             "parameters": [[list(p.shape), str(p.dtype)] for p in parameters_of(optimizer.param_groups)],
             "others": sorted(self._others),
+        }
+
+    def _names(self) -> dict[str, object]:
+        """What an export needs to know of the model: names of parameters, and of what else is whole in this file."""
+        optimizer = self._trained
+        models = {name: other for name, other in self._others.items() if isinstance(other, nn.Module)}
+        before = {name: f"{name}." if len(models) > 1 else "" for name in models}
+        given, trained = names(optimizer.param_groups), parameters_of(optimizer.param_groups)
+        named: list[tuple[str, Tensor]] = [
+            (before[model] + key, p)
+            for model, module in models.items()
+            for key, p in module.named_parameters(remove_duplicate=False)
+        ]
+        in_models = {id(p) for _, p in named}
+        named += [(str(given[id(p)]), p) for p in trained if id(p) not in in_models]
+        own: dict[int, list[str]] = {}
+        for name, p in named:
+            own.setdefault(id(p), []).append(name)
+        return {
+            "names": [own[id(p)] for p in trained],
+            "cut": {name: axis for name, p in named if (axis := cut_along(p)) is not None},  # by FSDP2, into pieces
+            "models": before,
         }
 
     # --- which files -------------------------------------------------------------------------------------------
@@ -436,6 +459,14 @@ def _takes(each: Round, sees: Sequence[set[Seen]]) -> list[int | None]:
         if held[column] in visible[n]:
             takes[n] = held[column]
     return takes
+
+
+def _output(k: int, x: Tensor, fields: State, tensors: dict[str, Tensor]) -> str:
+    """The name of the tensor that is x, which is added if no field of the state is."""
+    field = next((name for name, v in fields.items() if v is x), None)
+    if field is None:
+        tensors[f"output.{k}"] = x
+    return f"output.{k}" if field is None else f"state.{k}.{field}"
 
 
 def _seen(rank: int, rounds: int, training: list[str], crew: list[int], size: int, trouble: str) -> Seen:

@@ -423,6 +423,18 @@ class Gossip(Points, Joinable, JoinHook):
         """Copies of what the channel holds and what is on its way, by dtype of the parameters."""
         return [share.node.memory for share in self._shares]
 
+    def layout(self) -> list[dict[str, object]]:
+        """Where the trained parameters lie in the whole of `vectors`: which of them, the dtype, and the view."""
+        numbers = {id(p): n for n, p in enumerate(groups.parameters_of(self.param_groups))}
+        found = []
+        for k, share in enumerate(self._shares):
+            flat = share.flat
+            views = flat.views(torch.empty(flat.values.shape, device="meta"))
+            for p, view in zip(flat.parameters, views, strict=True):
+                place = {"shape": list(view.shape), "stride": list(view.stride()), "start": view.storage_offset()}
+                found.append({"parameter": numbers[id(p)], "vector": k, "dtype": str(p.dtype)} | place)
+        return found
+
     def check_vectors(self, vectors: list[State]) -> None:
         """Refuse vectors that `load_vectors` cannot load."""
         for share, fields in zip(self._shares, vectors, strict=True):

@@ -155,6 +155,12 @@ def piece(tensor: Tensor) -> Tensor:
     return tensor if found is None else found._local_tensor
 
 
+def cut_along(tensor: Tensor) -> int | None:
+    """The axis along which a tensor is cut into pieces; None if it is whole."""
+    found = _sharded(tensor)
+    return None if found is None else int(found.placements[0].dim)  # type: ignore[attr-defined]
+
+
 def _sharded(tensor: Tensor) -> DTensor | None:
     module = sys.modules.get("torch.distributed.tensor")  # without it, which takes a while to import, there are none
     is_one = module is not None and isinstance(tensor, vars(module)["DTensor"])

@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
+from klatsch import sealed
 from klatsch.optim.groups import Group, options_of, parameters_of
 from klatsch.optim.hosts import piece
 from klatsch.optim.share import Share
+from klatsch.ranks import saved
 from klatsch.ranks.mailbox import Memory
+from klatsch.ranks.saved import File, Round
 from klatsch.rules import Rule, State
+from klatsch.sealed import REMEDY, CheckpointError
 from klatsch.topology import Topology
 
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 FORMAT = 4  # 1: the hand-written rules of 0.1.0; 2: without the options of the rule; 3: without rank and size
 
 
@@ -168,3 +173,48 @@ def set_generators(states: dict[str, Any], device: torch.device) -> None:
     np.random.set_state(states["numpy"])
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+# --- a model from checkpoints, without the script that trained it ----------------------------------------------------
+
+
+def merged_of(files: Sequence[File], best: Round) -> dict[str, Tensor]:
+    """The model of the whole network after a round: the mean over its ranks of x and of floating-point buffers.
+
+    What is no floating-point number, such as a count of batches, is the first rank's. One rank is read at a time.
+    """
+    ranks = sorted(best.crew & best.held)
+    total: dict[str, Tensor] = {}
+    for rank in ranks:
+        mine = [file for file in files if file.seen[:3] == (rank, best.rounds, best.training)]
+        if len(mine) != mine[0].header["places"]:
+            raise CheckpointError(f"{mine[0].path.parent} lacks files of rank {rank}: one for each GPU of its host")
+        try:
+            model = _model_of([sealed.read(file.path, saved.FORMAT) for file in mine])
+            for name, v in model.items():
+                share = v.double() / len(ranks) if v.is_floating_point() else v
+                total[name] = total[name] + share if name in total and v.is_floating_point() else share
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            raise CheckpointError(f"{mine[0].path} does not hold what a checkpoint holds ({error}); {REMEDY}") from None
+    return {name: v.to(model[name].dtype) for name, v in total.items()}
+
+
+def _model_of(parts: list[tuple[dict[str, Any], dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """The parameters and buffers of one node, whose ranks have one part each."""
+    exports = [header["export"] for header, _ in parts]
+    vectors = [[tensors[name] for name in header["export"]["outputs"]] for header, tensors in parts]
+    names, cut, models = (exports[0][key] for key in ("names", "cut", "models"))
+    if not cut:  # with DDP every rank trains a slice of the whole
+        exports, vectors = exports[:1], [[torch.cat(slices) for slices in zip(*vectors, strict=True)]]
+    pieces: dict[str, list[Tensor]] = {}
+    for export, here in zip(exports, vectors, strict=True):
+        for place in export["layout"]:
+            view = here[place["vector"]].as_strided(place["shape"], place["stride"], place["start"])
+            for name in names[place["parameter"]]:
+                pieces.setdefault(name, []).append(view.to(DTYPES[place["dtype"]]))
+    model = {name: torch.cat(some, cut[name]) if name in cut else some[0] for name, some in pieces.items()}
+    others = unpacked(parts[0][0]["others"], parts[0][1])
+    for key, before in models.items():  # buffers and frozen parameters, if they are whole
+        whole = {before + name: v for name, v in others[key].items() if isinstance(v, Tensor)}
+        model |= {name: v for name, v in whole.items() if name not in cut and name not in model}
+    return {name: v.contiguous() for name, v in model.items()}
