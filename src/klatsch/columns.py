@@ -70,6 +70,12 @@ def mapped(thing: Object, function: Callable[[Tensor], Tensor]) -> Object:
     return replaced(thing, **new) if parts else thing
 
 
+def formed(thing: Object) -> Object:
+    """A copy with every list of numbers as a column; the thing itself where there is none."""
+    lists = {name: value for name, value in _parts(thing).items() if value is not getattr(thing, name)}
+    return replaced(thing, **lists) if lists else thing
+
+
 def joined(things: Sequence[Object], nodes: Sequence[int]) -> Object:
     """The rules of several networks, each of so many nodes, as one: where numbers differ, a tensor (M, C, 1).
 
@@ -157,7 +163,8 @@ def _parts(thing: object) -> dict[str, object]:
     found = {}
     for field in fields(thing):
         value, kind = getattr(thing, field.name), str(field.type)
-        if isinstance(value, list | tuple | np.ndarray) and "[" not in kind and "float" in re.split(r"\W+", kind):
+        several = isinstance(value, list | tuple | np.ndarray) or (isinstance(value, Tensor) and value.ndim == 1)
+        if several and "[" not in kind and "float" in re.split(r"\W+", kind):
             value = hyper(field.name, value, lambda v: v == v, "a finite number")
         found[field.name] = value
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,10 @@ from klatsch import files
 
 if TYPE_CHECKING:  # drawing libraries are loaded only to draw
     from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
 
 FORMATS = (".svg", ".png", ".pdf")
+PARTS = {"all nodes": (0, 100), "middle half": (25, 75)}  # of the nodes, in percent
 
 
 def check_path(path: Path) -> None:
@@ -39,3 +42,22 @@ def render(figure: Figure, kind: str, **style: Any) -> bytes:
         figure.savefig(data, format=kind[1:], facecolor="white", metadata=dates.get(kind), **style)
     figure.set_layout_engine("none")  # what is in place stays there: to lay it out again takes as long as to draw it
     return data.getvalue()
+
+
+def spread(steps: Sequence[int], values: ArrayLike, label: str = "") -> Figure:
+    """How a metric differs between nodes: the median, the middle half and all of them, of values (len(steps), M)."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    values = np.asarray(values, dtype=float)
+    if values.ndim != 2 or len(values) != len(steps):
+        raise ValueError(f"values have shape {values.shape}; give one row per step and one column per node")
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, share in PARTS.items():
+        low, high = np.percentile(values, share, axis=1)
+        axes.fill_between(steps, low, high, alpha=0.25, color="C0", linewidth=0, label=name)
+    axes.plot(steps, np.median(values, axis=1), color="C0", label="median")
+    axes.set(xlabel="round", ylabel=label, xscale="log", yscale="log" if (values > 0).all() else "linear")
+    axes.legend()
+    return figure

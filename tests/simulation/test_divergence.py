@@ -116,12 +116,12 @@ def test_ranks_find_what_the_simulation_finds(launch, tmp_path):
 
 def test_a_result_tells_where():
     result = klatsch.simulate(Poisoned(6), rules.dsgd([0.1, 0.2]), tp.ring(6), 100)
-    assert "100 rounds, columns: 2 (column 1 diverged first on node 2 in round 37), smallest" in repr(result)
+    assert "100 rounds, columns: 2 (column 1 diverged first on node 2 in round 37), best" in repr(result)
     calm = klatsch.simulate(Poisoned(6), rules.dsgd(0.1), tp.ring(6), 30)
-    assert "30 rounds, columns: 1, smallest" in repr(calm)
+    assert "30 rounds, columns: 1, best" in repr(calm)
     many = klatsch.simulate(problems.LeastSquares(4), rules.dsgd([1e300] * 5), tp.ring(4), 30)
     assert "columns: 5 (column 0 diverged first on node 0 in round " in repr(many)
-    assert ", and 2 more), smallest" in repr(many)
+    assert ", and 2 more), best" in repr(many)
 
 
 class Counted(Poisoned):

@@ -4,7 +4,7 @@ import io
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import networkx as nx
@@ -466,17 +466,19 @@ def test_rules_that_ask_about_the_round_run_with_plain_operations(rule, record):
 
 
 @KERNEL
-def test_a_rule_with_a_memory_of_its_own_is_found_out():
-    class Counting(Own):
-        calls = 0
+def test_a_rule_that_begins_to_do_something_else_is_found_out():
+    class Turning(Own):
+        turned = False
 
         def update(self, s, grad, flow, t, lr):
-            Counting.calls += 1
             w = s["w"] - lr * grad
-            return {"w": flow.mix(w)[0] if Counting.calls % 2 else flow.mix(flow.mix(w)[0])[0]}
+            return {"w": flow.mix(w)[0] if not Turning.turned else flow.mix(flow.mix(w)[0])[0]}
 
-    with pytest.raises(ValueError, match=r"Counting took other steps.*engine='torch'"):
-        klatsch.simulate(problems.LeastSquares(4, dim=3), Counting(0.001), tp.ring(4), 50)
+    def turn(rounds):
+        Turning.turned = rounds > 0
+
+    with pytest.raises(ValueError, match=r"Turning took other steps.*engine='torch'"):
+        klatsch.simulate(problems.LeastSquares(4, dim=3), Turning(0.001), tp.ring(4), 50, progress=turn)
 
 
 @KERNEL
@@ -537,3 +539,124 @@ def test_draws_of_the_past_are_forgotten():
             assert torch.equal(gradients.drawn(done, done + 10), expected)  # bits: same call
             gradients.draw_next(done, pool)
             assert len(gradients._chunks) <= 2
+
+
+class Shares(problems.Problem):
+    """Every node wants x to be its own number, as autograd sees it; a share of what is right, as large as can be."""
+
+    dim = 2
+    headline = problems.Headline("share", "share of x that is right", largest=True)
+
+    def __init__(self, nodes, metric=None):
+        self.nodes, self.metric = nodes, metric
+
+    def start(self):
+        return torch.zeros(2, dtype=torch.float64)
+
+    def grad(self, x, t, nodes=None):
+        x.requires_grad_()
+        wishes = torch.arange(self.nodes, dtype=x.dtype)[list(nodes or range(self.nodes)), None, None]
+        return torch.autograd.grad((x - wishes).square().sum() / 2, x)[0]
+
+    def metrics(self, x):
+        share = 1 / (1 + (x - (self.nodes - 1) / 2).square().sum(-1))
+        return {"share": share} if self.metric is None else {"share": share.mean(0), "own": self.metric(share)}
+
+
+def test_gradients_may_use_autograd():
+    result = klatsch.simulate(Shares(4), rules.d2(0.1), tp.ring(4), 500)
+    torch.testing.assert_close(result.output, torch.full((4, 1, 2), 1.5, dtype=torch.float64))
+    assert not any(v.requires_grad for v in result.state.values())
+
+
+@pytest.mark.parametrize("meets", ["pairwise 0.01", "stale 0.01"])
+def test_gradients_may_use_autograd_without_rounds(meets):
+    graph = tp.make("ring", 4, meets=meets, late=2 if "stale" in meets else 0)
+    assert klatsch.simulate(Shares(4), rules.dsgd(0.1), graph, 100).metrics["share"][-1] > 0.2
+
+
+def test_the_best_column_is_the_one_with_the_largest_value_where_that_is_good():
+    result = klatsch.simulate(Shares(4), rules.d2([1e-4, 0.1, 1e9]), tp.ring(4), 100, any_graph=True)
+    assert result.diverged.tolist() == [False, False, True]
+    assert result.best() == result.best("share") == 1
+    assert result.best("Gamma") == 0  # which is good when it is small
+    assert result.metrics["share"][-1, 2] == -torch.inf
+    assert f"best share {float(result.metrics['share'][-1, 1]):.3g}" in repr(result)
+
+
+def test_metrics_may_be_those_of_every_node():
+    kept = klatsch.simulate(Shares(4), rules.dsgd([0.01, 0.1]), tp.ring(4), 30, per_node=True)
+    assert kept.per_node["share"].shape == (len(kept.steps), 4, 2)
+    torch.testing.assert_close(kept.per_node["share"].mean(1), kept.metrics["share"])
+    torch.testing.assert_close(kept.per_node["share"][-1], Shares(4).metrics(kept.output)["share"])
+    assert klatsch.simulate(Shares(4), rules.dsgd(0.1), tp.ring(4), 30).per_node == {}
+    with pytest.raises(ValueError, match=r"metric own of Shares has shape \(4,\); give .* \(2,\), .* \(4, 2\)"):
+        klatsch.simulate(Shares(4, lambda share: share[:, 0]), rules.dsgd([0.01, 0.1]), tp.ring(4), 3)
+
+
+@ENGINES
+def test_curves_of_every_node_go_on_and_are_resumed(engine, tmp_path):
+    problem, rule, graph = problems.LeastSquares(5, dim=3), rules.dsgd([0.001, 1.0]), tp.ring(5)
+    run = partial(klatsch.simulate, problem, rule, graph, record=[10, 20, 600], engine=engine, per_node=True)
+    whole = run(600, checkpoint=tmp_path / "run", checkpoint_every=0)
+    assert {name: v.shape for name, v in whole.per_node.items()} == {"distance": (3, 5, 2), "loss_gap": (3, 5, 2)}
+    torch.testing.assert_close(whole.per_node["distance"].mean(1)[:, 0], whole.metrics["distance"][:, 0])
+    torch.testing.assert_close(whole.per_node["distance"].amax(1)[:, 0], whole.metrics["worst_distance"][:, 0])
+    assert whole.per_node["distance"][-1, :, 1].isposinf().all()  # it has diverged
+    assert run(600, checkpoint=tmp_path / "run") == whole  # from its file, without a round
+    first = klatsch.simulate(problem, rule, graph, 20, record=[10, 20], engine=engine, per_node=True)
+    assert_same_to_rounding(run(600, after=first).per_node["distance"][:, :, 0], whole.per_node["distance"][:, :, 0])
+    with pytest.raises(ValueError, match="recorded with per_node, and this run is without it"):
+        klatsch.simulate(problem, rule, graph, 40, after=first, engine=engine)
+
+
+def test_every_nodes_headline_where_a_problem_has_no_faster_way():
+    class Slow(problems.LeastSquares):
+        by_node = problems.Problem.by_node
+
+    def run(kind):
+        return klatsch.simulate(kind(5, dim=3), rules.dsgd([1e-3, 1e-2]), tp.ring(5), 9, per_node=True)
+
+    both = run(Slow), run(problems.LeastSquares)
+    torch.testing.assert_close(*(result.per_node["distance"] for result in both))
+
+
+def test_results_are_equal_if_their_numbers_are():
+    problem, graph = problems.LeastSquares(5, dim=3), tp.ring(5)
+    first, again = (klatsch.simulate(problem, rules.dsgd([0.001, 1e30]), graph, 50) for _ in range(2))
+    assert first.diverged[1]
+    assert first == again  # bits: same call
+    assert first != klatsch.simulate(problem, rules.dsgd([0.002, 1e30]), graph, 50)
+    assert first != klatsch.simulate(problem, rules.dsgd([0.001, 1e30]), graph, 51)
+    assert first != "a result"
+
+
+@ENGINES
+def test_a_run_may_be_watched_and_stopped(engine, tmp_path):
+    problem, rule, graph, seen = problems.LeastSquares(5, dim=3), rules.dat([1e-3, 2e-3]), tp.ring(5), []
+
+    def watch(t, state, metrics):
+        seen.append((t, state["w"].shape, metrics["distance"].shape))
+        return metrics["distance"].min() < 0.5
+
+    run = partial(klatsch.simulate, problem, rule, graph, 10_000, record=range(100, 10_001, 100))
+    clock = klatsch.clock.Clock(0.01)
+    result = run(watch=watch, engine=engine, clock=clock, checkpoint=tmp_path / "run", per_node=True)
+    assert [t for t, *_ in seen] == result.steps == [*range(100, result.rounds + 1, 100)]
+    assert seen[0][1:] == ((5, 2, 3), (2,))
+    assert (result.metrics["distance"] < 0.5).any(1).tolist() == [False] * (len(seen) - 1) + [True]
+    assert len(result.elapsed) == len(result.steps) == len(result.per_node["distance"])
+    assert (tmp_path / "run").exists()
+    whole, more = run(engine=engine), run(after=replace(result, per_node={}), engine=engine)
+    assert_same_to_rounding(more.output, whole.output)
+
+
+def test_a_clock_may_send_another_model_than_the_problem_has():
+    problem, clock = problems.LeastSquares(5, dim=3), klatsch.clock.Clock(0.01, "wan")
+    small, large = (
+        klatsch.simulate(problem, rules.dsgd(1e-3), tp.ring(5), 5, clock=clock, params=params).elapsed[-1]
+        for params in (None, 10_000_000)
+    )
+    assert large == clock.seconds(rules.dsgd(1e-3), tp.ring(5), 10_000_000, [5])[0] > 10 * small
+    with pytest.raises(ValueError, match="params = 0"):
+        klatsch.simulate(problem, rules.dsgd(1e-3), tp.ring(5), 5, clock=clock, params=0)

@@ -87,7 +87,8 @@ class Carried(Rule):
             return tuple(v + f for v, f in zip(tensors, came, strict=True)) if mixed else tuple(came)
 
         own = {name: v for name, v in s.items() if "@" not in name}
-        return self.rule.update(own, grad, Flow(partial(travel, False), partial(travel, True)), t, lr) | kept
+        channel = Flow(partial(travel, False), partial(travel, True), flow.silent)
+        return self.rule.update(own, grad, channel, t, lr) | kept
 
     def _holds(self, wide: bool) -> bool:
         return self.wire == "int8" and wide

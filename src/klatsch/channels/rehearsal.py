@@ -1,4 +1,4 @@
-"""What a rule sends in a round: found by running it on a few numbers, before anything is sent.
+"""What a rule sends in a round, and what an engine may do with it: found by running it on a few numbers beforehand.
 
 A state field that goes into `flow` untouched needs no gradient. All such fields of a round travel in one message, as
 soon as the round before is over. Whatever else goes into one call of `flow` travels in its own message.
@@ -6,6 +6,7 @@ soon as the round before is over. Whatever else goes into one call of `flow` tra
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -20,6 +21,11 @@ from klatsch.rules.base import Tensors, each, rate
 MOST_MESSAGES = 8  # in one round, for the numbering of tags
 FEW = 7  # numbers in a rehearsal: fields that are as long are taken for whole vectors
 ROUNDS = (1, 2, 3, 4, 5, 8, 1000)  # that are rehearsed
+TRIALS = [(t, silent) for silent in (False, True) for t in ROUNDS]
+
+
+class NotAlikeError(ValueError):
+    """A rule does not do the same to the same numbers, whenever and in whatever slices it is asked."""
 
 
 class Sent(NamedTuple):
@@ -125,12 +131,26 @@ class _Stained(Tensor):
 class Rehearsal:
     """Some rounds of a rule on a few numbers, from a point of which only the shape counts.
 
-    A rule that does not return a state like the one that it began with is refused.
+    A rule that does not return a state like the one that it began with is refused. One that fits only vectors as long
+    as x, since it has a tensor of its own, is rehearsed on so many numbers.
     """
 
     def __init__(self, rule: Rule, x: Tensor) -> None:
-        self._rule, self._length = rule, x.shape[-1]
-        self._grad = x.new_zeros(*x.shape[:-1], max(1, min(FEW, x.shape[-1])))  # x may be empty: a host's last slice
+        self._length = x.shape[-1]
+        try:
+            self._rule = copy.deepcopy(rule)  # one that counts on itself begins its run at the beginning
+        except Exception:  # a rule of one's own may hold anything
+            self._rule = rule
+        try:
+            self._begin(x, min(FEW, self._length))
+        except Exception:
+            if self._length <= FEW:
+                raise
+            self._begin(x, self._length)
+
+    def _begin(self, x: Tensor, length: int) -> None:
+        rule = self._rule
+        self._grad = x.new_zeros(*x.shape[:-1], max(1, length))  # x may be empty: a host's last slice
         start = rule.init(self._grad)
         if not isinstance(start, dict) or not all(isinstance(v, Tensor) for v in start.values()):
             raise ValueError(f"{rule.name}.init returns {_kind(start)}; return a dictionary of tensors by name")
@@ -144,15 +164,57 @@ class Rehearsal:
         found = {names.get(id(calls[c][n])) for calls in self.rounds}
         return found.pop() if len(found) == 1 else None
 
+    def check(self, slices: bool) -> None:
+        """Refuse a rule that does something else if it is asked again, or if it is asked for slices of the vectors.
+
+        Fast engines and ranks ask as often as they like, with slices, or with symbols for whole vectors.
+        """
+        once = self._trial()
+        if not _alike(once, self._trial()):
+            raise NotAlikeError(
+                f"{self._rule.name}.update returns other numbers if it is called again with the same arguments, so it "
+                "draws random numbers or remembers something outside its state; keep what it remembers in the state, "
+                "and random numbers in the problem"
+            )
+        if not slices:
+            return
+        cut = self._grad.shape[-1] // 2
+        try:
+            alike = _alike([self._sliced(v, cut) for v in once], self._trial(cut))
+        except Exception:  # tensors that do not fit the slice
+            alike = False
+        if not alike:
+            raise NotAlikeError(
+                f"{self._rule.name}.update does not treat each coordinate by itself: it uses a norm, a sum, a length "
+                "or a tensor of its own; use elementwise operations on the state, the gradient and flows alone"
+            )
+
+    def _trial(self, cut: int = 0) -> list[Tensor]:
+        """What a round makes of some numbers, without the first ones of each vector."""
+        numbers = torch.linspace(0.3, 0.9, self._grad.shape[-1]).to(self._grad)
+        state = {
+            name: self._sliced(v * 0.0 + k / 16 + (numbers if self.is_wide(v) else 0.5), cut)
+            for k, (name, v) in enumerate(self.state.items())
+        }
+        flow = Flow(lambda *tensors: tuple(-0.25 * v for v in tensors))
+        grad = self._sliced(self._grad + numbers.flip(0), cut)
+        new = self._rule.update(dict(state), grad, flow, 2, self._rate(1))
+        return [self._rule.query(state), self._rule.output(state), *(new[name] for name in state)]
+
+    def _sliced(self, v: Tensor, cut: int) -> Tensor:
+        return v[..., cut:] if self.is_wide(v) else v
+
     @cached_property
     def rounds(self) -> list[list[Tensors]]:
         """What goes into the calls of `flow` in several rounds, which must be the same calls in each."""
-        rounds = [self.calls(t=t) for t in ROUNDS]
-        for t, found in zip(ROUNDS, rounds, strict=True):
+        rounds = [self.calls(t=t, silent=silent) for t, silent in TRIALS]
+        for (t, silent), found in zip(TRIALS, rounds, strict=True):
             if [*map(len, found)] != [*map(len, rounds[0])]:
+                other = "a silent round" if silent else f"round {t}"
                 raise ValueError(
-                    f"{self._rule.name} does not call flow in round {t} as in round 1; neighbours must know what to "
-                    "wait for (for local steps use topology.every)"
+                    f"{self._rule.name} does not call flow in {other} as in round 1; neighbours must know what to wait "
+                    "for. Call it alike in every round: in the silent ones, which topology.every makes, it returns "
+                    "zeros and sends nothing"
                 )
         return rounds
 
@@ -167,7 +229,7 @@ class Rehearsal:
     def after(self, calls: Iterable[int]) -> set[int]:
         """The calls of `flow` that need what some others return, in any round."""
         stained = set(calls)
-        rounds = [self.calls(stained, t) for t in ROUNDS]
+        rounds = [self.calls(stained, t, silent) for t, silent in TRIALS]
         return {c for found in rounds for c, vs in enumerate(found) if any(isinstance(v, _Stained) for v in vs)}
 
     def change(self, field: str, c: int, n: int) -> float:
@@ -195,7 +257,7 @@ class Rehearsal:
         lr = rate(self._rule.lr, t)
         return lr.to(self._grad) if isinstance(lr, Tensor) else lr
 
-    def calls(self, stained: Collection[int] = (), t: int = 1) -> list[Tensors]:
+    def calls(self, stained: Collection[int] = (), t: int = 1, silent: bool = False) -> list[Tensors]:
         """What goes into the calls of `flow` in a round, where some of them return stained tensors."""
         found: list[Tensors] = []
 
@@ -203,7 +265,7 @@ class Rehearsal:
             found.append(tensors)
             return tuple(v.clone().as_subclass(_Stained) if len(found) - 1 in stained else v.clone() for v in tensors)
 
-        new = self._rule.update(dict(self.state), self._grad, Flow(mix, mix), t, self._rate(t))
+        new = self._rule.update(dict(self.state), self._grad, Flow(mix, mix, silent), t, self._rate(t))
         if not isinstance(new, dict) or new.keys() != self.state.keys():
             raise ValueError(
                 f"{self._rule.name}.update returns {_kind(new)} where the state is {_kind(self.state)}; return all of "
@@ -217,6 +279,10 @@ class Rehearsal:
                     f"{tuple(self.state[name].shape)}; fields keep their shapes (flow returns a tuple: (f,) = flow(v))"
                 )
         return found
+
+
+def _alike(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    return all(a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in zip(some, others, strict=True))
 
 
 def _kind(state: object) -> str:

@@ -119,7 +119,7 @@ class Clock:
         if topology.meets:
             meetings = scheduled(rule, topology, params)
             return [meetings.seconds(step) for step in self._checked(topology.size, steps)]
-        return self.seconds_of(talk_of(rule, topology), params, steps)
+        return self.seconds_of(talk_of(rule, topology, params), params, steps)
 
     def seconds_of(self, talk: Talk, params: int, steps: Sequence[int]) -> list[float]:
         """The same of nodes that meet in rounds, by what they send."""
@@ -133,7 +133,7 @@ class Clock:
 
     def gossip(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> Array:
         """When each node has done so many rounds of gossip, in seconds, (len(steps), M)."""
-        rounds = self._gossip(talk_of(rule, topology), params)
+        rounds = self._gossip(talk_of(rule, topology, params), params)
         return _at(self._checked(topology.size, steps), (round_.done for round_ in rounds))
 
     def _gossip(self, talk: Talk, params: int) -> Iterator[Late]:
@@ -204,7 +204,7 @@ class Clock:
         whole(topology.size, f"{topology.name}: nodes that meet in pairs", 1, MOST_IN_PAIRS)
         weights = sum(topology.speaking[1:], start=topology.speaking[0]).toarray()
         np.fill_diagonal(weights, 0.0)
-        size = sum(sent.vectors for sent in messages_of(rule)) * float(encoded_bytes("float32", params))
+        size = sum(sent.vectors for sent in messages_of(rule, params)) * float(encoded_bytes("float32", params))
         asks, answers = np.nonzero(weights)
         takes = np.zeros(weights.shape)
         for way in ((asks, answers), (answers, asks)):  # there and back
@@ -216,7 +216,7 @@ class Clock:
         """How many rounds late messages are used, if nodes wait only for those that are `topology.late` rounds old."""
         self._checked(topology.size, [1])
         P, here = topology.speaking[0], np.arange(topology.size)
-        talk = talk_of(rule, topology)
+        talk = talk_of(rule, topology, params)
         sources = self._hearing(talk.links[0], talk, 0.0).sources
         weights = np.where(sources == here, 0.0, P.toarray()[here, sources])
         return Staleness(self._gossip(talk, params), sources, weights, topology.late)
@@ -315,12 +315,12 @@ def _at(steps: Sequence[int], rounds: Iterator[Array]) -> Array:
     return np.array([found[step] for step in steps])
 
 
-def talk_of(rule: Rule, topology: Topology) -> Talk:
+def talk_of(rule: Rule, topology: Topology, params: int = FEW) -> Talk:
     """What nodes say to each other; those that all talk to each other in float32 use an all-reduce."""
     every, late, wire = topology.every, topology.late, topology.wire
     all_reduce = topology.name.partition("/")[0] == "complete" and wire == "float32" and not late
     links = mapped(topology.speaking, _links)
-    return Talk(topology.name, topology.size, every, late, wire, all_reduce, messages_of(rule), links)
+    return Talk(topology.name, topology.size, every, late, wire, all_reduce, messages_of(rule, params), links)
 
 
 def _links(P: Matrix) -> tuple[Nodes, Nodes]:
@@ -330,11 +330,12 @@ def _links(P: Matrix) -> tuple[Nodes, Nodes]:
     return links.coords[1][apart].astype(np.int64), links.coords[0][apart].astype(np.int64)
 
 
-def messages_of(rule: Rule) -> list[Sending]:
-    """The messages of a round."""
-    traffic = rehearse(rule, torch.zeros(columns.count(rule), FEW))
+def messages_of(rule: Rule, params: int = FEW) -> list[Sending]:
+    """The messages of a round of a rule for so many parameters."""
+    wide = params if params > 1 else FEW  # one number could be a vector or a weight
+    traffic = rehearse(rule, torch.zeros(1, 1).expand(columns.count(rule), wide))
     early = 0 if traffic.early else None
     return [
-        Sending(k == early, sum(shape[-1] == FEW for shape in sent.shapes), sent.needs)
+        Sending(k == early, sum(shape[-1] == wide for shape in sent.shapes), sent.needs)
         for k, sent in enumerate(traffic.messages)
     ]

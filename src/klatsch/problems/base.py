@@ -89,7 +89,27 @@ class Problem(ABC):
 
     @abstractmethod
     def metrics(self, x: Tensor) -> dict[str, Tensor]:
-        """How good the points x, (M, C, d), are: one number per column, by name."""
+        """How good the points x, (M, C, d), are: one number per column, or one per node and column, (M, C), by name."""
+
+    def grad_with_autograd(self, x: Tensor, t: int, *nodes: Sequence[int]) -> Tensor:
+        """What `grad` returns, which may use autograd, wherever it is called."""
+        with torch.enable_grad():
+            return self.grad(x.detach(), t, *nodes).detach()
+
+    def by_node(self, x: Tensor) -> dict[str, Tensor]:
+        """The headline of each node, (M, C), as if all were where it is; override it with what is faster, or more."""
+        metric = self.headline.metric
+        each = [torch.as_tensor(self.metrics(own.expand_as(x))[metric]) for own in torch.unbind(x)]
+        return {metric: torch.stack([v.mean(0) if v.ndim > 1 else v for v in each]).expand(x.shape[:2])}
+
+    @property
+    def large_is_good(self) -> tuple[str, ...]:
+        """The metrics of which the largest value is the best."""
+        return tuple({*self.worst, *([self.headline.metric] if self.headline.largest else [])})
+
+    def worst_of(self, metric: str) -> float:
+        """What stands for a metric that is not finite."""
+        return self.worst.get(metric, -torch.inf if metric in self.large_is_good else torch.inf)
 
     def to(self, dtype: torch.dtype, device: torch.device) -> Problem:
         """The same problem with its tensors elsewhere."""
@@ -219,6 +239,10 @@ class Convex(Drawing):
             "worst_loss_gap": lambda: self.loss_gap(x).amax(0),
         }
         return {name: value() for name, value in found.items() if not self.brief or name == self.headline.metric}
+
+    def by_node(self, x: Tensor) -> dict[str, Tensor]:
+        """Squared distance to the optimum and loss gap of every node."""
+        return {"distance": (x - self.optimum).square().sum(-1), "loss_gap": self.loss_gap(x)}
 
     def briefly(self) -> Self:
         """With the headline alone."""

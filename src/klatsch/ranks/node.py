@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klatsch.channels.rehearsal import Place, rehearse, sums_of_flows
+from klatsch.channels.rehearsal import Place, Rehearsal, rehearse, sums_of_flows
 from klatsch.columns import Number
 from klatsch.ranks import kernels
 from klatsch.ranks.agreement import Group
@@ -58,6 +58,7 @@ class Node:
 
     def __init__(self, rule: Rule, x: Tensor, links: Links, stream: int = 0, guarded: bool = False) -> None:
         self.rule, self.links, self.rounds = rule, links, 0
+        Rehearsal(rule, x).check(slices=x.ndim == 1)  # a round may call it twice, and cuts plain vectors
         self._traffic = rehearse(rule, x)
         by_rows = links.topology.row_stochastic and not rule.push
         self._mail = Mailbox(self._traffic, x, links, by_rows, stream, guarded)

@@ -21,6 +21,7 @@ from klatsch.columns import Given, Number
 State = dict[str, Tensor]
 LearningRate = Number | Callable[[int], Given]
 Tensors = tuple[Tensor, ...]
+Silent = bool | Tensor
 # Options that may differ between the columns of one run.
 PER_COLUMN = ("lr", "momentum", "beta", "beta1", "beta2", "eps", "weight_decay", "outer_lr", "outer_momentum")
 
@@ -30,11 +31,15 @@ class Flow:
 
     Flows sum to zero over the nodes, so v + flow(v) keeps the network mean. All tensors of one call travel in one
     message. State fields that are passed unchanged need no gradient, and travel together, early. An engine may pass a
-    `mix` that is faster than the sum v + flow(v). In a silent round nobody talks.
+    `mix` that is faster than the sum v + flow(v).
+
+    Attributes:
+        silent: whether nobody talks in this round. An engine that takes many rounds at once has a tensor of 0 and 1, so
+            write `a + flow.silent * (b - a)`; where a rule asks `if flow.silent`, it runs with plain operations.
     """
 
     def __init__(
-        self, flow: Callable[..., Tensors], mix: Callable[..., Tensors] | None = None, silent: bool = False
+        self, flow: Callable[..., Tensors], mix: Callable[..., Tensors] | None = None, silent: Silent = False
     ) -> None:
         self._flow, self._mix, self.silent = flow, mix, silent
 
@@ -178,7 +183,7 @@ def checked(rule: object) -> Rule:
     lr = learning_rate(rule.lr)
     # A list becomes a column here; a rule around another has one already.
     formed = callable(lr) or isinstance(rule.lr, float) or (isinstance(rule.lr, Tensor) and rule.lr.ndim == 2)
-    return rule if formed else columns.replaced(rule, lr=lr)
+    return columns.formed(rule if formed else columns.replaced(rule, lr=lr))
 
 
 def each(function: Callable[[Tensor], Tensor], state: State) -> State:

@@ -199,7 +199,6 @@ class DiLoCo(Pattern):
     Args:
         outer_lr: learning rate of the outer steps.
         outer_momentum: a number from 0 up to but not including 1.
-        every: H, rounds between two mixes; taken from the graph.
 
     References:
         Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023, Algorithm 1.
@@ -207,7 +206,6 @@ class DiLoCo(Pattern):
 
     outer_lr: Given = 0.7
     outer_momentum: Given = 0.9
-    every: int = 1
     short: ClassVar[str] = "diloco"
 
     def __post_init__(self) -> None:
@@ -227,17 +225,13 @@ class DiLoCo(Pattern):
         gap = s["anchor"] - m
         drift = self.outer_momentum * s["drift"] + gap
         anchor = s["anchor"] - self.outer_lr * (gap + self.outer_momentum * drift)
-        # 1 where t is a multiple of H, else 0. An `if` would not do: engines hand in many rounds at once.
-        outer = 1.0 * (t // self.every - (t - 1) // self.every)
+        outer = 1.0 - flow.silent  # an `if` would not do: engines hand in many rounds at once
         fields = {"w": (m, anchor), "anchor": (s["anchor"], anchor), "drift": (s["drift"], drift)}
         return {name: blend(old, new, outer) for name, (old, new) in fields.items()} | kept
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         super().check_graph(graph, name)
         _needs_flows_in_time(graph, name or self.name, self.outer_momentum)
-
-    def on(self, graph: Graph) -> Self:
-        return columns.replaced(self, every=graph.every)
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,7 +56,7 @@ class PairwiseStack(AsynchronousStack):
         if self.gradients.draws_ahead:
             grad = self.gradients(asked, number)[nodes]  # of all nodes: cheaper than to pick the data of some
         else:
-            grad = self.problem.grad(asked[nodes], number, nodes.tolist())
+            grad = self.problem.grad_with_autograd(asked[nodes], number, nodes.tolist())
         new = rule.update(own, grad, SILENT, t, self.rates(t))
         for name, v in (new | {ASKED: rule.query(new), FOUND: grad}).items():
             state[name][nodes] = v

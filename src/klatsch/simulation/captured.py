@@ -30,6 +30,7 @@ class GraphStack(Stack):
             raise ValueError("it runs on a GPU only, with device='cuda'")
         if not self.gradients.draws_ahead:
             raise ValueError("the problem has no draw(t) and gradient(x, drawn)")
+        parts.rehearsal.check(slices=False)
         period = self.mix.period
         if period > MOST_ROUNDS:
             raise ValueError(f"the topology repeats after {period:,} rounds; a graph holds {MOST_ROUNDS} at most")

@@ -16,7 +16,7 @@ from torch import Tensor
 from klatsch.problems import Problem
 from klatsch.rules import Rule, State
 from klatsch.rules.base import each
-from klatsch.simulation.record import Facts, Result, measure
+from klatsch.simulation.record import Facts, Result, measure, measure_nodes
 
 if TYPE_CHECKING:
     from klatsch.simulation.checkpoint import Saver
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is looked at
 
 Advance = Callable[[int], object]  # called with the number of rounds just done
+Watch = Callable[[int, State, dict[str, Tensor]], object]  # of a round, its state and metrics: whether to stop there
+NODES = "@nodes"
 
 
 class Network(NamedTuple):
@@ -79,6 +81,8 @@ class Run:
     now: Snapshot
     rows: list[dict[str, Tensor]] = field(default_factory=list)  # one number per column; `now.points` rows count
     size: int = 64  # rounds per piece, doubled until a piece takes PIECE_SECONDS
+    per_node: bool = False  # whether metrics of every node are kept, too, as "name@nodes"
+    watch: Watch | None = None
 
     @classmethod
     def resumed(cls, now: Snapshot, metrics: dict[str, Tensor]) -> Self:
@@ -101,15 +105,21 @@ class Run:
                         else:
                             new, grad = self._round(nodes)
                         if new.rounds == point and point in points and len(nodes.networks) > 0:
-                            self.rows[new.points :] = [_row(nodes, new, grad)]
+                            self.rows[new.points :] = [_row(nodes, new, grad, self.per_node)]
                             new = new._replace(points=new.points + 1)
-                        self.now = new
+                        measured, self.now = new.points > self.now.points, new
                         tell(self.now.rounds - done)
                         saver.perhaps(self)
+                        if measured and self.watch is not None and self.watch(point, dict(new.state), self._last()):
+                            saver.end(self)
+                            return
             except KeyboardInterrupt:
                 saver.now(self)
                 raise
         saver.end(self)
+
+    def _last(self) -> dict[str, Tensor]:
+        return {name: v for name, v in self.rows[self.now.points - 1].items() if NODES not in name}
 
     def results(self, nodes: Nodes, points: list[int], origins: Sequence[Facts]) -> list[Result]:
         """The result of each network; `seconds` is the time of all of them."""
@@ -120,8 +130,15 @@ class Run:
             output = outputs[network.nodes]
             found.append(
                 Result(
-                    steps=points,
-                    metrics={name: values[:, own] for name, values in self.metrics.items()},
+                    steps=points[: now.points],
+                    metrics={name: v[:, own] for name, v in self.metrics.items() if NODES not in name},
+                    per_node={
+                        name.removesuffix(NODES): v[:, network.nodes]
+                        for name, v in self.metrics.items()
+                        if NODES in name
+                    },
+                    headline=network.problem.headline.metric,
+                    large_is_good=network.problem.large_is_good,
                     output=output.masked_fill(now.diverged[own, None].to(output.device), torch.inf),
                     diverged=now.diverged[own],
                     diverged_at=now.diverged_at[own],
@@ -150,16 +167,23 @@ class Run:
         return Snapshot(state, nodes.beginnings(now, state, t), t, now.seconds + took, now.points), grad
 
 
-def _row(nodes: Nodes, now: Snapshot, grad: Tensor | None) -> dict[str, Tensor]:
+def _row(nodes: Nodes, now: Snapshot, grad: Tensor | None, per_node: bool) -> dict[str, Tensor]:
     """The metrics of a step; where a column diverged, the worst value: inf, unless the problem has another."""
     rule, state, diverged = nodes.rule, now.state, now.diverged  # numbers may differ between the networks
     points = [rule.output(state)]
     if grad is not None:
         points += [rule.query(state), rule.iterate(state), grad]
     found = [measure(n.problem, *(v[n.nodes] for v in points)) for n in nodes.networks]
-    C, worst = len(diverged) // len(found), nodes.networks[0].problem.worst
-    row = {name: torch.cat([metrics[name].expand(C) for metrics in found]) for name in found[0]}
-    return {name: v.masked_fill(diverged, worst.get(name, torch.inf)) for name, v in row.items()}
+    worst_of = nodes.networks[0].problem.worst_of
+    row = {name: torch.cat([metrics[name] for metrics in found]) for name in found[0]}
+    row = {name: v.masked_fill(diverged, worst_of(name)) for name, v in row.items()}
+    if per_node:
+        each = [measure_nodes(n.problem, points[0][n.nodes]) for n in nodes.networks]
+        lost = diverged.view(len(each), -1)
+        for name in each[0]:
+            parts = [one[name].masked_fill(lost[k], worst_of(name)) for k, one in enumerate(each)]
+            row[name + NODES] = torch.cat(parts)
+    return row
 
 
 def _since(began: float, device: torch.device) -> float:

@@ -50,6 +50,7 @@ class FusedStack(Stack):
             raise ValueError(f"the gradients of {type(problem).__name__} are not those of a quadratic problem")
         if not topology.row_stochastic:
             raise ValueError(f"the rows of {topology.name} do not sum to 1")
+        parts.rehearsal.check(slices=True)
         # Coefficients are computed in float64, whatever the dtype of the run.
         self._rule, self._rates = cols.mapped(parts.rule, Tensor.double), replace(self.rates, dtype=torch.float64)
         first, *more = self.start.values()
@@ -110,7 +111,8 @@ class FusedStack(Stack):
         """The rule as a program, with coefficients for rounds `first` to `beyond` - 1."""
         times = torch.arange(first, beyond, dtype=torch.float64)[:, None, None]
         lr = self._rates.between(first - 1, beyond - 1) if self._rates.change else self._rates(first)
-        return trace(self._rule, self.start, times, lr)
+        every = self.parts.topologies[0].every
+        return trace(self._rule, self.start, times, lr, (times % every != 0).double() if every > 1 else False)
 
 
 class _Block:

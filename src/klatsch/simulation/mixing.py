@@ -18,6 +18,7 @@ from scipy.sparse import block_diag, csr_array, diags_array
 from torch import Tensor
 
 from klatsch.rules import Flow
+from klatsch.rules.base import Silent
 from klatsch.topology import Topology
 from klatsch.topology.matrix import exact_weights, mapped
 
@@ -43,11 +44,22 @@ class StackedMix:
         sizes = torch.tensor([topology.size for topology in topologies], device=device)
         first = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)  # by node: the first one of its network
         alike = None if not by_rows else slice(0, 1) if len(topologies) == 1 else first
-        self._flows = mapped(products, lambda Q: Flow(partial(_flow, Q, alike), partial(_mix, Q), Q is None))
+        self._flows = [
+            Flow(partial(_flow, Q, alike), partial(_mix, Q), _silent(topologies, t, sizes, dtype))
+            for t, Q in enumerate(products, 1)
+        ]
 
     def in_round(self, t: int) -> Flow:
         """The flow of round t."""
         return self._flows[(t - 1) % self.period]
+
+
+def _silent(topologies: Sequence[Topology], t: int, sizes: Tensor, dtype: torch.dtype) -> Silent:
+    """Whether nobody talks in round t; by node, (M, 1, 1), where networks differ."""
+    silent = [not topology.speaks(t) for topology in topologies]
+    if len(set(silent)) == 1:
+        return silent[0]
+    return torch.tensor(silent, dtype=dtype, device=sizes.device).repeat_interleave(sizes)[:, None, None]
 
 
 def _flow(Q: Tensor | None, alike: slice | Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:

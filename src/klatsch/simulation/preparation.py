@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from klatsch.problems import Problem, adopted
 from klatsch.rules import Rule, State
 from klatsch.rules.base import LearningRate, checked, each, rate
 from klatsch.sealed import digest
-from klatsch.simulation.driver import Network, Run, Snapshot
+from klatsch.simulation.driver import NODES, Network, Run, Snapshot
 from klatsch.simulation.record import Facts, Result, record_points
 from klatsch.topology import Topology
 
@@ -80,6 +81,7 @@ class Prepared:
     rates: Rates
     points: list[int]
     origins: list[Facts]  # by network: what tells it from others, whatever its length
+    rehearsal: Rehearsal  # of the rule, without a channel
 
 
 def prepared(
@@ -96,11 +98,11 @@ def prepared(
     problems = [adopted(problem) for problem in problems]
     each_rule = rules if len(rules) > 1 else [*rules] * len(problems)
     fitted = [_fitted(*parts, any_graph) for parts in zip(problems, each_rule, topologies, strict=True)]
-    rule, C = fitted[0][0], max(columns for _, columns in fitted)
+    rule, C, rehearsal = fitted[0].rule, max(fit.columns for fit in fitted), fitted[0].rehearsal
     nodes = [problem.nodes for problem in problems]
     if len(rules) > 1:
-        rule = cols.joined([fit for fit, _ in fitted], nodes)
-    elif len({str(cols.flattened("rule", fit)) for fit, _ in fitted}) > 1:
+        rule = cols.joined([fit.rule for fit in fitted], nodes)
+    elif len({str(cols.flattened("rule", fit.rule)) for fit in fitted}) > 1:
         raise ValueError(
             f"{rule.name} differs between these graphs; give graphs with the same every, late, wire and meets"
         )
@@ -110,14 +112,22 @@ def prepared(
         raise ValueError("graphs with wire = 'int8' differ in every; give those that run together the same")
     steps = whole(steps, "steps", 1)
     points, where = record_points(record, steps), check_place(dtype, device)
-    origins = [_identity(p, fit, g, C, dtype) for p, (fit, _), g in zip(problems, fitted, topologies, strict=True)]
+    origins = [_identity(p, fit.rule, g, C, dtype) for p, fit, g in zip(problems, fitted, topologies, strict=True)]
     rows = pairwise(accumulate(nodes, initial=0))
     networks = [Network(problem.to(dtype, where), slice(*own)) for problem, own in zip(problems, rows, strict=True)]
-    rates = Rates([fit.lr for fit, _ in fitted[: len(rules)]], nodes, steps, C, dtype, where)
-    return Prepared(networks, topologies, rule, rates, points, origins)
+    rates = Rates([fit.rule.lr for fit in fitted[: len(rules)]], nodes, steps, C, dtype, where)
+    return Prepared(networks, topologies, rule, rates, points, origins, rehearsal)
 
 
-def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -> tuple[Rule, int]:
+class Fitted(NamedTuple):
+    """A rule as it runs on a graph."""
+
+    rule: Rule
+    columns: int
+    rehearsal: Rehearsal
+
+
+def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -> Fitted:
     """The rule as it runs on the graph, and the number of columns C; refuse parts that do not fit."""
     if not isinstance(topology, Topology):
         raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, such as topology.make('ring', 16)")
@@ -131,8 +141,8 @@ def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -
     C, own = cols.count(rule, rate(rule.lr, 1)), problem.columns
     if own != C and 1 not in (C, own):
         raise ValueError(f"the rule has {C} columns but the problem has {own}; give both the same number, or one")
-    Rehearsal(rule, torch.zeros(1, C, problem.dim, dtype=torch.float64))
-    return carried(rule.on(topology), topology), max(C, own)
+    rehearsal = Rehearsal(rule, torch.zeros(1, C, problem.dim, dtype=torch.float64))
+    return Fitted(carried(rule.on(topology), topology), max(C, own), rehearsal)
 
 
 def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:
@@ -176,7 +186,7 @@ def length(rates: Rates, points: list[int], start: Snapshot, engine: str) -> Fac
     }
 
 
-def continued(after: Result, origin: Facts, state: State, steps: int) -> Run:
+def continued(after: Result, origin: Facts, state: State, steps: int, per_node: bool) -> Run:
     """The run that continues a result."""
     if not isinstance(after, Result):
         raise ValueError(f"after is a {type(after).__name__}; give a result of simulate")
@@ -185,6 +195,9 @@ def continued(after: Result, origin: Facts, state: State, steps: int) -> Run:
             raise ValueError(f"after is a result of another {name}; give one of the same run")
     if steps <= after.rounds:
         raise ValueError(f"steps = {steps}, but {after.rounds} rounds are done; steps counts all rounds, give more")
+    if per_node != bool(after.per_node):
+        done, wanted = ("with", "without") if after.per_node else ("without", "with")
+        raise ValueError(f"after was recorded {done} per_node, and this run is {wanted} it; give both the same")
     fields = {name: after.state[name].to(new) for name, new in state.items()}
     now = Snapshot(fields, after.diverged_at, after.rounds, after.seconds, len(after.steps))
-    return Run.resumed(now, after.metrics)
+    return Run.resumed(now, after.metrics | {name + NODES: v for name, v in after.per_node.items()})

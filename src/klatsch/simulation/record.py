@@ -17,7 +17,7 @@ Facts = dict[str, object]  # plain data that JSON can hold
 MOST_SHOWN = 3  # columns that diverged, where a result is printed
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Result:
     """What came out of a simulation.
 
@@ -26,6 +26,8 @@ class Result:
     ("loss_gap") and at the worst node ("worst_loss_gap"), and the consensus distances of the query points, iterates
     and gradients ("Gamma", "Xi", "Psi"). After s rounds Gamma and Xi are those of the new points, Psi is that of the
     gradients of round s. A column that diverged is inf from there on, never NaN.
+
+    Results are equal if all their numbers are, whatever engine found them and however long it took.
     """
 
     steps: list[int]  # rounds done when the metrics were taken
@@ -39,22 +41,43 @@ class Result:
     rounds: int = 0  # rounds done
     origin: Facts = field(default_factory=dict, repr=False)  # what tells this run from others
     elapsed: list[float] = field(default_factory=list, repr=False)  # by step: when all nodes were there, on a clock
+    per_node: dict[str, Tensor] = field(default_factory=dict, repr=False)  # by metric, (len(steps), M, C), if asked for
+    headline: str = "distance"  # the metric by which columns are compared
+    large_is_good: tuple[str, ...] = ()  # metrics
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Result):
+            return NotImplemented
+        these, those = self._tensors(), other._tensors()
+        if (self.steps, self.elapsed, these.keys()) != (other.steps, other.elapsed, those.keys()):
+            return False
+        return all(_equal(v.cpu(), those[name].cpu()) for name, v in these.items())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        found = {"output": self.output, "diverged_at": self.diverged_at}
+        kinds = {"metrics": self.metrics, "per_node": self.per_node, "state": self.state}
+        return found | {f"{kind} {name}": v for kind, some in kinds.items() for name, v in some.items()}
 
     def __repr__(self) -> str:
-        last = ", ".join(f"{name} {float(v[-1].min()):.3g}" for name, v in self.metrics.items() if len(v))
+        last = ", ".join(f"{name} {float(v[-1, self.best(name)]):.3g}" for name, v in self.metrics.items() if len(v))
         where = [
             f"column {c} diverged first on node {self.diverged_at[c, 0]} in round {self.diverged_at[c, 1]:,}"
             for c in self.diverged.nonzero().flatten().tolist()
         ]
         where[MOST_SHOWN:] = [f"and {len(where) - MOST_SHOWN:,} more"] if len(where) > MOST_SHOWN else []
         lost = f" ({', '.join(where)})" if where else ""
-        return f"<Result: {self.rounds:,} rounds, columns: {self.output.shape[1]}{lost}, smallest {last}>"
+        return f"<Result: {self.rounds:,} rounds, columns: {self.output.shape[1]}{lost}, best {last}>"
 
-    def best(self, metric: str = "distance") -> int:
-        """The column with the smallest final value of a metric; the first of equals."""
+    def best(self, metric: str | None = None) -> int:
+        """The column with the best final value of a metric, by default the headline; the first of equals.
+
+        Best is the smallest, or the largest where that is good, as for accuracy.
+        """
+        metric = self.headline if metric is None else metric
         if metric not in self.metrics:
             raise ValueError(f"no metric {metric!r}; there are {', '.join(self.metrics)}")
-        return int(self.metrics[metric][-1].argmin())
+        last = self.metrics[metric][-1] * (-1.0 if metric in self.large_is_good else 1.0)
+        return int(last.masked_fill(self.diverged.to(last.device), torch.inf).argmin())
 
 
 def record_points(record: int | Sequence[int], steps: int) -> list[int]:
@@ -82,8 +105,32 @@ def measure(problem: Problem, output: Tensor, *inner: Tensor) -> dict[str, Tenso
     """
     found = dict(problem.metrics(output))
     found |= {name: _spread(v) for name, v in zip(("Gamma", "Xi", "Psi"), inner, strict=False)}
-    values = {name: torch.as_tensor(value).double().cpu() for name, value in found.items()}
-    return {name: v.where(v.isfinite(), torch.inf) for name, v in values.items()}
+    values = {name: _by_column(problem, name, torch.as_tensor(v).double().cpu(), output) for name, v in found.items()}
+    return {name: v.where(v.isfinite(), problem.worst_of(name)) for name, v in values.items()}
+
+
+def measure_nodes(problem: Problem, output: Tensor) -> dict[str, Tensor]:
+    """The metrics of every node, (M, C) each: those that the problem measures so, and its headline."""
+    found = problem.by_node(output) | {k: v for k, v in problem.metrics(output).items() if np.ndim(v) == 2}
+    values = {name: value.double().cpu() for name, value in found.items()}
+    return {name: v.where(v.isfinite(), problem.worst_of(name)) for name, v in values.items()}
+
+
+def _by_column(problem: Problem, name: str, v: Tensor, output: Tensor) -> Tensor:
+    """A metric as one number per column; the mean over nodes, where it has one per node."""
+    M, C, _ = output.shape
+    if v.shape == (M, C):
+        return v.mean(0)
+    if v.shape not in ((), (1,), (C,)):
+        raise ValueError(
+            f"the metric {name} of {type(problem).__name__} has shape {tuple(v.shape)}; give one number per column, "
+            f"({C},), or one per node and column, ({M}, {C})"
+        )
+    return v.expand(C)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _spread(v: Tensor) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from klatsch.arguments import whole as whole_number
+from klatsch.channels.rehearsal import NotAlikeError
 from klatsch.clock import Clock
 from klatsch.problems import Problem
 from klatsch.rules import Rule
@@ -15,7 +18,7 @@ from klatsch.sealed import digest
 from klatsch.simulation.asynchrony import PairwiseStack, StaleStack
 from klatsch.simulation.captured import GraphStack
 from klatsch.simulation.checkpoint import Saver
-from klatsch.simulation.driver import Advance, Run, Snapshot, progress_bar
+from klatsch.simulation.driver import Advance, Run, Snapshot, Watch, progress_bar
 from klatsch.simulation.fused import FusedStack
 from klatsch.simulation.preparation import Prepared, continued, length, prepared
 from klatsch.simulation.record import Result
@@ -42,6 +45,9 @@ def simulate(
     any_graph: bool = False,
     engine: str = "auto",
     clock: Clock | None = None,
+    params: int | None = None,
+    per_node: bool = False,
+    watch: Watch | None = None,
 ) -> Result:
     """Run an update rule on a problem over a topology, all nodes and columns at once.
 
@@ -60,6 +66,10 @@ def simulate(
         any_graph: run even where the rule refuses the graph.
         engine: "auto" (the fastest that can run this), "torch" (plain operations), "fused" or "cuda graph".
         clock: how long gradients and messages take; the result then has `elapsed`, the seconds to each step.
+        params: parameters of the model that the clock sends, by default those of the problem.
+        per_node: record metrics of every node, too: `result.per_node["distance"]` is (len(steps), M, C).
+        watch: called after each step that is recorded with the round, the state and the metrics per column; if it
+            returns something true, the run ends there, and the result has what was recorded.
 
     Returns:
         Steps, metrics per step and column, and every node's final x.
@@ -75,6 +85,9 @@ def simulate(
         any_graph=any_graph,
         engine=engine,
         clock=clock,
+        params=params,
+        per_node=per_node,
+        watch=watch,
     )[0]
 
 
@@ -95,6 +108,9 @@ def simulate_together(
     any_graph: bool = False,
     engine: str = "auto",
     clock: Clock | None = None,
+    params: int | None = None,
+    per_node: bool = False,
+    watch: Watch | None = None,
 ) -> list[Result]:
     """Run one rule on several problems, each over its own topology, all in one stack.
 
@@ -126,7 +142,7 @@ def simulate_together(
     nodes = _fastest(engine, whole, parts)
     run = Run(Snapshot(nodes.start, torch.full((len(origins) * rates.columns, 2), -1)))
     if after is not None:
-        run = continued(after, origins[0], nodes.start, rates.steps)
+        run = continued(after, origins[0], nodes.start, rates.steps, per_node)
         points = [*after.steps, *(p for p in points if p > after.rounds)]
     if checkpoint is not None and any(origin["problem"] is None for origin in origins):
         raise ValueError(
@@ -134,18 +150,20 @@ def simulate_together(
             "returns a text which differs where the gradients differ"
         )
     if checkpoint is not None:  # hashing large states takes seconds
-        identity = identity | length(rates, points, run.now, nodes.name)
+        identity = identity | length(rates, points, run.now, nodes.name) | ({"per node": True} if per_node else {})
     each = rules if len(rules) > 1 else rules * len(problems)
+    sent = None if params is None else whole_number(params, "params", 1)
     told = [  # before the run, which a clock that does not fit would waste
-        [] if clock is None else clock.seconds(one, graph, problem.dim, points)
+        [] if clock is None else clock.seconds(one, graph, sent or problem.dim, points)
         for one, graph, problem in zip(each, topologies, problems, strict=True)
     ]
     saver = Saver(checkpoint, checkpoint_every, identity, checkpoint_at_end)
     run = saver.restored(nodes.start) or run
+    run.per_node, run.watch = per_node, watch
     with progress_bar(progress, rates.steps, run.now.rounds, title) as tell:
         run.drive(nodes, points, rates.steps, saver, tell)
     results = run.results(nodes, points, origins)
-    return [replace(result, elapsed=seconds) for result, seconds in zip(results, told, strict=True)]
+    return [replace(result, elapsed=sec[: len(result.steps)]) for result, sec in zip(results, told, strict=True)]
 
 
 def _fastest(engine: str, problem: Problem, parts: Prepared) -> Stack:
@@ -163,4 +181,6 @@ def _fastest(engine: str, problem: Problem, parts: Prepared) -> Stack:
             except (ValueError, OSError, RuntimeError, NotLinearError) as reason:
                 if engine == kind.name:
                     raise ValueError(f"engine = {engine!r} cannot run this: {reason}; use engine='auto'") from None
+                if isinstance(reason, NotAlikeError):  # others, such as push-sum, are no surprise
+                    warnings.warn(f"it runs with plain operations: {reason}", RuntimeWarning, stacklevel=4)
     return Stack(problem, parts)

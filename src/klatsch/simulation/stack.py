@@ -35,7 +35,11 @@ class Gradients:
         self._chunks: dict[int, Future[Tensor]] = {}
 
     def __call__(self, x: Tensor, t: int) -> Tensor:
-        grad = self.problem.gradient(x, self.drawn(t - 1, t)[0]) if self.draws_ahead else self.problem.grad(x, t)
+        grad = (
+            self.problem.gradient(x, self.drawn(t - 1, t)[0])
+            if self.draws_ahead
+            else self.problem.grad_with_autograd(x, t)
+        )
         if grad.shape != x.shape:
             raise ValueError(
                 f"the problem returned gradients of shape {tuple(grad.shape)} for points of shape {tuple(x.shape)}; "

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from klatsch.columns import Number
 from klatsch.rules import Flow, Rule, State
+from klatsch.rules.base import Silent
 
 LINEAR, MIX, FLOW = range(3)  # kinds of operations, numbered as in the kernel
 
@@ -127,11 +128,12 @@ class Symbol:
         raise NotLinearError(f"torch.{function.__name__} of a vector")
 
 
-def trace(rule: Rule, state: State, t: Tensor, lr: Number) -> Program:
+def trace(rule: Rule, state: State, t: Tensor, lr: Number, silent: Silent = False) -> Program:
     """Run a rule once on symbols, with the field names of a state.
 
     `t` holds the rounds, (len(t), 1, 1), whose coefficients are found at once: two or more, so that a rule that asks
-    about a single round (`if t == 1`) fails. Learning rates and hyper-parameters broadcast against (len(t), C, 1).
+    about a single round (`if t == 1`) fails. `silent` says which of them are. Learning rates and hyper-parameters
+    broadcast against (len(t), C, 1).
     """
     program = Program(fields=len(state))
     # Any: symbols and a tensor of rounds stand in for tensors and a number.
@@ -145,7 +147,7 @@ def trace(rule: Rule, state: State, t: Tensor, lr: Number) -> Program:
     try:
         query: Any = rule.query(symbols)
         program.query, program.before = query.register(), len(program.operations)
-        flow = Flow(partial(exchange, FLOW), partial(exchange, MIX))
+        flow = Flow(partial(exchange, FLOW), partial(exchange, MIX), silent)
         following: Any = rule.update(symbols, gradient, flow, times, lr)
         for name in state:
             register = following[name].register()

@@ -219,7 +219,7 @@ class RankNodes(Nodes):
 
     def _round(self, t: int) -> Tensor:
         x = self.rule.query(self.node.state)
-        given = Given(self._watched, self.problem.grad(x[None], t, [self.rank])[0], self.rates(t))
+        given = Given(self._watched, self.problem.grad_with_autograd(x[None], t, [self.rank])[0], self.rates(t))
 
         def whole(_: Block) -> Given:
             return given  # a state of columns is not a plain vector, and is not cut into slices

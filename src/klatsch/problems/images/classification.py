@@ -100,6 +100,11 @@ class ImageClassification(Sharded):
             "train_loss": loss.view(M, C).mean(0),
         }
 
+    def by_node(self, x: Tensor) -> dict[str, Tensor]:
+        """Test accuracy of every node."""
+        right = self._mean(x.reshape(-1, self.dim), self.data.test_images, self.data.test_labels, _is_right)
+        return {"accuracy": right.view(x.shape[:2])}
+
     def briefly(self) -> Self:
         """With the accuracy alone, on some test images."""
         return core.shortened(self, ImageClassification.metrics, "accuracy")

@@ -152,6 +152,10 @@ class Language(Sharded):
             "bits_of_mean": bits[M],
         }
 
+    def by_node(self, x: Tensor) -> dict[str, Tensor]:
+        """Bits per byte of every node on held-out text."""
+        return {"bits": self.bits(x.reshape(-1, self.dim)).view(x.shape[:2])}
+
     def briefly(self) -> Self:
         """With the bits of all nodes' models alone, on some windows."""
         return core.shortened(self, Language.metrics, "bits")
