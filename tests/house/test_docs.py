@@ -117,9 +117,10 @@ def test_parts_of_your_own_work_as_shown(run_cli, tmp_path, monkeypatch):
     mine, use = blocks_of(OWN)
     Path("mine.py").write_text(mine)
     Path("own.toml").write_text(*blocks_of(OWN, "toml"))
+    Path("published.py").write_text((ROOT / "examples" / "published.py").read_text())
     printed_by(use)
     commands = commands_of(OWN)
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         code, out, err = run_cli(*shlex.split(command))
         assert (code, err) == (0, ""), command

@@ -1,5 +1,8 @@
 """Baselines from the literature, against their published equations written out."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
@@ -72,3 +75,89 @@ def test_quasi_global_momentum_is_algorithm_1(engine):
 def test_mistakes(options, message):
     with pytest.raises(ValueError, match=message):
         rules.make("diloco", lr=0.1, **options)
+
+
+PUBLISHED = Path(__file__).parents[2] / "examples" / "published.py"
+
+
+def gradients(problem, w, t):
+    return problem.grad(torch.tensor(w)[:, None], t)[:, 0].numpy()
+
+
+def kgt(problem, P, H, lr, steps):
+    """K-GT as published, round by round of gossip: z is the mean direction of H local steps."""
+    x = w = np.zeros((problem.nodes, problem.dim))
+    c = np.zeros_like(x)
+    for t in range(1, steps + 1):
+        w = w - lr * (gradients(problem, w, t) + c)
+        if t % H == 0:
+            z = (x - w) / (H * lr)
+            c = c - z + P @ z
+            x = w = P @ (x - H * lr * z)
+    return w
+
+
+def nids(problem, P, l1, lr, steps):
+    """NIDS as published, with the recursion of z; the first step starts from x = z."""
+    lazy, x = (np.eye(len(P)) + P) / 2, np.zeros((problem.nodes, problem.dim))
+    old, z = (x, 0 * x), x
+    for t in range(1, steps + 1):
+        u = x - lr * gradients(problem, x, t)
+        z = z - x + lazy @ (x + u - sum(old)) if t > 1 else lazy @ u
+        old, x = (x, u - x), np.sign(z) * np.maximum(np.abs(z) - lr * l1, 0)
+    return x
+
+
+def proxskip(problem, graph, p, lr, steps):
+    w = np.zeros((problem.nodes, problem.dim))
+    h = np.zeros_like(w)
+    for t in range(1, steps + 1):
+        u = w - lr * (gradients(problem, w, t) - h)
+        w = (u + graph.matrix(t).toarray() @ u) / 2
+        h = h + p / lr * (w - u)
+    return w
+
+
+@ENGINES
+@pytest.mark.parametrize("H", [1, 4])
+def test_kgt_is_the_published_loop(H, engine):
+    problem, graph = least_squares(), tp.every(tp.ring(NODES), H)
+    found = klatsch.simulate(problem, rules.make(f"{PUBLISHED}:KGT", lr=LR), graph, STEPS, record=1, engine=engine)
+    expected = kgt(problem, tp.ring(NODES).matrix(1).toarray(), H, LR, STEPS)
+    np.testing.assert_allclose(found.output[:, 0], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_nids_is_the_published_loop():
+    problem, graph = least_squares(), tp.ring(NODES)
+    found = klatsch.simulate(problem, rules.make(f"{PUBLISHED}:NIDS", lr=LR, l1=3.0), graph, STEPS, record=1)
+    expected = nids(problem, graph.matrix(1).toarray(), 3.0, LR, STEPS)
+    assert 0 < (expected == 0).mean() < 1  # of which the penalty makes some
+    np.testing.assert_allclose(found.output[:, 0], expected, rtol=1e-9, atol=1e-12)
+
+
+@ENGINES
+def test_proxskip_is_the_published_loop(engine):
+    problem, graph = least_squares(), tp.make(f"{PUBLISHED}:coins", NODES, rounds=30)
+    assert 0 < sum(P.nnz > NODES for P in graph.matrices) < 15
+    found = klatsch.simulate(problem, rules.make(f"{PUBLISHED}:ProxSkip", lr=LR), graph, STEPS, record=1, engine=engine)
+    np.testing.assert_allclose(found.output[:, 0], proxskip(problem, graph, 0.2, LR, STEPS), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "rule, options, graph",
+    [
+        ("KGT", {}, tp.every(tp.ring(NODES), 4)),
+        ("NIDS", {"l1": 0.3}, tp.ring(NODES)),
+        ("ProxSkip", {}, tp.make(f"{PUBLISHED}:coins", NODES)),
+    ],
+)
+def test_they_find_the_optimum_of_all_nodes_data(rule, options, graph):
+    problem = problems.LeastSquares(NODES, dim=5, noise=0.0, heterogeneity=2.0)
+    l1, x, step = options.get("l1", 0.0), np.zeros((1, 5)), 0.5 / problem.L
+    for _ in range(5_000):  # the plain proximal gradient method on one machine
+        exact = problem.exact(torch.tensor(x).expand(NODES, 1, 5)).mean((0, 1)).numpy()
+        x = x - step * exact
+        x = np.sign(x) * np.maximum(np.abs(x) - step * l1, 0)
+    made = rules.make(f"{PUBLISHED}:{rule}", lr=0.1 / problem.L, **options)
+    found = klatsch.simulate(problem, made, graph, 20_000, record=1)
+    np.testing.assert_allclose(found.output[:, 0], x.repeat(NODES, 0), atol=1e-6)

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ RANK_RULES = {
     "dat-gt-adam shared": ("dat-gt-adam", {"shared": True}),
     "dat-adam reduced": ("dat-adam", {"reduced": True}),
     "dadam cta reduced": ("dadam", {"order": "cta", "reduced": True}),
+    "kgt": (f"{Path(__file__).parents[2] / 'examples' / 'published.py'}:KGT", {}),  # of one's own, asks flow.silent
 }
 RANK_GRAPHS = ("ring", "one_peer_exponential", "base_graph", "directed_ring", "ring/4", "base_graph/3")
 RANK_CASES = {  # every rule on every graph; options, which know nothing of graphs, on two that differ in all

@@ -1,0 +1,102 @@
+"""Rules from the literature as rules of one's own: K-GT, NIDS and ProxSkip. docs/own.md says what a rule may do."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from klatsch import topology
+from klatsch.rules import Rule
+
+
+@dataclass(frozen=True)
+class KGT(Rule):
+    """K-GT: local steps, each with a correction c that is updated in rounds with gossip.
+
+        u = w - lr (g + c);   w <- u + flow(u);   c <- c + flow(anchor - u) / (H lr)
+        anchor <- w, the point after the last gossip
+
+    References:
+        Liu, Lin, Koloskova and Stich, "Decentralized gradient tracking with local steps", 2023, with eta_s = 1.
+    """
+
+    lr: float
+    every: int = 1  # H, from the graph
+
+    def init(self, x):
+        return {"w": x, "c": 0 * x, "anchor": x}
+
+    def on(self, graph):
+        return replace(self, every=graph.every)
+
+    def update(self, s, grad, flow, t, lr):
+        u = s["w"] - lr * (grad + s["c"])
+        pull, drift = flow(u, s["anchor"] - u)
+        w = u + pull
+        anchor = w + flow.silent * (s["anchor"] - w)  # stays in silent rounds
+        return {"w": w, "c": s["c"] + drift / (self.every * lr), "anchor": anchor}
+
+    def check_graph(self, graph, name=""):
+        if not graph.doubly_stochastic or graph.late:
+            raise ValueError(f"{name or self.name} on {graph.name}: give a doubly stochastic graph that is not late")
+
+
+@dataclass(frozen=True)
+class NIDS(Rule):
+    """NIDS: minimises the mean of f_i(x) + l1 |x|_1, with the optimum of all nodes' data whatever their differences.
+
+        v = 2 w - z - lr g - y;   y <- y - flow(v) / 2;   z <- w - lr g - y;   w <- prox(z)
+
+    Without l1 it is `d2`.
+
+    References:
+        Li, Shi and Yan, "A decentralized proximal-gradient method with network independent step-sizes", 2019.
+    """
+
+    lr: float
+    l1: float = 0.0
+
+    def init(self, x):
+        return {"w": x, "z": x, "y": 0 * x}
+
+    def update(self, s, grad, flow, t, lr):
+        (f,) = flow(2 * s["w"] - s["z"] - lr * grad - s["y"])
+        y = s["y"] - f / 2
+        z = s["w"] - lr * grad - y
+        return {"w": z.sign() * (z.abs() - lr * self.l1).clamp(min=0.0), "z": z, "y": y}
+
+    def check_graph(self, graph, name=""):
+        if graph.changes or not graph.symmetric or graph.every > 1 or graph.late:
+            raise ValueError(f"{name or self.name} on {graph.name}: give one symmetric matrix for all rounds")
+
+
+@dataclass(frozen=True)
+class ProxSkip(Rule):
+    """Decentralised ProxSkip: gossip in rounds that a coin chooses, the same for all nodes, with a share p of them.
+
+        u = w - lr (g - h);   f = flow(u) / 2;   w <- u + f;   h <- h + p f / lr
+
+    A rule draws nothing itself: the coin is the graph's, as in `coins`. With gossip in every H-th round and p = 1 / H
+    it is `d2` on a graph such as ring/H.
+
+    References:
+        Mishchenko et al., "ProxSkip: yes! Local gradient steps provably lead to communication acceleration! Finally!",
+        2022, with gamma tau = 1/2.
+    """
+
+    lr: float
+    p: float = 0.2
+
+    def init(self, x):
+        return {"w": x, "h": 0 * x}
+
+    def update(self, s, grad, flow, t, lr):
+        u = s["w"] - lr * (grad - s["h"])
+        (f,) = flow(u)
+        return {"w": u + f / 2, "h": s["h"] + self.p / (2 * lr) * f}
+
+
+def coins(n, p=0.2, rounds=500, seed=0):
+    """A ring that gossips in a share p of the rounds, drawn for so many rounds, which then repeat."""
+    ring, alone = topology.ring(n).matrix(1).toarray(), np.eye(n)
+    heads = np.random.default_rng(seed).random(rounds) < p
+    return topology.from_matrices([ring if head else alone for head in heads], name="coins")
