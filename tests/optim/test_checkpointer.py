@@ -246,6 +246,28 @@ def test_ranks_that_left_do_not_count_and_a_dead_one_is_replaced_after_a_failure
     check_optimum(tmp_path, 3, "y")
 
 
+def test_every_late_wire_and_the_topology_may_change_on_resume(tmp_path, launch):
+    """And a rank that dies on the new graph is taken out of the corrections that came along with the checkpoint."""
+    launch(4, "rank_hardships.crew", rounds=200).succeed()
+    before = ends(tmp_path, 4)
+    channel = {"graph": "ring", "every": 4, "late": 3, "wire": "int8"}
+    again = launch(4, "rank_hardships.crew", rounds=700, die=[(3, 204)], **channel)
+    assert again.codes() == [0, 0, 0, -signal.SIGKILL]
+    for rank in range(4):
+        done, at = again.wait_for(f"resumed-{rank}").split()
+        assert int(done) == 200
+        assert abs(float(at) - float(before[rank]["x"].mean())) < 1e-3
+    scale = float(before[0]["sums"]["y"].abs().max())  # each of them is far from zero
+    assert scale > 0.01
+    after = ends(tmp_path, 3)
+    assert float(sum(end["sums"]["y"] for end in after).abs().max()) < 1e-3 * scale
+    for end in after:
+        torch.testing.assert_close(end["x"], torch.ones(1, 300), rtol=0, atol=2e-3)
+    other = launch(3, "rank_hardships.crew", rounds=704, rule="gt")
+    assert other.codes() == [1] * 3
+    assert "rule is d2 there and gt here; make it the same" in other.errors(1)
+
+
 def test_a_file_of_another_training_is_not_resumed(tmp_path, launch):
     for folder in ("one", "two"):
         launch(3, "rank_hardships.crew", rounds=20, files=folder).succeed()

@@ -177,6 +177,7 @@ class Checkpointer:
             "size": optimizer.topology.size,
             "crew": optimizer.crew,
             "topology": self._topology,
+            "scales": optimizer.rule.scales,
             "run": self._identity(),
             "export": {"outputs": outputs, "layout": optimizer.layout(), **self._names()},
             "counted": [optimizer.bytes_sent, optimizer.seconds_waited, optimizer.skipped],
@@ -372,6 +373,8 @@ class Checkpointer:
                 raise ValueError(f"a group of parameters has {', '.join(there)}")
         if unpacked(header["others"], tensors).keys() != self._others.keys():
             raise ValueError("the states of the others are missing")
+        if not all(header["scales"][field] > 0 for field in optimizer.rule.scales):
+            raise ValueError(f"scales are {header['scales']}")
         if len(unpacked(header["channel"], tensors)) != len(optimizer.vectors()):
             raise ValueError("the memory of the channel is missing")
         if not {"torch", "python", "numpy"} <= unpacked(header["generators"], tensors).keys():
@@ -410,9 +413,12 @@ class Checkpointer:
         for group, there in zip(optimizer.param_groups, unpacked(header["groups"], tensors), strict=True):
             group.update(there)
         anew = anew or header["topology"] != self._topology
+        vectors = _vectors(tensors, optimizer)
+        for field, scale in optimizer.rule.scales.items():
+            for fields in vectors:
+                fields[field] = fields[field] * (scale / header["scales"][field])
         try:
-            memories = None if anew else unpacked(header["channel"], tensors)
-            optimizer.load_vectors(_vectors(tensors, optimizer), header["rounds"], memories)
+            optimizer.load_vectors(vectors, header["rounds"], None if anew else unpacked(header["channel"], tensors))
         except ValueError as error:
             raise CheckpointError(f"{path} cannot be loaded ({_line(error)}); {REMEDY}") from None
         optimizer.count_from(*header["counted"])

@@ -205,6 +205,10 @@ class Around(Rule):
         return self.base.decays
 
     @property
+    def scales(self) -> dict[str, float]:
+        return self.base.scales
+
+    @property
     def caveat(self) -> str:
         return self.base.caveat.replace(self.base.name, self.name, 1)
 

@@ -121,6 +121,11 @@ class Rule:
         return ""
 
     @property
+    def scales(self) -> dict[str, float]:
+        """By field, a number that the graph gives and it grows with: a training may go on over another graph."""
+        return {}
+
+    @property
     def decays(self) -> bool:
         """Whether its steps need the point where the gradient was taken, as `seen` shows it."""
         return False

@@ -302,6 +302,10 @@ class Corrected(Pattern):
         part = 0.5 if self.lazy else 1.0
         return {"w": descend(u, f, -part), "y": descend(s["y"], f, part)} | kept
 
+    @property
+    def scales(self) -> dict[str, float]:
+        return {"y": float(self.every)}  # y / H answers the gradients
+
     def mixed(self, s: State, new: State) -> Tensor:
         return new["w"] + (s["y"] - new["y"]) if self.lazy else new["w"]  # w took half of the flow, y the other half
 
