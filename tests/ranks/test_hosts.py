@@ -6,8 +6,10 @@ from functools import cache, partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import klatsch
+from klatsch.ranks import saved
 from tests.support.processes import Ranks
 from tests.support.rank_hosts import CASES, HOSTS, INSIDE, ROUNDS, RULES, Together, graph_of, places_of_pieces
 
@@ -61,7 +63,7 @@ def test_a_rank_sends_its_part_only(found):
 
 
 @pytest.mark.parametrize("kind", ["ddp before", "fsdp2"])
-def test_checkpoints_kill_9_and_the_same_end(prepared, tmp_path, kind):
+def test_checkpoints_kill_9_and_the_same_end(prepared, tmp_path, run_cli, kind):
     """The files of a host's ranks lie beside each other; what travels is in them, too."""
 
     def ends(folder, **options):
@@ -82,6 +84,11 @@ def test_checkpoints_kill_9_and_the_same_end(prepared, tmp_path, kind):
         assert torch.equal(one["shown"], other["shown"])  # bits: same call
         torch.testing.assert_close(one["merged"], (straight[0]["shown"] + straight[2]["shown"]) / 2, rtol=0, atol=1e-6)
     assert not torch.equal(straight[0]["shown"], straight[2]["shown"])
+    folder, model = tmp_path / "straight" / f"files-{kind}", tmp_path / "model.safetensors"
+    assert run_cli("checkpoint", folder, "--export", model)[0] == 0
+    names, exported = saved.files(folder)[-1].header["export"]["names"], load_file(model)
+    values = torch.cat([exported[name].reshape(-1) for name, *_ in names])
+    torch.testing.assert_close(values, straight[0]["merged"].reshape(-1), rtol=0, atol=1e-6)  # one sum in double
 
 
 @pytest.mark.parametrize("kind", ["ddp before", "fsdp2"])

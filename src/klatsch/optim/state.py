@@ -213,8 +213,9 @@ def _model_of(parts: list[tuple[dict[str, Any], dict[str, Tensor]]]) -> dict[str
             for name in names[place["parameter"]]:
                 pieces.setdefault(name, []).append(view.to(DTYPES[place["dtype"]]))
     model = {name: torch.cat(some, cut[name]) if name in cut else some[0] for name, some in pieces.items()}
-    others = unpacked(parts[0][0]["others"], parts[0][1])
-    for key, before in models.items():  # buffers and frozen parameters, if they are whole
-        whole = {before + name: v for name, v in others[key].items() if isinstance(v, Tensor)}
-        model |= {name: v for name, v in whole.items() if name not in cut and name not in model}
+    others = [unpacked(header["others"], tensors) for header, tensors in parts]
+    for key, before in models.items():  # buffers and frozen parameters
+        for own, v in others[0][key].items():
+            if isinstance(v, Tensor) and (name := before + own) not in model:
+                model[name] = torch.cat([each[key][own] for each in others], cut[name]) if name in cut else v
     return {name: v.contiguous() for name, v in model.items()}
