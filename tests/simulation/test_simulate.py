@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import klatsch
-from klatsch import native, problems, rules
+from klatsch import native, pictures, problems, rules
 from klatsch import topology as tp
 from klatsch.simulation import simulate_together
 from klatsch.simulation.driver import progress_bar
@@ -590,6 +590,10 @@ def test_metrics_may_be_those_of_every_node():
     torch.testing.assert_close(kept.per_node["share"].mean(1), kept.metrics["share"])
     torch.testing.assert_close(kept.per_node["share"][-1], Shares(4).metrics(kept.output)["share"])
     assert klatsch.simulate(Shares(4), rules.dsgd(0.1), tp.ring(4), 30).per_node == {}
+    (axes,) = pictures.spread(kept.steps, kept.per_node["share"][:, :, 1], "share").axes
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), np.median(kept.per_node["share"][:, :, 1], axis=1))
+    with pytest.raises(ValueError, match=r"values have shape \(\d+, 4, 2\); give one row per step"):
+        pictures.spread(kept.steps, kept.per_node["share"])
     with pytest.raises(ValueError, match=r"metric own of Shares has shape \(4,\); give .* \(2,\), .* \(4, 2\)"):
         klatsch.simulate(Shares(4, lambda share: share[:, 0]), rules.dsgd([0.01, 0.1]), tp.ring(4), 3)
 
