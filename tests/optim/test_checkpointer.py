@@ -237,6 +237,12 @@ def test_ranks_that_left_do_not_count_and_a_dead_one_is_replaced_after_a_failure
     assert refused.codes() == [1] * 3
     assert re.search(r"ranks 0, 2 have none; ranks 1, 3 have round [\d, ]*48; use a folder", refused.errors(0))
     assert "let the others begin from their mean (Checkpointer(..., fresh=True))" in refused.errors(2)
+    for rank in (0, 1):
+        shutil.copytree(tmp_path / f"checkpoints-{rank}", tmp_path / f"copy-{rank}")
+    fresh = launch(3, "rank_hardships.crew", rounds=400, fresh=True, **options | {"files": "copy-{}"})
+    fresh.succeed()
+    assert fresh.wait_for("resumed-2").startswith("48 ")
+    check_optimum(tmp_path, 3, "y")
     two = launch(2, "rank_hardships.crew", rounds=100, **options)
     two.succeed()
     assert two.wait_for("resumed-0").startswith("48 ")

@@ -163,7 +163,17 @@ def uneven(
 
 
 def crew(
-    folder, rounds, rule="d2", graph="complete", die=(), leave=(), every=4, lr=0.05, files="checkpoints", **options
+    folder,
+    rounds,
+    rule="d2",
+    graph="complete",
+    die=(),
+    leave=(),
+    every=4,
+    lr=0.05,
+    files="checkpoints",
+    fresh=False,
+    **options,
 ):
     """f_i(x) = (x - i)^2 / 2 on rank i, from its checkpoints; ranks die or leave in some rounds, as (rank, round)."""
     dist.init_process_group("gloo")
@@ -173,7 +183,7 @@ def crew(
     options = {"timeout": HANG, "on_failure": "continue"} | options
     optimizer = klatsch.Gossip(model.named_parameters(), klatsch.rules.make(rule, lr=lr), graph, **options)
     (folder / files.format(rank)).mkdir(parents=True, exist_ok=True)
-    checkpointer = klatsch.Checkpointer(folder / files.format(rank), every=every)
+    checkpointer = klatsch.Checkpointer(folder / files.format(rank), every=every, fresh=fresh)
     done = checkpointer.resume(optimizer, model=model)
     say(folder, f"resumed-{rank}", f"{done} {float(optimizer.output()[0].mean()):.3f}")
     for t in range(done + 1, rounds + 1):
