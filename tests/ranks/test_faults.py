@@ -42,8 +42,12 @@ def late(prepared, tmp_path_factory):
         "ring": {"on_failure": "continue", "travel": {"late": 2, "wire": "int8"}},
         "one_peer_exponential": {"on_failure": "continue", "graph": "one_peer_exponential"},
     }
+    calls = {
+        what: Ranks(prepared, tmp_path_factory.mktemp(what), SIZE, "rank_hardships.stopped", what=what, timeout=LATE)
+        for what in ("average_", "merged")
+    }
     sizes = {"one_peer_exponential": 4}  # in which two wait, one after the other; of five there would be three
-    return {
+    return calls | {
         name: Ranks(
             *(prepared, tmp_path_factory.mktemp(name), sizes.get(name, SIZE), "endure"),
             **{"victim": 2, "harm": "SIGSTOP", "timeout": LATE, **more},
@@ -169,3 +173,15 @@ def test_a_late_rank_is_left_behind_and_ends_alone(late, graph):
         assert torch.load(ranks.folder / f"path-{rank}")["lost"][-1] in ((), (2,))
     assert re.search(r"neighbour 2 is late", ranks.errors(3))
     assert len(torch.load(ranks.folder / "path-2")["lost"][-1]) >= 2
+
+
+@pytest.mark.parametrize("what", ["average_", "merged"])
+def test_a_rank_that_stops_inside_a_call_of_all_ranks_is_named_by_the_others(late, what):
+    ranks = late[what]
+    for rank in others(2):
+        ranks.wait_for(f"code-{rank}")
+        told = r"RuntimeError: average_ needs an answer .* \(rank 2 has not answered for ([\d.]+) s\); was it called on"
+        (waited,) = re.findall(told, ranks.errors(rank))
+        assert float(waited) >= LATE
+    ranks.kill(2)
+    assert ranks.codes() == [1, 1, -signal.SIGKILL, 1, 1]

@@ -235,6 +235,23 @@ def test_a_rank_that_dies_in_the_middle_of_a_sum_spoils_no_model(tmp_path, launc
         torch.testing.assert_close(end["again"], torch.ones(5, dtype=torch.float64))
 
 
+def test_ranks_at_different_rounds_do_not_average_and_say_who_is_where(tmp_path, launch):
+    """Between two mixes nobody notices that one has a batch less; after finish() all are at one round."""
+    ranks = launch(SIZE, "rank_hardships.one_batch_less")
+    ranks.succeed()
+    found = ends(tmp_path)
+    own = torch.stack([end["own"] for end in found])
+    gamma = float((own - own.mean(0)).square().sum(-1).mean())
+    for end in found:
+        for told in (end["told"]["consensus"], end["told"]["average_"]):
+            assert "the ranks are not at the same round: " in told
+            assert re.search(r"rank [0-3] has come after round 38; rank 4 has come after round 37", told)
+            assert "end with optimizer.finish(), on all ranks, before" in told
+        assert end["consensus"] == pytest.approx(gamma, rel=1e-9)
+        torch.testing.assert_close(end["x"], own.mean(0), rtol=1e-12, atol=0)
+        assert torch.equal(end["x"], found[0]["x"])  # bits: a copy
+
+
 @pytest.mark.parametrize("quorum", [0.0, 0.5])
 def test_a_network_that_falls_apart_because_one_leaves_says_so_too(launch, quorum):
     ranks = launch(4, "rank_hardships.hub_leaves", quorum=quorum)
@@ -268,7 +285,7 @@ def test_what_is_known_of_a_network():
     news(*nodes[1:3])
     assert nodes[1].within_reach() == nodes[2].within_reach() == [1, 2]
     assert nodes[1].out_of_reach() == [[0, 3, 4, 5]]
-    assert (nodes[1].tree(), nodes[2].tree()) == ((None, [2]), (1, []))
+    assert (nodes[1].tree(), nodes[2].tree()) == (([], [2], 0), ([1], [], 1))
     assert nodes[1].links_lost() == [0]
     spoilt = torch.full((len(nodes[1]),), torch.nan, dtype=torch.float64).view(torch.uint8)
     assert not nodes[1].learn([spoilt[: len(nodes[1])]])  # nonsense is no news

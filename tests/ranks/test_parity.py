@@ -85,7 +85,17 @@ def test_consensus_and_bytes(features):
         assert rank["consensus"] == pytest.approx(gamma, rel=1e-6)
         # w in 4 rounds and x, which has left for the fifth as well, to 2 neighbours in float32, each with what its
         # sender knows of the network: 9 bytes of every rank, 1 of every link; three tensors of 6 have the room of 8
-        assert rank["bytes"] == (4 + 5) * 2 * (4 * (x.shape[1] + 3 * 2) + 9 * 3 + 3)
+        assert rank["sent"] == (4 + 5) * 2 * (4 * (x.shape[1] + 3 * 2) + 9 * 3 + 3)
+
+
+def test_what_consensus_and_averages_cost_is_counted(features):
+    """Two neighbours hear twice who is there; along a tree go means in float32, and a distance, each with a count."""
+    for k, rank in enumerate(features):
+        d, links = rank["x"].numel() + 3 * 2, 2 if k == 0 else 1  # of the tree: rank 0 has two children
+        news = 2 * 2 * (8 * 3 + 9 * 3 + 3)
+        assert rank["consensus sent"] == news + links * (4 * (d + 1) + 8 * 2)
+        statistics = rank["statistics"].numel() * 2  # mean and variance
+        assert rank["average sent"] == news + links * 4 * (statistics + 1)
 
 
 def test_running_statistics_are_averaged_on_request(features):

@@ -12,6 +12,7 @@ import klatsch
 from klatsch import topology as tp
 from klatsch.optim import gossip
 from klatsch.ranks import node
+from klatsch.ranks.gloo import GlooLinks
 from klatsch.ranks.nccl import NcclLinks
 from klatsch.study.on_ranks import simulate_on_ranks
 from tests.support.processes import say
@@ -94,7 +95,7 @@ def channelled_optimizers(folder, device="cpu", batched=False):
     node.BLOCK["cpu"] = 256  # two slices
     if batched:
         torch.cuda.current_device, torch.cuda.synchronize = lambda: 0, lambda device: None
-        gossip.open_links = lambda group, own, *options: NcclLinks(group, *options[:3])
+        gossip.open_links = lambda group, own, *options: NcclLinks(group, *options[:3], GlooLinks(own, *options[:4]))
     found = {}
     for label, travel in (
         ("dat", {"late": 4, "wire": "int8"}),
@@ -121,3 +122,23 @@ def channelled_optimizers(folder, device="cpu", batched=False):
         found[name] = {"x": x.detach().cpu(), "again": y.detach().cpu(), "bytes": optimizer.bytes_sent}
     torch.save(found, folder / f"optimizers-{rank}")
     say(folder, f"done-{rank}", os.getpid())
+
+
+def estimates(folder, cases, dims):
+    """Ranks that start at random points and do not move: their consensus, and its estimate after the first mix."""
+    rank, _ = group()
+    found = {}
+    for dim in dims:
+        for name, (rule, graph, travel) in cases.items():
+            x = nn.Parameter(torch.randn(dim, generator=torch.Generator().manual_seed(rank)))
+            made = klatsch.rules.make(rule, lr=1e-9)
+            optimizer = klatsch.Gossip([x], made, graph, start_equal=False, **travel)
+            before, exact, sent = optimizer.consensus(estimate=True), optimizer.consensus(), optimizer.bytes_sent
+            for _ in range(1 + travel.get("late", 0)):
+                x.grad = torch.zeros(dim)
+                optimizer.step()
+            between = optimizer.bytes_sent
+            estimate = optimizer.consensus(estimate=True)
+            assert optimizer.bytes_sent == between > sent
+            found[f"{name} {dim}"] = [before, exact, estimate]
+    torch.save(found, folder / f"estimates-{rank}")

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 import klatsch
-from klatsch.ranks.gloo import Survivors
+from klatsch.ranks.assembly import Assembly
 from tests.support.processes import say
 from tests.support.rank_scenarios import problem_of
 from tests.support.waiting import HANG, wait_until
@@ -106,20 +107,63 @@ def interrupted(folder, victim):
         x.fill_(1.0)
     x.grad = torch.zeros_like(x)
     optimizer.step()
-    summed, asked = Survivors.summed, []
+    mean, asked = Assembly.mean, []
 
     def dies(self, mine):
         asked.append(mine)
-        if optimizer.rank == victim and len(asked) == 3:
+        if optimizer.rank == victim and len(asked) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return summed(self, mine)
+        return mean(self, mine)
 
-    Survivors.summed = dies
+    Assembly.mean = dies
     try:
         klatsch.average_(model, parameters=True)
     except RuntimeError as error:
         say(folder, f"error-{optimizer.rank}", error)
     keep(folder, optimizer, x, again=klatsch.average_(model, parameters=True).x.detach().clone())
+
+
+def stopped(folder, what, victim=2, timeout=20):
+    """A rank stops itself inside a call of all ranks, after they have come together, until the others have ended."""
+    optimizer, x, problem = begin(timeout=timeout)
+    model = nn.Module()
+    model.x = x
+    for t in range(1, 4):
+        gradient(x, problem, optimizer.rank, t)
+        optimizer.step()
+    mean = Assembly.mean
+
+    def stops(self, mine):
+        if optimizer.rank == victim:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return mean(self, mine)
+
+    Assembly.mean = stops
+    if what == "merged":
+        with klatsch.merged(model):
+            pass
+    else:
+        klatsch.average_(model, parameters=True)
+
+
+def one_batch_less(folder):
+    """The last rank has a batch less, between two mixes; all ask, are refused, finish, and ask again."""
+    optimizer, x, problem = begin("ring/4", rule="dsgd", timeout=HANG)
+    model, told = nn.Module(), {}
+    model.x = x
+    for t in range(1, 38 if optimizer.rank == optimizer.topology.size - 1 else 39):
+        gradient(x, problem, optimizer.rank, t)
+        optimizer.step()
+    for name, ask in (("consensus", optimizer.consensus), ("average_", partial(klatsch.average_, model))):
+        try:
+            ask()
+        except ValueError as error:
+            told[name] = str(error)
+    optimizer.finish()
+    own = x.detach().clone()
+    consensus, sent = optimizer.consensus(), optimizer.bytes_sent
+    klatsch.average_(model, parameters=True)
+    keep(folder, optimizer, x, told=told, consensus=consensus, own=own, sent=optimizer.bytes_sent - sent)
 
 
 def hub_leaves(folder, quorum):

@@ -192,9 +192,12 @@ def features(folder):
     for _ in range(4):
         step()
     found["x"] = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    found["consensus"], found["bytes"] = optimizer.consensus(), optimizer.bytes_sent
+    found["sent"] = optimizer.bytes_sent
+    found["consensus"], found["consensus sent"] = optimizer.consensus(), optimizer.bytes_sent - found["sent"]
     found["statistics"] = model[1].running_mean.clone()
+    before = optimizer.bytes_sent
     klatsch.average_(model)
+    found["average sent"] = optimizer.bytes_sent - before
     found["averaged"] = model[1].running_mean.clone()
 
     saved = optimizer.state_dict()  # back to here from a later round, with messages on their way

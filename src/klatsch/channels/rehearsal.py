@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from klatsch.columns import Number
-from klatsch.rules import Flow, Rule
+from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import Tensors, each, rate
 
 MOST_MESSAGES = 8  # in one round, for the numbering of tags
@@ -122,6 +122,21 @@ def sums_of_flows(rule: Rule, x: Tensor) -> list[Sum]:
                 if change:
                     found.append(Sum(name, c, n, change))
     return found
+
+
+def carries_output(rule: Rule, x: Tensor) -> Place | None:
+    """The tensor that travels and moves the rule's output most: x itself, if it travels, else the iterate."""
+    rehearsal = Rehearsal(rule, x)
+    sizes = {
+        (c, n): rehearsal.pulls_output(c, n)
+        for c, tensors in enumerate(rehearsal.rounds[0])
+        for n, v in enumerate(tensors)
+        if rehearsal.is_wide(v)
+    }
+    if not sizes or rule.push:  # what push-sum sends has another scale on every node
+        return None
+    c, n = max(sizes, key=lambda place: sizes[place])
+    return rehearse(rule, x).calls[c][n]
 
 
 class _Stained(Tensor):
@@ -234,23 +249,29 @@ class Rehearsal:
 
     def change(self, field: str, c: int, n: int) -> float:
         """By what a field changes if one flow is 1, the others are 0 and so is the field; 0 if other things count."""
-
-        def after(flow: float, grad: float, t: int) -> Tensor:
-            count = iter(range(len(self.state) * MOST_MESSAGES))
-
-            def moved(mixed: bool, *tensors: Tensor) -> Tensors:
-                call = next(count)
-                flows = [torch.full_like(v, flow if (call, k) == (c, n) else 0.0) for k, v in enumerate(tensors)]
-                return tuple(v + f if mixed else f for v, f in zip(tensors, flows, strict=True))
-
-            state = {name: v * 0.0 + (0.0 if name == field else 0.3) for name, v in self.state.items()}
-            made = Flow(partial(moved, False), partial(moved, True))
-            return self._rule.update(state, self._grad + grad, made, t, self._rate(t))[field]
-
-        still = [after(0.0, grad, t) for grad in (0.0, 1.7) for t in (1, 4)]
-        moved = [after(1.0, grad, t) for grad in (0.0, 1.7) for t in (1, 4)]
+        start = {name: v * 0.0 + (0.0 if name == field else 0.3) for name, v in self.state.items()}
+        still = [self._after(start, c, n, 0.0, grad, t)[field] for grad in (0.0, 1.7) for t in (1, 4)]
+        moved = [self._after(start, c, n, 1.0, grad, t)[field] for grad in (0.0, 1.7) for t in (1, 4)]
         alike = all(torch.allclose(v, moved[0]) for v in moved)
         return float(moved[0].flatten()[0]) if alike and not any(v.any() for v in still) else 0.0
+
+    def pulls_output(self, c: int, n: int) -> float:
+        """By how much the rule's output changes if one flow is 1 and the others are 0, late in a training."""
+        start = {name: v * 0.0 + 0.3 for name, v in self.state.items()}
+        moved, still = (self._rule.output(self._after(start, c, n, flow, 0.0, 1000)) for flow in (1.0, 0.0))
+        return float((moved - still).abs().max())
+
+    def _after(self, start: State, c: int, n: int, flow: float, grad: float, t: int) -> State:
+        """The state after a round t in which one flow is `flow` and the others are 0."""
+        count = iter(range(len(self.state) * MOST_MESSAGES))
+
+        def moved(mixed: bool, *tensors: Tensor) -> Tensors:
+            call = next(count)
+            flows = [torch.full_like(v, flow if (call, k) == (c, n) else 0.0) for k, v in enumerate(tensors)]
+            return tuple(v + f if mixed else f for v, f in zip(tensors, flows, strict=True))
+
+        made = Flow(partial(moved, False), partial(moved, True))
+        return self._rule.update(dict(start), self._grad + grad, made, t, self._rate(t))
 
     def _rate(self, t: int) -> Number:
         """The learning rate of round t, with those of several columns where the vectors are."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,10 @@ def average_(model: nn.Module, *, parameters: bool = False, group: ProcessGroup 
     """Average the floating-point buffers of a model over all ranks, in place; all ranks must call it together.
 
     BatchNorm's running statistics follow each rank's own data, and the optimizer does not see them: call this before
-    evaluating or saving. It is an exact all-reduce. For a model whose optimizer has on_failure="continue", it averages
-    over the ranks within reach, and a warning names them.
+    evaluating or saving. The mean goes up and down a tree of the graph's links, in float32 unless a tensor is in
+    float64, and counts in `optimizer.bytes_sent`; ranks must be at the same round, and one that does not answer within
+    the optimizer's timeout is named. If ranks have left or are lost, it averages over those within reach, and a warning
+    names them. Without an optimizer of klatsch, or over another `group`, it is an all-reduce.
 
     Args:
         model: the model, with the same buffers on every rank.
@@ -45,8 +47,7 @@ def average_(model: nn.Module, *, parameters: bool = False, group: ProcessGroup 
     with ExitStack() as stack:
         for trainer in trainers if parameters else ():
             stack.enter_context(trainer.merging())
-        mean = _mean(tensors, trainers, group)
-        for tensor, values in zip(tensors, torch.split(mean, [v.numel() for v in tensors]), strict=True):
+        for tensor, values in zip(tensors, _mean(tensors, trainers, group), strict=True):
             tensor.copy_(values.view_as(tensor))
     return model
 
@@ -129,21 +130,35 @@ def _trainers(model: nn.Module) -> list[Gossip]:
     return [o for o in Gossip.living if any(id(p) in mine for p in parameters_of(o.param_groups))]
 
 
-def _mean(tensors: Sequence[Tensor], trainers: Sequence[Gossip], group: ProcessGroup | None) -> Tensor:
-    """The mean over ranks of some tensors, as one vector."""
-    vector = torch.cat([torch.zeros(0, dtype=torch.float64), *(v.detach().double().cpu().reshape(-1) for v in tensors)])
+def _mean(tensors: Sequence[Tensor], trainers: Sequence[Gossip], group: ProcessGroup | None) -> list[Tensor]:
+    """The means over ranks of some tensors, as vectors."""
     kinds = str([[str(v.dtype), list(v.shape)] for v in tensors])
-    if trainers and trainers[0].survives and group is trainers[0].process_group:
-        with trainers[0].together("average_") as (total, ranks):
-            # Survivors can only sum: their numbers are equal if each of them is the mean of all.
-            number = torch.tensor([int.from_bytes(hashlib.sha256(kinds.encode()).digest()[:3])], dtype=torch.float64)
-            if total((number * len(ranks) - total(number)).abs()) != 0:
-                raise ValueError("the ranks do not agree on the buffers of the model; make them the same everywhere")
-            return total(vector) / len(ranks)
+    with ExitStack() as stack:
+        if trainers and group is trainers[0].process_group:
+            mean = stack.enter_context(trainers[0].together("average_", kinds)).mean
+        else:
+            stack.enter_context(_all_of(group))
+            agree(group, {"buffers of the model": kinds})
+            mean = partial(_collective_mean, group)
+        sent_as = [torch.float64 if v.dtype is torch.float64 else torch.float32 for v in tensors]
+        means: dict[torch.dtype, Iterator[Tensor]] = {}
+        for dtype in dict.fromkeys(sent_as):
+            same = [v for v, other in zip(tensors, sent_as, strict=True) if other is dtype]
+            vector = mean(torch.cat([v.detach().cpu().to(dtype).reshape(-1) for v in same]))
+            means[dtype] = iter(torch.split(vector, [v.numel() for v in same]))
+        return [next(means[dtype]) for dtype in sent_as]
+
+
+def _collective_mean(group: ProcessGroup | None, vector: Tensor) -> Tensor:
+    return summed(group, vector) / len(members(group))
+
+
+@contextmanager
+def _all_of(group: ProcessGroup | None) -> Iterator[None]:
+    """Say what is missing where a collective over all ranks of a group fails."""
     size = len(members(group))
     try:
-        agree(group, {"buffers of the model": kinds})
-        return summed(group, vector) / size
+        yield
     except RuntimeError as error:
         needed = f"average_ needs an answer from all {size} ranks"
         raise RuntimeError(f"{needed} ({reason(error)}); was it called on every rank?") from None

@@ -27,9 +27,10 @@ from klatsch.optim.pieces import Pieces
 from klatsch.optim.points import Points, Watch
 from klatsch.optim.share import Share
 from klatsch.optim.wrappers import Wrappers
-from klatsch.ranks.agreement import agree, broadcast, group_of, leave, members
+from klatsch.ranks.agreement import agree, group_of, leave, members
+from klatsch.ranks.assembly import Assembly
 from klatsch.ranks.failures import NonFiniteError, QuorumError, reason, shown, warn
-from klatsch.ranks.links import Links, OnFailure, Total, backend, open_links
+from klatsch.ranks.links import Links, OnFailure, backend, open_links
 from klatsch.ranks.mailbox import Memory
 from klatsch.rules import Rule, State
 from klatsch.rules.base import checked, rate
@@ -147,13 +148,19 @@ class Gossip(Points, Joinable, JoinHook):
         starts = [*(flat.values for flat in flats), *(hosts.piece(p.data) for p in self._frozen)]
         for tensor in starts:
             self.host.start(tensor)
-            if start_equal:
-                broadcast(self.group, tensor)
+        # A group of their own: a collective that fails closes all connections of its group.
+        links = open_links(
+            group, group_of(group, timeout), self.topology, self.device, float(timeout), on_failure, quorum
+        )
+        if start_equal:
+            with links.together(0, "start") as everyone:
+                for tensor in starts:
+                    own = tensor.detach().cpu().contiguous().reshape(-1)
+                    first = everyone.copy(own.view(torch.uint8))  # as bytes: gloo does not know every dtype
+                    tensor.copy_(first.view(own.dtype).reshape(tensor.shape))
+            links.bytes_sent = 0
         for flat in flats:
             flat.mark_written()
-        # A group of their own: a collective that fails closes all connections of its group.
-        own = group_of(group, timeout)
-        links = open_links(group, own, self.topology, self.device, float(timeout), on_failure, quorum)
         self._train_over(links, flats)
         if self.rank == 0 and len(ranks) > 1 and rule.caveat:
             warn(rule.caveat)
@@ -327,7 +334,10 @@ class Gossip(Points, Joinable, JoinHook):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent to its neighbours."""
+        """Bytes that this rank has sent: to its neighbours, and for `consensus()`, `average_` and `merged`.
+
+        The copy of rank 0's parameters at the start is not counted.
+        """
         return self._links.bytes_sent
 
     @property
@@ -350,28 +360,49 @@ class Gossip(Points, Joinable, JoinHook):
         """Rounds that this rank may be ahead of the slowest of them."""
         return self._links.membership.lag + (self.host.size > 1)  # ranks of a host wait for each other
 
-    def consensus(self) -> float:
+    def consensus(self, estimate: bool = False) -> float:
         """Gamma, the mean over ranks of the squared distance of x from its network mean; all ranks must ask together.
 
-        x is the rule's output, whatever the model holds. With on_failure="continue" only ranks within reach count, and
-        a warning names them.
+        x is the rule's output, whatever the model holds. Only ranks within reach count, and if others have left or are
+        lost, a warning names them. It costs about as much as a message of x to each neighbour: the mean of x goes up
+        and down a tree of the graph's links, in float32 unless the model is in float64.
+
+        Args:
+            estimate: estimate it on this rank alone, without a message, from what the neighbours sent in the last mix:
+                (M - 1)/(2 M) times their mean squared distance from this rank, before they were mixed, of x if the
+                rule sends it and else of what it sends instead (such as w after its step). Ranks may differ, and any
+                of them may ask. If ranks differ from each other at random, Gamma is what one expects; on the complete
+                graph it is Gamma in the mean over ranks. If they differ along the graph, neighbours are alike and it
+                is too small, in the mean by up to the spectral gap rho (times M / (M - 1) over 1 - P_ii): Gamma is at
+                most about estimate / rho. It is nan before the first mix, and for push-sum.
+
+        Raises:
+            ValueError: the ranks are at different rounds.
+            RuntimeError: not all of them have answered.
         """
-        with self.together("consensus()") as (total, ranks):
+        if estimate:
+            size, heard = self.topology.size, [share.node.apart for share in self._shares]
+            apart = [
+                torch.tensor(torch.nan, dtype=torch.float64) if one is None else one.double().cpu() for one in heard
+            ]
+            total = float(self.host.total(torch.stack(apart).sum().reshape(1)))
+            return (size - 1) / (2 * size) * total if size > 1 else 0.0
+        with self.together("consensus()") as everyone:
             distance = torch.zeros(1, dtype=torch.float64)
             for share in self._shares:
-                here = share.output().detach().double().cpu()
-                distance += (here - total(here) / len(ranks)).square().sum()
-            return float(self.host.total(total(distance))) / len(ranks)
+                x = share.output().detach().cpu().to(share.dtype)
+                distance += (x.double() - everyone.mean(x)).square().sum()
+            return float(self.host.total(everyone.mean(distance)))
 
     @contextmanager
-    def together(self, what: str) -> Iterator[tuple[Total, list[int]]]:
-        """Yield a function that sums a vector over all ranks, or over those within reach, and who they are."""
+    def together(self, what: str, of: str = "") -> Iterator[Assembly]:
+        """All ranks, or those within reach, for a mean over them of something that they all describe alike."""
         try:
-            with self._links.together(self.group, self.rounds) as (total, ranks):
-                if len(ranks) < self.topology.size:
-                    some = f"{len(ranks)} of {self.topology.size} ranks ({shown(ranks)})"
+            with self._links.together(self.rounds, what + of) as everyone:
+                if len(everyone.ranks) < self.topology.size:
+                    some = f"{len(everyone.ranks)} of {self.topology.size} ranks ({shown(everyone.ranks)})"
                     warn(f"{what} is that of {some}; the others are gone or out of reach")
-                yield total, ranks
+                yield everyone
         except QuorumError:
             raise
         except RuntimeError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from klatsch.ranks.agreement import Group
+from klatsch.ranks.assembly import Assembly
 from klatsch.ranks.failures import LinkError, MessageError, QuorumError, reason, shown, warn
-from klatsch.ranks.links import Links, OnFailure, Total
+from klatsch.ranks.links import Links, OnFailure
 from klatsch.ranks.staging import Stage
 from klatsch.ranks.waiting import Landed, Notes, Transfer, Waiter
 from klatsch.topology import Topology
@@ -22,8 +22,6 @@ from klatsch.topology import Topology
 Move = Callable[..., dist.Work | None]
 Land = Callable[[Tensor], Landed]
 MOST_PATIENCE = 4  # timeouts for a neighbour that says it is waiting, too
-FIRST_TAG, LAST_TAG = 1 << 20, 1 << 31  # for sums over survivors: above the tags of rounds, and new in every round
-NEWS, UP, DOWN = range(3)
 
 
 class GlooLinks(Links):
@@ -51,8 +49,11 @@ class GlooLinks(Links):
         self._awaited: dict[int, int] = {}  # by tag: the round whose messages arrive
         self._leaving: dict[tuple[int, int], list[Transfer]] = {}
         self._abandoned: list[Transfer] = []  # with lost neighbours; gloo may still work on them
-        self._notes = Notes(group)
+        self.notes = Notes(group)
         self._waiters: dict[tuple[int, bool], Waiter] = {}
+        self._callers: dict[tuple[int, bool, int], Waiter] = {}
+        self._called: list[Transfer] = []  # that have not ended
+        self._in_vain: dict[int, Exception] = {}  # by round: why not all came together after it
         self._failure: LinkError | QuorumError | None = None
         self._apart = False  # whether a warning has reported a network in several pieces
 
@@ -112,23 +113,36 @@ class GlooLinks(Links):
             )
 
     @contextmanager
-    def together(self, group: Group, t: int) -> Iterator[tuple[Total, list[int]]]:
-        if self.survives:
-            survivors = Survivors(self, t)
-            yield survivors.summed, survivors.ranks
-        else:
-            with self._notes.excuse(every=self.timeout / 8), super().together(group, t) as everyone:
-                yield everyone
+    def together(self, t: int, what: str) -> Iterator[Assembly]:
+        if t in self._in_vain:  # what was sent then is still on its way
+            raise self._in_vain[t]
+        with self.notes.excuse(t, every=min(self.timeout / 8, 1.0)):
+            yield Assembly(self, t, what)
 
-    def swap(self, tag: int, t: int, message: Tensor, sources: Sequence[int], targets: Sequence[int]) -> list[Tensor]:
-        """Send a vector on the CPU to `targets` after round t; returns the vectors of `sources`, of the same shape.
+    def call(self, tag: int, memory: Tensor, peer: int, incoming: bool) -> Transfer:
+        """Begin to receive from a neighbour, or to send to it, outside of rounds."""
+        move: Move = dist.irecv if incoming else dist.isend
+        post = partial(move, memory, self._global[peer], group=self.group, tag=tag)
+        transfer = Transfer(peer, incoming, memory, post)
+        transfer.start()
+        # Threads of their own: those of rounds may wait for messages of the next one already.
+        key = peer, incoming, len(self._in_vain)  # those of a call that was in vain wait for ever
+        if key not in self._callers:
+            self._callers[key] = Waiter(f"klatsch caller {peer}")
+        self._callers[key].take(transfer)
+        self._called = [other for other in self._called if not other.ended(0.0)] + [transfer]
+        self.bytes_sent += 0 if incoming else memory.nbytes
+        return transfer
 
-        A neighbour that is gone is lost, as in a round; one that does not answer in time raises RuntimeError.
-        """
-        came = [self._posted(dist.irecv, torch.empty_like(message), source, tag) for source in sources]
-        went = [self._posted(dist.isend, message, target, tag) for target in targets]
-        self._settle([*came, *went], t, must_answer=True)
-        return [transfer.memory for transfer in came if transfer.peer not in self.lost]
+    def in_vain(self, t: int, error: Exception) -> None:
+        """Not all ranks came together after round t; whoever asks again then hears why."""
+        self._in_vain[t] = error
+
+    def fail(self, transfer: Transfer, t: int, seconds: float) -> None:
+        """Lose the neighbour of a transfer that has failed, or raise LinkError."""
+        peer, why = transfer.peer, None if transfer.error is None else reason(transfer.error)
+        edge = f"{peer} -> {self.rank}" if transfer.incoming else f"{self.rank} -> {peer}"
+        self._lose(peer, LinkError(self.rank, peer, edge, t, seconds, why))
 
     def drain(self) -> None:
         self._end([*chain(*self._leaving.values())])
@@ -153,9 +167,9 @@ class GlooLinks(Links):
             self._end([*chain(*self._leaving.values()), *chain(*(self._arriving.get(tag, []) for tag in sent))])
         if self._stage is not None:
             self._stage.end()
-        for transfer in (*self._abandoned, *chain(*self._leaving.values(), *self._arriving.values())):
+        for transfer in (*self._abandoned, *self._called, *chain(*self._leaving.values(), *self._arriving.values())):
             transfer.give_up()
-        for waiter in self._waiters.values():
+        for waiter in (*self._waiters.values(), *self._callers.values()):
             waiter.end()
 
     def reopened(self, group: dist.ProcessGroup) -> GlooLinks:
@@ -201,24 +215,21 @@ class GlooLinks(Links):
     def _wait(self, transfers: list[Transfer], t: int) -> None:
         if self._failure is not None:
             raise self._failure  # again, for a caller that caught it: messages are missing now
+        self.notes.go_on(t)
         began = time.monotonic()
         self._settle(transfers, t)
         self.seconds_waited += time.monotonic() - began
 
-    def _settle(self, transfers: list[Transfer], t: int, must_answer: bool = False) -> None:
-        """Wait for messages, and lose neighbours that fail or are late; a late one that must answer raises."""
+    def _settle(self, transfers: list[Transfer], t: int) -> None:
+        """Wait for messages, and lose neighbours that fail or are late."""
         began = time.monotonic()
         self._take(transfers)
         for transfer in transfers:
-            in_time, peer = self._in_time(transfer, began), transfer.peer
+            in_time = self._in_time(transfer, began)
             if not in_time:
                 self._abandoned.append(transfer)
-                if must_answer:
-                    raise RuntimeError(f"rank {peer} does not answer")
             if not in_time or transfer.error is not None:
-                edge = f"{peer} -> {self.rank}" if transfer.incoming else f"{self.rank} -> {peer}"
-                why = None if transfer.error is None else reason(transfer.error)
-                self._lose(peer, LinkError(self.rank, peer, edge, t, time.monotonic() - began, why))
+                self.fail(transfer, t, time.monotonic() - began)
 
     def _in_time(self, transfer: Transfer, began: float) -> bool:
         """Whether a message ends in time; a neighbour that is itself waiting gets more time."""
@@ -226,10 +237,10 @@ class GlooLinks(Links):
         while not transfer.ended(min(self.timeout / 8, deadline - time.monotonic())):
             now = time.monotonic()
             if now >= deadline:
-                if now >= last_call or not self._notes.is_waiting(transfer.peer):
+                if now >= last_call or not self.notes.is_waiting(transfer.peer):
                     return False
                 deadline = min(now + self.timeout / 2, last_call)
-            self._notes.waiting()
+            self.notes.waiting()
         return True
 
     def _lose(self, peer: int, failure: LinkError) -> None:
@@ -247,41 +258,3 @@ class GlooLinks(Links):
         warn(f"{failure.args[0]}; going on without it: this rank takes over its weight")
         self.membership.lose(peer)
         self.take_stock(failure.round)
-
-
-class Survivors:
-    """Sums over the ranks within reach and the links that still hold, where a collective would fail.
-
-    First the ranks exchange news until all within reach know the same; then numbers go up a tree that all of them agree
-    on, and their sum comes down again. All of them do this together after the same round t, which tags the messages.
-    """
-
-    def __init__(self, links: GlooLinks, t: int) -> None:
-        self._links, self._round = links, t
-        known = links.membership
-        for _ in range(links.topology.size - 1):
-            message = torch.zeros(len(known), dtype=torch.uint8)
-            known.tell(message)
-            beside = known.beside()
-            if known.learn(self._swap(NEWS, message, beside, beside)):
-                links.take_stock(t)
-        self.ranks = known.within_reach()
-        self._parent, self._children = known.tree()
-
-    def summed(self, mine: Tensor) -> Tensor:
-        """The sum over all of them. If one dies meanwhile, the others raise RuntimeError."""
-        parents = [] if self._parent is None else [self._parent]
-        total = torch.cat([mine, mine.new_ones(1)])  # the last number counts who is in the sum
-        for theirs in self._swap(UP, total, self._children, []):
-            total += theirs
-        self._swap(UP, total, [], parents)
-        if parents:
-            total = next(iter(self._swap(DOWN, total, parents, [])), torch.zeros_like(total))
-        self._swap(DOWN, total, [], self._children)
-        if int(total[-1]) != len(self.ranks):
-            raise RuntimeError("a rank was lost meanwhile; try again")
-        return total[:-1]
-
-    def _swap(self, kind: int, message: Tensor, sources: list[int], targets: list[int]) -> list[Tensor]:
-        tag = FIRST_TAG + (self._round * 3 + kind) % (LAST_TAG - FIRST_TAG)
-        return self._links.swap(tag, self._round, message, sources, targets)

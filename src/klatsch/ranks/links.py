@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from klatsch.ranks.agreement import Group, members, summed
+from klatsch.ranks.agreement import Group, members
+from klatsch.ranks.assembly import Assembly
 from klatsch.ranks.failures import LinkError, MessageError
 from klatsch.ranks.membership import Membership
 from klatsch.topology import Topology
 
 OnFailure = Literal["raise", "continue"]
-Total = Callable[[Tensor], Tensor]  # sums a vector over ranks
 
 
 class Links(ABC):
@@ -85,13 +83,9 @@ class Links(ABC):
     def take_stock(self, t: int) -> None:
         """Look at what is left of the network after a link is lost or a rank leaves."""
 
-    @contextmanager
-    def together(self, group: Group, t: int) -> Iterator[tuple[Total, list[int]]]:
-        """A function that sums over the remaining ranks, and these ranks; all of them call it after the same round t.
-
-        If failures are raised, it is a collective of all ranks over `group`.
-        """
-        yield partial(summed, group), list(range(self.topology.size))
+    @abstractmethod
+    def together(self, t: int, what: str) -> AbstractContextManager[Assembly]:
+        """All ranks within reach, for means over them: all ask after the same round t, for the same thing."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -151,4 +145,5 @@ def open_links(
             "on_failure = 'continue' is not possible over NCCL, whose communicator ends with its first failure; "
             "use 'raise' with a Checkpointer, or init_process_group('gloo')"
         )
-    return NcclLinks(group, topology, device, timeout)
+    beside = GlooLinks(own, topology, torch.device("cpu"), timeout, "raise")
+    return NcclLinks(group, topology, device, timeout, beside)

@@ -8,6 +8,7 @@ has changed, so a round that fails can be taken again from a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from klatsch.ranks.links import Links
 from klatsch.ranks.message import Block, Layout, Message, Part
 from klatsch.topology.matrix import Matrix, exact_weights, mapped
 
+SAMPLE = 1 << 14  # numbers by which distances between nodes are estimated: to 2 % or so
 Memory = dict[str, object]  # of a channel, for checkpoints: texts, numbers, tensors, and lists and dictionaries of them
 
 
@@ -49,6 +51,11 @@ class Heard(NamedTuple):
     away: float | None  # if columns sum to 1 instead of rows: the share of its value that this node gives away
     own: Voice | None  # what neighbours know of this node's value; None if that is the value itself
     dtype: torch.dtype  # of the state
+
+    @property
+    def parts(self) -> list[list[Part]]:
+        """What the neighbours' messages hold."""
+        return [voice.parts for voice in self.voices]
 
     def pull(self, v: Tensor, part: int, block: Block, mixed: bool) -> Tensor:
         """The flow of a part, or of a slice of it: sum_j P_ij (v_j - v_i), or v_i plus that.
@@ -190,6 +197,26 @@ class Mailbox:
                 )
         if r in self._flight:
             self._flight.remove(r)
+
+    def apart(self, r: int, k: int, part: int) -> Tensor | None:
+        """The mean squared distance of the neighbours' part of message k of round r from this node's own.
+
+        It is None if nothing was heard. Of a long vector it is that of a sample, scaled up; after `commit`.
+        """
+        heard = self._heard.get(k)
+        if heard is None or not heard.voices:
+            return None
+        own = self._message(k, r).parts if heard.own is None else heard.own.parts
+        few, *others = (parts[part].numbers[..., self._some].to(self._dtype) for parts in [own, *heard.parts])
+        distances = [(other - few).square().sum() for other in others]
+        return torch.stack(distances).mean() * (self._like.shape[-1] / max(len(self._some), 1))
+
+    @cached_property
+    def _some(self) -> Tensor:
+        """The places of a sample of a vector; all of a short one."""
+        size, chance = self._like.shape[-1], torch.Generator().manual_seed(0)
+        some = torch.randint(size, (SAMPLE,), generator=chance).sort()[0] if size > SAMPLE else torch.arange(size)
+        return some.to(self._like.device)
 
     def _listen(self, r: int, k: int) -> Heard:
         layout, came = self._layouts[k], self.links.received(self._tag(k, r), r)

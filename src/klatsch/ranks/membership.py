@@ -112,12 +112,18 @@ class Membership:
         ended = {node for pair, k in self._number.items() if self._lost[k] for node in pair} | {*self._leavers()}
         return [g for g in self._groups() if self.rank not in g and (len(g) > 1 or not ended.intersection(g))]
 
-    def tree(self) -> tuple[int | None, list[int]]:
-        """The parent and children of this rank in a tree of all within reach, which is the same on all of them."""
+    def tree(self) -> tuple[list[int], list[int], int]:
+        """The parent (none of the first), children and depth of this rank in a tree of all within reach.
+
+        It is the same on all of them.
+        """
         nodes = self.within_reach()
         parents = breadth_first_order(self._graph(), nodes[0], directed=False)[1]
-        parent = None if self.rank == nodes[0] else int(parents[self.rank])
-        return parent, [node for node in nodes if parents[node] == self.rank]
+        above, depth = self.rank, 0
+        while above != nodes[0]:
+            above, depth = int(parents[above]), depth + 1
+        children = [node for node in nodes if parents[node] == self.rank]
+        return [] if depth == 0 else [int(parents[self.rank])], children, depth
 
     def beside(self) -> list[int]:
         """All neighbours, in any round and direction, whose link to this rank holds."""

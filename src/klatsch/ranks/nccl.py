@@ -6,25 +6,33 @@ unknown.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from klatsch.ranks.agreement import Group
+from klatsch.ranks.assembly import Assembly
+from klatsch.ranks.gloo import GlooLinks
 from klatsch.ranks.links import Links
 from klatsch.topology import Topology
 
 
 class NcclLinks(Links):
-    """The links of one rank over NCCL."""
+    """The links of one rank over NCCL; `beside` are others over gloo, where all ranks come together."""
 
-    def __init__(self, group: Group, topology: Topology, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, group: Group, topology: Topology, device: torch.device, timeout: float, beside: GlooLinks
+    ) -> None:
         if torch.cuda.current_device() != (device.index or 0):
             raise ValueError(
                 f"the parameters are on {device} but the current device is cuda:{torch.cuda.current_device()}, which "
                 f"NCCL would use; call torch.cuda.set_device({device.index or 0}) first"
             )
         super().__init__(group, topology, device, timeout)
+        self._beside, self._beside.membership = beside, self.membership
         self._incoming: dict[int, list[tuple[int, Tensor]]] = {}
         self._running: dict[int, list[dist.Work]] = {}
         # The first operation makes the communicator with all ranks; not all of them speak in every round.
@@ -40,6 +48,24 @@ class NcclLinks(Links):
         operations += [dist.P2POp(dist.isend, message, self._global[peer], self.group) for peer in targets]
         self._running[tag] = dist.batch_isend_irecv(operations) if operations else []
         self.bytes_sent += len(targets) * message.nbytes
+
+    @contextmanager
+    def together(self, t: int, what: str) -> Iterator[Assembly]:
+        before = self._beside.bytes_sent
+        try:
+            with self._beside.together(t, what) as everyone:
+                yield everyone
+        finally:
+            self.bytes_sent += self._beside.bytes_sent - before
+
+    def close(self) -> None:
+        super().close()
+        self._beside.close()
+
+    def reopened(self, group: dist.ProcessGroup) -> NcclLinks:
+        self._beside = self._beside.reopened(group)
+        self._beside.membership = self.membership
+        return self
 
     def drain(self) -> None:
         torch.cuda.synchronize(self.device)

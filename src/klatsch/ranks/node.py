@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klatsch.channels.rehearsal import Place, Rehearsal, rehearse, sums_of_flows
+from klatsch.channels.rehearsal import Place, Rehearsal, carries_output, rehearse, sums_of_flows
 from klatsch.columns import Number
 from klatsch.ranks import kernels
 from klatsch.ranks.agreement import Group
@@ -63,6 +63,8 @@ class Node:
         by_rows = links.topology.row_stochastic and not rule.push
         self._mail = Mailbox(self._traffic, x, links, by_rows, stream, guarded)
         self._ledger = Ledger(sums_of_flows(rule, x) if links.survives and by_rows else [], x)
+        self._output = carries_output(rule, x)
+        self.apart: Tensor | None = None  # see Mailbox.apart, of x if it travels, in the last mix
         self._blocks, self._wide = _blocks(x), x.shape[-1]
         self._begun, self._calls = False, 0
         usual = x.ndim == 1 and x.dtype is torch.float32 and not self._mail.late and not self._ledger.is_kept
@@ -147,6 +149,9 @@ class Node:
         t, mail = self.rounds + 1, self._mail
         following = self._fields | self._early_fields(t + 1)
         mail.commit(t - mail.late, self._blocks)
+        if self._output is not None:
+            apart = mail.apart(t - mail.late, self._output.message, self._output.part)
+            self.apart = self.apart if apart is None else apart
         single: State = {}
 
         def move(block: Block, symbol: Callable[[Tensor], Tensor], old: State) -> None:

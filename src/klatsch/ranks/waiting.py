@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+Answer = TypeVar("Answer")
 FOREVER = timedelta(days=3650)
 Landed = tuple[Tensor, torch.cuda.Event]  # a message on a GPU, and the event after which it is there
+MADE: Counter[str] = Counter()  # notes by the name of their group
 ANSWER_WITHIN = 1.0  # seconds; a store on a stopped host never answers
 
 
@@ -123,22 +127,25 @@ class Notes:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._count = dist.get_rank(group), 0
+        self._place = self._said = "in 0"  # "in" a round, or "after" one, when it asks all ranks for something
         self._read: dict[int, bytes] = {}
         self._store: Store | None = None
         with suppress(AttributeError, RuntimeError, ValueError):
-            store = dist.distributed_c10d._get_default_store()
-            self._store = PrefixStore(f"klatsch/{group.group_name}", store)
+            store, name = dist.distributed_c10d._get_default_store(), group.group_name
+            MADE[name] += 1  # a group may have the name of one that is gone
+            self._store = PrefixStore(f"klatsch/{name}/{MADE[name]}", store)
+            self._store.set(str(self._rank), f"0 {self._said}")
 
     def waiting(self) -> None:
         """Say that this rank is alive and waiting for another."""
-        self._count += 1
-        text = str(self._count)
+        self._count, self._said = self._count + 1, self._place
+        text = f"{self._count} {self._said}"
         self._ask(lambda store: store.set(str(self._rank), text))
 
     @contextmanager
-    def excuse(self, every: float) -> Iterator[None]:
-        """Say so every few seconds while this rank waits in a collective."""
-        over = threading.Event()
+    def excuse(self, t: int, every: float) -> Iterator[None]:
+        """Say so every few seconds while this rank asks all others for something after round t."""
+        over, self._place = threading.Event(), f"after {t}"
 
         def tell() -> None:
             while not over.wait(every):
@@ -151,6 +158,13 @@ class Notes:
         finally:
             over.set()
             thread.join()
+        self.go_on(t)
+
+    def go_on(self, t: int) -> None:
+        """Be in round t again; what a failed rank has said last stays true, and readable, until then."""
+        self._place = f"in {t}"
+        if self._said.startswith("after"):
+            self.waiting()
 
     def is_waiting(self, peer: int) -> bool:
         """Whether a neighbour has said since the last call that it is waiting."""
@@ -161,10 +175,25 @@ class Notes:
         self._read[peer] = found
         return True
 
-    def _ask(self, question: Callable[[Store], bytes | None]) -> bytes | None:
+    def read(self, keys: list[str]) -> dict[str, bytes] | None:
+        """The last notes of some ranks, or else; None if the store does not answer."""
+
+        def looked_up(store: Store) -> dict[str, bytes]:
+            there = keys if store.check(keys) else [key for key in keys if store.check([key])]
+            with suppress(RuntimeError):  # not every store can
+                return dict(zip(there, store.multi_get(there), strict=True))
+            return {key: store.get(key) for key in there}
+
+        return self._ask(looked_up)
+
+    def tell(self, key: str, text: str) -> None:
+        """Leave a note of another kind."""
+        self._ask(lambda store: store.set(key, text))
+
+    def _ask(self, question: Callable[[Store], Answer]) -> Answer | None:
         if (store := self._store) is None:
             return None
-        answer: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        answer: queue.SimpleQueue[Answer] = queue.SimpleQueue()
 
         def ask() -> None:
             with suppress(RuntimeError, ValueError):
