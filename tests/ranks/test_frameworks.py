@@ -146,6 +146,8 @@ def test_hugging_face_goes_on_from_a_checkpoint_and_leaves_the_merged_model(laun
         assert answer["consensus"][-1] > 0
         assert answer["evaluated"][0] == pytest.approx(answer["evaluated"][1], rel=0.1)  # merged, or the mean of two x
         assert "the optimizer is SGD, with which every process would train alone" in answer["alone"]
+    assert not answers[0]["thrifty"]  # consensus="off"
+    assert answers[0]["own"] == answers[0]["own x"] != answers[1]["own x"]  # bits: a copy; merge=False
     for which in ("merged", "best"):
         assert answers[0][which] == pytest.approx(answers[1][which], abs=1e-6)
     assert answers[0]["x"][0] != answers[1]["x"][0]

@@ -1,8 +1,11 @@
 """Gradients that are not finite, networks that fall apart, ranks with few batches: real processes, real signals."""
 
 import math
+import os
 import re
+import shutil
 import signal
+import subprocess
 
 import pytest
 import torch
@@ -285,7 +288,8 @@ def test_what_is_known_of_a_network():
     news(*nodes[1:3])
     assert nodes[1].within_reach() == nodes[2].within_reach() == [1, 2]
     assert nodes[1].out_of_reach() == [[0, 3, 4, 5]]
-    assert (nodes[1].tree(), nodes[2].tree()) == (([], [2], 0), ([1], [], 1))
+    assert (nodes[1].tree(), nodes[2].tree()) == ((None, [2]), (1, []))
+    assert (nodes[1].depth(), nodes[2].depth()) == (0, 1)
     assert nodes[1].links_lost() == [0]
     spoilt = torch.full((len(nodes[1]),), torch.nan, dtype=torch.float64).view(torch.uint8)
     assert not nodes[1].learn([spoilt[: len(nodes[1])]])  # nonsense is no news
@@ -411,3 +415,46 @@ def test_a_rank_at_its_end_waits_for_what_is_on_its_way_to_it(launch):
     ranks = launch(2, "rank_hardships.ends_first")
     ranks.succeed()
     assert ranks.wait_for("gone-1") == "True"
+
+
+# --- slow links -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_network():
+    """Two network namespaces, each behind a link of 16 Mbit/s."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
+        pytest.skip("limited networks need root, ip and tc")
+    limit = "root tbf rate 16mbit burst 300kb latency 200ms"
+
+    def shell(command, check=True):
+        return subprocess.run(command, shell=True, check=check, capture_output=True).returncode
+
+    def remove():
+        for k in range(2):
+            shell(f"ip link del klatsch-test{k}; ip netns del klatsch-test{k}", check=False)
+        shell("ip link del klatsch-test", check=False)
+
+    remove()
+    try:
+        if shell("ip link add klatsch-test type bridge && ip link set klatsch-test up", check=False):
+            pytest.skip("no network namespaces here")
+        for k in range(2):
+            name = f"klatsch-test{k}"
+            shell(f"ip netns add {name} && ip link add {name} type veth peer name eth0 netns {name}")
+            shell(f"ip link set {name} master klatsch-test up && ip -n {name} link set lo up")
+            shell(f"ip -n {name} addr add 10.79.0.{k + 1}/24 dev eth0 && ip -n {name} link set eth0 up")
+            shell(f"tc -n {name} qdisc add dev eth0 {limit} && tc qdisc add dev {name} {limit}")
+        yield
+    finally:
+        remove()
+
+
+@pytest.mark.soak
+def test_a_timeout_is_about_silence_and_not_about_size(slow_network, launch):
+    """16 MB take 8 s at 16 Mbit/s: at the start, in a round, and for a mean, with a timeout of 6 s."""
+    ranks = launch(2, "rank_hardships.slow_links", timeout=6, numbers=4_000_000)
+    ranks.succeed()
+    for rank in range(2):
+        low, high, _ = ranks.wait_for(f"end-{rank}").split(maxsplit=2)
+        assert (float(low), float(high)) == (-0.5, -0.5)  # from 0, gradients of 0 and 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -427,6 +428,9 @@ def trainer_goes_on(folder):
     again.train(resume_from_checkpoint=True)
     best = hugging_face(folder, GossipTrainer, 2, "best", load_best_model_at_end=True, **saving)
     best.train()
+    thrifty = hugging_face(folder, partial(GossipTrainer, consensus="off", merge=False), 1, "thrifty", **saving)
+    thrifty.train()
+    own = load_file(folder / "thrifty" / f"checkpoint-{thrifty.state.global_step}" / "model.safetensors")
     optimizers = [one.optimizer.optimizer for one in (whole, again)]
     last = folder / "parts" / f"checkpoint-{again.state.global_step}"
     saved = load_file(last / "model.safetensors")
@@ -437,6 +441,9 @@ def trainer_goes_on(folder):
         "merged": flat(again.model).tolist(),
         "best": flat(best.model).tolist(),
         "consensus": [row["eval_consensus"] for row in again.state.log_history if "eval_consensus" in row],
+        "thrifty": any("eval_consensus" in row for row in thrifty.state.log_history),
+        "own": torch.cat([v.reshape(-1) for v in own.values()]).sort()[0].tolist(),
+        "own x": torch.cat([v.reshape(-1) for v in thrifty.optimizer.optimizer.output()]).sort()[0].tolist(),
         "files": sorted(file.name for file in last.iterdir()),
         "evaluated": [best.evaluate()["eval_loss"], best.state.best_metric],
         "alone": refusal(hugging_face(folder, GossipTrainer, how=(torch.optim.SGD, {"lr": LR})).train),

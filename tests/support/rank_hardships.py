@@ -1,5 +1,6 @@
 """What ranks go through in the tests of hardships: gradients not finite, networks that fall apart, few batches."""
 
+import ctypes
 import gc
 import os
 import signal
@@ -265,3 +266,22 @@ def ends_first(folder):
     optimizer = None
     gc.collect()
     say(folder, f"gone-{rank}", (folder / "last").exists())
+
+
+def slow_links(folder, timeout, numbers):
+    """Every rank behind a slow link of its own: the start, a round and a mean each take longer than the timeout."""
+    rank = int(os.environ["RANK"])
+    with open(f"/run/netns/klatsch-test{rank}") as place:
+        assert ctypes.CDLL(None).setns(place.fileno(), 0) == 0  # before there are threads
+    os.environ |= {"MASTER_ADDR": "10.79.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
+    dist.init_process_group("gloo")
+    model = nn.Module()
+    model.x = nn.Parameter(torch.full((numbers,), float(rank)))
+    optimizer = klatsch.optim.DSGD([model.x], lr=1.0, timeout=timeout)
+    took = {}
+    for name, what in (("step", optimizer.step), ("mean", partial(klatsch.average_, model, parameters=True))):
+        model.x.grad = torch.full((numbers,), float(rank))
+        began = time.monotonic()
+        what()
+        took[name] = time.monotonic() - began
+    say(folder, f"end-{rank}", f"{model.x.detach().min()} {model.x.detach().max()} {took}")

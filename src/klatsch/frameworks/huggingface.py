@@ -13,8 +13,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from klatsch.arguments import named
 from klatsch.files import write_atomically
 from klatsch.optim import Gossip, average_, merged
+
+ESTIMATES: dict[str, bool | None] = {"estimate": True, "exact": False, "off": None}
 
 
 class GossipTrainer(Trainer):
@@ -24,9 +27,20 @@ class GossipTrainer(Trainer):
     What is saved is the merged model, the mean of all processes' x, and can be used without klatsch; checkpoints have
     the state of every process's optimizer, so that `train(resume_from_checkpoint=...)` goes on. After `train` every
     process has the merged model, or the best one with `load_best_model_at_end`.
+
+    Args:
+        args: those of Trainer, and so are the options.
+        consensus: what `eval_consensus` is: "estimate" from what neighbours sent anyway, which costs no message;
+            "exact", which sends the model once up and down a tree of the processes; or "off".
+        merge: whether checkpoints have the merged model, which costs the same once more for each. Otherwise they have
+            the first process's x.
     """
 
     _trains = False
+
+    def __init__(self, *args: Any, consensus: str = "estimate", merge: bool = True, **options: Any) -> None:
+        self._merges, self._estimates = merge, named("consensus", consensus, ESTIMATES)
+        super().__init__(*args, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Have Accelerate prepare the model as for evaluation, which is as for training, but for DDP."""
@@ -53,13 +67,14 @@ class GossipTrainer(Trainer):
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
         """Evaluate, which Trainer does at x, and measure how far the processes are from each other."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **options)
-        if self._trains:
-            output.metrics[f"{metric_key_prefix}_consensus"] = self._gossip.consensus()
+        if self._trains and self._estimates is not None:
+            output.metrics[f"{metric_key_prefix}_consensus"] = self._gossip.consensus(estimate=self._estimates)
         return output
 
     def save_model(self, *args: Any, **options: Any) -> None:
-        """Save the merged model; all processes ask together."""
-        with merged(self.model) if self._trains else nullcontext():
+        """Save the merged model, or the first process's x; all processes ask together."""
+        inside = merged(self.model) if self._merges else self._gossip.averaged()
+        with inside if self._trains else nullcontext():
             super().save_model(*args, **options)
 
     @property

@@ -36,14 +36,17 @@ class GossipStrategy(DDPStrategy):
     rounds of gossip without a gradient.
 
     Args:
+        merge: whether checkpoints have the merged model, which costs the model once up and down a tree of the processes
+            for each. Otherwise they have the first process's x.
         options: those of DDPStrategy, such as `process_group_backend`.
     """
 
     strategy_name = "gossip"
     optimizers: list[Gossip]
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, merge: bool = True, **options: Any) -> None:
         super().__init__(**options)
+        self._merges = merge
         self._at_x = ExitStack()
         self._end_of_epochs = _EndOfEpochs()
         self._saved_as: dict[str, str] = {}  # by this process's name of a checkpoint, that of the first one
@@ -101,8 +104,12 @@ class GossipStrategy(DDPStrategy):
         average_(self.lightning_module, parameters=True)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The merged model; all processes ask together."""
-        with merged(self.lightning_module):
+        """The merged model, or the first process's x; all processes ask together."""
+        with ExitStack() as stack:
+            for optimizer in () if self._merges else self.optimizers:
+                stack.enter_context(optimizer.averaged())
+            if self._merges:
+                stack.enter_context(merged(self.lightning_module))
             return {name: value.detach().clone() for name, value in super().lightning_module_state_dict().items()}
 
     def save_checkpoint(

@@ -58,7 +58,8 @@ class Assembly:
             if known.learn(theirs[asked.nbytes :] for theirs in news):
                 links.take_stock(t)
         self.ranks = known.within_reach()
-        self._parents, self._children, self._depth = known.tree()
+        (parent, self._children), self._depth = known.tree(), known.depth()
+        self._parents = [] if parent is None else [parent]
         _check_same({rank: int(asked[rank]) for rank in self.ranks})
 
     def mean(self, mine: Tensor) -> Tensor:
@@ -135,9 +136,10 @@ class Assembly:
         """Wait for transfers; returns the memory of those that have not failed."""
         memories = []
         for transfer in transfers:
-            began = time.monotonic()
-            while not transfer.ended(min(LOOK, self._links.timeout / 8)):
+            began, seconds = time.monotonic(), min(LOOK, self._links.timeout / 8)
+            while not transfer.ended(seconds):
                 self._look(transfer.peer, time.monotonic() - began)
+                seconds = min(2 * seconds, self._links.timeout / 8)  # a store far away has other things to do
             if transfer.error is None:
                 memories.append(transfer.memory)
                 continue

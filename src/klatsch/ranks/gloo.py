@@ -21,6 +21,7 @@ from klatsch.topology import Topology
 
 Move = Callable[..., dist.Work | None]
 Land = Callable[[Tensor], Landed]
+PIECE = 1 << 23  # bytes of a message that move at a time; for a timeout, a neighbour is silent until one has moved
 MOST_PATIENCE = 4  # timeouts for a neighbour that says it is waiting, too
 
 
@@ -46,6 +47,7 @@ class GlooLinks(Links):
         self._landed: dict[int, Landed] = {}  # by neighbour: its message on the GPU
         self._heard: dict[int, int] = {}  # by neighbour: the last round from which a message came
         self._arriving: dict[int, list[Transfer]] = {}
+        self._rooms: dict[int, list[tuple[int, Tensor]]] = {}  # by tag: where messages arrive, by neighbour
         self._awaited: dict[int, int] = {}  # by tag: the round whose messages arrive
         self._leaving: dict[tuple[int, int], list[Transfer]] = {}
         self._abandoned: list[Transfer] = []  # with lost neighbours; gloo may still work on them
@@ -58,10 +60,10 @@ class GlooLinks(Links):
         self._apart = False  # whether a warning has reported a network in several pieces
 
     def expect(self, tag: int, t: int, like: Tensor) -> None:
-        room = self._room(tag, t, like)
+        room = self._rooms[tag] = self._room(tag, t, like)
         self._awaited[tag] = t
         land = None if self._stage is None else self._stage.copy_in
-        self._arriving[tag] = [self._posted(dist.irecv, memory, source, tag, land) for source, memory in room]
+        self._arriving[tag] = [*chain(*(self._posted(dist.irecv, memory, peer, tag, land) for peer, memory in room))]
         if land is not None:
             self._take(self._arriving[tag])  # not when they are needed: they go on to the GPU by themselves
 
@@ -70,11 +72,11 @@ class GlooLinks(Links):
         if self._stage is not None and targets:
             message, copied = self._stage.copy_out(message, self.tail)
             self.membership.tell(message[-self.tail :])
-            self._leaving[tag, t] = [self._transfer(dist.isend, message, target, tag) for target in targets]
+            self._leaving[tag, t] = [*chain(*(self._pieces(dist.isend, message, peer, tag) for peer in targets))]
             self._stage.post(copied, self._leaving[tag, t])
         else:
             self.membership.tell(message[-self.tail :])
-            self._leaving[tag, t] = [self._posted(dist.isend, message, target, tag) for target in targets]
+            self._leaving[tag, t] = [*chain(*(self._posted(dist.isend, message, peer, tag) for peer in targets))]
         self.bytes_sent += len(targets) * message.nbytes
 
     def sent(self, tag: int, t: int) -> None:
@@ -186,7 +188,7 @@ class GlooLinks(Links):
         for broken in [transfer.broken for transfer in arriving if transfer.broken is not None]:
             raise broken
         self._landed = {transfer.peer: transfer.landed for transfer in arriving if transfer.landed is not None}
-        return [(transfer.peer, transfer.memory) for transfer in arriving if transfer.peer not in self.lost]
+        return [(source, memory) for source, memory in self._rooms[tag] if source not in self.lost]
 
     def _at_hand(self, source: int, message: Tensor) -> Tensor:
         return message if self._stage is None else self._stage.at_hand(self._landed[source])[: len(message)]
@@ -196,17 +198,22 @@ class GlooLinks(Links):
             return super()._room(tag, t, like)
         return [(source, stage.room(like)) for source in self._present(self._sources, t)]
 
-    def _posted(self, move: Move, memory: Tensor, peer: int, tag: int, land: Land | None = None) -> Transfer:
-        transfer = self._transfer(move, memory, peer, tag, land)
-        transfer.start()
-        return transfer
+    def _posted(self, move: Move, message: Tensor, peer: int, tag: int, land: Land | None = None) -> list[Transfer]:
+        transfers = self._pieces(move, message, peer, tag, land)
+        for transfer in transfers:
+            transfer.start()
+        return transfers
 
-    def _transfer(self, move: Move, memory: Tensor, peer: int, tag: int, land: Land | None = None) -> Transfer:
+    def _pieces(self, move: Move, message: Tensor, peer: int, tag: int, land: Land | None = None) -> list[Transfer]:
+        """The transfers of a message: a long one moves in pieces, so that one can see that it does."""
         incoming = move is dist.irecv
         if (peer, incoming) not in self._waiters:  # not later: some Pythons start no threads at the end
             self._waiters[peer, incoming] = Waiter(f"klatsch {'source' if incoming else 'target'} {peer}")
-        post = partial(move, memory, self._global[peer], group=self.group, tag=tag)
-        return Transfer(peer, incoming, memory, post, land)
+        *first, last = torch.split(message, PIECE)
+        post = partial(move, group=self.group, tag=tag)
+        whole = None if land is None else lambda _: land(message)  # lands with its last piece
+        pieces = [(piece, None) for piece in first] + [(last, whole)]
+        return [Transfer(peer, incoming, p, partial(post, p, self._global[peer]), lands) for p, lands in pieces]
 
     def _take(self, transfers: list[Transfer]) -> None:
         for transfer in transfers:
@@ -223,9 +230,11 @@ class GlooLinks(Links):
     def _settle(self, transfers: list[Transfer], t: int) -> None:
         """Wait for messages, and lose neighbours that fail or are late."""
         began = time.monotonic()
+        moved: dict[int, float] = {}  # by neighbour: when its last piece has come or gone
         self._take(transfers)
         for transfer in transfers:
-            in_time = self._in_time(transfer, began)
+            in_time = self._in_time(transfer, moved.get(transfer.peer, began))
+            moved[transfer.peer] = time.monotonic()
             if not in_time:
                 self._abandoned.append(transfer)
             if not in_time or transfer.error is not None:

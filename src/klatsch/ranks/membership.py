@@ -112,18 +112,22 @@ class Membership:
         ended = {node for pair, k in self._number.items() if self._lost[k] for node in pair} | {*self._leavers()}
         return [g for g in self._groups() if self.rank not in g and (len(g) > 1 or not ended.intersection(g))]
 
-    def tree(self) -> tuple[list[int], list[int], int]:
-        """The parent (none of the first), children and depth of this rank in a tree of all within reach.
+    def tree(self) -> tuple[int | None, list[int]]:
+        """The parent and children of this rank in a tree of all within reach, which is the same on all of them."""
+        nodes, parents = self.within_reach(), self._parents()
+        parent = None if self.rank == nodes[0] else parents[self.rank]
+        return parent, [node for node in nodes if parents[node] == self.rank]
 
-        It is the same on all of them.
-        """
-        nodes = self.within_reach()
-        parents = breadth_first_order(self._graph(), nodes[0], directed=False)[1]
-        above, depth = self.rank, 0
-        while above != nodes[0]:
-            above, depth = int(parents[above]), depth + 1
-        children = [node for node in nodes if parents[node] == self.rank]
-        return [] if depth == 0 else [int(parents[self.rank])], children, depth
+    def depth(self) -> int:
+        """How many links of the tree are between this rank and the first."""
+        first, parents, above, depth = self.within_reach()[0], self._parents(), self.rank, 0
+        while above != first:
+            above, depth = parents[above], depth + 1
+        return depth
+
+    def _parents(self) -> list[int]:
+        found: list[int] = breadth_first_order(self._graph(), self.within_reach()[0], directed=False)[1].tolist()
+        return found
 
     def beside(self) -> list[int]:
         """All neighbours, in any round and direction, whose link to this rank holds."""
