@@ -8,6 +8,7 @@ from scipy.sparse import csr_array
 from klatsch import topology as tp
 
 HALF = [[0.5, 0.5], [0.5, 0.5]]
+CONSTANTS = ("--sigma", "1", "--D1", "1")
 
 
 @pytest.mark.parametrize("name", tp.TOPOLOGIES)
@@ -176,8 +177,16 @@ def test_refusals_of_networkx_graphs(graph, options, message):
         (["topology", "erdos_renyi", "-n", "16", "--set", "p=x"], "'x' is not a number"),
         (["topology", "complete", "-n", "1000", "--draw", "a.svg"], "499,500 links"),
         (["topology", "ring", "-n", "10000000000000"], "too many"),
+        (["topology", "ring", "-n", "4", "--set", "meets=pairwise nan over wan"], "gradient = nan"),
+        (["topology", "ring", "-n", "4", "--set", "meets=pairwise 0.1 over /dev/zero"], "unknown network '/dev/zero'"),
+        (["topology", "ring", "-n", "4", "--set", "meets=pairwise 0.1 over nowhere.csv"], "cannot read nowhere.csv"),
+        (["topology", "ring", "-n", "4", "--set", "meets=pairwise 99999999*0.05 over wan"], "nodes = 99999999"),
+        (["topology", "--compare", "-n", "4", "--set", "meets=pairwise nan over wan"], "gradient = nan"),
         (["topology", "ring", "-n", "4", "--frobnicate"], "--frobnicate"),
         (["topologie"], "topologie"),
+        (["probe", "least-squares", "-n", "2147483648"], "nodes = 2147483648; give a whole number from 1 to 65536"),
+        (["plan", "--theory", "--samples", "1e6", *CONSTANTS, "--zeta", "1e308", "--L", "1"], "zeta = 1e+308"),
+        (["plan", "--theory", "--target", "0.1", *CONSTANTS, "--zeta", "1", "--L", "1e308"], "L = 1e+308"),
     ],
 )
 def test_the_command_line_complains_in_one_line(arguments, message, run_cli):

@@ -2,11 +2,14 @@
 
 import csv
 import json
+import shutil
+import sqlite3
 import sys
 
 import numpy as np
 import pytest
 
+from klatsch.cli.rows import _in_latex
 from klatsch.study import Store, parse, run_study, workers
 from klatsch.study.store import Origin
 
@@ -170,3 +173,62 @@ def test_without_pyarrow_it_says_what_to_install(store, run_cli, monkeypatch, tm
     code, _, err = run_cli("results", store, "--parquet", tmp_path / "a.parquet")
     assert code == 2
     assert "pip install 'klatsch[parquet]'" in err
+
+
+def test_two_stores_are_compared(store, run_cli, tmp_path):
+    other = tmp_path / "other.sqlite"
+    shutil.copy(store, other)
+    base = sqlite3.connect(other)
+    base.execute("UPDATE metrics SET value = 2 * value WHERE run = 1")
+    base.execute("DELETE FROM metrics WHERE run = 2")
+    base.execute("DELETE FROM runs WHERE id = 2")
+    base.commit()
+    base.close()
+    with Store(other) as opened, opened.transaction():
+        opened._seal(1)
+    code, out, err = run_cli("results", store, "--compare", other)
+    assert code == 0, err
+    assert "1 run only in" in " ".join(out.split())
+    found = json.loads(run_cli("results", store, "--compare", other, "--json")[1])
+    assert (found["only_here"], found["only_there"]) == (1, 0)
+    assert sorted({row["largest"] for row in found["differences"]}) == [0.0, 0.5]
+    assert sum(row["runs"] for row in found["differences"]) == len(all_runs(store)) - 1
+
+
+def all_runs(store):
+    with Store(store, read_only=True) as opened:
+        return opened.runs()
+
+
+def test_a_table_for_latex(store, run_cli):
+    code, out, _ = run_cli("results", store, "--latex")
+    assert code == 0
+    assert out.startswith("\\begin{tabular}{l")
+    assert out.rstrip().endswith("\\end{tabular}")
+    body = out.split("\\midrule\n")[1].split("\\bottomrule")[0].splitlines()
+    rows = json.loads(run_cli("results", store, "--json")[1])["rows"]
+    assert len(body) == len(rows)
+    assert {line.count(" & ") for line in body} == {out.splitlines()[2].count(" & ")}
+
+
+def test_names_in_latex_are_texts():
+    assert _in_latex("a_b & 50% $x$ \\cmd") == r"a\_b \& 50\% \$x\$ \textbackslash{}cmd"
+    assert _in_latex("1.5e-05*") == r"$1.5 \cdot 10^{-5}$*"
+
+
+def test_a_frame_has_options_as_columns(store, monkeypatch):
+    pytest.importorskip("pandas")
+    with Store(store, read_only=True) as opened:
+        frame, curves = opened.frame(), opened.frame(curves=True)
+        cases = [case for case, _ in opened.runs()]
+    assert len(frame) == len(cases)
+    assert len(curves) > len(frame)
+    for name in {name for case in cases for name in (*case.rule_options, *case.topology_options)}:
+        assert name in frame
+    assert {"distance", "bytes_sent", "nodes", "rule"} <= set(frame)
+
+
+def test_without_pandas_it_says_what_to_install(store, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with Store(store, read_only=True) as opened, pytest.raises(ValueError, match=r"pip install 'klatsch\[pandas\]'"):
+        opened.frame()

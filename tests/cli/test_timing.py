@@ -147,6 +147,10 @@ def test_run_takes_a_clock(run_cli, in_threads, tmp_path):
         (("--gradient", "fast"), "gradient = 'fast'; give seconds, such as 0.05, or a distribution"),
         (("--gradient", "0.05", "--network", "wam"), "unknown network 'wam'; did you mean wan?"),
         (("--gradient", "0.1,0.2,0.3"), "3"),
+        (("--gradient", "999999999*0.05"), "nodes = 999999999; give a whole number from 0 to 1000000"),
+        (("--style", "a.mplstyle"), "--style is for a figure; give --plot FILE as well"),
+        (("--latex", "--all"), "--latex prints the best learning rates"),
+        (("--compare", "/nowhere/b.sqlite"), "there is no folder /nowhere"),
         (("--gradient", "0.05", "--plot", "/nowhere/a.png"), "there is no folder /nowhere"),
     ],
 )

@@ -571,3 +571,36 @@ def test_pages_say_when_a_learning_rate_lies_at_the_edge():
 
 def test_every_rule_has_a_look_of_its_own():
     assert len(rules.RULES) <= len(set(figures.COLOURS)) == len(set(figures.MARKERS)), "add a colour and a marker"
+
+
+def test_rules_of_ones_own_look_like_no_other_rule():
+    """Also where there are more rules than colours."""
+    few = [row(rule, "ring", M, 1 / M) for rule in ("dsgd", "dat", "mine.py:A", "mine.py:B") for M in (4, 9)]
+    many = [
+        row(rule, "ring", M, 1 / M) for rule in (*rules.RULES, *(f"mine.py:R{k}" for k in range(20))) for M in (4, 9)
+    ]
+    for rows in (few, many):
+        look = figures.by_rule(rows)
+        looks = {(look(r)["color"], look(r)["marker"]) for r in rows}
+        assert len(looks) == len({r.rule for r in rows})
+    both = figures.by_rule(few), figures.by_rule(few[:4])
+    assert all(one(few[0]) == both[1](few[0]) for one in both)  # a built-in rule looks the same in every figure
+    assert len({figures.by_rule(few)(r)["color"] for r in few}) == 4
+
+
+def test_a_figure_with_a_look_of_ones_own(tmp_path):
+    rows = [row(rule, "ring", M, 1 / M) for rule in ("dsgd", "dat", "d2") for M in (4, 9)]
+    style = tmp_path / "mine.mplstyle"
+    style.write_text("figure.figsize: 5, 4\naxes.facecolor: eeeeee\n")
+    look = {"order": ["d2", "dsgd"], "colours": {"dsgd": "#ff0000"}, "labels": {"dsgd": "baseline $x"}, "style": style}
+    figure = figures.plot(rows, "nodes", **look)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["d2", r"baseline \$x"]
+    drawn = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
+    assert drawn[r"baseline \$x"] == "#ff0000"
+    assert tuple(figure.get_size_inches()) == (5, 4)
+    assert figure.axes[0].get_facecolor()[0] == pytest.approx(0xEE / 255)
+    assert tuple(figures.plot(rows, "nodes", size=(3, 2)).get_size_inches()) == (3, 2)
+    with pytest.raises(ValueError, match="no row has the rule 'dta'; did you mean dat"):
+        figures.plot(rows, "nodes", order=["dta"])
+    with pytest.raises(ValueError, match=r"nowhere.mplstyle.*give an .mplstyle file"):
+        figures.plot(rows, "nodes", style=tmp_path / "nowhere.mplstyle")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from klatsch import files, own
 from klatsch.cli import terminal
 from klatsch.cli.app import command
 from klatsch.cli.clocked import Timing
-from klatsch.cli.rows import plain, print_rows, say_unknown, short
+from klatsch.cli.rows import as_latex, finite, plain, print_rows, say_unknown, short
 from klatsch.cli.terminal import AsJson, print_json, text
 
 if TYPE_CHECKING:
@@ -74,6 +75,11 @@ def results(
     csv: Annotated[Path | None, text("Write the runs to FILE.csv.", metavar="FILE")] = None,
     parquet: Annotated[Path | None, text("Write the runs to FILE.parquet.", metavar="FILE")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the curves to FILE.png, .svg or .pdf.")] = None,
+    style: Annotated[Path | None, text("With --plot: a style file of matplotlib.", metavar="FILE")] = None,
+    latex: Annotated[bool, typer.Option("--latex", help="Print the table for LaTeX (with booktabs).")] = False,
+    compare: Annotated[
+        Path | None, text("How far the same runs in another store are apart.", "--compare", metavar="STORE")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print, filter and export the results in STORE: the best learning rates, or every run."""
@@ -90,6 +96,10 @@ def results(
         if every or csv is not None or parquet is not None:
             raise ValueError("--plot draws the best learning rates; leave --all, --csv and --parquet out")
         pictures.check_path(plot)
+    if style is not None and plot is None:
+        raise ValueError("--style is for a figure; give --plot FILE as well")
+    if latex and (as_json or every):
+        raise ValueError("--latex prints the best learning rates; leave --json and --all out")
     if csv is not None:
         files.check_output(csv, "CSV", store)
     if parquet is not None:
@@ -99,6 +109,9 @@ def results(
         if not runs:
             raise ValueError(f"{store} holds no finished run yet")
         runs = filters.apply(runs)
+        if compare is not None:
+            with Store(compare, read_only=True) as other:
+                return _compare(opened, other, runs, as_json)
         if csv is not None or parquet is not None:
             found = export.records(opened, runs, curves, clock)
             for path, write in ((csv, export.to_csv), (parquet, export.to_parquet)):
@@ -115,11 +128,14 @@ def results(
         else:
             tables = [(kind, timed(rows, clock)) for kind, rows in _tables(opened, runs, metric)]
             if plot is not None:
-                _draw(tables, timing.against, plot)
+                _draw(tables, timing.against, plot, style)
             if as_json:
                 told = [(kind, row) for kind, rows in tables for row in rows]
                 return print_json({"rows": [{"problem": k[0]} | plain(row) | {"dtype": k[2]} for k, row in told]})
             for (problem, length, dtype, *_), rows in tables:
+                if latex:
+                    print(as_latex(rows, clocked=clock is not None))
+                    continue
                 print_rows(rows, [], f"{problem}: {rows[0].metric}, {length}, {dtype}", clocked=clock is not None)
 
 
@@ -195,7 +211,33 @@ def _tables(store: Store, runs: Runs, metric: str | None) -> list[tuple[Kind, li
     return tables
 
 
-def _draw(tables: list[tuple[Kind, list[Row]]], across: str, plot: Path) -> None:
+def _compare(one: Store, other: Store, runs: Runs, as_json: bool) -> None:
+    """Print how far the runs of two stores are apart."""
+    from klatsch.study.export import differences
+    from klatsch.study.grids import counted
+
+    found, only_one, only_other = differences(one, other, runs)
+    if as_json:
+        rows = [row._asdict() | {"largest": finite(row.largest)} for row in found]
+        return print_json({"differences": rows, "only_here": only_one, "only_there": only_other})
+    alone = f"{counted(only_one, 'run')} only in {one.path}, {only_other:,} only in {other.path}"
+    if not found:
+        raise ValueError(f"the stores have no run in common: {alone}")
+    lines = [
+        {
+            "topology": row.topology,
+            "nodes": str(row.nodes),
+            "rule": row.rule,
+            "runs": f"{row.runs:,}",
+            "largest difference": "one diverged" if math.isnan(row.largest) else f"{row.largest:.2g}",
+        }
+        for row in found
+    ]
+    terminal.print_table(f"{sum(row.runs for row in found):,} runs in both stores", lines, section="topology")
+    terminal.note(f"difference of final values, as a share of the larger one; {alone}")
+
+
+def _draw(tables: list[tuple[Kind, list[Row]]], across: str, plot: Path, style: Path | None) -> None:
     """The curves of one kind of runs."""
     from klatsch import pictures
     from klatsch.paper import figures
@@ -206,7 +248,7 @@ def _draw(tables: list[tuple[Kind, list[Row]]], across: str, plot: Path) -> None
             f"--plot draws one kind of runs, and there are several ({kinds}); filter them, as with --where"
         )
     (((problem, length, *_), rows),) = tables
-    pictures.save(figures.error_against_rounds(rows, f"{problem}, {length}", across=across), plot, dpi=160)
+    pictures.save(figures.plot(rows, across, f"{problem}, {length}", style=style), plot, dpi=160)
     print(f"drawn to {plot}", file=sys.stderr)
 
 

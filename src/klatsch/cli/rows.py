@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,34 +22,8 @@ def print_rows(
 ) -> None:
     """Print one line per row, then notes; with what it takes and sends where there is a clock."""
     from klatsch import native
-    from klatsch.study.choices import BESIDE
-    from klatsch.study.grids import shown
-    from klatsch.units import duration, size
 
-    if not rows:
-        raise ValueError("no run is finished yet")
-
-    settings = dict.fromkeys(name for row in rows for name in row.setting)
-    varying = [name for name in settings if len({row.setting.get(name) for row in rows}) > 1]
-    counts = sorted({len(row.curves) for row in rows})
-    spread = counts != [1]  # of the seeds
-    measured = [name for name in BESIDE if not all(math.isnan(row.beside(name)) for row in rows)]
-    lines = [
-        {
-            "topology": row.topology,
-            **{name: shown(row.setting.get(name, "-")) for name in varying},
-            "nodes": str(row.nodes),
-            "rule": row.rule,
-            row.title: "diverged" if row.diverged else short(row.value),
-            "lr": f"{row.lr:g}" + ("*" if row.at_edge else ""),
-            **({"from": short(row.low), "to": short(row.high)} if spread else {}),
-            **{name: "-" if math.isnan(v := row.beside(name)) else short(v) for name in measured},
-            "Gamma": short(float(row.consensus[:, -1, row.best].mean())),
-            **({"time": "-" if row.elapsed is None else duration(row.elapsed[-1])} if clocked else {}),
-            **({"sent": "-" if row.sent is None else size(row.sent)} if clocked else {}),
-        }
-        for row in rows
-    ]
+    lines, counts = _lines(rows, clocked), sorted({len(row.curves) for row in rows})
     kept = terminal.print_table(title, lines, EXPENDABLE, section="topology")
     notes = {
         "from": f"from, to: smallest and largest of {' or '.join(map(str, counts))} seeds",
@@ -69,6 +44,57 @@ def print_rows(
         terminal.note(f"left out at {sizes} nodes: {reason}")
     if native.why_not() is not None and device == "cpu":
         terminal.note(f"slower than it could be: {native.why_not()}")
+
+
+def _lines(rows: Sequence[Row], clocked: bool) -> list[dict[str, str]]:
+    """The cells of a table by their headings."""
+    from klatsch.study.choices import BESIDE
+    from klatsch.study.grids import shown
+    from klatsch.units import duration, size
+
+    if not rows:
+        raise ValueError("no run is finished yet")
+
+    settings = dict.fromkeys(name for row in rows for name in row.setting)
+    varying = [name for name in settings if len({row.setting.get(name) for row in rows}) > 1]
+    spread = {len(row.curves) for row in rows} != {1}  # of the seeds
+    measured = [name for name in BESIDE if not all(math.isnan(row.beside(name)) for row in rows)]
+    return [
+        {
+            "topology": row.topology,
+            **{name: shown(row.setting.get(name, "-")) for name in varying},
+            "nodes": str(row.nodes),
+            "rule": row.rule,
+            row.title: "diverged" if row.diverged else short(row.value),
+            "lr": f"{row.lr:g}" + ("*" if row.at_edge else ""),
+            **({"from": short(row.low), "to": short(row.high)} if spread else {}),
+            **{name: "-" if math.isnan(v := row.beside(name)) else short(v) for name in measured},
+            "Gamma": short(float(row.consensus[:, -1, row.best].mean())),
+            **({"time": "-" if row.elapsed is None else duration(row.elapsed[-1])} if clocked else {}),
+            **({"sent": "-" if row.sent is None else size(row.sent)} if clocked else {}),
+        }
+        for row in rows
+    ]
+
+
+def as_latex(rows: Sequence[Row], clocked: bool = False) -> str:
+    """The same table for LaTeX."""
+    lines = _lines(rows, clocked)
+    columns = "".join("l" if heading in terminal.LEFT else "r" for heading in lines[0])
+    table = [list(lines[0]), *(list(line.values()) for line in lines)]
+    head, *body = (" & ".join(map(_in_latex, cells)) + r" \\" for cells in table)
+    return "\n".join(
+        [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
+    )
+
+
+def _in_latex(text: str) -> str:
+    """A text whose characters LaTeX prints as they are, and numbers as 10^-3."""
+    power = re.fullmatch(r"(-?[\d.]+)e([+-]\d+)(\*?)", text)
+    if power:
+        return rf"${power[1]} \cdot 10^{{{int(power[2])}}}${power[3]}"
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return "".join(special.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
 
 
 def say_unknown(runs: Iterable[tuple[Case, Exchange | None]]) -> None:

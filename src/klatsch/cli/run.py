@@ -6,7 +6,6 @@ import hashlib
 import json
 import sys
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -147,6 +146,7 @@ def run(
     file: Annotated[Path | None, typer.Argument(help="A study file, instead of options that say what to run.")] = None,
     engine: Annotated[str, text("stacked (simulation), or ranks: one process per node, under torchrun.")] = "stacked",
     plot: Annotated[Path | None, typer.Option(help="Draw the curves to FILE.png, .svg or .pdf.")] = None,
+    style: Annotated[Path | None, text("With --plot: a style file of matplotlib.", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a study: FILE is a TOML file, or the options name rules, topologies and a grid to compare."""
@@ -174,6 +174,8 @@ def run(
         raise ValueError(f"{file}: {refusal}" if file is not None else str(refusal)) from None
     if plot is not None:
         pictures.check_path(plot)
+    elif style is not None:
+        raise ValueError("--style is for a figure; give --plot FILE as well")
     place = crew.store if crew.store is not None or file is None else file.with_suffix(".sqlite")
     executor = crew.executor(study.device, in_memory=place is None)
     if engine == "ranks":
@@ -195,10 +197,8 @@ def run(
             again = f" ({damaged:,} {'was' if damaged == 1 else 'were'} damaged)" if damaged else ""
             print(f"{counted(found.progress.runs_done, 'run')} new{again}, results in {place}")
     if plot is not None:
-        against_nodes = len(study.nodes) > 1 and timing.against == "rounds"
-        course = partial(figures.error_against_rounds, across=timing.against)
-        draw = figures.error_against_nodes if against_nodes else course
-        pictures.save(draw(rows, title_of(study)), plot, dpi=160)
+        across = "nodes" if len(study.nodes) > 1 and timing.against == "rounds" else timing.against
+        pictures.save(figures.plot(rows, across, title_of(study), style=style), plot, dpi=160)
         if not as_json:
             print(f"drawn to {plot}")
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from klatsch import rules
+from klatsch.arguments import named, there_are
 from klatsch.paper.claims import at_its_best, family
 from klatsch.study.choices import Row
 from klatsch.study.grids import shown
@@ -53,7 +56,80 @@ class Layout:
     legends: bool = False  # one in every panel, not one for all
 
 
-def error_against_nodes(rows: Sequence[Row], title: str, together: bool = False) -> Figure:
+@dataclass(frozen=True)
+class Dress:
+    """Colours and labels of one's own, by the names of rules."""
+
+    colours: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, layout: Layout) -> Layout:
+        def look(row: Row) -> Style:
+            return layout.look(row) | ({"color": self.colours[row.rule]} if row.rule in self.colours else {})
+
+        def label(row: Row) -> str:
+            return layout.label(replace(row, rule=self.labels.get(row.rule, row.rule)))
+
+        return replace(layout, look=look, label=label)
+
+
+PLAIN = Dress()
+
+
+def plot(
+    rows: Sequence[Row],
+    across: str = "rounds",
+    title: str = "",
+    *,
+    order: Sequence[str] | None = None,
+    colours: Mapping[str, str] = MappingProxyType({}),
+    labels: Mapping[str, str] = MappingProxyType({}),
+    size: tuple[float, float] | None = None,
+    style: str | Path | None = None,
+) -> Figure:
+    """A figure of rows with a look of your own: the matplotlib figure, to change and save.
+
+    Args:
+        rows: of `study.run_study` or `study.summarize`.
+        across: "nodes" (final values), "rounds", "seconds" (of rows of `study.timed`) or "bytes".
+        title: above it.
+        order: names of rules as the rows have them, first to last; others are left out.
+        colours: by name of a rule; those of klatsch for others.
+        labels: what to call rules, by name.
+        size: width and height in inches.
+        style: a file of matplotlib's style, or the name of one of its own.
+    """
+    import matplotlib
+    from matplotlib import style as styles
+
+    named("axis", across, dict.fromkeys(("nodes", "rounds", "seconds", "bytes")))
+    known = distinct(rows, lambda row: row.rule)
+    for name in (*(order or ()), *colours, *labels):
+        if name not in known:
+            raise ValueError(f"no row has the rule {name!r}; {there_are(name, known)}")
+    if order is not None:
+        rows = sorted((row for row in rows if row.rule in order), key=lambda row: list(order).index(row.rule))
+    if not rows:
+        raise ValueError("there are no rows to draw; run the study first")
+    with matplotlib.rc_context():
+        if style is not None:
+            try:
+                styles.use(style)
+            except OSError as error:
+                raise ValueError(f"style {style}: {str(error).splitlines()[0]}; give an .mplstyle file") from None
+            if tuple(matplotlib.rcParams["figure.figsize"]) != tuple(matplotlib.rcParamsDefault["figure.figsize"]):
+                size = size or tuple(matplotlib.rcParams["figure.figsize"])
+        dress = Dress(colours, labels)
+        if across == "nodes":
+            figure = error_against_nodes(rows, title, dress=dress)
+        else:
+            figure = error_against_rounds(rows, title, across=across, dress=dress)
+    if size is not None:
+        figure.set_size_inches(*size)
+    return figure
+
+
+def error_against_nodes(rows: Sequence[Row], title: str, together: bool = False, dress: Dress = PLAIN) -> Figure:
     """The best final error against the number of machines: a panel per setting and topology, a line per rule.
 
     With `together`, all topologies share the panels of their settings.
@@ -66,10 +142,12 @@ def error_against_nodes(rows: Sequence[Row], title: str, together: bool = False)
         return _against_nodes(rows, title, layout)
     wide = min(4, len({row.topology for row in rows}))
     caption = in_letters(rows, lambda row: [row.topology])
-    return _against_nodes(rows, title, Layout(shown, caption, lambda row: row.rule, by_rule(rows), wide))
+    return _against_nodes(rows, title, dress(Layout(shown, caption, lambda row: row.rule, by_rule(rows), wide)))
 
 
-def error_against_rounds(rows: Sequence[Row], title: str, together: bool = False, across: str = "rounds") -> Figure:
+def error_against_rounds(
+    rows: Sequence[Row], title: str, together: bool = False, across: str = "rounds", dress: Dress = PLAIN
+) -> Figure:
     """The error round by round at the best learning rate: a panel per setting, topology and size, a line per rule.
 
     With `together`, all sizes share the panels of their settings; `across` is "rounds", "seconds" or "bytes". What a
@@ -87,7 +165,7 @@ def error_against_rounds(rows: Sequence[Row], title: str, together: bool = False
         return f"{row.rule}{'' if apart else f', {row.topology}'}, lr {row.lr:g}"
 
     layout = Layout(shown, caption, label, by_rule(rows) if apart else _by_family(rows), wide, legends=True)
-    return _against_rounds(rows, title, layout, across)
+    return _against_rounds(rows, title, dress(layout), across)
 
 
 def error_against_seconds(rows: Sequence[Row], title: str, wide: int) -> Figure:
@@ -132,7 +210,7 @@ def accuracy_against_bytes(rows: Sequence[Row], title: str) -> Figure:
         return f"{family(row)}, {'all-reduce' if graph == 'complete' else graph}"
 
     def look(row: Row) -> Style:
-        return _style(names.index(_named(row)[0]), graphs.index(split(row.topology)[0])) | {"marker": ""}
+        return _style(names[_named(row)[0]], graphs.index(split(row.topology)[0])) | {"marker": ""}
 
     layout = Layout(_accuracy(rows[0]), _alpha, label, look, len(distinct(rows, _alpha)))
     figure, panels = panelled(rows, title, layout)
@@ -310,14 +388,17 @@ def by_rule(rows: Sequence[Row]) -> Look:
 
     def look(row: Row) -> Style:
         name, variant = _named(row)
-        return _style(places.index(name), variants.index(variant))
+        return _style(places[name], variants.index(variant))
 
     return look
 
 
-def _places(rows: Sequence[Row]) -> list[str]:
-    """The names of all rules; custom ones come last."""
-    return list(dict.fromkeys([*rules.RULES, *(_named(row)[0] for row in rows)]))
+def _places(rows: Sequence[Row]) -> dict[str, int]:
+    """The places of rules in the tables of looks: custom ones take those that no other rule of the figure has."""
+    names, known = distinct(rows, lambda row: _named(row)[0]), list(rules.RULES)
+    places = {name: known.index(name) for name in names if name in known}
+    free = [k for k in range(len(names) + len(known)) if k not in places.values()]
+    return places | dict(zip((name for name in names if name not in known), free, strict=False))
 
 
 def _named(row: Row) -> tuple[str, str]:
@@ -333,8 +414,8 @@ def _by_family(rows: Sequence[Row]) -> Look:
 
 
 def _style(colour: int, line: int, marker: int | None = None, colours: Sequence[object] = COLOURS) -> Style:
-    """A line's style by places in the tables above; by default a marker per colour."""
-    marker = colour if marker is None else marker
+    """A line's style by places in the tables above; by default a marker per colour, another one when these recur."""
+    marker = colour + colour // len(colours) if marker is None else marker
     tables = {"color": (colours, colour), "marker": (MARKERS, marker), "linestyle": (DASHES, line)}
     return {name: table[k % len(table)] for name, (table, k) in tables.items()}
 

@@ -5,5 +5,6 @@ from klatsch.study.choices import Row, summarize
 from klatsch.study.execute import execute, run_study
 from klatsch.study.spec import Study, load, parse
 from klatsch.study.store import Store
+from klatsch.study.timing import timed
 
-__all__ = ["Case", "Row", "Store", "Study", "execute", "expand", "load", "parse", "run_study", "summarize"]
+__all__ = ["Case", "Row", "Store", "Study", "execute", "expand", "load", "parse", "run_study", "summarize", "timed"]

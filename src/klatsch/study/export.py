@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from klatsch import files
 from klatsch.clock import Clock
@@ -16,13 +17,58 @@ from klatsch.study.grids import Options
 from klatsch.study.store import Store
 from klatsch.study.traffic import elapsed, sent_by
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+Runs = Sequence[tuple[Case, Options]]
+
+
+def frame(store: Store, curves: bool = False, clock: Clock | None = None) -> DataFrame:
+    """The runs of a store for pandas, with every option of problem, rule and graph as a column of its own."""
+    try:
+        import pandas as pd
+    except ModuleNotFoundError:
+        raise ValueError("a frame needs pandas: pip install 'klatsch[pandas]'") from None
+    return pd.DataFrame(records(store, store.runs(), curves, clock, options=True))
+
+
+class Difference(NamedTuple):
+    """How far runs of two stores with equal settings are apart: a rule on a graph of a size."""
+
+    rule: str
+    topology: str
+    nodes: int
+    runs: int
+    largest: float  # |a - b| / max(|a|, |b|) of the final values; nan where one diverged alone
+
+
+def differences(one: Store, other: Store, runs: Runs) -> tuple[list[Difference], int, int]:
+    """The differences between runs of one store and those of another, and how many only one of them has."""
+    theirs = {facts["key"] for _, facts in other.runs()}
+    both = [run for run in runs if run[1]["key"] in theirs]
+    keys, names = [facts["key"] for _, facts in both], names_of(case for case, _ in both)
+    finals = [store.outcomes(keys, last=True) for store in (one, other)]
+    apart: dict[tuple[str, str, int], list[float]] = {}
+    for case, facts in both:
+        metric = case.headline.metric
+        a, b = (float(outcomes[facts["key"]].metrics[metric][-1]) for outcomes in finals)
+        far = 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))  # inf / inf is nan
+        apart.setdefault((names(case).rule, names(case).topology, case.nodes), []).append(far)
+    found = [
+        Difference(*where, len(far), math.nan if any(map(math.isnan, far)) else max(far))
+        for where, far in apart.items()
+    ]
+    return found, len(runs) - len(both), len(theirs) - len(both)
+
 
 def records(
-    store: Store, runs: Sequence[tuple[Case, Options]], curves: bool = False, clock: Clock | None = None
+    store: Store, runs: Runs, curves: bool = False, clock: Clock | None = None, options: bool = False
 ) -> list[Options]:
     """One record per run with its final metrics, or with `curves` one per recorded round.
 
-    `bytes_sent` is what a node has sent up to that round, and with a clock `elapsed` the seconds until it is done.
+    `bytes_sent` is what a node has sent up to that round, and with a clock `elapsed` the seconds until it is done. With
+    `options`, those of rules and graphs are columns, too; "rule." or "topology." is before a name that is taken.
     """
     outcomes = store.outcomes([facts["key"] for _, facts in runs], last=not curves)
     found: list[Options] = []
@@ -41,6 +87,9 @@ def records(
             "dtype": case.dtype,
             **{name: facts[name] for name in ("device", "engine", "seconds", "finished", "key")},
         }
+        if options:
+            for kind, given in (("rule", case.rule_options), ("topology", case.topology_options)):
+                head |= {f"{kind}.{name}" if name in head else name: v for name, v in given.items() if name != "lr"}
         steps, bytes_ = outcome.steps.tolist(), outcome.exchange.sent
         when = None if clock is None else elapsed(case, outcome.exchange, clock, steps)
         for k, step in enumerate(steps):

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,11 @@ from klatsch.study.database import Database
 from klatsch.study.grids import Options
 from klatsch.study.spec import Study
 from klatsch.study.traffic import Exchange
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from klatsch.clock import Clock
 
 FACTS = (  # the columns of a run that its checksum covers
     *("key", "problem", "rule", "topology", "nodes", "seed", "lr", "steps", "dtype", "settings", "diverged", "device"),
@@ -221,6 +226,12 @@ class Store(AbstractContextManager["Store"]):
                 (Case.read(printable(json_of(settings))), dict(zip((*names, "environment"), rest, strict=True)))
                 for settings, *rest in rows
             ]
+
+    def frame(self, curves: bool = False, clock: Clock | None = None) -> DataFrame:
+        """All runs for pandas, with options as columns: one line per run, or with `curves` per recorded round."""
+        from klatsch.study import export
+
+        return export.frame(self, curves, clock)
 
     def environments(self) -> list[dict[str, str]]:
         """The versions and machines behind the runs."""
