@@ -1,7 +1,6 @@
 """Adam on ranks: alone it is torch's AdamW or Schedule-Free AdamW, with the groups, schedulers and states of both."""
 
 import copy
-import warnings
 
 import pytest
 import schedulefree
@@ -218,11 +217,11 @@ def test_weights_cannot_follow_several_learning_rates():
     train(model, DATAdamW(parameters, averaging="constant"), last=1)
 
 
-def test_alone_nothing_is_wrong_with_moments_of_its_own():
-    assert rules.dadam(0.1).caveat.startswith("dadam: every node divides by the size of its own gradients;")
-    assert rules.dat_adam(0.1).caveat.startswith("dat-adam: ")
-    for right in (rules.gt_adam(0.1), rules.dat_gt_adam(0.1), rules.dadam(0.1, shared=True), rules.dsgd(0.1)):
-        assert right.caveat == ""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        DAdamW(make_model().parameters())
+def test_a_weight_that_would_have_no_effect_is_refused():
+    for rule in (rules.dadam(0.1), rules.dat_adam(0.1), rules.d2_adam(0.1, shared=False)):
+        with pytest.raises(ValueError, match=rf"weight = 2 has no effect on {rule.name}, .* \(reduced=True\)"):
+            klatsch.Gossip(make_model().parameters(), rule, weight=2)
+    for rule in (rules.gt_adam(0.1), rules.dadam(0.1, shared=True), rules.dadam(0.1, reduced=True), rules.dsgd(0.1)):
+        klatsch.Gossip(make_model().parameters(), rule, weight=2)
+    with pytest.raises(ValueError, match="weight = 0; give a number above 0, such as this rank's number of samples"):
+        DAdamW(make_model().parameters(), weight=0)

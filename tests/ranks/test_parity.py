@@ -71,6 +71,25 @@ def features(prepared, tmp_path_factory):
     return [torch.load(folder / f"features-{rank}") for rank in range(3)]
 
 
+def test_weights_move_the_optimum_to_that_of_all_samples(tmp_path, launch):
+    launch(3, "weighted").succeed()
+    for rank in range(3):
+        found = torch.load(tmp_path / f"weighted-{rank}")
+        assert "the ranks do not agree" in found.pop("some have none")
+        assert found.pop("D2 without weights") == pytest.approx(1.0, abs=1e-5)  # the mean of all ranks
+        assert found.pop("DAdamW") == pytest.approx(1.6, abs=0.02)  # its steps do not vanish, but as 1 / t
+        assert found == {name: pytest.approx(1.6, abs=1e-5) for name in found}
+
+
+def test_epochs_of_different_lengths_end_in_the_same_round_everywhere(tmp_path, launch):
+    launch(3, "epochs").succeed()
+    for rows in zip(*(torch.load(tmp_path / f"epochs-{rank}").values() for rank in range(3)), strict=True):
+        for epoch in zip(*rows, strict=True):
+            (end,) = {after for _, _, after in epoch}
+            assert all(before + idle == after for before, idle, after in epoch)
+            assert end > max(before for before, _, _ in epoch)
+
+
 def test_all_start_from_rank_0(features):
     assert not torch.equal(features[1]["own"][0], features[0]["own"][0])
     for rank in features:

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -169,6 +170,53 @@ def disagree(folder, what):
         return
     wire = "int8" if odd and what == "wire" else "float32"
     klatsch.Gossip(params, rule, graph, wire=wire, timeout=4 if what == "absent" else 60)
+
+
+def weighted(folder):
+    """Sites of 10, 20 and 70 samples, and f(x) = (x - rank)^2 / 2 on each: where rules come to rest."""
+    rank, size = group()
+    ring = klatsch.topology.lazy(klatsch.topology.ring(size))
+    optim, found = klatsch.optim, {}
+    for name, made in {
+        "D2": lambda x, **o: optim.D2([x], 0.2, ring, **o),
+        "D2 without weights": lambda x, **o: optim.D2([x], 0.2, ring),
+        "GradientTracking": lambda x, **o: optim.GradientTracking([x], 0.2, ring, **o),
+        "DATD2": lambda x, **o: optim.DATD2([x], 0.2, ring, averaging="fixed(0.5)", **o),
+        "DSGD": lambda x, **o: optim.DSGD([x], 0.2, "complete", **o),
+        "DAdamW": lambda x, **o: optim.DAdamW([x], lambda t: 1 / t, "complete", weight_decay=0.0, **o),
+    }.items():
+        x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # no rule warns of its defaults
+            optimizer = made(x, weight=[10, 20, 70][rank])
+        for _ in range(120):
+            optimizer.zero_grad()
+            ((x - rank).square() / 2).sum().backward()
+            optimizer.step()
+        found[name] = float(optimizer.output()[0])
+    try:
+        optim.D2([x], 0.2, ring, weight=None if rank == 1 else 10)
+    except ValueError as error:
+        found["some have none"] = str(error)
+    torch.save(found, folder / f"weighted-{rank}")
+
+
+def epochs(folder):
+    """Epochs of other lengths on every rank: the round in which each of them ends."""
+    rank, _ = group()
+    found = {}
+    for name, options in {"ring": {}, "late": {"every": 2, "late": 1}}.items():
+        x = nn.Parameter(torch.zeros(1))
+        optimizer = klatsch.optim.DSGD([x], 0.1, "ring", **options)
+        found[name] = []
+        for epoch in range(4):
+            for _ in range((rank + epoch) % 3 * 4):
+                optimizer.zero_grad()
+                x.sum().backward()
+                optimizer.step()
+            found[name].append((optimizer.rounds, optimizer.end_epoch(), optimizer.rounds))
+        optimizer.finish()
+    torch.save(found, folder / f"epochs-{rank}")
 
 
 def features(folder):

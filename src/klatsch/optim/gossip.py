@@ -27,7 +27,7 @@ from klatsch.optim.pieces import Pieces
 from klatsch.optim.points import Points, Watch
 from klatsch.optim.share import Share
 from klatsch.optim.wrappers import Wrappers
-from klatsch.ranks.agreement import agree, group_of, leave, members
+from klatsch.ranks.agreement import agree, group_of, leave, members, summed
 from klatsch.ranks.assembly import Assembly
 from klatsch.ranks.failures import NonFiniteError, QuorumError, reason, shown, warn
 from klatsch.ranks.links import Links, OnFailure, backend, open_links
@@ -74,6 +74,8 @@ class Gossip(Points, Joinable, JoinHook):
         on_nonfinite: "raise" NonFiniteError when a gradient is not finite, before anything is sent; or "skip", a round
             without gradient, which `skipped` counts.
         start_equal: start from rank 0's parameters; else every rank starts from its own.
+        weight: how much this rank's gradients count beside the others', such as its number of samples; on all ranks, or
+            on none, where all count alike. The network then minimises the weighted mean of the ranks' losses.
         any_graph: run even where the rule refuses the graph.
 
     Attributes:
@@ -105,6 +107,7 @@ class Gossip(Points, Joinable, JoinHook):
         quorum: float = 0.0,
         on_nonfinite: OnNonFinite = "raise",
         start_equal: bool = True,
+        weight: float | None = None,
         any_graph: bool = False,
         **unknown: Never,
     ) -> None:
@@ -112,6 +115,7 @@ class Gossip(Points, Joinable, JoinHook):
         rule = checked(rule)
         defaults = groups.defaults_of(rule, weight_decay)
         options.check_failures(timeout, on_failure, quorum, on_nonfinite)
+        options.check_weight(weight, rule)
         super().__init__(params, defaults)
         Joinable.__init__(self)
         self._made = True
@@ -140,8 +144,13 @@ class Gossip(Points, Joinable, JoinHook):
         self.rank = dist.get_rank(self.group)
         agree(self.group, {"version of klatsch": VERSION, "rule": rule.name})
         settings = {"on_failure": on_failure, "quorum": f"{quorum:g}", "start_equal": str(start_equal)}
+        settings |= {"weight": "left out" if weight is None else "given"}
         facts = groups.facts(self.rule, self.topology, self.param_groups)
         agree(self.group, facts | settings | {"backend": backend(group, self.device)})
+        self._weight = 1.0
+        if weight is not None:
+            total = summed(self.group, torch.tensor([float(weight)], dtype=torch.float64))
+            self._weight = float(weight) * len(ranks) / float(total)
         names, dtypes = groups.names(self.param_groups), dict.fromkeys(p.dtype for p in trained)
         kind = Pieces if self.host.sharded else Flat
         flats = [kind([p for p in trained if p.dtype == dtype], names, self.host) for dtype in dtypes]
@@ -162,8 +171,6 @@ class Gossip(Points, Joinable, JoinHook):
         for flat in flats:
             flat.mark_written()
         self._train_over(links, flats)
-        if self.rank == 0 and len(ranks) > 1 and rule.caveat:
-            warn(rule.caveat)
         self._apart, self._watch = self.rule.apart, Watch(self, trained)
         if self._apart:
             self._watch.look()
@@ -191,7 +198,7 @@ class Gossip(Points, Joinable, JoinHook):
         self._wrappers.look(now=any(share.flat.touched for share in self._shares))
         Join.notify_join_context(self)  # inside torch's Join: this rank is not done
         scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
-        self._round(0.0 if float(self.found_inf) > 0 else 1.0 / scale)
+        self._round(0.0 if float(self.found_inf) > 0 else self._weight / scale)
         return loss
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from klatsch.arguments import there_are
 from klatsch.optim.groups import single
 from klatsch.ranks.links import OnFailure
+from klatsch.rules import Rule
 from klatsch.topology import Topology
 
 LONGEST = 30 * 86400  # seconds
@@ -35,6 +36,18 @@ def check_failures(timeout: float, on_failure: OnFailure, quorum: float, on_nonf
     part = "a share of all ranks from 0 to 1, such as 0.5"
     if single("quorum", quorum, lambda v: (v >= 0) & (v <= 1), part) and on_failure == "raise":
         raise ValueError(f"quorum = {quorum} needs on_failure='continue': else the first failure ends the training")
+
+
+def check_weight(weight: float | None, rule: Rule) -> None:
+    """Check how much a rank counts, and that the rule takes notice of it."""
+    if weight is None:
+        return
+    single("weight", weight, lambda v: v > 0, "a number above 0, such as this rank's number of samples")
+    if rule.ignores_scale:
+        raise ValueError(
+            f"weight = {weight} has no effect on {rule.name}, where every rank divides its gradients by their own "
+            "size; gossip gradients first (reduced=True), or leave it out"
+        )
 
 
 def sized(topology: object, ranks: list[int]) -> Topology:

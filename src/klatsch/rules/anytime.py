@@ -209,8 +209,8 @@ class Around(Rule):
         return self.base.scales
 
     @property
-    def caveat(self) -> str:
-        return self.base.caveat.replace(self.base.name, self.name, 1)
+    def ignores_scale(self) -> bool:
+        return self.base.ignores_scale
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         self.base.check_graph(graph, name or self.name)

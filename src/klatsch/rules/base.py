@@ -116,9 +116,9 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__} has no update(self, s, grad, flow, t, lr)")
 
     @property
-    def caveat(self) -> str:
-        """Where nodes whose data differ do not find the optimum, whatever the learning rate: a warning of it."""
-        return ""
+    def ignores_scale(self) -> bool:
+        """Whether a factor on all gradients of a node changes nothing, since it divides them by their own size."""
+        return False
 
     @property
     def scales(self) -> dict[str, float]:

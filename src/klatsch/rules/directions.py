@@ -23,6 +23,11 @@ class Direction:
         """Whether it needs the query point, as s["query"]."""
         return False
 
+    @property
+    def ignores_scale(self) -> bool:
+        """Whether a factor on all gradients of a node changes nothing."""
+        return False
+
     def init(self, x: Tensor) -> State:
         """Its part of the state."""
         return {}
@@ -110,6 +115,10 @@ class Adam(Direction):
     @property
     def decays(self) -> bool:
         return not is_zero(self.weight_decay)
+
+    @property
+    def ignores_scale(self) -> bool:
+        return not (self.shared or self.reduced)
 
     def init(self, x: Tensor) -> State:
         """The moments, without a first one that nothing needs."""

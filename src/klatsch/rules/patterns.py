@@ -43,13 +43,8 @@ class Pattern(Rule):
         return self.direction.decays
 
     @property
-    def caveat(self) -> str:
-        if not isinstance(self.direction, Adam) or self.direction.shared:
-            return ""
-        return (
-            f"{self.name}: every node divides by the size of its own gradients; where the nodes' data differ more than "
-            "mini-batches do, they settle away from the optimum. gt-adam and dat-gt-adam do not; docs/rules.md, Adam"
-        )
+    def ignores_scale(self) -> bool:
+        return self.direction.ignores_scale
 
     def step(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
         """The direction of a round, and its part of the next state."""
@@ -247,7 +242,7 @@ class Tracked(Pattern):
     """
 
     short: ClassVar[str] = "gt"
-    caveat = ""
+    ignores_scale = False  # what it divides is the network's gradient
 
     def init(self, x: Tensor) -> State:
         return joined(self.name, super().init(x), {"y": x * 0.0, "z": x * 0.0})
