@@ -285,3 +285,32 @@ def slow_links(folder, timeout, numbers):
         what()
         took[name] = time.monotonic() - began
     say(folder, f"end-{rank}", f"{model.x.detach().min()} {model.x.detach().max()} {took}")
+
+
+def departures(folder, cases, rounds, killed=False, every=None):
+    """Node i minimises (x - i)^2 / 2. Some leave or die after ten rounds; what the others end with is kept by case."""
+    dist.init_process_group("gloo")
+    rank, kept = dist.get_rank(), {}
+    for label, case in cases.items():
+        x, model = nn.Parameter(torch.zeros(3, dtype=torch.float64)), nn.Module()
+        model.x = x
+        rule = klatsch.rules.make(case["rule"], **case["options"])
+        optimizer = klatsch.Gossip([x], rule, case["graph"], timeout=HANG, **case["travel"])
+        checkpointer = klatsch.Checkpointer(folder / label, every=every or rounds)
+        done = checkpointer.resume(optimizer) if every else 0
+        goes = rank in case["gone"] and not done
+        for _ in range(done, 10 if goes else rounds):
+            x.grad = x.detach() - rank
+            optimizer.step()
+            if every:
+                checkpointer.step()
+        if goes and killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        kept[label] = {name: v.clone() for name, v in optimizer.vectors()[0].items()}
+        kept[label]["output"] = optimizer.output()[0]
+        if not goes:
+            kept[label]["consensus"] = optimizer.consensus()
+            with klatsch.merged(model):
+                kept[label]["merged"] = x.detach().clone()
+        optimizer.finish(leave=goes)
+    torch.save(kept, folder / f"kept-{rank}")

@@ -297,6 +297,8 @@ class Gossip(Points, Joinable, JoinHook):
 
     def _exchange(self) -> list[float]:
         for share in self._shares:
+            share.node.balance()
+        for share in self._shares:
             share.exchange()
         return [float(node in self._links.lost) for node in range(self.topology.size)]
 

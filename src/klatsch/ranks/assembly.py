@@ -35,20 +35,21 @@ class Assembly:
     """The ranks within reach, `ranks`, after the same round t; all of them ask for the same `what`.
 
     First they exchange news until all within reach know the same, and nobody goes on unless all have come. Raises
-    ValueError if they come after different rounds or for different things, RuntimeError if one is silent.
+    ValueError if they come after different rounds or for different things, RuntimeError if one is silent. A rank that
+    leaves takes no part, unless `leavers` asks for those that are in the next round.
     """
 
-    def __init__(self, links: GlooLinks, t: int, what: str) -> None:
+    def __init__(self, links: GlooLinks, t: int, what: str, leavers: bool) -> None:
         self._links, self._round, self._began = links, t, time.monotonic()
         self._heard: dict[int, tuple[bytes, float]] = {}  # by rank: its last note, and since when it is there
         self.ranks: list[int] = []
-        known = links.membership
+        known, during = links.membership, t + 1 if leavers else None
         asked = torch.zeros(known.size, dtype=torch.int64)
         asked[known.rank] = 1 + int.from_bytes(hashlib.sha256(what.encode()).digest()[:7])
         for _ in range(known.size - 1):
             message = torch.cat([asked.view(torch.uint8), torch.zeros(len(known), dtype=torch.uint8)])
             known.tell(message[asked.nbytes :])
-            beside = known.beside()
+            beside = known.beside(during)
             came = [self._receive(NEWS, message, source) for source in beside]
             went = [self._send(NEWS, message, target) for target in beside]
             news = self._settled(came)
@@ -57,8 +58,8 @@ class Assembly:
                 asked = torch.maximum(asked, theirs[: asked.nbytes].view(torch.int64))
             if known.learn(theirs[asked.nbytes :] for theirs in news):
                 links.take_stock(t)
-        self.ranks = known.within_reach()
-        (parent, self._children), self._depth = known.tree(), known.depth()
+        self.ranks = known.within_reach(during)
+        (parent, self._children), self._depth = known.tree(during), known.depth(during)
         self._parents = [] if parent is None else [parent]
         _check_same({rank: int(asked[rank]) for rank in self.ranks})
 

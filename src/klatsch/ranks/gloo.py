@@ -115,11 +115,11 @@ class GlooLinks(Links):
             )
 
     @contextmanager
-    def together(self, t: int, what: str) -> Iterator[Assembly]:
+    def together(self, t: int, what: str, leavers: bool = False) -> Iterator[Assembly]:
         if t in self._in_vain:  # what was sent then is still on its way
             raise self._in_vain[t]
         with self.notes.excuse(t, every=min(self.timeout / 8, 1.0)):
-            yield Assembly(self, t, what)
+            yield Assembly(self, t, what, leavers)
 
     def call(self, tag: int, memory: Tensor, peer: int, incoming: bool) -> Transfer:
         """Begin to receive from a neighbour, or to send to it, outside of rounds."""

@@ -84,8 +84,11 @@ class Links(ABC):
         """Look at what is left of the network after a link is lost or a rank leaves."""
 
     @abstractmethod
-    def together(self, t: int, what: str) -> AbstractContextManager[Assembly]:
-        """All ranks within reach, for means over them: all ask after the same round t, for the same thing."""
+    def together(self, t: int, what: str, leavers: bool = False) -> AbstractContextManager[Assembly]:
+        """All ranks within reach, for means over them: all ask after the same round t, for the same thing.
+
+        Also those that leave after the next round or later, if they are in it.
+        """
 
     @abstractmethod
     def drain(self) -> None:

@@ -100,9 +100,16 @@ class Membership:
         nodes = self.within_reach()
         return self._end(nodes) if bool((self._finished[nodes] > self._since).all()) else None
 
-    def within_reach(self) -> list[int]:
-        """The ranks that this one still hears and is heard by, directly or through others, including itself."""
-        return next(group for group in self._groups() if self.rank in group)
+    def heard_out(self, t: int) -> bool:
+        """Whether the last message of a rank that has left arrived in the round before t."""
+        return any(self._end([node]) + self.topology.late == t - 1 for node in self._leavers())
+
+    def within_reach(self, t: int | None = None) -> list[int]:
+        """The ranks that this one still hears and is heard by, directly or through others, including itself.
+
+        In round t, in which those that leave later take part; without t none that leaves counts.
+        """
+        return next(group for group in self._groups(t) if self.rank in group)
 
     def out_of_reach(self) -> list[list[int]]:
         """Ranks that may keep training without this one, in groups that still hear each other.
@@ -112,42 +119,43 @@ class Membership:
         ended = {node for pair, k in self._number.items() if self._lost[k] for node in pair} | {*self._leavers()}
         return [g for g in self._groups() if self.rank not in g and (len(g) > 1 or not ended.intersection(g))]
 
-    def tree(self) -> tuple[int | None, list[int]]:
+    def tree(self, t: int | None = None) -> tuple[int | None, list[int]]:
         """The parent and children of this rank in a tree of all within reach, which is the same on all of them."""
-        nodes, parents = self.within_reach(), self._parents()
+        nodes, parents = self.within_reach(t), self._parents(t)
         parent = None if self.rank == nodes[0] else parents[self.rank]
         return parent, [node for node in nodes if parents[node] == self.rank]
 
-    def depth(self) -> int:
+    def depth(self, t: int | None = None) -> int:
         """How many links of the tree are between this rank and the first."""
-        first, parents, above, depth = self.within_reach()[0], self._parents(), self.rank, 0
+        first, parents, above, depth = self.within_reach(t)[0], self._parents(t), self.rank, 0
         while above != first:
             above, depth = parents[above], depth + 1
         return depth
 
-    def _parents(self) -> list[int]:
-        found: list[int] = breadth_first_order(self._graph(), self.within_reach()[0], directed=False)[1].tolist()
+    def _parents(self, t: int | None = None) -> list[int]:
+        found: list[int] = breadth_first_order(self._graph(t), self.within_reach(t)[0], directed=False)[1].tolist()
         return found
 
-    def beside(self) -> list[int]:
+    def beside(self, t: int | None = None) -> list[int]:
         """All neighbours, in any round and direction, whose link to this rank holds."""
-        return sorted(sum(pair) - self.rank for pair in self._number if self.rank in pair and self._holds(pair))
+        return sorted(sum(pair) - self.rank for pair in self._number if self.rank in pair and self._holds(pair, t))
 
     def _leavers(self) -> list[int]:
         return self._leaving.nonzero()[:, 0].tolist()
 
-    def _holds(self, ends: tuple[int, int]) -> bool:
-        """Whether a link is not lost, and neither end leaves."""
-        return not (self._lost[self._number[min(ends), max(ends)]] or any(self._leaving[node] for node in ends))
+    def _holds(self, ends: tuple[int, int], t: int | None = None) -> bool:
+        """Whether a link is not lost, and neither end leaves, or has left before round t."""
+        gone = self._leavers() if t is None else self.gone_by(t)
+        return not (self._lost[self._number[min(ends), max(ends)]] or any(node in gone for node in ends))
 
-    def _graph(self) -> csr_array:
+    def _graph(self, t: int | None = None) -> csr_array:
         """The links that hold, from speaker to hearer."""
-        kept = np.array([way for way in self._ways if self._holds(way)], dtype=int).reshape(-1, 2)
+        kept = np.array([way for way in self._ways if self._holds(way, t)], dtype=int).reshape(-1, 2)
         return csr_array((np.ones(len(kept)), tuple(kept.T)), shape=(self.size, self.size))
 
-    def _groups(self) -> list[list[int]]:
+    def _groups(self, t: int | None = None) -> list[list[int]]:
         """The ranks in groups that reach each other over links that hold."""
-        number, groups = connected_components(self._graph(), connection="strong")
+        number, groups = connected_components(self._graph(t), connection="strong")
         return [np.flatnonzero(groups == k).tolist() for k in range(number)]
 
     def _end(self, nodes: list[int]) -> int:

@@ -50,10 +50,10 @@ class NcclLinks(Links):
         self.bytes_sent += len(targets) * message.nbytes
 
     @contextmanager
-    def together(self, t: int, what: str) -> Iterator[Assembly]:
+    def together(self, t: int, what: str, leavers: bool = False) -> Iterator[Assembly]:
         before = self._beside.bytes_sent
         try:
-            with self._beside.together(t, what) as everyone:
+            with self._beside.together(t, what, leavers) as everyone:
                 yield everyone
         finally:
             self.bytes_sent += self._beside.bytes_sent - before

@@ -65,6 +65,8 @@ class Node:
         self._ledger = Ledger(sums_of_flows(rule, x) if links.survives and by_rows else [], x)
         self._output = carries_output(rule, x)
         self.apart: Tensor | None = None  # see Mailbox.apart, of x if it travels, in the last mix
+        self._balances = by_rows and not links.survives  # when ranks leave, without a ledger
+        self._excess: State = {}
         self._blocks, self._wide = _blocks(x), x.shape[-1]
         self._begun, self._calls = False, 0
         usual = x.ndim == 1 and x.dtype is torch.float32 and not self._mail.late and not self._ledger.is_kept
@@ -90,7 +92,7 @@ class Node:
         self._fields |= self._early_fields(rounds + 1)
         for name, value in fields.items():
             self._fields[name].copy_(value)
-        self.rounds, self._begun = rounds, False
+        self.rounds, self._begun, self._excess = rounds, False, {}
         try:
             self._mail.load(memory or {})
             entries: dict[str, State] = (memory or {}).get("ledger", {})  # type: ignore[assignment]
@@ -115,6 +117,19 @@ class Node:
         for name, value in rule.init(self.rule.query(self.state)).items():
             if name not in self._fields:
                 self._fields[name] = value.clone()
+
+    def balance(self) -> None:
+        """Before a round: learn what is missing in sums of flows, such as D2's y, if a rank has left with its part.
+
+        They are zero over the network. All nodes on the same links do this before any of them exchanges messages.
+        """
+        t = self.rounds + 1
+        if self._balances and self.links.membership.heard_out(t):
+            sums = {entry.field for entry in sums_of_flows(self.rule, self.rule.query(self._fields))}
+            for name in sorted(sums):
+                with self.links.together(self.rounds, name, leavers=True) as everyone:
+                    own = self._fields[name].cpu()
+                    self._excess[name] = everyone.mean(own.reshape(-1)).view_as(own)
 
     def exchange(self, given: Inputs) -> None:
         """The first half of a round: send and receive messages. If a neighbour fails, the state is unchanged."""
@@ -175,6 +190,9 @@ class Node:
             following[name].copy_(value)
         self._fields, self.rounds = following, t
         self._ledger.take_out(self.links.absent(t), self._fields)  # neighbours saw the state before
+        for name, mean in self._excess.items():
+            self._fields[name].sub_(mean.to(self._fields[name]))
+        self._excess = {}
         if mail.late and self._speaks(t):
             mail.dispatch(t)
         if last:
