@@ -9,9 +9,17 @@ import torch
 from tests.support.processes import Ranks
 from tests.support.rank_scenarios import ENDURE_LR, problem_of
 
-pytestmark = pytest.mark.usefixtures("late")
+pytestmark = pytest.mark.usefixtures("late", "parted")
 
 SIZE, ROUNDS = 5, 150
+PARTED = {  # in which rank 2 stops, and all meet again: the rule, the channel, and the round
+    "dsgd": {"rule": "dsgd", "travel": {"wire": "int8"}, "stop": 11, "rounds": 40},
+    "d2": {"rule": "d2", "travel": {"wire": "int8"}, "stop": 11, "rounds": 40, "graph": "complete"},
+    "gt late": {"rule": "gt", "travel": {"every": 2, "late": 3, "wire": "int8"}, "stop": 11, "rounds": 40},
+    # In the last round rank 2 still hears the others, which do not hear it.
+    "d2 last": {"rule": "d2", "travel": {}, "stop": 40, "rounds": 40},
+    "d2 late last": {"rule": "d2", "travel": {"late": 1, "wire": "int8"}, "stop": 40, "rounds": 40},
+}
 LATE = 20  # seconds: what a healthy rank on a busy machine may take for a round without being called late
 
 
@@ -53,6 +61,15 @@ def late(prepared, tmp_path_factory):
             **{"victim": 2, "harm": "SIGSTOP", "timeout": LATE, **more},
         )
         for name, more in choices.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def parted(prepared, tmp_path_factory):
+    """Networks in which rank 2 stops itself; they, too, wait beside the first tests."""
+    return {
+        name: Ranks(prepared, tmp_path_factory.mktemp("parted"), 4, "parted", timeout=LATE, **case)
+        for name, case in PARTED.items()
     }
 
 
@@ -185,3 +202,23 @@ def test_a_rank_that_stops_inside_a_call_of_all_ranks_is_named_by_the_others(lat
         assert float(waited) >= LATE
     ranks.kill(2)
     assert ranks.codes() == [1, 1, -signal.SIGKILL, 1, 1]
+
+
+@pytest.mark.parametrize("name", PARTED)
+def test_ranks_that_lost_each_other_meet_again_after_a_restart(prepared, parted, name):
+    """What they hold of each other then differs, and so may what each has added to the other's sums."""
+    ranks, case = parted[name], PARTED[name]
+    ranks.has_stopped(2)
+    for rank in (0, 1, 3):
+        ranks.wait_for(f"end-{rank}")
+    ranks.go_on(2)
+    assert ranks.codes() == [0] * 4, [ranks.errors(rank) for rank in range(4)]
+    assert 2 in torch.load(ranks.folder / "parted-1")["lost"]
+    again = Ranks(prepared, ranks.folder, 4, "parted", **case | {"stop": 0, "rounds": 400})
+    again.succeed()
+    ends = [torch.load(ranks.folder / f"parted-{rank}") for rank in range(4)]
+    best = 1.5 * torch.linspace(1.0, 2.0, 300, dtype=torch.float64)
+    torch.testing.assert_close(torch.stack([end["x"] for end in ends]).mean(0), best, rtol=0, atol=1e-6)
+    for field in {"y" if case["rule"] == "d2" else "z"} & ends[0]["state"].keys():
+        sums = torch.stack([end["state"][field] for end in ends]).sum(0)
+        torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-9)

@@ -138,6 +138,24 @@ def endure(
     say(folder, f"end-{rank}")
 
 
+def parted(folder, rule, travel, stop, rounds, graph="ring", timeout=60):
+    """Rank 2 stops itself before some round, and goes on alone when it is woken; each rank is pulled to its number."""
+    rank, _ = group()
+    x = nn.Parameter(torch.zeros(300, dtype=torch.float64))  # more than a block of int8
+    made = klatsch.rules.make(rule, lr=0.1)
+    optimizer = klatsch.Gossip([x], made, graph, timeout=timeout, on_failure="continue", **travel)
+    checkpointer = klatsch.Checkpointer(folder / "checkpoints", every=1000)
+    targets = rank * torch.linspace(1.0, 2.0, 300, dtype=torch.float64)
+    for t in range(checkpointer.resume(optimizer) + 1, rounds + 1):
+        if (rank, t) == (2, stop):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        x.grad = x.detach() - targets
+        optimizer.step()
+    checkpointer.save()
+    torch.save({"lost": optimizer.lost, "x": x.detach(), "state": optimizer.vectors()[0]}, folder / f"parted-{rank}")
+    say(folder, f"end-{rank}")
+
+
 def mass(folder):
     """Push-sum without gradients on a directed graph, of which a rank is killed; each starts from its own value."""
     rank, _ = group()

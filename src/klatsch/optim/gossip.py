@@ -493,7 +493,9 @@ class Gossip(Points, Joinable, JoinHook):
             self._train_over(self._links.reopened(own), [share.flat for share in self._shares])
         for share, fields, memory in zip(self._shares, vectors, memories or [{}] * len(vectors), strict=True):
             share.load(fields, rounds, memory)
-            share.node.found_ledger(self.group)
+        differ = [share.node.meet(self.group) for share in self._shares]
+        if any(differ) and self.rank == 0:
+            warn(f"round {rounds}: ranks had lost each other when they were saved; their int8 copies begin anew")
         self._show("output" if self._apart and self._holds != "query" else "query")
         self._finished = False
         if self._follow:

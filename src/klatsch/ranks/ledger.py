@@ -24,6 +24,7 @@ class Ledger:
         self._sums = {(entry.call, entry.part): entry for entry in sums}
         self._like = x
         self.entries: dict[int, dict[str, Tensor]] = {}  # by neighbour and field
+        self.last: dict[int, int] = {}  # by neighbour: the round of its last entry
 
     @property
     def is_kept(self) -> bool:
@@ -34,9 +35,10 @@ class Ledger:
         """Whether a flow goes into a sum."""
         return (call, part) in self._sums
 
-    def enter(self, call: int, part: int, block: Block, shares: dict[int, Tensor]) -> None:
-        """Add the shares of the neighbours in a flow, or in a slice of it."""
+    def enter(self, t: int, call: int, part: int, block: Block, shares: dict[int, Tensor]) -> None:
+        """Add the shares of the neighbours in a flow of round t, or in a slice of it."""
         entry = self._sums[call, part]
+        self.last |= dict.fromkeys(shares, t)
         for node, share in shares.items():
             fields = self.entries.setdefault(node, {})
             if entry.field not in fields:
@@ -64,5 +66,6 @@ class Ledger:
     def take_out(self, gone: Collection[int], state: State) -> None:
         """Take what these nodes have added out of a state."""
         for node in self.entries.keys() & set(gone):
+            self.last.pop(node, None)
             for field, added in self.entries.pop(node).items():
                 state[field].sub_(added)

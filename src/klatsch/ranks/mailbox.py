@@ -265,6 +265,19 @@ class Mailbox:
             for k, whole in enumerate(flight[str(r)]):
                 self._message(k, r).whole[: len(whole)].copy_(whole)
 
+    def checks(self) -> Tensor:
+        """By node: numbers that sum to 0 over all ranks where neighbours hold of a node what it holds itself.
+
+        A link that is lost leaves different copies at its two ends. If both are saved so and meet again, differences
+        would be added to something else than what they were taken from.
+        """
+        lost, numbers = self.links.lost.keys(), torch.zeros(self.links.topology.size, dtype=torch.int64)
+        hearers = len({node for row in self._rows for node in row.away} - lost)
+        for (_, node), held in self._held.items():
+            if node not in lost:
+                numbers[node] += _checksum(held) * (-hearers if node == self.links.rank else 1)
+        return numbers
+
     def resend(self) -> None:
         """Send again what was on its way, after `load`."""
         for r in self._flight:
@@ -310,6 +323,12 @@ def _settled(voice: Voice) -> Voice:
 def _fill(held: dict[int, Tensor], saved: dict[str, Tensor]) -> None:
     for n, tensor in held.items():
         tensor.copy_(saved[str(n)])
+
+
+def _checksum(held: dict[int, Tensor]) -> int:
+    """A number for the bits of all tensors; so small that many ranks can add theirs up."""
+    words = {4: torch.int32, 8: torch.int64}
+    return sum(int(v.view(words[v.element_size()]).sum(dtype=torch.int64)) for v in held.values()) % (1 << 31)
 
 
 def _cut(v: Tensor, block: Block) -> Tensor:

@@ -40,6 +40,15 @@ class Membership:
         """The bytes of the status."""
         return len(self._status)
 
+    @property
+    def links(self) -> int:
+        """The number of links, whichever way they are heard."""
+        return len(self._number)
+
+    def number(self, node: int, other: int) -> int:
+        """Of the link between two nodes."""
+        return self._number[min(node, other), max(node, other)]
+
     def _read(self, status: Tensor) -> tuple[Tensor, Tensor]:
         """By rank: 1 + its last round, 0 while it is not finished. By rank and by link: 1 if it is gone, 0 if not."""
         words = WORD * self.size
@@ -63,7 +72,7 @@ class Membership:
 
     def lose(self, peer: int) -> None:
         """Record that this rank and a neighbour go on without each other."""
-        self._lost[self._number[min(peer, self.rank), max(peer, self.rank)]] = 1
+        self._lost[self.number(peer, self.rank)] = 1
 
     def finish(self, rounds: int, leave: bool) -> None:
         """Record that this rank has taken its last gradient."""
@@ -146,7 +155,7 @@ class Membership:
     def _holds(self, ends: tuple[int, int], t: int | None = None) -> bool:
         """Whether a link is not lost, and neither end leaves, or has left before round t."""
         gone = self._leavers() if t is None else self.gone_by(t)
-        return not (self._lost[self._number[min(ends), max(ends)]] or any(node in gone for node in ends))
+        return not (self._lost[self.number(*ends)] or any(node in gone for node in ends))
 
     def _graph(self, t: int | None = None) -> csr_array:
         """The links that hold, from speaker to hearer."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from klatsch.channels.rehearsal import Place, Rehearsal, carries_output, rehearse, sums_of_flows
 from klatsch.columns import Number
 from klatsch.ranks import kernels
-from klatsch.ranks.agreement import Group
+from klatsch.ranks.agreement import Group, summed
 from klatsch.ranks.ledger import Ledger
 from klatsch.ranks.links import Links
 from klatsch.ranks.mailbox import Mailbox, Memory
@@ -85,7 +85,8 @@ class Node:
     def memory(self) -> Memory:
         """What the channel holds and what is on its way, and the ledger; for a checkpoint, beside the state."""
         entries = {str(node): each(torch.clone, fields) for node, fields in self._ledger.entries.items()}
-        return self._mail.memory | ({"ledger": entries} if entries else {})
+        last = {str(node): t for node, t in self._ledger.last.items()}
+        return self._mail.memory | ({"ledger": entries, "last": last} if entries else {})
 
     def load(self, fields: State, rounds: int, memory: Memory | None = None) -> None:
         """Continue from a state saved after some rounds; without the channel's memory it begins anew."""
@@ -96,14 +97,37 @@ class Node:
         try:
             self._mail.load(memory or {})
             entries: dict[str, State] = (memory or {}).get("ledger", {})  # type: ignore[assignment]
+            last: dict[str, int] = (memory or {}).get("last", {})  # type: ignore[assignment]
             self._ledger.entries = {int(node): each(torch.clone, fields) for node, fields in entries.items()}
+            self._ledger.last = {int(node): t for node, t in last.items()}
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"what the channel held does not fit: {error}") from None
 
-    def found_ledger(self, group: Group) -> None:
-        """Make a ledger where a state came without one; all ranks do it together, over a group."""
-        if self._ledger.is_kept and not self._ledger.entries:
-            self._ledger.found(self._fields, self.links.membership.tree(), group)
+    def meet(self, group: Group) -> bool:
+        """After `load`, on all ranks of a group together: begin anew where the two ends of a link differ.
+
+        They do if it was lost, and they meet again after a restart. Copies then begin anew everywhere, with what is on
+        its way; what the two have added to each other's sums is taken out where only one of them had done so. If no
+        rank has a ledger with its state, they make one.
+
+        Returns:
+            Whether copies begin anew.
+        """
+        known, rank, ledger = self.links.membership, self.links.rank, self._ledger
+        # Only on undirected graphs both add to the other's sums in the same rounds.
+        last = ledger.last if self.links.topology.symmetric else {}
+        entered = torch.zeros(known.links, dtype=torch.int64)
+        for node, t in last.items():
+            entered[known.number(rank, node)] = t if rank < node else -t
+        kept = torch.tensor([len(ledger.entries)])
+        sums = summed(group, torch.cat([entered, self._mail.checks(), kept]))
+        ledger.take_out([node for node in last if sums[known.number(rank, node)]], self._fields)
+        if ledger.is_kept and not sums[-1]:
+            ledger.found(self._fields, known.tree(), group)
+        differ = bool(sums[known.links : -1].any())
+        if differ:
+            self._mail.load({})
+        return differ
 
     @torch.no_grad()
     def write(self, point: Callable[[State], Tensor], into: Tensor) -> None:
@@ -295,7 +319,7 @@ class Node:
                     where = mail.where(k, part, block)
                     results.append(heard.pull(tensor, part, where, mixed))
                     if stop is None and self._ledger.covers(c, n):
-                        self._ledger.enter(c, n, where, heard.shares(tensor, part, where))
+                        self._ledger.enter(t, c, n, where, heard.shares(tensor, part, where))
                 elif mail.late and not mixed:  # nothing arrives in this round
                     results.append(torch.zeros_like(tensor))
                 else:  # not needed before the stop
