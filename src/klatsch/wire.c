@@ -6,7 +6,11 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { BLOCK = 256, LARGEST = 127 };
+enum { BLOCK = 256, LARGEST = 127, EVEN = 95, OUTLIERS = 8, OUTLYING = 32, TIMES = 3 };
+
+/* The number of steps that a code stands for in a block with outliers: 0 to 95, and then 128, 192, 256, 384, ... */
+static inline int32_t steep(int32_t code) { return code <= EVEN ? code : (2 + code % 2) << (6 + (code - EVEN - 1) / 2); }
+static const float STEEPEST = 3 << 21; /* that of 127 */
 
 /* A float as bfloat16, rounded to nearest, ties to even; what is not a number stays so. */
 static inline uint16_t rounded(float f) {
@@ -39,41 +43,77 @@ static inline float widened(uint16_t half) {
 #include __FILE__
 #else
 
-/* n numbers to codes and scales. */
+static inline T NAME(number)(BITS a) {
+    T v;
+    memcpy(&v, &a, sizeof v);
+    return v;
+}
+
+static inline BITS NAME(bits)(T v) {
+    BITS a;
+    memcpy(&a, &v, sizeof a);
+    return a;
+}
+
+/* n numbers to codes and scales. Without its sign a number compares as its bits do; what is not a number is the
+ * largest. */
 static void NAME(quantize)(const T *v, int64_t n, int8_t *codes, uint16_t *scales) {
-    for (int64_t b = 0; b < n; b += BLOCK) {
+    for (int64_t b = 0; b < n; b += BLOCK, v += BLOCK, codes += BLOCK, scales++) {
         const int64_t size = n - b < BLOCK ? n - b : BLOCK;
-        BITS top = 0; /* without its sign a number compares as its bits do; what is not a number is the largest */
+        BITS a[BLOCK], top = 0;
         for (int64_t i = 0; i < size; i++) {
-            BITS a;
-            memcpy(&a, v + b + i, sizeof a);
-            a &= (BITS)-1 >> 1;
-            top = a > top ? a : top;
+            a[i] = NAME(bits)(v[i]) & ((BITS)-1 >> 1);
+            top = a[i] > top ? a[i] : top;
         }
-        T most;
-        memcpy(&most, &top, sizeof most);
-        scales[b / BLOCK] = rounded((float)(most / LARGEST));
-        const T step = widened(scales[b / BLOCK]);
+        const T most = NAME(number)(top);
+        T rest = most; /* the largest one that is no outlier */
+        for (int k = 0; k < TIMES; k++) {
+            const BITS limit = NAME(bits)(rest / OUTLYING);
+            BITS below = 0, outliers = 0;
+            for (int64_t i = 0; i < size; i++) outliers += a[i] >= limit;
+            if (outliers > OUTLIERS) break;
+            for (int64_t i = 0; i < size; i++) below = a[i] < limit && a[i] > below ? a[i] : below;
+            if (!below) break;
+            rest = NAME(number)(below);
+        }
+        const int steeply = rest < most;
+        T scale = steeply ? rest / EVEN : most / LARGEST;
+        if (steeply && most / STEEPEST > scale) scale = most / STEEPEST;
+        *scales = rounded((float)scale);
+        const T step = widened(*scales), unit = step > 0 ? step : 1;
         if (!(step < INFINITY)) { /* neighbours refuse it by its scale */
-            memset(codes + b, 0, (size_t)size);
+            memset(codes, 0, (size_t)size);
             continue;
         }
-        const T unit = step > 0 ? step : 1;
         for (int64_t i = 0; i < size; i++) {
-            T q = RINT(v[b + i] / unit);
+            T q = RINT(v[i] / unit);
             q = q < LARGEST ? q : LARGEST;
             q = q > -LARGEST ? q : -LARGEST;
-            codes[b + i] = (int8_t)(int32_t)q;
+            codes[i] = (int8_t)(int32_t)q;
+        }
+        if (!steeply) continue;
+        *scales |= 0x8000; /* a negative scale */
+        for (int64_t i = 0; i < size; i++) {
+            if (codes[i] <= EVEN && codes[i] >= -EVEN) continue;
+            const T q = NAME(number)(a[i]) / unit;
+            int code = EVEN;
+            while (code < LARGEST && 2 * q > (T)steep(code) + (T)steep(code + 1)) code++;
+            codes[i] = (int8_t)(v[i] < 0 ? -code : code);
         }
     }
 }
 
 /* Back again. */
 static void NAME(restore)(const int8_t *codes, const uint16_t *scales, int64_t n, T *v) {
-    for (int64_t b = 0; b < n; b += BLOCK) {
+    for (int64_t b = 0; b < n; b += BLOCK, v += BLOCK, codes += BLOCK, scales++) {
         const int64_t size = n - b < BLOCK ? n - b : BLOCK;
-        const T scale = widened(scales[b / BLOCK]);
-        for (int64_t i = 0; i < size; i++) v[b + i] = (T)codes[b + i] * scale;
+        const T scale = widened(*scales & 0x7fff);
+        for (int64_t i = 0; i < size; i++) v[i] = (T)codes[i] * scale;
+        if (!(*scales & 0x8000)) continue;
+        for (int64_t i = 0; i < size; i++) {
+            if (codes[i] > EVEN) v[i] = (T)steep(codes[i]) * scale;
+            if (codes[i] < -EVEN) v[i] = (T)-steep(-codes[i]) * scale;
+        }
     }
 }
 

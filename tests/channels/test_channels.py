@@ -331,3 +331,30 @@ def test_int8_errs_as_float32_does(rule, beta):
     assert (plain.output - small.output).abs().max() > 0  # or nothing was rounded
     errors = [float(result.metrics["distance"][-1].min()) for result in (plain, small)]
     assert errors[1] == pytest.approx(errors[0], rel=0.05)
+
+
+class Noisy:
+    """Each node is pulled to a point of its own with noise, of which one coordinate has 10,000 times as much."""
+
+    nodes, dim = 8, 200
+
+    def __init__(self):
+        self.points, noise = torch.randn(2, 8, 1, 200, generator=torch.Generator().manual_seed(0)).double()
+        self.noise = noise.index_fill(-1, torch.tensor([7]), 0.0) + 1e4 * noise * (torch.arange(200) == 7)
+
+    def start(self):
+        return torch.zeros(200, dtype=torch.float64)
+
+    def grad(self, x, t, nodes=None):
+        return x - self.points + 0.1 * self.noise.roll(t, 0) * (-1) ** (t // 8)
+
+    def metrics(self, x):
+        wrong = (x - self.points.mean(0)).square()
+        return {"distance": wrong[..., torch.arange(200) != 7].mean(-1).mean(0)}
+
+
+@pytest.mark.parametrize("rule", ["d2", "gt"])
+def test_an_outlier_does_not_spoil_int8_for_the_others(rule):
+    made = rules.make(rule, lr=0.05)
+    plain, small = (run(Noisy(), made, tp.make("ring", 8, wire=wire), 400) for wire in ("float32", "int8"))
+    assert float(small.metrics["distance"][-1]) < 1.1 * float(plain.metrics["distance"][-1])

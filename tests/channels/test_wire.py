@@ -31,9 +31,23 @@ def test_a_difference_is_restored_to_half_a_code(shape, dtype):
     assert codes.abs().amax() == 127
 
 
+@pytest.mark.parametrize("outliers", [1, wire.OUTLIERS])
+def test_a_few_outliers_do_not_make_the_others_coarse(outliers):
+    v = torch.randn(2 * BLOCK, generator=torch.Generator().manual_seed(0))
+    v[: 20 * outliers : 20] = -1e4 * torch.arange(1, outliers + 1)
+    v[21] = 1e2  # large beside the rest, if not beside these
+    codes, scales = quantized(v)
+    assert (scales < 0).tolist() == [True, False]
+    wrong = (restored(codes, scales, v.dtype) - v).abs()
+    assert (wrong <= 0.2 * v.abs())[v.abs() > 5].all()
+    assert wrong[v.abs() < 2].max() < (5 if outliers < wire.OUTLIERS else 1e2) / 127
+
+
 def test_code_times_scale_is_exact():
     """So a fused multiplication and addition, which some machines use, rounds as two operations do."""
-    codes, scales = quantized(spread((2000,), torch.float32))
+    v = spread((2000,), torch.float32)
+    v[::100] *= 3e4  # blocks with outliers
+    codes, scales = quantized(v)
     exact = restored(codes, scales, torch.float64)
     assert not (restored(codes, scales, torch.float32).double() - exact).any()
 
@@ -69,6 +83,9 @@ def test_the_kernel_says_what_torch_says(dtype):
     v[1] = 0
     v[2, 300], v[3, 900] = torch.nan, torch.inf
     v[4] = torch.arange(1300) * 0.5  # in the middle between two codes
+    v[5, ::90] *= 10.0 ** torch.arange(15)
+    v[6, :256] = torch.arange(256) * 0.5  # between two codes, with outliers
+    v[6, :4] = torch.tensor([112.0, 160.0, 2e4, 1e9])
     v = v.T.contiguous().T  # of which the kernel gets a copy
     (codes, scales), (wanted, steps) = quantized(v), wire._quantized(v)
     assert torch.equal(scales.isfinite(), steps.isfinite())  # bits: whole numbers
@@ -77,3 +94,7 @@ def test_the_kernel_says_what_torch_says(dtype):
     torch.testing.assert_close(scales[steps.isfinite()], steps[steps.isfinite()], rtol=2**-7, atol=0)  # one unit
     again, theirs = restored(codes, scales, dtype), wire._restored(codes, scales, dtype)
     torch.testing.assert_close(again, theirs, equal_nan=True)
+    assert (scales[5:] < 0).any()
+    nonsense = torch.arange(-128, 128).to(torch.int8)
+    for scale in (torch.tensor([0.5]).bfloat16(), torch.tensor([-0.5]).bfloat16()):
+        assert torch.equal(restored(nonsense, scale, dtype), wire._restored(nonsense, scale, dtype))  # bits: a copy

@@ -15,6 +15,10 @@ from klatsch import native
 from klatsch.topology.channel import BLOCK
 
 LARGEST = 127  # of a code
+# At most 8 numbers of a block that are 32 times as large as all others are outliers; then those of the others, if any.
+OUTLIERS, OUTLYING, TIMES = 8, 32, 3
+EVEN = 95  # in a block with outliers: the last code that stands for as many steps; 128, 192, 256, 384, ... follow
+STEEP = torch.tensor([*range(EVEN + 1), *((2 + code % 2) << (6 + (code - EVEN - 1) // 2) for code in range(96, 129))])
 KINDS = (torch.float32, torch.float64)  # what the kernel is for
 
 
@@ -31,9 +35,11 @@ def scale_count(length: int) -> int:
 def quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
     """A difference (..., d) as int8 codes (..., d) and bfloat16 scales (..., ceil(d / 256)).
 
-    A number is its code times the scale of its block, whose largest number has the code 127 or -127. A block that is
-    not finite has such a scale. Scales have few digits, so that code times scale is exact in float32: both ends hold
-    the same bits, whatever their machines fuse.
+    A number is its code times the scale of its block, whose largest number has the code 127 or -127. A few outliers
+    would leave no codes for the other numbers. A block that has some says so by a negative scale: codes up to 95 are
+    then for the others, and those above grow by a third or a half each, to 66,000 times as much. A block that is not
+    finite has such a scale. Scales have few digits, so that code times scale is exact in float32: both ends hold the
+    same bits, whatever their machines fuse.
     """
     if (kernel := _kernel(difference)) is None:
         return _quantized(difference)
@@ -59,16 +65,26 @@ def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
     """`quantized` without the kernel."""
     blocks = _blocks(difference)
-    scales = (blocks.abs().amax(-1) / LARGEST).bfloat16()
-    steps = torch.where(scales > 0, scales, 1.0).to(blocks.dtype)
-    codes = (blocks / steps[..., None]).round_().clamp_(-LARGEST, LARGEST).nan_to_num_(0.0).to(torch.int8)
-    return codes.flatten(-2)[..., : difference.shape[-1]], scales
+    top = blocks.abs().topk(OUTLIERS + 1).values
+    most = rest = top[..., :1]
+    for _ in range(TIMES):
+        below = torch.where(top < rest / OUTLYING, top, 0.0).amax(-1, keepdim=True)
+        rest = torch.where(below > 0, below, rest)
+    steep, values = rest < most, STEEP.to(blocks)
+    scales = torch.where(steep, torch.maximum(most / values[LARGEST], rest / EVEN), most / LARGEST).bfloat16()
+    steps = blocks / torch.where(scales > 0, scales, 1.0).to(blocks.dtype)
+    between = (values[EVEN:LARGEST] + values[EVEN + 1 : LARGEST + 1]) / 2
+    above = (EVEN + torch.bucketize(steps.abs(), between)).to(blocks.dtype).copysign_(steps)
+    codes = torch.where(steep & (steps.abs() >= EVEN + 0.5), above, steps.round().clamp_(-LARGEST, LARGEST))
+    codes = codes.nan_to_num_(0.0).to(torch.int8).flatten(-2)[..., : difference.shape[-1]]
+    return codes, torch.where(steep, -scales, scales)[..., 0]
 
 
 def _restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """`restored` without the kernel."""
-    blocks = _blocks(codes).to(dtype) * scales.to(dtype)[..., None]
-    return blocks.flatten(-2)[..., : codes.shape[-1]]
+    blocks, scales = _blocks(codes).to(dtype), scales.to(dtype)[..., None]
+    steep = STEEP.to(blocks)[blocks.abs().int()].copysign_(blocks)
+    return (torch.where(scales < 0, -steep, blocks) * scales).flatten(-2)[..., : codes.shape[-1]]
 
 
 def _blocks(v: Tensor) -> Tensor:
