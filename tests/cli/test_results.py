@@ -108,7 +108,7 @@ def test_studies_that_share_a_store_but_little_else(run_cli, tmp_path):
 
 
 def test_results_of_another_revision_are_still_shown(store, run_cli, monkeypatch):
-    monkeypatch.setattr("klatsch.study.cases.REVISION", 2)
+    monkeypatch.setattr("klatsch.study.cases.REVISION", 3)
     code, out, err = run_cli("results", store)
     assert (code, err) == (0, "")
     assert "dat" in out

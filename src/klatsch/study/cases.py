@@ -27,7 +27,7 @@ from klatsch.study.spec import Study, TopologyEntry, make_rule
 from klatsch.topology import Topology
 from klatsch.topology.channel import CHANNEL, check_channel
 
-REVISION = 1  # raised when the same settings lead to other results than before
+REVISION = 2  # raised when the same settings lead to other results than before
 BEFORE = {  # the rules before 0.2: their classes and fields
     "dsgd": ("DSGD", ("lr", "momentum", "average")),
     "dat": ("DAT", ("lr", "averaging", "order", "momentum")),
