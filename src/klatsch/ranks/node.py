@@ -99,7 +99,9 @@ class Node:
             entries: dict[str, State] = (memory or {}).get("ledger", {})  # type: ignore[assignment]
             last: dict[str, int] = (memory or {}).get("last", {})  # type: ignore[assignment]
             self._ledger.entries = {int(node): each(torch.clone, fields) for node, fields in entries.items()}
-            self._ledger.last = {int(node): t for node, t in last.items()}
+            self._ledger.last = {int(node): int(t) for node, t in last.items()}
+            for node in self._ledger.last:
+                self.links.membership.number(self.links.rank, node)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"what the channel held does not fit: {error}") from None
 
