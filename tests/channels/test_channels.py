@@ -189,6 +189,48 @@ def test_what_the_fused_engine_cannot_do_runs_in_torch(options):
         klatsch.simulate(problem, rules.dat(0.01), graph, 9, engine="fused")
 
 
+@pytest.mark.parametrize("graph", ["ring", "complete", "base_graph"])
+def test_lost_messages_keep_the_mean_unless_each_is_lost_by_itself(graph):
+    """Links are drawn for every round, the same in every run; what is lost stays with its node."""
+    plain, lossy = tp.make(graph, 12), tp.make(graph, 12, loss=0.3)
+    rounds = range(1, 401)
+    links = sum(plain.matrix(t).nnz - 12 for t in rounds)
+    kept = sum(lossy.matrix(t).nnz - 12 for t in rounds) / links
+    assert 0.67 < kept < 0.73  # four standard deviations of 2,400 links
+    assert abs(lossy.matrix(3) - lossy.matrix(3).T).max() == 0
+    assert abs(lossy.matrix(3).sum(0) - 1).max() < 1e-12
+    assert (lossy.matrix(3) != replace(lossy).matrix(3)).nnz == 0
+    assert (lossy.matrix(3) != lossy.matrix(3 + 12 * lossy.period)).nnz > 0  # there is no period
+    one_way = tp.make(graph, 12, loss=0.3, one_way=True)
+    assert not one_way.doubly_stochastic
+    assert abs(one_way.matrix(3).sum(1) - 1).max() < 1e-12
+    assert abs(one_way.matrix(3).sum(0) - 1).max() > 0.01
+    forces = Forces(12)
+    means = {}
+    for name, network in (("plain", plain), ("lossy", lossy), ("one way", one_way)):
+        result = run(forces, rules.make("dsgd", lr=0.1), network, any_graph=True)
+        means[name] = result.output.mean(0)
+    torch.testing.assert_close(means["lossy"], means["plain"], rtol=0, atol=1e-12)
+    assert (means["one way"] - means["plain"]).abs().max() > 1e-3
+
+
+def test_lost_messages_are_what_a_plain_loop_says():
+    forces, graph = Forces(6), tp.make("ring", 6, loss=0.4, every=2)
+    w = forces.start().expand(6, 1, -1)
+    for t in range(1, ROUNDS + 1):
+        w = torch.einsum("ij,jkd->ikd", torch.tensor(graph.matrix(t).toarray()), w - 0.1 * forces.grad(w, t))
+    result = run(forces, rules.make("dsgd", lr=0.1), graph)
+    torch.testing.assert_close(result.output, w, rtol=0, atol=1e-12)
+    assert graph.spectral_gap == pytest.approx(0.6 * tp.ring(6).spectral_gap / 2)
+
+
+@pytest.mark.parametrize("rule", ["d2", "gt"])
+def test_corrected_rules_reach_the_optimum_although_messages_are_lost(rule):
+    problem = problems.LeastSquares(8, dim=5, noise=0.0, heterogeneity=10.0)
+    result = run(problem, rules.make(rule, lr=0.02), tp.make("ring", 8, loss=0.3), 1500)
+    assert float(result.metrics["distance"][-1]) < 1e-12
+
+
 def test_networks_side_by_side_equal_each_by_itself():
     graphs = [tp.make("ring", n, every=2, late=3, wire="int8") for n in (4, 5)]
     instances = [problems.LeastSquares(n, dim=6) for n in (4, 5)]

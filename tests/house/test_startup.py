@@ -78,7 +78,7 @@ def test_the_catalogue_has_the_first_lines_of_the_docstrings(listed, table):
     "kind, listed", [("rule", catalogue.RULES), ("topology", catalogue.TOPOLOGIES), ("problem", catalogue.PROBLEMS)]
 )
 def test_the_catalogue_has_the_options_that_set_takes(kind, listed):
-    everywhere = {"every", "late", "wire", "meets"}  # of every topology, in the line below the list
+    everywhere = {"every", "late", "wire", "meets", "loss", "one_way"}  # of every topology, in the line below the list
     assert all(f"--set {option}=" in catalogue.CHANNEL for option in everywhere)
     for name, entry in listed.items():
         options = [shown(p) for option, p in parameters_of(kind, name).items() if option not in everywhere]

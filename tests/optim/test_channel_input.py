@@ -24,6 +24,12 @@ def group():
         ({"late": -1}, "late = -1; give a whole number from 0"),
         ({"late": 2.5}, "late = 2.5; give a whole number from 0"),
         ({"every": 0}, "every = 0; give a whole number from 1"),
+        ({"catch_up": True}, "catch_up = True on ring: neighbours wait .* such as every=8, late=7"),
+        ({"catch_up": "yes", "late": 2}, "catch_up = 'yes'; give True or False"),
+        (
+            {"rule": klatsch.rules.decentlam(0.1), "topology": tp.make("complete", 1, loss=0.1)},
+            "lost by now, and diverges",
+        ),
         ({"rule": klatsch.rules.decentlam(0.1), "late": 2}, "decentlam on .*use d2 or dat-d2"),
     ],
     ids=str,

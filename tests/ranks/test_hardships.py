@@ -554,3 +554,46 @@ def test_a_timeout_is_about_silence_and_not_about_size(slow_network, launch):
     for rank in range(2):
         low, high, _ = ranks.wait_for(f"end-{rank}").split(maxsplit=2)
         assert (float(low), float(high)) == (-0.5, -0.5)  # from 0, gradients of 0 and 1
+
+
+# --- ranks that fall behind -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rule, graph, travel",
+    [
+        ("dat", "ring", {"late": 7}),
+        ("d2", "ring", {"every": 4, "late": 7, "wire": "int8"}),
+        ("gt", "one_peer_exponential", {"late": 7}),
+    ],
+)
+def test_a_slow_rank_catches_up_and_the_numbers_are_those_of_the_simulation(tmp_path, launch, rule, graph, travel):
+    """Whichever rounds it takes without a gradient: the simulation leaves out the same gradients."""
+    ranks = launch(SIZE, "rank_hardships.behind", slow=[1], rounds=40, travel=travel, rule=rule, graph=graph, every=5)
+    ranks.succeed()
+    found = ends(tmp_path)
+    assert min(len(end["taken"]) for rank, end in enumerate(found) if rank != 1) > 30  # finish() may run ahead
+    assert len(found[1]["taken"]) <= 40 // 3
+    last = found[0]["rounds"]
+    wanted = expected(last, lambda node, t: t not in found[node]["taken"], graph, rule=rule, travel=travel)
+    for rank, end in enumerate(found):
+        assert end["rounds"] == last
+        assert ranks.errors(rank) == ""
+        torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
+    saved = {path.name.partition("-")[2] for path in (tmp_path / "checkpoints").glob("rank00000-*")}
+    for rank in range(SIZE):  # in rounds without a gradient, too
+        assert {path.name.partition("-")[2] for path in (tmp_path / "checkpoints").glob(f"rank{rank:05d}-*")} == saved
+
+
+def test_a_slow_rank_is_killed_and_all_resume_or_go_on(tmp_path, launch):
+    choices = {"slow": [1], "rounds": 40, "travel": {"every": 2, "late": 7}}
+    ranks = launch(SIZE, "rank_hardships.behind", every=5, death=[1, 5], **choices)
+    assert -signal.SIGKILL in ranks.codes()
+    launch(SIZE, "rank_hardships.behind", every=5, death=[1, 5], **choices).succeed()
+    found = ends(tmp_path)
+    assert len({end["rounds"] for end in found}) == 1
+    assert found[0]["resumed"] > 0
+
+    ranks = launch(SIZE, "rank_hardships.behind", death=[1, 5], on_failure="continue", **choices)
+    assert ranks.codes() == [0, -signal.SIGKILL, 0, 0, 0]
+    assert [end["lost"] for end in ends(tmp_path, (0, 2, 3, 4))] == [(1,), (1,), (), ()]

@@ -80,6 +80,17 @@ def test_rules_that_do_not_fit_a_channel_are_left_out_or_refused():
         ({"wire": 8}, "topologies[0]: unknown wire 8; did you mean int8? There are float32, bfloat16, int8"),
         ({"wires": "int8"}, "topologies[0]: ring has no option 'wires'; it takes every, late, wire"),
         ({"late": []}, "topologies[0]: late = []; the list is empty"),
+        ({"loss": 1}, "topologies[0]: loss = 1; give a probability from 0 up to but not including 1"),
+        ({"loss": 0.1, "one_way": 2}, "topologies[0]: one_way = 2; give true or false"),
+        ({"one_way": True}, "topologies[0]: a graph with loss = 0 and one_way = true: which messages? give loss"),
+        (
+            {"loss": 0.1, "wire": "int8"},
+            "topologies[0]: a graph with loss = 0.1 and wire = 'int8': what one difference",
+        ),
+        (
+            {"loss": 0.1, "meets": "pairwise 1"},
+            "topologies[0]: a graph with loss = 0.1 and meets = 'pairwise 1'; leave",
+        ),
     ],
 )
 def test_a_wrong_channel_is_one_clear_error(wrong, reason):
@@ -138,6 +149,8 @@ def test_the_command_takes_a_grid_of_channels(run_cli):
     code, out, _ = run_cli("run", *given, "--set", "late=0,7", "--set", "wire=float32,int8", "--json")
     assert code == 0
     assert [row["topology"] for row in json.loads(out)["rows"]] == LABELS[4:]
+    code, out, _ = run_cli("run", *given, "--set", "loss=0,0.2", "--json")
+    assert [row["topology"] for row in json.loads(out)["rows"]] == ["ring/8", "ring/8 (loss 0.2)"]
     code, _, err = run_cli("run", *given, "--set", "wire=int4")
     assert code == 2
     assert "unknown wire 'int4'; did you mean int8?" in err

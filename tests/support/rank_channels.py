@@ -59,7 +59,8 @@ def graphs():
     ring = [tp.make("ring", SIZE, **travel) for travel in TRAVELS]
     complete = [tp.make("complete", SIZE, **travel) for travel in TRAVELS if travel["late"] == 4]  # one neighbour more
     changing = [tp.make(name, SIZE, **travel) for name in CHANGING for travel in TRAVELS if travel["wire"] == ROUGH]
-    return [*ring, *complete, *changing]
+    lossy = [tp.make("ring", SIZE, loss=0.3, **travel) for travel in ({}, {"every": 2, "late": 1, "wire": ROUGH})]
+    return [*ring, *complete, *changing, *lossy, tp.make("complete", SIZE, loss=0.7)]
 
 
 def cases(labels=LABELS):

@@ -314,3 +314,30 @@ def departures(folder, cases, rounds, killed=False, every=None):
                 kept[label]["merged"] = x.detach().clone()
         optimizer.finish(leave=goes)
     torch.save(kept, folder / f"kept-{rank}")
+
+
+def behind(folder, slow, rounds, travel, rule="dat", graph="ring", every=None, death=None, **options):
+    """The neighbours of slow ranks do four rounds in the time of one gradient there; all others are about as fast."""
+    optimizer, x, problem = begin(graph, rule, timeout=60, catch_up=True, **travel, **options)
+    checkpointer = None if every is None else klatsch.Checkpointer(folder / "checkpoints", every=every)
+    resumed = 0 if checkpointer is None else checkpointer.resume(optimizer)
+    done, taken = optimizer._links._pace.done, []  # by neighbour that is there, its rounds; own rounds with a gradient
+    others = [peer for peer in done if peer not in slow]
+
+    def all_have(needed):
+        return all(done.get(peer, needed) >= needed for peer in others)
+
+    while (t := optimizer.rounds + 1) <= rounds:
+        gradient(x, problem, optimizer.rank, t)
+        ahead = min(max(done.values(), default=rounds) + 4, t + travel["late"] - 1, rounds)  # as far as they can go
+        if optimizer.rank not in slow or taken:  # what was on its way is sent again with the first round
+            wait_until(partial(all_have, ahead if optimizer.rank in slow else t - 2))
+        if death == [optimizer.rank, len(taken)] and resumed == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        taken.append(t)
+        optimizer.step()
+        if checkpointer is not None:
+            checkpointer.step()
+    assert optimizer.caught_up == optimizer.rounds - resumed - len(taken)
+    optimizer.finish()
+    keep(folder, optimizer, x, taken=taken, resumed=resumed, lost=optimizer.lost)

@@ -4,9 +4,9 @@
     ...                      # train as ever, without a schedule
     optimizer.eval()         # puts x, the point to evaluate and save, into the model
 
-Each is `Gossip` with a rule, and takes its keywords, too: group, every, late, wire, weight_decay, timeout, on_failure,
-quorum, on_nonfinite, start_equal, weight, any_graph. On slow networks, wire="int8" sends a quarter of the bytes;
-docs/ranks.md has a table of what to take for images and for transformers.
+Each is `Gossip` with a rule, and takes its keywords, too: group, every, late, wire, catch_up, weight_decay, timeout,
+on_failure, quorum, on_nonfinite, start_equal, weight, any_graph. On slow networks, wire="int8" sends a quarter of the
+bytes; docs/ranks.md has a table of what to take for images and for transformers.
 """
 
 from __future__ import annotations

@@ -162,7 +162,8 @@ class Checkpointer:
         if not _is_finite(tensors.values()):
             remedy = f"not saved; resume from the files of before in {self.folder}, with a smaller learning rate"
             raise NonFiniteError(optimizer.rank, rounds, "the state is not finite", remedy)
-        optimizer.drain()
+        if not optimizer.topology.late:  # what is late is in the file, and would keep this rank waiting
+            optimizer.drain()
         groups = [{name: v for name, v in g.items() if name != "params"} for g in optimizer.param_groups]
         others = {name: _state(name, other, optimizer) for name, other in self._others.items()}
         outputs = [_output(k, optimizer.rule.output(fields), fields, tensors) for k, fields in enumerate(vectors)]

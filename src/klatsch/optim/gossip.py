@@ -64,6 +64,8 @@ class Gossip(Points, Joinable, JoinHook):
         late: rounds that a message may travel while gradients are computed, at best every - 1; see `topology.channel`.
         wire: how numbers travel: "float32" (as they are), "bfloat16", or "int8" (a quarter of the bytes; on static
             graphs, and with a copy of the parameters in memory for every neighbour and message).
+        catch_up: a rank that falls behind, because its gradients take longer, catches up in rounds without a gradient
+            before its neighbours have to wait for it: with `late`, over gloo; see docs/slow-networks.md.
         weight_decay: added to gradients as weight_decay times the point where they are taken; with Adam, to the step
             (decoupled, as in AdamW), instead of the rule's own.
         timeout: seconds that a neighbour may keep this rank waiting.
@@ -81,6 +83,7 @@ class Gossip(Points, Joinable, JoinHook):
     Attributes:
         rank: which node of the topology this is.
         skipped: rounds without gradient, because it was not finite.
+        caught_up: rounds without gradient, to catch up.
     """
 
     living: ClassVar[weakref.WeakSet[Gossip]] = weakref.WeakSet()  # all in this process, to be found from a model
@@ -89,6 +92,7 @@ class Gossip(Points, Joinable, JoinHook):
     found_inf: Tensor | float = 0.0
     join_device = torch.device("cpu")  # where Join counts ranks, since the group is gloo's
     _made = False
+    _met = 0  # the rounds that the foremost neighbour had done after the last step
 
     def __init__(
         self,
@@ -101,6 +105,7 @@ class Gossip(Points, Joinable, JoinHook):
         every: int = 1,
         late: int = 0,
         wire: str = "float32",
+        catch_up: bool = False,
         weight_decay: float = 0.0,
         timeout: float = 300.0,
         on_failure: OnFailure = "raise",
@@ -120,7 +125,7 @@ class Gossip(Points, Joinable, JoinHook):
         Joinable.__init__(self)
         self._made = True
         self.on_nonfinite, self.survives = on_nonfinite, on_failure == "continue"
-        self.skipped, self._finished = 0, False
+        self.skipped, self.caught_up, self._finished = 0, 0, False
         self._lost_by_host: set[int] = set()
         self.idle_hooks: list[weakref.WeakMethod[Callable[[], None]]] = []  # called after rounds without gradient
         self._scheduled = defaults["lr"]
@@ -135,6 +140,7 @@ class Gossip(Points, Joinable, JoinHook):
         self._wrappers = Wrappers(trained, ranks)
         graph = options.sized(topologies.make(topology, len(ranks)) if isinstance(topology, str) else topology, ranks)
         self.topology = topologies.channel(graph, every, late, graph.wire if wire == "float32" else wire)
+        self.catches_up = options.catching_up(catch_up, self.topology)
         if not any_graph:
             rule.check_graph(self.topology)
         self.given = rule  # the rule before it is put on the graph, on which a state does not depend
@@ -144,7 +150,7 @@ class Gossip(Points, Joinable, JoinHook):
         self.rank = dist.get_rank(self.group)
         agree(self.group, {"version of klatsch": VERSION, "rule": rule.name})
         settings = {"on_failure": on_failure, "quorum": f"{quorum:g}", "start_equal": str(start_equal)}
-        settings |= {"weight": "left out" if weight is None else "given"}
+        settings |= {"weight": "left out" if weight is None else "given", "catch_up": str(catch_up)}
         facts = groups.facts(self.rule, self.topology, self.param_groups)
         agree(self.group, facts | settings | {"backend": backend(group, self.device)})
         self._weight = 1.0
@@ -158,15 +164,14 @@ class Gossip(Points, Joinable, JoinHook):
         for tensor in starts:
             self.host.start(tensor)
         # A group of their own: a collective that fails closes all connections of its group.
-        links = open_links(
-            group, group_of(group, timeout), self.topology, self.device, float(timeout), on_failure, quorum
-        )
+        own = group_of(group, timeout)
+        links = open_links(group, own, self.topology, self.device, float(timeout), on_failure, quorum, catch_up)
         if start_equal:
             with links.together(0, "start") as everyone:
                 for tensor in starts:
-                    own = tensor.detach().cpu().contiguous().reshape(-1)
-                    first = everyone.copy(own.view(torch.uint8))  # as bytes: gloo does not know every dtype
-                    tensor.copy_(first.view(own.dtype).reshape(tensor.shape))
+                    flat_copy = tensor.detach().cpu().contiguous().reshape(-1)
+                    first = everyone.copy(flat_copy.view(torch.uint8))  # as bytes: gloo does not know every dtype
+                    tensor.copy_(first.view(flat_copy.dtype).reshape(tensor.shape))
             links.bytes_sent = 0
         for flat in flats:
             flat.mark_written()
@@ -199,6 +204,8 @@ class Gossip(Points, Joinable, JoinHook):
         Join.notify_join_context(self)  # inside torch's Join: this rank is not done
         scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
         self._round(0.0 if float(self.found_inf) > 0 else self._weight / scale)
+        if self.catches_up:
+            self._catch_up()
         return loss
 
     @torch.no_grad()
@@ -277,6 +284,27 @@ class Gossip(Points, Joinable, JoinHook):
         self._lost_by_host = {node for row in lost for node, gone in enumerate(row) if gone}
         for share in self._shares:
             share.advance()
+        self._links.tell_pace(self.rounds)
+
+    def _catch_up(self) -> None:
+        """Catch up with the foremost neighbour, if it would have to wait for this rank during the next gradient.
+
+        If that takes as long as the last one, the neighbour does as many rounds meanwhile; `late` rounds after this
+        rank's next message it waits.
+        """
+        foremost, behind = self._foremost(), self.rounds
+        next_message = behind + 1 + (-behind - 1) % self.topology.every
+        if 2 * foremost - self._met + 1 >= next_message + self.topology.late:
+            while self.rounds < foremost:
+                self._save_idle()  # of the round before
+                self._round(0.0)
+        self.caught_up += self.rounds - behind
+        self._met = max(self.rounds, self._foremost())
+
+    def _foremost(self) -> int:
+        """The most rounds that a neighbour has done, as the ranks of this host know."""
+        told = self.host.together(self.rounds + 1, lambda: [float(self._links.foremost(self.rounds + 1))], 1)
+        return int(max(rounds for (rounds,) in told))
 
     def _take_in(self, factor: float) -> tuple[float, float]:
         """Take the gradients: whether they are wrong, and in some rounds their sum, if a host's must be the same."""
@@ -332,6 +360,9 @@ class Gossip(Points, Joinable, JoinHook):
     def main_hook(self) -> None:
         """A round without gradient, while others train."""
         self._round(0.0)
+        self._save_idle()
+
+    def _save_idle(self) -> None:
         for reference in self.idle_hooks:
             if (hook := reference()) is not None:
                 hook()
@@ -496,8 +527,9 @@ class Gossip(Points, Joinable, JoinHook):
         differ = [share.node.meet(self.group) for share in self._shares]
         if any(differ) and self.rank == 0:
             warn(f"round {rounds}: ranks had lost each other when they were saved; their int8 copies begin anew")
+        self._links.tell_pace(rounds)
         self._show("output" if self._apart and self._holds != "query" else "query")
-        self._finished = False
+        self._finished, self._met = False, rounds
         if self._follow:
             self._scheduled = self._follow[0]["lr"]
 
@@ -513,6 +545,7 @@ class Gossip(Points, Joinable, JoinHook):
         """Begin at round 0 over some links."""
         self._links = links
         self._shares = [Share(flat, self.rule, links, k) for k, flat in enumerate(flats)]
+        self._met = 0
         # Neighbours need the last messages: they leave before the optimizer or the process ends.
         self._close = weakref.finalize(self, _end, links, self.process_group)
 

@@ -50,6 +50,18 @@ def check_weight(weight: float | None, rule: Rule) -> None:
         )
 
 
+def catching_up(catch_up: object, topology: Topology) -> bool:
+    """Whether ranks that fall behind catch up."""
+    if not isinstance(catch_up, bool):
+        raise ValueError(f"catch_up = {catch_up!r}; give True or False")
+    if catch_up and not topology.late:
+        raise ValueError(
+            f"catch_up = True on {topology.name}: neighbours wait for every message at once; say for how many rounds "
+            "they may go on, such as every=8, late=7"
+        )
+    return catch_up
+
+
 def sized(topology: object, ranks: list[int]) -> Topology:
     """A topology with one node per rank."""
     if not isinstance(topology, Topology):

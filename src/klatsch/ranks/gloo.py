@@ -15,6 +15,7 @@ from torch import Tensor
 from klatsch.ranks.assembly import Assembly
 from klatsch.ranks.failures import LinkError, MessageError, QuorumError, reason, shown, warn
 from klatsch.ranks.links import Links, OnFailure
+from klatsch.ranks.pace import Pace
 from klatsch.ranks.staging import Stage
 from klatsch.ranks.waiting import Landed, Notes, Transfer, Waiter
 from klatsch.topology import Topology
@@ -23,6 +24,7 @@ Move = Callable[..., dist.Work | None]
 Land = Callable[[Tensor], Landed]
 PIECE = 1 << 23  # bytes of a message that move at a time; for a timeout, a neighbour is silent until one has moved
 MOST_PATIENCE = 4  # timeouts for a neighbour that says it is waiting, too
+PACE_TAG = (1 << 20) - 1  # above the tags of rounds, below those of assemblies
 
 
 class GlooLinks(Links):
@@ -39,9 +41,10 @@ class GlooLinks(Links):
         timeout: float,
         on_failure: OnFailure,
         quorum: float = 0.0,
+        catch_up: bool = False,
     ) -> None:
         super().__init__(group, topology, device, timeout)
-        self.on_failure, self.quorum = on_failure, quorum
+        self.on_failure, self.quorum, self.catch_up = on_failure, quorum, catch_up
         self.survives = on_failure == "continue"
         self._stage = Stage(device) if device.type != "cpu" else None
         self._landed: dict[int, Landed] = {}  # by neighbour: its message on the GPU
@@ -57,6 +60,7 @@ class GlooLinks(Links):
         self._called: list[Transfer] = []  # that have not ended
         self._in_vain: dict[int, Exception] = {}  # by round: why not all came together after it
         self._failure: LinkError | QuorumError | None = None
+        self._pace = Pace(self._small, self.membership.beside()) if catch_up else None
         self._apart = False  # whether a warning has reported a network in several pieces
 
     def expect(self, tag: int, t: int, like: Tensor) -> None:
@@ -146,6 +150,14 @@ class GlooLinks(Links):
         edge = f"{peer} -> {self.rank}" if transfer.incoming else f"{self.rank} -> {peer}"
         self._lose(peer, LinkError(self.rank, peer, edge, t, seconds, why))
 
+    def tell_pace(self, rounds: int) -> None:
+        if self._pace is not None:
+            self._pace.tell(rounds)
+
+    def foremost(self, t: int) -> int:
+        told = {} if self._pace is None else self._pace.done.copy()
+        return max((rounds for peer, rounds in told.items() if peer not in self.absent(t)), default=0)
+
     def drain(self) -> None:
         self._end([*chain(*self._leaving.values())])
 
@@ -169,13 +181,16 @@ class GlooLinks(Links):
             self._end([*chain(*self._leaving.values()), *chain(*(self._arriving.get(tag, []) for tag in sent))])
         if self._stage is not None:
             self._stage.end()
+        if self._pace is not None:
+            self._pace.end()
         for transfer in (*self._abandoned, *self._called, *chain(*self._leaving.values(), *self._arriving.values())):
             transfer.give_up()
         for waiter in (*self._waiters.values(), *self._callers.values()):
             waiter.end()
 
     def reopened(self, group: dist.ProcessGroup) -> GlooLinks:
-        links = GlooLinks(group, self.topology, self.device, self.timeout, self.on_failure, self.quorum)
+        choices = (self.timeout, self.on_failure, self.quorum, self.catch_up)
+        links = GlooLinks(group, self.topology, self.device, *choices)
         links.lost, links.bytes_sent, links.seconds_waited = self.lost, self.bytes_sent, self.seconds_waited
         for peer in self.lost:
             links.membership.lose(peer)
@@ -214,6 +229,10 @@ class GlooLinks(Links):
         whole = None if land is None else lambda _: land(message)  # lands with its last piece
         pieces = [(piece, None) for piece in first] + [(last, whole)]
         return [Transfer(peer, incoming, p, partial(post, p, self._global[peer]), lands) for p, lands in pieces]
+
+    def _small(self, move: Move, memory: Tensor, peer: int) -> Transfer:
+        post = partial(move, memory, self._global[peer], group=self.group, tag=PACE_TAG)
+        return Transfer(peer, move is dist.irecv, memory, post)
 
     def _take(self, transfers: list[Transfer]) -> None:
         for transfer in transfers:

@@ -90,6 +90,13 @@ class Links(ABC):
         Also those that leave after the next round or later, if they are in it.
         """
 
+    def tell_pace(self, rounds: int) -> None:
+        """Tell the neighbours how many rounds this rank has done, where ranks catch up with each other."""
+
+    def foremost(self, t: int) -> int:
+        """The most rounds that a neighbour that is not absent in round t has told; 0 where nobody tells."""
+        return 0
+
     @abstractmethod
     def drain(self) -> None:
         """Wait, at most for the timeout, until every message has left or its receiver is gone. Raises nothing."""
@@ -136,17 +143,23 @@ def open_links(
     timeout: float,
     on_failure: OnFailure,
     quorum: float,
+    catch_up: bool = False,
 ) -> Links:
     """Links over NCCL between GPUs where the user's group has it, else over klatsch's own gloo group."""
     from klatsch.ranks.gloo import GlooLinks  # both kinds derive from Links
     from klatsch.ranks.nccl import NcclLinks
 
     if backend(group, device) == "gloo":
-        return GlooLinks(own, topology, device, timeout, on_failure, quorum)
+        return GlooLinks(own, topology, device, timeout, on_failure, quorum, catch_up)
     if on_failure == "continue":
         raise ValueError(
             "on_failure = 'continue' is not possible over NCCL, whose communicator ends with its first failure; "
             "use 'raise' with a Checkpointer, or init_process_group('gloo')"
+        )
+    if catch_up:
+        raise ValueError(
+            "catch_up = True is not possible over NCCL, where each exchange waits for both ends; use "
+            "init_process_group('gloo'), or leave it out"
         )
     beside = GlooLinks(own, topology, torch.device("cpu"), timeout, "raise")
     return NcclLinks(group, topology, device, timeout, beside)

@@ -226,12 +226,17 @@ class Mailbox:
                 self.links.refuse(source, r)
         # The weight of a lost neighbour goes to this node's own value, so rows still sum to 1; in push-sum this node
         # keeps what it would have passed on to it, so columns still do.
-        absent, row = self.links.absent(r), self._rows[(r - 1) % len(self._rows)]
+        absent, topology = self.links.absent(r), self.links.topology
+        row = (
+            _row(topology.matrix(r), self.links.rank, self._dtype)
+            if topology.loss
+            else self._rows[(r - 1) % len(self._rows)]
+        )
         away = None if self._by_rows else sum(w for node, w in row.away.items() if node not in absent)
-        there = [(source, parts) for source, parts in spoken if source not in absent]
+        there = [(source, parts) for source, parts in spoken if source not in absent and source in row.links]
         voices = [Voice(parts, self._held_of(k, source)) for source, parts in there]
         own = None
-        if self.links.topology.speaks(r) and (self.late or not layout.exact):
+        if topology.speaks(r) and (self.late or not layout.exact):
             own = Voice(self._message(k, r).parts, self._held_of(k, self.links.rank))
         weights = [row.links[source] for source, _ in there]
         return Heard([source for source, _ in there], voices, weights, away, own, self._dtype)

@@ -135,6 +135,11 @@ class DecentLaM(Rule):
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_static_symmetric(graph, name or self.name)  # momentum remembers what the last round's matrix did
+        if graph.loss and not is_zero(self.momentum):
+            raise ValueError(
+                f"{name or self.name} on {graph.name}: its momentum repeats flows of links that are lost by now, and "
+                "diverges; use d2 or dat-d2, which lost messages do not harm"
+            )
         if (graph.every > 1 or graph.late) and not is_zero(self.momentum):
             raise ValueError(
                 f"{name or self.name} on {graph.name}: its momentum repeats the flow of a round with gossip in the "

@@ -32,6 +32,8 @@ class GraphStack(Stack):
             raise ValueError("the problem has no draw(t) and gradient(x, drawn)")
         parts.rehearsal.check(slices=False)
         period = self.mix.period
+        if any(topology.loss for topology in parts.topologies):
+            raise ValueError("other messages are lost in every round")
         if period > MOST_ROUNDS:
             raise ValueError(f"the topology repeats after {period:,} rounds; a graph holds {MOST_ROUNDS} at most")
         self.rounds = period * -(-ROUNDS // period)

@@ -48,6 +48,8 @@ class FusedStack(Stack):
             raise ValueError("it runs one network at a time")
         if quadratic is None or not problem.draws_ahead:
             raise ValueError(f"the gradients of {type(problem).__name__} are not those of a quadratic problem")
+        if topology.loss:
+            raise ValueError(f"{topology.name} loses other messages in every round")
         if not topology.row_stochastic:
             raise ValueError(f"the rows of {topology.name} do not sum to 1")
         parts.rehearsal.check(slices=True)

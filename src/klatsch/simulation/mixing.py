@@ -31,26 +31,30 @@ class StackedMix:
 
     def __init__(self, *topologies: Topology, dtype: torch.dtype, device: torch.device) -> None:
         matrices = side_by_side(topologies)
+        self._lossy = topologies if any(topology.loss for topology in topologies) else ()
         self.period, size = len(matrices), matrices[0].shape[0]
         dense = size <= DENSE_NODES[device.type] or 4 * max(P.nnz for P in matrices) > size**2
         dense &= len(topologies) == 1  # 0 times the inf of a network that diverges would reach the others
         by_rows = all(topology.row_stochastic for topology in topologies)
 
-        def less_identity(P: csr_array) -> Tensor | None:
-            links, own = exact_weights(P, dtype, by_rows=by_rows)
-            return _tensor(csr_array(links - diags_array(own)), dtype, device, dense) if links.nnz else None
-
-        products = mapped(matrices, less_identity)
         sizes = torch.tensor([topology.size for topology in topologies], device=device)
         first = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)  # by node: the first one of its network
         alike = None if not by_rows else slice(0, 1) if len(topologies) == 1 else first
-        self._flows = [
-            Flow(partial(_flow, Q, alike), partial(_mix, Q), _silent(topologies, t, sizes, dtype))
-            for t, Q in enumerate(products, 1)
-        ]
+
+        def product(P: csr_array) -> Tensor | None:
+            links, own = exact_weights(P, dtype, by_rows=by_rows)
+            return _tensor(csr_array(links - diags_array(own)), dtype, device, dense) if links.nnz else None
+
+        def flow(t: int, Q: Tensor | None) -> Flow:
+            return Flow(partial(_flow, Q, alike), partial(_mix, Q), _silent(topologies, t, sizes, dtype))
+
+        self._made: Callable[[int, csr_array], Flow] = lambda t, P: flow(t, product(P))
+        self._flows = [] if self._lossy else [flow(t, Q) for t, Q in enumerate(mapped(matrices, product), 1)]
 
     def in_round(self, t: int) -> Flow:
         """The flow of round t."""
+        if self._lossy:
+            return self._made(t, csr_array(block_diag([topology.matrix(t) for topology in self._lossy])))
         return self._flows[(t - 1) % self.period]
 
 

@@ -48,6 +48,8 @@ class Channel(NamedTuple):
     late: int
     wire: str
     meets: str = ""
+    loss: float = 0.0
+    one_way: bool = False
 
 
 Sources = dict[str, Options]  # what a store keeps of custom parts, by name or kind: see `sources_of`

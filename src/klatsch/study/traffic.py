@@ -85,7 +85,7 @@ def exchange_of(case: Case, numbers: int | None = None) -> Exchange:
     numbers = dim_of(case) if numbers is None else numbers
     try:
         messages, vectors, all_reduce, links, unknown = _said(*_parts(case))
-        every, _, wire, meets = case.channel
+        every, _, wire, meets, *_ = case.channel
         when = _when(*_parts(case), numbers, tuple(record_points(case.points, case.steps))) if meets else ()
     except ValueError as reason:
         return Exchange(numbers, unknown=str(reason))
@@ -107,7 +107,8 @@ def sent_by(case: Case, step: int, total: float) -> float:
 
 def is_all_reduce(case: Case) -> bool:
     """Whether nodes all talk to each other, and would use an all-reduce."""
-    return case.topology == "complete" and case.channel.wire == "float32" and not case.channel.meets
+    channel = case.channel
+    return case.topology == "complete" and channel.wire == "float32" and not (channel.meets or channel.loss)
 
 
 def elapsed(case: Case, exchange: Exchange | None, clock: Clock, steps: Sequence[int]) -> tuple[float, ...] | None:

@@ -18,7 +18,15 @@ from scipy.sparse import csr_array
 
 from klatsch.arguments import number, whole
 from klatsch.topology import spectrum, validation
-from klatsch.topology.matrix import SUM_TOLERANCE, Matrix, identity, mapped, metropolis_hastings, with_self_weights
+from klatsch.topology.matrix import (
+    SUM_TOLERANCE,
+    Matrix,
+    identity,
+    lossy,
+    mapped,
+    metropolis_hastings,
+    with_self_weights,
+)
 
 if TYPE_CHECKING:
     import networkx as nx  # loaded only for such a graph
@@ -40,6 +48,8 @@ class Topology:
         late: rounds between the sending and the arrival of a message; see `channel`.
         wire: how numbers travel; see `channel`.
         meets: when nodes mix, if not all together in rounds; see `channel`.
+        loss: the probability that the messages of a link are lost in a round; see `channel`.
+        one_way: whether each of the two is lost by itself.
     """
 
     name: str
@@ -50,6 +60,8 @@ class Topology:
     late: int = 0
     wire: str = validation.WIRES[0]
     meets: str = ""
+    loss: float = 0.0
+    one_way: bool = False
 
     def __post_init__(self) -> None:
         if self.stochastic not in (known := get_args(Stochastic)):
@@ -63,6 +75,8 @@ class Topology:
         validation.check_wire(self.name, self.wire, changes=len(matrices) > self.every)
         object.__setattr__(self, "meets", self.meets.strip() if isinstance(self.meets, str) else self.meets)
         validation.check_meets(self.name, self.meets, self.every, self.late, self.wire, len(matrices) > self.every)
+        rate = validation.check_loss(self.name, self.loss, self.one_way, self.wire, self.meets)
+        object.__setattr__(self, "loss", rate)
         for P in matrices:
             for part in (P.data, P.indices, P.indptr):
                 part.flags.writeable = False
@@ -88,8 +102,9 @@ class Topology:
         return (self._phase(t) + 1) % self.every == 0
 
     def matrix(self, t: int) -> Matrix:
-        """The gossip matrix P of round t = 1, 2, 3, ..."""
-        return self.matrices[self._phase(t)]
+        """The gossip matrix P of round t = 1, 2, 3, ..., without the messages that are lost in it."""
+        P = self.matrices[self._phase(t)]
+        return P if not self.loss else lossy(P, self.loss, self.one_way, t, by_rows=self.stochastic != "columns")
 
     def neighbors(self, i: int, t: int = 1) -> NDArray[np.int64]:
         """The nodes that node i hears in round t, without itself, in ascending order."""
@@ -107,7 +122,7 @@ class Topology:
     @cached_property
     def symmetric(self) -> bool:
         """Whether every P equals its transpose, as Definition 2.4 of the paper asks."""
-        return all(spectrum.is_symmetric(P) for P in self.speaking)
+        return not self.one_way and all(spectrum.is_symmetric(P) for P in self.speaking)
 
     @cached_property
     def directed(self) -> bool:
@@ -117,11 +132,15 @@ class Topology:
     @cached_property
     def row_stochastic(self) -> bool:
         """Whether every row sums to 1, so that mixing is averaging."""
+        if self.loss and self.stochastic == "columns":  # a lost weight stays in its column
+            return False
         return all(validation.sums_to_one(P, axis=1) for P in self.speaking)
 
     @cached_property
     def column_stochastic(self) -> bool:
         """Whether every column sums to 1, so that mixing keeps the sum over nodes."""
+        if self.loss and self.stochastic != "columns" and not self.symmetric:  # a lost weight stays in its row
+            return False
         return all(validation.sums_to_one(P, axis=0) for P in self.speaking)
 
     @property
@@ -155,7 +174,8 @@ class Topology:
 
         There lambda_2 is that of the product P_tau ... P_1 (Koloskova et al. 2020, Assumption 4): a period that
         averages exactly has rho = 1 / tau, and gossip in every H-th round has 1 / H of the gap. Property 2.6 holds for
-        symmetric and circulant graphs and their products; other directed graphs may start more slowly.
+        symmetric and circulant graphs and their products; other directed graphs may start more slowly. Where messages
+        are lost, it is the gap of the mean matrix.
         """
         # An exact mean has lambda_2 = 0, which a solver finds only to the root of a rounding error.
         return (1.0 - (0.0 if self.exact_after is not None else self._second_modulus)) / self.period
@@ -171,7 +191,7 @@ class Topology:
     @cached_property
     def exact_after(self) -> int | None:
         """Rounds after which every node holds the exact mean, or None if mixing only tends to it."""
-        mixes = spectrum.exact_after(self.speaking) if self.doubly_stochastic else None
+        mixes = spectrum.exact_after(self.speaking) if self.doubly_stochastic and not self.loss else None
         return None if mixes is None else mixes * self.every
 
     @property
@@ -182,7 +202,7 @@ class Topology:
     @cached_property
     def rounds_to_halve(self) -> int:
         """Rounds after which the distance from the mean is halved, from the worst start."""
-        mixes = spectrum.rounds_to_halve(self.speaking, self.doubly_stochastic, lambda: self._second_modulus)
+        mixes = spectrum.rounds_to_halve(self._expected, self.doubly_stochastic, lambda: self._second_modulus)
         return mixes * self.every
 
     def effective_neighbors(self, gamma: float) -> float:
@@ -197,7 +217,7 @@ class Topology:
                 f"{self.name} is not doubly stochastic: effective neighbours need a graph that keeps the mean"
             )
         number("gamma", gamma, lambda v: 0 <= v < 1, "a number from 0 up to but not including 1, such as 0.95")
-        return spectrum.effective_neighbors(self.speaking, gamma, self.every)
+        return spectrum.effective_neighbors(self._expected, gamma, self.every)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -220,7 +240,7 @@ class Topology:
         # By the constructor: a copy in another process is checked and read-only, too.
         return type(self), (
             *(self.name, self.matrices, self.stochastic, self.lattice),
-            *(self.every, self.late, self.wire, self.meets),
+            *(self.every, self.late, self.wire, self.meets, self.loss, self.one_way),
         )
 
     def __repr__(self) -> str:
@@ -232,11 +252,20 @@ class Topology:
     def _travel(self) -> str:
         """How messages travel, where that is special: ", late 7, int8"."""
         late, wire = f", late {self.late}" * (self.late > 0), f", {self.wire}" * (self.wire != validation.WIRES[0])
-        return late + wire + f", {self.meets}" * bool(self.meets)
+        loss = f", loss {self.loss:g}{' one way' * self.one_way}" * bool(self.loss)
+        return late + wire + f", {self.meets}" * bool(self.meets) + loss
 
     @cached_property
     def _second_modulus(self) -> float:
-        return spectrum.second_modulus(self.speaking)
+        return spectrum.second_modulus(self._expected)
+
+    @cached_property
+    def _expected(self) -> tuple[Matrix, ...]:
+        """The matrices of rounds with gossip, or their means where messages are lost."""
+        if not self.loss:
+            return self.speaking
+        kept = self.loss * identity(self.size)
+        return tuple(mapped(self.speaking, lambda P: validation.canonical(kept + (1 - self.loss) * P, self.name)))
 
     @cached_property
     def _transposed(self) -> tuple[Matrix, ...]:

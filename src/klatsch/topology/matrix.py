@@ -20,6 +20,7 @@ Weights: TypeAlias = NDArray[np.float64]
 Thing = TypeVar("Thing")
 Made = TypeVar("Made")
 
+LOSS_SEED = 2025  # of which messages are lost: the same for all runs, and on all ranks
 SUM_TOLERANCE = 1e-9  # how far from 1 a row or column may sum
 
 
@@ -63,6 +64,21 @@ def circulant(size: int, offsets: list[int]) -> Matrix:
     i = np.tile(np.arange(size), len(offsets))
     j = (i + np.repeat(offsets, size).astype(np.int64)) % size
     return with_self_weights(size, i, j, np.full(len(i), 1.0 / (1 + len(offsets))))
+
+
+def lossy(P: Matrix, loss: float, one_way: bool, t: int, by_rows: bool = True) -> Matrix:
+    """The matrix of round t if links, or messages by themselves (one_way), are lost with a probability.
+
+    What a node would have heard (or, in columns, would have given away) stays its own.
+    """
+    entries = P.tocoo()
+    i, j = (axis[entries.row != entries.col].astype(np.int64) for axis in (entries.row, entries.col))
+    weight, size = entries.data[entries.row != entries.col], P.shape[0]
+    link = i * size + j if one_way else np.minimum(i, j) * size + np.maximum(i, j)
+    links, which = np.unique(link, return_inverse=True)
+    kept = (np.random.default_rng([LOSS_SEED, t]).random(len(links)) >= loss)[which]
+    i, j, weight = i[kept], j[kept], weight[kept]
+    return with_self_weights(size, i, j, weight) if by_rows else csr_array(with_self_weights(size, j, i, weight).T)
 
 
 def exact_weights(P: Matrix, dtype: torch.dtype, by_rows: bool = True) -> tuple[Matrix, Weights]:

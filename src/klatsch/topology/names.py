@@ -31,7 +31,7 @@ def spectral_gap(name: str, n: int, **choices: object) -> float:
     """The spectral gap rho of `make(name, n, ...)`, in closed form where one is known: there n may be a million."""
     build, known = builder(name, choices), family(name)
     own, travel = _parted(name, choices)
-    if known.gap is None or travel.get("late", 0) >= travel["every"]:  # which changes the weights
+    if known.gap is None or travel.get("late", 0) >= travel["every"] or travel.get("loss"):  # which change the weights
         return build(n, **choices).spectral_gap
     # A lattice of given sides may have an n that is refused without them: its closed form checks.
     gap = known.gap(n if known.lattice else known.checked(n, UNLIMITED), **own)

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.sparse import csr_array, issparse
 from scipy.sparse.csgraph import breadth_first_order, connected_components, shortest_path
 
-from klatsch.arguments import named, whole
+from klatsch.arguments import named, number, whole
 from klatsch.topology.matrix import SUM_TOLERANCE, Matrix, Weights, mapped
 
 LARGEST = 10**6  # nodes: up to a gigabyte for ring and torus, several for others
@@ -44,6 +44,21 @@ def rounds_between(H: object, graphs: int = 1) -> int:
 def rounds_late(late: object) -> int:
     """Check a number of rounds that a message may travel."""
     return whole(late, "late", 0, LATEST)
+
+
+def check_loss(name: str, loss: object, one_way: object, wire: object, meets: object) -> float:
+    """Check the probability that a message is lost, and return it."""
+    if not isinstance(one_way, bool):
+        raise ValueError(f"one_way = {one_way!r}; give true or false")
+    rate = number("loss", loss, lambda v: 0 <= v < 1, "a probability from 0 up to but not including 1, such as 0.1")
+    asked = f"{name} with loss = {rate:g}"
+    if one_way and not rate:
+        raise ValueError(f"{asked} and one_way = true: which messages? give loss, such as loss = 0.1")
+    if rate and wire == "int8":
+        raise ValueError(f"{asked} and wire = 'int8': what one difference says would be missing for ever; use bfloat16")
+    if rate and meets:
+        raise ValueError(f"{asked} and meets = {meets!r}; leave one of them out")
+    return rate
 
 
 def check_wire(name: str, wire: object, changes: bool) -> None:
