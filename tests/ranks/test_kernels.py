@@ -73,27 +73,25 @@ def with_and_without(monkeypatch, rule, gradient, rounds):
 
 
 def test_a_field_that_is_no_symbol_is_written_last(alone, monkeypatch):
-    """A rule may return a tensor of its own, where the kernel still reads what was there."""
+    """A rule may count in one number, where the kernel still reads what was there."""
 
     @dataclass(frozen=True, eq=False)
     class Counting(klatsch.rules.Plain):
         name = "counting"
 
         def init(self, x):
-            return {"w": x, "k": x * 0.0}
+            return {"w": x, "k": x.new_zeros(1)}
 
         def update(self, s, grad, flow, t, lr):
             (w,) = flow.mix(s["w"] - grad * lr + s["k"])
-            return {"w": w, "k": torch.full((3,), float(t))}
+            return {"w": w, "k": torch.full((1,), float(t))}
 
     ends = with_and_without(monkeypatch, Counting(0.1), torch.ones(3), rounds=3)
     torch.testing.assert_close(*ends)
 
 
-@pytest.mark.parametrize(
-    "power", [lambda g: g**3, lambda g: abs(g) * g * g, lambda g: g * (g == 1), lambda g: g * len(g)]
-)
-def test_rules_that_are_not_elementwise_run_as_they_are(alone, monkeypatch, power):
+@pytest.mark.parametrize("power", [lambda g: g**3, lambda g: abs(g) * g * g, lambda g: g * (g == 1)])
+def test_rules_that_kernels_do_not_know_run_as_they_are(alone, monkeypatch, power):
     @dataclass(frozen=True, eq=False)
     class Odd(klatsch.rules.Plain):
         name = "odd"
