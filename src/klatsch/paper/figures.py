@@ -473,7 +473,7 @@ def _against_rounds(rows: Sequence[Row], title: str, layout: Layout, across: str
         axis.set_xscale("log" if rounds else "linear")
         axis.set_xlabel(unit)
         if layout.legends:
-            axis.legend(frameon=False, fontsize="small")
+            axis.legend(loc="best", frameon=False, fontsize="small")
     if not layout.legends:
         legend(figure)
     return figure
