@@ -6,12 +6,14 @@ import signal
 import pytest
 import torch
 
-from tests.support.processes import Ranks
+from tests.support.processes import Ranks, say
 from tests.support.rank_scenarios import ENDURE_LR, problem_of
+from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.usefixtures("late", "parted")
+pytestmark = pytest.mark.usefixtures("late", "parted", "directed")
 
 SIZE, ROUNDS = 5, 150
+DIRECTED = {"exponential": 5, "one_peer_exponential": 5, "directed_ring": 4}
 PARTED = {  # in which rank 2 stops, and all meet again: the rule, the channel, and the round
     "dsgd": {"rule": "dsgd", "travel": {"wire": "int8"}, "stop": 11, "rounds": 40},
     "gt late": {"rule": "gt", "travel": {"every": 2, "late": 3, "wire": "int8"}, "stop": 11, "rounds": 40},
@@ -69,6 +71,15 @@ def parted(prepared, tmp_path_factory):
     return {
         name: Ranks(prepared, tmp_path_factory.mktemp("parted"), 4, "parted", timeout=LATE, **case)
         for name, case in PARTED.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def directed(prepared, tmp_path_factory):
+    """Directed graphs on which rank 1 stops itself."""
+    return {
+        name: Ranks(prepared, tmp_path_factory.mktemp("awake"), size, "awake", graph=name, timeout=LATE)
+        for name, size in DIRECTED.items()
     }
 
 
@@ -221,3 +232,16 @@ def test_ranks_that_lost_each_other_meet_again_after_a_restart(prepared, parted,
     for field in {"y" if case["rule"] == "d2" else "z"} & ends[0]["state"].keys():
         sums = torch.stack([end["state"][field] for end in ends]).sum(0)
         torch.testing.assert_close(sums, torch.zeros_like(sums), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", DIRECTED)
+def test_a_late_rank_that_wakes_on_a_directed_graph_costs_itself_alone(directed, name):
+    """It waits for those that go on without it, others wait for it, and nobody blames one that waits for another."""
+    ranks = directed[name]
+    ranks.has_stopped(1)
+    wait_until(lambda: any(ranks.folder.glob("lost-*")), ranks)
+    ranks.go_on(1)
+    say(ranks.folder, "woken")
+    assert ranks.codes() == [0] * ranks.size, [ranks.errors(rank) for rank in range(ranks.size)]
+    blamed = {who for rank in range(ranks.size) for who in re.findall(r"neighbour (\d) is late", ranks.errors(rank))}
+    assert blamed == {"1"}

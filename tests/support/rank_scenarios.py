@@ -138,6 +138,25 @@ def endure(
     say(folder, f"end-{rank}")
 
 
+def awake(folder, graph, timeout, rule="dsgd"):
+    """Rank 1 stops itself after ten rounds, and is woken when another has given it up; all train on for a while."""
+    rank, size = group()
+    problem = problem_of(size)
+    x = nn.Parameter(problem.start().clone())
+    optimizer = klatsch.Gossip(
+        [x], klatsch.rules.make(rule, lr=ENDURE_LR), graph, timeout=timeout, on_failure="continue"
+    )
+    left = 100
+    while left:
+        if rank == 1 and optimizer.rounds == 10:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        train(optimizer, x, problem, rank, 1)
+        if 1 in optimizer.lost and not (folder / f"lost-{rank}").exists():
+            say(folder, f"lost-{rank}")
+        left -= (folder / "woken").exists()
+    optimizer.finish()
+
+
 def parted(folder, rule, travel, stop, rounds, graph="ring", timeout=60):
     """Rank 2 stops itself before some round, and goes on alone when it is woken; each rank is pulled to its number."""
     rank, _ = group()

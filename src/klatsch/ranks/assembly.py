@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from klatsch.ranks.failures import reason, shown, who
-from klatsch.ranks.waiting import Transfer
+from klatsch.ranks.waiting import Note, Transfer
 
 if TYPE_CHECKING:
     from klatsch.ranks.gloo import GlooLinks
@@ -164,10 +164,10 @@ class Assembly:
         for key, note in (notes or {}).items():
             if self._heard.get(rank := others[key], (b"", 0.0))[0] != note:
                 self._heard[rank] = note, time.monotonic()
-            _, how, r = note.decode().split()
-            if (how == "after" and int(r) != self._round) or (how == "in" and int(r) > self._round):
+            _, how, r, *_ = Note.read(note)
+            if (how == "after" and r != self._round) or (how == "in" and r > self._round):
                 places[rank] = f"has come after round {r}" if how == "after" else f"is in round {r}"
-                rounds |= {int(r)} if how == "after" else set()
+                rounds |= {r} if how == "after" else set()
         if len(places) > 1 and not self.ranks:  # later, some may go on before others
             text = "; ".join(f"rank {rank} {place}" for rank, place in sorted(places.items()))
             raise self._in_vain("rounds", rounds, f"the ranks are not at the same round: {text}; {REMEDY}")

@@ -17,7 +17,7 @@ from klatsch.ranks.failures import LinkError, MessageError, QuorumError, reason,
 from klatsch.ranks.links import Links, OnFailure
 from klatsch.ranks.pace import Pace
 from klatsch.ranks.staging import Stage
-from klatsch.ranks.waiting import Landed, Notes, Transfer, Waiter
+from klatsch.ranks.waiting import Landed, Notes, Stopwatch, Transfer, Waiter
 from klatsch.topology import Topology
 
 Move = Callable[..., dist.Work | None]
@@ -25,6 +25,7 @@ Land = Callable[[Tensor], Landed]
 PIECE = 1 << 23  # bytes of a message that move at a time; for a timeout, a neighbour is silent until one has moved
 MOST_PATIENCE = 4  # timeouts for a neighbour that says it is waiting, too
 PACE_TAG = (1 << 20) - 1  # above the tags of rounds, below those of assemblies
+WITHOUT = "it goes on without this rank"
 
 
 class GlooLinks(Links):
@@ -101,7 +102,7 @@ class GlooLinks(Links):
     def take_stock(self, t: int) -> None:
         for peer in set(self.membership.links_lost()) - self.lost.keys():  # it has given up on this rank
             edge = f"{peer} -> {self.rank}"
-            self._lose(peer, LinkError(self.rank, peer, edge, t, 0.0, "it goes on without this rank"))
+            self._lose(peer, LinkError(self.rank, peer, edge, t, 0.0, WITHOUT))
         if self.membership.leaving:  # this rank is meant to go on without the others
             return
         near, size = self.membership.within_reach(), self.topology.size
@@ -248,27 +249,30 @@ class GlooLinks(Links):
 
     def _settle(self, transfers: list[Transfer], t: int) -> None:
         """Wait for messages, and lose neighbours that fail or are late."""
-        began = time.monotonic()
+        clock = Stopwatch(self.timeout / 8)
         moved: dict[int, float] = {}  # by neighbour: when its last piece has come or gone
         self._take(transfers)
         for transfer in transfers:
-            in_time = self._in_time(transfer, moved.get(transfer.peer, began))
-            moved[transfer.peer] = time.monotonic()
+            in_time = self._in_time(transfer, clock, moved.get(transfer.peer, 0.0))
+            moved[transfer.peer] = clock.read()
             if not in_time:
                 self._abandoned.append(transfer)
             if not in_time or transfer.error is not None:
-                self.fail(transfer, t, time.monotonic() - began)
+                self.fail(transfer, t, clock.read())
 
-    def _in_time(self, transfer: Transfer, began: float) -> bool:
-        """Whether a message ends in time; a neighbour that is itself waiting gets more time."""
-        deadline, last_call = began + self.timeout, began + MOST_PATIENCE * self.timeout
-        while not transfer.ended(min(self.timeout / 8, deadline - time.monotonic())):
-            now = time.monotonic()
-            if now >= deadline:
-                if now >= last_call or not self.notes.is_waiting(transfer.peer):
+    def _in_time(self, transfer: Transfer, clock: Stopwatch, began: float) -> bool:
+        """Whether a message ends in time; a neighbour that is itself waiting for another gets more time."""
+        deadline, last_call, peer = began + self.timeout, began + MOST_PATIENCE * self.timeout, transfer.peer
+        while not transfer.ended(min(clock.step, deadline - clock.read())):
+            self.notes.waiting(peer)
+            if (note := self.notes.of(peer)) is not None and self.rank in note.without:
+                transfer.error = RuntimeError(WITHOUT)
+                return False
+            if (now := clock.read()) >= deadline:
+                is_patient = now < last_call or self.notes.leads_to_another(peer)
+                if not (is_patient and self.notes.is_waiting(peer)):
                     return False
-                deadline = min(now + self.timeout / 2, last_call)
-            self.notes.waiting()
+                deadline = now + self.timeout / 2
         return True
 
     def _lose(self, peer: int, failure: LinkError) -> None:
@@ -284,5 +288,6 @@ class GlooLinks(Links):
             self._abandoned += [transfer for transfer in transfers if transfer.peer == peer]
             transfers[:] = [transfer for transfer in transfers if transfer.peer != peer]
         warn(f"{failure.args[0]}; going on without it: this rank takes over its weight")
+        self.notes.goes_on_without(peer)
         self.membership.lose(peer)
         self.take_stock(failure.round)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -117,6 +118,40 @@ class Waiter(threading.Thread):
         self.join(1.0)
 
 
+class Stopwatch:
+    """Seconds of waiting, without those in which this rank was itself stopped: its neighbours may have been in time.
+
+    It is read after every step of waiting and a few questions to the store; what took longer was no waiting.
+    """
+
+    def __init__(self, step: float) -> None:
+        self.step, self._seconds, self._last = step, 0.0, time.monotonic()
+
+    def read(self) -> float:
+        """The seconds until now."""
+        passed = time.monotonic() - self._last
+        self._seconds += passed if passed < 2 * self.step + 4 * ANSWER_WITHIN else self.step
+        self._last += passed
+        return self._seconds
+
+
+class Note(NamedTuple):
+    """What a rank says while something is wrong."""
+
+    number: int  # how often it has said that it waits
+    how: str  # "in" a round, or "after" one
+    round: int
+    waits_for: int | None  # the rank that it waits for; None where it asks all
+    without: list[int]  # ranks that it goes on without
+
+    @classmethod
+    def read(cls, text: bytes) -> Note:
+        """A note from its text."""
+        number, how, t, peer, without = text.decode().split()
+        gone = [] if without == "-" else [int(node) for node in without.split(",")]
+        return cls(int(number), how, int(t), None if peer == "-" else int(peer), gone)
+
+
 class Notes:
     """Who is waiting: a rank that waits long says so, and its neighbours do not blame it for being late.
 
@@ -128,19 +163,31 @@ class Notes:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._count = dist.get_rank(group), 0
         self._place = self._said = "in 0"  # "in" a round, or "after" one, when it asks all ranks for something
-        self._read: dict[int, bytes] = {}
+        self._without: list[int] = []
+        self._read: dict[int, int] = {}
         self._store: Store | None = None
         with suppress(AttributeError, RuntimeError, ValueError):
             store, name = dist.distributed_c10d._get_default_store(), group.group_name
             MADE[name] += 1  # a group may have the name of one that is gone
             self._store = PrefixStore(f"klatsch/{name}/{MADE[name]}", store)
-            self._store.set(str(self._rank), f"0 {self._said}")
+            self._store.set(str(self._rank), self._text(None))
 
-    def waiting(self) -> None:
-        """Say that this rank is alive and waiting for another."""
+    def waiting(self, peer: int | None = None) -> None:
+        """Say that this rank is alive and waiting for another, or for all."""
         self._count, self._said = self._count + 1, self._place
-        text = f"{self._count} {self._said}"
+        self._say(peer)
+
+    def goes_on_without(self, peer: int) -> None:
+        """Say that this rank has given up on another."""
+        self._without.append(peer)
+        self._say(None)
+
+    def _say(self, peer: int | None) -> None:
+        text = self._text(peer)
         self._ask(lambda store: store.set(str(self._rank), text))
+
+    def _text(self, peer: int | None) -> str:
+        return f"{self._count} {self._said} {'-' if peer is None else peer} {','.join(map(str, self._without)) or '-'}"
 
     @contextmanager
     def excuse(self, t: int, every: float) -> Iterator[None]:
@@ -166,14 +213,28 @@ class Notes:
         if self._said.startswith("after"):
             self.waiting()
 
+    def of(self, peer: int) -> Note | None:
+        """The last note of a rank, if there is one."""
+        told = self.read([str(peer)])
+        return Note.read(told[str(peer)]) if told else None
+
     def is_waiting(self, peer: int) -> bool:
         """Whether a neighbour has said since the last call that it is waiting."""
-        key = str(peer)
-        found = self._ask(lambda store: store.get(key) if store.check([key]) else None)
-        if not found or found == self._read.get(peer):
+        if (note := self.of(peer)) is None or note.number == self._read.get(peer, 0):
             return False
-        self._read[peer] = found
+        self._read[peer] = note.number
         return True
+
+    def leads_to_another(self, peer: int) -> bool:
+        """Whether a neighbour waits, perhaps through others, for a rank that is itself not waiting.
+
+        Somebody is about to give that one up; so there is an end to it.
+        """
+        chain, note = [self._rank, peer], self.of(peer)
+        while note is not None and note.waits_for is not None and note.waits_for not in chain:
+            chain.append(note.waits_for)
+            note = self.of(chain[-1])
+        return len(chain) > 2 and (note is None or note.waits_for is None)
 
     def read(self, keys: list[str]) -> dict[str, bytes] | None:
         """The last notes of some ranks, or else; None if the store does not answer."""
