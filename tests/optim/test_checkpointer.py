@@ -331,6 +331,8 @@ def replace(make_another):
         (forge(rounds="8"), "its header has rounds = '8'"),
         (forge(training=[]), "its training or its crew are none"),
         (forge(crew=[0, 7]), "its training or its crew are none"),
+        (forge(size=2_000_000_000), "its training or its crew are none"),
+        (forge(topology="ring\x1b[2J 0"), "is no name"),
         (forge(run=None), "its header has run = None"),
         (forge(without="state."), r"does not hold what a checkpoint holds \(the vectors w, x are missing or unknown\)"),
         (forge(groups={"list": []}), r"does not hold what a checkpoint holds \(zip"),

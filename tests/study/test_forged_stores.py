@@ -220,7 +220,16 @@ def test_absurd_facts_are_one_line(columns, place, run_cli):
 def test_links_of_a_graph_are_checked(place, run_cli):
     import hashlib
 
-    for links in ("[]", "[[[0], [4]]]", "[[[0, 1], [1]]]", '[["os", "system"]]', "[[[0], [-1]]]"):
+    for links in (
+        "5",
+        "[[null, null]]",
+        "[[[1e400], [0]]]",
+        "[]",
+        "[[[0], [4]]]",
+        "[[[0, 1], [1]]]",
+        '[["os", "system"]]',
+        "[[[0], [-1]]]",
+    ):
         digest = hashlib.sha256(links.encode()).hexdigest()
         base = sqlite3.connect("s.sqlite")
         base.execute("INSERT INTO graphs VALUES (?, ?)", [digest, links])

@@ -321,6 +321,7 @@ def behind(folder, slow, rounds, travel, rule="dat", graph="ring", every=None, d
     optimizer, x, problem = begin(graph, rule, timeout=60, catch_up=True, **travel, **options)
     checkpointer = None if every is None else klatsch.Checkpointer(folder / "checkpoints", every=every)
     resumed = 0 if checkpointer is None else checkpointer.resume(optimizer)
+    before = optimizer.caught_up
     done, taken = optimizer._links._pace.done, []  # by neighbour that is there, its rounds; own rounds with a gradient
     others = [peer for peer in done if peer not in slow]
 
@@ -338,6 +339,6 @@ def behind(folder, slow, rounds, travel, rule="dat", graph="ring", every=None, d
         optimizer.step()
         if checkpointer is not None:
             checkpointer.step()
-    assert optimizer.caught_up == optimizer.rounds - resumed - len(taken)
+    assert optimizer.caught_up - before == optimizer.rounds - resumed - len(taken)
     optimizer.finish()
     keep(folder, optimizer, x, taken=taken, resumed=resumed, lost=optimizer.lost)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -73,8 +73,9 @@ class GossipTrainer(Trainer):
 
     def save_model(self, *args: Any, **options: Any) -> None:
         """Save the merged model, or the first process's x; all processes ask together."""
-        inside = merged(self.model) if self._merges else self._gossip.averaged()
-        with inside if self._trains else nullcontext():
+        with ExitStack() as stack:
+            if self._trains:
+                stack.enter_context(merged(self.model) if self._merges else self._gossip.averaged())
             super().save_model(*args, **options)
 
     @property

@@ -77,6 +77,12 @@ class GossipStrategy(DDPStrategy):
         batches = self.all_gather(torch.tensor(float(trainer.num_training_batches), device=self.root_device)).flatten()
         if isfinite(float(batches.max())) and float(batches.min()) == float(batches.max()):
             return
+        if trainer.max_steps > 0 or float(batches.min()) == 0:
+            raise ValueError(
+                f"the processes have {', '.join(f'{n:g}' for n in batches.tolist())} batches: give each of them at "
+                f"least one, and Trainer max_epochs instead of max_steps = {trainer.max_steps}, which they would not "
+                "reach together"
+            )
         trainer.callbacks.insert(0, self._end_of_epochs)
         # It is a collective in every batch; without it a process that is told to end ends alone.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
@@ -162,7 +168,7 @@ class _EndOfEpochs(Callback):
     """Waits for processes with more batches, before anything is validated or saved."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        """Wait after the last batch of an epoch, or of all."""
-        if trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step:
+        """Wait after the last batch of an epoch."""
+        if trainer.is_last_batch:
             for optimizer in trainer.optimizers:
                 optimizer.end_epoch()

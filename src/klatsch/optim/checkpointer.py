@@ -29,6 +29,7 @@ from klatsch.optim.state import DTYPES, different, generators, packed, set_gener
 from klatsch.ranks import saved
 from klatsch.ranks.agreement import gathered, summed
 from klatsch.ranks.failures import NonFiniteError, shown, warn
+from klatsch.ranks.ledger import PIECE
 from klatsch.ranks.message import is_sound
 from klatsch.ranks.saved import FORMAT, File, Round, Seen, Training
 from klatsch.rules import State
@@ -181,7 +182,7 @@ class Checkpointer:
             "scales": optimizer.rule.scales,
             "run": self._identity(),
             "export": {"outputs": outputs, "layout": optimizer.layout(), **self._names()},
-            "counted": [optimizer.bytes_sent, optimizer.seconds_waited, optimizer.skipped],
+            "counted": [optimizer.bytes_sent, optimizer.seconds_waited, optimizer.skipped, optimizer.caught_up],
             "channel": packed(optimizer.memories(), tensors, "channel"),
             "groups": packed(groups, tensors, "groups"),
             "others": packed(others, tensors, "others"),
@@ -367,7 +368,7 @@ class Checkpointer:
         """Look whether all that `_load` needs is there; any error says that it is not."""
         optimizer, (_, header, tensors) = self._trained, content
         optimizer.check_vectors(_vectors(tensors, optimizer))
-        if not (len(header["counted"]) == 3 and all(number >= 0 for number in header["counted"])):
+        if not (len(header["counted"]) == 4 and all(number >= 0 for number in header["counted"])):
             raise ValueError(f"counted is {header['counted']}")
         for _, there in zip(optimizer.param_groups, unpacked(header["groups"], tensors), strict=True):
             if "params" in there or not optimizer.defaults.keys() <= there.keys():
@@ -398,14 +399,16 @@ class Checkpointer:
             if count == len(choice.takes) and not is_sum:  # nobody needs the mean
                 continue
             own = torch.zeros(shape, dtype=DTYPES[dtype]) if fresh else tensors[name]
-            mean = summed(optimizer.group, own.double()) / count
+            # In pieces: a timeout is about silence.
+            pieces = [summed(optimizer.group, part.double()) for part in torch.split(own.reshape(-1), PIECE)]
+            mean = torch.cat(pieces).reshape(shape) / count
             mean = mean if own.is_floating_point() else mean.round()
             if fresh:
                 tensors[name] = own if is_sum else mean.to(own.dtype)
             elif is_sum:
                 tensors[name] = (own - mean).to(own.dtype)
         if fresh:
-            header = header | {"counted": [0, 0.0, 0], "generators": None}
+            header = header | {"counted": [0, 0.0, 0, 0], "generators": None}
         return Content(path, header, tensors)
 
     def _load(self, content: Content, anew: bool) -> None:

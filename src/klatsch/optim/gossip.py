@@ -522,8 +522,14 @@ class Gossip(Points, Joinable, JoinHook):
             own = group_of(self.process_group, self._links.timeout)
             self._close()
             self._train_over(self._links.reopened(own), [share.flat for share in self._shares])
-        for share, fields, memory in zip(self._shares, vectors, memories or [{}] * len(vectors), strict=True):
-            share.load(fields, rounds, memory)
+        failure: ValueError | None = None
+        try:
+            for share, fields, memory in zip(self._shares, vectors, memories or [{}] * len(vectors), strict=True):
+                share.load(fields, rounds, memory)
+        except ValueError as error:
+            failure = error
+        if float(summed(self.group, torch.tensor([float(failure is not None)]))):  # nobody waits for one that fails
+            raise failure or ValueError("another rank cannot load its state, and says why")
         differ = [share.node.meet(self.group) for share in self._shares]
         if any(differ) and self.rank == 0:
             warn(f"round {rounds}: ranks had lost each other when they were saved; their int8 copies begin anew")
@@ -533,9 +539,10 @@ class Gossip(Points, Joinable, JoinHook):
         if self._follow:
             self._scheduled = self._follow[0]["lr"]
 
-    def count_from(self, bytes_sent: int, seconds_waited: float, skipped: int = 0) -> None:
+    def count_from(self, bytes_sent: int, seconds_waited: float, skipped: int = 0, caught_up: int = 0) -> None:
         """Go on counting from what was counted before a restart."""
-        self._links.bytes_sent, self._links.seconds_waited, self.skipped = bytes_sent, seconds_waited, skipped
+        self._links.bytes_sent, self._links.seconds_waited = bytes_sent, seconds_waited
+        self.skipped, self.caught_up = skipped, caught_up
 
     def drain(self) -> None:
         """Wait until all that this rank has sent has left, at most for the timeout."""

@@ -191,6 +191,8 @@ def merged_of(files: Sequence[File], best: Round) -> dict[str, Tensor]:
             raise CheckpointError(f"{mine[0].path.parent} lacks files of rank {rank}: one for each GPU of its host")
         try:
             model = _model_of([sealed.read(file.path, saved.FORMAT) for file in mine])
+            if total and total.keys() != model.keys():
+                raise KeyError("its parameters have other names than those of the rank before")
             for name, v in model.items():
                 share = v.double() / len(ranks) if v.is_floating_point() else v
                 total[name] = total[name] + share if name in total and v.is_floating_point() else share
@@ -209,7 +211,10 @@ def _model_of(parts: list[tuple[dict[str, Any], dict[str, Tensor]]]) -> dict[str
     pieces: dict[str, list[Tensor]] = {}
     for export, here in zip(exports, vectors, strict=True):
         for place in export["layout"]:
-            view = here[place["vector"]].as_strided(place["shape"], place["stride"], place["start"])
+            vector = here[place["vector"]]
+            view = vector.as_strided(place["shape"], place["stride"], place["start"])
+            if view.numel() > vector.numel():
+                raise IndexError("a parameter is larger than the vector that holds it")
             for name in names[place["parameter"]]:
                 pieces.setdefault(name, []).append(view.to(DTYPES[place["dtype"]]))
     model = {name: torch.cat(some, cut[name]) if name in cut else some[0] for name, some in pieces.items()}

@@ -165,7 +165,8 @@ class Assembly:
             if self._heard.get(rank := others[key], (b"", 0.0))[0] != note:
                 self._heard[rank] = note, time.monotonic()
             _, how, r, *_ = Note.read(note)
-            if (how == "after" and r != self._round) or (how == "in" and r > self._round):
+            # At the start, ranks that have the first one's numbers go on before others do.
+            if (how == "after" and r != self._round) or (how == "in" and r > self._round > 0):
                 places[rank] = f"has come after round {r}" if how == "after" else f"is in round {r}"
                 rounds |= {r} if how == "after" else set()
         if len(places) > 1 and not self.ranks:  # later, some may go on before others

@@ -16,6 +16,8 @@ from klatsch.ranks.agreement import Group, members
 from klatsch.ranks.message import Block
 from klatsch.rules import State
 
+PIECE = 1 << 20  # numbers that travel at a time
+
 
 class Ledger:
     """The entries of one node, for fields of the shape of x."""
@@ -56,11 +58,13 @@ class Ledger:
             branch = state[field].to("cpu", copy=True)
             for child in children:
                 theirs = torch.empty_like(branch)
-                dist.recv(theirs, ranks[child], group=group)
+                for piece in torch.split(theirs, PIECE):  # a timeout is about silence
+                    dist.recv(piece, ranks[child], group=group)
                 self.entries.setdefault(child, {})[field] = theirs.neg().to(self._like)
                 branch += theirs
             if parent is not None:
-                dist.send(branch, ranks[parent], group=group)
+                for piece in torch.split(branch, PIECE):
+                    dist.send(piece, ranks[parent], group=group)
                 self.entries.setdefault(parent, {})[field] = branch.to(self._like)
 
     def take_out(self, gone: Collection[int], state: State) -> None:

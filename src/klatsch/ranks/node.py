@@ -22,6 +22,7 @@ from klatsch.ranks.agreement import Group, summed
 from klatsch.ranks.ledger import Ledger
 from klatsch.ranks.links import Links
 from klatsch.ranks.mailbox import Mailbox, Memory
+from klatsch.ranks.membership import Membership
 from klatsch.ranks.message import Block
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import each
@@ -125,7 +126,8 @@ class Node:
         sums = summed(group, torch.cat([entered, self._mail.checks(), kept]))
         ledger.take_out([node for node in last if sums[known.number(rank, node)]], self._fields)
         if ledger.is_kept and not sums[-1]:
-            ledger.found(self._fields, known.tree(), group)
+            # Along the whole graph: all are there, and each may know of other links that were lost before.
+            ledger.found(self._fields, Membership(self.links.topology, rank).tree(), group)
         differ = bool(sums[known.links : -1].any())
         if differ:
             self._mail.load({})

@@ -20,6 +20,7 @@ from klatsch.sealed import REMEDY, CheckpointError, OldCheckpointError
 FORMAT = "klatsch ranks 3"
 NAME = re.compile(r"rank(\d+)(?:\.(\d+))?-round(\d+)\.safetensors")
 DAMAGED, OLD = "damaged", "old"
+MOST_RANKS = 1_000_000
 
 Training = tuple[str, ...]  # an identity: drawn at the start, and one part more for every other crew
 
@@ -137,6 +138,10 @@ def _check(path: Path, header: dict[str, Any], named: dict[str, int]) -> None:
                 "away"
             )
     sound = header["training"] and all(isinstance(part, str) for part in header["training"])
-    nodes = range(min(header["size"], 1_000_000))
-    if not sound or not all(type(node) is int and node in nodes for node in header["crew"]) or not header["crew"]:
+    nodes = range(header["size"])
+    crewed = header["crew"] and all(type(node) is int and node in nodes for node in header["crew"])
+    if not sound or not crewed or header["size"] > MOST_RANKS:
         raise CheckpointError(f"{path} is not a checkpoint: its training or its crew are none; {REMEDY}")
+    for text in (*header["training"], header["topology"], str(header["run"].get("rule"))):
+        if not text.isprintable():  # it would command a terminal
+            raise CheckpointError(f"{path} is not a checkpoint: {text!r} is no name; {REMEDY}")

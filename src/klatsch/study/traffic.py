@@ -144,7 +144,10 @@ def _elapsed(
 @lru_cache(maxsize=64)
 def _pairs(text: str, nodes: int) -> list[tuple[Nodes, Nodes]]:
     """The links of a graph from JSON."""
-    rounds = [(np.array(sender, np.int64), np.array(receiver, np.int64)) for sender, receiver in json_of(text)]
+    try:
+        rounds = [(np.array(sender, np.int64), np.array(receiver, np.int64)) for sender, receiver in json_of(text)]
+    except (OverflowError, TypeError):
+        raise ValueError("a graph has links that are no numbers; restore a copy of the store") from None
     for sender, receiver in rounds:
         if sender.shape != receiver.shape or sender.ndim != 1:
             raise ValueError("a graph has links without two ends; restore a copy of the store")
