@@ -101,7 +101,7 @@ def test_values_have_the_type_that_the_signature_says(given, value):
             ["mometum=0.9"],
             "an option 'mometum'; did you mean momentum? There are momentum, average, lazy, every, late, wire, meets",
         ),
-        (["xyz=1"], "an option 'xyz'; there are momentum, average, lazy, every, late, wire, meets, dim, noise"),
+        (["xyz=1"], "an option 'xyz'; there are momentum, average, lazy, every, late, wire, meets, loss"),
     ],
 )
 def test_settings_that_are_refused(given, message, run_cli):
@@ -128,7 +128,7 @@ def test_settings_reach_parts_of_your_own(run_cli, tmp_path, monkeypatch):
         error[name] = json.loads(out)["rows"][0]["error"]
     assert len(set(error.values())) == 3
     refused = run_cli(*own, "--set", "widht=2")[2]
-    assert "did you mean width? There are slow, width, every, late, wire, meets, dim, noise, heterogeneity" in refused
+    assert "did you mean width? There are slow, width, every, late, wire, meets, loss, one_way, dim, noise" in refused
 
 
 def test_an_error_is_wrapped_for_a_terminal_only(run_cli, monkeypatch, capsys):

@@ -130,7 +130,7 @@ def test_what_an_encoding_costs(int8, holds):
 
 def test_errors_are_compared_by_their_ratio():
     plain, late = (
-        next(c for c in cases_of("channels").values() if c.channel == (1, late, "float32", "")) for late in (0, 1)
+        next(c for c in cases_of("channels").values() if c.channel[:3] == (1, late, "float32")) for late in (0, 1)
     )
     found, text = paper.costs(1.0, "late")([row(plain, 2e-6), row(late, 3e-6)])
     assert (found, text[-8:]) == (True, ", +50.0%")

@@ -9,6 +9,7 @@ from klatsch.paper import stragglers
 from klatsch.paper.stragglers import PAIRWISE, REDUCED, STALE, SYNCHRONOUS, TIMES, timed, way
 from klatsch.paper.targets import study_of
 from klatsch.study import Row, expand
+from klatsch.study.traffic import exchange_of
 
 
 def rows(value=lambda how: 1.0):
@@ -32,6 +33,7 @@ def rows(value=lambda how: 1.0):
             1.0,
             setting=case.problem_options,
             case=case,
+            exchange=exchange_of(case),
         )
         found.append(replace(row, curves=ends * value(way(row))))
     return found

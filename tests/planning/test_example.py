@@ -19,9 +19,8 @@ def test_the_example_keeps_its_promise():
     text = (DOCS / "docs/planning.md").read_text()
     example = (DOCS / "README.md").read_text()
     target = float(re.search(r"least-squares to distance (\S+),", text)[1])
-    took = re.search(
-        r"take (\d+) machines, (\S+) on (\S+), in every (\d+)th round, as (\S+), learning rate (\S+)", example
-    )
+    channel = r"in every (\d+)th round, as (\S+), learning rate (\S+)"
+    took = re.search(rf"take (\d+) machines, (\S+) \(beta=0.9\) on (\S+), {channel}", example)
     low, high = map(float, re.search(r"time: \S+ s \((\S+) s to (\S+) s, 3 seeds\)", example).groups())
     machines, rule, graph, every, wire, lr = took.groups()
     way = Way(int(machines), rule, graph, int(every), 0, wire)

@@ -56,14 +56,6 @@ def test_ranks_are_the_rows_of_the_simulation(outcomes, size, label):
     assert compared >= 1
 
 
-def test_rank_0_warns_of_moments_of_its_own(prepared, tmp_path):
-    ranks = Ranks(prepared, tmp_path, 2, "parity", cases={"dat-adam": ["ring"], "gt-adam": ["ring"]})
-    ranks.succeed()
-    assert ranks.errors(0).count("settle away from the optimum") == 1
-    assert "dat-adam: every node divides by the size of its own gradients" in ranks.errors(0)
-    assert "optimum" not in ranks.errors(1)
-
-
 @pytest.fixture(scope="module")
 def features(prepared, tmp_path_factory):
     folder = tmp_path_factory.mktemp("features")
