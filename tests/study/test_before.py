@@ -1,32 +1,15 @@
-"""What klatsch 0.1 kept: keys of runs that are the same today."""
-
-import json
-from pathlib import Path
+"""Keys of runs: which settings are the same run."""
 
 import pytest
 
 from klatsch import rules
-from klatsch.study import Case, expand, parse
+from klatsch.study import expand, parse
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-KEYS = json.loads((FIXTURES / "keys_before.json").read_text())  # settings of runs and their keys, as 0.1 had them
 OLD = {"name": "old", "steps": 40, "nodes": 5, "seeds": 1, "record": 2, "lr": [0.001, 0.01], "problem": {"dim": 4}}
 
 
 def keys(**content):
     return {case.key for case in expand(parse({**OLD, **content}))[0]}
-
-
-@pytest.mark.parametrize("settings, key", KEYS, ids=[f"{k}-{s['rule']}" for k, (s, _) in enumerate(KEYS)])
-def test_a_run_has_the_key_that_it_had(settings, key):
-    assert Case(**settings).key == key
-
-
-def test_the_fixture_has_every_rule_and_option():
-    assert len(KEYS) >= 40
-    assert len({settings["rule"] for settings, _ in KEYS}) == 9
-    options = {(s["rule"], name) for s, _ in KEYS for name in s["rule_options"]}
-    assert {("dsgd", "average"), ("dat", "order"), ("gt", "average"), ("dat-sgp", "averaging")} <= options
 
 
 def test_d2_is_lazy_by_itself_once_or_twice():

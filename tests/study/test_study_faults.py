@@ -197,6 +197,9 @@ def test_what_nobody_can_go_on_from_is_swept_away(tmp_path):
     first, second = pack(expand(interrupted)[0], "cpu")[:2]
     with Store(tmp_path / "s.sqlite") as store:
         store.remember(interrupted, Origin())
+        left = [(case.key, batch.key, None) for batch in (first, second) for case in batch.cases]
+        with store.transaction():  # what the claims of a process that has ended look like
+            store.base.execute_many("INSERT INTO claims VALUES (?, ?, ?)", left)
         waiting, old = checkpoint(store, first), checkpoint(store, second)
         finished = checkpoint(store, pack(expand(study)[0], "cpu")[0])
         unknown = tmp_path / f"s.sqlite-{32 * 'a'}.safetensors"
@@ -323,10 +326,10 @@ def test_settings_that_cannot_be_read_are_one_line(study_file, tmp_path, run_cli
     base.execute("UPDATE studies SET spec = '{\"steps\": -1}'")
     base.commit()
     refused(run_cli("report", store, "-o", tmp_path / "r.html"), "cannot read")
-    base.execute("UPDATE runs SET settings = '{}', checksum = NULL")  # as an older version would have left it
+    base.execute("UPDATE runs SET settings = '{}', checksum = NULL")
     base.commit()
     base.close()
-    refused(run_cli("results", store), "cannot read")
+    refused(run_cli("results", store), "runs are damaged (number 1 has no checksum)")
 
 
 def test_somebody_elses_database_is_refused(study_file, tmp_path, run_cli):
