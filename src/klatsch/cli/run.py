@@ -210,7 +210,7 @@ def demo(
     seeds: Annotated[int | None, option("Number of seeds (1; 2 with --full).", "--seeds")] = None,
     full: Annotated[bool, typer.Option("--full", help="Up to 49 machines, as in README: minutes.")] = False,
 ) -> None:
-    """DAT-SGD against D-SGD and others on three graphs: how many machines help? Less than a minute."""
+    """DAT-SGD against D-SGD and others on three graphs: how many machines help? A minute or two."""
     from klatsch.paper import demo as demos
 
     study = demos.study(steps, seeds, full)

@@ -1,4 +1,4 @@
-"""The demo: how many machines help? Six rules on three graphs, in less than a minute on two cores."""
+"""The demo: how many machines help? Six rules on three graphs, in a minute or two on two cores."""
 
 from __future__ import annotations
 
