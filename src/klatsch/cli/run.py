@@ -206,11 +206,11 @@ def run(
 @command("demo", "demo --full", "demo --steps 2000")
 def demo(
     out: Annotated[Path, text("Folder for the figure.", metavar="FOLDER")] = Path(),
-    steps: Annotated[int, option("Rounds.", "--steps")] = 20_000,
+    steps: Annotated[int | None, option("Rounds (10,000; 20,000 with --full).", "--steps")] = None,
     seeds: Annotated[int | None, option("Number of seeds (1; 2 with --full).", "--seeds")] = None,
     full: Annotated[bool, typer.Option("--full", help="Up to 49 machines, as in README: minutes.")] = False,
 ) -> None:
-    """DAT-SGD against D-SGD and others on three graphs: how many machines help? A minute or two."""
+    """DAT-SGD against D-SGD and others on three graphs: how many machines help? In a minute."""
     from klatsch.paper import demo as demos
 
     study = demos.study(steps, seeds, full)
