@@ -13,7 +13,7 @@ import klatsch
 from klatsch import pictures, problems, rules
 from klatsch import topology as tp
 from klatsch.cli import terminal
-from klatsch.paper import demo, figures
+from klatsch.report import demo, figures
 from klatsch.study import Row, parse, run_study, workers
 from tests.support.pictures import check_picture
 from tests.support.waiting import HANG, wait_until

@@ -7,7 +7,7 @@ import pytest
 
 from klatsch import rules, topology
 from klatsch.clock import Clock
-from klatsch.paper import figures
+from klatsch.report import figures
 from klatsch.study import Store, expand, parse, run_study, workers
 from klatsch.study.choices import summarize
 from klatsch.study.timing import timed

@@ -16,11 +16,11 @@ FLOORS = [
     {"columns"},
     {"topology"},
     {"rules", "problems", "theory"},
-    {"channels", "algorithms"},  # the latter is the former name of rules
+    {"wire", "algorithms"},  # the latter is the former name of rules
     {"clock"},
     {"simulation", "ranks"},
     {"planning", "study", "optim"},
-    {"klatsch", "paper", "frameworks"},
+    {"klatsch", "report", "frameworks"},
     {"cli"},
     {"__main__"},
 ]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from klatsch import optim
-from klatsch.paper import demo
+from klatsch.report import demo
 from klatsch.study import Store, expand, load
 from tests.support.machine import DATA
 
@@ -76,7 +76,7 @@ def test_the_optimizers_have_the_defaults_that_are_shown():
 @pytest.mark.parametrize("path, commands", COMMANDS, ids=[f"{path.name}-{block[0]}" for path, block in COMMANDS])
 def test_commands_work(path, commands, run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("klatsch.paper.demo.RULES", demo.RULES[::3])  # the whole grid is tested elsewhere
+    monkeypatch.setattr("klatsch.report.demo.RULES", demo.RULES[::3])  # the whole grid is tested elsewhere
     if any(command.startswith("data ") for command in commands):
         if not DATA.is_dir():
             pytest.skip("name the folder with Fashion-MNIST in $KLATSCH_DATA")

@@ -10,7 +10,7 @@ from klatsch import catalogue, clock, planning, problems, rules, topology
 from klatsch.cli import plan as plan_command
 from klatsch.cli import run as run_command
 from klatsch.cli.settings import parameters_of
-from klatsch.paper.targets import GROUPS, TABLES, TARGETS
+from klatsch.report.targets import GROUPS, TABLES, TARGETS
 from klatsch.study.spec import PAPER_GRID
 
 HEAVY = {"torch", "numpy", "scipy", "networkx", "matplotlib", "jinja2", "safetensors", "sqlite3"}

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import klatsch
-from klatsch.channels.rehearsal import sums_of_flows
 from klatsch.ranks.membership import Membership, lag
 from klatsch.ranks.message import is_sound
+from klatsch.wire.rehearsal import sums_of_flows
 from tests.support.rank_hardships import LR
 from tests.support.rank_scenarios import problem_of
 

@@ -10,8 +10,8 @@ import torch
 import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
-from klatsch.channels.rehearsal import rehearse
 from klatsch.rules import averaging
+from klatsch.wire.rehearsal import rehearse
 from tests.support.comparisons import assert_same_to_rounding
 from tests.support.table import ALONE, GRAPHS, RULES, TABLE, UNDEFINED, ZeroGradients, trajectory
 

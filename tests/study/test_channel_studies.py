@@ -9,11 +9,11 @@ import torch
 
 from klatsch import problems, rules, simulate
 from klatsch import topology as tp
-from klatsch.channels import wire as wires
 from klatsch.study import batches, cases, spec, traffic
 from klatsch.study.execute import run_study
 from klatsch.study.store import Store
 from klatsch.topology.channel import encoded_bytes
+from klatsch.wire import encodings
 
 GRID = {"name": "ring", "every": [1, 8], "late": [0, 7], "wire": ["float32", "int8"]}
 STUDY = {"steps": 40, "nodes": [5], "seeds": 1, "lr": [0.01], "rules": ["dat"], "problem": {"dim": 6}}
@@ -112,7 +112,7 @@ def test_networks_of_one_stack_share_a_channel(problem):
 def test_encoded_bytes_are_those_of_the_encoding():
     for numbers in (1, 255, 256, 257, 1000):
         v = torch.randn(numbers)
-        codes, scales = wires.quantized(v)
+        codes, scales = encodings.quantized(v)
         assert encoded_bytes("int8", numbers) == codes.nbytes + scales.nbytes
         assert encoded_bytes("bfloat16", numbers) == v.bfloat16().nbytes
         assert encoded_bytes("float32", numbers) == v.nbytes

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from klatsch import problems
-from klatsch.paper import figures
-from klatsch.paper import targets as paper
-from klatsch.paper.report import page_of
 from klatsch.problems.images import classification, fashion_mnist
+from klatsch.report import figures
+from klatsch.report import targets as paper
+from klatsch.report.report import page_of
 from klatsch.study import Row, Store, expand, parse, run_study
 from klatsch.study.batches import pack
 from klatsch.study.store import Origin

@@ -36,7 +36,7 @@ DIE_WITH_PARENT, ADOPT_ORPHANS = 1, 36  # of prctl(2)
 LIBRARIES = (
     *("torch", "torch.distributed.run", "torch._dynamo", "torch.distributed.fsdp", "torch.onnx", "torch._inductor"),
     *("networkx", "scipy.sparse.linalg", "scipy.stats", "safetensors.torch", "matplotlib.figure", "jinja2", "sqlite3"),
-    *("klatsch.cli", "klatsch.optim", "klatsch.paper", "klatsch.planning", "klatsch.simulation", "klatsch.study"),
+    *("klatsch.cli", "klatsch.optim", "klatsch.report", "klatsch.planning", "klatsch.simulation", "klatsch.study"),
     *("tests.support.rank_scenarios", "tests.support.rank_hardships", "tests.support.rank_points"),
 )
 

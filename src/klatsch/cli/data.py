@@ -60,9 +60,9 @@ def show(
     import numpy as np
 
     from klatsch import pictures, problems
-    from klatsch.paper.figures import classes_of_nodes
     from klatsch.problems import FashionMNIST
     from klatsch.problems.images import fashion_mnist
+    from klatsch.report.figures import classes_of_nodes
 
     if draw is not None:
         pictures.check_path(draw)

@@ -17,7 +17,7 @@ from klatsch.cli.run import Crew
 from klatsch.cli.terminal import AsJson, option, print_json, text
 
 if TYPE_CHECKING:
-    from klatsch.paper.pages import Page
+    from klatsch.report.pages import Page
     from klatsch.study.spec import Study
 
 COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
@@ -49,8 +49,8 @@ def reproduce(
 ) -> None:
     """Reproduce a figure or table of the paper."""
     from klatsch.arguments import named
-    from klatsch.paper import pages
-    from klatsch.paper.targets import GROUPS, SCALES, TABLES, TARGETS, study_of
+    from klatsch.report import pages
+    from klatsch.report.targets import GROUPS, SCALES, TABLES, TARGETS, study_of
     from klatsch.study.choices import BESIDE
 
     named("target", target, dict.fromkeys((*TARGETS, *GROUPS, *TABLES)))
@@ -78,7 +78,7 @@ def reproduce(
 
 def _run(target: str, study: Study, scale: str, crew: Crew, out: Path, of: str) -> tuple[Page, float]:
     """Run what the store lacks of a study; its page, and the seconds that it took."""
-    from klatsch.paper.report import page_of
+    from klatsch.report.report import page_of
     from klatsch.study.cases import expand
     from klatsch.study.execute import run_study
     from klatsch.study.store import Origin, Store

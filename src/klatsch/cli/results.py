@@ -147,7 +147,7 @@ def report(
     title: Annotated[str | None, text("Its title.", metavar="TEXT")] = None,
 ) -> None:
     """Write everything that STORE holds as one self-contained HTML page."""
-    from klatsch.paper.report import report as write_report
+    from klatsch.report.report import report as write_report
     from klatsch.study.grids import counted
     from klatsch.study.store import Store
 
@@ -240,7 +240,7 @@ def _compare(one: Store, other: Store, runs: Runs, as_json: bool) -> None:
 def _draw(tables: list[tuple[Kind, list[Row]]], across: str, plot: Path, style: Path | None) -> None:
     """The curves of one kind of runs."""
     from klatsch import pictures
-    from klatsch.paper import figures
+    from klatsch.report import figures
 
     if len(tables) > 1:
         kinds = "; ".join(f"{problem}, {length}, {dtype}" for (problem, length, dtype, *_), _ in tables)

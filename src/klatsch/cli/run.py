@@ -152,7 +152,7 @@ def run(
     """Run a study: FILE is a TOML file, or the options name rules, topologies and a grid to compare."""
     from klatsch import pictures
     from klatsch.arguments import named
-    from klatsch.paper import figures
+    from klatsch.report import figures
     from klatsch.study import on_ranks, spec
     from klatsch.study.cases import expand
     from klatsch.study.execute import run_study
@@ -211,7 +211,7 @@ def demo(
     full: Annotated[bool, typer.Option("--full", help="Up to 49 machines, as in README: minutes.")] = False,
 ) -> None:
     """DAT-SGD against D-SGD and others on three graphs: how many machines help? In a minute."""
-    from klatsch.paper import demo as demos
+    from klatsch.report import demo as demos
 
     study = demos.study(steps, seeds, full)
     with narration.shown() as told:

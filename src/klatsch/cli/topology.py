@@ -161,7 +161,7 @@ def _bytes(s: Summary) -> dict[str, int]:
 @cache
 def _vectors(rule: str) -> int:
     from klatsch import rules
-    from klatsch.channels.rehearsal import vectors
+    from klatsch.wire.rehearsal import vectors
 
     return sum(vectors(rules.make(rule, lr=1.0)))
 

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from klatsch import columns
 from klatsch.arguments import number, whole
-from klatsch.channels.rehearsal import FEW, rehearse
 from klatsch.clock.meetings import Late, Pairwise, Staleness
 from klatsch.clock.network import Links, Nodes, NoLinkError
 from klatsch.clock.network import links as links_of
@@ -32,6 +31,7 @@ from klatsch.rules import Rule
 from klatsch.topology import Topology
 from klatsch.topology.channel import encoded_bytes
 from klatsch.topology.matrix import Matrix, mapped
+from klatsch.wire.rehearsal import FEW, rehearse
 
 FEW_ROUNDS, CHUNK = 64, 1 << 22  # rounds whose times are drawn at first, and times that are drawn at once later
 MOST_IN_PAIRS = 4096  # nodes: a schedule of pairs looks at all of them at once

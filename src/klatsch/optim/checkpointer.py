@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from klatsch import sealed
 from klatsch.arguments import whole
-from klatsch.channels.rehearsal import FEW, sums_of_flows
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.groups import names, parameters_of, settings_of
 from klatsch.optim.hosts import cut_along, piece
@@ -34,6 +33,7 @@ from klatsch.ranks.message import is_sound
 from klatsch.ranks.saved import FORMAT, File, Round, Seen, Training
 from klatsch.rules import State
 from klatsch.sealed import OLDER, REMEDY, CheckpointError
+from klatsch.wire.rehearsal import FEW, sums_of_flows
 
 FORGED = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 AVERAGED = ("state.", "groups.", "others.")  # tensors that a fresh rank gets the means of

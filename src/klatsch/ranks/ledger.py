@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from klatsch.channels.rehearsal import Sum
 from klatsch.ranks.agreement import Group, members
 from klatsch.ranks.message import Block
 from klatsch.rules import State
+from klatsch.wire.rehearsal import Sum
 
 PIECE = 1 << 20  # numbers that travel at a time
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klatsch.channels.rehearsal import MOST_MESSAGES, Traffic
 from klatsch.ranks.links import Links
 from klatsch.ranks.message import Block, Layout, Message, Part
 from klatsch.topology.matrix import Matrix, exact_weights, mapped
+from klatsch.wire.rehearsal import MOST_MESSAGES, Traffic
 
 SAMPLE = 1 << 14  # numbers by which distances between nodes are estimated: to 2 % or so
 Memory = dict[str, object]  # of a channel, for checkpoints: texts, numbers, tensors, and lists and dictionaries of them

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klatsch.channels import wire as wires
 from klatsch.topology.channel import BLOCK
+from klatsch.wire import encodings
 
 ALIGNED = 8  # bytes: where a part may begin
 PIECE = 1 << 30  # numbers per dot product; the limit on a GPU is twice that
@@ -30,7 +30,7 @@ class Part(NamedTuple):
         """A slice of it; slices begin at multiples of 256."""
         if block is None:
             return self
-        few = slice(block.start // BLOCK, wires.scale_count(block.stop))
+        few = slice(block.start // BLOCK, encodings.scale_count(block.stop))
         return Part(self.numbers[block], None if self.scales is None else self.scales[few])
 
     def write(self, v: Tensor, held: Tensor | None) -> None:
@@ -38,7 +38,7 @@ class Part(NamedTuple):
         if self.scales is None or held is None:
             self.numbers.copy_(v)
         else:
-            codes, scales = wires.quantized(v - held)
+            codes, scales = encodings.quantized(v - held)
             self.numbers.copy_(codes)
             self.scales.copy_(scales)
 
@@ -46,7 +46,7 @@ class Part(NamedTuple):
         """What it says, given what is held of its sender."""
         if self.scales is None or held is None:
             return self.numbers.to(dtype)
-        return held + wires.restored(self.numbers, self.scales, dtype)
+        return held + encodings.restored(self.numbers, self.scales, dtype)
 
     @property
     def is_sound(self) -> bool:
@@ -104,7 +104,7 @@ def is_sound(v: Tensor) -> bool:
 
 
 def _scale_bytes(shape: torch.Size) -> int:
-    return torch.bfloat16.itemsize * shape[:-1].numel() * wires.scale_count(shape[-1])
+    return torch.bfloat16.itemsize * shape[:-1].numel() * encodings.scale_count(shape[-1])
 
 
 def _up(size: int) -> int:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klatsch.channels.rehearsal import Place, Rehearsal, carries_output, rehearse, sums_of_flows
 from klatsch.columns import Number
 from klatsch.ranks import kernels
 from klatsch.ranks.agreement import Group, summed
@@ -26,6 +25,7 @@ from klatsch.ranks.membership import Membership
 from klatsch.ranks.message import Block
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import each
+from klatsch.wire.rehearsal import Place, Rehearsal, carries_output, rehearse, sums_of_flows
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 26}  # numbers per slice: a cache's worth, or enough to hide the launches
 

@@ -7,7 +7,6 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from klatsch.channels.carried import bare
 from klatsch.clock.meetings import Pairwise, Staleness
 from klatsch.clock.rounds import scheduled
 from klatsch.problems import Problem
@@ -17,6 +16,7 @@ from klatsch.simulation.mixing import StackedMix
 from klatsch.simulation.preparation import Prepared
 from klatsch.simulation.stack import Stack
 from klatsch.topology import Topology
+from klatsch.wire.carried import bare
 
 ASKED, FOUND = "asked@", "found@"  # fields: where a node's gradient is being taken, and its last gradient
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 import klatsch.columns as cols
 from klatsch.arguments import whole
-from klatsch.channels.carried import carried
-from klatsch.channels.rehearsal import Rehearsal
 from klatsch.problems import Problem, adopted
 from klatsch.rules import Rule, State
 from klatsch.rules.base import LearningRate, checked, each, rate
@@ -21,6 +19,8 @@ from klatsch.sealed import digest
 from klatsch.simulation.driver import NODES, Network, Run, Snapshot
 from klatsch.simulation.record import Facts, Result, record_points
 from klatsch.topology import Topology
+from klatsch.wire.carried import carried
+from klatsch.wire.rehearsal import Rehearsal
 
 
 @dataclass

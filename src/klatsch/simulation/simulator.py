@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from klatsch.arguments import whole as whole_number
-from klatsch.channels.rehearsal import NotAlikeError
 from klatsch.clock import Clock
 from klatsch.problems import Problem
 from klatsch.rules import Rule
@@ -25,6 +24,7 @@ from klatsch.simulation.record import Result
 from klatsch.simulation.stack import Stack
 from klatsch.simulation.trace import NotLinearError
 from klatsch.topology import Topology
+from klatsch.wire.rehearsal import NotAlikeError
 
 ENGINES = ("auto", *(kind.name for kind in (Stack, FusedStack, GraphStack)))
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from klatsch import own
-from klatsch.channels.carried import bare
 from klatsch.problems import Problem
 from klatsch.ranks.agreement import broadcast
 from klatsch.ranks.failures import reason
@@ -40,6 +39,7 @@ from klatsch.study.batches import Batch, Finished, finished, simulation_argument
 from klatsch.study.cases import Case
 from klatsch.study.workers import Open, Workers
 from klatsch.topology import Topology
+from klatsch.wire.carried import bare
 
 PATIENCE = timedelta(days=30)  # idle ranks of a small network wait for the next batch
 TIMEOUT = 300.0  # seconds to wait for a neighbour in a round

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from klatsch import files, pictures
 from klatsch.clock import Clock
-from klatsch.paper import figures
-from klatsch.paper.pages import Page, edge_note, table_of
-from klatsch.paper.targets import TARGETS
+from klatsch.report import figures
+from klatsch.report.pages import Page, edge_note, table_of
+from klatsch.report.targets import TARGETS
 from klatsch.study.cases import Case, headline_of
 from klatsch.study.choices import BESIDE, Row
 from klatsch.study.grids import counted
@@ -155,7 +155,7 @@ def report(
         ]
         for page in pages
     }
-    loader = PackageLoader("klatsch.paper")
+    loader = PackageLoader("klatsch.report")
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     html = templates.get_template("report.html").render(
         title=title or f"klatsch: {Path(store.path).name}",

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from klatsch import problems
-from klatsch.paper import language as paper
-from klatsch.paper.claims import at_its_best
-from klatsch.paper.targets import GROUPS, TARGETS, study_of
+from klatsch.report import language as paper
+from klatsch.report.claims import at_its_best
+from klatsch.report.targets import GROUPS, TARGETS, study_of
 from klatsch.study import Row, expand
 from klatsch.study.batches import most_numbers, pack
 from klatsch.study.choices import place

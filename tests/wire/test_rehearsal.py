@@ -7,7 +7,7 @@ import torch
 
 import klatsch
 from klatsch import rules
-from klatsch.channels.rehearsal import MOST_MESSAGES, Rehearsal, rehearse, sums_of_flows, vectors
+from klatsch.wire.rehearsal import MOST_MESSAGES, Rehearsal, rehearse, sums_of_flows, vectors
 
 X = torch.zeros(5)
 # By rule: the fields that travel early, and what the other messages of a round carry: fields, numbers, needed before.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from klatsch import pictures
 from klatsch.files import save
-from klatsch.paper.claims import Verdict
+from klatsch.report.claims import Verdict
 from klatsch.study.choices import BESIDE, Row
 from klatsch.study.export import save_csv
 from klatsch.study.grids import shown

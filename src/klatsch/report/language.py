@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from klatsch.paper import figures, link_costs
-from klatsch.paper.claims import Answer, asks
-from klatsch.paper.entries import Content, Said, Target, said
+from klatsch.report import figures, link_costs
+from klatsch.report.claims import Answer, asks
+from klatsch.report.entries import Content, Said, Target, said
 from klatsch.study.choices import Row
 
 NEAR, LEVEL = 0.03, 0.01  # bits per byte

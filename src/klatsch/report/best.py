@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from klatsch.paper import figures
-from klatsch.paper.claims import Answer, asks, clearly_above, factor, has_no_decay
+from klatsch.report import figures
+from klatsch.report.claims import Answer, asks, clearly_above, factor, has_no_decay
 from klatsch.study.choices import Row
 
 if TYPE_CHECKING:

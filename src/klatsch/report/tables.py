@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from klatsch import theory
 from klatsch import topology as topologies
-from klatsch.paper.claims import Verdict
-from klatsch.paper.figures import COLOURS
-from klatsch.paper.pages import Page
+from klatsch.report.claims import Verdict
+from klatsch.report.figures import COLOURS
+from klatsch.report.pages import Page
 from klatsch.theory import RATES, Constants
 
 if TYPE_CHECKING:

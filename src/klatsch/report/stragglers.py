@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from klatsch.clock import Clock
-from klatsch.paper import figures
-from klatsch.paper.claims import Answer, Sentence, asks, clearly_above, factor
-from klatsch.paper.entries import Content, Sentences, Target
+from klatsch.report import figures
+from klatsch.report.claims import Answer, Sentence, asks, clearly_above, factor
+from klatsch.report.entries import Content, Sentences, Target
 from klatsch.study.choices import Row
 from klatsch.study.traffic import elapsed
 

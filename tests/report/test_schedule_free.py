@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from klatsch.paper import figures
-from klatsch.paper import schedule_free as paper
-from klatsch.paper.claims import Sentence
-from klatsch.paper.targets import GROUPS, TARGETS, study_of
+from klatsch.report import figures
+from klatsch.report import schedule_free as paper
+from klatsch.report.claims import Sentence
+from klatsch.report.targets import GROUPS, TARGETS, study_of
 from klatsch.study import Row, Store, expand
 from klatsch.study.screening import screened
 from tests.support.pictures import check_picture

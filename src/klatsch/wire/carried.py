@@ -14,11 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from klatsch.channels import wire as wires
-from klatsch.channels.rehearsal import Rehearsal
 from klatsch.columns import Number
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import Tensors
+from klatsch.wire import encodings
+from klatsch.wire.rehearsal import Rehearsal
 
 
 class Channel(Protocol):
@@ -100,9 +100,9 @@ class Carried(Rule):
         wide = v.shape[-1] == grad.shape[-1]
         if self._holds(wide):
             h = s[held]
-            kept[held] = h if flow.silent else h + wires.restored(*wires.quantized(v - h), v.dtype)
+            kept[held] = h if flow.silent else h + encodings.restored(*encodings.quantized(v - h), v.dtype)
             return kept[held]
-        return wires.rounded(v) if wide else v
+        return encodings.rounded(v) if wide else v
 
     def _came(self, s: State, kept: State, flow: Flow, c: int, sent: Sequence[Tensor]) -> list[Tensor]:
         """The flows that arrive now; those of what is sent take their places at the end of the queues."""

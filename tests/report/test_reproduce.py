@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from klatsch import rules
-from klatsch.channels.rehearsal import vectors
-from klatsch.paper import best, claims, figures, pages, tables
-from klatsch.paper import targets as paper
-from klatsch.paper.report import inline_svg, page_of
-from klatsch.paper.slow_networks import SOME
+from klatsch.report import best, claims, figures, pages, tables
+from klatsch.report import targets as paper
+from klatsch.report.report import inline_svg, page_of
+from klatsch.report.slow_networks import SOME
 from klatsch.study import Row, Store, execute, expand, parse, run_study, workers
 from klatsch.study.spec import PAPER_GRID
 from klatsch.study.store import Origin
+from klatsch.wire.rehearsal import vectors
 from tests.support.pictures import check_picture
 
 SETTINGS = [{"noise": n, "heterogeneity": h} for n in (1.0, 10.0) for h in (1.0, 10.0)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from klatsch.paper.claims import OfRows, Sentence
+from klatsch.report.claims import OfRows, Sentence
 from klatsch.study.choices import Row
 
 if TYPE_CHECKING:

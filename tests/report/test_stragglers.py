@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from klatsch.paper import stragglers
-from klatsch.paper.stragglers import PAIRWISE, REDUCED, STALE, SYNCHRONOUS, TIMES, timed, way
-from klatsch.paper.targets import study_of
+from klatsch.report import stragglers
+from klatsch.report.stragglers import PAIRWISE, REDUCED, STALE, SYNCHRONOUS, TIMES, timed, way
+from klatsch.report.targets import study_of
 from klatsch.study import Row, expand
 from klatsch.study.traffic import exchange_of
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from klatsch.clock import Clock, Links
-from klatsch.paper import link_costs
-from klatsch.paper import slow_networks as paper
-from klatsch.paper.targets import TARGETS, study_of
+from klatsch.report import link_costs
+from klatsch.report import slow_networks as paper
+from klatsch.report.targets import TARGETS, study_of
 from klatsch.study import Row, Store, expand, parse, run_study
 from klatsch.study.cases import Channel
 from klatsch.study.traffic import exchange_of

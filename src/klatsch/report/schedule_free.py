@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from klatsch.paper import claims, figures
-from klatsch.paper.claims import LEVEL, Answer, OfRows, Sentence, asks, has_no_decay, percent
-from klatsch.paper.entries import ALPHA_MIDDLE, Content, Said, Sentences, Target, images, said, skewed
+from klatsch.report import claims, figures
+from klatsch.report.claims import LEVEL, Answer, OfRows, Sentence, asks, has_no_decay, percent
+from klatsch.report.entries import ALPHA_MIDDLE, Content, Said, Sentences, Target, images, said, skewed
 from klatsch.study.choices import Row
 
 if TYPE_CHECKING:

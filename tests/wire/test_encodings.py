@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from klatsch.channels import wire
-from klatsch.channels.wire import quantized, restored, rounded, scale_count
 from klatsch.topology.channel import BLOCK
+from klatsch.wire import encodings
+from klatsch.wire.encodings import quantized, restored, rounded, scale_count
 from tests.support.machine import KERNEL
 
 SHAPES = [(1,), (255,), (256,), (257,), (3, 600), (2, 3, 1000)]
@@ -31,7 +31,7 @@ def test_a_difference_is_restored_to_half_a_code(shape, dtype):
     assert codes.abs().amax() == 127
 
 
-@pytest.mark.parametrize("outliers", [1, wire.OUTLIERS])
+@pytest.mark.parametrize("outliers", [1, encodings.OUTLIERS])
 def test_a_few_outliers_do_not_make_the_others_coarse(outliers):
     v = torch.randn(2 * BLOCK, generator=torch.Generator().manual_seed(0))
     v[: 20 * outliers : 20] = -1e4 * torch.arange(1, outliers + 1)
@@ -40,7 +40,7 @@ def test_a_few_outliers_do_not_make_the_others_coarse(outliers):
     assert (scales < 0).tolist() == [True, False]
     wrong = (restored(codes, scales, v.dtype) - v).abs()
     assert (wrong <= 0.2 * v.abs())[v.abs() > 5].all()
-    assert wrong[v.abs() < 2].max() < (5 if outliers < wire.OUTLIERS else 1e2) / 127
+    assert wrong[v.abs() < 2].max() < (5 if outliers < encodings.OUTLIERS else 1e2) / 127
 
 
 def test_code_times_scale_is_exact():
@@ -87,14 +87,14 @@ def test_the_kernel_says_what_torch_says(dtype):
     v[6, :256] = torch.arange(256) * 0.5  # between two codes, with outliers
     v[6, :4] = torch.tensor([112.0, 160.0, 2e4, 1e9])
     v = v.T.contiguous().T  # of which the kernel gets a copy
-    (codes, scales), (wanted, steps) = quantized(v), wire._quantized(v)
+    (codes, scales), (wanted, steps) = quantized(v), encodings._quantized(v)
     assert torch.equal(scales.isfinite(), steps.isfinite())  # bits: whole numbers
     finite = steps.isfinite().repeat_interleave(BLOCK, -1)[:, :1300]
     assert torch.equal(codes[finite], wanted[finite])  # bits: whole numbers
     torch.testing.assert_close(scales[steps.isfinite()], steps[steps.isfinite()], rtol=2**-7, atol=0)  # one unit
-    again, theirs = restored(codes, scales, dtype), wire._restored(codes, scales, dtype)
+    again, theirs = restored(codes, scales, dtype), encodings._restored(codes, scales, dtype)
     torch.testing.assert_close(again, theirs, equal_nan=True)
     assert (scales[5:] < 0).any()
-    nonsense = torch.arange(-128, 128).to(torch.int8)
+    codes = torch.arange(-128, 128).to(torch.int8)
     for scale in (torch.tensor([0.5]).bfloat16(), torch.tensor([-0.5]).bfloat16()):
-        assert torch.equal(restored(nonsense, scale, dtype), wire._restored(nonsense, scale, dtype))  # bits: a copy
+        assert torch.equal(restored(codes, scale, dtype), encodings._restored(codes, scale, dtype))  # bits: a copy

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from klatsch.paper import figures
-from klatsch.paper import local_steps as paper
-from klatsch.paper.targets import study_of
+from klatsch.report import figures
+from klatsch.report import local_steps as paper
+from klatsch.report.targets import study_of
 from klatsch.study import Row, Store, expand, parse, run_study
 from klatsch.study.traffic import exchange_of
 from tests.support.pictures import check_picture

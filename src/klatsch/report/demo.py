@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from klatsch import pictures
-from klatsch.paper import figures
+from klatsch.report import figures
 from klatsch.study import workers
 from klatsch.study.cases import LeftOut
 from klatsch.study.choices import Row

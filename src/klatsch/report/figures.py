@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from klatsch import rules
 from klatsch.arguments import named, there_are
-from klatsch.paper.claims import at_its_best, family
+from klatsch.report.claims import at_its_best, family
 from klatsch.study.choices import Row
 from klatsch.study.grids import shown
 from klatsch.study.traffic import sent_by

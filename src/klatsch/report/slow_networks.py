@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from klatsch.paper import link_costs
-from klatsch.paper.claims import FLAT, LEVEL, Answer, OfRows, Sentence, asks, clearly_above, factor
-from klatsch.paper.entries import Content, Draw, Said, Sentences, Target, images, said
-from klatsch.paper.link_costs import GRADIENT, LINKS, Cost, at_server, channel, megabytes, seconds_on
+from klatsch.report import link_costs
+from klatsch.report.claims import FLAT, LEVEL, Answer, OfRows, Sentence, asks, clearly_above, factor
+from klatsch.report.entries import Content, Draw, Said, Sentences, Target, images, said
+from klatsch.report.link_costs import GRADIENT, LINKS, Cost, at_server, channel, megabytes, seconds_on
 from klatsch.study.cases import Channel
 from klatsch.study.choices import Row
 from klatsch.topology.validation import WIRES

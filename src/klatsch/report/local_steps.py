@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from klatsch.paper import claims, figures
-from klatsch.paper.claims import LEVEL, Answer, OfRows, asks, at_its_best, family, percent
-from klatsch.paper.entries import Content, Said, Target, images, said, skewed
+from klatsch.report import claims, figures
+from klatsch.report.claims import LEVEL, Answer, OfRows, asks, at_its_best, family, percent
+from klatsch.report.entries import Content, Said, Target, images, said, skewed
 from klatsch.study.choices import BESIDE, Row
 from klatsch.topology.names import split
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from klatsch.paper import best, claims, figures, tables
-from klatsch.paper.claims import points_of as of
-from klatsch.paper.entries import ALPHA_MIDDLE, PAPER_ROUNDS, Content, Said, Target, images, said, skewed
-from klatsch.paper.language import LANGUAGE_LINKS, LANGUAGE_RULES, LANGUAGE_SIZES
-from klatsch.paper.local_steps import LOCAL_STEPS
-from klatsch.paper.pages import Page
-from klatsch.paper.schedule_free import AVERAGES, ORDERS, SCHEDULES
-from klatsch.paper.slow_networks import CHANNELS, IMAGES_CHANNELS
-from klatsch.paper.stragglers import STRAGGLERS
+from klatsch.report import best, claims, figures, tables
+from klatsch.report.claims import points_of as of
+from klatsch.report.entries import ALPHA_MIDDLE, PAPER_ROUNDS, Content, Said, Target, images, said, skewed
+from klatsch.report.language import LANGUAGE_LINKS, LANGUAGE_RULES, LANGUAGE_SIZES
+from klatsch.report.local_steps import LOCAL_STEPS
+from klatsch.report.pages import Page
+from klatsch.report.schedule_free import AVERAGES, ORDERS, SCHEDULES
+from klatsch.report.slow_networks import CHANNELS, IMAGES_CHANNELS
+from klatsch.report.stragglers import STRAGGLERS
 from klatsch.study.choices import Row
 from klatsch.study.spec import PAPER_GRID, Study, parse
 

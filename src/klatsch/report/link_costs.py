@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from klatsch.clock import Clock, Links
-from klatsch.paper import figures
-from klatsch.paper.claims import family
-from klatsch.paper.figures import GRAPH_COLOURS, MARKERS, Layout, Style
+from klatsch.report import figures
+from klatsch.report.claims import family
+from klatsch.report.figures import GRAPH_COLOURS, MARKERS, Layout, Style
 from klatsch.study.cases import Channel
 from klatsch.study.choices import Row
 from klatsch.study.traffic import elapsed, is_all_reduce
