@@ -110,6 +110,27 @@ def test_exponential_times_with_an_all_reduce_are_harmonic(nodes):
     assert found[0] / 40_000 == pytest.approx(0.1 * sum(1 / k for k in range(1, nodes + 1)), rel=0.02)
 
 
+def test_a_graph_says_whether_it_is_an_all_reduce():
+    """Its name does not; and neither a lazy graph nor one over a channel is one."""
+    complete, every, lazy = klatsch.topology.complete(4), klatsch.topology.every, klatsch.topology.lazy
+    mine = klatsch.topology.from_matrices(complete.matrices[0], name="complete")
+    assert mine == complete  # the same weights
+    one = Clock(0.05, Links(1e8, 0.002))
+
+    def seconds(graph):
+        return one.seconds(rule(), graph, 1_000_000, [8])[0]
+
+    reduced, gossip = seconds(complete), 8 * (0.05 + 0.002 + 3 * (4e6 / 1e8 + 1e-5) + 4e6 * 5e-10)
+    assert seconds(pickle.loads(pickle.dumps(complete))) == seconds(replace(mine, all_reduce=True)) == reduced
+    for graph in (mine, lazy(complete), replace(lazy(complete), name="complete")):
+        assert seconds(graph) == pytest.approx(gossip)
+    assert gossip > 1.2 * reduced
+    assert every(complete, 4).all_reduce
+    assert seconds(every(lazy(complete), 4)) > seconds(every(complete, 4))
+    for channel in ({"late": 1}, {"wire": "bfloat16"}, {"loss": 0.1}):
+        assert not klatsch.topology.make("complete/4", 4, **channel).all_reduce
+
+
 @pytest.mark.parametrize("order", ["atc", "cta"])
 def test_a_delay_spreads_at_one_hop_per_round(order):
     """Node 0 is slow in round 1. In atc neighbours wait for its message of that round with their gradients done; in

@@ -127,10 +127,14 @@ def test_bytes_of_a_run_are_encoded_ones():
 
 
 def test_the_complete_graph_is_an_all_reduce_in_float32_only():
-    options = [{"name": "complete", "late": [0, 1], "wire": ["float32", "bfloat16"]}]
+    """Bytes and seconds agree on it: late, lazy and encoded messages go to every neighbour."""
+    options = [
+        {"name": "complete", "late": [0, 1], "wire": ["float32", "bfloat16"]},
+        {"name": "complete", "lazy": True},
+    ]
     sent = [traffic.exchange_of(case).sent for case in expanded(options, rules=["dsgd"], problem={"dim": 600})[0]]
     ring, gossip = 2 * 4 / 5 * 4 * 600, 4 * 2 * 600
-    assert sent == pytest.approx([40 * ring, 40 * gossip] * 2)
+    assert sent == pytest.approx([40 * ring, 40 * gossip, 80 * gossip, 40 * gossip, 80 * gossip])
 
 
 @pytest.mark.documents

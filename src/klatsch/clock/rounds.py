@@ -113,8 +113,8 @@ class Clock:
     def seconds(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> list[float]:
         """When all nodes have done so many rounds, in seconds.
 
-        Nodes that all talk to each other would use an all-reduce, so the complete graph counts as one. A graph whose
-        nodes do not meet in rounds has a clock of its own, which this one does not change.
+        A graph that says so, as the complete one, is an all-reduce. A graph whose nodes do not meet in rounds has a
+        clock of its own, which this one does not change.
         """
         if topology.meets:
             meetings = scheduled(rule, topology, params)
@@ -316,11 +316,11 @@ def _at(steps: Sequence[int], rounds: Iterator[Array]) -> Array:
 
 
 def talk_of(rule: Rule, topology: Topology, params: int = FEW) -> Talk:
-    """What nodes say to each other; those that all talk to each other in float32 use an all-reduce."""
+    """What nodes say to each other."""
     every, late, wire = topology.every, topology.late, topology.wire
-    all_reduce = topology.name.partition("/")[0] == "complete" and wire == "float32" and not late
     links = mapped(topology.speaking, _links)
-    return Talk(topology.name, topology.size, every, late, wire, all_reduce, messages_of(rule, params), links)
+    messages = messages_of(rule, params)
+    return Talk(topology.name, topology.size, every, late, wire, topology.all_reduce, messages, links)
 
 
 def _links(P: Matrix) -> tuple[Nodes, Nodes]:

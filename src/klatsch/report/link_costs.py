@@ -17,7 +17,7 @@ from klatsch.report.claims import family
 from klatsch.report.figures import GRAPH_COLOURS, MARKERS, Layout, Style
 from klatsch.study.cases import Channel
 from klatsch.study.choices import Row
-from klatsch.study.traffic import elapsed, is_all_reduce
+from klatsch.study.traffic import elapsed
 from klatsch.topology.validation import WIRES
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def channel(row: Row) -> Channel:
 
 def at_server(row: Row) -> bool:
     """Whether its nodes use an all-reduce."""
-    return row.case is not None and is_all_reduce(row.case)
+    return row.exchange is not None and row.exchange.all_reduce
 
 
 def megabytes(row: Row) -> float:

@@ -78,9 +78,8 @@ def exchange_of(case: Case, numbers: int | None = None) -> Exchange:
     """What nodes send in a run, whose vectors have so many numbers; its parts are made for it.
 
     Messages count as they travel: float32, whatever the simulation computes in, unless the graph has another `wire`.
-    Nodes that all talk to each other would use an all-reduce, so the complete graph counts as a ring all-reduce: 2
-    (M - 1) / M vectors per node, in float32. Where that makes all nodes equal in every round, one vector is enough,
-    the gradient, whatever else the rule keeps.
+    A graph that is an all-reduce counts as one along a ring: 2 (M - 1) / M vectors per node. Where that makes all
+    nodes equal in every round, one vector is enough, the gradient, whatever else the rule keeps.
     """
     numbers = dim_of(case) if numbers is None else numbers
     try:
@@ -89,11 +88,10 @@ def exchange_of(case: Case, numbers: int | None = None) -> Exchange:
         when = _when(*_parts(case), numbers, tuple(record_points(case.points, case.steps))) if meets else ()
     except ValueError as reason:
         return Exchange(numbers, unknown=str(reason))
-    copies = 2 * (case.nodes - 1) / case.nodes if is_all_reduce(case) else case.make_graph().messages * every
+    copies = 2 * (case.nodes - 1) / case.nodes if all_reduce else case.make_graph().messages * every
     if meets.startswith("pairwise"):
         copies = 2.0 * (case.nodes > 1)  # to the neighbour that it asks, and to the one that asks it, on average
-    in_every_round = every == 1 and not case.channel.late and not case.lazy
-    if is_all_reduce(case) and in_every_round and _stay_equal(*_parts(case)[:3]):
+    if all_reduce and every == 1 and _stay_equal(*_parts(case)[:3]):
         vectors = 1
     sent = float(encoded_bytes(wire, numbers) * vectors * copies * (case.steps // every))
     return Exchange(numbers, sent, messages, all_reduce, links, when, unknown)
@@ -103,12 +101,6 @@ def sent_by(case: Case, step: int, total: float) -> float:
     """What a node has sent after some rounds, of a total over the run: silent rounds send nothing."""
     every = case.channel.every
     return total * (step // every) / max(1, case.steps // every)
-
-
-def is_all_reduce(case: Case) -> bool:
-    """Whether nodes all talk to each other, and would use an all-reduce."""
-    channel = case.channel
-    return case.topology == "complete" and channel.wire == "float32" and not (channel.meets or channel.loss)
 
 
 def elapsed(case: Case, exchange: Exchange | None, clock: Clock, steps: Sequence[int]) -> tuple[float, ...] | None:
@@ -174,11 +166,11 @@ def _dim(problem: str, nodes: int, options: Options, source: str) -> int:
     return int(known(nodes, **dict(options)) if known else problems.make(problem, nodes, **dict(options)).dim)
 
 
-def _parts(case: Case) -> tuple[str, Options, str, Topology, str]:
-    """A rule, for every learning rate, and a graph; equal graphs may have different names, which the clock knows."""
+def _parts(case: Case) -> tuple[str, Options, str, Topology, bool, str]:
+    """A rule, for every learning rate, and a graph; equal graphs may differ in whether they are an all-reduce."""
     options = tuple((k, v) for k, v in sorted(case.rule_options.items()) if k not in ("lr", "schedule"))
     graph = case.make_graph()
-    return case.rule, options, case.source("rule"), graph, graph.name
+    return case.rule, options, case.source("rule"), graph, graph.all_reduce, graph.name
 
 
 @cache
@@ -188,23 +180,30 @@ def _rule(name: str, options: Options, source: str) -> Rule:
 
 @lru_cache(maxsize=4096)
 def _said(
-    rule: str, options: Options, source: str, graph: Topology, name: str
+    rule: str, options: Options, source: str, graph: Topology, all_reduce: bool, name: str
 ) -> tuple[tuple[Sending, ...], int, bool, str, str]:
     """The messages of a round, their vectors, whether nodes use an all-reduce, the links, and why these are unknown."""
     talk = talk_of(_rule(rule, options, source), graph)
     count = sum(len(sender) for sender, _ in talk.links)
     pairs, unknown = [(sender.tolist(), receiver.tolist()) for sender, receiver in talk.links], ""
-    if talk.all_reduce:
+    if all_reduce:
         pairs = []
     elif count > MOST_LINKS:
         pairs, unknown = [], f"{name} has {count:,} links in a period; seconds are known up to {MOST_LINKS:,}"
     vectors = sum(message.vectors for message in talk.messages)
-    return tuple(talk.messages), vectors, talk.all_reduce, "" if unknown else json.dumps(pairs), unknown
+    return tuple(talk.messages), vectors, all_reduce, "" if unknown else json.dumps(pairs), unknown
 
 
 @lru_cache(maxsize=256)
 def _when(
-    rule: str, options: Options, source: str, graph: Topology, name: str, numbers: int, steps: tuple[int, ...]
+    rule: str,
+    options: Options,
+    source: str,
+    graph: Topology,
+    all_reduce: bool,
+    name: str,
+    numbers: int,
+    steps: tuple[int, ...],
 ) -> tuple[tuple[int, float], ...]:
     meetings = scheduled(_rule(rule, options, source), graph, numbers)
     return tuple((step, meetings.seconds(step)) for step in steps)

@@ -81,7 +81,7 @@ def grid(n: int | None = None, *, rows: int | None = None, cols: int | None = No
 def complete(n: int) -> Topology:
     """Everyone talks to everyone: one round gives the exact mean, as a parameter server would."""
     n = FAMILIES["complete"].checked(n)
-    return _undirected("complete", n, *np.triu_indices(n, k=1))
+    return Topology("complete", (metropolis_hastings(n, *np.triu_indices(n, k=1)),), all_reduce=True)
 
 
 def near_complete(n: int) -> Topology:

@@ -50,6 +50,7 @@ class Topology:
         meets: when nodes mix, if not all together in rounds; see `channel`.
         loss: the probability that the messages of a link are lost in a round; see `channel`.
         one_way: whether each of the two is lost by itself.
+        all_reduce: whether nodes average by an all-reduce; only if messages are in float32, on time and never lost.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Topology:
     meets: str = ""
     loss: float = 0.0
     one_way: bool = False
+    all_reduce: bool = False
 
     def __post_init__(self) -> None:
         if self.stochastic not in (known := get_args(Stochastic)):
@@ -77,6 +79,8 @@ class Topology:
         validation.check_meets(self.name, self.meets, self.every, self.late, self.wire, len(matrices) > self.every)
         rate = validation.check_loss(self.name, self.loss, self.one_way, self.wire, self.meets)
         object.__setattr__(self, "loss", rate)
+        special = self.late or self.wire != validation.WIRES[0] or self.meets or self.loss
+        object.__setattr__(self, "all_reduce", bool(self.all_reduce) and not special)
         for P in matrices:
             for part in (P.data, P.indices, P.indptr):
                 part.flags.writeable = False
@@ -240,7 +244,7 @@ class Topology:
         # By the constructor: a copy in another process is checked and read-only, too.
         return type(self), (
             *(self.name, self.matrices, self.stochastic, self.lattice),
-            *(self.every, self.late, self.wire, self.meets, self.loss, self.one_way),
+            *(self.every, self.late, self.wire, self.meets, self.loss, self.one_way, self.all_reduce),
         )
 
     def __repr__(self) -> str:
@@ -369,7 +373,7 @@ def lazy(topology: Topology) -> Topology:
     matrices[topology.every - 1 :: topology.every] = [
         validation.canonical((itself + P) / 2.0, topology.name) for P in topology.speaking
     ]
-    return replace(topology, name=f"lazy {topology.name}", matrices=tuple(matrices))
+    return replace(topology, name=f"lazy {topology.name}", matrices=tuple(matrices), all_reduce=False)
 
 
 def check_topology(taker: str, topology: object) -> None:
