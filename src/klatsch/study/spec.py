@@ -244,6 +244,9 @@ class Study(BaseModel):
         any_graph: run even where a rule refuses the graph.
         leave_out: skip and report what does not fit (a size that a graph cannot have, a graph that a rule refuses)
             instead of refusing the study.
+        title, notes: of its page in reports.
+        clocks: how long gradients and messages take, by name, each a table of options of `klatsch.clock.Clock`.
+        figures, sentences: what its page draws and checks, as tables; see `klatsch.report`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -263,6 +266,11 @@ class Study(BaseModel):
     device: str = "cpu"
     any_graph: StrictBool = False
     leave_out: StrictBool = False
+    title: str = ""
+    notes: tuple[str, ...] = ()
+    clocks: dict[str, Options] = Field(default_factory=dict)
+    figures: tuple[Options, ...] = ()
+    sentences: tuple[Options, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
