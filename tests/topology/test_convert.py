@@ -1,5 +1,7 @@
 """Graphs and matrices of one's own."""
 
+import pickle
+
 import networkx as nx
 import numpy as np
 import pytest
@@ -128,3 +130,14 @@ def test_random_doubly_stochastic_matrices_are_accepted(n, rounds, seed):
     for t in range(1, 400):
         mixed = graph.matrix(t) @ mixed
     np.testing.assert_allclose(mixed, v.mean(), atol=1e-9)
+
+
+def test_an_all_reduce_is_declared():
+    assert tp.complete(4).all_reduce
+    assert pickle.loads(pickle.dumps(tp.every(tp.complete(4), 3))).all_reduce
+    assert not tp.channel(tp.complete(3), late=2, wire="bfloat16").all_reduce  # whose weights differ from 1/3
+    assert not tp.lazy(tp.complete(4)).all_reduce
+    assert not tp.from_matrices(np.full((4, 4), 0.25), name="complete").all_reduce  # whatever its name
+    assert tp.from_matrices(np.full((4, 4), 0.25), all_reduce=True).all_reduce
+    with pytest.raises(ValueError, match=r"all_reduce = True: give every weight as 1 / 4, or leave all_reduce out"):
+        tp.from_matrices(tp.ring(4).matrix(1), all_reduce=True)

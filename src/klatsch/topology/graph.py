@@ -50,7 +50,8 @@ class Topology:
         meets: when nodes mix, if not all together in rounds; see `channel`.
         loss: the probability that the messages of a link are lost in a round; see `channel`.
         one_way: whether each of the two is lost by itself.
-        all_reduce: whether nodes average by an all-reduce; only if messages are in float32, on time and never lost.
+        all_reduce: whether nodes average by an all-reduce, in which every weight is 1 / M; false wherever messages are
+            rounded, late or lost.
     """
 
     name: str
@@ -81,6 +82,8 @@ class Topology:
         object.__setattr__(self, "loss", rate)
         special = self.late or self.wire != validation.WIRES[0] or self.meets or self.loss
         object.__setattr__(self, "all_reduce", bool(self.all_reduce) and not special)
+        if self.all_reduce:
+            validation.check_averaging(self.name, matrices[self.every - 1 :: self.every])
         for P in matrices:
             for part in (P.data, P.indices, P.indptr):
                 part.flags.writeable = False
@@ -279,15 +282,18 @@ class Topology:
         return (whole(t, "round t", 1) - 1) % self.period
 
 
-def from_matrices(matrices: object, *, stochastic: Stochastic = "doubly", name: str = "from_matrices") -> Topology:
+def from_matrices(
+    matrices: object, *, stochastic: Stochastic = "doubly", name: str = "from_matrices", all_reduce: bool = False
+) -> Topology:
     """A topology from your own matrices: one for a static graph, a list of them for a time-varying one.
 
     Args:
         matrices: a square array (NumPy, nested lists, or SciPy sparse), or a list of them, one per round.
         stochastic: "doubly", "rows" or "columns": which sums must be 1.
         name: what to call it.
+        all_reduce: whether nodes use an all-reduce, which gives all of them the mean.
     """
-    return Topology(name, tuple(validation.split_rounds(matrices)), stochastic)
+    return Topology(name, tuple(validation.split_rounds(matrices)), stochastic, all_reduce=all_reduce)
 
 
 def from_networkx(

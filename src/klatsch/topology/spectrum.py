@@ -19,6 +19,7 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
 
 from klatsch.search import last
 from klatsch.topology.matrix import Matrix
+from klatsch.topology.validation import is_averaging
 
 Vector = NDArray[np.float64]
 
@@ -164,7 +165,7 @@ def exact_after(matrices: Sequence[Matrix]) -> int | None:
         return 0
     if len(matrices) == 1 and is_symmetric(matrices[0]):
         # A symmetric matrix has a power equal to the averaging matrix only if it is the averaging matrix.
-        return 1 if matrices[0].nnz == size**2 and np.abs(matrices[0].data - 1 / size).max() <= ZERO else None
+        return 1 if is_averaging(matrices[0]) else None
     # Exact graphs end with their period; a static directed one, such as de Bruijn's, takes log_d(n) rounds.
     v = random_normal(size, 3)
     mean = v.mean(axis=0)

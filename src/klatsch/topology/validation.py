@@ -20,6 +20,7 @@ MEETINGS = {  # how nodes may meet, with an example of each
     "pairwise": "pairwise lognormal(0.05, 0.5) over 10gbe",
     "stale": "stale exponential(0.05) over wan",
 }
+ROUNDING = 1e-12  # an exact zero after rounding
 NO_WEIGHT = 1e-12  # smaller self-weights do not help mixing to settle
 
 
@@ -169,6 +170,19 @@ def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str, every
             f"{name}: |lambda_2| = 1, so mixing swaps values and never averages them;"
             " give nodes a weight of their own, for example (I + P) / 2 in place of P"
         )
+
+
+def is_averaging(P: Matrix) -> bool:
+    """Whether P is the averaging matrix, with 1 / M everywhere."""
+    size = P.shape[0]
+    return bool(P.nnz == size**2 and np.abs(P.data - 1 / size).max() <= ROUNDING)
+
+
+def check_averaging(name: str, matrices: Sequence[Matrix]) -> None:
+    """Refuse an all-reduce that does not give every node the exact mean."""
+    if not all(map(is_averaging, matrices)):
+        size = matrices[0].shape[0]
+        raise ValueError(f"{name} with all_reduce = True: give every weight as 1 / {size}, or leave all_reduce out")
 
 
 def _settles(matrices: Sequence[Matrix]) -> bool:
