@@ -12,6 +12,7 @@ its last digit. It shows where errors are small and steps as well: with beta = 0
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ import torch.distributed as dist
 
 import klatsch
 from klatsch import problems, rules, topology
-from klatsch.study.on_ranks import simulate_on_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.on_ranks import simulate_on_ranks
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     **{name: (name, {}, "ring") for name in rules.RULES},

@@ -7,13 +7,13 @@ import re
 import shlex
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from klatsch import optim
 from klatsch.report import demo
-from klatsch.study import Store, expand, load
+from klatsch.study import expand, load
 from tests.support.machine import DATA
+from tests.support.on_ranks import assert_same_as_in
 
 pytestmark = [pytest.mark.documents, pytest.mark.usefixtures("in_threads")]
 
@@ -133,7 +133,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("code", RULES)
-def test_every_rule_that_is_shown_runs_on_ranks(code, run_cli, prepared, tmp_path, monkeypatch):
+def test_every_rule_that_is_shown_runs_on_ranks(code, run_cli, launch, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(code)
     names = re.findall(r"^class (\w+)\((?:rules\.)?Rule\)", code, re.M)
@@ -141,15 +141,10 @@ def test_every_rule_that_is_shown_runs_on_ranks(code, run_cli, prepared, tmp_pat
     Path("s.toml").write_text(
         f'steps = 60\nnodes = 3\nseeds = 1\nlr = [1e-3, 3e-3]\nrules = [{rules}]\ntopologies = ["ring"]'
     )
-    on_ranks = prepared.ranks(3, "-m", "klatsch", "run", "s.toml", "--engine", "ranks", "--store", "ranks.sqlite")
-    assert [rank.done().returncode for rank in on_ranks] == [0] * 3, on_ranks[0].stderr
-    assert run_cli("run", "s.toml")[0] == 0
-    with Store("ranks.sqlite") as ranks, Store("s.sqlite") as stacked:
-        keys = sorted(stacked.done())
-        found, expected = ranks.outcomes(keys), stacked.outcomes(keys)
-        assert len(found) == len(expected) == 2 * len(names)
-        for key in keys:
-            np.testing.assert_allclose(found[key].metrics["distance"], expected[key].metrics["distance"], rtol=1e-8)
+    code, out, err = run_cli("run", "s.toml")
+    assert (code, err) == (0, "")
+    assert f"{2 * len(names)} runs new" in out
+    assert_same_as_in("s.sqlite", launch(3, "on_ranks.study", file=str(tmp_path / "s.toml")))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)

@@ -3,13 +3,13 @@
 import functools
 import re
 
-import numpy as np
 import pytest
 import torch
 
 import klatsch
-from klatsch.study import Store
+from klatsch.study import load, run_study, workers
 from tests.support.comparisons import assert_same_to_rounding
+from tests.support.on_ranks import assert_same_as_in
 from tests.support.processes import Ranks
 from tests.support.rank_scenarios import LR, RANK_CASES, RANK_RULES, ROUNDS, lr_of, problem_of
 
@@ -181,7 +181,7 @@ def test_a_rank_that_does_not_come(launch):
 
 STUDY = """
 name = "on ranks"
-nodes = [2, 3]
+nodes = 3
 steps = 30
 record = 3
 lr = [1e-3, 1e-2]
@@ -189,43 +189,11 @@ seeds = [0, 1]
 problem = {name = "least-squares", dim = 7, noise = 0.5}
 rules = ["dat", {name = "gt", average = "constant"}]
 topologies = ["ring", "one_peer_exponential"]
-screen = {steps = 10}
 """
 
 
-def test_a_study_on_ranks_fills_the_same_store(tmp_path, torchrun, run_cli):
+def test_a_study_on_ranks_has_the_numbers_of_its_store(tmp_path, launch):
     file = tmp_path / "study.toml"
     file.write_text(STUDY)
-    done = torchrun(3, "--standalone", "-m", "klatsch", "run", file, "--engine", "ranks")
-    assert done.returncode == 0, done.stderr
-    assert "32 runs new" in done.stdout  # 16 short ones, and one learning rate of each in full
-    assert done.stdout.count("one_peer_exponential") == 4  # rank 0 alone prints
-    code, _, err = run_cli("run", file, "--store", tmp_path / "stacked.sqlite", "--workers", "1")
-    assert (code, err) == (0, "")
-    with Store(tmp_path / "study.sqlite") as ranks, Store(tmp_path / "stacked.sqlite") as stacked:
-        keys = sorted(ranks.done())
-        assert keys == sorted(stacked.done())
-        both = ranks.outcomes(keys), stacked.outcomes(keys)
-        for found, expected in ((both[0][key].metrics, both[1][key].metrics) for key in keys):
-            assert found.keys() == expected.keys()
-            for name in found:
-                np.testing.assert_allclose(found[name], expected[name], rtol=1e-8, atol=1e-12, err_msg=name)
-        assert {facts["engine"] for _, facts in ranks.runs()} == {"ranks"}
-
-
-def test_a_study_that_needs_more_ranks(tmp_path, prepared):
-    file = tmp_path / "study.toml"
-    file.write_text(STUDY)
-    pair = prepared.ranks(2, "-m", "klatsch", "run", file, "--engine", "ranks")
-    errors = "".join(rank.done().stderr for rank in pair)
-    assert "klatsch: error: the study has networks of 3 nodes, but there are 2 ranks; start" in errors
-    assert not (tmp_path / "study.sqlite").exists()
-
-
-def test_ranks_need_torchrun(tmp_path, run_cli, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    code, _, err = run_cli("run", "study.toml", "--engine", "ranks")
-    assert code == 2
-    assert err.startswith("klatsch: error: --engine ranks needs several processes; start it with torchrun")
-    code, _, err = run_cli("run", "study.toml", "--engine", "rank")
-    assert "unknown engine 'rank'; did you mean ranks?" in err
+    run_study(load(file), tmp_path / "study.sqlite", executor=workers.threads)
+    assert_same_as_in(tmp_path / "study.sqlite", launch(3, "on_ranks.study", file=str(file)))

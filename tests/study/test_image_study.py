@@ -17,6 +17,7 @@ from klatsch.study import Row, Store, expand, parse, run_study
 from klatsch.study.batches import pack
 from klatsch.study.store import Origin
 from tests.support.machine import DATA, needs_data
+from tests.support.on_ranks import assert_same_as_in
 from tests.support.pictures import check_picture
 
 pytestmark = needs_data
@@ -296,27 +297,16 @@ def test_command_line_refuses_in_one_line(tmp_path, start, words, found):
     assert done.stderr.count("\n") == 1
 
 
-def test_the_same_on_ranks(tmp_path, prepared):
+def test_the_same_on_ranks(tmp_path, start, launch):
     """Processes, one per node, gives the accuracies of the simulation."""
     file = tmp_path / "images.toml"
     file.write_text(
         'steps = 4\nnodes = 2\nseeds = 1\nlr = [0.05]\nrecord = 1\ndtype = "float32"\ntopologies = "ring"\n'
         'rules = ["dat", "dsgd"]\n[problem]\nname = "fashion-mnist"\ntest = 500\n'
     )
-    outcomes = []
-    for engine in ("stacked", "ranks"):
-        store = tmp_path / f"{engine}.sqlite"
-        words = ["-m", "klatsch", "run", file, "--engine", engine, "--store", store]
-        started = prepared.ranks(2, *words) if engine == "ranks" else [prepared.python(*words)]
-        assert [process.done().returncode for process in started] == [0] * len(started), started[0].stderr
-        with Store(store, read_only=True) as opened:
-            outcomes.append({facts["key"]: opened.outcomes([facts["key"]]) for _, facts in opened.runs()})
-    stacked, ranks = outcomes
-    assert stacked.keys() == ranks.keys()
-    for key in stacked:
-        one, other = stacked[key][key].metrics, ranks[key][key].metrics
-        np.testing.assert_allclose(one["train_loss"], other["train_loss"], rtol=1e-4)
-        np.testing.assert_allclose(one["accuracy"], other["accuracy"], atol=0.005)
+    assert start("run", file).done().returncode == 0
+    tolerances = {"train_loss": {"rtol": 1e-4}, "accuracy": {"atol": 0.005}}
+    assert_same_as_in(tmp_path / "images.sqlite", launch(2, "on_ranks.study", file=str(file)), tolerances)
 
 
 def test_a_problem_of_ones_own_model(monkeypatch):

@@ -13,6 +13,8 @@ import klatsch
 from klatsch import own, problems, rules, topology
 from klatsch.study import Store, expand, load, parse, run_study, workers
 from tests.support.cluster import Cluster
+from tests.support.on_ranks import assert_same_as_in
+from tests.support.processes import Ranks
 
 EXTRA = '''from dataclasses import dataclass
 
@@ -119,9 +121,7 @@ def test_a_rule_in_a_file_runs_everywhere_with_the_same_numbers(folder, run_cli,
     assert "8 runs new" in out
     same(errors("study.sqlite"), expected)
 
-    ranks = prepared.ranks(3, "-m", "klatsch", "run", "study.toml", "--engine", "ranks", "--store", "ranks.sqlite")
-    assert [rank.done().returncode for rank in ranks] == [0] * 3, ranks[0].stderr
-    same(errors("ranks.sqlite"), expected)
+    assert_same_as_in("study.sqlite", Ranks(prepared, folder, 3, "on_ranks.study", file=str(folder / "study.toml")))
 
     options = [
         "-n",

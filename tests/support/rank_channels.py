@@ -14,7 +14,7 @@ from klatsch.optim import gossip
 from klatsch.ranks import gloo, node
 from klatsch.ranks.gloo import GlooLinks
 from klatsch.ranks.nccl import NcclLinks
-from klatsch.study.on_ranks import simulate_on_ranks
+from tests.support.on_ranks import simulate_on_ranks
 from tests.support.processes import say
 from tests.support.rank_scenarios import LR, RANK_RULES, group, train
 

@@ -13,10 +13,10 @@ from torch import nn
 import klatsch
 from klatsch.problems import LeastSquares
 from klatsch.ranks import node
-from klatsch.study.on_ranks import simulate_on_ranks
 from klatsch.topology import make
 from tests.support import numbers_before
 from tests.support.imitation import imitate
+from tests.support.on_ranks import simulate_on_ranks
 from tests.support.processes import say
 from tests.support.waiting import wait_until
 

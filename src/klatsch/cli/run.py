@@ -144,16 +144,14 @@ def run(
     crew: Crew,
     timing: Timing,
     file: Annotated[Path | None, typer.Argument(help="A study file, instead of options that say what to run.")] = None,
-    engine: Annotated[str, text("stacked (simulation), or ranks: one process per node, under torchrun.")] = "stacked",
     plot: Annotated[Path | None, typer.Option(help="Draw the curves to FILE.png, .svg or .pdf.")] = None,
     style: Annotated[Path | None, text("With --plot: a style file of matplotlib.", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a study: FILE is a TOML file, or the options name rules, topologies and a grid to compare."""
     from klatsch import pictures
-    from klatsch.arguments import named
     from klatsch.report import figures
-    from klatsch.study import on_ranks, spec
+    from klatsch.study import spec
     from klatsch.study.cases import expand
     from klatsch.study.execute import run_study
     from klatsch.study.grids import counted
@@ -162,8 +160,6 @@ def run(
 
     use_folder(crew.data)
     clock = timing.clock()
-    if named("engine", engine, {"stacked": False, "ranks": True}) and on_ranks.join() != 0:
-        return on_ranks.serve()
     if file is not None and file.exists():  # load names one that does not
         comparison.refuse_beside_a_file()
     study = comparison.study() if file is None else spec.load(file)
@@ -178,8 +174,6 @@ def run(
         raise ValueError("--style is for a figure; give --plot FILE as well")
     place = crew.store if crew.store is not None or file is None else file.with_suffix(".sqlite")
     executor = crew.executor(study.device, in_memory=place is None)
-    if engine == "ranks":
-        executor = on_ranks.ranks_for(study.nodes, crew.processes, crew.dask)
     with Store(":memory:" if place is None else place) as opened, narration.shown() as told:
         origin = Origin(terminal.command_line())
         crew.check(study, expanded[0], opened)
