@@ -51,12 +51,12 @@ class Training:
         if method == "no gossip":
             self.optimizer = torch.optim.SGD(parameters, LR)
         elif method in ("slices", "fsdp2"):
-            self.optimizer = klatsch.optim.DATSGD(parameters, LR, mesh=mesh["host"])
+            self.optimizer = klatsch.optim.GossipSGD(parameters, LR, mesh=mesh["host"])
         elif method == "all by each":
-            self.optimizer = klatsch.optim.DATSGD(parameters, LR, group=across)
+            self.optimizer = klatsch.optim.GossipSGD(parameters, LR, group=across)
         else:
             if mesh.get_local_rank("gpu") == 0:
-                self.optimizer = klatsch.optim.DATSGD(parameters, LR, group=across)
+                self.optimizer = klatsch.optim.GossipSGD(parameters, LR, group=across)
             self.flat = Flat(parameters, {}) if self.optimizer is None else self.optimizer._shares[0].flat
 
     def steps(self, count: int) -> float:

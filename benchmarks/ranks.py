@@ -92,7 +92,7 @@ class Training:
         self.images, self.labels = torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))
         parameters = list(model.parameters())
         self.optimizer: Any = (
-            klatsch.optim.DATSGD(parameters, LR, **GOSSIP[method])
+            klatsch.optim.GossipSGD(parameters, LR, **GOSSIP[method])
             if method in GOSSIP
             else klatsch.optim.DSGD(parameters, LR)
             if method == "dsgd"

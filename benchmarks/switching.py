@@ -1,8 +1,8 @@
-"""From SGD with momentum to DATSGD: which learning rate, with which schedule, momentum and weight decay.
+"""From SGD with momentum to GossipSGD: which learning rate, with which schedule, momentum and weight decay.
 
 Run: .venv/bin/python benchmarks/switching.py [--data FOLDER] [--seeds 2] [--rounds 1000]
 
-A network with one hidden layer learns 10,000 images of Fashion-MNIST on one machine, where DATSGD's defaults are
+A network with one hidden layer learns 10,000 images of Fashion-MNIST on one machine, where GossipSGD's defaults are
 Schedule-Free SGD. Shown is the test accuracy at x, at half time and at the end: mean over seeds. The learning rates of
 each line are a grid; the best at the end has a star.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
-from klatsch.optim import DATSGD, PAPER
+from klatsch.optim import DATSGD, Gossip, GossipSGD
 from klatsch.problems.images.classification import fashion_mnist
 
 SGD = torch.optim.SGD
@@ -30,13 +30,16 @@ LINES: dict[str, tuple[Any, dict[str, Any], str, list[float]]] = {
     "SGD, momentum 0.9": (SGD, HEAVY, "constant", [0.003, 0.01, 0.03, 0.1]),
     "SGD, momentum 0.9, cosine": (SGD, HEAVY, "cosine", [0.003, 0.01, 0.03, 0.1]),
     "SGD, momentum 0.9, weight decay": (SGD, HEAVY | DECAY, "constant", [0.003, 0.01, 0.03]),
-    "DATSGD": (DATSGD, {}, "constant", [0.03, 0.1, 0.3, 1.0, 3.0]),
-    "DATSGD, cosine": (DATSGD, {}, "cosine", [0.1, 0.3, 1.0, 3.0]),
-    "DATSGD, warmup of 5 %": (DATSGD, {}, "warmup", [0.1, 0.3, 1.0, 3.0]),
-    "DATSGD, weight decay": (DATSGD, DECAY, "constant", [0.1, 0.3, 1.0, 3.0]),
-    "DATSGD, momentum 0.9": (DATSGD, HEAVY, "constant", [0.01, 0.03, 0.1]),
-    "DATSGD, beta 1": (DATSGD, {"beta": 1.0}, "constant", [0.1, 0.3, 1.0]),
-    "DATSGD, PAPER": (DATSGD, PAPER, "constant", [0.001, 0.003, 0.01, 0.03]),
+    "GossipSGD": (GossipSGD, {}, "constant", [0.03, 0.1, 0.3, 1.0, 3.0]),
+    "GossipSGD, cosine": (GossipSGD, {}, "cosine", [0.1, 0.3, 1.0, 3.0]),
+    "GossipSGD, warmup of 5 %": (GossipSGD, {}, "warmup", [0.1, 0.3, 1.0, 3.0]),
+    "GossipSGD, weight decay": (GossipSGD, DECAY, "constant", [0.1, 0.3, 1.0, 3.0]),
+    "GossipSGD, momentum 0.9": (GossipSGD, HEAVY, "constant", [0.01, 0.03, 0.1]),
+    "DATSGD": (DATSGD, {}, "constant", [0.1, 0.3, 1.0]),
+    "DATSGD, fixed(0.9), momentum 0.9": (
+        *(DATSGD, HEAVY | {"averaging": "fixed(0.9)"}),
+        *("constant", [0.001, 0.003, 0.01, 0.03]),
+    ),
 }
 
 
@@ -51,7 +54,7 @@ class Data:
 
     def accuracy(self, model: nn.Module, optimizer: Any) -> float:
         with torch.no_grad():
-            if isinstance(optimizer, DATSGD):
+            if isinstance(optimizer, Gossip):
                 with optimizer.averaged():
                     return self._accuracy(model)
             return self._accuracy(model)

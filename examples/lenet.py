@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 examples/lenet.py
 
 Fashion-MNIST is downloaded if this machine does not have it; `--data FOLDER` names its folder. Compare
-`--rule dsgd`, `--rule dat-d2`, `--order cta`, or the paper's settings: `--paper --lr 0.01`. With `--checkpoints DIR`,
-`torchrun --max-restarts 3` and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment (docs/cluster.md says why) the
-training survives kill -9.
+`--optimizer DSGD`, `--optimizer DATD2`, `--order cta`, or the paper: `--optimizer DATSGD --lr 0.01`. With
+`--checkpoints DIR`, `torchrun --max-restarts 3` and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment
+(docs/cluster.md says why) the training survives kill -9.
 """
 
 import argparse
@@ -19,6 +19,15 @@ import klatsch
 from klatsch.problems import dirichlet
 from klatsch.problems.images.classification import fashion_mnist
 from klatsch.problems.partition import check_alpha
+
+OPTIMIZERS = {
+    "GossipSGD": {},
+    "DATSGD": {"averaging": "fixed(0.9)", "momentum": 0.9},  # as the paper trains networks
+    "DSGD": {},
+    "D2": {},
+    "GradientTracking": {},
+    "DATD2": {"beta": 0.9},
+}
 
 
 def lenet():
@@ -34,24 +43,21 @@ def main():
     """Train, and report now and then."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="folder of Fashion-MNIST's four files")
-    parser.add_argument("--rule", default="dat", choices=["dat", "dsgd", "d2", "gt", "dat-d2"])
+    parser.add_argument("--optimizer", default="GossipSGD", choices=[*OPTIMIZERS])
     parser.add_argument("--order", default="atc", choices=["atc", "cta"])
     parser.add_argument("--topology", default="ring")
     parser.add_argument("--lr", type=float, default=0.3)
-    parser.add_argument("--momentum", type=float, default=0.0, help="of dsgd")
-    parser.add_argument("--paper", action="store_true", help="dat or dat-d2 as the paper trains networks")
+    parser.add_argument("--momentum", type=float, default=0.0, help="of DSGD")
     parser.add_argument("--alpha", type=float, default=0.1, help="0.1: few classes per machine; 10: all alike")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--report", type=int, default=250, help="rounds between two reports")
     parser.add_argument("--checkpoints", help="folder for checkpoints, from which a restart resumes")
     given = parser.parse_args()
-    if given.order == "cta" and given.rule != "dat":
-        parser.error(f"--order cta is for --rule dat, not {given.rule}")
-    if given.paper and given.rule not in ("dat", "dat-d2"):
-        parser.error(f"--paper is for --rule dat and dat-d2, not {given.rule}")
-    if given.momentum and given.rule != "dsgd":
-        parser.error(f"--momentum is for --rule dsgd, not {given.rule}")
+    if given.order == "cta" and given.optimizer not in ("GossipSGD", "DATSGD"):
+        parser.error(f"--order cta is for GossipSGD and DATSGD, not {given.optimizer}")
+    if given.momentum and given.optimizer != "DSGD":
+        parser.error(f"--momentum is for DSGD, not {given.optimizer}")
     try:
         check_alpha(given.alpha)
         data = fashion_mnist.load(given.data)
@@ -72,17 +78,13 @@ def main():
 
     torch.manual_seed(0)
     model = lenet().to(device)
-    settings = klatsch.optim.PAPER if given.paper else {}
-    makers = {
-        "dat": lambda: klatsch.optim.DATSGD(
-            model.parameters(), given.lr, given.topology, order=given.order, **settings
-        ),
-        "dsgd": lambda: klatsch.optim.DSGD(model.parameters(), given.lr, given.topology, momentum=given.momentum),
-        "d2": lambda: klatsch.optim.D2(model.parameters(), given.lr, given.topology),
-        "gt": lambda: klatsch.optim.GradientTracking(model.parameters(), given.lr, given.topology),
-        "dat-d2": lambda: klatsch.optim.DATD2(model.parameters(), given.lr, given.topology, **settings),
+    options = {
+        **OPTIMIZERS[given.optimizer],
+        **({"order": "cta"} if given.order == "cta" else {}),
+        **({"momentum": given.momentum} if given.momentum else {}),
     }
-    optimizer = makers[given.rule]()
+    make = getattr(klatsch.optim, given.optimizer)
+    optimizer = make(model.parameters(), given.lr, given.topology, **options)
     torch.manual_seed(rank)  # from here on every machine draws its own batches
     checkpointer = klatsch.Checkpointer(given.checkpoints, every=100) if given.checkpoints else None
     done = checkpointer.resume(optimizer, model=model) if checkpointer else 0

@@ -16,7 +16,7 @@ test_inputs, test_labels = inputs[6000:], labels[6000:]
 inputs, labels = inputs[rank:6000:size], labels[rank:6000:size]  # what this machine has
 
 model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
-optimizer = klatsch.optim.DATSGD(model.parameters(), lr=1.0, topology="ring")  # SGD's lr / (1 - momentum)
+optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=1.0, topology="ring")  # SGD's lr / (1 - momentum)
 for _ in range(1500):
     batch = torch.randint(len(inputs), (64,))
     optimizer.zero_grad()

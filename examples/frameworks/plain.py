@@ -12,7 +12,7 @@ dist.init_process_group("gloo")
 model = network()
 torch.manual_seed(dist.get_rank())  # every rank has data of its own
 loader = DataLoader(spirals(), batch_size=64, shuffle=True)
-optimizer = klatsch.optim.DATSGD(model.parameters(), lr=1.0, topology="ring", order="cta")
+optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=1.0, topology="ring", order="cta")
 for epoch in range(5):
     for inputs, labels in loader:
         optimizer.zero_grad()

@@ -11,7 +11,7 @@ import klatsch
 
 accelerator = Accelerator(cpu=True)
 model = accelerator.prepare_model(network(), evaluation_mode=True)  # on its device, with autocast, without DDP
-optimizer = gossip = klatsch.optim.DATSGD(model.parameters(), lr=1.0, topology="ring", order="cta")
+optimizer = gossip = klatsch.optim.GossipSGD(model.parameters(), lr=1.0, topology="ring", order="cta")
 torch.manual_seed(0)
 loader = DataLoader(spirals(8192), batch_size=64, shuffle=True)
 optimizer, loader = accelerator.prepare(optimizer, loader)  # every process gets its part of the data

@@ -37,7 +37,7 @@ def trained(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     model = Tied()
-    optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1)
+    optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=0.1)
     checkpointer = klatsch.Checkpointer(tmp_path / "checkpoints", every=2)
     checkpointer.resume(optimizer, model=model)
     for _ in range(9):

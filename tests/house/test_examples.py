@@ -58,7 +58,7 @@ def test_quickstart_is_as_good_as_a_single_machine_within_half_a_point(python, t
 
 
 @needs_data
-@pytest.mark.parametrize("options", [["--order", "cta"], ["--rule", "dat-d2"]])
+@pytest.mark.parametrize("options", [["--order", "cta"], ["--optimizer", "DATD2"]])
 def test_lenet(tmp_path, printed, options):
     command = [EXAMPLES / "lenet.py", "--data", DATA, "--alpha", "1", "--checkpoints", tmp_path, *options]
     out = printed(2, *command, "--rounds", "100", "--report", "100")

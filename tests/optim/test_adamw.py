@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import klatsch
 from klatsch import rules
-from klatsch.optim import DAdamW, DATAdamW, Gossip
+from klatsch.optim import DATAdamW, Gossip, GossipAdamW
 from klatsch.ranks import node
 
 STEPS = 200
@@ -64,14 +64,14 @@ def pair():
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_without_averaging_it_is_torchs_adamw(decay):
     model, other = pair()
-    train(model, DAdamW(model.parameters(), lr=0.01, weight_decay=decay))
+    train(model, GossipAdamW(model.parameters(), lr=0.01, weight_decay=decay))
     train(other, AdamW(other.parameters(), lr=0.01, weight_decay=decay))
     close(model, other)
     assert not same(model, make_model())
 
 
 def test_with_the_same_defaults():
-    ours, theirs = (kind(make_model().parameters()).defaults for kind in (DAdamW, AdamW))
+    ours, theirs = (kind(make_model().parameters()).defaults for kind in (GossipAdamW, AdamW))
     assert ours == {name: theirs[name] for name in ours}
 
 
@@ -109,7 +109,7 @@ def test_a_scheduler_counts_in_its_weights_as_in_schedule_free_adamw():
 def test_groups_have_moments_and_decay_of_their_own(monkeypatch):
     monkeypatch.setitem(node.BLOCK, "cpu", 10)  # several slices, whose borders are not those of the groups
     model, other = pair()
-    train(model, DAdamW(groups(model), lr=0.01, weight_decay=0.1))
+    train(model, GossipAdamW(groups(model), lr=0.01, weight_decay=0.1))
     train(other, AdamW(groups(other), lr=0.01, weight_decay=0.1))
     close(model, other)
 
@@ -118,14 +118,14 @@ def test_groups_have_moments_and_decay_of_their_own(monkeypatch):
 def test_a_scheduler_cycles_beta1(beta1):
     """As OneCycleLR does by default, also where there was no first moment."""
     model, other = pair()
-    for net, kind in ((model, DAdamW), (other, AdamW)):
+    for net, kind in ((model, GossipAdamW), (other, AdamW)):
         optimizer = kind(net.parameters(), lr=0.01, betas=(beta1, 0.99))
         train(net, optimizer, OneCycleLR(optimizer, 0.01, STEPS + 1))
         assert optimizer.param_groups[0]["betas"][0] != beta1
     close(model, other)
 
 
-@pytest.mark.parametrize("make", [DAdamW, DATAdamW])
+@pytest.mark.parametrize("make", [GossipAdamW, DATAdamW])
 def test_a_state_goes_on_where_it_was(make):
     def made(model):
         return make(groups(model), lr=rules.Decay(0.01, "constant/10", 30), weight_decay=0.1)
@@ -157,7 +157,7 @@ def test_a_grad_scaler_and_half_precision():
     """A GradScaler divides gradients inside the step; states are float32 whatever the model."""
     model, other = pair()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    ours, theirs = DAdamW(model.parameters(), lr=0.01), AdamW(other.parameters(), lr=0.01)
+    ours, theirs = GossipAdamW(model.parameters(), lr=0.01), AdamW(other.parameters(), lr=0.01)
     for t in range(5):
         inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(t)).double()
         for net, optimizer, scale in ((model, ours, scaler.scale), (other, theirs, lambda loss: loss)):
@@ -187,12 +187,12 @@ def test_weight_decay_of_the_optimizer_is_decoupled_where_the_rule_is_an_adam():
         ({"betas": (0.9, 1.0)}, "beta2 = 1.0; give a number from 0 up to but not including 1"),
         ({"eps": 0}, "eps = 0; give a number above 0"),
         ({"weight_decay": -0.1}, "weight_decay = -0.1; give a number from 0 up"),
-        ({"momentum": 0.9}, "DAdamW has no option 'momentum'"),
+        ({"momentum": 0.9}, "GossipAdamW has no option 'momentum'"),
     ],
 )
 def test_options_that_are_none(options, message):
     with pytest.raises(ValueError, match=message):
-        DAdamW(make_model().parameters(), **options)
+        GossipAdamW(make_model().parameters(), **options)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_options_that_are_none(options, message):
 )
 def test_options_of_groups_that_are_none(options, message):
     with pytest.raises(ValueError, match=message):
-        DAdamW([{"params": list(make_model().parameters()), **options}])
+        GossipAdamW([{"params": list(make_model().parameters()), **options}])
 
 
 def test_weights_cannot_follow_several_learning_rates():
@@ -224,4 +224,4 @@ def test_a_weight_that_would_have_no_effect_is_refused():
     for rule in (rules.gt_adam(0.1), rules.dadam(0.1, shared=True), rules.dadam(0.1, reduced=True), rules.dsgd(0.1)):
         klatsch.Gossip(make_model().parameters(), rule, weight=2)
     with pytest.raises(ValueError, match="weight = 0; give a number above 0, such as this rank's number of samples"):
-        DAdamW(make_model().parameters(), weight=0)
+        GossipAdamW(make_model().parameters(), weight=0)

@@ -402,7 +402,7 @@ def test_a_model_with_other_buffers_is_refused(tmp_path, alone):
     torch.manual_seed(0)
     for norm in (nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)):
         model = nn.Sequential(nn.Linear(3, 3), norm)
-        optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1)
+        optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=0.1)
         checkpointer = klatsch.Checkpointer(tmp_path, every=1)
         if norm.track_running_stats:
             assert checkpointer.resume(optimizer, model=model) == 0

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import klatsch
-from klatsch.optim import D2, DATD2, DATSGD, DSGD, Gossip, GradientTracking
+from klatsch.optim import D2, DATD2, DATSGD, DSGD, DATAdamW, Gossip, GossipAdamW, GossipSGD, GradientTracking
 from klatsch.optim.groups import settings_of
 from klatsch.ranks import node
 from klatsch.ranks.agreement import leave
@@ -63,7 +63,9 @@ def test_dat_on_one_rank_is_sgd_with_momentum():
     """x' - x = gamma (x - x_prev) - (1 - gamma) lr g: averaging with fixed weights is a momentum."""
     for order in ("atc", "cta"):
         model, other, images, labels = pair()
-        train(model, DATSGD(model.parameters(), lr=1.0, order=order, averaging="fixed(0.9)", beta=1.0), images, labels)
+        train(
+            model, GossipSGD(model.parameters(), lr=1.0, order=order, averaging="fixed(0.9)", beta=1.0), images, labels
+        )
         train(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), images, labels)
         equal(model, other)
 
@@ -71,7 +73,7 @@ def test_dat_on_one_rank_is_sgd_with_momentum():
 def test_by_default_dat_on_one_rank_is_schedule_free_sgd():
     """Defazio et al. 2024: z' = z - lr g(y), x' = (1 - 1/t) x + z'/t, y = 0.1 z + 0.9 x."""
     model, other, images, labels = pair()
-    optimizer = DATSGD(model.parameters(), lr=0.1)
+    optimizer = GossipSGD(model.parameters(), lr=0.1)
     train(model, optimizer, images, labels)
     z, x = ([p.detach().clone() for p in other.parameters()] for _ in range(2))
     for t in range(1, 6):
@@ -86,11 +88,16 @@ def test_by_default_dat_on_one_rank_is_schedule_free_sgd():
     torch.testing.assert_close(optimizer.output(), x, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name, make", [("dat", DATSGD), ("dat-d2", DATD2)])
-def test_the_paper_is_one_argument_away(name, make):
-    rule = make([nn.Parameter(torch.ones(2))], 0.1, **klatsch.optim.PAPER).rule
-    paper = klatsch.rules.make(name, lr=0.1, averaging="fixed(0.9)", momentum=0.9, beta=1.0)
-    assert settings_of(rule) == settings_of(paper)
+RULES = {DATSGD: "dat", DSGD: "dsgd", D2: "d2", GradientTracking: "gt", DATD2: "dat-d2", DATAdamW: "dat-adam"}
+OURS = {GossipSGD: ("dat", {"beta": 0.9}), GossipAdamW: ("dadam", {"weight_decay": 0.01, "reduced": True})}
+
+
+@pytest.mark.parametrize(
+    "kind, name, own", [*((k, n, {}) for k, n in RULES.items()), *((k, *v) for k, v in OURS.items())]
+)
+def test_a_name_has_one_set_of_defaults(kind, name, own):
+    rule = kind([nn.Parameter(torch.ones(2))], 0.1).rule
+    assert settings_of(rule) == settings_of(klatsch.rules.make(name, lr=0.1, **own))
 
 
 def groups(model):
@@ -177,7 +184,7 @@ def test_every_way_to_zero_gradients(how):
 
 def test_parameters_lie_side_by_side_in_storages_of_their_own_and_gradients_in_one():
     model, images, labels = model_and_data()
-    optimizer = DATSGD(model.parameters(), lr=0.1)
+    optimizer = GossipSGD(model.parameters(), lr=0.1)
     train(model, optimizer, images, labels, 2)
     storages = [p.untyped_storage() for p in model.parameters()]
     assert [s.nbytes() for s in storages] == [p.nbytes for p in model.parameters()]
@@ -219,7 +226,7 @@ def test_frozen_parameters_stay_and_idle_ones_count_as_gradient_zero():
 
 def test_sparse_gradients_are_refused():
     embedding = nn.Embedding(10, 3, sparse=True)
-    optimizer = DATSGD(embedding.parameters(), lr=0.1)
+    optimizer = GossipSGD(embedding.parameters(), lr=0.1)
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(ValueError, match=r"\(10, 3\) has a sparse gradient.*sparse=False"):
         optimizer.step()
@@ -270,7 +277,7 @@ def test_half_precision_keeps_its_state_in_float32():
     """Averages with small weights stand still in bfloat16; x must not."""
     x, y = nn.Parameter(torch.ones(5, dtype=torch.bfloat16)), nn.Parameter(torch.ones(5))
     for p in (x, y):
-        optimizer = DATSGD([p], lr=1e-3, averaging="constant")
+        optimizer = GossipSGD([p], lr=1e-3, averaging="constant")
         for _ in range(300):
             p.grad = torch.ones_like(p)
             optimizer.step()
@@ -281,7 +288,7 @@ def test_half_precision_keeps_its_state_in_float32():
 
 def test_several_dtypes_in_one_model():
     x, y = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.float64))
-    optimizer = DATSGD([{"params": [x], "lr": 0.5}, {"params": [y]}], lr=0.1, averaging="constant", beta=1.0)
+    optimizer = GossipSGD([{"params": [x], "lr": 0.5}, {"params": [y]}], lr=0.1, averaging="constant", beta=1.0)
     for _ in range(2):
         optimizer.zero_grad()
         (x.sum() + y.sum()).backward()
@@ -293,11 +300,11 @@ def test_several_dtypes_in_one_model():
 
 RULES = {
     "dsgd": lambda p: DSGD(p, 0.1, momentum=0.9),
-    "dat": lambda p: DATSGD(p, 0.1, momentum=0.9),
-    "cta": lambda p: DATSGD(p, 0.1, order="cta", averaging="linear"),
+    "dat": lambda p: GossipSGD(p, 0.1, momentum=0.9),
+    "cta": lambda p: GossipSGD(p, 0.1, order="cta", averaging="linear"),
     "d2": lambda p: D2(p, 0.1),
     "gt": lambda p: GradientTracking(p, 0.1),
-    "dat-d2": lambda p: DATD2(p, 0.1),
+    "dat-d2": lambda p: DATD2(p, 0.1, beta=0.9),
     "sgp": lambda p: Gossip(p, klatsch.rules.make("sgp", lr=0.1)),
 }
 
@@ -342,24 +349,27 @@ def test_going_back_to_an_earlier_state():
     [
         (lambda p: DSGD(p, 0.1), "has the rule dat, but this optimizer dsgd; make it with the same"),
         (
-            lambda p: DATSGD(p, 0.1, beta=1.0),
+            lambda p: GossipSGD(p, 0.1, beta=1.0),
             r"has the options beta=0\.9, but this optimizer beta=1\.0; make it",
         ),
         (
-            lambda p: DATSGD(p, 0.1, averaging="fixed(0.9)", order="cta"),
+            lambda p: GossipSGD(p, 0.1, averaging="fixed(0.9)", order="cta"),
             r"options order=atc, averaging=constant, but this optimizer order=cta, averaging=fixed\(0\.9\); make",
         ),
-        (lambda p: DATSGD(list(p)[:4], 0.1), r"groups of size \[8\], but this optimizer \[4\]"),
+        (lambda p: GossipSGD(list(p)[:4], 0.1), r"groups of size \[8\], but this optimizer \[4\]"),
         (
-            lambda p: DATSGD([torch.nn.Parameter(torch.ones(2)) for _ in p], 0.1),
+            lambda p: GossipSGD([torch.nn.Parameter(torch.ones(2)) for _ in p], 0.1),
             r"has {'w': \(4, 1, 3, 3\), 'x': .* this optimizer keeps {'w': \(2,\)",
         ),
-        (lambda p: DATSGD(p, 0.1, momentum=0.9), r"has {'w': .* of a parameter, this optimizer keeps {'m': .*momentum"),
+        (
+            lambda p: GossipSGD(p, 0.1, momentum=0.9),
+            r"has {'w': .* of a parameter, this optimizer keeps {'m': .*momentum",
+        ),
     ],
 )
 def test_a_state_of_something_else_is_refused(make, error):
     model, _, _ = model_and_data()
-    saved = DATSGD(model.parameters(), 0.1).state_dict()
+    saved = GossipSGD(model.parameters(), 0.1).state_dict()
     other, _, _ = model_and_data(seed=1)
     before = [p.detach().clone() for p in other.parameters()]
     optimizer = make(other.parameters())
@@ -386,10 +396,10 @@ class Halving:
 
 
 def test_a_state_with_weights_of_ones_own_can_be_loaded():
-    saved = DATSGD([nn.Parameter(torch.ones(2))], 0.1, averaging=Halving()).state_dict()
-    DATSGD([nn.Parameter(torch.ones(2))], 0.1, averaging=Halving()).load_state_dict(saved)
+    saved = GossipSGD([nn.Parameter(torch.ones(2))], 0.1, averaging=Halving()).state_dict()
+    GossipSGD([nn.Parameter(torch.ones(2))], 0.1, averaging=Halving()).load_state_dict(saved)
     with pytest.raises(ValueError, match="averaging=Halving, but this optimizer averaging=constant;"):
-        DATSGD([nn.Parameter(torch.ones(2))], 0.1).load_state_dict(saved)
+        GossipSGD([nn.Parameter(torch.ones(2))], 0.1).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("make", [D2, DATD2])
@@ -411,30 +421,30 @@ def test_a_state_of_another_rank_is_refused():
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda optimizer: torch.save(optimizer, io.BytesIO())])
 def test_an_optimizer_cannot_be_copied(copied):
-    with pytest.raises(ValueError, match=r"DATSGD cannot be copied or pickled.*state_dict\(\).*Checkpointer"):
-        copied(DATSGD([nn.Parameter(torch.ones(2))], lr=0.1))
+    with pytest.raises(ValueError, match=r"GossipSGD cannot be copied or pickled.*state_dict\(\).*Checkpointer"):
+        copied(GossipSGD([nn.Parameter(torch.ones(2))], lr=0.1))
 
 
 def test_a_state_of_sgd_is_refused():
     model, _, _ = model_and_data()
     with pytest.raises(ValueError, match="not a state_dict of a Gossip optimizer"):
-        DATSGD(model.parameters(), 0.1).load_state_dict(torch.optim.SGD(model.parameters(), 0.1).state_dict())
+        GossipSGD(model.parameters(), 0.1).load_state_dict(torch.optim.SGD(model.parameters(), 0.1).state_dict())
 
 
 def test_a_model_that_is_loaded_before_training_is_where_it_starts():
     model, images, labels = model_and_data()
     other, _, _ = model_and_data(seed=1)
     reference = copy.deepcopy(other)
-    optimizer = DATSGD(model.parameters(), lr=0.1)
+    optimizer = GossipSGD(model.parameters(), lr=0.1)
     model.load_state_dict(other.state_dict())
     train(model, optimizer, images, labels, 3)
-    train(reference, DATSGD(reference.parameters(), lr=0.1), images, labels, 3)
+    train(reference, GossipSGD(reference.parameters(), lr=0.1), images, labels, 3)
     equal(model, reference)
 
 
 def test_parameters_that_change_behind_its_back_are_noticed():
     model, images, labels = model_and_data()
-    optimizer = DATSGD(model.parameters(), lr=0.1, beta=1.0)
+    optimizer = GossipSGD(model.parameters(), lr=0.1, beta=1.0)
     train(model, optimizer, images, labels, 2)
     saved = copy.deepcopy(model.state_dict())
     model.load_state_dict(saved)  # the same values do no harm
@@ -449,7 +459,7 @@ def test_parameters_that_change_behind_its_back_are_noticed():
 
 def test_an_optimizer_that_ends_takes_its_own_groups_along_and_no_others():
     before = len(dist.distributed_c10d._world.pg_map)
-    optimizer = DATSGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer = GossipSGD([nn.Parameter(torch.ones(2))], lr=0.1)
     optimizer.step()
     assert len(dist.distributed_c10d._world.pg_map) == before + 2
     del optimizer
@@ -461,7 +471,7 @@ def test_an_optimizer_that_ends_takes_its_own_groups_along_and_no_others():
 
 def test_hooks_of_torch_are_called():
     model, images, labels = model_and_data()
-    optimizer = DATSGD(model.parameters(), lr=0.1)
+    optimizer = GossipSGD(model.parameters(), lr=0.1)
     called = []
     optimizer.register_step_post_hook(lambda *_: called.append("step"))
     optimizer.register_state_dict_pre_hook(lambda *_: called.append("state"))
@@ -472,13 +482,13 @@ def test_hooks_of_torch_are_called():
 
 def test_what_it_knows():
     model, images, labels = model_and_data()
-    optimizer = DATSGD(model.parameters(), lr=0.1)
+    optimizer = GossipSGD(model.parameters(), lr=0.1)
     train(model, optimizer, images, labels, 2)
     assert (optimizer.rounds, optimizer.bytes_sent, optimizer.lost, optimizer.consensus()) == (2, 0, (), 0.0)
     assert optimizer.seconds_waited >= 0
-    assert "DATSGD" in repr(optimizer)
+    assert "GossipSGD" in repr(optimizer)
     assert "averaging=constant, beta=0.9) on rank 0 of ring, 1 node, round 2" in repr(optimizer)
-    other = DATSGD(model_and_data()[0].parameters(), lr=0.2)
+    other = GossipSGD(model_and_data()[0].parameters(), lr=0.2)
     other.load_state_dict(optimizer.state_dict())
     assert "lr: 0.1" in repr(other)
     assert "0.2" not in repr(other)
@@ -506,20 +516,23 @@ class Meta(nn.Module):
 @pytest.mark.parametrize(
     "make, error",
     [
-        (lambda: DATSGD([], lr=0.1), "empty parameter list"),
-        (lambda: DATSGD([torch.ones(3)], lr=0.1), "no parameter requires a gradient"),
-        (lambda: DATSGD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1), "complex64.*dense real"),
-        (lambda: DATSGD(Meta().parameters(), lr=0.1), "on cpu and meta; move the model to one device"),
-        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=-1), "lr = -1; give a number above 0"),
-        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=[0.1, 0.2]), "several columns"),
-        (lambda: DATSGD([{"params": [nn.Parameter(torch.ones(2))], "lr": -2}], lr=1), "lr of a parameter group = -2"),
-        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=-1), "weight_decay = -1"),
-        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1, timeout=0), "timeout = 0; give a number of seconds"),
-        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1, on_failure="retry"), "choose from raise, continue"),
-        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1, topology="rings"), "did you mean ring"),
-        (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1, topology=4), "topology is a int; give a Topology"),
-        (lambda: DATSGD([nn.Parameter(torch.ones(2))], 0.1, 0.9), "topology is a float; .* by name: momentum=0.9"),
-        (lambda: DATSGD([nn.Parameter(torch.ones(2))], 0.1, topolgy="ring"), "'topolgy'; did you mean topology?"),
+        (lambda: GossipSGD([], lr=0.1), "empty parameter list"),
+        (lambda: GossipSGD([torch.ones(3)], lr=0.1), "no parameter requires a gradient"),
+        (lambda: GossipSGD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1), "complex64.*dense real"),
+        (lambda: GossipSGD(Meta().parameters(), lr=0.1), "on cpu and meta; move the model to one device"),
+        (lambda: GossipSGD([nn.Parameter(torch.ones(2))], lr=-1), "lr = -1; give a number above 0"),
+        (lambda: GossipSGD([nn.Parameter(torch.ones(2))], lr=[0.1, 0.2]), "several columns"),
+        (
+            lambda: GossipSGD([{"params": [nn.Parameter(torch.ones(2))], "lr": -2}], lr=1),
+            "lr of a parameter group = -2",
+        ),
+        (lambda: GossipSGD([nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=-1), "weight_decay = -1"),
+        (lambda: GossipSGD([nn.Parameter(torch.ones(2))], lr=0.1, timeout=0), "timeout = 0; give a number of seconds"),
+        (lambda: GossipSGD([nn.Parameter(torch.ones(2))], lr=0.1, on_failure="retry"), "choose from raise, continue"),
+        (lambda: GossipSGD([nn.Parameter(torch.ones(2))], lr=0.1, topology="rings"), "did you mean ring"),
+        (lambda: GossipSGD([nn.Parameter(torch.ones(2))], lr=0.1, topology=4), "topology is a int; give a Topology"),
+        (lambda: GossipSGD([nn.Parameter(torch.ones(2))], 0.1, 0.9), "topology is a float; .* by name: momentum=0.9"),
+        (lambda: GossipSGD([nn.Parameter(torch.ones(2))], 0.1, topolgy="ring"), "'topolgy'; did you mean topology?"),
         (lambda: DSGD([nn.Parameter(torch.ones(2))], 0.1, weightdecay=0.1), "'weightdecay'; did you mean weight_decay"),
         (
             lambda: DSGD([nn.Parameter(torch.ones(2))], 0.1, nesterov=True),
@@ -528,10 +541,10 @@ class Meta(nn.Module):
         (lambda: DSGD([nn.Parameter(torch.ones(2))], 0.1, dampening=0.1), "no option 'dampening'; leave it out"),
         (
             lambda: DATD2([nn.Parameter(torch.ones(2))], 0.1, order="cta"),
-            "DATD2 has no option 'order'; there are lr, topology, averaging, momentum, beta, group, mesh, every, late,",
+            "DATD2 has no option 'order'; there are lr, averaging, momentum, beta, lazy, topology, group, mesh,",
         ),
         (
-            lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1, topology=klatsch.topology.ring(4)),
+            lambda: GossipSGD([nn.Parameter(torch.ones(2))], lr=0.1, topology=klatsch.topology.ring(4)),
             r"ring has 4 nodes but there are 1 ranks.*--nproc-per-node 4",
         ),
         (lambda: Gossip([nn.Parameter(torch.ones(2))], "dat"), "the rule is a str without lr"),
@@ -552,14 +565,14 @@ def test_bad_input(make, error):
 
 
 def test_parameters_cannot_be_added_later():
-    optimizer = DATSGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer = GossipSGD([nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(ValueError, match="cannot be added to a Gossip optimizer"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
 def test_without_a_process_group(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    for call in (lambda: DATSGD([nn.Parameter(torch.ones(2))], lr=0.1), lambda: klatsch.average_(nn.Linear(2, 2))):
+    for call in (lambda: GossipSGD([nn.Parameter(torch.ones(2))], lr=0.1), lambda: klatsch.average_(nn.Linear(2, 2))):
         with pytest.raises(ValueError, match=r"init_process_group\('gloo'\) first.*torchrun"):
             call()
 

@@ -138,7 +138,7 @@ def alone():
 
 def test_after_a_refused_gradient_the_round_can_be_taken_again(alone):
     x = nn.Parameter(torch.ones(3))
-    optimizer = klatsch.optim.DATSGD([x], lr=0.1, momentum=0.9)
+    optimizer = klatsch.optim.GossipSGD([x], lr=0.1, momentum=0.9)
     x.grad = torch.tensor([1.0, torch.nan, 1.0])
     with pytest.raises(klatsch.NonFiniteError) as error:
         optimizer.step()
@@ -152,7 +152,7 @@ def test_after_a_refused_gradient_the_round_can_be_taken_again(alone):
 
 def test_a_scheduler_that_sets_a_rate_that_is_no_number_is_refused(alone):
     x = nn.Parameter(torch.ones(3))
-    optimizer = klatsch.optim.DATSGD([x], lr=0.1)
+    optimizer = klatsch.optim.GossipSGD([x], lr=0.1)
     optimizer.param_groups[0]["lr"] = math.nan
     with pytest.raises(ValueError, match="lr of a parameter group = nan; give a number from 0 up"):
         optimizer.step()
@@ -169,12 +169,12 @@ def test_a_scheduler_that_sets_a_rate_that_is_no_number_is_refused(alone):
 )
 def test_bad_input(alone, options, error):
     with pytest.raises(ValueError, match=error):
-        klatsch.optim.DATSGD([nn.Parameter(torch.ones(3))], lr=0.1, **options)
+        klatsch.optim.GossipSGD([nn.Parameter(torch.ones(3))], lr=0.1, **options)
 
 
 def test_a_rank_that_has_finished_takes_no_more_steps_until_a_state_is_loaded(alone):
     x = nn.Parameter(torch.ones(3))
-    optimizer = klatsch.optim.DATSGD([x], lr=0.1)
+    optimizer = klatsch.optim.GossipSGD([x], lr=0.1)
     x.grad = torch.ones(3)
     optimizer.step()
     before = optimizer.state_dict()

@@ -158,7 +158,7 @@ def test_without_a_compiler_updates_run_operation_by_operation(alone, monkeypatc
         monkeypatch.setattr(kernels, "available", lambda device, there=not working: there)
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 2)
-        optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1)
+        optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=0.1)
         model(torch.ones(3)).sum().backward()
         if working:
             optimizer.step()

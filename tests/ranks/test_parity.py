@@ -69,7 +69,7 @@ def test_weights_move_the_optimum_to_that_of_all_samples(tmp_path, launch):
         found = torch.load(tmp_path / f"weighted-{rank}")
         assert "the ranks do not agree" in found.pop("some have none")
         assert found.pop("D2 without weights") == pytest.approx(1.0, abs=1e-5)  # the mean of all ranks
-        assert found.pop("DAdamW") == pytest.approx(1.6, abs=0.02)  # its steps do not vanish, but as 1 / t
+        assert found.pop("GossipAdamW") == pytest.approx(1.6, abs=0.02)  # its steps do not vanish, but as 1 / t
         assert found == {name: pytest.approx(1.6, abs=1e-5) for name in found}
 
 

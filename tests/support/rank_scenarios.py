@@ -218,9 +218,9 @@ def weighted(folder):
         "D2": lambda x, **o: optim.D2([x], 0.2, ring, **o),
         "D2 without weights": lambda x, **o: optim.D2([x], 0.2, ring),
         "GradientTracking": lambda x, **o: optim.GradientTracking([x], 0.2, ring, **o),
-        "DATD2": lambda x, **o: optim.DATD2([x], 0.2, ring, averaging="fixed(0.5)", **o),
+        "DATD2": lambda x, **o: optim.DATD2([x], 0.2, ring, averaging="fixed(0.5)", beta=0.9, **o),
         "DSGD": lambda x, **o: optim.DSGD([x], 0.2, "complete", **o),
-        "DAdamW": lambda x, **o: optim.DAdamW([x], lambda t: 1 / t, "complete", weight_decay=0.0, **o),
+        "GossipAdamW": lambda x, **o: optim.GossipAdamW([x], lambda t: 1 / t, "complete", weight_decay=0.0, **o),
     }.items():
         x = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         with warnings.catch_warnings():
@@ -265,7 +265,7 @@ def features(folder):
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     found["own"] = [p.detach().clone() for p in model.parameters()]
     ring = klatsch.topology.lazy(klatsch.topology.ring(size))  # three on a plain ring agree at once
-    optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, topology=ring, **klatsch.optim.PAPER)
+    optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, topology=ring, averaging="fixed(0.9)", momentum=0.9)
     found["start"] = [p.detach().clone() for p in model.parameters()]
     inputs, targets = torch.randn(8, 4), torch.randn(8, 2)
 
@@ -331,7 +331,7 @@ def last_words(folder, order):
     """Ranks that end at different times; nobody waits for a round that nobody takes."""
     rank, _ = group()
     x = nn.Parameter(torch.ones(200_000))
-    optimizer = klatsch.optim.DATSGD([x], lr=0.1, order=order, topology="directed_ring")
+    optimizer = klatsch.optim.GossipSGD([x], lr=0.1, order=order, topology="directed_ring")
     for _ in range(5):
         time.sleep(0.2 * rank)
         x.grad = torch.ones(200_000)
@@ -368,7 +368,7 @@ def nccl(folder, backend):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(device)
         inputs = torch.randn(16, 4).to(device)
-        optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, order="cta", **klatsch.optim.PAPER)
+        optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, order="cta", averaging="fixed(0.9)", momentum=0.9)
         checkpointer = klatsch.Checkpointer(folder / f"checkpoints-{device}", every=3)
         checkpointer.resume(optimizer, model=model)
         scaler = torch.amp.GradScaler(device, init_scale=64.0)

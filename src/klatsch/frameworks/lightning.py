@@ -60,15 +60,15 @@ class GossipStrategy(DDPStrategy):
             if isinstance(callback, AVERAGING):
                 raise ValueError(
                     f"{type(callback).__name__} averages the weights of one process, where GossipStrategy validates "
-                    "and keeps x; leave it out: DATSGD and DATAdamW average by themselves, and klatsch.Gossip(params, "
-                    "klatsch.rules.make('dsgd', lr=0.1, average='fixed(0.999)')) has an EMA for x"
+                    "and keeps x; leave it out: GossipSGD and DATAdamW average by themselves, and klatsch.Gossip("
+                    "params, klatsch.rules.make('dsgd', lr=0.1, average='fixed(0.999)')) has an EMA for x"
                 )
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             if not isinstance(optimizer, Gossip):
                 raise ValueError(
                     f"configure_optimizers() returns {type(optimizer).__name__}, with which every process would train "
-                    "alone; return one of klatsch.optim, such as DATSGD, or use strategy='ddp'"
+                    "alone; return one of klatsch.optim, such as GossipSGD, or use strategy='ddp'"
                 )
 
     def on_train_start(self) -> None:

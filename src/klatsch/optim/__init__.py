@@ -1,17 +1,18 @@
 """Optimizers for PyTorch scripts under torchrun: replace the optimizer, and ranks gossip with their neighbours.
 
-    optimizer = klatsch.optim.DATSGD(model.parameters(), lr=1.0, topology="ring")
+    optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=1.0, topology="ring")
     ...                      # train as ever, without a schedule
     optimizer.eval()         # puts x, the point to evaluate and save, into the model
 
-Each is `Gossip` with a rule, and takes its keywords, too: group, every, late, wire, catch_up, weight_decay, timeout,
-on_failure, quorum, on_nonfinite, start_equal, weight, any_graph. On slow networks, wire="int8" sends a quarter of the
-bytes; docs/ranks.md has a table of what to take for images and for transformers.
+`GossipSGD` and `GossipAdamW` are what we recommend, with defaults of our own. The others are named after a rule, with
+its defaults: `DATSGD` is the paper's. All take the keywords of `Gossip`, too: group, mesh, every, late, wire, catch_up,
+weight_decay, timeout, on_failure, quorum, on_nonfinite, start_equal, weight, any_graph. On slow networks, wire="int8"
+sends a quarter of the bytes; docs/ranks.md has a table of what to take for images and for transformers.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.optim.optimizer import ParamsT as Params
 
@@ -19,28 +20,43 @@ from klatsch import rules
 from klatsch.optim.buffers import average_, merged, recalibrate
 from klatsch.optim.checkpointer import Checkpointer
 from klatsch.optim.gossip import Gossip
-from klatsch.optim.groups import pair
+from klatsch.optim.groups import BETAS, pair
 from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError
-from klatsch.rules.anytime import Averaging
-from klatsch.rules.base import LearningRate as Rate
+from klatsch.rules.base import LearningRate
 from klatsch.topology import Topology
 
-__all__ = ["D2", "DATD2", "DATSGD", "DSGD", "PAPER", "Checkpointer", "DATAdamW", "DAdamW", "Gossip"]
+__all__ = ["D2", "DATD2", "DATSGD", "DSGD", "Checkpointer", "DATAdamW", "Gossip", "GossipAdamW", "GossipSGD"]
 __all__ += ["GradientTracking", "LinkError", "NonFiniteError", "QuorumError", "average_", "merged", "recalibrate"]
 
-Graph = Topology | str
-# What the paper trains its networks with (Section 5.2): DATSGD(params, lr, **PAPER).
-PAPER: dict[str, Any] = {"averaging": "fixed(0.9)", "momentum": 0.9, "beta": 1.0}
+
+class Named(Gossip):
+    """A rule by name, with its defaults or some of our own."""
+
+    _rule: ClassVar[str]
+    _defaults: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls, *, rule: str = "", **defaults: Any) -> None:
+        if rule:
+            cls._rule, cls._defaults = rule, defaults
+            cls.own_options = tuple(dict.fromkeys("betas" if name in BETAS else name for name in rules.options(rule)))
+
+    def __init__(
+        self, params: Params, lr: LearningRate | None = None, topology: Topology | str = "ring", **options: Any
+    ) -> None:
+        choices = {name: options.pop(name) for name in self.own_options if name in options}
+        if "betas" in choices:
+            choices |= zip(BETAS, pair(choices.pop("betas")), strict=True)
+        if lr is not None:
+            choices["lr"] = lr
+        super().__init__(params, rules.make(self._rule, **self._defaults | choices), topology, **options)
 
 
-class DATSGD(Gossip):
-    """Decentralized Anytime SGD: gradients at a moving average x of the iterates, or near it; see `rules.Anytime`.
+class GossipSGD(Named, rule="dat", beta=0.9):
+    """SGD with gossip, without a learning rate schedule; see `rules.Anytime`.
 
-    The defaults need no learning rate schedule: x averages all iterates alike, and gradients are taken between x and
-    the iterate. The mean over the network is then Schedule-Free SGD. The model holds the point where gradients are
-    taken; `eval()` puts x into it, to evaluate or save. In place of torch.optim.SGD with lr=0.1 and momentum=0.9, start
-    with lr=1.0. `**PAPER` are the settings of the paper's networks, which need a smaller learning rate than SGD.
-    docs/ranks.md has more on learning rates.
+    x averages all iterates alike, and gradients are taken between x and the iterate: the mean over the network is
+    Schedule-Free SGD. The model holds the point where gradients are taken; `eval()` puts x into it, to evaluate or
+    save. In place of torch.optim.SGD with lr=0.1 and momentum=0.9, start with lr=1.0 (docs/ranks.md has more).
 
     Args:
         params: parameters, or groups of them.
@@ -50,79 +66,37 @@ class DATSGD(Gossip):
             moving average, which is a momentum: with beta=1 a single machine takes exactly the steps of
             torch.optim.SGD(lr=0.1 * lr, momentum=0.9).
         order: "atc", the paper's; or "cta", which waits for messages only if the network is slower than the gradient.
-        momentum: local momentum, on top of the averaging.
-        beta: where gradients are taken, between the iterate (0) and x (1, as in the paper; the model then always holds
-            x, and there is nothing to switch).
-        rest: keywords of `Gossip`.
+        momentum: local momentum, on top of the averaging; 0 by default.
+        beta: where gradients are taken, between the iterate (0) and x (1; the model then always holds x, and there is
+            nothing to switch).
+        options: keywords of `Gossip`.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Rate,
-        topology: Graph = "ring",
-        *,
-        averaging: str | Averaging = "constant",
-        order: str = "atc",
-        momentum: float = 0.0,
-        beta: float = 0.9,
-        **rest: Any,
-    ) -> None:
-        super().__init__(params, rules.dat(lr, averaging, order, momentum, beta), topology, **rest)
+
+class DATSGD(Named, rule="dat"):
+    """Decentralized Anytime SGD as in the paper: GossipSGD with gradients at x, beta=1.
+
+    The paper trains its networks with averaging="fixed(0.9)" and momentum=0.9.
+    """
 
 
-class DSGD(Gossip):
+class DSGD(Named, rule="dsgd"):
     """Decentralized SGD, the baseline; see `rules.Plain`. On "complete" it is mini-batch SGD."""
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Rate,
-        topology: Graph = "ring",
-        *,
-        momentum: float = 0.0,
-        order: str = "atc",
-        **rest: Any,
-    ) -> None:
-        super().__init__(params, rules.dsgd(lr, momentum, order=order), topology, **rest)
 
-
-class D2(Gossip):
+class D2(Named, rule="d2"):
     """D2, for data that differ between ranks, on every static symmetric graph; see `rules.Corrected`."""
 
-    def __init__(
-        self, params: Params, lr: Rate, topology: Graph = "ring", *, momentum: float = 0.0, **rest: Any
-    ) -> None:
-        super().__init__(params, rules.d2(lr, momentum), topology, **rest)
 
-
-class GradientTracking(Gossip):
+class GradientTracking(Named, rule="gt"):
     """Gradient tracking, for data that differ between ranks; see `rules.Tracked`."""
 
-    def __init__(
-        self, params: Params, lr: Rate, topology: Graph = "ring", *, momentum: float = 0.0, **rest: Any
-    ) -> None:
-        super().__init__(params, rules.gt(lr, momentum), topology, **rest)
+
+class DATD2(Named, rule="dat-d2"):
+    """DATSGD over D2 iterates, for data that differ between ranks; with beta=0.9 it needs no schedule."""
 
 
-class DATD2(Gossip):
-    """Anytime averaging over D2 iterates, for data that differ between ranks; options and `eval()` as in DATSGD."""
-
-    def __init__(
-        self,
-        params: Params,
-        lr: Rate,
-        topology: Graph = "ring",
-        *,
-        averaging: str | Averaging = "constant",
-        momentum: float = 0.0,
-        beta: float = 0.9,
-        **rest: Any,
-    ) -> None:
-        super().__init__(params, rules.dat_d2(lr, averaging, momentum, beta), topology, **rest)
-
-
-class DAdamW(Gossip):
+class GossipAdamW(Named, rule="dadam", lr=1e-3, weight_decay=0.01, reduced=True):
     """AdamW on every rank, with gossip of gradients and models; see `rules.Adam`. On one rank it is torch.optim.AdamW.
 
     Take the learning rate, warm-up and decay of AdamW.
@@ -130,71 +104,30 @@ class DAdamW(Gossip):
     Args:
         params: parameters, or groups of them, also with their own "betas", "eps" and "weight_decay".
         lr: learning rate.
-        topology: as in DATSGD.
+        topology: as in GossipSGD.
         betas: of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
         shared: gossip the second moment, for data that differ between ranks; it is one more vector in every round.
         reduced: gossip gradients, too, before anything is made of them; False sends one vector less, and learns more
             slowly (docs/language.md).
-        order: as in DATSGD.
-        rest: keywords of `Gossip`.
+        order: as in GossipSGD.
+        options: keywords of `Gossip`.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: Rate = 1e-3,
-        topology: Graph = "ring",
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        shared: bool = False,
-        reduced: bool = True,
-        order: str = "atc",
-        **rest: Any,
-    ) -> None:
-        rule = rules.dadam(lr, *pair(betas), eps, weight_decay, shared, order=order, reduced=reduced)
-        super().__init__(params, rule, topology, **rest)
 
-
-class DATAdamW(Gossip):
+class DATAdamW(Named, rule="dat-adam", lr=2.5e-3):
     """Decentralized anytime AdamW: no schedule but a warm-up. On one rank it is Schedule-Free AdamW.
 
-    The model holds the point where gradients are taken; `eval()` puts x into it, to evaluate or save.
+    The model holds the point where gradients are taken; `eval()` puts x into it, to evaluate or save. Options as in
+    GossipAdamW, and:
 
     Args:
-        params: as in DAdamW.
         lr: learning rate, with a warm-up such as `rules.Decay(2.5e-3, "constant/1000", steps)`; larger than AdamW's.
-        topology: as in DATSGD.
         beta: where gradients are taken, between the iterate (0) and x (1): the first of schedule-free AdamW's betas.
-        betas: of the two moments; 0 keeps no first one, since beta takes its place.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled weight decay, at the point where gradients are taken.
+        betas: of the two moments; the first is 0 by default, since beta takes its place.
+        weight_decay: decoupled weight decay, at the point where gradients are taken; 0 by default.
         averaging: how x averages: "lr(2)", in proportion to the square of the largest learning rate so far; or as in
-            DATSGD.
-        shared: as in DAdamW.
-        reduced: as in DAdamW.
-        order: as in DATSGD.
-        rest: keywords of `Gossip`.
+            GossipSGD.
+        reduced: False by default.
     """
-
-    def __init__(
-        self,
-        params: Params,
-        lr: Rate = 2.5e-3,
-        topology: Graph = "ring",
-        *,
-        beta: float = 0.9,
-        betas: tuple[float, float] = (0.0, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        averaging: str | Averaging = "lr(2)",
-        shared: bool = False,
-        reduced: bool = False,
-        order: str = "atc",
-        **rest: Any,
-    ) -> None:
-        rule = rules.dat_adam(lr, averaging, beta, *pair(betas), eps, weight_decay, shared, order, reduced)
-        super().__init__(params, rule, topology, **rest)

@@ -112,7 +112,7 @@ class Checkpointer:
             The rounds done; 0 where there is no checkpoint yet.
         """
         if not isinstance(optimizer, Gossip):
-            raise ValueError(f"optimizer is a {type(optimizer).__name__}; give one of klatsch, such as optim.DATSGD")
+            raise ValueError(f"optimizer is a {type(optimizer).__name__}; give one of klatsch, such as optim.GossipSGD")
         if optimizer is not self._optimizer:  # without gradients, too, since other ranks still train and save
             optimizer.idle_hooks.append(WeakMethod(self.step))
         self._optimizer, self._others = optimizer, others

@@ -86,6 +86,7 @@ class Gossip(Points, Joinable, JoinHook):
         caught_up: rounds without gradient, to catch up.
     """
 
+    own_options: ClassVar[tuple[str, ...]] = ()  # of a rule by name
     living: ClassVar[weakref.WeakSet[Gossip]] = weakref.WeakSet()  # all in this process, to be found from a model
     _step_supports_amp_scaling = True  # a GradScaler must not skip a round, or neighbours would wait for it
     grad_scale: Tensor | float | None = 1.0  # it sets this and the next during a step
@@ -116,7 +117,7 @@ class Gossip(Points, Joinable, JoinHook):
         any_graph: bool = False,
         **unknown: Never,
     ) -> None:
-        options.refuse(type(self), Gossip, unknown)
+        options.refuse(type(self), self.own_options, Gossip.__init__, unknown)
         rule = checked(rule)
         defaults = groups.defaults_of(rule, weight_decay)
         options.check_failures(timeout, on_failure, quorum, on_nonfinite)

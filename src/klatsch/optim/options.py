@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal, get_args
 
 from klatsch.arguments import there_are
@@ -16,11 +16,10 @@ LONGEST = 30 * 86400  # seconds
 OnNonFinite = Literal["raise", "skip"]
 
 
-def refuse(kind: type, base: type, given: Collection[str]) -> None:
-    """Refuse options that an optimizer does not have."""
-    signatures = [inspect.signature(k.__init__) for k in kind.__mro__ if issubclass(k, base)]
-    taken = [p.name for s in signatures for p in s.parameters.values() if p.kind != p.VAR_KEYWORD]
-    known = [name for name in dict.fromkeys(taken) if name not in ("self", "params", "rule")]
+def refuse(kind: type, own: Collection[str], base: Callable[..., None], given: Collection[str]) -> None:
+    """Refuse options that an optimizer does not have; its own come beside those of the base class."""
+    names = (*own, *inspect.signature(base).parameters)
+    known = [name for name in dict.fromkeys(names) if name not in ("self", "params", "rule", "unknown")]
     for name in given:
         hint = "leave it out, momentum is plain" if name in ("nesterov", "dampening") else there_are(name, known)
         raise ValueError(f"{kind.__name__} has no option {name!r}; {hint}")
