@@ -78,7 +78,7 @@ def simulated(
     problem: problems.LeastSquares, graph: klatsch.Topology, columns: int, rounds: int, engine: str, device: str = "cpu"
 ) -> float:
     """Seconds per round of the simulator."""
-    rule = rules.dat(np.geomspace(1e-6, 1e-4, columns).tolist())
+    rule = rules.make("dat", np.geomspace(1e-6, 1e-4, columns).tolist())
     result = klatsch.simulate(
         problem, rule, graph, rounds, record=1, dtype=torch.float32, engine=engine, device=device, progress=False
     )

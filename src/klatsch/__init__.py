@@ -51,7 +51,7 @@ _OWNERS = {
 
 def __getattr__(name: str) -> object:
     """Load a room on first use: `klatsch --help` need not wait for torch."""
-    if name not in (*__all__, "algorithms"):  # the former name of rules, which says so itself
+    if name not in __all__:
         raise AttributeError(f"module 'klatsch' has no attribute {name!r}")
     module = importlib.import_module(f"klatsch.{_OWNERS.get(name, name)}")
     globals()[name] = vars(module)[name] if name in _OWNERS else module  # asked for once

@@ -116,7 +116,7 @@ def test_settings_reach_parts_of_your_own(run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(
         "from klatsch import rules, topology\n"
-        "def rule(lr, slow=1.0):\n    return rules.dsgd(lr, momentum=1 - slow)\n"
+        "def rule(lr, slow=1.0):\n    return rules.make('dsgd', lr, momentum=1 - slow)\n"
         "def band(n, width=1):\n    return topology.ring(n) if width == 1 else topology.complete(n)\n"
     )
     options = ("-n", 5, "--steps", 50, "--seeds", 1, "--lr", 0.001, "--json")

@@ -68,7 +68,7 @@ def test_run_gives_json_that_agrees_with_the_library(run_cli):
         "run", "--rules", "dat", "-n", 4, *QUICK, "--set", "averaging=linear", "--set", "order=cta", "--json"
     )
     (row,) = json.loads(out)["rows"]
-    rule = rules.dat([0.0001, 0.001, 0.01], averaging="linear", order="cta")
+    rule = rules.make("dat", [0.0001, 0.001, 0.01], averaging="linear", order="cta")
     finals = [
         klatsch.simulate(problems.LeastSquares(4, seed=seed), rule, tp.ring(4), 200).metrics["distance"][-1]
         for seed in (0, 1)

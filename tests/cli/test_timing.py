@@ -40,7 +40,7 @@ def expected(steps):
     for order in ("atc", "cta"):
         for name, options in (("ring", {}), ("complete", {}), ("ring", {"every": 8, "wire": "int8"})):
             graph = topology.make(name, 4, **options)
-            found[order, name, graph.wire] = clock.seconds(rules.dat(0.1, order=order), graph, 500, steps)
+            found[order, name, graph.wire] = clock.seconds(rules.make("dat", 0.1, order=order), graph, 500, steps)
     return found
 
 
@@ -109,7 +109,7 @@ def test_equal_graphs_of_different_names():
     clock = Clock(0.05, "wan")
     found = {each.topology: elapsed(each, exchange_of(each), clock, [60]) for each in case}
     wanted = {
-        name: tuple(clock.seconds(rules.dat(0.1, order="cta"), topology.make(name, 3), 500, [60]))
+        name: tuple(clock.seconds(rules.make("dat", 0.1, order="cta"), topology.make(name, 3), 500, [60]))
         for name in ("ring", "complete")
     }
     assert found == wanted

@@ -43,11 +43,11 @@ def one_by_one(problem, rule, events, steps):
 @pytest.mark.parametrize(
     "rule",
     [
-        rules.dsgd(0.02),
-        rules.dat(0.02, beta=0.9),
-        rules.dsgd(0.02, momentum=0.5),
-        rules.dsgd(0.02, average="constant"),
-        rules.dadam(0.02),
+        rules.make("dsgd", 0.02),
+        rules.make("dat", 0.02, beta=0.9),
+        rules.make("dsgd", 0.02, momentum=0.5),
+        rules.make("dsgd", 0.02, average="constant"),
+        rules.make("dadam", 0.02),
     ],
 )
 @pytest.mark.parametrize("times", ["exponential(0.1)", "slow(0.05, 11, 0.1) over wan", "0.1"])
@@ -69,27 +69,27 @@ def test_two_nodes_in_pairs_by_hand():
         stepped = mean - lr * problem.grad(asked[None], 1, [0])[0]
         mean, asked = (stepped + mean) / 2, stepped
     other = mean - lr * problem.grad(start[None], 1, [1])[0]  # after 0.4 s, from where it began
-    met = simulate(problem, rules.dsgd(lr), graph, 2, [2]).output
+    met = simulate(problem, rules.make("dsgd", lr), graph, 2, [2]).output
     torch.testing.assert_close(met, torch.stack([mean, other]), rtol=1e-9, atol=1e-12)
 
 
 def test_nobody_waits_for_a_slow_node():
     times = [0.1] * 7 + [1.0]
     graph = topology.make("ring", 8, meets=f"pairwise {', '.join(map(str, times))}")
-    schedule = scheduled(rules.dsgd(0.1), graph, 10)
+    schedule = scheduled(rules.make("dsgd", 0.1), graph, 10)
     rate = sum(1 / seconds for seconds in times)  # steps of the network in a second
     assert schedule.seconds(500) == pytest.approx(500 * 8 / rate, rel=0.01)
     steps = np.bincount(np.concatenate([m.steps for t in range(1, 501) for m in schedule.round(t)]), minlength=8)
     assert steps[7] == pytest.approx(steps[0] / 10, rel=0.02)
     assert steps.sum() == 4000
-    in_rounds = Clock(times).seconds(rules.dsgd(0.1), topology.ring(8), 10, [500])[0]
+    in_rounds = Clock(times).seconds(rules.make("dsgd", 0.1), topology.ring(8), 10, [500])[0]
     assert in_rounds == pytest.approx(500.0, rel=0.01)
 
 
 @pytest.mark.parametrize("graph", ["ring", "exponential"])  # the second one has links in one direction only
 def test_slow_answers_are_waited_for(graph):
     clock = Clock(0.01, Links(1e6, 0.1), handling=0.0, per_message=0.0)
-    schedule = clock.pairwise(rules.dat(0.1), topology.make(graph, 8), 25_000)
+    schedule = clock.pairwise(rules.make("dat", 0.1), topology.make(graph, 8), 25_000)
     there_and_back = 2 * (0.1 + 2 * 4 * 25_000 / 1e6)  # x and w, to the neighbour and from it
     assert schedule.seconds(50) == pytest.approx(50 * there_and_back)
 
@@ -97,7 +97,7 @@ def test_slow_answers_are_waited_for(graph):
 def test_pairs_keep_the_mean_and_agree():
     problem = quiet(9)
     graph = topology.make("torus", 9, meets="pairwise lognormal(0.1, 1)")
-    rule = rules.dsgd(1e-12)  # too small to move anything
+    rule = rules.make("dsgd", 1e-12)  # too small to move anything
     run = simulate(problem, rule, graph, 5, [5])
     apart = run.state | {"w": torch.randn(9, 1, 4, dtype=torch.float64)}
     mixed = simulate(problem, rule, graph, 80, [80], after=replace(run, state=apart)).output
@@ -108,7 +108,7 @@ def test_pairs_keep_the_mean_and_agree():
 def test_a_run_goes_on_where_it_was(meets):
     late = {"late": 2} if meets.startswith("stale") else {}
     graph, problem = topology.make("ring", 5, meets=meets, **late), problems.LeastSquares(5, dim=3)
-    rule = rules.dat([0.01, 0.03])
+    rule = rules.make("dat", [0.01, 0.03])
     whole = simulate(problem, rule, graph, 40, [20, 40])
     half = simulate(problem, rule, graph, 20, [20])
     rest = simulate(problem, rule, graph, 40, [20, 40], after=half)
@@ -117,7 +117,7 @@ def test_a_run_goes_on_where_it_was(meets):
 
 def test_stale_messages_that_are_all_late_are_late():
     """Messages take as long as two gradients: each is used after exactly two rounds, as with late = 2."""
-    problem, rule = problems.LeastSquares(6, dim=3), rules.dat_d2(0.01)
+    problem, rule = problems.LeastSquares(6, dim=3), rules.make("dat-d2", 0.01)
     slow = topology.make("ring", 6, late=2, meets="stale 0.03 over wan")
     assert set(scheduled(rule, slow, 3).round(50)) == {2}
     late = simulate(problem, rule, topology.make("ring", 6, late=2), 60, [60]).output
@@ -126,7 +126,7 @@ def test_stale_messages_that_are_all_late_are_late():
 
 def test_every_message_is_used_once_and_in_time():
     graph = topology.make("exponential", 10, late=3, meets="stale slow(0.05, 11, 0.1) over wan")
-    schedule = scheduled(rules.dsgd(0.1), graph, 10)
+    schedule = scheduled(rules.make("dsgd", 0.1), graph, 10)
     used = np.zeros((300, *schedule.sources.shape), int)
     ages = set()
     for t in range(1, 301):
@@ -142,7 +142,7 @@ def test_every_message_is_used_once_and_in_time():
 def test_stale_flows_are_those_of_each_message():
     problem, lr = quiet(5), 0.01
     graph = topology.make("ring", 5, late=2, meets="stale exponential(0.1)")
-    schedule = scheduled(rules.dsgd(lr), graph, problem.dim)
+    schedule = scheduled(rules.make("dsgd", lr), graph, problem.dim)
     x, sent = torch.as_tensor(problem.start()).double().expand(5, 1, -1).clone(), []
     for t in range(1, 41):
         u = x - lr * problem.grad(x, t)
@@ -152,11 +152,13 @@ def test_stale_flows_are_those_of_each_message():
             for k, i in zip(*np.nonzero(here), strict=True):
                 then, j = sent[t - 1 - age], schedule.sources[k, i]
                 x[i] += float(graph.speaking[0][i, j]) * (then[j] - then[i])
-    torch.testing.assert_close(simulate(problem, rules.dsgd(lr), graph, 40, [40]).output, x, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        simulate(problem, rules.make("dsgd", lr), graph, 40, [40]).output, x, rtol=1e-9, atol=1e-12
+    )
 
 
 def test_stale_messages_cost_the_seconds_of_late_ones():
-    rule, clock = rules.dsgd(0.1), Clock("exponential(0.1)", "wan")
+    rule, clock = rules.make("dsgd", 0.1), Clock("exponential(0.1)", "wan")
     late, stale = (
         topology.make("ring", 8, late=2, **more) for more in ({}, {"meets": "stale exponential(0.1) over wan"})
     )
@@ -166,7 +168,7 @@ def test_stale_messages_cost_the_seconds_of_late_ones():
 @pytest.mark.parametrize("meets", ["pairwise 0.1", "stale 0.1"])
 def test_divergence_is_found(meets):
     late = {"late": 1} if meets.startswith("stale") else {}
-    run = simulate(quiet(4), rules.dsgd([0.01, 1e6]), topology.make("ring", 4, meets=meets, **late), 200, [200])
+    run = simulate(quiet(4), rules.make("dsgd", [0.01, 1e6]), topology.make("ring", 4, meets=meets, **late), 200, [200])
     assert run.diverged.tolist() == [False, True]
     assert 0 <= run.diverged_at[1, 0] < 4
     assert 0 < run.diverged_at[1, 1] <= 200
@@ -196,13 +198,29 @@ def test_a_changing_graph_has_no_stale_messages():
 @pytest.mark.parametrize(
     ("rule", "graph", "message"),
     [
-        (rules.gt(0.1), {"meets": "pairwise 0.1"}, "gt on ring pairwise 0.1: it needs rounds; in pairs run dsgd"),
-        (rules.dadam(0.1, reduced=True), {"meets": "pairwise 0.1"}, "dadam on ring pairwise 0.1: it needs rounds"),
-        (rules.dadam(0.1, shared=True), {"meets": "pairwise 0.1"}, "dadam on ring pairwise 0.1: it needs rounds"),
-        (rules.dsgd(0.1), {"meets": "pairwise"}, "does not say how long a gradient takes; write 'pairwise exponential"),
-        (rules.dsgd(0.1), {"meets": "pairwise soon"}, "distribution"),
-        (rules.dsgd(0.1), {"meets": "pairwise 0.1 over dsl"}, "network"),
-        (rules.dsgd(0.1), {"meets": "pairwise 0.1, 0.2"}, "gradient is for 2 nodes, but there are 4"),
+        (
+            rules.make("gt", 0.1),
+            {"meets": "pairwise 0.1"},
+            "gt on ring pairwise 0.1: it needs rounds; in pairs run dsgd",
+        ),
+        (
+            rules.make("dadam", 0.1, reduced=True),
+            {"meets": "pairwise 0.1"},
+            "dadam on ring pairwise 0.1: it needs rounds",
+        ),
+        (
+            rules.make("dadam", 0.1, shared=True),
+            {"meets": "pairwise 0.1"},
+            "dadam on ring pairwise 0.1: it needs rounds",
+        ),
+        (
+            rules.make("dsgd", 0.1),
+            {"meets": "pairwise"},
+            "does not say how long a gradient takes; write 'pairwise exponential",
+        ),
+        (rules.make("dsgd", 0.1), {"meets": "pairwise soon"}, "distribution"),
+        (rules.make("dsgd", 0.1), {"meets": "pairwise 0.1 over dsl"}, "network"),
+        (rules.make("dsgd", 0.1), {"meets": "pairwise 0.1, 0.2"}, "gradient is for 2 nodes, but there are 4"),
     ],
 )
 def test_bad_schedules(rule, graph, message):
@@ -212,7 +230,7 @@ def test_bad_schedules(rule, graph, message):
 
 def test_other_engines_refuse():
     with pytest.raises(ValueError, match="engine = 'fused' cannot run ring pairwise"):
-        simulate(quiet(4), rules.dsgd(0.1), topology.make("ring", 4, meets="pairwise 0.1"), 2, engine="fused")
+        simulate(quiet(4), rules.make("dsgd", 0.1), topology.make("ring", 4, meets="pairwise 0.1"), 2, engine="fused")
 
 
 def test_a_study_has_them(tmp_path):

@@ -16,7 +16,7 @@ FLOORS = [
     {"columns"},
     {"topology"},
     {"rules", "problems", "theory"},
-    {"wire", "algorithms"},  # the latter is the former name of rules
+    {"wire"},
     {"clock"},
     {"simulation", "ranks"},
     {"planning", "study", "optim"},

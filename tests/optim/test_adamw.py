@@ -175,7 +175,7 @@ def test_a_grad_scaler_and_half_precision():
 
 def test_weight_decay_of_the_optimizer_is_decoupled_where_the_rule_is_an_adam():
     model, other = pair()
-    train(model, Gossip(model.parameters(), rules.dadam(0.01), weight_decay=0.1), last=20)
+    train(model, Gossip(model.parameters(), rules.make("dadam", 0.01), weight_decay=0.1), last=20)
     train(other, AdamW(other.parameters(), lr=0.01, weight_decay=0.1), last=20)
     close(model, other)
 
@@ -218,10 +218,15 @@ def test_weights_cannot_follow_several_learning_rates():
 
 
 def test_a_weight_that_would_have_no_effect_is_refused():
-    for rule in (rules.dadam(0.1), rules.dat_adam(0.1), rules.d2_adam(0.1, shared=False)):
+    for rule in (rules.make("dadam", 0.1), rules.make("dat-adam", 0.1), rules.make("d2-adam", 0.1, shared=False)):
         with pytest.raises(ValueError, match=rf"weight = 2 has no effect on {rule.name}, .* \(reduced=True\)"):
             klatsch.Gossip(make_model().parameters(), rule, weight=2)
-    for rule in (rules.gt_adam(0.1), rules.dadam(0.1, shared=True), rules.dadam(0.1, reduced=True), rules.dsgd(0.1)):
+    for rule in (
+        rules.make("gt-adam", 0.1),
+        rules.make("dadam", 0.1, shared=True),
+        rules.make("dadam", 0.1, reduced=True),
+        rules.make("dsgd", 0.1),
+    ):
         klatsch.Gossip(make_model().parameters(), rule, weight=2)
     with pytest.raises(ValueError, match="weight = 0; give a number above 0, such as this rank's number of samples"):
         GossipAdamW(make_model().parameters(), weight=0)

@@ -27,16 +27,16 @@ def group():
         ({"catch_up": True}, "catch_up = True on ring: neighbours wait .* such as every=8, late=7"),
         ({"catch_up": "yes", "late": 2}, "catch_up = 'yes'; give True or False"),
         (
-            {"rule": klatsch.rules.decentlam(0.1), "topology": tp.make("complete", 1, loss=0.1)},
+            {"rule": klatsch.rules.make("decentlam", 0.1), "topology": tp.make("complete", 1, loss=0.1)},
             "lost by now, and diverges",
         ),
-        ({"rule": klatsch.rules.decentlam(0.1), "late": 2}, "decentlam on .*use d2 or dat-d2"),
+        ({"rule": klatsch.rules.make("decentlam", 0.1), "late": 2}, "decentlam on .*use d2 or dat-d2"),
     ],
     ids=str,
 )
 def test_a_channel_that_does_not_fit(options, message):
     parameter = nn.Parameter(torch.ones(3))
-    given = {"rule": klatsch.rules.dsgd(0.1), "topology": "ring"} | options
+    given = {"rule": klatsch.rules.make("dsgd", 0.1), "topology": "ring"} | options
     with pytest.raises(ValueError, match=message):
         klatsch.Gossip([parameter], **given)
     assert parameter.tolist() == [1.0, 1.0, 1.0]

@@ -151,7 +151,7 @@ def test_autocast_rounds_products(small):
 
 def test_training_lowers_bits_per_byte(small):
     problem, ring = small(alpha=0.05), klatsch.topology.ring(4)
-    result = klatsch.simulate(problem, klatsch.rules.dsgd(0.5), ring, 60, record=[1, 60], dtype=torch.float32)
+    result = klatsch.simulate(problem, klatsch.rules.make("dsgd", 0.5), ring, 60, record=[1, 60], dtype=torch.float32)
     bits = result.metrics["bits"][:, 0].tolist()
     assert bits[0] > 7
     assert bits[1] < 5

@@ -289,7 +289,7 @@ class Doubled(Wrapper):
 
 def test_a_wrapper_that_delegates_is_a_problem_whose_own_gradients_count():
     inner, graph = MAKE["least-squares"](4), klatsch.topology.ring(4)
-    slow, fast = (klatsch.rules.dsgd(lr) for lr in (1e-3, 2e-3))
+    slow, fast = (klatsch.rules.make("dsgd", lr) for lr in (1e-3, 2e-3))
     expected = klatsch.simulate(inner, fast, graph, 20)
     for problem, rule in ((Wrapper(inner), fast), (Doubled(inner), slow)):
         adopted = problems.adopted(problem)

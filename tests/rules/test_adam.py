@@ -116,7 +116,7 @@ def test_the_closer_beta2_is_to_1_the_closer_a_shared_moment_leads():
 
 def test_a_constant_learning_rate_circles_the_optimum():
     problem = heterogeneous()
-    rule = rules.gt_adam(0.01, **ADAM)
+    rule = rules.make("gt-adam", 0.01, **ADAM)
     found = klatsch.simulate(problem, rule, RING, STEPS, record=1, progress=False)
     assert 1e-5 < error(found, problem) < 0.01
 
@@ -144,13 +144,13 @@ def test_while_the_rate_stays_they_are_all_alike_to_the_last_round():
     """In float32, too, where a sum of a million weights would have lost its digits."""
     weights, s = averaging.parse("lr(2)"), {"peak": torch.full((1,), 3e-4), "pace": torch.full((1,), 3e-4) ** 2}
     for t in (2, 1000, 10**6):
-        share, kept = averaging.turn(weights, s, t, 3e-4)
+        share, kept = weights.turn(s, t, 3e-4)
         assert float(share) == pytest.approx(1 / t, rel=1e-6)
         torch.testing.assert_close(kept["pace"], s["pace"], rtol=1e-6, atol=0)
 
 
 def test_rounds_without_learning_rate_leave_the_average_alone():
-    rule = rules.dat(lambda t: 0.0 if t < 3 else 0.1, averaging="lr(2)")
+    rule = rules.make("dat", lambda t: 0.0 if t < 3 else 0.1, averaging="lr(2)")
     s = rule.init(torch.zeros(2))
     for t in range(1, 5):
         s = rule.update(s, torch.ones(2), ALONE, t, rate(rule.lr, t))
@@ -163,7 +163,7 @@ def test_columns_have_weights_of_their_own():
 
     def run(options):
         warm = rules.Decay(options["lr"], "cosine/10", 40)
-        return klatsch.simulate(problem, rules.dat_adam(**options | {"lr": warm}), graph, 40, record=1).output
+        return klatsch.simulate(problem, rules.make("dat-adam", **options | {"lr": warm}), graph, 40, record=1).output
 
     together = run(columns)
     for c in range(2):
@@ -195,7 +195,7 @@ P5 = torch.tensor(tp.ring(5).matrix(1).toarray())
 def test_a_shared_second_moment_never_falls_below_0(late, wire):
     """Late or rounded flows may take more than there is."""
     problem = problems.LeastSquares(8, dim=4, noise=10.0, heterogeneity=3.0)
-    rule = rules.dadam(0.01, beta2=0.5, shared=True)
+    rule = rules.make("dadam", 0.01, beta2=0.5, shared=True)
     found = klatsch.simulate(problem, rule, tp.channel(RING, 1, late, wire), 200, record=1, progress=False)
     assert found.state["v"].min() >= 0
     assert not found.diverged.any()
@@ -204,11 +204,14 @@ def test_a_shared_second_moment_never_falls_below_0(late, wire):
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: rules.dadam(0.1, beta1=1.0), "beta1 = 1.0; give a number from 0 up to but not including 1"),
-        (lambda: rules.dadam(0.1, beta2=-0.1), "beta2 = -0.1; give a number from 0 up to but not including 1"),
-        (lambda: rules.dadam(0.1, eps=0.0), "eps = 0.0; give a number above 0, such as 1e-8"),
-        (lambda: rules.dadam(0.1, weight_decay=-1), "weight_decay = -1; give a number from 0 up"),
-        (lambda: rules.dadam(0.1, shared="yes"), "shared = 'yes'; give true to gossip the second moment, or false"),
+        (lambda: rules.make("dadam", 0.1, beta1=1.0), "beta1 = 1.0; give a number from 0 up to but not including 1"),
+        (lambda: rules.make("dadam", 0.1, beta2=-0.1), "beta2 = -0.1; give a number from 0 up to but not including 1"),
+        (lambda: rules.make("dadam", 0.1, eps=0.0), "eps = 0.0; give a number above 0, such as 1e-8"),
+        (lambda: rules.make("dadam", 0.1, weight_decay=-1), "weight_decay = -1; give a number from 0 up"),
+        (
+            lambda: rules.make("dadam", 0.1, shared="yes"),
+            "shared = 'yes'; give true to gossip the second moment, or false",
+        ),
         (lambda: rules.make("dadam", lr=0.1, momentum=0.9), "dadam has no momentum: it is an Adam, whose first moment"),
         (lambda: rules.make("dsgd", lr=0.1, beta1=0.9), "dsgd has no beta1: it is not an Adam"),
         (lambda: rules.make("gt", lr=0.1, beta2=0.9), "gt has no beta2: .* use a rule such as dadam"),
@@ -216,9 +219,12 @@ def test_a_shared_second_moment_never_falls_below_0(late, wire):
         (lambda: rules.make("dadam", lr=0.1, beta=0.9), "dadam has no beta: it keeps no average x.* dat-adam"),
         (lambda: rules.Push(0.1, rules.adam(shared=True)), "sgp-adam with shared = true: push-sum would gossip sums"),
         (lambda: rules.Push(0.1, rules.adam(reduced=True)), "sgp-adam with reduced = true: push-sum would gossip sums"),
-        (lambda: rules.dadam(0.1, reduced="yes"), "reduced = 'yes'; give true to gossip gradients first, or false"),
-        (lambda: rules.dat(0.1, averaging="lr"), "averaging = 'lr'; write .* lr\\(2\\), with a number"),
-        (lambda: rules.dat(0.1, averaging="lr(-1)"), "lr\\(p\\) with p = -1.0; give a number from 0 up"),
+        (
+            lambda: rules.make("dadam", 0.1, reduced="yes"),
+            "reduced = 'yes'; give true to gossip gradients first, or false",
+        ),
+        (lambda: rules.make("dat", 0.1, averaging="lr"), "averaging = 'lr'; write .* lr\\(2\\), with a number"),
+        (lambda: rules.make("dat", 0.1, averaging="lr(-1)"), "lr\\(p\\) with p = -1.0; give a number from 0 up"),
     ],
 )
 def test_refused_with_the_reason(call, message):

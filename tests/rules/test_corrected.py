@@ -37,7 +37,7 @@ def test_without_local_steps_it_is_d2_as_published_on_the_lazy_graph(graph, mome
     graph = GRAPHS[graph]
     problem = least_squares(graph)
     for lr in (lambda t: 1e-3, lambda t: 2e-3 / (1 + t / 50)):
-        rule = rules.d2(lr, momentum=momentum)
+        rule = rules.make("d2", lr, momentum=momentum)
         found = klatsch.simulate(problem, rule, graph, 80, record=1, engine=engine).output
         expected = published(problem, tp.lazy(graph), lr, 80, momentum)
         assert (found - expected).abs().max() <= 1e-9 * expected.abs().max()
@@ -47,7 +47,7 @@ def test_without_local_steps_it_is_d2_as_published_on_the_lazy_graph(graph, mome
 def test_lazy_false_is_d2_as_published_on_the_graph_itself(engine):
     graph = tp.ring(9)
     problem = least_squares(graph)
-    found = klatsch.simulate(problem, rules.d2(1e-3, lazy=False), graph, 200, record=1, engine=engine).output
+    found = klatsch.simulate(problem, rules.make("d2", 1e-3, lazy=False), graph, 200, record=1, engine=engine).output
     expected = published(problem, graph, lambda t: 1e-3, 200)
     assert (found - expected).abs().max() <= 1e-9 * expected.abs().max()
     assert (found - published(problem, tp.lazy(graph), lambda t: 1e-3, 200)).abs().max() > 1e-5
@@ -81,14 +81,14 @@ def test_local_steps_are_the_equations_written_out(graph, H, engine):
     graph = GRAPHS[graph]
     problem, seldom = least_squares(graph), tp.every(graph, H)
     for steps in (16 * 3, 16 * 3 + 7):
-        for rule, delta in ((rules.d2(1e-3), None), (rules.dat_d2(1e-3, beta=0.9), lambda t: 1 / t)):
+        for rule, delta in ((rules.make("d2", 1e-3), None), (rules.make("dat-d2", 1e-3, beta=0.9), lambda t: 1 / t)):
             found = klatsch.simulate(problem, rule, seldom, steps, record=1, engine=engine)
             for name, expected in written_out(problem, graph, H, 1e-3, steps, delta).items():
                 assert (found.state[name] - expected).abs().max() <= 1e-11 * expected.abs().max()
 
 
 def test_h_comes_from_the_graph():
-    rule = rules.dat_d2(0.01)
+    rule = rules.make("dat-d2", 0.01)
     assert rule.base.every == 1
     assert rule.on(tp.every(tp.ring(9), 8)).base.every == 8
     assert rule.on(tp.ring(9)).base.every == 1
@@ -124,7 +124,7 @@ def test_what_flows_took_away_sums_to_zero(name, field, dtype, engine):
 def test_sums_stay_zero_with_local_steps(dtype):
     graph = tp.every(tp.ring(9), 16)
     problem = least_squares(graph)
-    rule = rules.d2(0.02 / problem.L)
+    rule = rules.make("d2", 0.02 / problem.L)
     y = klatsch.simulate(problem, rule, graph, 10_000, record=1, dtype=dtype).state["y"].double()
     assert y.sum(0).abs().max() <= (1e-10 if dtype == torch.float64 else 1e-4 * y.abs().max())
 

@@ -101,7 +101,7 @@ def test_a_plain_object_goes_on_from_its_own_result():
     problem, graph = klatsch.problems.LeastSquares(5, dim=3), klatsch.topology.ring(5)
     first = klatsch.simulate(problem, Plain([1e-3, 2e-3]), graph, 20)
     more = klatsch.simulate(problem, Plain([1e-3, 2e-3]), graph, 40, after=first)
-    expected = klatsch.simulate(problem, klatsch.rules.dsgd([1e-3, 2e-3]), graph, 40)
+    expected = klatsch.simulate(problem, klatsch.rules.make("dsgd", [1e-3, 2e-3]), graph, 40)
     torch.testing.assert_close(more.output, expected.output, rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="another lr"):
         klatsch.simulate(problem, Plain([1e-3, 3e-3]), graph, 40, after=first)

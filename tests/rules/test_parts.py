@@ -1,7 +1,6 @@
 """Rules from parts: every product of a pattern, a direction and an average, and what makes no sense together."""
 
 import itertools
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,19 +153,22 @@ def test_schedules_per_column(name, engine):
         (lambda: rules.make("dat", lr=0.1, lazy=True), "dat has no lazy: "),
         (lambda: rules.make("dat", lr=0.1, momentun=0.9), "momentun.*momentum"),
         (lambda: rules.make("dta", lr=0.1), "unknown rule 'dta'; did you mean dat"),
-        (lambda: rules.make("dat"), r"dat needs a learning rate: make\('dat', lr=0.01\)"),
-        (lambda: rules.dat(0.1, order="act"), "order = 'act'; choose atc"),
-        (lambda: rules.d2(0.1, lazy="auto"), "lazy = 'auto'; give true, or false for D2 as published"),
-        (lambda: rules.dat(0.1, beta=1.1), "beta = 1.1; give a number from 0 to 1"),
-        (lambda: rules.dat(0.1, beta=[0.5, -1.0]), "beta = -1 in column 1; give a number from 0 to 1"),
-        (lambda: rules.dat(0.1, momentum=1.0), "momentum = 1.0; give a number from 0 up to but not including 1"),
-        (lambda: rules.dat(-0.1), "lr = -0.1; give a number above 0"),
+        (lambda: rules.make("dat"), r"lr = None; dat needs a learning rate, .*: make\('dat', lr=0.01\)"),
+        (lambda: rules.make("dat", 0.1, order="act"), "order = 'act'; choose atc"),
+        (lambda: rules.make("d2", 0.1, lazy="auto"), "lazy = 'auto'; give true, or false for D2 as published"),
+        (lambda: rules.make("dat", 0.1, beta=1.1), "beta = 1.1; give a number from 0 to 1"),
+        (lambda: rules.make("dat", 0.1, beta=[0.5, -1.0]), "beta = -1 in column 1; give a number from 0 to 1"),
+        (
+            lambda: rules.make("dat", 0.1, momentum=1.0),
+            "momentum = 1.0; give a number from 0 up to but not including 1",
+        ),
+        (lambda: rules.make("dat", -0.1), "lr = -0.1; give a number above 0"),
         (lambda: rules.Plain(0.1, 0.9), r"direction = 0.9; give one, such as rules.momentum\(0.9\)"),
-        (lambda: rules.Anytime(rules.dat(0.1)), "dat returns an average already; give the pattern alone"),
-        (lambda: rules.Anytime(rules.gt(0.1, average="linear")), "gt returns an average already"),
-        (lambda: rules.Averaged(rules.dat_d2(0.1)), "dat-d2 returns an average already"),
+        (lambda: rules.Anytime(rules.make("dat", 0.1)), "dat returns an average already; give the pattern alone"),
+        (lambda: rules.Anytime(rules.make("gt", 0.1, average="linear")), "gt returns an average already"),
+        (lambda: rules.Averaged(rules.make("dat-d2", 0.1), "linear"), "dat-d2 returns an average already"),
         (lambda: rules.Anytime(rules.Plain), "the rule is the class Plain"),
-        (lambda: rules.Anytime(0.1), "the rule is a float without lr, init, query, output, update"),
+        (lambda: rules.Anytime(0.1), "the rule is a float; give one, such as"),
     ],
 )
 def test_refused_with_the_reason(call, message):
@@ -174,58 +176,30 @@ def test_refused_with_the_reason(call, message):
         call()
 
 
-class OldState(tuple):
-    """States were named tuples."""
+class Duck:
+    """Everything that a rule has, but not a rule."""
+
+    lr = 0.1
+    init, query, output, update = (vars(rules.Rule)[name] for name in ("init", "query", "output", "update"))
 
 
-@dataclass(frozen=True)
-class OldStyle:
-    """A rule as 0.1 wanted it."""
-
-    lr: float
-    eager = ()
-
-    def init(self, x):
-        return OldState((x,))
-
-    def query(self, state):
-        return state[0]
-
-    output = query
+class OtherUpdate(rules.Rule):
+    lr = 0.1
 
     def update(self, state, grad, mix, t):
-        return OldState(mix(state[0] - self.lr * grad))
+        return state
 
 
-def test_rules_of_the_old_style_are_refused():
-    with pytest.raises(ValueError, match=r"OldStyle.update takes \(state, grad, mix, t\); since klatsch 0.2 it takes"):
-        klatsch.simulate(least_squares(RING), OldStyle(0.1), RING, 5)
-
-
-OLD_NAMES = {
-    "DSGD": "dsgd", "DAT": "dat", "D2": "d2", "GradientTracking": "gt", "PushSum": "sgp", "DecentLaM": "decentlam",
-    "DATTracking": "dat-gt", "DATD2": "dat-d2", "DATPush": "dat-sgp",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("old", OLD_NAMES)
-def test_the_old_names_warn_and_work(old):
-    with pytest.warns(DeprecationWarning, match=rf"klatsch.algorithms.{old} is klatsch.rules.\w+ since 0.2"):
-        rule = getattr(klatsch.algorithms, old)(5e-4)
-    assert rule.name == OLD_NAMES[old]
-    with pytest.warns(DeprecationWarning, match="klatsch.algorithms.make is klatsch.rules.make"):
-        made = klatsch.algorithms.make(OLD_NAMES[old], lr=5e-4)
-    problem = least_squares(RING)
-    found, expected = (klatsch.simulate(problem, each, RING, 20, record=1) for each in (rule, made))
-    assert_same_to_rounding(found.output, expected.output)
-    with pytest.raises(AttributeError, match=r"no attribute 'Nothing'"):
-        klatsch.algorithms.Nothing  # noqa: B018
-
-
-def test_the_new_names_do_not_warn():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rules.make("dat", lr=0.1)
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        (Duck(), "the rule is a Duck; give one, .* that derives from klatsch.rules.Rule"),
+        (OtherUpdate(), r"OtherUpdate.update takes \(state, grad, mix, t\); let it take \(s, grad, flow, t, lr\)"),
+    ],
+)
+def test_only_rules_are_rules(rule, message):
+    with pytest.raises(ValueError, match=message):
+        klatsch.simulate(least_squares(RING), rule, RING, 5)
 
 
 # --- flows --------------------------------------------------------------------------------------------------------
@@ -311,7 +285,7 @@ def test_parts_that_keep_fields_of_one_name_are_refused():
 
 def test_decentlam_refuses_local_steps():
     graph = tp.every(tp.ring(5), 4)
-    for rule in (rules.decentlam(0.1), rules.Anytime(rules.DecentLaM(0.1))):
+    for rule in (rules.make("decentlam", 0.1), rules.Anytime(rules.DecentLaM(0.1))):
         with pytest.raises(ValueError, match=r"on ring/4: its momentum repeats .* use d2 or dat-d2"):
             rule.check_graph(graph)
-    rules.decentlam(0.1, momentum=0).check_graph(graph)
+    rules.make("decentlam", 0.1, momentum=0).check_graph(graph)

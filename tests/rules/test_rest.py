@@ -60,7 +60,7 @@ def close(found, expected, share):
 def test_plain_gossip_rests_apart_and_off_the_optimum(gamma, beta, order):
     problem = heterogeneous()
     lr, delta = 0.1 / problem.L, 1 - gamma
-    rule = rules.dat(lr, averaging=f"fixed({gamma})", beta=beta, order=order)
+    rule = rules.make("dat", lr, averaging=f"fixed({gamma})", beta=beta, order=order)
     s = run(problem, rule, RING, 10_000).state
     q = rule.query(s)
     g = problem.grad(q, 1)
@@ -83,7 +83,7 @@ def at_the_optimum(problem):
 def test_with_constant_weights_the_nodes_averages_meet_like_1_over_t(H, share):
     problem, steps = heterogeneous(), 20_000
     lr = 0.1 / problem.L
-    s = run(problem, rules.dat(lr), tp.every(RING, H), steps).state
+    s = run(problem, rules.make("dat", lr), tp.every(RING, H), steps).state
     close(steps * apart(s["x"]), -(H**2) * lr * times(PULL @ PULL @ P, at_the_optimum(problem)), share)
     close(apart(s["w"]), -H * lr * times(PULL @ P, at_the_optimum(problem)), share)
 
@@ -91,7 +91,7 @@ def test_with_constant_weights_the_nodes_averages_meet_like_1_over_t(H, share):
 def test_with_linear_weights_they_stay_apart():
     problem = heterogeneous()
     lr = 1e-5 / problem.L
-    x = run(problem, rules.dat(lr, averaging="linear"), RING, 100_000).state["x"]
+    x = run(problem, rules.make("dat", lr, averaging="linear"), RING, 100_000).state["x"]
     close(apart(x), -2 * lr * times(PULL @ PULL @ P, at_the_optimum(problem)), 0.01)
 
 
@@ -112,7 +112,7 @@ def test_how_the_error_of_a_quadratic_falls(beta):
     """The course in continuous time: Bessel's function for beta = 1, Kummer's below."""
     lr = 1e-3
     for steps in (1000, 3000, 30_000):
-        error = (run(quadratic(), rules.dat(lr, beta=beta), tp.ring(1), steps).output - 1).item()
+        error = (run(quadratic(), rules.make("dat", lr, beta=beta), tp.ring(1), steps).output - 1).item()
         time = lr * steps
         expected = j1(2 * time**0.5) / time**0.5 if beta == 1 else hyp1f1(1 / (1 - beta), 2, -(1 - beta) * time)
         assert abs(-error - expected) <= 0.01 * max(abs(expected), time**-0.75)
@@ -122,7 +122,7 @@ def test_how_the_error_of_a_quadratic_falls(beta):
 def test_below_1_it_falls_like_a_power_that_beta_sets(beta):
     """Unless 1 / (1 - beta) is a whole number above 1: there it falls faster still, as at 0.5, 0.8 and 0.9."""
     early, late = (
-        (run(quadratic(), rules.dat(0.5, beta=beta), tp.ring(1), steps).output - 1).abs().item()
+        (run(quadratic(), rules.make("dat", 0.5, beta=beta), tp.ring(1), steps).output - 1).abs().item()
         for steps in (1000, 2000)
     )
     assert np.log2(early / late) == pytest.approx(1 / (1 - beta), rel=0.03)
@@ -130,13 +130,13 @@ def test_below_1_it_falls_like_a_power_that_beta_sets(beta):
 
 def test_noise_averages_out_below_1():
     betas = torch.tensor([0.0, 0.7, 0.9]).double()
-    found = run(Bowl(), rules.dat(1.0, beta=betas.tolist()), tp.ring(4), 2000).metrics["variance"][-1]
+    found = run(Bowl(), rules.make("dat", 1.0, beta=betas.tolist()), tp.ring(4), 2000).metrics["variance"][-1]
     torch.testing.assert_close(found, 1 / ((1 - betas**2) * Bowl.curvature**2 * 4 * 2000), rtol=0.15, atol=0.0)
 
 
 def test_at_1_noise_stays_in_proportion_to_lr():
     lr = torch.tensor([0.05, 0.2]).double()
-    found = run(Bowl(), rules.dat(lr.tolist()), tp.ring(4), 2000).metrics["variance"][-1]
+    found = run(Bowl(), rules.make("dat", lr.tolist()), tp.ring(4), 2000).metrics["variance"][-1]
     torch.testing.assert_close(found, lr / (3 * Bowl.curvature * 4), rtol=0.15, atol=0.0)
 
 
@@ -145,7 +145,7 @@ def test_at_1_noise_stays_in_proportion_to_lr():
 def test_the_largest_stable_learning_rate_of_a_quadratic(gamma, beta):
     delta = 1 - gamma
     largest = 2 / (1 - beta + beta * delta / (2 - delta))
-    rule = rules.dat([0.99 * largest, 1.01 * largest], averaging=f"fixed({gamma})", beta=beta)
+    rule = rules.make("dat", [0.99 * largest, 1.01 * largest], averaging=f"fixed({gamma})", beta=beta)
     early, late = ((run(quadratic(), rule, tp.ring(1), steps).output - 1).abs().flatten() for steps in (1000, 5000))
     assert late[0] < early[0] / 10 or late[0] < 1e-12
     assert not late[1] < early[1] * 10
@@ -154,7 +154,7 @@ def test_the_largest_stable_learning_rate_of_a_quadratic(gamma, beta):
 @pytest.mark.parametrize("H", [1, 4])
 def test_corrections_are_stable_up_to_twice_the_inverse_of_the_curvature(H):
     problem = problems.LeastSquares.from_arrays(torch.ones(9, 1, 1), torch.arange(9.0)[:, None])
-    w = run(problem, rules.d2([1.9, 2.1]), tp.every(RING, H), 2000 * H).state["w"]
+    w = run(problem, rules.make("d2", [1.9, 2.1]), tp.every(RING, H), 2000 * H).state["w"]
     below, above = (w - problem.optimum).abs().amax((0, 2))
     assert below < 1e-6
     assert not above < 1
@@ -171,7 +171,7 @@ def test_local_steps_slow_corrections_down(H):
     s = (1 - r) / (H * lr)
     step = np.array([[(1 - kappa) * r, -(1 - kappa) * s], [kappa * r, 1 - kappa * s]])  # of (w, y), from mix to mix
     mixes = 40
-    y = run(problem, rules.d2(lr), tp.every(RING, H), mixes * H).state["y"][:, 0, 0]
+    y = run(problem, rules.make("d2", lr), tp.every(RING, H), mixes * H).state["y"][:, 0, 0]
     rest = -H * lr * -pull
     expected = np.linalg.matrix_power(step, mixes) @ np.array([0.0, -H * lr])  # from w = y = 0, in units of pull
     close(y - rest, torch.tensor(expected[1]) * pull, 1e-8)

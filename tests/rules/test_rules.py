@@ -74,7 +74,7 @@ def test_the_mean_follows_the_mean_gradient(name):
 def test_x_is_the_weighted_average_of_w(graph, weights, order):
     """Lemma B.1, with the weights as they are defined and not as the code computes them."""
     graph = GRAPHS[graph]
-    rule = rules.dat(0.001, averaging=weights, order=order)
+    rule = rules.make("dat", 0.001, averaging=weights, order=order)
     problem = problems.LeastSquares(graph.size, dim=5, heterogeneity=2.0)
     states = trajectory(rule, graph, problem, 30)
     w = torch.stack([state["w"].mean(0) for state in states])
@@ -98,7 +98,7 @@ def test_atc_with_x_gossiped_early_is_algorithm_2(graph, weights):
     """Written out line by line as the paper prints it."""
     graph = GRAPHS[graph]
     problem = problems.LeastSquares(graph.size, dim=5, heterogeneity=2.0)
-    rule = rules.dat(0.002, averaging=weights)
+    rule = rules.make("dat", 0.002, averaging=weights)
     states = trajectory(rule, graph, problem, 50)
     w = x = states[0]["x"]
     total = 0.0
@@ -119,7 +119,7 @@ def test_atc_with_x_gossiped_early_is_algorithm_2(graph, weights):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_on_the_complete_graph_dsgd_is_minibatch_sgd(momentum):
     problem = problems.LeastSquares(5, dim=6, heterogeneity=4.0)
-    states = trajectory(rules.dsgd(0.01, momentum=momentum), tp.complete(5), problem, 40)
+    states = trajectory(rules.make("dsgd", 0.01, momentum=momentum), tp.complete(5), problem, 40)
     w, m = problem.start(), torch.zeros(6)
     for t in range(1, 41):
         m = momentum * m + problem.grad(w.expand(5, 1, 6), t).mean(0)[0]
@@ -130,7 +130,7 @@ def test_on_the_complete_graph_dsgd_is_minibatch_sgd(momentum):
 @pytest.mark.parametrize("weights", ["constant", "linear"])
 def test_on_the_complete_graph_dat_is_anytime_sgd_on_the_mean_gradient(weights):
     problem = problems.LeastSquares(5, dim=6, heterogeneity=4.0)
-    rule = rules.dat(0.003, averaging=weights)
+    rule = rules.make("dat", 0.003, averaging=weights)
     states = trajectory(rule, tp.complete(5), problem, 40)
     w = x = problem.start()
     total = 0.0
@@ -199,14 +199,14 @@ def test_push_sum_finds_the_right_mean_on_a_directed_ring_with_unequal_out_degre
 def test_decentlam_without_momentum_is_dsgd_and_with_it_does_not_amplify_the_bias():
     problem = problems.LeastSquares(8, dim=5, noise=0.0, heterogeneity=5.0)
     graph, lr = tp.ring(8), 0.05 / problem.L
-    same = trajectory(rules.decentlam(lr, momentum=0.0), graph, problem, 50)[-1]
-    torch.testing.assert_close(same["w"], trajectory(rules.dsgd(lr), graph, problem, 50)[-1]["w"])
+    same = trajectory(rules.make("decentlam", lr, momentum=0.0), graph, problem, 50)[-1]
+    torch.testing.assert_close(same["w"], trajectory(rules.make("dsgd", lr), graph, problem, 50)[-1]["w"])
     heavy = {"momentum": 0.9}
     distance = {
         rule: klatsch.simulate(problem, rules.make(rule, lr=lr, **heavy), graph, 5000, record=1).metrics["distance"][-1]
         for rule in ("decentlam", "dsgd")
     }
-    plain = klatsch.simulate(problem, rules.dsgd(lr), graph, 50_000, record=1).metrics["distance"][-1]
+    plain = klatsch.simulate(problem, rules.make("dsgd", lr), graph, 50_000, record=1).metrics["distance"][-1]
     assert distance["dsgd"] > 5 * distance["decentlam"]
     torch.testing.assert_close(distance["decentlam"], plain, rtol=0.02, atol=0)
 
@@ -215,7 +215,7 @@ def test_decentlam_without_momentum_is_dsgd_and_with_it_does_not_amplify_the_bia
 def test_d2_first_step_is_mixed_and_looks_back_at_the_step_not_the_gradient(lazy):
     problem = problems.LeastSquares(5, dim=3)
     graph = tp.ring(5)
-    states = trajectory(rules.d2(lambda t: 0.01 / t, lazy=lazy), graph, problem, 3)
+    states = trajectory(rules.make("d2", lambda t: 0.01 / t, lazy=lazy), graph, problem, 3)
     P = torch.tensor((tp.lazy(graph) if lazy else graph).matrix(1).toarray())
     w = [states[0]["w"]]
     g = [problem.grad(w[0], 1)]

@@ -101,7 +101,7 @@ def test_with_one_hessian_the_mean_is_schedule_free_sgd_on_the_mean_loss(name, a
     assert distance < 1e-12 if alike else distance > 1e-5
 
 
-class Squares:
+class Squares(averaging.Averaging):
     """Weights that follow the learning rate: alpha = lr²."""
 
     def __init__(self, lr):
@@ -121,7 +121,7 @@ def test_weights_that_follow_the_learning_rate_are_weights_like_others():
     def lr(t):
         return 1e-3 * min(1.0, t / 10)
 
-    rule = rules.dat(lambda t: 1 / lr(t), averaging=Squares(lr), beta=beta)
+    rule = rules.make("dat", lambda t: 1 / lr(t), averaging=Squares(lr), beta=beta)
     states = trajectory(rule, graph, problem, STEPS)
     z = x = problem.start().double().expand(1, problem.dim)
     total = 0.0
@@ -130,7 +130,7 @@ def test_weights_that_follow_the_learning_rate_are_weights_like_others():
         total += lr(t) ** 2
         x = x + lr(t) ** 2 / total * (z - x)
     torch.testing.assert_close(states[-1]["x"].mean(0), x, rtol=1e-11, atol=1e-13)
-    plain = trajectory(rules.dat(lr, beta=beta), graph, problem, STEPS)[-1]["x"].mean(0)
+    plain = trajectory(rules.make("dat", lr, beta=beta), graph, problem, STEPS)[-1]["x"].mean(0)
     assert (plain - x).abs().max() > 1e-3 * x.abs().max()
 
 

@@ -85,7 +85,7 @@ class Watched(problems.LeastSquares):
 def simulate(tmp_path, **changes):
     call = {
         "problem": problems.LeastSquares(5, dim=4),
-        "rule": rules.dat([0.001, 0.002]),
+        "rule": rules.make("dat", [0.001, 0.002]),
         "topology": tp.ring(5),
         "steps": 60,
         "record": [10, 60],
@@ -124,10 +124,10 @@ def test_a_finished_run_is_read_and_not_run_again(tmp_path):
 
 CHANGES = {
     "problem": {"problem": problems.LeastSquares(5, dim=4, seed=1)},
-    "lr": {"rule": rules.dat([0.001, 0.003])},
-    "averaging p": {"rule": rules.dat([0.001, 0.002], averaging="linear")},
-    "base": {"rule": rules.dat_d2([0.001, 0.002])},
-    "learning rates": {"rule": rules.dat(lambda t: 0.001 * (1 + (t > 20)))},
+    "lr": {"rule": rules.make("dat", [0.001, 0.003])},
+    "averaging p": {"rule": rules.make("dat", [0.001, 0.002], averaging="linear")},
+    "base": {"rule": rules.make("dat-d2", [0.001, 0.002])},
+    "learning rates": {"rule": rules.make("dat", lambda t: 0.001 * (1 + (t > 20)))},
     "topology": {"topology": tp.complete(5)},
     "steps": {"steps": 70},
     "record": {"record": [20, 60]},
@@ -139,7 +139,7 @@ if native.why_not() is None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_foreign_checkpoint_is_refused_by_name_and_left_alone(name, tmp_path):
-    simulate(tmp_path, **({"rule": rules.dat(lambda t: 0.001)} if name == "learning rates" else {}))
+    simulate(tmp_path, **({"rule": rules.make("dat", lambda t: 0.001)} if name == "learning rates" else {}))
     path = tmp_path / "run.safetensors"
     before = path.read_bytes()
     with pytest.raises(
@@ -258,7 +258,7 @@ def test_a_finished_run_is_not_written_again(tmp_path):
 @pytest.mark.parametrize("speed, saved", [(5e8, True), (1.0, False)])
 def test_large_states_are_saved_seldom_from_the_start(speed, saved, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "SPEED", speed)
-    networks, path = ([problems.LeastSquares(5, dim=4)], rules.dat(0.001), [tp.ring(5)], 60), tmp_path / "run"
+    networks, path = ([problems.LeastSquares(5, dim=4)], rules.make("dat", 0.001), [tp.ring(5)], 60), tmp_path / "run"
     simulate_together(*networks, checkpoint=path, checkpoint_every=1e-9, checkpoint_at_end=False)
     assert path.exists() is saved
     simulate_together(*networks, checkpoint=path)
@@ -269,7 +269,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
     simulate(tmp_path)
     path = tmp_path / "run.safetensors"
     header, _ = sealed.read(path, checkpoints.FORMAT)
-    fresh = rules.dat(0.1).init(torch.zeros(5, 3, 4))
+    fresh = rules.make("dat", 0.1).init(torch.zeros(5, 3, 4))
     with pytest.raises(ValueError, match=r"damaged: the field w"):
         checkpoints.Saver(path, 0.0, header["run"]).restored(fresh)
 
@@ -281,7 +281,7 @@ def test_a_problem_that_cannot_be_told_apart_cannot_be_saved(tmp_path):
 
 
 def test_a_run_with_momentum_and_one_after_another_can_be_saved(tmp_path):
-    rule = rules.dat([0.001, 0.002], momentum=0.5)
+    rule = rules.make("dat", [0.001, 0.002], momentum=0.5)
     half = simulate(tmp_path, rule=rule, steps=30, record=[10, 30], checkpoint=None)
     whole = simulate(tmp_path, rule=rule, record=[10, 30, 60], checkpoint=None)
     for _ in range(2):

@@ -56,7 +56,7 @@ def test_overflow_is_found_in_the_round_of_the_plain_loop(rule, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_engines_agree(engine, dtype):
     problem, graph = problems.LeastSquares(30, dim=5), tp.ring(30)
-    rule = rules.dsgd([0.001, 1.0, 2.0, 1e30])
+    rule = rules.make("dsgd", [0.001, 1.0, 2.0, 1e30])
     result = klatsch.simulate(problem, rule, graph, 400, record=[3, 400], dtype=dtype, engine=engine)
     plain = klatsch.simulate(problem, rule, graph, 400, record=50, dtype=dtype, engine="torch")
     assert result.engine == engine
@@ -69,7 +69,7 @@ def test_engines_agree(engine, dtype):
 @ENGINES
 @pytest.mark.parametrize("moment", [20, 60, 400])
 def test_a_run_that_was_stopped_or_continued_still_knows(engine, moment, tmp_path):
-    call = problems.LeastSquares(6, dim=5), rules.dsgd([0.001, 1.0, 0.5]), tp.ring(6)
+    call = problems.LeastSquares(6, dim=5), rules.make("dsgd", [0.001, 1.0, 0.5]), tp.ring(6)
     whole = klatsch.simulate(*call, 900, record=[900], engine=engine)
     assert whole.diverged.tolist() == [False, True, True]
     told = []
@@ -95,7 +95,7 @@ def test_networks_in_one_stack_count_their_own_nodes():
     calm, wild = (problems.LeastSquares.from_arrays(A.clone(), torch.ones(4, 1)) for _ in range(2))
     A[2] = 1e3
     wild = problems.LeastSquares.from_arrays(A, torch.ones(4, 1))
-    rule, graphs = rules.dsgd([1e-7, 0.1, 0.2]), [tp.ring(4)] * 3
+    rule, graphs = rules.make("dsgd", [1e-7, 0.1, 0.2]), [tp.ring(4)] * 3
     results = simulate_together([calm, wild, calm], rule, graphs, 200, record=[200])
     assert [result.diverged_at.tolist() for result in results[::2]] == [[FINITE] * 3] * 2
     alone = klatsch.simulate(wild, rule, graphs[1], 200, record=[200], engine="torch")
@@ -115,11 +115,11 @@ def test_ranks_find_what_the_simulation_finds(launch, tmp_path):
 
 
 def test_a_result_tells_where():
-    result = klatsch.simulate(Poisoned(6), rules.dsgd([0.1, 0.2]), tp.ring(6), 100)
+    result = klatsch.simulate(Poisoned(6), rules.make("dsgd", [0.1, 0.2]), tp.ring(6), 100)
     assert "100 rounds, columns: 2 (column 1 diverged first on node 2 in round 37), best" in repr(result)
-    calm = klatsch.simulate(Poisoned(6), rules.dsgd(0.1), tp.ring(6), 30)
+    calm = klatsch.simulate(Poisoned(6), rules.make("dsgd", 0.1), tp.ring(6), 30)
     assert "30 rounds, columns: 1, best" in repr(calm)
-    many = klatsch.simulate(problems.LeastSquares(4), rules.dsgd([1e300] * 5), tp.ring(4), 30)
+    many = klatsch.simulate(problems.LeastSquares(4), rules.make("dsgd", [1e300] * 5), tp.ring(4), 30)
     assert "columns: 5 (column 0 diverged first on node 0 in round " in repr(many)
     assert ", and 2 more), best" in repr(many)
 
@@ -134,7 +134,7 @@ class Counted(Poisoned):
 
 def test_a_run_that_stays_finite_computes_nothing_twice():
     calm, wild = Counted(6), Counted(6)
-    klatsch.simulate(calm, rules.dsgd([0.1, 0.2]), tp.ring(6), 36, record=[36])
+    klatsch.simulate(calm, rules.make("dsgd", [0.1, 0.2]), tp.ring(6), 36, record=[36])
     assert calm.asked == 36
-    klatsch.simulate(wild, rules.dsgd([0.1, 0.2]), tp.ring(6), 5000, record=[5000])
+    klatsch.simulate(wild, rules.make("dsgd", [0.1, 0.2]), tp.ring(6), 5000, record=[5000])
     assert wild.asked <= 5000 + 64  # the piece in which it happened, once more

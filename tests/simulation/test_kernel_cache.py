@@ -16,7 +16,7 @@ from klatsch import native
 native.FLAGS += ("-O0",)  # built in a moment: how fast it runs does not matter here
 assert native.why_not() is None, native.why_not()
 graph = klatsch.topology.ring(3)
-print(klatsch.simulate(klatsch.problems.LeastSquares(3, dim=4), klatsch.rules.dsgd(0.001), graph, 30).engine)
+print(klatsch.simulate(klatsch.problems.LeastSquares(3, dim=4), klatsch.rules.make("dsgd", 0.001), graph, 30).engine)
 """
 
 

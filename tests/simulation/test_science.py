@@ -33,7 +33,7 @@ def test_theorem_4_1_and_its_consensus_bound_hold_at_the_theorems_learning_rate(
         problem = problems.LeastSquares(9, dim=10, noise=2.0, heterogeneity=1.0, seed=seed)
         c = constants(problem)
         eta = theory.dat_learning_rate(9, T, graph.spectral_gap, c)
-        result = klatsch.simulate(problem, rules.dat(eta, averaging="linear"), graph, T, record=100)
+        result = klatsch.simulate(problem, rules.make("dat", eta, averaging="linear"), graph, T, record=100)
         assert (result.metrics["distance"] <= c.D1**2).all()  # so that zeta holds where the run went
         gaps.append(result.metrics["loss_gap"][-1, 0])
         Gammas.append(result.metrics["Gamma"][:, 0])
@@ -52,7 +52,7 @@ def test_every_round_obeys_the_recursions_of_the_proof(graph, weights):
     graph = GRAPHS[graph]
     rho, eta, T = graph.spectral_gap, 0.001, 400
     problem = problems.LeastSquares(9, dim=10, noise=2.0, heterogeneity=3.0)
-    rule = rules.dat(eta, averaging=weights)
+    rule = rules.make("dat", eta, averaging=weights)
     result = klatsch.simulate(problem, rule, graph, T, record=range(1, T + 1))
     Gamma, Xi, Psi = (result.metrics[name][:, 0].numpy() for name in ("Gamma", "Xi", "Psi"))
     t = np.arange(2, T + 1)
@@ -88,8 +88,8 @@ def test_on_the_ring_of_25_dat_beats_dsgd_a_hundredfold_and_what_lies_beyond_is_
 def test_anytime_averaging_keeps_nodes_together():
     """The mechanism (Section 4.3): at the same learning rate x is far closer to its mean than w, and than D-SGD's w."""
     problem, graph = problems.LeastSquares(16, heterogeneity=5.0), tp.ring(16)
-    dat = klatsch.simulate(problem, rules.dat(0.001), graph, 5000).metrics
-    dsgd = klatsch.simulate(problem, rules.dsgd(0.001), graph, 5000).metrics
+    dat = klatsch.simulate(problem, rules.make("dat", 0.001), graph, 5000).metrics
+    dsgd = klatsch.simulate(problem, rules.make("dsgd", 0.001), graph, 5000).metrics
     assert dat["Gamma"][-1] < 0.01 * dat["Xi"][-1]
     assert dat["Gamma"][-1] < 0.01 * dsgd["Gamma"][-1]
     torch.testing.assert_close(dsgd["Gamma"], dsgd["Xi"])

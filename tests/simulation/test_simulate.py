@@ -60,7 +60,7 @@ def test_the_fused_engine_equals_plain_operations(name):
 @ENGINES
 def test_a_brief_run_has_the_headline_alone(engine):
     """One column diverges, and counts as the worst there is."""
-    problem, graph, rule = problems.LeastSquares(4, dim=7), tp.ring(4), rules.dat([1e-3, 1e-2, 1e6])
+    problem, graph, rule = problems.LeastSquares(4, dim=7), tp.ring(4), rules.make("dat", [1e-3, 1e-2, 1e6])
     points = [1, 2, 7, 150]
     whole = klatsch.simulate(problem, rule, graph, 160, points, engine=engine)
     brief = klatsch.simulate(problem.briefly(), rule, graph, 160, points, engine=engine)
@@ -74,7 +74,7 @@ def test_a_brief_run_has_the_headline_alone(engine):
 
 
 def test_problems_in_a_stack_are_all_brief_or_none():
-    one, rule, graph = problems.LeastSquares(4, dim=7), rules.dat(1e-3), tp.ring(4)
+    one, rule, graph = problems.LeastSquares(4, dim=7), rules.make("dat", 1e-3), tp.ring(4)
     found = simulate_together([one.briefly()] * 2, rule, [graph] * 2, 5)
     assert [list(result.metrics) for result in found] == [["distance"]] * 2
     with pytest.raises(ValueError, match="measure their headline alone, others more; give all or none `briefly`"):
@@ -157,7 +157,7 @@ def test_a_run_continued_equals_a_run_in_one_go(rule, engine):
 @KERNEL
 def test_blocks_of_columns_change_nothing(monkeypatch):
     graph, problem = tp.one_peer_exponential(7), problems.LeastSquares(7, dim=13, noise=2.0)
-    rule = rules.dat([0.001 * (k + 1) for k in range(20)])
+    rule = rules.make("dat", [0.001 * (k + 1) for k in range(20)])
     first = klatsch.simulate(problem, rule, graph, 200, engine="fused")
     monkeypatch.setattr("klatsch.simulation.fused.column_blocks", lambda *_: [slice(0, 3), slice(3, 4), slice(4, 20)])
     second = klatsch.simulate(problem, rule, graph, 200, engine="fused")
@@ -177,9 +177,9 @@ def test_blocks_cover_every_column_once(columns, threads):
 @ENGINES
 def test_a_column_that_diverges_becomes_inf_and_leaves_the_others_alone(engine, dtype):
     graph, problem = tp.ring(6), problems.LeastSquares(6, dim=5)
-    rule = rules.dsgd([0.001, 1.0, 0.002])
+    rule = rules.make("dsgd", [0.001, 1.0, 0.002])
     mixed = klatsch.simulate(problem, rule, graph, 2000, dtype=dtype, engine=engine)
-    calm = klatsch.simulate(problem, rules.dsgd([0.001, 0.002]), graph, 2000, dtype=dtype, engine=engine)
+    calm = klatsch.simulate(problem, rules.make("dsgd", [0.001, 0.002]), graph, 2000, dtype=dtype, engine=engine)
     assert mixed.diverged.tolist() == [False, True, False]
     assert_same_to_rounding(mixed.output[:, [0, 2]], calm.output)
     assert mixed.output[:, 1].isposinf().all()
@@ -193,14 +193,14 @@ def test_a_column_that_diverges_becomes_inf_and_leaves_the_others_alone(engine, 
 
 def test_a_diverged_column_stays_inf_when_the_run_goes_on():
     graph, problem = tp.ring(6), problems.LeastSquares(6, dim=5)
-    first = klatsch.simulate(problem, rules.dsgd([0.001, 1.0]), graph, 600)
-    more = klatsch.simulate(problem, rules.dsgd([0.001, 1.0]), graph, 900, after=first)
+    first = klatsch.simulate(problem, rules.make("dsgd", [0.001, 1.0]), graph, 600)
+    more = klatsch.simulate(problem, rules.make("dsgd", [0.001, 1.0]), graph, 900, after=first)
     assert first.diverged[1]
     assert more.metrics["distance"][-1].isposinf().tolist() == [False, True]
 
 
 def test_a_users_own_problem_needs_the_protocol_only():
-    result = klatsch.simulate(ZeroGradients(4), rules.dat([0.1, 0.2]), tp.ring(4), 20)
+    result = klatsch.simulate(ZeroGradients(4), rules.make("dat", [0.1, 0.2]), tp.ring(4), 20)
     assert result.engine == "torch"
     assert result.output.shape == (4, 2, 3)
     torch.testing.assert_close(result.metrics["size"], torch.full((len(result.steps), 2), 5.25, dtype=torch.float64))
@@ -223,8 +223,8 @@ def test_a_users_own_rule_that_is_not_linear_runs_with_plain_operations():
 @ENGINES
 def test_the_learning_rate_may_be_a_function_of_the_round(engine):
     graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4)
-    result = klatsch.simulate(problem, rules.dsgd(lambda t: [0.01 / t, 0.001]), graph, 50, engine=engine)
-    fixed = klatsch.simulate(problem, rules.dsgd(0.001), graph, 50, engine=engine)
+    result = klatsch.simulate(problem, rules.make("dsgd", lambda t: [0.01 / t, 0.001]), graph, 50, engine=engine)
+    fixed = klatsch.simulate(problem, rules.make("dsgd", 0.001), graph, 50, engine=engine)
     torch.testing.assert_close(result.output[:, 1], fixed.output[:, 0], rtol=1e-12, atol=1e-14)
     w = problem.start().expand(5, 1, 4)
     mix = StackedMix(graph, dtype=torch.float64, device=torch.device("cpu"))
@@ -237,7 +237,7 @@ def test_the_learning_rate_may_be_a_function_of_the_round(engine):
 @pytest.mark.parametrize("steps", [1, 2, 50])
 def test_a_schedule_is_never_asked_beyond_the_last_round(engine, steps, tmp_path):
     table = [0.001] * steps
-    rule = rules.dsgd(lambda t: table[t - 1])
+    rule = rules.make("dsgd", lambda t: table[t - 1])
     klatsch.simulate(
         problems.LeastSquares(5, dim=4), rule, tp.ring(5), steps, engine=engine, checkpoint=tmp_path / "run"
     )
@@ -245,7 +245,7 @@ def test_a_schedule_is_never_asked_beyond_the_last_round(engine, steps, tmp_path
 
 def test_metrics_are_what_they_say():
     graph, problem = tp.ring(5), problems.LeastSquares(5, dim=4, heterogeneity=2.0)
-    rule = rules.dat(0.002)
+    rule = rules.make("dat", 0.002)
     result = klatsch.simulate(problem, rule, graph, 9, record=[8, 9])
     before = klatsch.simulate(problem, rule, graph, 8, record=[8])
     w, x = result.state["w"][:, 0], result.state["x"][:, 0]
@@ -280,7 +280,7 @@ def test_record():
     assert record_points(5, 10_000) == [1, 10, 100, 1000, 10_000]
     assert record_points(50, 10)[-1] == 10
     assert record_points([7, 3], 10) == [3, 7]
-    result = klatsch.simulate(problems.LeastSquares(3, dim=2), rules.dsgd(0.001), tp.ring(3), 10, record=[3, 7])
+    result = klatsch.simulate(problems.LeastSquares(3, dim=2), rules.make("dsgd", 0.001), tp.ring(3), 10, record=[3, 7])
     assert result.steps == [3, 7]
     assert result.rounds == 10
     assert result.metrics["distance"].shape == (2, 1)
@@ -299,10 +299,10 @@ def test_without_the_kernel_plain_operations_run(reason, monkeypatch, tmp_path):
             compiler.chmod(0o755)
         monkeypatch.setenv("CC", str(compiler))
     try:
-        result = klatsch.simulate(problems.LeastSquares(3), rules.dsgd(0.001), tp.ring(3), 10)
+        result = klatsch.simulate(problems.LeastSquares(3), rules.make("dsgd", 0.001), tp.ring(3), 10)
         assert result.engine == "torch"
         with pytest.raises(ValueError, match="cannot run this"):
-            klatsch.simulate(problems.LeastSquares(3), rules.dsgd(0.001), tp.ring(3), 10, engine="fused")
+            klatsch.simulate(problems.LeastSquares(3), rules.make("dsgd", 0.001), tp.ring(3), 10, engine="fused")
         assert native.why_not()
         assert not list((tmp_path / "cache").glob("*.so")) if (tmp_path / "cache").exists() else True
     finally:
@@ -339,7 +339,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_bar_on_a_terminal_and_silence_elsewhere(monkeypatch, capsys):
-    problem, rule, graph = problems.LeastSquares(3, dim=2), rules.dsgd(0.001), tp.ring(3)
+    problem, rule, graph = problems.LeastSquares(3, dim=2), rules.make("dsgd", 0.001), tp.ring(3)
     klatsch.simulate(problem, rule, graph, 10)
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
@@ -372,7 +372,7 @@ def test_a_bar_shows_pace_and_time_left(monkeypatch):
 def test_progress_may_be_a_function():
     told = []
     problem = problems.LeastSquares(3, dim=2)
-    klatsch.simulate(problem, rules.dsgd(0.001), tp.ring(3), 77, progress=told.append)
+    klatsch.simulate(problem, rules.make("dsgd", 0.001), tp.ring(3), 77, progress=told.append)
     assert sum(told) == 77
 
 
@@ -503,7 +503,7 @@ def test_a_subclass_with_a_gradient_of_its_own_means_it():
             return super().grad(x, t, nodes).clamp(-1, 1)
 
     first, *others = [
-        klatsch.simulate(kind(4, dim=3), rules.dsgd(0.01), tp.ring(4), 50, record=[50], engine=engine).output
+        klatsch.simulate(kind(4, dim=3), rules.make("dsgd", 0.01), tp.ring(4), 50, record=[50], engine=engine).output
         for kind in (Clipped, AlsoClipped)
         for engine in ("auto", "torch")
     ]
@@ -526,7 +526,7 @@ def test_runs_in_several_threads_do_not_disturb_each_other():
 
 def test_numpy_numbers_are_numbers():
     problem = problems.LeastSquares(np.int64(4), dim=np.int64(3), seed=np.int32(2))
-    result = klatsch.simulate(problem, rules.dsgd(np.float32(0.01)), tp.ring(4), np.int64(20))
+    result = klatsch.simulate(problem, rules.make("dsgd", np.float32(0.01)), tp.ring(4), np.int64(20))
     assert result.rounds == 20
 
 
@@ -564,7 +564,7 @@ class Shares(problems.Problem):
 
 
 def test_gradients_may_use_autograd():
-    result = klatsch.simulate(Shares(4), rules.d2(0.1), tp.ring(4), 500)
+    result = klatsch.simulate(Shares(4), rules.make("d2", 0.1), tp.ring(4), 500)
     torch.testing.assert_close(result.output, torch.full((4, 1, 2), 1.5, dtype=torch.float64))
     assert not any(v.requires_grad for v in result.state.values())
 
@@ -572,11 +572,11 @@ def test_gradients_may_use_autograd():
 @pytest.mark.parametrize("meets", ["pairwise 0.01", "stale 0.01"])
 def test_gradients_may_use_autograd_without_rounds(meets):
     graph = tp.make("ring", 4, meets=meets, late=2 if "stale" in meets else 0)
-    assert klatsch.simulate(Shares(4), rules.dsgd(0.1), graph, 100).metrics["share"][-1] > 0.2
+    assert klatsch.simulate(Shares(4), rules.make("dsgd", 0.1), graph, 100).metrics["share"][-1] > 0.2
 
 
 def test_the_best_column_is_the_one_with_the_largest_value_where_that_is_good():
-    result = klatsch.simulate(Shares(4), rules.d2([1e-4, 0.1, 1e9]), tp.ring(4), 100, any_graph=True)
+    result = klatsch.simulate(Shares(4), rules.make("d2", [1e-4, 0.1, 1e9]), tp.ring(4), 100, any_graph=True)
     assert result.diverged.tolist() == [False, False, True]
     assert result.best() == result.best("share") == 1
     assert result.best("Gamma") == 0  # which is good when it is small
@@ -585,22 +585,22 @@ def test_the_best_column_is_the_one_with_the_largest_value_where_that_is_good():
 
 
 def test_metrics_may_be_those_of_every_node():
-    kept = klatsch.simulate(Shares(4), rules.dsgd([0.01, 0.1]), tp.ring(4), 30, per_node=True)
+    kept = klatsch.simulate(Shares(4), rules.make("dsgd", [0.01, 0.1]), tp.ring(4), 30, per_node=True)
     assert kept.per_node["share"].shape == (len(kept.steps), 4, 2)
     torch.testing.assert_close(kept.per_node["share"].mean(1), kept.metrics["share"])
     torch.testing.assert_close(kept.per_node["share"][-1], Shares(4).metrics(kept.output)["share"])
-    assert klatsch.simulate(Shares(4), rules.dsgd(0.1), tp.ring(4), 30).per_node == {}
+    assert klatsch.simulate(Shares(4), rules.make("dsgd", 0.1), tp.ring(4), 30).per_node == {}
     (axes,) = pictures.spread(kept.steps, kept.per_node["share"][:, :, 1], "share").axes
     np.testing.assert_allclose(axes.lines[0].get_ydata(), np.median(kept.per_node["share"][:, :, 1], axis=1))
     with pytest.raises(ValueError, match=r"values have shape \(\d+, 4, 2\); give one row per step"):
         pictures.spread(kept.steps, kept.per_node["share"])
     with pytest.raises(ValueError, match=r"metric own of Shares has shape \(4,\); give .* \(2,\), .* \(4, 2\)"):
-        klatsch.simulate(Shares(4, lambda share: share[:, 0]), rules.dsgd([0.01, 0.1]), tp.ring(4), 3)
+        klatsch.simulate(Shares(4, lambda share: share[:, 0]), rules.make("dsgd", [0.01, 0.1]), tp.ring(4), 3)
 
 
 @ENGINES
 def test_curves_of_every_node_go_on_and_are_resumed(engine, tmp_path):
-    problem, rule, graph = problems.LeastSquares(5, dim=3), rules.dsgd([0.001, 1.0]), tp.ring(5)
+    problem, rule, graph = problems.LeastSquares(5, dim=3), rules.make("dsgd", [0.001, 1.0]), tp.ring(5)
     run = partial(klatsch.simulate, problem, rule, graph, record=[10, 20, 600], engine=engine, per_node=True)
     whole = run(600, checkpoint=tmp_path / "run", checkpoint_every=0)
     assert {name: v.shape for name, v in whole.per_node.items()} == {"distance": (3, 5, 2), "loss_gap": (3, 5, 2)}
@@ -619,7 +619,7 @@ def test_every_nodes_headline_where_a_problem_has_no_faster_way():
         by_node = problems.Problem.by_node
 
     def run(kind):
-        return klatsch.simulate(kind(5, dim=3), rules.dsgd([1e-3, 1e-2]), tp.ring(5), 9, per_node=True)
+        return klatsch.simulate(kind(5, dim=3), rules.make("dsgd", [1e-3, 1e-2]), tp.ring(5), 9, per_node=True)
 
     both = run(Slow), run(problems.LeastSquares)
     torch.testing.assert_close(*(result.per_node["distance"] for result in both))
@@ -627,17 +627,17 @@ def test_every_nodes_headline_where_a_problem_has_no_faster_way():
 
 def test_results_are_equal_if_their_numbers_are():
     problem, graph = problems.LeastSquares(5, dim=3), tp.ring(5)
-    first, again = (klatsch.simulate(problem, rules.dsgd([0.001, 1e30]), graph, 50) for _ in range(2))
+    first, again = (klatsch.simulate(problem, rules.make("dsgd", [0.001, 1e30]), graph, 50) for _ in range(2))
     assert first.diverged[1]
     assert first == again  # bits: same call
-    assert first != klatsch.simulate(problem, rules.dsgd([0.002, 1e30]), graph, 50)
-    assert first != klatsch.simulate(problem, rules.dsgd([0.001, 1e30]), graph, 51)
+    assert first != klatsch.simulate(problem, rules.make("dsgd", [0.002, 1e30]), graph, 50)
+    assert first != klatsch.simulate(problem, rules.make("dsgd", [0.001, 1e30]), graph, 51)
     assert first != "a result"
 
 
 @ENGINES
 def test_a_run_may_be_watched_and_stopped(engine, tmp_path):
-    problem, rule, graph, seen = problems.LeastSquares(5, dim=3), rules.dat([1e-3, 2e-3]), tp.ring(5), []
+    problem, rule, graph, seen = problems.LeastSquares(5, dim=3), rules.make("dat", [1e-3, 2e-3]), tp.ring(5), []
 
     def watch(t, state, metrics):
         seen.append((t, state["w"].shape, metrics["distance"].shape))
@@ -658,9 +658,9 @@ def test_a_run_may_be_watched_and_stopped(engine, tmp_path):
 def test_a_clock_may_send_another_model_than_the_problem_has():
     problem, clock = problems.LeastSquares(5, dim=3), klatsch.clock.Clock(0.01, "wan")
     small, large = (
-        klatsch.simulate(problem, rules.dsgd(1e-3), tp.ring(5), 5, clock=clock, params=params).elapsed[-1]
+        klatsch.simulate(problem, rules.make("dsgd", 1e-3), tp.ring(5), 5, clock=clock, params=params).elapsed[-1]
         for params in (None, 10_000_000)
     )
-    assert large == clock.seconds(rules.dsgd(1e-3), tp.ring(5), 10_000_000, [5])[0] > 10 * small
+    assert large == clock.seconds(rules.make("dsgd", 1e-3), tp.ring(5), 10_000_000, [5])[0] > 10 * small
     with pytest.raises(ValueError, match="params = 0"):
-        klatsch.simulate(problem, rules.dsgd(1e-3), tp.ring(5), 5, clock=clock, params=0)
+        klatsch.simulate(problem, rules.make("dsgd", 1e-3), tp.ring(5), 5, clock=clock, params=0)

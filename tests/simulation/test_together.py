@@ -72,9 +72,11 @@ def test_each_network_may_have_numbers_of_its_own(name, device):
 def test_rules_of_several_networks_differ_only_in_numbers():
     several, graphs = networks("ring")
     with pytest.raises(ValueError, match="averaging differs between rules that run together"):
-        simulate_together(several[:2], [rules.dat(0.1), rules.dat(0.1, "fixed(0.9)")], graphs[:2], 20)
+        simulate_together(
+            several[:2], [rules.make("dat", 0.1), rules.make("dat", 0.1, averaging="fixed(0.9)")], graphs[:2], 20
+        )
     with pytest.raises(ValueError, match="3 rules for 2 problems; give one rule, or one for each problem"):
-        simulate_together(several[:2], [rules.dat(0.1)] * 3, graphs[:2], 20)
+        simulate_together(several[:2], [rules.make("dat", 0.1)] * 3, graphs[:2], 20)
 
 
 def test_a_stopped_stack_of_several_rules_goes_on_with_the_same_bits(tmp_path):
@@ -102,11 +104,11 @@ def stop_after(rounds):
     return stop
 
 
-@pytest.mark.parametrize("rule", [rules.dsgd, rules.gt, rules.d2])
+@pytest.mark.parametrize("rule", ["dsgd", "gt", "d2"])
 def test_a_network_that_diverges_does_not_take_the_others_along(rule):
     calm = problems.LeastSquares.from_arrays(torch.ones(4, 1, 1) * 0.1, torch.ones(4, 1))
     wild = problems.LeastSquares.from_arrays(torch.ones(4, 1, 1) * 1e3, torch.ones(4, 1))
-    first, second = simulate_together([wild, calm], rule([0.1, 0.2]), [tp.ring(4)] * 2, 200)[::-1]
+    first, second = simulate_together([wild, calm], rules.make(rule, [0.1, 0.2]), [tp.ring(4)] * 2, 200)[::-1]
     assert not first.diverged.any()
     assert second.diverged.all()
     assert torch.isfinite(first.output).all()
@@ -117,7 +119,7 @@ def test_a_network_that_diverges_does_not_take_the_others_along(rule):
 
 def test_a_stopped_stack_goes_on_with_the_same_bits(tmp_path):
     several, graphs = networks("one peer")
-    rule = rules.dat(0.01)
+    rule = rules.make("dat", 0.01)
     whole = simulate_together(several, rule, graphs, 300)
     file = tmp_path / "stack"
     with pytest.raises(KeyboardInterrupt):
@@ -145,11 +147,11 @@ def test_a_stopped_stack_goes_on_with_the_same_bits(tmp_path):
 )
 def test_what_does_not_fit_is_refused(several, graphs, words):
     with pytest.raises(ValueError, match=words):
-        simulate_together(several, rules.dat(0.01), graphs, 10)
+        simulate_together(several, rules.make("dat", 0.01), graphs, 10)
 
 
 def test_several_networks_do_not_continue_one_result():
     problem, graph = problems.LeastSquares(4, dim=3), tp.ring(4)
-    one = klatsch.simulate(problem, rules.dat(0.01), graph, 5)
+    one = klatsch.simulate(problem, rules.make("dat", 0.01), graph, 5)
     with pytest.raises(ValueError, match="after continues one result, but there are 2 problems; give one problem"):
-        simulate_together([problem, problem], rules.dat(0.01), [graph, graph], 10, after=one)
+        simulate_together([problem, problem], rules.make("dat", 0.01), [graph, graph], 10, after=one)

@@ -46,7 +46,11 @@ def test_files_of_before_may_say_auto():
 
 
 def test_defaults_of_a_rule_that_is_new_may_be_written_out(monkeypatch):
-    monkeypatch.setitem(rules.RULES, "new", lambda lr, momentum=0.0, average=None: rules.gt(lr, momentum, average))
+    monkeypatch.setitem(
+        rules.RULES,
+        "new",
+        lambda lr, momentum=0.0, average=None: rules.make("gt", lr, momentum=momentum, average=average),
+    )
 
     def key(**options):
         content = {"steps": 9, "nodes": 4, "rules": [{"name": "new", **options}], "topologies": ["ring"], "lr": 0.1}

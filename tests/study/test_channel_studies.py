@@ -42,7 +42,7 @@ def test_a_grid_of_channels_runs_and_equals_simulate():
         found.rows, [(H, tau, wire) for H in (1, 8) for tau in (0, 7) for wire in ("float32", "int8")], strict=True
     ):
         graph = tp.make("ring", 5, every=every, late=late, wire=wire)
-        alone = simulate(problems.LeastSquares(5, dim=6), rules.dat(0.01), graph, 40, record=[40])
+        alone = simulate(problems.LeastSquares(5, dim=6), rules.make("dat", 0.01), graph, 40, record=[40])
         assert float(row.final[0, 0]) == pytest.approx(float(alone.metrics["distance"][-1]), rel=1e-9)
 
 

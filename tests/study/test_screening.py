@@ -104,7 +104,7 @@ def test_bad_screens_are_refused(screen, error):
 def test_two_rules_of_one_name_are_chosen_for_by_themselves(store, tmp_path):
     for folder, momentum in (("a", 0.0), ("b", 0.5)):
         (tmp_path / folder).mkdir()
-        code = f"from klatsch import rules\n\n\ndef mine(lr):\n    return rules.dsgd(lr, {momentum})\n"
+        code = f"from klatsch import rules\n\n\ndef mine(lr):\n    return rules.make('dsgd', lr, momentum={momentum})\n"
         (tmp_path / folder / "mine.py").write_text(code)
     both = [str(tmp_path / folder / "mine.py:mine") for folder in "ab"]
     found = run_study(parse({**CONTENT, "rules": both, "nodes": 4, "screen": {"steps": 20}}), store)

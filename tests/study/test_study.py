@@ -510,6 +510,6 @@ def test_a_study_needs_graphs_that_some_rule_uses():
 def test_a_rule_of_your_own_leaves_the_study_s_words_alone(tmp_path):
     for word in ("schedule", "topologies"):
         file = tmp_path / f"{word}.py"
-        file.write_text(f"from klatsch import rules\n\n\ndef mine(lr, {word}=1):\n    return rules.dsgd(lr)\n")
+        file.write_text(f"from klatsch import rules\n\n\ndef mine(lr, {word}=1):\n    return rules.make('dsgd', lr)\n")
         with pytest.raises(ValueError, match=f"has an option {word}, which is the study's word; give it another name"):
             parse({"nodes": 4, "steps": 20, "rules": f"{file}:mine", "topologies": "ring"})

@@ -164,7 +164,9 @@ def test_engines_agree_on_late_flows(engine, rule, every, late):
 @pytest.mark.parametrize("options", [{"late": 3}, {"late": 50}, {"every": 4, "late": 3, "wire": "int8"}])
 def test_captured_rounds_carry_messages_as_plain_ones_do(options, device):
     problem, graph = problems.LeastSquares(5, dim=300), tp.make("ring", 5, **options)
-    rule = rules.dat(rules.Decay([0.001, 0.0005], "cosine", 150))  # its columns' rates belong on the device, too
+    rule = rules.make(
+        "dat", rules.Decay([0.001, 0.0005], "cosine", 150)
+    )  # its columns' rates belong on the device, too
     plain, captured = (
         run(problem, rule, graph, 150, device=device, engine=engine) for engine in ("torch", "cuda graph")
     )
@@ -184,9 +186,9 @@ def test_late_flows_move_on_before_they_are_overwritten():
 @pytest.mark.parametrize("options", [{"wire": "int8"}, {"wire": "bfloat16", "late": 2}, {"late": 100}])
 def test_what_the_fused_engine_cannot_do_runs_in_torch(options):
     problem, graph = problems.LeastSquares(5, dim=6), tp.make("ring", 5, **options)
-    assert klatsch.simulate(problem, rules.dat(0.01), graph, 9).engine == "torch"
+    assert klatsch.simulate(problem, rules.make("dat", 0.01), graph, 9).engine == "torch"
     with pytest.raises(ValueError, match="engine = 'fused' cannot run this"):
-        klatsch.simulate(problem, rules.dat(0.01), graph, 9, engine="fused")
+        klatsch.simulate(problem, rules.make("dat", 0.01), graph, 9, engine="fused")
 
 
 @pytest.mark.parametrize("graph", ["ring", "complete", "base_graph"])
@@ -234,9 +236,9 @@ def test_corrected_rules_reach_the_optimum_although_messages_are_lost(rule):
 def test_networks_side_by_side_equal_each_by_itself():
     graphs = [tp.make("ring", n, every=2, late=3, wire="int8") for n in (4, 5)]
     instances = [problems.LeastSquares(n, dim=6) for n in (4, 5)]
-    together = simulate_together(instances, rules.dat(0.01), graphs, 20, record=[20])
+    together = simulate_together(instances, rules.make("dat", 0.01), graphs, 20, record=[20])
     for problem, graph, found in zip(instances, graphs, together, strict=True):
-        assert_same_to_rounding(found.output, run(problem, rules.dat(0.01), graph, 20).output)
+        assert_same_to_rounding(found.output, run(problem, rules.make("dat", 0.01), graph, 20).output)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,7 @@ def test_networks_side_by_side_equal_each_by_itself():
 def test_networks_with_other_channels_do_not_run_together(other, reason):
     graphs = [tp.make("ring", 4, late=3, wire="int8"), tp.make("ring", 4, **other)]
     with pytest.raises(ValueError, match=reason):
-        simulate_together([problems.LeastSquares(4, dim=6)] * 2, rules.dsgd(0.01), graphs, 9)
+        simulate_together([problems.LeastSquares(4, dim=6)] * 2, rules.make("dsgd", 0.01), graphs, 9)
 
 
 @pytest.mark.parametrize("name", tp.TOPOLOGIES)
@@ -276,7 +278,13 @@ def test_a_short_weight_is_never_nothing():
 @pytest.mark.parametrize("every, late", [(1, 4), (4, 3), (4, 9)])
 def test_a_run_goes_on_in_the_middle_of_late_messages(every, late, wire, tmp_path):
     graph, problem = tp.make("ring", 5, every=every, late=late, wire=wire), problems.LeastSquares(5, dim=300)
-    choices = {"rule": rules.dat_d2(0.01), "topology": graph, "steps": 30, "record": [14, 30], "engine": "torch"}
+    choices = {
+        "rule": rules.make("dat-d2", 0.01),
+        "topology": graph,
+        "steps": 30,
+        "record": [14, 30],
+        "engine": "torch",
+    }
     whole = klatsch.simulate(problem, **choices)
     half = klatsch.simulate(problem, **choices | {"steps": 14, "record": [14]})
     assert any(v.abs().max() > 0 for name, v in half.state.items() if name.startswith("flight@"))  # or nothing is late
@@ -298,12 +306,12 @@ def test_a_run_goes_on_in_the_middle_of_late_messages(every, late, wire, tmp_pat
 def test_a_column_that_diverges_is_found_over_a_channel(wire):
     """Silent rounds are silent for whoever looks for the beginning, too."""
     graph = tp.make("ring", 5, every=4, late=1, wire=wire)
-    found = run(problems.LeastSquares(5, dim=6), rules.dsgd([0.01, 100.0]), graph, 200)
+    found = run(problems.LeastSquares(5, dim=6), rules.make("dsgd", [0.01, 100.0]), graph, 200)
     assert found.diverged.tolist() == [False, True]
     node, begun = found.diverged_at[1].tolist()
     assert 0 <= node < 5
     assert 1 < begun < 200
-    before = run(problems.LeastSquares(5, dim=6), rules.dsgd([0.01, 100.0]), graph, begun - 1)
+    before = run(problems.LeastSquares(5, dim=6), rules.make("dsgd", [0.01, 100.0]), graph, begun - 1)
     assert not before.diverged.any()
 
 
@@ -315,7 +323,7 @@ def test_a_column_that_diverges_is_found_over_a_channel(wire):
 @pytest.mark.parametrize("every, late", [(1, 0), (2, 1)])
 def test_the_network_mean_does_not_drift_in_float32(every, late, wire, rounds):
     graph = tp.make("ring", 4, every=every, late=late, wire=wire)
-    rule = carried(rules.dsgd(0.1), graph)
+    rule = carried(rules.make("dsgd", 0.1), graph)
     mix = StackedMix(graph, dtype=torch.float32, device=torch.device("cpu"))
     w = torch.randn(4, 1, 300, generator=torch.Generator().manual_seed(0)) + 3
     state, still, mean = rule.init(w), torch.zeros_like(w), w.double().mean(0)
@@ -351,7 +359,7 @@ def test_disagreement_dies_out_however_late_messages_are(rule, name, steps, ever
 @pytest.mark.parametrize("late", [1, 4])
 def test_without_damping_it_does_not(late):
     undamped = replace(tp.complete(8), late=late)
-    assert disagreement(rules.dsgd(0.1), undamped, 400) > 0.99
+    assert disagreement(rules.make("dsgd", 0.1), undamped, 400) > 0.99
 
 
 @pytest.mark.parametrize("every, late", [(1, 4), (4, 3), (1, 0)])

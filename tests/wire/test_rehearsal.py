@@ -174,6 +174,6 @@ def test_sums_of_flows(name):
 
 def test_scheduled_rates_of_several_columns_join_the_vectors():
     """They are made as float64 on the CPU, whatever the vectors are; on a GPU torch would refuse to mix them."""
-    rule = rules.dsgd(rules.Decay([0.1, 0.2], "cosine", 10))
+    rule = rules.make("dsgd", rules.Decay([0.1, 0.2], "cosine", 10))
     (sent,) = Rehearsal(rule, torch.zeros(3, 2, 5)).rounds[0][0]
     assert sent.dtype == torch.float32

@@ -137,7 +137,12 @@ def root(
 def list_names() -> None:
     """List the rules, topologies and problems, each with the options that --set takes and their defaults."""
     console = terminal.console()
-    tables = {"rules": catalogue.RULES, "topologies": catalogue.TOPOLOGIES, "problems": catalogue.PROBLEMS}
+    tables = {
+        "rules, each a product of parts": catalogue.rules(),
+        "parts of rules, and their options": catalogue.parts(),
+        "topologies": catalogue.topologies(),
+        "problems": catalogue.problems(),
+    }
     for title, entries in tables.items():
         table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
         table.add_column(style="bold", no_wrap=True)

@@ -61,7 +61,7 @@ class Comparison:
     def study(self) -> Study:
         """The study; an option goes to everything that has it, and what does not fit is left out."""
         from klatsch.own import label
-        from klatsch.rules.names import WHY_NOT
+        from klatsch.rules import WHY_NOT
         from klatsch.study import spec
 
         rules, topologies = words(self.rules or "dat,dsgd"), words(self.topology or "ring")

@@ -60,14 +60,12 @@ def check_known(
 
 def parameters_of(kind: str, name: str) -> Parameters:
     """The options of a rule, topology or problem, by its name."""
-    from klatsch import problems, rules, topology
-    from klatsch.arguments import named
-    from klatsch.topology.names import split as without_silence
+    from klatsch import problems, rules
+    from klatsch.topology.names import family
 
-    tables: dict[str, Mapping[str, Callable[..., object]]]
-    tables = {"rule": rules.RULES, "topology": topology.TOPOLOGIES, "problem": problems.PROBLEMS}
-    family = without_silence(name)[0] if kind == "topology" else name
-    found = dict(inspect.signature(named(kind, family, tables[kind])).parameters)
+    makers: dict[str, Callable[[str], Callable[..., object]]]
+    makers = {"rule": rules.kind, "problem": problems.kind, "topology": lambda name: family(name).build}
+    found = dict(inspect.signature(makers[kind](name)).parameters)
     if kind == "topology":
         found |= channel_parameters()
     if kind != "rule":

@@ -1,4 +1,4 @@
-"""Update rules from three parts, and the table of their names.
+"""Update rules from three parts, and rules by name.
 
 A direction is what a node makes of a gradient, a pattern how nodes combine; `Anytime` takes gradients at an average:
 
@@ -7,54 +7,120 @@ A direction is what a node makes of a gradient, a pattern how nodes combine; `An
     'dat-d2'
     >>> rules.Anytime(rules.Corrected(0.01, rules.momentum(0.9)), "linear").name
     'dat-d2'
+    >>> rules.make("push+adam+anytime", lr=0.01, beta=0.9).name
+    'push+adam+anytime'
 """
 
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+
+from klatsch.arguments import check_options, named
+from klatsch.columns import Given
+from klatsch.own import explained, is_own
 from klatsch.rules import anytime as averaging
 from klatsch.rules.anytime import Anytime, Averaged
-from klatsch.rules.base import PER_COLUMN, Flow, Rule, State
-from klatsch.rules.decay import SCHEDULES, Decay, check_schedule
+from klatsch.rules.base import PER_COLUMN, SCHEDULES, Decay, Flow, Rule, State, check_schedule, checked
 from klatsch.rules.directions import Adam, Direction, Momentum, adam, momentum, sgd
-from klatsch.rules.names import (
-    RULES,
-    d2,
-    d2_adam,
-    dadam,
-    dat,
-    dat_adam,
-    dat_d2,
-    dat_d2_adam,
-    dat_gt,
-    dat_gt_adam,
-    dat_sgp,
-    decentlam,
-    diloco,
-    diloco_adam,
-    dsgd,
-    gt,
-    gt_adam,
-    make,
-    options,
-    qg,
-    sgp,
-)
+from klatsch.rules.names import ALIASES
 from klatsch.rules.patterns import Corrected, DecentLaM, DiLoCo, Pattern, Plain, Push, QuasiGlobal, Tracked
 
-__all__ = [
-    "PER_COLUMN",
-    "RULES",
-    "SCHEDULES",
-    "Decay",
-    "Direction",
-    "Flow",
-    "Momentum",
-    "Rule",
-    "State",
-    "averaging",
-    "check_schedule",
-    "make",
-    "options",
-]
-__all__ += ["Anytime", "Averaged", "Corrected", "DecentLaM", "DiLoCo", "Pattern", "Plain", "Push"]
-__all__ += ["QuasiGlobal", "Tracked", "momentum", "sgd"]
-__all__ += ["Adam", "adam", "d2_adam", "dadam", "dat_adam", "dat_d2_adam", "dat_gt_adam", "diloco_adam", "gt_adam"]
-__all__ += ["d2", "dat", "dat_d2", "dat_gt", "dat_sgp", "decentlam", "diloco", "dsgd", "gt", "qg", "sgp"]
+__all__ = ["PER_COLUMN", "RULES", "SCHEDULES", "WHY_NOT", "Adam", "Anytime", "Averaged", "Corrected", "Decay"]
+__all__ += ["DecentLaM", "DiLoCo", "Direction", "Flow", "Momentum", "Pattern", "Plain", "Push", "QuasiGlobal", "Rule"]
+__all__ += ["State", "Tracked", "adam", "averaging", "check_schedule", "kind", "make", "momentum", "options", "sgd"]
+
+PATTERNS: dict[str, type[Rule]] = {
+    part.short: part for part in (Plain, Corrected, Tracked, Push, DecentLaM, QuasiGlobal, DiLoCo)
+}
+DIRECTIONS: dict[str, type[Direction]] = {part.short: part for part in (Momentum, Adam)}
+WHY_NOT = {  # an option that only other rules have: the reason
+    "average": "it returns x, which is an average already; choose its weights with averaging",
+    "averaging": "it takes gradients at its iterate; use dat, dat-gt, dat-d2, dat-sgp or dat-adam, or average",
+    "beta": "it keeps no average x, so there is no point between x and w; use dat, dat-gt, dat-d2, dat-sgp or dat-adam",
+    "beta1": "it is not an Adam, and beta1 is that of its first moment; use momentum, or a rule such as dadam",
+    "beta2": "it is not an Adam; use a rule such as dadam or dat-adam",
+    "momentum": "it is an Adam, whose first moment has beta1",
+    "weight_decay": "only dadam and its like decay weights themselves; optimizers on ranks add it to gradients",
+    "order": "it has the order atc only, in which its correction, its tracked gradient or its weight is defined; use "
+    "dsgd or dat",
+    "lazy": "it is stable on every graph without it; d2 and dat-d2 have it, and any rule can mix with a lazy graph: "
+    "topology.lazy(graph), or lazy = true of the topology in a study",
+}
+
+
+class Product:
+    """A pattern, a direction and an average as one function of lr and of the options of all three."""
+
+    def __init__(self, parts: str, defaults: Mapping[str, object], line: str = "") -> None:
+        pattern, *others = parts.split("+")
+        self.__doc__, self.pattern, self.anytime = line, PATTERNS[pattern], others[-1:] == ["anytime"]
+        others = others[:-1] if self.anytime else others
+        self.direction: type[Direction] | None = Momentum if issubclass(self.pattern, Pattern) else None
+        if self.direction and others and others[0] in DIRECTIONS:
+            self.direction = DIRECTIONS[others.pop(0)]
+        if others:
+            raise ValueError(
+                f"unknown part {others[0]!r} of the rule {parts!r}; write a pattern ({', '.join(PATTERNS)}), after it "
+                f"{' or '.join(DIRECTIONS)} if the pattern has no momentum of its own, and anytime if it shall average"
+            )
+        # Without an anytime part, the option `average` puts an average around the rest.
+        defaults = {"average": None} | dict(defaults)
+        options: dict[str, inspect.Parameter] = {}
+        for part in filter(None, (self.pattern, self.direction, Anytime if self.anytime else Averaged)):
+            options |= {k: v for k, v in inspect.signature(part).parameters.items() if k not in ("direction", "base")}
+        self.__signature__ = inspect.Signature(
+            [option.replace(default=defaults.get(name, option.default)) for name, option in options.items()]
+        )
+
+    def __call__(self, *lr: Given, **options: Given) -> Rule:
+        given = self.__signature__.bind(*lr, **options)
+        given.apply_defaults()
+        values = given.arguments
+        if self.direction:
+            values["direction"] = self.direction(**_those_of(self.direction, values))
+        rule = values["base"] = self.pattern(**_those_of(self.pattern, values))
+        if self.anytime:
+            return Anytime(**_those_of(Anytime, values))
+        return rule if values["average"] is None else Averaged(rule, values["average"])
+
+
+def _those_of(part: Callable[..., object], values: Mapping[str, Given]) -> dict[str, Given]:
+    """The values that a part takes."""
+    return {name: values[name] for name in inspect.signature(part).parameters if name in values}
+
+
+RULES: dict[str, Callable[..., Rule]] = {name: Product(*alias) for name, alias in ALIASES.items()}
+
+
+@cache
+def _product(parts: str) -> Product:
+    return Product(parts, {})
+
+
+def kind(name: str) -> Callable[..., Rule]:
+    """What makes a rule of lr and its options: by a name, by its parts, or "file.py:Name", which is executed."""
+    by_parts = isinstance(name, str) and name not in RULES and name.partition("+")[0] in PATTERNS
+    return _product(name) if by_parts else named("rule", name, RULES)
+
+
+def make(name: str, lr: Given = None, **choices: Given) -> Rule:
+    """A rule by name or by its parts: `make("dat", lr=1e-3, beta=0.9)`, `make("push+adam+anytime", lr=1e-3)`.
+
+    Your own rule is "file.py:Name"; the file is executed.
+    """
+    known = options(name)
+    for choice in choices:
+        if not is_own(name) and choice not in known and choice in WHY_NOT:
+            raise ValueError(f"{name} has no {choice}: {WHY_NOT[choice]}")
+    check_options(name, ["lr", *choices], known)
+    if lr is None:
+        raise ValueError(f"lr = None; {name} needs a learning rate, a number above 0: make({name!r}, lr=0.01)")
+    with explained(name):
+        return checked(kind(name)(lr=lr, **choices))
+
+
+def options(name: str) -> tuple[str, ...]:
+    """The options that `make(name, ...)` takes."""
+    return tuple(inspect.signature(kind(name)).parameters)

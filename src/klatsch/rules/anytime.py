@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
-from typing import Protocol, Self, runtime_checkable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -27,19 +28,28 @@ Rounds = int | Tensor  # the round t = 1, 2, 3, ..., or several
 LARGEST_DEGREE = 50  # alpha_t, which grows like t^p, stays finite for a million rounds
 
 
-@runtime_checkable
-class Averaging(Protocol):
-    """Anytime weights as functions of the round."""
+class Averaging:
+    """Weights of an average as functions of the round; your own derive from this class."""
 
     def alpha(self, t: Rounds) -> Number:
         """The weight alpha_t, which also scales the step on w."""
+        return 1.0
 
     def delta(self, t: Rounds) -> Number:
         """The share delta_t of the new iterate in the average."""
+        raise NotImplementedError(f"{type(self).__name__} has no delta(self, t)")
+
+    def init(self, x: Tensor) -> State:
+        """What the weights remember at the start."""
+        return {}
+
+    def turn(self, s: State, t: int, lr: Number) -> tuple[Number, State]:
+        """The share of the new iterate in the average, and what the weights remember."""
+        return self.delta(t), {}
 
 
 @dataclass(frozen=True)
-class Polynomial:
+class Polynomial(Averaging):
     """alpha_t = t (t + 1) ... (t + p - 1), a polynomial of degree p, with delta_t = (p + 1) / (t + p) exactly.
 
     Unlike t^p, these products have sums in closed form, so that x is the alpha-weighted average of w to the last digit
@@ -67,7 +77,7 @@ class Polynomial:
 
 
 @dataclass(frozen=True, eq=False)
-class Fixed:
+class Fixed(Averaging):
     """alpha_t = 1 and delta_t = 1 - gamma: an exponential moving average, for non-convex problems.
 
     The paper's image runs use gamma = 0.9 (Section 5.2).
@@ -76,11 +86,7 @@ class Fixed:
     gamma: Given
 
     def __post_init__(self) -> None:
-        wanted = "a number from 0 up to but not including 1, such as 0.9"
-        columns.settle(self, gamma=columns.hyper("gamma", self.gamma, lambda v: (v >= 0) & (v < 1), wanted))
-
-    def alpha(self, t: Rounds) -> Number:
-        return 1.0
+        columns.settle(self, gamma=share("gamma", self.gamma))
 
     def delta(self, t: Rounds) -> Number:
         return 1.0 - self.gamma  # type: ignore[no-any-return]
@@ -90,7 +96,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Rate:
+class Rate(Averaging):
     """alpha_t = 1 and delta_t in proportion to the largest learning rate so far, to a power p.
 
     A warm-up then counts for little in the average, and a decay changes nothing, as in Schedule-Free optimizers, where
@@ -102,34 +108,22 @@ class Rate:
     def __post_init__(self) -> None:
         number("lr(p) with p", self.p, lambda v: v >= 0, "a number from 0 up, such as 2")
 
-    def alpha(self, t: Rounds) -> Number:
-        return 1.0
+    def init(self, x: Tensor) -> State:
+        return {"peak": x[..., :1] * 0.0, "pace": x[..., :1] * 0.0}
 
-    def delta(self, t: Rounds) -> Number:
-        raise NotImplementedError("the share depends on the learning rates so far; ask `turn`")
+    def turn(self, s: State, t: int, lr: Number) -> tuple[Number, State]:
+        if isinstance(lr, Tensor) and lr.shape[-1] > 1:
+            raise ValueError(
+                f"averaging = {self}: groups of parameters have different learning rates, which it cannot follow; "
+                "give all groups one, or averaging = 'constant'"
+            )
+        peak = torch.clamp(s["peak"], min=lr)
+        weight = peak**self.p
+        pace = s["pace"] + (weight - s["pace"]) / t  # the mean, which rounding leaves alone while the rate stays
+        return weight / (t * pace).clamp(min=torch.finfo(pace.dtype).tiny), {"peak": peak, "pace": pace}
 
     def __str__(self) -> str:
         return f"lr({self.p:g})"
-
-
-def begun(weights: Averaging, x: Tensor) -> State:
-    """What weights remember at the start."""
-    return {"peak": x[..., :1] * 0.0, "pace": x[..., :1] * 0.0} if isinstance(weights, Rate) else {}
-
-
-def turn(weights: Averaging, s: State, t: int, lr: Number) -> tuple[Number, State]:
-    """The share of the new iterate in the average, and what the weights remember."""
-    if not isinstance(weights, Rate):
-        return weights.delta(t), {}
-    if isinstance(lr, Tensor) and lr.shape[-1] > 1:
-        raise ValueError(
-            f"averaging = {weights}: groups of parameters have different learning rates, which it cannot follow; "
-            "give all groups one, or averaging = 'constant'"
-        )
-    peak = torch.clamp(s["peak"], min=lr)
-    weight = peak**weights.p
-    pace = s["pace"] + (weight - s["pace"]) / t  # the mean, which rounding leaves alone while the rate stays
-    return weight / (t * pace).clamp(min=torch.finfo(pace.dtype).tiny), {"peak": peak, "pace": pace}
 
 
 def constant() -> Polynomial:
@@ -164,32 +158,24 @@ def parse(text: object) -> Averaging:
     return Polynomial(int(value)) if name == "polynomial" else Fixed(value) if name == "fixed" else Rate(value)
 
 
+def _of_base(name: str) -> Any:
+    return property(attrgetter(f"base.{name}"))
+
+
 @dataclass(frozen=True, eq=False)
 class Around(Rule):
     """A rule around another one, with its learning rate, settings and needs."""
 
     base: Rule
+    averages = True
+    lr, push, met = _of_base("lr"), _of_base("push"), _of_base("met")
+    decays, ignores_scale = _of_base("decays"), _of_base("ignores_scale")
+    parts, scales, settings = _of_base("parts"), _of_base("scales"), _of_base("settings")
 
     def __post_init__(self) -> None:
-        if isinstance(self.base, Around):
-            raise ValueError(f"{self.base.name} returns an average already; give the pattern alone")
         columns.settle(self, base=checked(self.base))
-
-    @property
-    def lr(self) -> Given:
-        return self.base.lr
-
-    @property
-    def push(self) -> bool:  # type: ignore[override]
-        return self.base.push
-
-    @property
-    def name(self) -> str:
-        return self.base.name
-
-    @property
-    def met(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.base.met
+        if self.base.averages:
+            raise ValueError(f"{self.base.name} returns an average already; give the pattern alone")
 
     def at(self, s: State, v: Tensor) -> Tensor:
         return self.base.at(s, v)
@@ -200,27 +186,11 @@ class Around(Rule):
     def query(self, s: State) -> Tensor:
         return self.base.query(s)
 
-    @property
-    def decays(self) -> bool:
-        return self.base.decays
-
-    @property
-    def scales(self) -> dict[str, float]:
-        return self.base.scales
-
-    @property
-    def ignores_scale(self) -> bool:
-        return self.base.ignores_scale
-
     def check_graph(self, graph: Graph, name: str = "") -> None:
         self.base.check_graph(graph, name or self.name)
 
     def on(self, graph: Graph) -> Self:
         return columns.replaced(self, base=self.base.on(graph))
-
-    @property
-    def settings(self) -> dict[str, Number]:
-        return self.base.settings
 
     def with_settings(self, **values: Number) -> Self:
         return columns.replaced(self, base=self.base.with_settings(**values))
@@ -248,8 +218,9 @@ class Anytime(Around):
         Defazio et al., "The road less scheduled", 2024, for beta < 1.
     """
 
-    averaging: Averaging = field(default_factory=constant)
+    averaging: Averaging = "constant"  # type: ignore[assignment]  # or a text, which is parsed
     beta: Given = 1.0
+    short: ClassVar[str] = "anytime"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -260,11 +231,11 @@ class Anytime(Around):
         return (*self.base.met, "x") if self.base.met else ()
 
     @property
-    def name(self) -> str:
-        return {"dsgd": "dat", "dadam": "dat-adam"}.get(self.base.name, f"dat-{self.base.name}")
+    def parts(self) -> tuple[str, ...]:
+        return (*self.base.parts, self.short)
 
     def init(self, x: Tensor) -> State:
-        return joined(self.name, self.base.init(x), {"x": x} | begun(self.averaging, x))
+        return joined(self.name, self.base.init(x), {"x": x} | self.averaging.init(x))
 
     def query(self, s: State) -> Tensor:
         at_average = isinstance(self.beta, float) and self.beta == 1
@@ -276,7 +247,7 @@ class Anytime(Around):
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         (x,) = flow.mix(s["x"])
         new = self.base.update(self.seen(s), grad, flow, t, lr * self.averaging.alpha(t))
-        delta, kept = turn(self.averaging, s, t, lr)
+        delta, kept = self.averaging.turn(s, t, lr)
         return new | kept | {"x": blend(x, self.base.mixed(s, new), delta)}
 
 
@@ -291,19 +262,20 @@ class Averaged(Around):
         average: weights: constant (all alike), linear, polynomial(p), fixed(gamma) or lr(p).
     """
 
-    average: Averaging = field(default_factory=constant)
+    average: Averaging  # or a text, which is parsed
+    short: ClassVar[str] = "averaged"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         columns.settle(self, average=parse(self.average))
 
     def init(self, x: Tensor) -> State:
-        return joined(self.name, self.base.init(x), {"a": x} | begun(self.average, x))
+        return joined(self.name, self.base.init(x), {"a": x} | self.average.init(x))
 
     def output(self, s: State) -> Tensor:
         return s["a"]
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         new = self.base.update(s, grad, flow, t, lr)
-        delta, kept = turn(self.average, s, t, lr)
+        delta, kept = self.average.turn(s, t, lr)
         return new | kept | {"a": blend(s["a"], self.base.iterate(new), delta)}

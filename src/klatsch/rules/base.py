@@ -9,14 +9,19 @@ elementwise operations and calls of `flow`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from klatsch import columns
+from klatsch.arguments import named, whole
 from klatsch.columns import Given, Number
+from klatsch.rules.names import NAMES
 
 State = dict[str, Tensor]
 LearningRate = Number | Callable[[int], Given]
@@ -69,8 +74,6 @@ class Graph(Protocol):
     @property
     def changes(self) -> bool: ...
     @property
-    def meets(self) -> str: ...
-    @property
     def every(self) -> int: ...
     @property
     def late(self) -> int: ...
@@ -88,14 +91,23 @@ class Rule:
     """
 
     lr: Given  # a number, one per column, or a function of t; engines pass that of the round to `update`
-    push: ClassVar[bool] = False  # whether it keeps sums, not averages: a node keeps what it cannot pass on
-    short: ClassVar[str] = ""  # its name, if not that of its class
+    push: bool = False  # whether it keeps sums, not averages: a node keeps what it cannot pass on
+    short: ClassVar[str] = ""  # its name as a part, if not that of its class
     met: tuple[str, ...] = ()  # fields that two nodes may average at any time; none if it needs rounds
+    averages: bool = False  # whether it returns an average already
+    decays: bool = False  # whether its steps need the point where the gradient was taken, as `seen` shows it
+    ignores_scale: bool = False  # whether a factor on all gradients of a node changes nothing
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of its parts."""
+        return (self.short or type(self).__name__,)
 
     @property
     def name(self) -> str:
-        """What to call it."""
-        return self.short or type(self).__name__
+        """What to call it: the name of the product of its parts."""
+        product = "+".join(self.parts)
+        return NAMES.get(product, product)
 
     def init(self, x: Tensor) -> State:
         """The state at a starting point. Fields may share memory: states are never changed in place."""
@@ -118,19 +130,9 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__} has no update(self, s, grad, flow, t, lr)")
 
     @property
-    def ignores_scale(self) -> bool:
-        """Whether a factor on all gradients of a node changes nothing, since it divides them by their own size."""
-        return False
-
-    @property
     def scales(self) -> dict[str, float]:
         """By field, a number that the graph gives and it grows with: a training may go on over another graph."""
         return {}
-
-    @property
-    def decays(self) -> bool:
-        """Whether its steps need the point where the gradient was taken, as `seen` shows it."""
-        return False
 
     def seen(self, s: State) -> State:
         """The state as a step sees it: with the query point, where steps need it and no rule around has put it in."""
@@ -168,25 +170,19 @@ class Rule:
 
 
 def checked(rule: object) -> Rule:
-    """A rule, made of any object that has what a rule needs."""
-    missing = [name for name in ("lr", "init", "query", "output", "update") if name not in dir(rule)]
-    if missing or isinstance(rule, type):
+    """A rule as engines take it, with lists of numbers as columns; anything else is refused."""
+    if not isinstance(rule, Rule) or "lr" not in dir(rule):
         what = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {type(rule).__name__}"
-        what += f" without {', '.join(missing)}" if missing else ""
-        remedy = "give a rule, such as rules.make('dat', lr=0.01), or an object of a class that derives from rules.Rule"
-        raise ValueError(f"the rule is {what}; {remedy}")
-    if not isinstance(rule, Rule):
-        kind = type(rule)
-        rule = columns.replaced(rule)  # a copy
-        columns.settle(rule, __class__=type(kind.__name__, (kind, Rule), {}))
-        assert isinstance(rule, Rule)
+        what += " without lr" if isinstance(rule, Rule) else ""
+        raise ValueError(
+            f"the rule is {what}; give one, such as rules.make('dat', lr=0.01), or an object of a class that derives "
+            "from klatsch.rules.Rule and has an lr"
+        )
     try:
         inspect.signature(rule.update).bind(*"sgftl")
     except TypeError:
-        raise ValueError(
-            f"{rule.name}.update takes {inspect.signature(rule.update)}; since klatsch 0.2 it takes (s, grad, flow, t, "
-            "lr), where s is a dictionary and flow.mix(v) is what mix(v) was"
-        ) from None
+        takes = inspect.signature(rule.update)
+        raise ValueError(f"{rule.name}.update takes {takes}; let it take (s, grad, flow, t, lr)") from None
     lr = learning_rate(rule.lr)
     # A list becomes a column here; a rule around another has one already.
     formed = callable(lr) or isinstance(rule.lr, float) or (isinstance(rule.lr, Tensor) and rule.lr.ndim == 2)
@@ -210,7 +206,7 @@ def learning_rate(value: Given) -> LearningRate:
     if callable(value):
         rate(value, 1)
         return value  # type: ignore[no-any-return]
-    return columns.hyper("lr", value, lambda v: v > 0, "a number above 0, such as 0.01")
+    return positive("lr", value, 0.01)
 
 
 def rate(lr: LearningRate, t: int) -> Given:
@@ -218,6 +214,72 @@ def rate(lr: LearningRate, t: int) -> Given:
     if not callable(lr):
         return lr
     return columns.hyper(f"lr({t})", lr(t), lambda v: v >= 0, "a function that returns finite numbers from 0 up")
+
+
+# What is left of the learning rate when a share p of the rounds is done.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda p: 1.0,
+    "cosine": lambda p: (1.0 + math.cos(math.pi * p)) / 2.0,
+    "linear": lambda p: 1.0 - p,
+}
+
+
+@dataclass(frozen=True)
+class Decay:
+    """A learning rate for a rule: `rules.make("dsgd", lr=rules.Decay(0.1, "cosine", steps=10_000))`.
+
+    "cosine" and "linear" end near 0, as torch's CosineAnnealingLR(T_max=steps) and LinearLR(start_factor=1,
+    end_factor=0, total_iters=steps) do. "cosine/100" warms up first: over 100 rounds the rate grows to the whole one,
+    and decays in those that are left; "cosine/5%" takes a share of the rounds.
+
+    Args:
+        lr: the whole learning rate, that of round 1 without a warm-up, or a list with one per column.
+        schedule: "constant", "cosine" or "linear", each also with a warm-up, or a list with one per column.
+        steps: the rounds of the whole run.
+    """
+
+    lr: float | Sequence[float]
+    schedule: str | Sequence[str] = "cosine"
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        whole(self.steps, "steps", 1)
+        positive("lr", self.lr, 0.01)
+        names = self.schedule if isinstance(self.schedule, list | tuple) else [self.schedule]
+        for name in names:
+            check_schedule(name)
+        if isinstance(self.lr, Sequence) and len(names) != len(self.lr) and names is self.schedule:
+            raise ValueError(f"{len(names)} schedules for {len(self.lr)} learning rates; give one, or one for each")
+
+    def __call__(self, t: int) -> float | list[float]:
+        """The learning rates of round t."""
+        if isinstance(self.schedule, str):
+            left = _left(self.schedule, t, self.steps)
+            return [lr * left for lr in self.lr] if isinstance(self.lr, Sequence) else self.lr * left
+        rates = self.lr if isinstance(self.lr, Sequence) else [self.lr] * len(self.schedule)
+        return [lr * _left(name, t, self.steps) for lr, name in zip(rates, self.schedule, strict=True)]
+
+
+def check_schedule(text: object) -> None:
+    """Refuse a text that names no schedule."""
+    name, _, warmup = text.partition("/") if isinstance(text, str) else (text, "", "")
+    named("schedule", name, SCHEDULES)
+    if text != name and not re.fullmatch(r"\d+|\d+(\.\d+)?%", warmup):
+        raise ValueError(f"schedule = {text!r}; write {name}/100 for a warm-up of 100 rounds, or {name}/5%")
+
+
+def _left(text: str, t: int, steps: int) -> float:
+    """What a schedule leaves of the learning rate in round t of so many."""
+    name, _, warmup = text.partition("/")
+    rounds = float(warmup[:-1]) / 100 * steps if warmup.endswith("%") else float(warmup or 0)
+    if t < rounds:
+        return t / rounds
+    return SCHEDULES[name](min((t - 1 - rounds) / max(steps - rounds, 1), 1.0) if t > rounds else 0.0)
+
+
+def positive(name: str, value: Given, example: float) -> Number:
+    """Check a number above 0."""
+    return columns.hyper(name, value, lambda v: v > 0, f"a number above 0, such as {example:g}")
 
 
 def share(name: str, value: Given, most: str = "up to but not including 1") -> Number:

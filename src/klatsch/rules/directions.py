@@ -10,23 +10,16 @@ from torch import Tensor
 
 from klatsch import columns
 from klatsch.columns import Given, Number
-from klatsch.rules.base import Flow, State, blend, share
+from klatsch.rules.base import Flow, State, blend, positive, share
 
 
 class Direction:
     """What a node makes of a gradient: a frozen dataclass, whose numbers groups of parameters may set."""
 
-    short: ClassVar[str] = ""  # what it adds to the name of a rule
-
-    @property
-    def decays(self) -> bool:
-        """Whether it needs the query point, as s["query"]."""
-        return False
-
-    @property
-    def ignores_scale(self) -> bool:
-        """Whether a factor on all gradients of a node changes nothing."""
-        return False
+    short: ClassVar[str] = ""  # its name as a part, if not that of its class
+    gossips: str = ""  # the option that makes it gossip, if it does
+    decays: bool = False  # whether it needs the query point, as s["query"]
+    ignores_scale: bool = False  # whether a factor on all gradients of a node changes nothing
 
     def init(self, x: Tensor) -> State:
         """Its part of the state."""
@@ -42,6 +35,7 @@ class Momentum(Direction):
     """m <- momentum m + g on every node, with a momentum from 0 up to but not including 1; 0 is the gradient itself."""
 
     momentum: Given = 0.0
+    short: ClassVar[str] = "sgd"
 
     def __post_init__(self) -> None:
         columns.settle(self, momentum=share("momentum", self.momentum))
@@ -104,7 +98,7 @@ class Adam(Direction):
             self,
             beta1=share("beta1", self.beta1),
             beta2=share("beta2", self.beta2),
-            eps=columns.hyper("eps", self.eps, lambda v: v > 0, "a number above 0, such as 1e-8"),
+            eps=positive("eps", self.eps, 1e-8),
             weight_decay=columns.hyper("weight_decay", self.weight_decay, lambda v: v >= 0, "a number from 0 up"),
         )
         if not isinstance(self.shared, bool):
@@ -113,12 +107,16 @@ class Adam(Direction):
             raise ValueError(f"reduced = {self.reduced!r}; give true to gossip gradients first, or false")
 
     @property
-    def decays(self) -> bool:
+    def gossips(self) -> str:  # type: ignore[override]
+        return "shared" * self.shared or "reduced" * self.reduced
+
+    @property
+    def decays(self) -> bool:  # type: ignore[override]
         return not is_zero(self.weight_decay)
 
     @property
-    def ignores_scale(self) -> bool:
-        return not (self.shared or self.reduced)
+    def ignores_scale(self) -> bool:  # type: ignore[override]
+        return not self.gossips
 
     def init(self, x: Tensor) -> State:
         """The moments, without a first one that nothing needs."""

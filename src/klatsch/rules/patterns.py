@@ -9,8 +9,8 @@ from torch import Tensor
 
 from klatsch import columns
 from klatsch.columns import Given, Number
-from klatsch.rules.base import Flow, Graph, Rule, State, blend, descend, joined, learning_rate, share
-from klatsch.rules.directions import Adam, Direction, is_zero, sgd
+from klatsch.rules.base import Flow, Graph, Rule, State, blend, descend, joined, learning_rate, positive, share
+from klatsch.rules.directions import Direction, is_zero, sgd
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,19 +31,19 @@ class Pattern(Rule):
             raise ValueError(f"direction = {self.direction!r}; give one, such as rules.momentum(0.9)")
 
     @property
-    def name(self) -> str:
-        parts = [super().name, *filter(None, [self.direction.short])]
-        return "dadam" if parts == ["dsgd", "adam"] else "-".join(parts)
+    def parts(self) -> tuple[str, ...]:
+        direction = self.direction.short or type(self.direction).__name__
+        return super().parts if direction == "sgd" else (*super().parts, direction)
 
     def init(self, x: Tensor) -> State:
         return joined(self.name, {"w": x}, self.direction.init(x))
 
     @property
-    def decays(self) -> bool:
+    def decays(self) -> bool:  # type: ignore[override]
         return self.direction.decays
 
     @property
-    def ignores_scale(self) -> bool:
+    def ignores_scale(self) -> bool:  # type: ignore[override]
         return self.direction.ignores_scale
 
     def step(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
@@ -78,12 +78,11 @@ class Plain(Pattern):
     """
 
     order: str = "atc"
-    short: ClassVar[str] = "dsgd"
+    short: ClassVar[str] = "plain"
 
     @property
     def met(self) -> tuple[str, ...]:  # type: ignore[override]
-        gossips = isinstance(self.direction, Adam) and (self.direction.shared or self.direction.reduced)
-        return () if gossips else ("w",)
+        return () if self.direction.gossips else ("w",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,7 +211,7 @@ class DiLoCo(Pattern):
         super().__post_init__()
         columns.settle(
             self,
-            outer_lr=columns.hyper("outer_lr", self.outer_lr, lambda v: v > 0, "a number above 0, such as 0.7"),
+            outer_lr=positive("outer_lr", self.outer_lr, 0.7),
             outer_momentum=share("outer_momentum", self.outer_momentum),
         )
 
@@ -246,7 +245,7 @@ class Tracked(Pattern):
         Koloskova et al., "An improved analysis of gradient tracking for decentralized machine learning", 2021.
     """
 
-    short: ClassVar[str] = "gt"
+    short: ClassVar[str] = "tracked"
     ignores_scale = False  # what it divides is the network's gradient
 
     def init(self, x: Tensor) -> State:
@@ -272,11 +271,10 @@ class Corrected(Pattern):
         w <- mix(2 w - w_prev - (lr s - lr_prev s_prev)),   first step mix(w - lr s)
 
     With flows it does not drift in float32, and it works with local steps: in silent rounds y stays, and y / H steers
-    the steps.
+    the steps. H is the graph's, and longer where flows arrive late.
 
     Args:
         lazy: halve the flow; if false, D2 as published, which is not stable on every graph.
-        every: H, rounds between two mixes; taken from the graph, and longer where flows arrive late.
 
     References:
         Tang et al., "D2: decentralized training over decentralized data", 2018, Algorithm 1.
@@ -284,8 +282,8 @@ class Corrected(Pattern):
     """
 
     lazy: bool = True
-    every: int = 1
-    short: ClassVar[str] = "d2"
+    every: int = field(default=1, init=False)
+    short: ClassVar[str] = "corrected"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -337,15 +335,13 @@ class Push(Pattern):
         Assran et al., "Stochastic gradient push for distributed deep learning", 2019, Algorithm 1.
     """
 
-    short: ClassVar[str] = "sgp"
-    push: ClassVar[bool] = True
+    short: ClassVar[str] = "push"
+    push = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.direction, Adam) and self.direction.shared:
-            raise ValueError(f"{self.name} with shared = true: push-sum would gossip sums of v; leave shared out")
-        if isinstance(self.direction, Adam) and self.direction.reduced:
-            raise ValueError(f"{self.name} with reduced = true: push-sum would gossip sums of gradients; leave it out")
+        if option := self.direction.gossips:
+            raise ValueError(f"{self.name} with {option} = true: push-sum would gossip sums; leave {option} out")
 
     def init(self, x: Tensor) -> State:
         return joined(self.name, super().init(x), {"weight": x[..., :1] * 0.0 + 1.0})
@@ -361,11 +357,9 @@ class Push(Pattern):
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         if not graph.column_stochastic:
-            name = name or self.name
             raise ValueError(
-                f"{name} on {graph.name}: the columns of P do not sum to 1, so that mass is lost; build the graph with "
-                f"stochastic='columns', or use {'dat' if name.startswith('dat') else 'dsgd'} on a doubly stochastic "
-                "graph"
+                f"{name or self.name} on {graph.name}: the columns of P do not sum to 1, so that mass is lost; build "
+                "the graph with stochastic='columns', or use dsgd or dat on a doubly stochastic graph"
             )
 
 
@@ -374,8 +368,7 @@ def needs_doubly_stochastic(graph: Graph, rule: str) -> None:
     if not graph.doubly_stochastic:
         raise ValueError(
             f"{rule} on {graph.name}: the matrix is not doubly stochastic, so mixing does not keep the network "
-            f"mean; use {'dat-sgp' if rule.startswith('dat') else 'sgp'} with a column-stochastic graph, or allow "
-            "it with any_graph=True (--any-graph)"
+            "mean; use sgp or dat-sgp with a column-stochastic graph, or allow it with any_graph=True (--any-graph)"
         )
 
 
