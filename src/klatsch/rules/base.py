@@ -206,7 +206,7 @@ def learning_rate(value: Given) -> LearningRate:
     if callable(value):
         rate(value, 1)
         return value  # type: ignore[no-any-return]
-    return positive("lr", value, 0.01)
+    return positive("lr", value, "0.01")
 
 
 def rate(lr: LearningRate, t: int) -> Given:
@@ -244,7 +244,7 @@ class Decay:
 
     def __post_init__(self) -> None:
         whole(self.steps, "steps", 1)
-        positive("lr", self.lr, 0.01)
+        positive("lr", self.lr, "0.01")
         names = self.schedule if isinstance(self.schedule, list | tuple) else [self.schedule]
         for name in names:
             check_schedule(name)
@@ -277,9 +277,9 @@ def _left(text: str, t: int, steps: int) -> float:
     return SCHEDULES[name](min((t - 1 - rounds) / max(steps - rounds, 1), 1.0) if t > rounds else 0.0)
 
 
-def positive(name: str, value: Given, example: float) -> Number:
+def positive(name: str, value: Given, example: str) -> Number:
     """Check a number above 0."""
-    return columns.hyper(name, value, lambda v: v > 0, f"a number above 0, such as {example:g}")
+    return columns.hyper(name, value, lambda v: v > 0, f"a number above 0, such as {example}")
 
 
 def share(name: str, value: Given, most: str = "up to but not including 1") -> Number:

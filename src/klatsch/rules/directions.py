@@ -98,7 +98,7 @@ class Adam(Direction):
             self,
             beta1=share("beta1", self.beta1),
             beta2=share("beta2", self.beta2),
-            eps=positive("eps", self.eps, 1e-8),
+            eps=positive("eps", self.eps, "1e-8"),
             weight_decay=columns.hyper("weight_decay", self.weight_decay, lambda v: v >= 0, "a number from 0 up"),
         )
         if not isinstance(self.shared, bool):

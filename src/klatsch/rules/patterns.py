@@ -211,7 +211,7 @@ class DiLoCo(Pattern):
         super().__post_init__()
         columns.settle(
             self,
-            outer_lr=positive("outer_lr", self.outer_lr, 0.7),
+            outer_lr=positive("outer_lr", self.outer_lr, "0.7"),
             outer_momentum=share("outer_momentum", self.outer_momentum),
         )
 
