@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from klatsch import topology as tp
-from klatsch.topology.schedules import _digits, _factors, base_graph_period
+from klatsch.topology.families import _digits, _factors, base_graph_period
 from tests.support.graphs import SIZES, product
 
 

@@ -61,7 +61,7 @@ def check_known(
 def parameters_of(kind: str, name: str) -> Parameters:
     """The options of a rule, topology or problem, by its name."""
     from klatsch import problems, rules
-    from klatsch.topology.names import family
+    from klatsch.topology.families import family
 
     makers: dict[str, Callable[[str], Callable[..., object]]]
     makers = {"rule": rules.kind, "problem": problems.kind, "topology": lambda name: family(name).build}

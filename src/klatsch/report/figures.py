@@ -19,7 +19,7 @@ from klatsch.report.claims import at_its_best, family
 from klatsch.study.choices import Row
 from klatsch.study.grids import shown
 from klatsch.study.traffic import sent_by
-from klatsch.topology.names import split
+from klatsch.topology.families import split
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

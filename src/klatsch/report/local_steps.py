@@ -8,7 +8,7 @@ from klatsch.report import claims, figures
 from klatsch.report.claims import LEVEL, Answer, OfRows, asks, at_its_best, family, percent
 from klatsch.report.entries import Content, Said, Target, images, said, skewed
 from klatsch.study.choices import BESIDE, Row
-from klatsch.topology.names import split
+from klatsch.topology.families import split
 
 BETWEEN = (1, 4, 16, 64)  # H, rounds between two mixes
 RING, ALL_REDUCE = "ring", "complete"  # families of graphs, which tell gossip from all-reduce

@@ -25,7 +25,7 @@ from klatsch.arguments import check_options, number, printable, shown, there_are
 from klatsch.files import text_of
 from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, axis, combinations, count, counted, in_words, several
 from klatsch.topology.channel import CHANNEL, check_channel
-from klatsch.topology.names import split
+from klatsch.topology.families import split
 
 PAPER_GRID = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1)  # Section 5.1
 MOST_POINTS = 10_000  # of `record`

@@ -13,21 +13,25 @@ from klatsch.topology.families import (
     TOPOLOGIES,
     Family,
     base_graph,
+    builder,
     complete,
     directed_ring,
     erdos_renyi,
     exponential,
     grid,
     hypercube,
+    make,
     near_complete,
+    nth_size,
     one_peer_exponential,
+    options,
     random_regular,
     ring,
+    spectral_gap,
     star,
     torus,
 )
 from klatsch.topology.graph import Topology, from_matrices, from_networkx, lazy
-from klatsch.topology.names import builder, make, nth_size, options, spectral_gap
 
 __all__ = ["FAMILIES", "TOPOLOGIES", "Family", "Summary", "Topology"]
 __all__ += [

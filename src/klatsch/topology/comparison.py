@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from klatsch.arguments import whole
 from klatsch.topology.channel import CHANNEL, check_channel, encoded_bytes
-from klatsch.topology.families import FAMILIES
+from klatsch.topology.families import FAMILIES, family, make, options, spectral_gap
 from klatsch.topology.graph import Topology, check_topology
-from klatsch.topology.names import family, make, options, spectral_gap
 from klatsch.topology.validation import no_wire, node_count
 
 GAMMA = 0.95  # the memory that explains deep-learning runs best in Vogels et al. 2022

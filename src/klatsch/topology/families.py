@@ -1,4 +1,4 @@
-"""Every family of graphs: how to build it, and what is known of it at any size without building it.
+"""Every family of graphs: how to build it, by its function or its name, and what is known of it at any size.
 
 Undirected graphs have Metropolis–Hastings weights: with equal degrees d, 1 / (d + 1) on every link. Tests compare the
 records of `FAMILIES` with the graphs.
@@ -9,18 +9,20 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from klatsch.arguments import number, whole
-from klatsch.topology import schedules
+from klatsch.arguments import check_options, named, number, whole
+from klatsch.own import is_own, label, load
+from klatsch.topology.channel import CHANNEL, channel
 from klatsch.topology.graph import Topology
-from klatsch.topology.matrix import Nodes, circulant, metropolis_hastings, symmetric
-from klatsch.topology.validation import LARGEST, node_count
+from klatsch.topology.matrix import Nodes, Weights, circulant, metropolis_hastings, symmetric
+from klatsch.topology.validation import LARGEST, node_count, rounds_between
 
 if TYPE_CHECKING:
     import networkx as nx  # loaded only for random graphs
@@ -30,6 +32,9 @@ LARGEST_DENSE = 5_000  # nodes, all linked with each other: a gigabyte or two
 MOST_DRAWN = 2_000_000  # links of a random graph: half a minute and a gigabyte
 MOST_LINKS = 20_000_000  # of a base graph over a period: about four gigabytes
 TRIES = 100  # draws of a random graph until it is connected
+
+WeightedLinks = tuple[Nodes, Nodes, Weights]  # both ends and the weight of every undirected link
+Round = list[WeightedLinks]  # links of one round that touch different nodes
 
 
 @dataclass(frozen=True)
@@ -141,14 +146,13 @@ def base_graph(n: int, k: int = 1) -> Topology:
         finite-time convergence", 2023, Algorithms 1 (hyper-hypercube), 2 (simple) and 3.
     """
     n, k = FAMILIES["base_graph"].checked(n), whole(k, "base_graph: k", 1)
-    links = n * min(k, n - 1) * schedules.base_graph_period(n, k) // 2
+    links = n * min(k, n - 1) * base_graph_period(n, k) // 2
     if links > MOST_LINKS:
         raise ValueError(
             f"base_graph: n = {n:,} with k = {k:,} has up to {links:,} links over a period; the most is "
             f"{MOST_LINKS:,}: lower k, or take fewer nodes"
         )
-    rounds = schedules.base_graph_rounds(n, k)
-    return Topology(f"base_graph(k={k})", tuple(symmetric(n, *links) for links in rounds))
+    return Topology(f"base_graph(k={k})", tuple(symmetric(n, *links) for links in base_graph_rounds(n, k)))
 
 
 def directed_ring(n: int) -> Topology:
@@ -335,7 +339,7 @@ def _base_graph_gap(n: int, k: int = 1) -> float:
     """One period is the mean."""
     if min(whole(k, "base_graph: k", 1), n) > LARGEST:  # divisors up to k are tried one by one
         raise ValueError(f"base_graph: k = {k:,}; give at most {LARGEST:,}")
-    return 1 / schedules.base_graph_period(n, k)
+    return 1 / base_graph_period(n, k)
 
 
 def _lattice_degree(n: int) -> int:
@@ -393,3 +397,201 @@ FAMILIES: dict[str, Family] = {
     )
 }
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {name: family.build for name, family in FAMILIES.items()}
+
+
+def make(name: str, n: int | None = None, **choices: object) -> Topology:
+    """A topology by name: `make("ring", 16)`, `make("base_graph", 16, k=2)`, `make("torus", rows=3, cols=4)`.
+
+    `make("ring/8", 16)` and `make("ring", 16, every=8)` gossip in every 8th round only; `late` and `wire` say how
+    messages travel (see `channel`).
+    """
+    return builder(name, choices)(n, **choices)
+
+
+def options(name: str) -> tuple[str, ...]:
+    """The options that `make(name, n, ...)` takes besides n; all take those of `channel`."""
+    return *family(name).options, *CHANNEL
+
+
+def spectral_gap(name: str, n: int, **choices: object) -> float:
+    """The spectral gap rho of `make(name, n, ...)`, in closed form where one is known: there n may be a million."""
+    build, known = builder(name, choices), family(name)
+    own, travel = _parted(name, choices)
+    if known.gap is None or travel.get("late", 0) >= travel["every"] or travel.get("loss"):  # which change the weights
+        return build(n, **choices).spectral_gap
+    # A lattice of given sides may have an n that is refused without them: its closed form checks.
+    gap = known.gap(n if known.lattice else known.checked(n, UNLIMITED), **own)
+    return gap / int(travel["every"])
+
+
+def nth_size(name: str, s: int) -> int:
+    """The s-th size (from 1) at which a family keeps its shape; for most families that is s."""
+    return family(name).nth_size(s)
+
+
+def builder(name: str, choices: Collection[str] = ()) -> Callable[..., Topology]:
+    """The function that builds a topology; checks its name and the names of its options first."""
+    check_options(name, choices, options(name))
+
+    def build(n: int | None = None, **chosen: object) -> Topology:
+        own, travel = _parted(name, chosen)
+        graph = family(name).build(n, **own)
+        if not isinstance(graph, Topology):
+            raise ValueError(
+                f"{label(split(name)[0])} returns a {type(graph).__name__}; return a Topology, such as topology.ring(n)"
+            )
+        return channel(graph, **travel)
+
+    return build
+
+
+def family(name: str) -> Family:
+    """The family of "ring" or "ring/8"; for your own "file.py:function" it knows the builder only."""
+    kind, _ = split(name)
+    return Family(load("topology", kind), symmetric=False) if is_own(kind) else named("topology", kind, FAMILIES)
+
+
+def split(name: str) -> tuple[str, int]:
+    """A name as family and rounds between two mixes: ("ring", 8) for "ring/8"."""
+    if not isinstance(name, str) or "/" not in name:
+        return name, 1
+    kind, _, H = name.rpartition("/") if is_own(name) else name.partition("/")
+    if is_own(H):  # the slash belongs to a path
+        return name, 1
+    if not (H.isascii() and H.isdigit() and len(H) < 10 and int(H) > 0):
+        raise ValueError(
+            f"topology {name!r}: {H!r} is not a number of rounds; write {kind}/8 for gossip in every 8th round"
+        )
+    return kind, rounds_between(int(H))
+
+
+def _parted(name: str, choices: Mapping[str, object]) -> tuple[dict[str, object], dict[str, Any]]:
+    """The options of the family, and those of the channel, of which the name may hold `every`."""
+    kind, between = split(name)
+    own = {option: value for option, value in choices.items() if option not in CHANNEL}
+    travel = {option: value for option, value in choices.items() if option in CHANNEL}
+    if "every" in travel:
+        if kind != name:
+            raise ValueError(f"{name} with every = {travel['every']!r}: the name says that; leave one of them out")
+        rounds_between(travel["every"])
+    return own, {"every": between} | travel
+
+
+# The Base-(k+1) Graph: n = p q, where p holds all prime factors up to k + 1. Each of p groups of q nodes averages
+# exactly by the simple Base-(k+1) Graph; then the groups average, factor by factor. If it is shorter, all n nodes use
+# the simple graph.
+
+
+def base_graph_rounds(n: int, k: int) -> list[WeightedLinks]:
+    """Algorithm 3: hyper-hypercubes for the factors up to k + 1, the simple graph for the rest."""
+    nodes = np.arange(n)
+    if _simple_length(n, k) < _composed_length(n, k):
+        rounds = _simple(nodes, k)
+    else:
+        groups = nodes.reshape(_split(n, k))
+        rounds = _in_parallel([_simple(group, k) for group in groups])
+        rounds += _in_parallel([_hyper_hypercube(column, k) for column in groups.T])
+    empty: WeightedLinks = (nodes[:0], nodes[:0], np.array([]))
+    joined = [zip(empty, *links, strict=True) for links in rounds or [[]]]
+    return [tuple(np.concatenate(part) for part in parts) for parts in joined]  # type: ignore[misc]
+
+
+def base_graph_period(n: int, k: int = 1) -> int:
+    """The number of rounds of `base_graph(n, k)`, without building it."""
+    return max(1, min(_simple_length(n, k), _composed_length(n, k)))
+
+
+def _hyper_hypercube(nodes: Nodes, k: int) -> list[Round]:
+    """Algorithm 1, for numbers of nodes without prime factors above k + 1: one factor per round."""
+    shape = _factors(len(nodes), k)
+    assert shape is not None
+    cube = nodes.reshape(shape)
+    return [[_cliques(np.moveaxis(cube, axis, -1).reshape(-1, side))] for axis, side in enumerate(shape)]
+
+
+def _simple(nodes: Nodes, k: int) -> list[Round]:
+    """Algorithm 2, for any number of nodes n: one block of nodes for each digit of n in base k + 1."""
+    digits = _digits(len(nodes), k)
+    if len(digits) == 1:
+        return _hyper_hypercube(nodes, k)
+    sizes = [a * (k + 1) ** p for a, p in digits]
+    blocks = np.split(nodes, np.cumsum(sizes)[:-1])
+
+    # First all blocks find their own means at the same time; one that is done repeats its rounds.
+    first = len(_hyper_hypercube(blocks[0], k))
+    rounds = _in_parallel([_repeated(_hyper_hypercube(block, k), first) for block in blocks])
+    rounds += [[] for _ in range(_simple_length(len(nodes), k) - first)]
+
+    # Then block l meets all later blocks: each later node meets one node from each of the a_l parts of block l and
+    # takes its share of their mean. Afterwards the mean of every part of block l is the overall mean.
+    for step, (block, (a, p)) in enumerate(zip(blocks, digits, strict=True)):
+        later = blocks[step + 1 :]
+        parts = block.reshape(a, (k + 1) ** p) if later else block.reshape(1, -1)
+        if later:
+            meeting, others = rounds[first + step], np.concatenate(later)
+            met, resting = parts[:, : len(others)].ravel(), parts[:, len(others) :].ravel()
+            weight = len(block) / (a * (len(block) + len(others)))
+            meeting.append((met, np.tile(others, a), np.full(len(met), weight)))
+            full = len(resting) // (k + 1) * (k + 1)
+            rest = (resting[:full].reshape(-1, k + 1), resting[full:].reshape(1, -1))
+            meeting += [_cliques(groups) for groups in rest if groups.size]
+        # Last, each part averages inside while the later blocks go on.
+        start = first + step + (1 if later else 0)
+        for part in parts:
+            again = _repeated(_hyper_hypercube(part, k), len(rounds) - start)
+            for links, more in zip(rounds[start:], again, strict=True):
+                links += more
+    return rounds
+
+
+def _simple_length(n: int, k: int) -> int:
+    (a, p), *rest = _digits(n, k)
+    first = p + (a > 1)
+    return first + 1 + p if rest else first
+
+
+def _composed_length(n: int, k: int) -> int:
+    p, q = _split(n, k)
+    return _simple_length(q, k) + len(_factors(p, k) or ())
+
+
+def _digits(n: int, k: int) -> list[tuple[int, int]]:
+    """The non-zero digits a and their exponents p in n = sum of a (k + 1)^p, largest first."""
+    return [(a, p) for p in reversed(range(n.bit_length())) if (a := n // (k + 1) ** p % (k + 1))]
+
+
+def _split(n: int, k: int) -> tuple[int, int]:
+    """n = p q, where p has only prime factors up to k + 1 and q has none of them."""
+    p, q = 1, n
+    for divisor in range(2, min(k + 1, n) + 1):
+        while q % divisor == 0:
+            p, q = p * divisor, q // divisor
+    return p, q
+
+
+@cache
+def _factors(n: int, k: int) -> tuple[int, ...] | None:
+    """The fewest factors from 2 to k + 1 whose product is n, or None if n has a larger prime factor."""
+    if n == 1:
+        return ()
+    divisors = [divisor for divisor in range(min(k + 1, n), 1, -1) if n % divisor == 0]
+    found = [(divisor, *rest) for divisor in divisors if (rest := _factors(n // divisor, k)) is not None]
+    return min(found, key=len, default=None)
+
+
+def _cliques(groups: Nodes) -> WeightedLinks:
+    """Every row of `groups` averages all its nodes."""
+    side = groups.shape[1]
+    i, j = np.triu_indices(side, k=1)
+    a, b = groups[:, i].ravel(), groups[:, j].ravel()
+    return a, b, np.full(len(a), 1.0 / side)
+
+
+def _repeated(rounds: list[Round], length: int) -> list[Round]:
+    """The rounds repeated up to a length; a single node rests."""
+    return [list(rounds[t % len(rounds)]) if rounds else [] for t in range(length)]
+
+
+def _in_parallel(schedules: list[list[Round]]) -> list[Round]:
+    """Schedules of different nodes at the same time; the shorter ones rest at the end."""
+    return [[links for part in parts for links in part] for parts in zip_longest(*schedules, fillvalue=[])]
