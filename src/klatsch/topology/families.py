@@ -86,7 +86,7 @@ def grid(n: int | None = None, *, rows: int | None = None, cols: int | None = No
 def complete(n: int) -> Topology:
     """Everyone talks to everyone: one round gives the exact mean, as a parameter server would."""
     n = FAMILIES["complete"].checked(n)
-    return Topology("complete", (metropolis_hastings(n, *np.triu_indices(n, k=1)),), all_reduce=True)
+    return _undirected("complete", n, *np.triu_indices(n, k=1), all_reduce=True)
 
 
 def near_complete(n: int) -> Topology:
@@ -137,10 +137,6 @@ def base_graph(n: int, k: int = 1) -> Topology:
     A node with nothing to do in a round averages with nodes that hold the same value by then, so that every round
     counts when gradients come in between.
 
-    Args:
-        n: number of nodes.
-        k: largest number of neighbours in a round.
-
     References:
         Takezawa et al., "Beyond exponential graph: communication-efficient topologies for decentralized learning via
         finite-time convergence", 2023, Algorithms 1 (hyper-hypercube), 2 (simple) and 3.
@@ -164,10 +160,7 @@ def directed_ring(n: int) -> Topology:
 def erdos_renyi(n: int, *, p: float | None = None, seed: int = 0) -> Topology:
     """Every pair of nodes is linked with probability p; drawn again until connected.
 
-    Args:
-        n: number of nodes.
-        p: probability of a link; by default 2 ln(n) / n, twice the threshold of connectivity (at most 1).
-        seed: the same seed gives the same graph.
+    By default p is 2 ln(n) / n, twice the threshold of connectivity, and at most 1.
     """
     import networkx as nx
 
@@ -180,13 +173,7 @@ def erdos_renyi(n: int, *, p: float | None = None, seed: int = 0) -> Topology:
 
 
 def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topology:
-    """A random graph in which every node has the same number of neighbours; drawn again until connected.
-
-    Args:
-        n: number of nodes.
-        degree: neighbours per node; by default 4, or n - 1 if that is less.
-        seed: the same seed gives the same graph.
-    """
+    """A random graph in which every node has the same number of neighbours, by default 4; drawn until connected."""
     import networkx as nx
 
     n = FAMILIES["random_regular"].checked(n)
@@ -246,11 +233,11 @@ def _lattice(name: str, n: int | None, rows: int | None, cols: int | None) -> To
         ends = len(along) if name == "torus" and len(along) > 2 else len(along) - 1
         links.append((along[:ends], np.roll(along, -1, axis=0)[:ends]))
     i, j = (np.concatenate([part.ravel() for part in parts]) for parts in zip(*links, strict=True))
-    return _undirected(f"{name}({rows}x{cols})", rows * cols, i, j, (rows, cols))
+    return _undirected(f"{name}({rows}x{cols})", rows * cols, i, j, lattice=(rows, cols))
 
 
-def _undirected(name: str, n: int, i: Nodes, j: Nodes, lattice: tuple[int, int] | None = None) -> Topology:
-    return Topology(name, (metropolis_hastings(n, i, j),), lattice=lattice)
+def _undirected(name: str, n: int, i: Nodes, j: Nodes, **facts: Any) -> Topology:
+    return Topology(name, (metropolis_hastings(n, i, j),), **facts)
 
 
 def _drawn(
