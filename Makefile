@@ -17,10 +17,10 @@ quick: $(STAMP)
 	$(PYTEST) -m "not (processes or browser or documents or slow or soak)"
 
 test: $(STAMP)
-	$(PYTEST) -m "not soak" --durations=25
+	$(PYTEST) -m "not (browser or documents or soak)" --durations=25
 
 soak: $(STAMP)
-	$(PYTEST) -m soak --durations=5
+	$(PYTEST) -m "browser or documents or soak" --durations=25
 
 demo: $(BASE)  # without what only tests need
 	$(BIN)/python -m klatsch demo

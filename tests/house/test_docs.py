@@ -158,24 +158,3 @@ def test_there_is_something_to_test():
     assert len(BLOCKS) >= 4
     assert RULES
     assert sum(len(commands) for _, commands in COMMANDS) >= 15
-
-
-@pytest.mark.parametrize(
-    "path", [*DOCUMENTS, *ROOT.glob("*.md"), *(ROOT / "docs" / "results").glob("*.md")], ids=lambda path: path.name
-)
-def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
-        assert target.startswith("http") or (path.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
-def test_files_named_in_the_documents_exist(path):
-    for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|c|toml|safetensors))`", path.read_text()):
-        assert any((root / name).exists() for root in (ROOT, ROOT / "src", ROOT / "src" / "klatsch")), name
-
-
-def test_make_targets_named_in_the_documents_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"^ {4}make (\w+)", path.read_text(), re.M):
-            assert f"\n{target}:" in makefile, target

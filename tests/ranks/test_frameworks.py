@@ -33,6 +33,8 @@ inputs, labels = spirals(1000)[:]
 print(float((model(inputs).argmax(1) == labels).float().mean()))
 """
 
+pytestmark = pytest.mark.soak
+
 
 def needs(package):
     if package is not None and find_spec(package) is None:
@@ -44,7 +46,6 @@ def found(ranks, size):
     return [json.loads(ranks.wait_for(f"found-{rank}")) for rank in range(size)]
 
 
-@pytest.mark.documents
 @pytest.mark.parametrize("name", WITH)
 def test_recipes(prepared, tmp_path, name):
     """Consensus is above 0 and falls, the loss falls, and a plain script loads the model."""
@@ -66,7 +67,6 @@ def test_recipes(prepared, tmp_path, name):
     assert float(alone.stdout) > 0.95, alone.stderr
 
 
-@pytest.mark.documents
 @pytest.mark.parametrize("name", WITH)
 def test_the_document_shows_them(name):
     recipe = (RECIPES / f"{name}.py").read_text()
