@@ -9,8 +9,7 @@ from klatsch import rules, topology
 from klatsch.clock import Clock
 from klatsch.report import figures
 from klatsch.study import Store, expand, parse, run_study, workers
-from klatsch.study.choices import summarize
-from klatsch.study.timing import timed
+from klatsch.study.choices import summarize, timed
 from klatsch.study.traffic import elapsed, exchange_of
 from tests.support.pictures import check_picture
 

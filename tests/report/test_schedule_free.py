@@ -10,7 +10,7 @@ from klatsch.report import schedule_free as paper
 from klatsch.report.claims import Sentence
 from klatsch.report.targets import GROUPS, TARGETS, study_of
 from klatsch.study import Row, Store, expand
-from klatsch.study.screening import screened
+from klatsch.study.choices import screened
 from tests.support.pictures import check_picture
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from klatsch.study import Store, expand, grids, load, parse, run_study, workers
+from klatsch.study import Store, expand, load, parse, run_study, spec, workers
 from klatsch.study.batches import pack, quick
 from tests.support.cluster import impatient
 
@@ -111,13 +111,13 @@ def test_what_is_done_can_be_shown_without_the_device(study_file, tmp_path, run_
 @pytest.fixture
 def never_expanded(monkeypatch):
     """Nothing may be written out that is too large: it is counted."""
-    usual = grids.product
+    usual = spec.product
 
     def product(*axes):
         assert math.prod(len(axis) for axis in axes) <= 1000
         return usual(*axes)
 
-    monkeypatch.setattr(grids, "product", product)
+    monkeypatch.setattr(spec, "product", product)
 
 
 @pytest.mark.slow
@@ -134,16 +134,16 @@ def test_long_lists_are_read_once(never_expanded):
         __hash__ = float.__hash__
 
     many = 5_000
-    assert grids.several([Rate(k) for k in range(many)] * 2) == list(range(many))
+    assert spec.several([Rate(k) for k in range(many)] * 2) == list(range(many))
     assert compared < 10 * many
     with pytest.raises(ValueError, match=r"a grid of 300,000 runs; the limit is 100,000"):
         parse({**SMALL, "nodes": list(range(1, 300_001)), "lr": 0.1, "seeds": 1})
     tables = [{"name": "dat", "momentum": k / 2e4} for k in range(10_000)]
-    assert len(grids.several(tables + tables)) == 10_000
+    assert len(spec.several(tables + tables)) == 10_000
 
 
 def test_equal_entries_are_still_one():
-    assert grids.several([1, 1.0, "a", "a", {"k": 2}, {"k": 2}, [1], [1]]) == [1.0, "a", {"k": 2}, [1]]
+    assert spec.several([1, 1.0, "a", "a", {"k": 2}, {"k": 2}, [1], [1]]) == [1.0, "a", {"k": 2}, [1]]
     assert parse({**SMALL, "nodes": [9, 4, 9], "lr": [0.1, 0.2, 0.1]}).nodes == (9, 4)
 
 

@@ -8,11 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from klatsch.study import Store, execute, expand, load, parse, run_study, sharing, workers
+from klatsch.study import Store, execute, expand, load, parse, run_study, workers
 from klatsch.study.batches import pack
-from klatsch.study.database import FORMAT
-from klatsch.study.sharing import checkpoint
-from klatsch.study.store import Origin
+from klatsch.study.execute import Claims, checkpoint
+from klatsch.study.store import FORMAT, Origin
 from tests.support.studies import PAPER, SMALL
 from tests.support.waiting import wait_until
 
@@ -88,7 +87,7 @@ def test_three_processes_share_the_work(tmp_path, start):
 TOGETHER = """
 import os, sys
 from klatsch.study import Store
-from klatsch.study.sharing import Share
+from klatsch.study.execute import Claims
 
 for number in range(20):
     ready, go = os.pipe()
@@ -97,8 +96,8 @@ for number in range(20):
         if (pid := os.fork()) == 0:
             os.close(go)
             os.read(ready, 1)  # until the other end is closed, for all at once
-            with Store(f"{number}.sqlite") as store, Share(store) as share:
-                share.take([], 1)
+            with Store(f"{number}.sqlite") as store, Claims(store) as claims:
+                claims.take([], 1)
             os._exit(0)
         crew.append(pid)
     os.close(go)
@@ -153,7 +152,7 @@ def claim_elsewhere(store, cases):
 
 
 def test_a_machine_that_is_silent_is_taken_for_dead(tmp_path, monkeypatch):
-    monkeypatch.setattr(sharing, "SILENCE", 0.3)
+    monkeypatch.setattr(Claims, "silence", 0.3)
     cases, _ = expand(parse(SMALL))
     with Store(tmp_path / "s.sqlite") as store:
         claim_elsewhere(store, cases)
@@ -165,7 +164,7 @@ def test_a_machine_that_is_silent_is_taken_for_dead(tmp_path, monkeypatch):
 
 def test_a_machine_that_gives_signs_of_life_is_waited_for(tmp_path, monkeypatch):
     """However far its clock is off: only the number of its signs is looked at."""
-    monkeypatch.setattr(sharing, "SILENCE", 0.0)  # dead is who gives none between two looks
+    monkeypatch.setattr(Claims, "silence", 0.0)  # dead is who gives none between two looks
     cases, _ = expand(parse(SMALL))
     looks = []
 
@@ -219,7 +218,7 @@ def test_leftovers_beside_a_complete_store_go_with_the_next_run(tmp_path, start)
 def test_what_a_living_process_is_at_is_not_swept(tmp_path):
     cases, _ = expand(parse(SMALL))
     with Store(tmp_path / "s.sqlite") as mine, Store(tmp_path / "s.sqlite") as other:
-        with sharing.Share(other) as share:
+        with Claims(other) as share:
             ((batch,), _) = share.take(pack(expand(parse({**SMALL, "steps": 60}))[0], "cpu"), 1)
             files = [checkpoint(other, batch), tmp_path / f".{checkpoint(other, batch).name}.0123abcd"]
             for file in files:

@@ -19,11 +19,10 @@ import psutil
 import pytest
 from safetensors import safe_open
 
-from klatsch.study import Store, execute, expand, load, parse, run_study, sharing, workers
+from klatsch.study import Store, execute, expand, load, parse, run_study, workers
 from klatsch.study.batches import pack
-from klatsch.study.database import FORMAT
-from klatsch.study.sharing import checkpoint
-from klatsch.study.store import Origin
+from klatsch.study.execute import Claims, checkpoint
+from klatsch.study.store import FORMAT, Origin
 from tests.support.studies import PAPER, SMALL
 from tests.support.waiting import HANG, wait_until
 
@@ -258,7 +257,7 @@ def test_a_full_disk_is_one_line_and_what_was_stored_is_safe(study_file, tmp_pat
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
     # The full disk took no word of the end, and the process that claimed the rest, this one, is alive.
-    monkeypatch.setattr(sharing, "SILENCE", 1.0)
+    monkeypatch.setattr(Claims, "silence", 1.0)
     with Store(tmp_path / "moved.sqlite") as store:  # where there is space, it goes on
         kept = store.done()
         assert before < kept

@@ -40,7 +40,7 @@ class Filters:
     def apply(self, runs: Runs) -> Runs:
         """The runs that pass every filter."""
         from klatsch.arguments import named
-        from klatsch.study.grids import shown
+        from klatsch.units import compact
 
         read = {"nodes": terminal.whole, "seed": terminal.whole, "lr": terminal.number}
         lists = {name: terminal.words(asked) for name, asked in vars(self).items() if isinstance(asked, str)}
@@ -52,11 +52,11 @@ class Filters:
             named("setting", name, dict.fromkeys(option for case, _ in runs for option in _settings(case)))
             tests.append((name, [_value(value)]))
         for name, wanted in tests:
-            there = dict.fromkeys(shown(_spellings(case, name)[-1]) for case, _ in runs)
+            there = dict.fromkeys(compact(_spellings(case, name)[-1]) for case, _ in runs)
             runs = [run for run in runs if any(value in wanted for value in _spellings(run[0], name))]
             if not runs:
                 some = ", ".join(list(there)[:12])
-                raise ValueError(f"no run has {name} {', '.join(map(shown, wanted))}; there are {some}")
+                raise ValueError(f"no run has {name} {', '.join(map(compact, wanted))}; there are {some}")
         return runs
 
 
@@ -85,9 +85,9 @@ def results(
     """Print, filter and export the results in STORE: the best learning rates, or every run."""
     from klatsch import pictures
     from klatsch.study import export
-    from klatsch.study.grids import counted
+    from klatsch.study.choices import timed
     from klatsch.study.store import Store
-    from klatsch.study.timing import timed
+    from klatsch.units import counted
 
     if curves and csv is None and parquet is None and not (every and as_json):
         raise ValueError("--curves is for exports: give --csv FILE, --parquet FILE, or --all --json as well")
@@ -148,8 +148,8 @@ def report(
 ) -> None:
     """Write everything that STORE holds as one self-contained HTML page."""
     from klatsch.report.report import report as write_report
-    from klatsch.study.grids import counted
     from klatsch.study.store import Store
+    from klatsch.units import counted
 
     clock = timing.clock()
     files.check_output(out, "HTML", store)
@@ -191,8 +191,7 @@ def _tables(store: Store, runs: Runs, metric: str | None) -> list[tuple[Kind, li
 
     Short runs that only chose learning rates are left out, too; the rows of the full runs know what these tried.
     """
-    from klatsch.study.choices import names_of, rows_by_place
-    from klatsch.study.screening import screened_in
+    from klatsch.study.choices import names_of, rows_by_place, screened_in
 
     names, (short, tried) = names_of(case for case, _ in runs), screened_in(store)
     kinds: dict[Kind, list[tuple[str, Case]]] = {}
@@ -214,7 +213,7 @@ def _tables(store: Store, runs: Runs, metric: str | None) -> list[tuple[Kind, li
 def _compare(one: Store, other: Store, runs: Runs, as_json: bool) -> None:
     """Print how far the runs of two stores are apart."""
     from klatsch.study.export import differences
-    from klatsch.study.grids import counted
+    from klatsch.units import counted
 
     found, only_one, only_other = differences(one, other, runs)
     if as_json:
@@ -259,7 +258,7 @@ def _of_short_runs(row: Row, tried: tuple[float, ...]) -> Row:
 
 def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
     from klatsch.study.choices import names_of
-    from klatsch.study.grids import shown
+    from klatsch.units import compact
 
     names = names_of(case for case, _ in runs)
     outcomes = store.outcomes([facts["key"] for _, facts in runs], last=True)
@@ -272,7 +271,7 @@ def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
     lines = [
         {
             "topology": names(case).topology,
-            **{name: shown(case.problem_options.get(name, "-")) for name in settings},
+            **{name: compact(case.problem_options.get(name, "-")) for name in settings},
             "nodes": str(case.nodes),
             "rule": names(case).rule,
             "lr": f"{case.lr:g}",

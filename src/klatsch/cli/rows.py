@@ -49,8 +49,7 @@ def print_rows(
 def _lines(rows: Sequence[Row], clocked: bool) -> list[dict[str, str]]:
     """The cells of a table by their headings."""
     from klatsch.study.choices import BESIDE
-    from klatsch.study.grids import shown
-    from klatsch.units import duration, size
+    from klatsch.units import compact, duration, size
 
     if not rows:
         raise ValueError("no run is finished yet")
@@ -62,7 +61,7 @@ def _lines(rows: Sequence[Row], clocked: bool) -> list[dict[str, str]]:
     return [
         {
             "topology": row.topology,
-            **{name: shown(row.setting.get(name, "-")) for name in varying},
+            **{name: compact(row.setting.get(name, "-")) for name in varying},
             "nodes": str(row.nodes),
             "rule": row.rule,
             row.title: "diverged" if row.diverged else short(row.value),

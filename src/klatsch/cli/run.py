@@ -153,10 +153,10 @@ def run(
     from klatsch.report import figures
     from klatsch.study import spec
     from klatsch.study.cases import expand
+    from klatsch.study.choices import timed
     from klatsch.study.execute import run_study
-    from klatsch.study.grids import counted
     from klatsch.study.store import Origin, Store
-    from klatsch.study.timing import timed
+    from klatsch.units import counted
 
     use_folder(crew.data)
     clock = timing.clock()

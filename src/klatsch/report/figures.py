@@ -17,9 +17,9 @@ from klatsch import rules
 from klatsch.arguments import named, there_are
 from klatsch.report.claims import at_its_best, family
 from klatsch.study.choices import Row
-from klatsch.study.grids import shown
 from klatsch.study.traffic import sent_by
 from klatsch.topology.families import split
+from klatsch.units import compact
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -325,7 +325,7 @@ def in_letters(rows: Sequence[Row], before: Callable[[Row], list[str]] = lambda 
 
     def text(row: Row) -> str:
         values = {name: row.setting[name] for name in varying if name in row.setting}
-        letters = (f"{SYMBOLS.get(name) or literal(name)} = {literal(shown(v))}" for name, v in values.items())
+        letters = (f"{SYMBOLS.get(name) or literal(name)} = {literal(compact(v))}" for name, v in values.items())
         return ", ".join([*map(literal, before(row)), *letters])
 
     return text

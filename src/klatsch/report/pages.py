@@ -14,7 +14,7 @@ from klatsch.files import save
 from klatsch.report.claims import Verdict
 from klatsch.study.choices import BESIDE, Row
 from klatsch.study.export import save_csv
-from klatsch.study.grids import shown
+from klatsch.units import compact
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,7 +75,7 @@ def table_of(rows: Sequence[Row]) -> tuple[tuple[str, ...], tuple[tuple[str, ...
     header = ("topology", *settings, "M", "rule", *values, "lr", "lr at the edge", "MB sent", *["seconds"] * clocked)
 
     def line(row: Row) -> tuple[str, ...]:
-        setting = (shown(row.setting.get(name, "-")) for name in settings)
+        setting = (compact(row.setting.get(name, "-")) for name in settings)
         values = map(known, (row.value, row.low, row.high, *map(row.beside, measured)))
         edge = "yes" if row.at_edge else "no"
         costs = [known(row.megabytes)] + [known(row.elapsed[-1] if row.elapsed else math.nan)] * clocked

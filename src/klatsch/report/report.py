@@ -15,12 +15,10 @@ from klatsch.report import figures
 from klatsch.report.pages import Page, edge_note, table_of
 from klatsch.report.targets import TARGETS
 from klatsch.study.cases import Case, headline_of
-from klatsch.study.choices import BESIDE, Row
-from klatsch.study.grids import counted
-from klatsch.study.screening import screened
+from klatsch.study.choices import BESIDE, Row, screened, timed
 from klatsch.study.spec import Study
 from klatsch.study.store import Remembered, Store
-from klatsch.study.timing import timed
+from klatsch.units import counted
 from klatsch.version import VERSION
 
 if TYPE_CHECKING:

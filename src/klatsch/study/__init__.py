@@ -1,10 +1,9 @@
 """Grids of runs: expand, run on all cores, store, resume, choose learning rates, draw."""
 
 from klatsch.study.cases import Case, expand
-from klatsch.study.choices import Row, summarize
+from klatsch.study.choices import Row, summarize, timed
 from klatsch.study.execute import execute, run_study
 from klatsch.study.spec import Study, load, parse
 from klatsch.study.store import Store
-from klatsch.study.timing import timed
 
 __all__ = ["Case", "Row", "Store", "Study", "execute", "expand", "load", "parse", "run_study", "summarize", "timed"]

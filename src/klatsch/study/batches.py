@@ -24,8 +24,7 @@ from klatsch.sealed import CheckpointError
 from klatsch.simulation import Result, simulate_together
 from klatsch.simulation.mixing import common_period
 from klatsch.study.cases import Case
-from klatsch.study.grids import Options
-from klatsch.study.spec import make_rule
+from klatsch.study.spec import Options, make_rule
 from klatsch.study.traffic import Exchange, dim_of, exchange_of
 from klatsch.topology import Topology
 from klatsch.topology.channel import CHANNEL

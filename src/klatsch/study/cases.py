@@ -22,10 +22,10 @@ from klatsch.clock.rounds import scheduled
 from klatsch.columns import described
 from klatsch.problems import Headline
 from klatsch.rules import averaging
-from klatsch.study.grids import Options, combinations, counted, in_words, shown
-from klatsch.study.spec import Study, TopologyEntry, make_rule
+from klatsch.study.spec import Options, Study, TopologyEntry, combinations, make_rule
 from klatsch.topology import Topology
 from klatsch.topology.channel import CHANNEL, check_channel
+from klatsch.units import compact, counted, in_words
 
 REVISION = 2  # raised when the same settings lead to other results than before
 BEFORE = {  # the rules before 0.2: their classes and fields
@@ -371,7 +371,7 @@ def _called(name: str, words: str) -> str:
 def _word(option: str, value: object) -> str:
     if option == "lazy" and value is False:
         return "not lazy"
-    return str(value) if option in ("order", "schedule") else f"{option} {shown(value)}"
+    return str(value) if option in ("order", "schedule") else f"{option} {compact(value)}"
 
 
 @cache

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from klatsch.clock import Clock
 from klatsch.problems.base import DISTANCE, Headline
 from klatsch.study.cases import Case
-from klatsch.study.grids import Options, in_words
+from klatsch.study.spec import Options, Study
 from klatsch.study.store import Outcome, Store
-from klatsch.study.traffic import Exchange
+from klatsch.study.traffic import Exchange, elapsed
+from klatsch.units import in_words
 
 BESIDE = {"merged": "merged model", "worst": "worst node"}  # what rows know beside the mean of nodes
 
@@ -40,7 +43,7 @@ class Row:
     sent: float | None = None  # bytes per node over the run, if known
     case: Case | None = None  # one of its runs
     exchange: Exchange | None = None  # what its nodes send
-    elapsed: tuple[float, ...] | None = None  # seconds to each of the steps, if there was a clock: see `timing.timed`
+    elapsed: tuple[float, ...] | None = None  # seconds to each of the steps, if there was a clock: see `timed`
 
     @property
     def final(self) -> NDArray[np.float64]:
@@ -245,3 +248,70 @@ def _row(group: list[tuple[Case, Outcome]], headline: Headline, names: Names) ->
         case=first,
         exchange=group[0][1].exchange,
     )
+
+
+def timed(rows: Sequence[Row], clock: Clock | None) -> list[Row]:
+    """Rows that know how long they take by a clock, if there is one."""
+    if clock is None:
+        return list(rows)
+    return [
+        row if row.case is None else replace(row, elapsed=elapsed(row.case, row.exchange, clock, row.steps))
+        for row in rows
+    ]
+
+
+# --- learning rates chosen by short runs -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Screened:
+    """The runs of a study, as far as they are known."""
+
+    short: list[Case]  # whose results choose; none in a study without screening
+    full: list[Case]  # none until all the short ones are done
+    tried: dict[Place, tuple[float, ...]] = field(default_factory=dict)  # the learning rates of the short runs
+
+    @property
+    def cases(self) -> list[Case]:
+        """All of them, once each: a short run of the study's own length may be a full one, too."""
+        return list({case.key: case for case in (*self.short, *self.full)}.values())
+
+    def rows(self, store: Store) -> list[Row]:
+        """What the full runs found."""
+        found = rows_by_place([(case.key, case) for case in self.full], store)
+        return [replace(row, tried=self.tried.get(where, ())) for where, row in found.items()]
+
+
+def screened(study: Study, cases: Sequence[Case], store: Store) -> Screened:
+    """Which runs of a study are needed, given with all of its grid, by the short ones that the store holds."""
+    if study.screen is None:
+        return Screened([], list(cases))
+    short = [
+        replace(
+            case,
+            seed=seed,
+            steps=study.screen.rounds(case.steps, study.epochs),
+            epochs=case.epochs and (study.screen.epochs or case.epochs),
+            record=study.screen.record or case.record,
+        )
+        for case in cases
+        if case.seed == study.seeds[0]
+        for seed in study.screen.seeds or study.seeds[:1]
+    ]
+    if not {case.key for case in short} <= store.done():
+        return Screened(short, [])
+    rows = rows_by_place([(case.key, case) for case in short], store)
+    full = [case for case in cases if case.lr == rows[place(case)].lr]
+    return Screened(short, full, {where: row.lrs for where, row in rows.items()})
+
+
+def screened_in(store: Store) -> tuple[set[str], dict[Place, tuple[float, ...]]]:
+    """Of all studies in a store: the keys of runs that only chose learning rates, and what was tried for each place."""
+    short, full, tried = set[str](), set[str](), dict[Place, tuple[float, ...]]()
+    for remembered in store.studies():
+        with suppress(ValueError):  # a study of another version
+            runs = screened(remembered.study, remembered.cases, store)
+            short |= {case.key for case in runs.short}
+            full |= {case.key for case in runs.full}
+            tried |= runs.tried
+    return short - full, tried

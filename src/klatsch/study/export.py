@@ -13,7 +13,7 @@ from klatsch import files
 from klatsch.clock import Clock
 from klatsch.study.cases import Case
 from klatsch.study.choices import names_of
-from klatsch.study.grids import Options
+from klatsch.study.spec import Options
 from klatsch.study.store import Store
 from klatsch.study.traffic import elapsed, sent_by
 

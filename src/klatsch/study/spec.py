@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -21,14 +25,66 @@ from pydantic_core import ErrorDetails
 
 from klatsch import own, problems, rules
 from klatsch import topology as topologies
-from klatsch.arguments import check_options, number, printable, shown, there_are, whole
+from klatsch.arguments import check_options, printable, shown, there_are, whole
 from klatsch.files import text_of
-from klatsch.study.grids import MOST_RUNS, MOST_SETTINGS, Options, axis, combinations, count, counted, in_words, several
 from klatsch.topology.channel import CHANNEL, check_channel
 from klatsch.topology.families import split
+from klatsch.units import counted, in_words
 
 PAPER_GRID = (1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1)  # Section 5.1
 MOST_POINTS = 10_000  # of `record`
+MOST_RUNS = 100_000  # of one study, which takes some seconds to write out
+MOST_SETTINGS = 1_000  # of its problem, which is tried with each
+WANTED = {  # what to give, for errors
+    **dict.fromkeys(("nodes", "steps", "epochs"), "a whole number from 1 up"),
+    **dict.fromkeys(("rules", "topologies", "problem"), "a name, or a table with a name and options"),
+    **dict.fromkeys(("any_graph", "leave_out", "lazy"), "true or false"),
+    "name": "a text of 1 to 100 characters",
+    "lr": "a number above 0, such as 0.01",
+    "schedule": 'a text such as "cosine"',
+    "seeds": "how many, or a list of whole numbers from 0 up",
+    "screen": "a table such as { seeds = 1 }",
+    "record": f"a whole number from 1 to {MOST_POINTS}",
+    "dtype": '"float64" or "float32"',
+    "device": '"cpu" or "cuda"',
+}
+
+Options = dict[str, Any]
+
+
+def several(value: object) -> list[Any]:
+    """A list without duplicates; a single value becomes a list of one."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    if not entries:
+        raise ValueError("the list is empty, give at least one entry")
+    distinct: dict[Any, Any] = {}
+    for entry in entries:  # may be a table, or a mistake that is refused later
+        distinct.setdefault(entry if isinstance(entry, str | int | float) else (repr(entry),), entry)
+    return list(distinct.values())
+
+
+def axes(options: Options) -> list[list[Any]]:
+    """The values of each option: a value, or a flat list of them."""
+    for name, value in options.items():
+        for entry in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(entry, list | tuple | dict):
+                raise ValueError(f"{name} = {shown(entry)}; give a value, or a flat list of values")
+        if isinstance(value, list | tuple) and not value:
+            raise ValueError(f"{name} = []; the list is empty, give at least one entry")
+    return [several(value) for value in options.values()]
+
+
+def combinations(options: Options, most: int = MOST_RUNS) -> list[Options]:
+    """All combinations of options, some of which are lists."""
+    values = axes(options)
+    if (number := math.prod(map(len, values))) > most:
+        raise ValueError(f"a grid of {number:,} settings; the limit is {most:,}: shorten its lists")
+    return [dict(zip(options, chosen, strict=True)) for chosen in product(*values)]
+
+
+def _is_stored(info: ValidationInfo) -> bool:
+    """Whether a store names it: then names are texts, of which nothing is looked up or called."""
+    return bool((info.context or {}).get("stored"))
 
 
 def _named(value: object, info: ValidationInfo) -> object:
@@ -39,55 +95,25 @@ def _named(value: object, info: ValidationInfo) -> object:
     return entry
 
 
-def _is_stored(info: ValidationInfo) -> bool:
-    """Whether a store names it: then names are texts, of which nothing is looked up or called."""
-    return bool((info.context or {}).get("stored"))
-
-
 def _all_named(value: object, info: ValidationInfo) -> object:
-    # A stored study may have no graphs of its own.
-    return [] if _is_stored(info) and value == [] else [_named(entry, info) for entry in several(value)]
+    # A rule may have no graphs of its own, and a stored study none at all.
+    is_none = value is None or (_is_stored(info) and value in ([], ()))
+    return value if is_none else [_named(entry, info) for entry in several(value)]
 
 
-def _own_graphs(value: object, info: ValidationInfo) -> object:
-    return None if value is None else _all_named(value, info)
+def _seeds(value: object) -> object:
+    is_list = value is None or isinstance(value, list | tuple)
+    return value if is_list else list(range(whole(value, "seeds", 1, MOST_RUNS)))
 
 
-def _nodes(value: object) -> list[int]:
-    return [whole(nodes, "nodes", 1) for nodes in axis("nodes", value)]
-
-
-def _own_nodes(value: object) -> list[int] | None:
-    return None if value is None else _nodes(value)
-
-
-def _seeds(value: object) -> list[int]:
-    if isinstance(value, list | tuple):
-        return [whole(seed, "seed", 0) for seed in axis("seeds", value)]
-    return list(range(whole(value, "seeds", 1, MOST_RUNS)))
-
-
-def _screen_seeds(value: object) -> list[int] | None:
-    return None if value is None else _seeds(value)  # by default the first of the study's
-
-
-def _rates(value: object) -> list[float]:
-    return [number("lr", lr, lambda lr: lr > 0, "a number above 0, such as 0.01") for lr in axis("lr", value)]
-
-
-def _schedules(value: object) -> list[str]:
-    names = axis("schedule", value)
-    for name in names:
-        rules.check_schedule(name)
-    return names
-
-
-def _length(value: object, info: ValidationInfo) -> int | None:
-    return None if value is None else whole(value, str(info.field_name), 1)
-
-
-def _record(value: object) -> int:
-    return whole(value, "record", 1, MOST_POINTS)
+Plain = BeforeValidator(lambda value: value.item() if isinstance(value, np.generic) else value)
+Count = Annotated[int, Field(strict=True, ge=1, lt=1 << 63), Plain]
+Points = Annotated[int, Field(strict=True, ge=1, le=MOST_POINTS), Plain]
+Sizes = Annotated[tuple[Count, ...], BeforeValidator(several)]
+Rate = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), Plain]
+Schedule = Annotated[str, AfterValidator(lambda text: rules.Decay(1.0, text).schedule)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=1 << 63), Plain]
+Seeds = Annotated[tuple[Seed, ...], BeforeValidator(several), BeforeValidator(_seeds)]
 
 
 class Entry(BaseModel):
@@ -125,9 +151,8 @@ class ProblemEntry(Entry):
 
     def check(self) -> None:
         check_options(self.label, self.options, [name for name in problems.options(self.name) if name != "seed"])
-        for setting in combinations(self.options, MOST_SETTINGS):
-            if own.is_own(self.name):
-                return  # may not allow every size; `expand` checks the study's sizes
+        settings = combinations(self.options, MOST_SETTINGS)
+        for setting in () if own.is_own(self.name) else settings:  # which may not allow every size: see `expand`
             try:
                 problems.check(self.name, 2, **setting)
             except (MemoryError, RuntimeError) as error:
@@ -136,10 +161,10 @@ class ProblemEntry(Entry):
 
 
 class TopologyEntry(Entry):
-    """A family of graphs; `nodes` are some of the study's, all by default."""
+    """A family of graphs, with options of its channel; `nodes` are some of the study's, all by default."""
 
     lazy: StrictBool = False  # mix with (I + P) / 2
-    nodes: Annotated[tuple[int, ...] | None, BeforeValidator(_own_nodes)] = None
+    nodes: Sizes | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -155,27 +180,19 @@ class TopologyEntry(Entry):
 
     def check(self) -> None:
         check_options(self.label, self.options, topologies.options(self.name))
-        for one in super().combinations():
-            check_channel(**{name: value for name, value in one.items() if name in CHANNEL})
+        for chosen in super().combinations():
+            check_channel(**{name: value for name, value in chosen.items() if name in CHANNEL})
 
     def combinations(self) -> list[Options]:
-        found = super().combinations()
-        # The defaults of a channel are left out: every = 1 or wire = "float32" is the graph as it is.
-        return [{name: v for name, v in one.items() if (name, v) not in CHANNEL.items()} for one in found]
+        """All combinations, without defaults of the channel: wire = "float32" is the graph as it is."""
+        given = super().combinations()
+        return [{name: v for name, v in chosen.items() if (name, v) not in CHANNEL.items()} for chosen in given]
 
 
 class RuleEntry(Entry):
     """An update rule; `lr`, `schedule` and `topologies` default to the study's."""
 
-    topologies: Annotated[tuple[TopologyEntry, ...] | None, BeforeValidator(_own_graphs)] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lazy_by_itself(cls, entry: Any) -> Any:
-        """Drop lazy = "auto", which files of klatsch 0.1 set on D2: it is lazy by default now."""
-        if isinstance(entry, Mapping) and entry.get("lazy") == "auto" and entry.get("name") in ("d2", "dat-d2"):
-            return {option: value for option, value in entry.items() if option != "lazy"}
-        return entry
+    topologies: Annotated[tuple[TopologyEntry, ...] | None, BeforeValidator(_all_named)] = None
 
     def check(self) -> None:
         for word in {"schedule", "topologies"} & set(rules.options(self.name) if own.is_own(self.name) else ()):
@@ -203,10 +220,10 @@ class Screen(BaseModel):
     """Short runs that choose the learning rates: what differs from the study's runs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    steps: Annotated[int | None, BeforeValidator(_length)] = None
-    epochs: Annotated[int | None, BeforeValidator(_length)] = None
-    seeds: Annotated[tuple[int, ...] | None, BeforeValidator(_screen_seeds)] = None
-    record: Annotated[int | None, BeforeValidator(lambda value: value if value is None else _record(value))] = None
+    steps: Count | None = None
+    epochs: Count | None = None
+    seeds: Seeds | None = None  # by default the first of the study's
+    record: Points | None = None
 
     def rounds(self, steps: int, epochs: int | None) -> int:
         """The rounds of a short run, where the study's has so many, in so many epochs if it counts those."""
@@ -250,27 +267,22 @@ class Study(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    nodes: Annotated[tuple[int, ...], BeforeValidator(_nodes)]
+    nodes: Sizes
     rules: Annotated[tuple[RuleEntry, ...], BeforeValidator(_all_named)]
     topologies: Annotated[tuple[TopologyEntry, ...], BeforeValidator(_all_named)] = ()
-    steps: Annotated[int | None, BeforeValidator(_length)] = None
-    epochs: Annotated[int | None, BeforeValidator(_length)] = None
+    steps: Count | None = None
+    epochs: Count | None = None
     name: Annotated[str, Field(min_length=1, max_length=100)] = "study"
     problem: Annotated[ProblemEntry, BeforeValidator(_named)] = Field(default_factory=ProblemEntry)
-    lr: Annotated[tuple[float, ...], BeforeValidator(_rates)] = PAPER_GRID
-    schedule: Annotated[tuple[str, ...], BeforeValidator(_schedules)] = ("constant",)
-    seeds: Annotated[tuple[int, ...], BeforeValidator(_seeds)] = (0, 1, 2)
+    lr: Annotated[tuple[Rate, ...], BeforeValidator(several)] = PAPER_GRID
+    schedule: Annotated[tuple[Schedule, ...], BeforeValidator(several)] = ("constant",)
+    seeds: Seeds = (0, 1, 2)
     screen: Screen | None = None
-    record: Annotated[int, BeforeValidator(_record)] = 50
+    record: Points = 50
     dtype: Literal["float64", "float32"] = "float64"
     device: str = "cpu"
     any_graph: StrictBool = False
     leave_out: StrictBool = False
-    title: str = ""
-    notes: tuple[str, ...] = ()
-    clocks: dict[str, Options] = Field(default_factory=dict)
-    figures: tuple[Options, ...] = ()
-    sentences: tuple[Options, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -278,45 +290,43 @@ class Study(BaseModel):
         return printable(content)
 
     @model_validator(mode="after")
-    def _has_an_end(self) -> Study:
+    def _fits_together(self) -> Study:
         own_graphs = [rule.topologies is not None for rule in self.rules]
         if not self.topologies and not all(own_graphs):
             raise ValueError("topologies is missing; give it, as in the example of docs/studies.md")
         if self.topologies and all(own_graphs):
             raise ValueError("topologies: every rule has graphs of its own, and none uses these; leave them out")
         self._check_sizes()
-        columns = sum(
-            count(self.options_of(rule)) * count(graph.options) * len(graph.nodes or self.nodes)
-            for rule, graph in self.pairs
-        )
-        seeds = max(len(self.seeds), len(self.screen.seeds or ()) if self.screen else 0)
-        runs = columns * count(self.problem.options) * seeds
-        if runs > MOST_RUNS:
-            raise ValueError(
-                f"a grid of {runs:,} runs; the limit is {MOST_RUNS:,}: shorten its lists, or split it into several "
-                "studies, which may share a store"
-            )
         if (self.steps is None) == (self.epochs is None):
             given = "both are given" if self.steps else "neither is given"
             raise ValueError(f"a study needs either steps or epochs, and {given}; give one of them")
-        if self.screen is not None:
-            self._check_screen(self.screen)
         custom = own.is_own(self.problem.name)
         if self.epochs is not None and (custom or problems.declared(self.problem.name).rounds_per_epoch is None):
             raise ValueError(
                 f"epochs = {self.epochs}, but {self.problem.label} has no data set of known size; give steps"
             )
+        if self.screen is not None:
+            self._check_screen(self.screen)
         return self
 
     def _check_sizes(self) -> None:
         used = {nodes for _, graph in self.pairs for nodes in graph.nodes or self.nodes}
         if unused := sorted(set(self.nodes) - used):
             raise ValueError(f"nodes = {unused[0]}: no graph of the study has this size; leave it out")
-        for _, graph in self.pairs:
+        runs = 0
+        for rule, graph in self.pairs:
             if others := sorted(set(graph.nodes or ()) - set(self.nodes)):
                 raise ValueError(
                     f"{graph.label} has nodes = {others[0]}, which the study does not have; add it to the study's nodes"
                 )
+            grids = *axes(self.options_of(rule)), *axes(graph.options), *axes(self.problem.options)
+            runs += math.prod(map(len, grids)) * len(graph.nodes or self.nodes)
+        runs *= max(len(self.seeds), len(self.screen.seeds or ()) if self.screen else 0)
+        if runs > MOST_RUNS:
+            raise ValueError(
+                f"a grid of {runs:,} runs; the limit is {MOST_RUNS:,}: shorten its lists, or split it into several "
+                "studies, which may share a store"
+            )
 
     def _check_screen(self, screen: Screen) -> None:
         unit, other = ("steps", "epochs") if self.steps is not None else ("epochs", "steps")
@@ -403,20 +413,22 @@ def parse(content: Mapping[str, Any], source: str = "", folder: str | Path = "",
 
 
 def _explained(error: ErrorDetails) -> str:
-    """The error as one line."""
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
+    """The error as one line: a message of klatsch, or what is wanted in place of pydantic's."""
+    loc = error["loc"]
+    field = next((str(part) for part in reversed(loc) if isinstance(part, str)), "")
+    if field not in ("rules", "topologies"):  # others are lists of plain values, and the value says which
+        loc = loc[: loc.index(field) + 1] if field else loc
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
     if error["type"] == "extra_forbidden":
         known = Screen if key.startswith("screen.") else Study
         return f"unknown key {key!r}; {there_are(key, known.model_fields)}"
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
-    if error["type"] in ("model_type", "model_attributes_type"):
-        wanted = "a table such as { seeds = 1 }" if key == "screen" else "a name, or a table with a name and options"
-        return f"{key} = {shown(error['input'])}; give {wanted}"
-    message = error["msg"].removeprefix("Value error, ")
-    numbers = ("steps", "epochs", "nodes", "seeds", "record", "lr")
-    if " = " in message.split(";")[0] and key.rpartition(".")[2] in numbers:
-        return key[: -len(key.rpartition(".")[2])] + message  # shows the value already
-    if isinstance(error["input"], dict | Study | Entry):  # the message shows the option and its value
+    value, message = error["input"], error["msg"].removeprefix("Value error, ")
+    if error["type"] != "value_error":
+        message = f"give {WANTED.get(field, message)}"
+    elif isinstance(value, dict | BaseModel):  # the message shows the option and its value
         return f"{key}: {message}" if key else message
-    return f"{key} = {shown(error['input'])}: {message[:1].lower() + message[1:]}"
+    elif message.startswith(f"{field} = "):
+        return key.removesuffix(field) + message
+    return f"{key} = {shown(value)}; {message}"

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import multiprocessing as mp
+import os
+import pickle
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -18,9 +26,13 @@ import torch
 
 from klatsch.native import cores, quiet_threads
 from klatsch.study.batches import Batch, Finished, run_batch
-from klatsch.study.crew import Crew, no_ctrl_c
 
 MOST_WORKERS = 1024  # on one machine
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+MOST_LOSSES = 5  # how often in a row workers may die of a batch
+STOP = b""  # sent instead of work
+
+Task = Callable[..., Any]  # its last argument is a threading.Event that asks it to save itself and end
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ def work(batch: Batch, checkpoint: Path | None, stop: threading.Event | None = N
 def processes(count: int | None = None) -> Iterator[Workers]:
     """One process per core, one thread each."""
     number = cores() if count is None else count
-    with closing(Crew(number, work)) as crew, ThreadPoolExecutor(number, initializer=no_ctrl_c) as executor:
+    with closing(Pool(number, work)) as crew, ThreadPoolExecutor(number, initializer=no_ctrl_c) as executor:
         yield Workers(executor, crew.work, number, crew.stop)
 
 
@@ -141,3 +153,181 @@ def ctrl_c_kept() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         signal.signal(signal.SIGINT, usual)
+
+
+# --- worker processes -----------------------------------------------------------------------------------------------
+
+
+def keep_dying(times: int) -> ValueError:
+    """The error that ends a study."""
+    return ValueError(
+        f"worker processes died {times} times in a row, perhaps for lack of memory, or because a "
+        "script lacks `if __name__ == '__main__':`, without which each worker starts it again; run "
+        "again with fewer workers (--workers), or with that line: what was stored is safe"
+    )
+
+
+class Pool:
+    """Processes that do one task each; to be used by as many threads. A process that dies is replaced.
+
+    Args:
+        count: how many.
+        task: what they do, a function that can be imported.
+    """
+
+    def __init__(self, count: int, task: Task) -> None:
+        self._task = task
+        self._stopped = False
+        self._starting = threading.Lock()  # none is started unheard by `stop`
+        self._workers: set[_Worker] = set()
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        resource_tracker.ensure_running()  # its start would let Ctrl-C through
+        try:
+            with _ctrl_c_held_back():
+                for _ in range(count):
+                    self._idle.put(self._start())
+        except BaseException:  # Ctrl-C, or no room for so many
+            self.close()
+            raise
+
+    def work(self, *arguments: Any) -> Any:
+        """What the task returns for these arguments, or raises."""
+        content = pickle.dumps(arguments)
+        for _ in range(MOST_LOSSES + 1):
+            worker = self._idle.get()
+            try:
+                if self._stopped:
+                    raise KeyboardInterrupt
+                answer = worker.ask(content)
+                break
+            except (EOFError, OSError):  # it is dead
+                self._workers.discard(worker)
+                worker.end()
+                with suppress(OSError):  # if there is no room for another one, that is one more loss
+                    worker = self._start()
+            finally:
+                self._idle.put(worker)
+        else:
+            raise keep_dying(MOST_LOSSES + 1)
+        value, error = pickle.loads(answer)
+        if error is not None:
+            raise error
+        return value
+
+    def stop(self) -> None:
+        """Ask for the end of all that runs."""
+        with self._starting:
+            self._stopped = True
+            workers = tuple(self._workers)
+        for worker in workers:
+            with suppress(OSError):  # it has ended already
+                worker.send(STOP)
+
+    def close(self) -> None:
+        """Stop all that runs, and wait until the processes are gone."""
+        self.stop()
+        for worker in tuple(self._workers):
+            worker.end()
+
+    def _start(self) -> _Worker:
+        with self._starting:
+            if self._stopped:
+                raise KeyboardInterrupt
+            worker = _Worker(self._task)
+            self._workers.add(worker)
+            return worker
+
+
+class _Worker:
+    def __init__(self, task: Task) -> None:
+        # Not forked: a fork would copy the locks of torch's threads in whatever state they are.
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._sending = threading.Lock()
+        self._process = context.Process(target=_serve, args=(theirs, task))
+        try:
+            self._process.start()
+        finally:
+            theirs.close()  # now the pipe ends with the process
+
+    def ask(self, content: bytes) -> bytes:
+        self.send(content)
+        return self._pipe.recv_bytes()
+
+    def send(self, content: bytes) -> None:
+        with self._sending:
+            self._pipe.send_bytes(content)
+
+    def end(self) -> None:
+        self._pipe.close()
+        self._process.join()
+
+
+def no_ctrl_c() -> None:
+    """In a thread: the processes that it starts ignore Ctrl-C, which a terminal sends to all."""
+    if os.name == "posix":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+@contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """The same in the main thread, which handles it afterwards."""
+    if os.name != "posix" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Children inherit the mask. It covers this thread only: another one may receive the signal, and Python then runs
+    # the handler here, in the middle of a start.
+    heard: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # a blocked signal arrives now
+        signal.signal(signal.SIGINT, handler)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
+
+
+# --- in a worker process ----------------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, task: Task) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError, AttributeError):  # not the GNU library
+        # Keep freed memory: taking it from the system again costs a third of the time.
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+    stop, asked = threading.Event(), SimpleQueue[bytes]()
+    threading.Thread(target=_listen, args=(pipe, asked, stop), daemon=True).start()
+    while True:
+        pipe.send_bytes(_answer(task, asked.get(), stop))
+
+
+def _listen(pipe: Connection, asked: SimpleQueue[bytes], stop: threading.Event) -> None:
+    """Take what the driver sends; exit when it is gone, as workers left behind would write the same files."""
+    with suppress(EOFError, OSError):
+        while True:
+            if (content := pipe.recv_bytes()) == STOP:
+                stop.set()
+            else:
+                asked.put(content)
+    os._exit(0)
+
+
+def _answer(task: Task, content: bytes, stop: threading.Event) -> bytes:
+    """The task's value or its error, with its traceback."""
+    try:
+        return pickle.dumps((task(*pickle.loads(content), stop), None))
+    except BaseException as error:
+        told = f"In a worker process:\n{traceback.format_exc()}"
+        error.add_note(told)
+        try:
+            answer = pickle.dumps((None, error))
+            pickle.loads(answer)
+        except Exception:  # one of a user's own kind, which does not come through
+            plain = RuntimeError(f"{type(error).__name__}: {error}")
+            plain.add_note(told)
+            answer = pickle.dumps((None, plain))
+        return answer

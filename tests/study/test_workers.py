@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from klatsch.study.crew import Crew, no_ctrl_c
+from klatsch.study.workers import Pool, no_ctrl_c
 from tests.support.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.processes
@@ -61,7 +61,7 @@ def crew_of():
     crews = []
 
     def make(count, task):
-        crews.append(Crew(count, task))
+        crews.append(Pool(count, task))
         return crews[-1]
 
     yield make
@@ -137,10 +137,10 @@ def test_one_that_cannot_be_replaced_is_a_loss(crew_of, monkeypatch):
 def test_ctrl_c_while_workers_start_ends_them(python):
     """A plain script: it must not wait for workers that wait for it."""
     script = (
-        "import signal\nfrom klatsch.study import crew\nfrom tests.study.test_crew import double\n"
-        "usual = crew._Worker.__init__\n"
+        "import signal\nfrom klatsch.study import workers\nfrom tests.study.test_workers import double\n"
+        "usual = workers._Worker.__init__\n"
         "def start(self, task):\n    usual(self, task)\n    signal.raise_signal(signal.SIGINT)\n"
-        "crew._Worker.__init__ = start\ncrew.Crew(2, double)\n"
+        "workers._Worker.__init__ = start\nworkers.Pool(2, double)\n"
     )
     done = python("-c", script, cwd=Path(__file__).parents[2]).done()
     assert done.returncode == -signal.SIGINT
