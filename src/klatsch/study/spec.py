@@ -47,6 +47,9 @@ WANTED = {  # what to give, for errors
     "record": f"a whole number from 1 to {MOST_POINTS}",
     "dtype": '"float64" or "float32"',
     "device": '"cpu" or "cuda"',
+    "title": "a text",
+    "notes": "a list of texts",
+    **dict.fromkeys(("clocks", "figures", "sentences"), "tables, as in docs/studies.md"),
 }
 
 Options = dict[str, Any]
@@ -283,6 +286,11 @@ class Study(BaseModel):
     device: str = "cpu"
     any_graph: StrictBool = False
     leave_out: StrictBool = False
+    title: str = ""
+    notes: tuple[str, ...] = ()
+    clocks: dict[str, Options] = Field(default_factory=dict)
+    figures: tuple[Options, ...] = ()
+    sentences: tuple[Options, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
