@@ -578,7 +578,7 @@ def test_without_a_process_group(monkeypatch):
 
 
 def test_a_link_error_says_who_when_and_how_long():
-    late = LinkError(2, 3, "3 -> 2", 17, 10.04, None)
+    late = LinkError(2, 3, 17, None, 10.04)
     assert str(late) == (
         "rank 2, round 17: neighbour 3 is late: its connection is open, but nothing moves; waited 10.0 s on edge "
         "3 -> 2; check that it takes as many steps as the others, give it more time (timeout=...), end uneven training "

@@ -291,8 +291,7 @@ def test_what_is_known_of_a_network():
     news(*nodes[1:3])
     assert nodes[1].within_reach() == nodes[2].within_reach() == [1, 2]
     assert nodes[1].out_of_reach() == [[0, 3, 4, 5]]
-    assert (nodes[1].tree(), nodes[2].tree()) == ((None, [2]), (1, []))
-    assert (nodes[1].depth(), nodes[2].depth()) == (0, 1)
+    assert (nodes[1].tree(), nodes[2].tree()) == (([], [2], 0), ([1], [], 1))
     assert nodes[1].links_lost() == [0]
     spoilt = torch.full((len(nodes[1]),), torch.nan, dtype=torch.float64).view(torch.uint8)
     assert not nodes[1].learn([spoilt[: len(nodes[1])]])  # nonsense is no news

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from klatsch.ranks.gloo import GlooLinks
+from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.node import Given, Node
 from klatsch.rules.base import each
 from klatsch.simulation.checkpoint import Saver

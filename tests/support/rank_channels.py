@@ -11,9 +11,7 @@ from torch import nn
 import klatsch
 from klatsch import topology as tp
 from klatsch.optim import gossip
-from klatsch.ranks import gloo, node
-from klatsch.ranks.gloo import GlooLinks
-from klatsch.ranks.nccl import NcclLinks
+from klatsch.ranks import links, node
 from tests.support.on_ranks import simulate_on_ranks
 from tests.support.processes import say
 from tests.support.rank_scenarios import LR, RANK_RULES, group, train
@@ -94,10 +92,10 @@ def channelled_optimizers(folder, device="cpu", batched=False):
     """
     rank, _ = group()
     node.BLOCK["cpu"] = 256  # two slices
-    gloo.PIECE = 300  # bytes: several pieces per message, the last one shorter
+    links.PIECE = 300  # bytes: several pieces per message, the last one shorter
     if batched:
         torch.cuda.current_device, torch.cuda.synchronize = lambda: 0, lambda device: None
-        gossip.open_links = lambda group, own, *options: NcclLinks(group, *options[:3], GlooLinks(own, *options[:4]))
+        gossip.open_links = lambda group, own, *options: links.NcclLinks(group, own, *options[:3])
     found = {}
     for label, travel in (
         ("dat", {"late": 4, "wire": "int8"}),

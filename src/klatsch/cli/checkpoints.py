@@ -15,7 +15,7 @@ from klatsch.cli.terminal import AsJson, print_json, text
 from klatsch.units import size
 
 if TYPE_CHECKING:
-    from klatsch.ranks.saved import File, Round
+    from klatsch.ranks.saved import Round, SavedFile
 
 KIND = "safetensors"
 
@@ -81,7 +81,7 @@ def checkpoint(
         terminal.note(f"klatsch checkpoint {folder} --export model.{KIND} writes the model of round {best.rounds}")
 
 
-def _write(path: Path, found: list[File], best: Round, as_json: bool) -> None:
+def _write(path: Path, found: list[SavedFile], best: Round, as_json: bool) -> None:
     from safetensors.torch import save
 
     from klatsch.optim.state import merged_of

@@ -28,9 +28,9 @@ from klatsch.optim.state import DTYPES, different, generators, packed, set_gener
 from klatsch.ranks import saved
 from klatsch.ranks.agreement import gathered, summed
 from klatsch.ranks.failures import NonFiniteError, shown, warn
-from klatsch.ranks.ledger import PIECE
 from klatsch.ranks.message import is_sound
-from klatsch.ranks.saved import FORMAT, File, Round, Seen, Training
+from klatsch.ranks.node import PIECE
+from klatsch.ranks.saved import FORMAT, Round, SavedFile, Seen, Training
 from klatsch.rules import State
 from klatsch.sealed import OLDER, REMEDY, CheckpointError
 from klatsch.wire.rehearsal import FEW, sums_of_flows
@@ -265,7 +265,7 @@ class Checkpointer:
         here = gathered(host.group, mine) if host.size > 1 else [mine.cpu()]
         return [row for rows in gathered(optimizer.group, torch.stack(here)) for row in rows]
 
-    def _opened(self, files: dict[Seen, File]) -> tuple[Choice | None, Content | None]:
+    def _opened(self, files: dict[Seen, SavedFile]) -> tuple[Choice | None, Content | None]:
         """Where to go on from, and the content of this rank's file there, once every rank has read a sound one."""
         optimizer, places = self._trained, self._trained.host.size
         for seen, file in files.items():

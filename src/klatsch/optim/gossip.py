@@ -28,9 +28,9 @@ from klatsch.optim.points import Points, Watch
 from klatsch.optim.share import Share
 from klatsch.optim.wrappers import Wrappers
 from klatsch.ranks.agreement import agree, group_of, leave, members, summed
-from klatsch.ranks.assembly import Assembly
-from klatsch.ranks.failures import NonFiniteError, QuorumError, reason, shown, warn
-from klatsch.ranks.links import Links, OnFailure, backend, open_links
+from klatsch.ranks.assembly import Assembly, assembled
+from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError, reason, shown, warn
+from klatsch.ranks.links import GlooLinks, OnFailure, backend, open_links
 from klatsch.ranks.mailbox import Memory
 from klatsch.rules import Rule, State
 from klatsch.rules.base import checked, rate
@@ -165,10 +165,11 @@ class Gossip(Points, Joinable, JoinHook):
         for tensor in starts:
             self.host.start(tensor)
         # A group of their own: a collective that fails closes all connections of its group.
-        own = group_of(group, timeout)
-        links = open_links(group, own, self.topology, self.device, float(timeout), on_failure, quorum, catch_up)
+        choices = (self.topology, self.device, float(timeout), on_failure, quorum, catch_up)
+        self._new_links: Callable[[], GlooLinks] = lambda: open_links(group, group_of(group, timeout), *choices)
+        links = self._new_links()
         if start_equal:
-            with links.together(0, "start") as everyone:
+            with assembled(links, 0, "start") as everyone:
                 for tensor in starts:
                     flat_copy = tensor.detach().cpu().contiguous().reshape(-1)
                     first = everyone.copy(flat_copy.view(torch.uint8))  # as bytes: gloo does not know every dtype
@@ -310,7 +311,7 @@ class Gossip(Points, Joinable, JoinHook):
     def _take_in(self, factor: float) -> tuple[float, float]:
         """Take the gradients: whether they are wrong, and in some rounds their sum, if a host's must be the same."""
         for node in self._lost_by_host - self._links.lost.keys():  # to another rank of this host
-            self._links.give_up(node, self.rounds + 1)
+            self._links.lose(LinkError(self.rank, node, self.rounds + 1, "another rank of this host has lost it"))
         self._check_training()
         self._check_untouched()
         self._holds = "query"
@@ -439,7 +440,7 @@ class Gossip(Points, Joinable, JoinHook):
     def together(self, what: str, of: str = "") -> Iterator[Assembly]:
         """All ranks, or those within reach, for a mean over them of something that they all describe alike."""
         try:
-            with self._links.together(self.rounds, what + of) as everyone:
+            with assembled(self._links, self.rounds, what + of) as everyone:
                 if len(everyone.ranks) < self.topology.size:
                     some = f"{len(everyone.ranks)} of {self.topology.size} ranks ({shown(everyone.ranks)})"
                     warn(f"{what} is that of {some}; the others are gone or out of reach")
@@ -520,9 +521,10 @@ class Gossip(Points, Joinable, JoinHook):
         """
         agree(self.group, {"round to go on from": str(rounds), "rounds done before": str(self.rounds)})
         if self.rounds > 0:  # messages of the rounds before are on their way
-            own = group_of(self.process_group, self._links.timeout)
+            before, links = self._links, self._new_links()
             self._close()
-            self._train_over(self._links.reopened(own), [share.flat for share in self._shares])
+            links.succeed(before)
+            self._train_over(links, [share.flat for share in self._shares])
         failure: ValueError | None = None
         try:
             for share, fields, memory in zip(self._shares, vectors, memories or [{}] * len(vectors), strict=True):
@@ -549,7 +551,7 @@ class Gossip(Points, Joinable, JoinHook):
         """Wait until all that this rank has sent has left, at most for the timeout."""
         self._links.drain()
 
-    def _train_over(self, links: Links, flats: list[Flat]) -> None:
+    def _train_over(self, links: GlooLinks, flats: list[Flat]) -> None:
         """Begin at round 0 over some links."""
         self._links = links
         self._shares = [Share(flat, self.rule, links, k) for k, flat in enumerate(flats)]
@@ -558,6 +560,6 @@ class Gossip(Points, Joinable, JoinHook):
         self._close = weakref.finalize(self, _end, links, self.process_group)
 
 
-def _end(links: Links, group: dist.ProcessGroup | None) -> None:
+def _end(links: GlooLinks, group: dist.ProcessGroup | None) -> None:
     links.close()
     leave(links.group, group)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from klatsch.optim.flat import Flat
 from klatsch.optim.groups import Group, value
-from klatsch.ranks.links import Links
+from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.mailbox import Memory
 from klatsch.ranks.message import Block, is_sound
 from klatsch.ranks.node import Given, Node
@@ -23,7 +23,7 @@ Setting = float | Tensor  # one number for all parameters, or a vector with one 
 class Share:
     """Parameters of one dtype, the same everywhere in the network, and this rank's part of the rule's state on them."""
 
-    def __init__(self, flat: Flat, rule: Rule, links: Links, stream: int = 0) -> None:
+    def __init__(self, flat: Flat, rule: Rule, links: GlooLinks, stream: int = 0) -> None:
         self.flat, self.rule = flat, rule
         # Averages with small weights would stand still in half precision, so states are kept in float32 there.
         own = flat.values[flat.own]

@@ -18,7 +18,7 @@ from klatsch.optim.hosts import piece
 from klatsch.optim.share import Share
 from klatsch.ranks import saved
 from klatsch.ranks.mailbox import Memory
-from klatsch.ranks.saved import File, Round
+from klatsch.ranks.saved import Round, SavedFile
 from klatsch.rules import Rule, State
 from klatsch.sealed import REMEDY, CheckpointError
 from klatsch.topology import Topology
@@ -178,7 +178,7 @@ def set_generators(states: dict[str, Any], device: torch.device) -> None:
 # --- a model from checkpoints, without the script that trained it ----------------------------------------------------
 
 
-def merged_of(files: Sequence[File], best: Round) -> dict[str, Tensor]:
+def merged_of(files: Sequence[SavedFile], best: Round) -> dict[str, Tensor]:
     """The model of the whole network after a round: the mean over its ranks of x and of floating-point buffers.
 
     What is no floating-point number, such as a count of batches, is the first rank's. One rank is read at a time.

@@ -21,9 +21,12 @@ class LinkError(RuntimeError):
         gone: whether its connection broke; otherwise the neighbour is late.
     """
 
-    def __init__(self, rank: int, neighbor: int, edge: str, t: int, seconds: float, reason: str | None) -> None:
+    def __init__(
+        self, rank: int, neighbor: int, t: int, reason: str | None, seconds: float = 0.0, incoming: bool = True
+    ) -> None:
         self.rank, self.neighbor, self.round, self.seconds, self.gone = rank, neighbor, t, seconds, reason is not None
-        what = f"is gone ({reason})" if reason is not None else "is late: its connection is open, but nothing moves"
+        what = f"is gone ({reason})" if self.gone else "is late: its connection is open, but nothing moves"
+        edge = f"{neighbor} -> {rank}" if incoming else f"{rank} -> {neighbor}"
         super().__init__(f"rank {rank}, round {t}: neighbour {neighbor} {what}; waited {seconds:.1f} s on edge {edge}")
 
     def __str__(self) -> str:
@@ -45,7 +48,7 @@ class MessageError(LinkError):
     remedy = "check what it computes, resume from a Checkpointer, or go on without it (on_failure='continue')"
 
     def __init__(self, rank: int, neighbor: int, t: int) -> None:
-        super().__init__(rank, neighbor, f"{neighbor} -> {rank}", t, 0.0, "refused")
+        super().__init__(rank, neighbor, t, "refused")
         self.args = (f"rank {rank}, round {t}: neighbour {neighbor} has sent numbers that are not finite",)
 
 

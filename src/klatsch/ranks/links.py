@@ -1,9 +1,10 @@
-"""How messages travel: the interface for nodes, optimizers and studies; `gloo` and `nccl` implement it."""
+"""One rank's links to its neighbours: messages are posted early and waited for late, within a time limit."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+import time
+from functools import partial
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -11,122 +12,355 @@ import torch.distributed as dist
 from torch import Tensor
 
 from klatsch.ranks.agreement import Group, members
-from klatsch.ranks.assembly import Assembly
-from klatsch.ranks.failures import LinkError, MessageError
+from klatsch.ranks.failures import LinkError, QuorumError, reason, shown, warn
 from klatsch.ranks.membership import Membership
+from klatsch.ranks.waiting import Landed, Notes, Pace, Stage, Stopwatch, Transfer, Waiter
 from klatsch.topology import Topology
 
 OnFailure = Literal["raise", "continue"]
+PIECE = 1 << 23  # bytes of a message that move at a time; for a timeout, a neighbour is silent until one has moved
+MOST_PATIENCE = 4  # timeouts for a neighbour that says it is waiting, too
+PACE_TAG = (1 << 20) - 1  # above the tags of rounds, below those of assemblies
+WITHOUT = "it goes on without this rank"
 
 
-class Links(ABC):
-    """One rank's links to its neighbours, over a process group with one rank per node.
+class GlooLinks:
+    """The links of one rank over a gloo group that nobody else uses, with one rank per node.
 
     A message is bytes (uint8), of which links understand only the tail. Every message of a round has its own tag;
     messages with one tag between two ranks arrive in the order in which they were sent. Receives of a round are posted
-    (`expect`) before anything of it is sent, and only `received` and `sent` block, so no order of ranks can lock up. A
-    neighbour may keep this rank waiting for `timeout` seconds.
+    (`expect`) before anything of it is sent, and only `received` and `sent` block, so no order of ranks can lock up.
+    Vectors on a GPU travel through pinned memory.
+
+    A neighbour may keep this rank waiting for `timeout` seconds. With on_failure="continue" this rank goes on without
+    failed neighbours while `quorum`, a share of all ranks, is in reach.
     """
 
-    survives = False  # whether this rank goes on without neighbours that fail
-
-    def __init__(self, group: Group, topology: Topology, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        topology: Topology,
+        device: torch.device,
+        timeout: float,
+        on_failure: OnFailure = "raise",
+        quorum: float = 0.0,
+        catch_up: bool = False,
+    ) -> None:
         self.group, self.topology, self.device, self.timeout = group, topology, device, timeout
-        self.rank = dist.get_rank(group)
+        self.survives, self.quorum = on_failure == "continue", quorum
+        self.rank, self._global = dist.get_rank(group), members(group)
         self.membership = Membership(topology, self.rank)
         self.tail = len(self.membership)  # bytes at the end of every message: what its sender knows of the network
         self.lost: dict[int, LinkError] = {}  # neighbours that this rank goes on without
+        self.in_vain: dict[int, Exception] = {}  # by round: why not all ranks came together after it
         self.bytes_sent, self.seconds_waited = 0, 0.0
-        self._global = members(group)
+        self.notes = Notes(group)
         rounds = range(1, topology.period + 1)
         self._sources = [topology.neighbors(self.rank, t).tolist() for t in rounds]
         self._targets = [topology.receivers(self.rank, t).tolist() for t in rounds]
         self._memory: dict[tuple[int, int], Tensor] = {}
+        self._rooms: dict[int, list[tuple[int, Tensor]]] = {}  # by tag: where messages arrive, by neighbour
+        self._awaited: dict[int, int] = {}  # by tag: the round whose messages arrive
+        self._arriving: dict[int, list[Transfer]] = {}  # by tag
+        self._leaving: dict[tuple[int, int], list[Transfer]] = {}  # by tag and round
+        self._landed: dict[int, Landed] = {}  # by neighbour: its message on the GPU
+        self._heard: dict[int, int] = {}  # by neighbour: the last round from which a message came
+        self._abandoned: list[Transfer] = []  # with lost neighbours; gloo may still work on them
+        self._called: list[Transfer] = []  # outside of rounds, that have not ended
+        self._waiters: dict[tuple[object, ...], Waiter] = {}
+        self._failure: LinkError | QuorumError | None = None
+        self._apart = False  # whether a warning has reported a network in several pieces
+        self._stage = Stage(device) if device.type != "cpu" else None
+        small = partial(self._transfer, tag=PACE_TAG)
+        self._pace = Pace(small, self.membership.beside()) if catch_up else None
 
-    @abstractmethod
+    # --- messages of rounds -------------------------------------------------------------------------------------
+
     def expect(self, tag: int, t: int, like: Tensor) -> None:
         """Get ready for what the neighbours send in round t under a tag: as many bytes as this rank sends."""
+        room = self._rooms[tag] = self._room(tag, t, like)
+        self._awaited[tag] = t
+        arriving = self._arriving[tag] = self._pieces(True, tag, room)
+        for transfer in arriving:
+            transfer.start()
+        if self._stage is not None:
+            self._take(arriving)  # not when they are needed: they go on to the GPU by themselves
 
-    @abstractmethod
     def send(self, tag: int, t: int, message: Tensor) -> None:
         """Send a message to all that hear this rank in round t; it must not change until `sent(tag, t)`.
 
         Its last `tail` bytes are filled in here.
         """
+        targets, copied = self._present(self._targets, t), None
+        if self._stage is not None and targets:
+            message, copied = self._stage.copy_out(message, self.tail)
+        self.membership.tell(message[-self.tail :])
+        leaving = self._leaving[tag, t] = self._pieces(False, tag, [(peer, message) for peer in targets])
+        if self._stage is not None and copied is not None:
+            self._stage.post(copied, leaving)
+        else:
+            for transfer in leaving:
+                transfer.start()
+        self.bytes_sent += len(targets) * message.nbytes
 
     def sent(self, tag: int, t: int) -> None:
         """Wait until the message of round t under a tag has left, so that its memory can be reused."""
+        leaving = self._leaving.pop((tag, t), [])
+        for transfer in leaving:
+            # A neighbour that has sent a message of a later round needed this one before.
+            if self._heard.get(transfer.peer, 0) > t and not transfer.waited_for:
+                transfer.finish()
+        self._wait([transfer for transfer in leaving if not transfer.ended(0.0) or transfer.error is not None], t)
 
     def received(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
         """What the neighbours sent under a tag, without the tails, once all of it is there.
 
         It is valid until the next `expect` of the tag.
         """
-        arrived = self._arrived(tag, t)
-        if self.membership.learn(memory[-self.tail :] for _, memory in arrived):
+        self._arrive(tag, t)
+        messages = [(source, memory) for source, memory in self._rooms[tag] if source not in self.lost]
+        if self.membership.learn(memory[-self.tail :] for _, memory in messages):
             self.take_stock(t)
-        there = [(source, memory) for source, memory in arrived if source not in self.lost]
-        return [(source, self._at_hand(source, memory[: -self.tail])) for source, memory in there]
+        messages = [(source, memory) for source, memory in messages if source not in self.lost]
+        if self._stage is not None:
+            messages = [(source, self._stage.at_hand(self._landed[source])) for source, _ in messages]
+        return [(source, message[: -self.tail]) for source, message in messages]
+
+    def _arrive(self, tag: int, t: int) -> None:
+        """Wait for the messages of round t under a tag."""
+        arriving = self._arriving.pop(tag, [])
+        self._wait(arriving, t)
+        self._heard |= {transfer.peer: t for transfer in arriving}
+        for broken in [transfer.broken for transfer in arriving if transfer.broken is not None]:
+            raise broken
+        self._landed = {transfer.peer: transfer.landed for transfer in arriving if transfer.landed is not None}
+
+    def _room(self, tag: int, t: int, like: Tensor) -> list[tuple[int, Tensor]]:
+        """Memory for the messages of round t under a tag, by neighbour; on the CPU reused in every round."""
+        sources = self._present(self._sources, t)
+        if self._stage is not None:
+            return [(source, self._stage.room(like)) for source in sources]
+        for key in [(tag, k) for k in range(len(sources)) if (tag, k) not in self._memory]:
+            self._memory[key] = torch.empty_like(like)
+        return [(source, self._memory[tag, k]) for k, source in enumerate(sources)]
+
+    def _present(self, peers: list[list[int]], t: int) -> list[int]:
+        absent = self.absent(t)
+        return [peer for peer in peers[(t - 1) % len(peers)] if peer not in absent]
+
+    def _pieces(self, incoming: bool, tag: int, messages: list[tuple[int, Tensor]]) -> list[Transfer]:
+        """The transfers of messages, by neighbour: a long one moves in pieces, so that one can see that it does."""
+        transfers = []
+        for peer, message in messages:
+            self._waiter(peer, incoming)  # not later: some Pythons start no threads at the end
+            transfers += [self._transfer(incoming, piece, peer, tag) for piece in torch.split(message, PIECE)]
+            if incoming and self._stage is not None:
+                transfers[-1].land = partial(self._stage.copy_in, message)  # the whole lands with its last piece
+        return transfers
+
+    def _transfer(self, incoming: bool, memory: Tensor, peer: int, tag: int) -> Transfer:
+        move = dist.irecv if incoming else dist.isend
+        return Transfer(peer, incoming, memory, partial(move, memory, self._global[peer], group=self.group, tag=tag))
+
+    # --- messages outside of rounds -----------------------------------------------------------------------------
+
+    def call(self, tag: int, memory: Tensor, peer: int, incoming: bool) -> Transfer:
+        """Begin to receive from a neighbour, or to send to it, outside of rounds."""
+        transfer = self._transfer(incoming, memory, peer, tag)
+        transfer.start()
+        # Threads of their own: those of rounds may wait for messages of the next one already, and those of a call that
+        # was in vain wait for ever.
+        self._waiter(peer, incoming, len(self.in_vain)).take(transfer)
+        self._called = [other for other in self._called if not other.ended(0.0)] + [transfer]
+        self.bytes_sent += 0 if incoming else memory.nbytes
+        return transfer
+
+    def tell_pace(self, rounds: int) -> None:
+        """Tell the neighbours how many rounds this rank has done, where ranks catch up with each other."""
+        if self._pace is not None:
+            self._pace.tell(rounds)
+
+    def foremost(self, t: int) -> int:
+        """The most rounds that a neighbour that is not absent in round t has told; 0 where nobody tells."""
+        told = {} if self._pace is None else self._pace.done.copy()
+        return max((rounds for peer, rounds in told.items() if peer not in self.absent(t)), default=0)
+
+    # --- waiting ------------------------------------------------------------------------------------------------
+
+    def _waiter(self, *key: object) -> Waiter:
+        """The thread for a neighbour, a direction and a purpose."""
+        if key not in self._waiters:
+            self._waiters[key] = Waiter(f"klatsch waiter {key}")
+        return self._waiters[key]
+
+    def _take(self, transfers: list[Transfer]) -> None:
+        for transfer in transfers:
+            self._waiter(transfer.peer, transfer.incoming).take(transfer)
+
+    def _wait(self, transfers: list[Transfer], t: int) -> None:
+        """Wait for messages, and lose neighbours that fail or are late."""
+        if self._failure is not None:
+            raise self._failure  # again, for a caller that caught it: messages are missing now
+        self.notes.go_on(t)
+        began, clock = time.monotonic(), Stopwatch(self.timeout / 8)
+        moved: dict[int, float] = {}  # by neighbour: when its last piece has come or gone
+        self._take(transfers)
+        for transfer in transfers:
+            in_time = self._in_time(transfer, clock, moved.get(transfer.peer, 0.0))
+            moved[transfer.peer] = clock.read()
+            if not in_time:
+                self._abandoned.append(transfer)
+            if not in_time or transfer.error is not None:
+                self.fail(transfer, t, clock.read())
+        self.seconds_waited += time.monotonic() - began
+
+    def _in_time(self, transfer: Transfer, clock: Stopwatch, began: float) -> bool:
+        """Whether a message ends in time; a neighbour that is itself waiting for another gets more time."""
+        deadline, last_call, peer = began + self.timeout, began + MOST_PATIENCE * self.timeout, transfer.peer
+        while not transfer.ended(min(clock.step, deadline - clock.read())):
+            self.notes.waiting(peer)
+            if any(self.rank in note.without for note in (self.notes.of(peer) or {}).values()):
+                transfer.error = RuntimeError(WITHOUT)
+                return False
+            if (now := clock.read()) >= deadline:
+                is_patient = now < last_call or self.notes.leads_to_another(peer)
+                if not (is_patient and self.notes.is_waiting(peer)):
+                    return False
+                deadline = now + self.timeout / 2
+        return True
+
+    # --- who is left --------------------------------------------------------------------------------------------
 
     def absent(self, t: int) -> set[int]:
         """Ranks that are lost or left before round t; all of them if this rank left."""
         gone = self.membership.gone_by(t)
         return set(range(self.topology.size)) if self.rank in gone else gone | self.lost.keys()
 
-    def refuse(self, source: int, t: int) -> None:
-        """Fail, or go on without a neighbour, because it sent numbers that are not finite."""
-        raise MessageError(self.rank, source, t)
+    def fail(self, transfer: Transfer, t: int, seconds: float) -> None:
+        """Lose the neighbour of a transfer that has failed, or raise LinkError."""
+        why = None if transfer.error is None else reason(transfer.error)
+        self.lose(LinkError(self.rank, transfer.peer, t, why, seconds, transfer.incoming))
 
-    def give_up(self, source: int, t: int) -> None:
-        """Go on without a neighbour, since another rank of this host does."""
+    def lose(self, failure: LinkError) -> None:
+        """Go on without a neighbour, or raise why not."""
+        peer = failure.neighbor
+        if peer in self.lost:
+            return
+        if not self.survives:
+            self._failure = failure
+            raise failure
+        self.lost[peer] = failure
+        # Messages may still arrive in posted memory, so it is not reused.
+        self._memory.clear()
+        for transfers in (*self._arriving.values(), *self._leaving.values()):
+            self._abandoned += [transfer for transfer in transfers if transfer.peer == peer]
+            transfers[:] = [transfer for transfer in transfers if transfer.peer != peer]
+        warn(f"{failure.args[0]}; going on without it: this rank takes over its weight")
+        self.notes.goes_on_without(peer)
+        self.membership.lose(peer)
+        self.take_stock(failure.round)
 
     def take_stock(self, t: int) -> None:
         """Look at what is left of the network after a link is lost or a rank leaves."""
+        for peer in set(self.membership.links_lost()) - self.lost.keys():
+            self.lose(LinkError(self.rank, peer, t, WITHOUT))
+        if self.membership.leaving:  # this rank is meant to go on without the others
+            return
+        near, size = self.membership.within_reach(), self.topology.size
+        if len(near) / size < self.quorum and self._failure is None:
+            self._failure = QuorumError(self.rank, t, near, size, self.quorum)
+        if self._failure is not None:
+            raise self._failure
+        if (apart := self.membership.out_of_reach()) and not self._apart:
+            self._apart = True
+            others = " and ".join(shown(group) for group in apart)
+            warn(
+                f"rank {self.rank}, round {t}: the network is no longer connected: {len(near)} of {size} ranks are "
+                f"left within reach ({shown(near)}), and {others} are gone or keep training on their own; set "
+                "quorum=... to stop when too few are left"
+            )
 
-    @abstractmethod
-    def together(self, t: int, what: str, leavers: bool = False) -> AbstractContextManager[Assembly]:
-        """All ranks within reach, for means over them: all ask after the same round t, for the same thing.
+    # --- the end ------------------------------------------------------------------------------------------------
 
-        Also those that leave after the next round or later, if they are in it.
-        """
-
-    def tell_pace(self, rounds: int) -> None:
-        """Tell the neighbours how many rounds this rank has done, where ranks catch up with each other."""
-
-    def foremost(self, t: int) -> int:
-        """The most rounds that a neighbour that is not absent in round t has told; 0 where nobody tells."""
-        return 0
-
-    @abstractmethod
     def drain(self) -> None:
         """Wait, at most for the timeout, until every message has left or its receiver is gone. Raises nothing."""
+        self._end([*chain(*self._leaving.values())])
+
+    def _end(self, transfers: list[Transfer]) -> None:
+        deadline = time.monotonic() + self.timeout
+        self._take(transfers)
+        for transfer in transfers:  # one that does not end stays, and its memory is not reused
+            transfer.ended(deadline - time.monotonic())
 
     def close(self) -> None:
-        """Let the last messages leave, and end what runs in the background."""
+        """Let the last messages leave, and those of the neighbours arrive, and end the threads.
+
+        When training ends, messages that need no gradient are on their way; gloo does not tell their senders that a
+        rank is gone, and they would wait for it up to the timeout. What this rank has sent, its neighbours send, too.
+
+        A thread that still waits for a late neighbour would crash the process at its end. It stops when its connection
+        closes, and gloo closes all connections when a wait passes its limit.
+        """
+        if self._failure is None:  # otherwise, the sooner it ends the better
+            sent = [tag for tag, t in self._leaving if self._awaited.get(tag) == t]
+            self._end([*chain(*self._leaving.values()), *chain(*(self._arriving.get(tag, []) for tag in sent))])
+        for threads in (self._stage, self._pace):
+            if threads is not None:
+                threads.end()
+        for transfer in (*self._abandoned, *self._called, *chain(*self._leaving.values(), *self._arriving.values())):
+            transfer.give_up()
+        for waiter in self._waiters.values():
+            waiter.end()
+
+    def succeed(self, before: GlooLinks) -> None:
+        """Go on where other links over another group have ended: without those they lost, and with their counts."""
+        self.lost, self.bytes_sent, self.seconds_waited = before.lost, before.bytes_sent, before.seconds_waited
+        for peer in self.lost:
+            self.membership.lose(peer)
+
+
+class NcclLinks(GlooLinks):
+    """Rounds over NCCL, one process per GPU: each exchange is one batch, in the same order on all ranks.
+
+    The process group's watchdog notices a neighbour that is gone or late, after the group's own timeout. Waiting times
+    are unknown. All other messages go over gloo.
+    """
+
+    def __init__(
+        self, group: Group, own: dist.ProcessGroup, topology: Topology, device: torch.device, timeout: float
+    ) -> None:
+        if torch.cuda.current_device() != (device.index or 0):
+            raise ValueError(
+                f"the parameters are on {device} but the current device is cuda:{torch.cuda.current_device()}, which "
+                f"NCCL would use; call torch.cuda.set_device({device.index or 0}) first"
+            )
+        super().__init__(own, topology, torch.device("cpu"), timeout)
+        self._nccl, self.device = group, device
+        self._running: dict[int, list[dist.Work]] = {}  # by tag
+        # The first operation makes the communicator with all ranks; not all of them speak in every round.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def expect(self, tag: int, t: int, like: Tensor) -> None:
+        self._rooms[tag] = self._room(tag, t, like)  # posted in one batch with the sends
+
+    def send(self, tag: int, t: int, message: Tensor) -> None:
+        targets = self._present(self._targets, t)
+        self.membership.tell(message[-self.tail :])
+        operations = [dist.P2POp(dist.irecv, v, self._global[peer], self._nccl) for peer, v in self._rooms[tag]]
+        operations += [dist.P2POp(dist.isend, message, self._global[peer], self._nccl) for peer in targets]
+        self._running[tag] = dist.batch_isend_irecv(operations) if operations else []
+        self.bytes_sent += len(targets) * message.nbytes
+
+    def _arrive(self, tag: int, t: int) -> None:
+        for work in self._running.pop(tag, []):  # later work on the current stream waits for the whole batch
+            work.wait()
+
+    def drain(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
         self.drain()
-
-    def reopened(self, group: dist.ProcessGroup) -> Links:
-        """Links over a fresh group, with no messages in flight."""
-        return self
-
-    @abstractmethod
-    def _arrived(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
-        """Wait for the whole messages under a tag, by neighbour."""
-
-    def _at_hand(self, source: int, message: Tensor) -> Tensor:
-        """A message that has arrived, on the device of the state."""
-        return message
-
-    def _present(self, peers: list[list[int]], t: int) -> list[int]:
-        absent = self.absent(t)
-        return [peer for peer in peers[(t - 1) % len(peers)] if peer not in absent]
-
-    def _room(self, tag: int, t: int, like: Tensor) -> list[tuple[int, Tensor]]:
-        """Memory for the messages of round t under a tag, by neighbour; reused in every round."""
-        sources = self._present(self._sources, t)
-        for key in [(tag, k) for k in range(len(sources)) if (tag, k) not in self._memory]:
-            self._memory[key] = torch.empty_like(like)
-        return [(source, self._memory[tag, k]) for k, source in enumerate(sources)]
+        super().close()
 
 
 def backend(group: Group, device: torch.device) -> str:
@@ -143,12 +377,9 @@ def open_links(
     timeout: float,
     on_failure: OnFailure,
     quorum: float,
-    catch_up: bool = False,
-) -> Links:
+    catch_up: bool,
+) -> GlooLinks:
     """Links over NCCL between GPUs where the user's group has it, else over klatsch's own gloo group."""
-    from klatsch.ranks.gloo import GlooLinks  # both kinds derive from Links
-    from klatsch.ranks.nccl import NcclLinks
-
     if backend(group, device) == "gloo":
         return GlooLinks(own, topology, device, timeout, on_failure, quorum, catch_up)
     if on_failure == "continue":
@@ -161,5 +392,4 @@ def open_links(
             "catch_up = True is not possible over NCCL, where each exchange waits for both ends; use "
             "init_process_group('gloo'), or leave it out"
         )
-    beside = GlooLinks(own, topology, torch.device("cpu"), timeout, "raise")
-    return NcclLinks(group, topology, device, timeout, beside)
+    return NcclLinks(group, own, topology, device, timeout)

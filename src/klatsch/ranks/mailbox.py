@@ -14,12 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klatsch.ranks.links import Links
+from klatsch.ranks.failures import MessageError
+from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.message import Block, Layout, Message, Part
+from klatsch.rules import State
 from klatsch.topology.matrix import Matrix, exact_weights, mapped
 from klatsch.wire.rehearsal import MOST_MESSAGES, Traffic
 
 SAMPLE = 1 << 14  # numbers by which distances between nodes are estimated: to 2 % or so
+AHEAD = -1  # in place of a node: what neighbours hold of this one once all of its messages have arrived
 Memory = dict[str, object]  # of a channel, for checkpoints: texts, numbers, tensors, and lists and dictionaries of them
 
 
@@ -41,21 +44,22 @@ class Voice(NamedTuple):
         held = self.held.get(part)
         return self.parts[part].cut(block).read(dtype, None if held is None else _cut(held, block))
 
+    def committed(self, differences: Sequence[int], blocks: Sequence[Block], dtype: torch.dtype) -> Voice:
+        """Hold what its differences say; the voice from now on says what is held."""
+        for n in differences:
+            for block in blocks:
+                _cut(self.held[n], block).copy_(self.says(n, block, dtype))
+        return Voice([Part(self.held[n]) if n in differences else part for n, part in enumerate(self.parts)], {})
+
 
 class Heard(NamedTuple):
     """One message of each neighbour, and the weights for them."""
 
-    sources: list[int]  # the neighbours
-    voices: list[Voice]  # by neighbour
-    weights: list[float]  # P_ij by neighbour
+    voices: dict[int, Voice]  # by neighbour
+    weights: dict[int, float]  # P_ij by neighbour
     away: float | None  # if columns sum to 1 instead of rows: the share of its value that this node gives away
     own: Voice | None  # what neighbours know of this node's value; None if that is the value itself
     dtype: torch.dtype  # of the state
-
-    @property
-    def parts(self) -> list[list[Part]]:
-        """What the neighbours' messages hold."""
-        return [voice.parts for voice in self.voices]
 
     def pull(self, v: Tensor, part: int, block: Block, mixed: bool) -> Tensor:
         """The flow of a part, or of a slice of it: sum_j P_ij (v_j - v_i), or v_i plus that.
@@ -63,27 +67,26 @@ class Heard(NamedTuple):
         It is summed as differences, which keep equal values equal. If columns sum to 1 instead of rows (push-sum), it
         is sum_j P_ij v_j - sum_k P_ki v_i.
         """
-        others = [voice.says(part, block, self.dtype) for voice in self.voices]
+        others = [(self.weights[j], voice.says(part, block, self.dtype)) for j, voice in self.voices.items()]
         own = v if self.own is None else self.own.says(part, block, self.dtype)
         if self.away is not None:
             result = own * -self.away if self.own is not None else v * (float(mixed) - self.away)
-            for weight, other in zip(self.weights, others, strict=True):
+            for weight, other in others:
                 result.add_(other, alpha=weight)
             return result.add_(v) if mixed and self.own is not None else result
         if not others:
             return v if mixed else torch.zeros_like(v)
-        first = self.weights[0]
+        (weight, first), *others = others
         at_once = mixed and self.own is None  # v_i and its flow in one pass
-        result = torch.lerp(v, others[0], first) if at_once else (others[0] - own).mul_(first)
-        for weight, other in zip(self.weights[1:], others[1:], strict=True):
+        result = torch.lerp(v, first, weight) if at_once else (first - own).mul_(weight)
+        for weight, other in others:
             result.add_(other - own, alpha=weight)
         return result.add_(v) if mixed and not at_once else result
 
     def shares(self, v: Tensor, part: int, block: Block) -> dict[int, Tensor]:
         """P_ij (v_j - v_i) by neighbour, which `pull` sums up."""
         own = v if self.own is None else self.own.says(part, block, self.dtype)
-        heard = zip(self.sources, self.weights, self.voices, strict=True)
-        return {source: weight * (voice.says(part, block, self.dtype) - own) for source, weight, voice in heard}
+        return {j: self.weights[j] * (voice.says(part, block, self.dtype) - own) for j, voice in self.voices.items()}
 
 
 class Mailbox:
@@ -93,15 +96,14 @@ class Mailbox:
     """
 
     def __init__(
-        self, traffic: Traffic, x: Tensor, links: Links, by_rows: bool, stream: int = 0, guarded: bool = False
+        self, traffic: Traffic, x: Tensor, links: GlooLinks, by_rows: bool, stream: int = 0, guarded: bool = False
     ) -> None:
-        self.links, self.traffic, self._dtype, self._guarded = links, traffic, x.dtype, guarded
+        self.links, self.traffic, self._guarded, self._by_rows, self._like = links, traffic, guarded, by_rows, x
         topology = links.topology
         self.late, self._every = topology.late, topology.every
         self._slots = max(1, -(-self.late // self._every))  # messages of one kind on their way at a time
         self._first_tag = stream * MOST_MESSAGES * self._slots
         self._rows = mapped(topology.matrices, lambda P: _row(P, links.rank, x.dtype))
-        self._by_rows = by_rows
         self._layouts = [Layout(sent.shapes, x, topology.wire) for sent in traffic.messages]
         # A spare one where a message is written while another is read (late), or still travels (early).
         spare = [bool(self.late or sent.call is None) for sent in traffic.messages]
@@ -109,25 +111,24 @@ class Mailbox:
             [Message(layout, x.device, links.tail) for _ in range(self._slots + more)]
             for layout, more in zip(self._layouts, spare, strict=True)
         ]
-        self._shapes = [sent.shapes for sent in traffic.messages]
-        self._like = x
         self._held: dict[tuple[int, int], dict[int, Tensor]] = {}  # by message and node: what is held, by part
-        self._ahead: dict[int, dict[int, Tensor]] = {}  # by message: what neighbours will hold of this node
         self._flight: list[int] = []  # rounds whose messages are on their way
-        self._heard: dict[int, Heard] = {}
+        self._heard: dict[int, Heard] = {}  # by message, in this round
 
     @property
     def shares_memory(self) -> bool:
         """Whether a state may live in the early message, so that it need not be copied there."""
         return not self.late and bool(self.traffic.early) and self._layouts[0].exact
 
+    def early_fields(self, t: int) -> State:
+        """The fields that live in the early message of round t, if they travel as they are."""
+        if not self.shares_memory:
+            return {}
+        return {name: part.numbers for name, part in zip(self.traffic.early, self._message(0, t).parts, strict=True)}
+
     def where(self, k: int, part: int, block: Block) -> Block:
         """The slice of a part of message k that belongs to a slice of the vectors; single numbers stay whole."""
-        return block if self._shapes[k][part][-1] == self._like.shape[-1] else None
-
-    def early_tensors(self, t: int) -> list[Tensor]:
-        """The tensors of the early message of round t."""
-        return self._message(0, t).tensors
+        return block if self.traffic.messages[k].shapes[part][-1] == self._like.shape[-1] else None
 
     # --- sending -----------------------------------------------------------------------------------------------
 
@@ -141,11 +142,12 @@ class Mailbox:
 
     def put(self, t: int, k: int, part: int, block: Block, v: Tensor) -> None:
         """Write a tensor, or a slice of it, into message k of round t."""
-        held, block = self._ahead_of(k).get(part), self.where(k, part, block)
+        block = self.where(k, part, block)
+        held = self._held_of(k, AHEAD if self.late else self.links.rank).get(part)
         target, own = self._message(k, t).parts[part].cut(block), None if held is None else _cut(held, block)
         target.write(v, own)
         if self.late and own is not None:
-            own.copy_(target.read(self._dtype, own))
+            own.copy_(target.read(self._like.dtype, own))
 
     def send(self, t: int, k: int) -> None:
         """Send message k of round t."""
@@ -155,133 +157,6 @@ class Mailbox:
         """Send all messages of round t, which arrive late."""
         self._flight.append(t)
         self._post(t)
-
-    # --- receiving ---------------------------------------------------------------------------------------------
-
-    def land(self) -> None:
-        """Wait for all that is on its way, and forget it."""
-        for r in self._flight:
-            self.begin_round()
-            self.listen(r, range(len(self._layouts)))
-        self._flight = []
-
-    def begin_round(self) -> None:
-        """Forget what was heard in the round before."""
-        self._heard = {}
-
-    def listen(self, r: int, messages: Iterable[int]) -> None:
-        """Wait for some messages of round r, where they have not been waited for."""
-        for k in messages:
-            if k not in self._heard:
-                self._heard[k] = self._listen(r, k)
-
-    def arrives(self, r: int) -> bool:
-        """Whether messages of round r are on their way to this rank."""
-        return r in self._flight
-
-    def heard(self, k: int) -> Heard | None:
-        """Message k of the neighbours, if it has arrived in this round."""
-        return self._heard.get(k)
-
-    def commit(self, r: int, blocks: Sequence[Block]) -> None:
-        """Hold what the messages of round r said."""
-        for k, heard in self._heard.items():
-            for n in self._layouts[k].differences:
-                for voice in [*heard.voices, *([heard.own] if heard.own is not None else [])]:
-                    for block in blocks:
-                        _cut(voice.held[n], block).copy_(voice.says(n, block, self._dtype))
-            if self._layouts[k].differences:  # from now on voices say what is held
-                self._heard[k] = heard._replace(
-                    voices=[_settled(voice) for voice in heard.voices],
-                    own=None if heard.own is None else _settled(heard.own),
-                )
-        if r in self._flight:
-            self._flight.remove(r)
-
-    def apart(self, r: int, k: int, part: int) -> Tensor | None:
-        """The mean squared distance of the neighbours' part of message k of round r from this node's own.
-
-        It is None if nothing was heard. Of a long vector it is that of a sample, scaled up; after `commit`.
-        """
-        heard = self._heard.get(k)
-        if heard is None or not heard.voices:
-            return None
-        own = self._message(k, r).parts if heard.own is None else heard.own.parts
-        few, *others = (parts[part].numbers[..., self._some].to(self._dtype) for parts in [own, *heard.parts])
-        distances = [(other - few).square().sum() for other in others]
-        return torch.stack(distances).mean() * (self._like.shape[-1] / max(len(self._some), 1))
-
-    @cached_property
-    def _some(self) -> Tensor:
-        """The places of a sample of a vector; all of a short one."""
-        size, chance = self._like.shape[-1], torch.Generator().manual_seed(0)
-        some = torch.randint(size, (SAMPLE,), generator=chance).sort()[0] if size > SAMPLE else torch.arange(size)
-        return some.to(self._like.device)
-
-    def _listen(self, r: int, k: int) -> Heard:
-        layout, came = self._layouts[k], self.links.received(self._tag(k, r), r)
-        spoken = [(source, layout.parts(theirs)) for source, theirs in came]
-        if self._guarded:
-            for source in [source for source, parts in spoken if not all(part.is_sound for part in parts)]:
-                self.links.refuse(source, r)
-        # The weight of a lost neighbour goes to this node's own value, so rows still sum to 1; in push-sum this node
-        # keeps what it would have passed on to it, so columns still do.
-        absent, topology = self.links.absent(r), self.links.topology
-        row = (
-            _row(topology.matrix(r), self.links.rank, self._dtype)
-            if topology.loss
-            else self._rows[(r - 1) % len(self._rows)]
-        )
-        away = None if self._by_rows else sum(w for node, w in row.away.items() if node not in absent)
-        there = [(source, parts) for source, parts in spoken if source not in absent and source in row.links]
-        voices = [Voice(parts, self._held_of(k, source)) for source, parts in there]
-        own = None
-        if topology.speaks(r) and (self.late or not layout.exact):
-            own = Voice(self._message(k, r).parts, self._held_of(k, self.links.rank))
-        weights = [row.links[source] for source, _ in there]
-        return Heard([source for source, _ in there], voices, weights, away, own, self._dtype)
-
-    # --- memory ------------------------------------------------------------------------------------------------
-
-    @property
-    def memory(self) -> Memory:
-        """Copies of what is held and on its way, for a checkpoint; empty where there is nothing."""
-        held = {f"{k} {node}": {str(n): v.clone() for n, v in some.items()} for (k, node), some in self._held.items()}
-        ahead = {str(k): {str(n): v.clone() for n, v in some.items()} for k, some in self._ahead.items()}
-        flight = {
-            str(r): [self._message(k, r).whole[: layout.size].clone() for k, layout in enumerate(self._layouts)]
-            for r in self._flight
-        }
-        return {"held": held, "ahead": ahead, "flight": flight} if held or flight else {}
-
-    def load(self, memory: Memory) -> None:
-        """Go on with such a memory: what was on its way is sent again by `resend`."""
-        held: dict[str, dict[str, Tensor]] = memory.get("held", {})  # type: ignore[assignment]
-        ahead: dict[str, dict[str, Tensor]] = memory.get("ahead", {})  # type: ignore[assignment]
-        flight: dict[str, list[Tensor]] = memory.get("flight", {})  # type: ignore[assignment]
-        self._held, self._ahead, self._heard = {}, {}, {}
-        for key, some in held.items():
-            k, node = map(int, key.split())
-            _fill(self._held_of(k, node), some)
-        for key, some in ahead.items():
-            _fill(self._ahead_of(int(key)), some)
-        self._flight = sorted(map(int, flight))
-        for r in self._flight:
-            for k, whole in enumerate(flight[str(r)]):
-                self._message(k, r).whole[: len(whole)].copy_(whole)
-
-    def checks(self) -> Tensor:
-        """By node: numbers that sum to 0 over all ranks where neighbours hold of a node what it holds itself.
-
-        A link that is lost leaves different copies at its two ends. If both are saved so and meet again, differences
-        would be added to something else than what they were taken from.
-        """
-        lost, numbers = self.links.lost.keys(), torch.zeros(self.links.topology.size, dtype=torch.int64)
-        hearers = len({node for row in self._rows for node in row.away} - lost)
-        for (_, node), held in self._held.items():
-            if node not in lost:
-                numbers[node] += _checksum(held) * (-hearers if node == self.links.rank else 1)
-        return numbers
 
     def resend(self) -> None:
         """Send again what was on its way, after `load`."""
@@ -302,32 +177,127 @@ class Mailbox:
         slot = t // self._every % self._slots if self.late else 0
         return self._first_tag + slot * MOST_MESSAGES + k
 
+    # --- receiving ---------------------------------------------------------------------------------------------
+
+    def land(self) -> None:
+        """Wait for all that is on its way, and forget it."""
+        for r in self._flight:
+            self.begin_round()
+            self.listen(r)
+        self._flight = []
+
+    def begin_round(self) -> None:
+        """Forget what was heard in the round before."""
+        self._heard = {}
+
+    def listen(self, r: int, messages: Iterable[int] | None = None) -> None:
+        """Wait for some messages of round r, or for all, where they come and have not been waited for."""
+        if not self.late or r in self._flight:
+            for k in range(len(self._layouts)) if messages is None else messages:
+                if k not in self._heard:
+                    self._heard[k] = self._listen(r, k)
+
+    def heard(self, k: int) -> Heard | None:
+        """Message k of the neighbours, if it has arrived in this round."""
+        return self._heard.get(k)
+
+    def commit(self, r: int, blocks: Sequence[Block]) -> None:
+        """Hold what the messages of round r said."""
+        for k, heard in self._heard.items():
+            if differences := self._layouts[k].differences:
+                own = heard.own and heard.own.committed(differences, blocks, heard.dtype)
+                voices = {j: voice.committed(differences, blocks, heard.dtype) for j, voice in heard.voices.items()}
+                self._heard[k] = heard._replace(voices=voices, own=own)
+        if r in self._flight:
+            self._flight.remove(r)
+
+    def apart(self, r: int, k: int, part: int) -> Tensor | None:
+        """The mean squared distance of the neighbours' part of message k of round r from this node's own.
+
+        It is None if nothing was heard. Of a long vector it is that of a sample, scaled up; after `commit`.
+        """
+        heard = self._heard.get(k)
+        if heard is None or not heard.voices:
+            return None
+        own = self._message(k, r).parts if heard.own is None else heard.own.parts
+        spoken = [own, *(voice.parts for voice in heard.voices.values())]
+        few, *others = (parts[part].numbers[..., self._sample].to(heard.dtype) for parts in spoken)
+        distances = [(other - few).square().sum() for other in others]
+        return torch.stack(distances).mean() * (self._like.shape[-1] / max(len(self._sample), 1))
+
+    @cached_property
+    def _sample(self) -> Tensor:
+        """The places of a sample of a vector; all of a short one."""
+        size, chance = self._like.shape[-1], torch.Generator().manual_seed(0)
+        places = torch.randint(size, (SAMPLE,), generator=chance).sort()[0] if size > SAMPLE else torch.arange(size)
+        return places.to(self._like.device)
+
+    def _listen(self, r: int, k: int) -> Heard:
+        layout, links, topology, dtype = self._layouts[k], self.links, self.links.topology, self._like.dtype
+        spoken = {source: layout.parts(message) for source, message in links.received(self._tag(k, r), r)}
+        if self._guarded:
+            for source in [source for source, parts in spoken.items() if not all(part.is_sound for part in parts)]:
+                links.lose(MessageError(links.rank, source, r))
+        # The weight of a lost neighbour goes to this node's own value, so rows still sum to 1; in push-sum this node
+        # keeps what it would have passed on to it, so columns still do.
+        absent, row = links.absent(r), self._rows[(r - 1) % len(self._rows)]
+        if topology.loss:
+            row = _row(topology.matrix(r), links.rank, dtype)
+        away = None if self._by_rows else sum(w for node, w in row.away.items() if node not in absent)
+        voices = {
+            source: Voice(parts, self._held_of(k, source))
+            for source, parts in spoken.items()
+            if source not in absent and source in row.links
+        }
+        own = None
+        if topology.speaks(r) and (self.late or not layout.exact):
+            own = Voice(self._message(k, r).parts, self._held_of(k, links.rank))
+        return Heard(voices, row.links, away, own, dtype)
+
+    # --- memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> Memory:
+        """Copies of what is held and on its way, for a checkpoint; empty where there is nothing."""
+        held = {f"{k} {node} {n}": v.clone() for (k, node), by_part in self._held.items() for n, v in by_part.items()}
+        flight = {
+            str(r): [self._message(k, r).whole[: layout.size].clone() for k, layout in enumerate(self._layouts)]
+            for r in self._flight
+        }
+        return {"held": held, "flight": flight} if held or flight else {}
+
+    def load(self, memory: Memory) -> None:
+        """Go on with such a memory: what was on its way is sent again by `resend`."""
+        held: dict[str, Tensor] = memory.get("held", {})  # type: ignore[assignment]
+        flight: dict[str, list[Tensor]] = memory.get("flight", {})  # type: ignore[assignment]
+        self._held, self._heard = {}, {}
+        for key, v in held.items():
+            k, node, n = map(int, key.split())
+            self._held_of(k, node)[n].copy_(v)
+        self._flight = sorted(map(int, flight))
+        for r in self._flight:
+            for k, whole in enumerate(flight[str(r)]):
+                self._message(k, r).whole[: len(whole)].copy_(whole)
+
+    def checks(self) -> Tensor:
+        """By node: numbers that sum to 0 over all ranks where neighbours hold of a node what it holds itself.
+
+        A link that is lost leaves different copies at its two ends. If both are saved so and meet again, differences
+        would be added to something else than what they were taken from.
+        """
+        lost, numbers = self.links.lost.keys(), torch.zeros(self.links.topology.size, dtype=torch.int64)
+        hearers = len({node for row in self._rows for node in row.away} - lost)
+        for (_, node), held in self._held.items():
+            if node != AHEAD and node not in lost:
+                numbers[node] += _checksum(held) * (-hearers if node == self.links.rank else 1)
+        return numbers
+
     def _held_of(self, k: int, node: int) -> dict[int, Tensor]:
         """What is held of a node, by part; zero at first."""
         if (k, node) not in self._held and self._layouts[k].differences:
-            self._held[k, node] = self._nothing(k)
+            shapes = self.traffic.messages[k].shapes
+            self._held[k, node] = {n: self._like.new_zeros(shapes[n]) for n in self._layouts[k].differences}
         return self._held.get((k, node), {})
-
-    def _ahead_of(self, k: int) -> dict[int, Tensor]:
-        """What neighbours hold of this node once all of its messages have arrived."""
-        if not self.late:
-            return self._held_of(k, self.links.rank)
-        if k not in self._ahead and self._layouts[k].differences:
-            self._ahead[k] = self._nothing(k)
-        return self._ahead.get(k, {})
-
-    def _nothing(self, k: int) -> dict[int, Tensor]:
-        return {n: self._like.new_zeros(self._shapes[k][n]) for n in self._layouts[k].differences}
-
-
-def _settled(voice: Voice) -> Voice:
-    """A voice whose differences are held: it says what is held."""
-    return Voice([Part(voice.held[n]) if n in voice.held else part for n, part in enumerate(voice.parts)], {})
-
-
-def _fill(held: dict[int, Tensor], saved: dict[str, Tensor]) -> None:
-    for n, tensor in held.items():
-        tensor.copy_(saved[str(n)])
 
 
 def _checksum(held: dict[int, Tensor]) -> int:

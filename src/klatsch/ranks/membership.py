@@ -31,19 +31,15 @@ class Membership:
         self._ways = [(source, target) for source, target in ways if source != target]
         pairs = sorted({(min(way), max(way)) for way in self._ways})
         self._number = {pair: k for k, pair in enumerate(pairs)}
-        self._status = torch.zeros((WORD + 1) * self.size + len(pairs), dtype=torch.uint8)
+        self.links = len(pairs)  # whichever way they are heard
+        self._status = torch.zeros((WORD + 1) * self.size + self.links, dtype=torch.uint8)
         self._finished, self._gone = self._read(self._status)
-        self._leaving, self._lost = torch.split(self._gone, [self.size, len(pairs)])
+        self._leaving, self._lost = torch.split(self._gone, [self.size, self.links])
         self._since = 0  # the round from which on it counts who has finished
 
     def __len__(self) -> int:
         """The bytes of the status."""
         return len(self._status)
-
-    @property
-    def links(self) -> int:
-        """The number of links, whichever way they are heard."""
-        return len(self._number)
 
     def number(self, node: int, other: int) -> int:
         """Of the link between two nodes."""
@@ -128,38 +124,33 @@ class Membership:
         ended = {node for pair, k in self._number.items() if self._lost[k] for node in pair} | {*self._leavers()}
         return [g for g in self._groups() if self.rank not in g and (len(g) > 1 or not ended.intersection(g))]
 
-    def tree(self, t: int | None = None) -> tuple[int | None, list[int]]:
-        """The parent and children of this rank in a tree of all within reach, which is the same on all of them."""
-        nodes, parents = self.within_reach(t), self._parents(t)
-        parent = None if self.rank == nodes[0] else parents[self.rank]
-        return parent, [node for node in nodes if parents[node] == self.rank]
+    def tree(self, t: int | None = None) -> tuple[list[int], list[int], int]:
+        """A tree of all within reach, the same on all of them: the parent of this rank, its children and its depth.
 
-    def depth(self, t: int | None = None) -> int:
-        """How many links of the tree are between this rank and the first."""
-        first, parents, above, depth = self.within_reach(t)[0], self._parents(t), self.rank, 0
-        while above != first:
+        The root has no parent.
+        """
+        nodes, depth = self.within_reach(t), 0
+        parents: list[int] = breadth_first_order(self._graph(t), nodes[0], directed=False)[1].tolist()
+        above = self.rank
+        while above != nodes[0]:
             above, depth = parents[above], depth + 1
-        return depth
-
-    def _parents(self, t: int | None = None) -> list[int]:
-        found: list[int] = breadth_first_order(self._graph(t), self.within_reach(t)[0], directed=False)[1].tolist()
-        return found
+        return [parents[self.rank]] * (depth > 0), [node for node in nodes if parents[node] == self.rank], depth
 
     def beside(self, t: int | None = None) -> list[int]:
         """All neighbours, in any round and direction, whose link to this rank holds."""
-        return sorted(sum(pair) - self.rank for pair in self._number if self.rank in pair and self._holds(pair, t))
+        return sorted(sum(pair) - self.rank for pair in self._holding(self._number, t) if self.rank in pair)
 
     def _leavers(self) -> list[int]:
         return self._leaving.nonzero()[:, 0].tolist()
 
-    def _holds(self, ends: tuple[int, int], t: int | None = None) -> bool:
-        """Whether a link is not lost, and neither end leaves, or has left before round t."""
-        gone = self._leavers() if t is None else self.gone_by(t)
-        return not (self._lost[self.number(*ends)] or any(node in gone for node in ends))
+    def _holding(self, ends: Iterable[tuple[int, int]], t: int | None) -> list[tuple[int, int]]:
+        """The links that are not lost, of which neither end leaves, or has left before round t."""
+        gone = {*self._leavers()} if t is None else self.gone_by(t)
+        return [pair for pair in ends if not self._lost[self.number(*pair)] and gone.isdisjoint(pair)]
 
-    def _graph(self, t: int | None = None) -> csr_array:
+    def _graph(self, t: int | None) -> csr_array:
         """The links that hold, from speaker to hearer."""
-        kept = np.array([way for way in self._ways if self._holds(way, t)], dtype=int).reshape(-1, 2)
+        kept = np.array(self._holding(self._ways, t), dtype=int).reshape(-1, 2)
         return csr_array((np.ones(len(kept)), tuple(kept.T)), shape=(self.size, self.size))
 
     def _groups(self, t: int | None = None) -> list[list[int]]:
@@ -175,13 +166,16 @@ class Membership:
     @property
     def lag(self) -> int:
         """See `lag`; an upper bound if links are lost or ranks leave."""
-        if bool(self._gone.any()):
-            return (self.size - 1) * (self.topology.period + self.topology.late)
-        return self._whole_lag
+        return _longest(self.topology) if bool(self._gone.any()) else self._whole_lag
 
     @cached_property
     def _whole_lag(self) -> int:
         return lag(self.topology)
+
+
+def _longest(topology: Topology) -> int:
+    """The rounds that news takes at most, if it waits a whole period at every hop."""
+    return (topology.size - 1) * (topology.period + topology.late)
 
 
 def lag(topology: Topology) -> int:
@@ -193,7 +187,7 @@ def lag(topology: Topology) -> int:
         hops = shortest_path(topology.speaking[0], unweighted=True)
         return int(hops[np.isfinite(hops)].max()) * (topology.every + topology.late)
     if topology.late:  # news that has arrived may wait a whole period for the link that passes it on
-        return (topology.size - 1) * (topology.period + topology.late)
+        return _longest(topology)
     worst, itself = 0, np.eye(topology.size, dtype=np.float32)  # products of floats are fast
     heard = [np.maximum(itself, P.toarray() != 0).astype(np.float32) for P in topology.speaking]
     for phase in range(len(heard)):

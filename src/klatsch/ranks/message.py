@@ -1,6 +1,6 @@
 """Messages: tensors side by side in one piece of memory, encoded, so that they travel together as bytes.
 
-Only this file knows what the bytes mean; see channels/wire.py for the encodings.
+Only this file knows what the bytes mean; see wire/encodings.py for the encodings.
 """
 
 from __future__ import annotations
@@ -58,30 +58,27 @@ class Layout:
     """Where the tensors of a message lie in its bytes. Those as long as the vectors are encoded."""
 
     def __init__(self, shapes: Sequence[torch.Size], like: Tensor, wire: str) -> None:
-        self._places: list[tuple[torch.Size, torch.dtype, int]] = []
-        self._dtype, self.size = like.dtype, 0
+        self._places: list[tuple[torch.Size, torch.dtype, int, int]] = []  # and where its scales and numbers begin
+        self.size = 0
         for shape in shapes:
-            encoded = wire if shape[-1] == like.shape[-1] else ""
-            dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(encoded, like.dtype)
-            self._places.append((shape, dtype, self.size))
-            scales = _scale_bytes(shape) if dtype is torch.int8 else 0
-            bytes_ = _up(scales) + shape.numel() * dtype.itemsize
-            self.size += _up(bytes_)
-        self.differences = [n for n, (_, dtype, _) in enumerate(self._places) if dtype is torch.int8]
-        self.exact = all(dtype is like.dtype for _, dtype, _ in self._places)
+            encoding = wire if shape[-1] == like.shape[-1] else ""
+            dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(encoding, like.dtype)
+            numbers = self.size + (_up(_scale_bytes(shape)) if dtype is torch.int8 else 0)
+            self._places.append((shape, dtype, self.size, numbers))
+            self.size = numbers + _up(shape.numel() * dtype.itemsize)
+        self.differences = [n for n, (_, dtype, *_) in enumerate(self._places) if dtype is torch.int8]
+        self.exact = all(dtype is like.dtype for _, dtype, *_ in self._places)
 
     def parts(self, memory: Tensor) -> list[Part]:
         """The tensors in the bytes of a message."""
         return [self._part(memory, *place) for place in self._places]
 
-    def _part(self, memory: Tensor, shape: torch.Size, dtype: torch.dtype, begin: int) -> Part:
-        scales = None
-        if dtype is torch.int8:
-            size = _scale_bytes(shape)
-            scales = memory[begin : begin + size].view(torch.bfloat16).view(*shape[:-1], -1)
-            begin += _up(size)
-        numbers = memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-        return Part(numbers, scales)
+    def _part(self, memory: Tensor, shape: torch.Size, dtype: torch.dtype, begin: int, middle: int) -> Part:
+        numbers = memory[middle : middle + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        if dtype is not torch.int8:
+            return Part(numbers)
+        scales = memory[begin : begin + _scale_bytes(shape)].view(torch.bfloat16)
+        return Part(numbers, scales.view(*shape[:-1], -1))
 
 
 class Message:
@@ -90,11 +87,6 @@ class Message:
     def __init__(self, layout: Layout, device: torch.device, tail: int) -> None:
         self.whole = torch.zeros(layout.size + tail, dtype=torch.uint8, device=device)
         self.parts = layout.parts(self.whole[: layout.size])
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Its tensors, where none is encoded: a state may live in them."""
-        return [part.numbers for part in self.parts]
 
 
 def is_sound(v: Tensor) -> bool:

@@ -8,26 +8,29 @@ those of the round are written while the state advances, and once is enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from klatsch.columns import Number
 from klatsch.ranks import kernels
-from klatsch.ranks.agreement import Group, summed
-from klatsch.ranks.ledger import Ledger
-from klatsch.ranks.links import Links
+from klatsch.ranks.agreement import Group, members, summed
+from klatsch.ranks.assembly import assembled
+from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.mailbox import Mailbox, Memory
 from klatsch.ranks.membership import Membership
 from klatsch.ranks.message import Block
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import each
-from klatsch.wire.rehearsal import Place, Rehearsal, carries_output, rehearse, sums_of_flows
+from klatsch.topology import Topology
+from klatsch.wire.rehearsal import Place, Rehearsal, Sum, carries_output, rehearse, sums_of_flows
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 26}  # numbers per slice: a cache's worth, or enough to hide the launches
+PIECE = 1 << 20  # numbers of a sum that travel at a time
 
 
 class Given(NamedTuple):
@@ -51,13 +54,64 @@ class _Reached(Exception):  # noqa: N818
         self.places = places
 
 
+class Ledger:
+    """What each neighbour has added to sums of flows, such as D2's correction y, to be taken out when it is lost.
+
+    Such sums are zero over the network. Without the lost node's they would not be, and push the others' mean for ever.
+    """
+
+    def __init__(self, sums: Sequence[Sum], x: Tensor) -> None:
+        self.sums = {(entry.call, entry.part): entry for entry in sums}
+        self._like = x
+        self.entries: dict[int, State] = {}  # by neighbour and field
+        self.last: dict[int, int] = {}  # by neighbour: the round of its last entry
+
+    def enter(self, t: int, call: int, part: int, block: Block, shares: dict[int, Tensor]) -> None:
+        """Add the shares of the neighbours in a flow of round t, or in a slice of it."""
+        entry = self.sums[call, part]
+        self.last |= dict.fromkeys(shares, t)
+        for node, share in shares.items():
+            fields = self.entries.setdefault(node, {})
+            if entry.field not in fields:
+                fields[entry.field] = torch.zeros_like(self._like)
+            whole = fields[entry.field]
+            (whole if block is None else whole[block]).add_(share, alpha=entry.factor)
+
+    def make_up(self, state: State, topology: Topology, group: Group) -> None:
+        """Make entries for sums that came without, as if their flows had come along a tree; all ranks do it together.
+
+        What a rank owes its parent is the sum of its branch, and so the entries of every rank add up to its own sums.
+        """
+        # Of the whole graph: all are there, and each may know of other links that were lost before.
+        (parents, children, _), ranks = Membership(topology, dist.get_rank(group)).tree(), members(group)
+        for field in sorted({entry.field for entry in self.sums.values()}):
+            branch = state[field].to("cpu", copy=True)
+            for child in children:
+                below = torch.empty_like(branch)
+                for piece in torch.split(below, PIECE):  # a timeout is about silence
+                    dist.recv(piece, ranks[child], group=group)
+                self.entries.setdefault(child, {})[field] = below.neg().to(self._like)
+                branch += below
+            for parent in parents:
+                for piece in torch.split(branch, PIECE):
+                    dist.send(piece, ranks[parent], group=group)
+                self.entries.setdefault(parent, {})[field] = branch.to(self._like)
+
+    def take_out(self, gone: Collection[int], state: State) -> None:
+        """Take what these nodes have added out of a state."""
+        for node in self.entries.keys() & set(gone):
+            self.last.pop(node, None)
+            for field, added in self.entries.pop(node).items():
+                state[field].sub_(added)
+
+
 class Node:
     """One rank's share of a network: a rule that starts at x, of any shape that ends in the parameter axis.
 
     Nodes on the same links need different streams. A guarded node refuses messages that are not finite.
     """
 
-    def __init__(self, rule: Rule, x: Tensor, links: Links, stream: int = 0, guarded: bool = False) -> None:
+    def __init__(self, rule: Rule, x: Tensor, links: GlooLinks, stream: int = 0, guarded: bool = False) -> None:
         self.rule, self.links, self.rounds = rule, links, 0
         Rehearsal(rule, x).check(slices=x.ndim == 1)  # a round may call it twice, and cuts plain vectors
         self._traffic = rehearse(rule, x)
@@ -70,7 +124,7 @@ class Node:
         self._excess: State = {}
         self._blocks, self._wide = _blocks(x), x.shape[-1]
         self._begun, self._calls = False, 0
-        usual = x.ndim == 1 and x.dtype is torch.float32 and not self._mail.late and not self._ledger.is_kept
+        usual = x.ndim == 1 and x.dtype is torch.float32 and not self._mail.late and not self._ledger.sums
         self._fuses = usual and kernels.available(x.device.type)
         self._plain = set[str]()  # kinds of work that are not elementwise
         start = rule.init(x)
@@ -91,7 +145,7 @@ class Node:
 
     def load(self, fields: State, rounds: int, memory: Memory | None = None) -> None:
         """Continue from a state saved after some rounds; without the channel's memory it begins anew."""
-        self._fields |= self._early_fields(rounds + 1)
+        self._fields |= self._mail.early_fields(rounds + 1)
         for name, value in fields.items():
             self._fields[name].copy_(value)
         self.rounds, self._begun, self._excess = rounds, False, {}
@@ -125,9 +179,8 @@ class Node:
         kept = torch.tensor([len(ledger.entries)])
         sums = summed(group, torch.cat([entered, self._mail.checks(), kept]))
         ledger.take_out([node for node in last if sums[known.number(rank, node)]], self._fields)
-        if ledger.is_kept and not sums[-1]:
-            # Along the whole graph: all are there, and each may know of other links that were lost before.
-            ledger.found(self._fields, Membership(self.links.topology, rank).tree(), group)
+        if ledger.sums and not sums[-1]:
+            ledger.make_up(self._fields, self.links.topology, group)
         differ = bool(sums[known.links : -1].any())
         if differ:
             self._mail.load({})
@@ -155,7 +208,7 @@ class Node:
         if self._balances and self.links.membership.heard_out(t):
             sums = {entry.field for entry in sums_of_flows(self.rule, self.rule.query(self._fields))}
             for name in sorted(sums):
-                with self.links.together(self.rounds, name, leavers=True) as everyone:
+                with assembled(self.links, self.rounds, name, leavers=True) as everyone:
                     own = self._fields[name].cpu()
                     self._excess[name] = everyone.mean(own.reshape(-1)).view_as(own)
 
@@ -166,8 +219,7 @@ class Node:
             self._begin(t)
         mail.begin_round()
         if mail.late:
-            if mail.arrives(t - mail.late):
-                mail.listen(t - mail.late, range(len(self._traffic.messages)))
+            mail.listen(t - mail.late)
             if self._speaks(t):
                 for k in range(len(self._traffic.messages)):
                     mail.wait_until_sent(t, k)
@@ -180,7 +232,7 @@ class Node:
             if self._speaks(t):  # otherwise nobody waits for it
                 self._compute_message(k, t, given)
                 mail.send(t, k)
-        mail.listen(t, range(len(self._traffic.messages)))
+        mail.listen(t)
         if self._traffic.early:
             mail.wait_until_sent(t, 0)
 
@@ -190,7 +242,7 @@ class Node:
         After the last round nothing is on its way, so that the links can be used again.
         """
         t, mail = self.rounds + 1, self._mail
-        following = self._fields | self._early_fields(t + 1)
+        following = self._fields | self._mail.early_fields(t + 1)
         mail.commit(t - mail.late, self._blocks)
         if self._output is not None:
             apart = mail.apart(t - mail.late, self._output.message, self._output.part)
@@ -236,12 +288,6 @@ class Node:
 
     def _speaks(self, t: int) -> bool:
         return self.links.topology.speaks(t)
-
-    def _early_fields(self, t: int) -> State:
-        """The fields that live in the early message of round t, if they travel as they are."""
-        if not self._mail.shares_memory:
-            return {}
-        return dict(zip(self._traffic.early, self._mail.early_tensors(t), strict=True))
 
     def _begin(self, t: int) -> None:
         """Prepare to receive all messages of round t, and send those that need no gradient."""
@@ -322,7 +368,7 @@ class Node:
                 if (heard := mail.heard(k)) is not None:
                     where = mail.where(k, part, block)
                     results.append(heard.pull(tensor, part, where, mixed))
-                    if stop is None and self._ledger.covers(c, n):
+                    if stop is None and (c, n) in self._ledger.sums:
                         self._ledger.enter(t, c, n, where, heard.shares(tensor, part, where))
                 elif mail.late and not mixed:  # nothing arrives in this round
                     results.append(torch.zeros_like(tensor))

@@ -36,7 +36,7 @@ class Seen(NamedTuple):
     trouble: str = ""  # DAMAGED or OLD
 
 
-class File(NamedTuple):
+class SavedFile(NamedTuple):
     """One file of a folder."""
 
     path: Path
@@ -65,7 +65,7 @@ class Round(NamedTuple):
         return 2 * len(self.crew & self.held) >= self.size, len(self.training), self.rounds, len(self.crew & self.held)
 
 
-def files(folder: Path) -> list[File]:
+def files(folder: Path) -> list[SavedFile]:
     """All checkpoints of ranks in a folder, by round and rank."""
     found = [_file(path, int(match[1]), int(match[2] or 0), int(match[3])) for path, match in named(folder)]
     return sorted(found, key=lambda file: (file.seen.rounds, file.seen.rank, file.place))
@@ -112,15 +112,15 @@ def inventory(seen: Collection[Seen], ranks: Iterable[int], training: Training) 
     return "; ".join(f"{who(some)} {what}" for what, some in held.items())
 
 
-def _file(path: Path, rank: int, place: int, rounds: int) -> File:
+def _file(path: Path, rank: int, place: int, rounds: int) -> SavedFile:
     try:
         header = sealed.header_of(path, FORMAT)
         _check(path, header, {"rank": rank, "place": place, "rounds": rounds})
     except CheckpointError as error:
         trouble = OLD if isinstance(error, OldCheckpointError) else DAMAGED
-        return File(path, place, Seen(rank, rounds, trouble=trouble), {}, str(error))
+        return SavedFile(path, place, Seen(rank, rounds, trouble=trouble), {}, str(error))
     seen = Seen(rank, rounds, tuple(header["training"]), tuple(header["crew"]), header["size"])
-    return File(path, place, seen, header)
+    return SavedFile(path, place, seen, header)
 
 
 def _check(path: Path, header: dict[str, Any], named: dict[str, int]) -> None:
