@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import klatsch
 from klatsch.problems import ImageClassification, Images, lenet
-from klatsch.problems.images.stacks import Stacked
+from klatsch.problems.stacks import Stacked
 
 LR = 0.01
 

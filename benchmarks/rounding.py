@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from klatsch.problems.images import stacks
+from klatsch.problems import stacks
 from klatsch.study import parse, run_study, workers
 
 RULES: list[dict[str, Any]] = [

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import klatsch
-from klatsch.problems import dirichlet
-from klatsch.problems.images.classification import fashion_mnist
+from klatsch.problems import dirichlet, fashion_mnist
 
 SLOW, TIMES = 1, 5  # which rank, and how many times as long its gradients take
 CHANNELS: dict[str, dict[str, Any]] = {

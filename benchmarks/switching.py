@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from klatsch.optim import DATSGD, Gossip, GossipSGD
-from klatsch.problems.images.classification import fashion_mnist
+from klatsch.problems import fashion_mnist
 
 SGD = torch.optim.SGD
 HEAVY: dict[str, Any] = {"momentum": 0.9}

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import klatsch
-from klatsch.problems import dirichlet
-from klatsch.problems.images.classification import fashion_mnist
-from klatsch.problems.partition import check_alpha
+from klatsch.problems import dirichlet, fashion_mnist
+from klatsch.problems.sharded import check_alpha
 
 OPTIMIZERS = {
     "GossipSGD": {},

@@ -72,6 +72,11 @@ def printable(content: Any) -> Any:
     return content
 
 
+def kind_of(thing: object) -> str:
+    """What a thing is, for errors: "a float", "the class Plain"."""
+    return f"the class {thing.__name__}" if isinstance(thing, type) else f"a {type(thing).__name__}"
+
+
 def shown(value: object) -> str:
     """A value as an error shows it, shortened if long."""
     text = repr(value)

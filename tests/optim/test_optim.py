@@ -547,10 +547,10 @@ class Meta(nn.Module):
             lambda: GossipSGD([nn.Parameter(torch.ones(2))], lr=0.1, topology=klatsch.topology.ring(4)),
             r"ring has 4 nodes but there are 1 ranks.*--nproc-per-node 4",
         ),
-        (lambda: Gossip([nn.Parameter(torch.ones(2))], "dat"), "the rule is a str without lr"),
+        (lambda: Gossip([nn.Parameter(torch.ones(2))], "dat"), "the rule is a str; give one, such as"),
         (
             lambda: Gossip([nn.Parameter(torch.ones(2))], WithoutRate()),
-            "the rule is a WithoutRate without lr; give a rule",
+            "the rule is a WithoutRate without lr; give one",
         ),
         (lambda: DSGD([nn.Parameter(torch.ones(2))], lr=0.1, timeout=[1, 2]), r"timeout = \[1, 2\]; give a number"),
         (lambda: DSGD([nn.Parameter(torch.ones(2))], lr=0.1, timeout=1e18), "at most 2,592,000"),

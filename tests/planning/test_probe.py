@@ -13,12 +13,20 @@ from klatsch.theory import largest_machines
 pytestmark = pytest.mark.slow
 
 
-class Plain:
+class Plain(problems.Problem):
     """A problem of somebody's own: nothing but what `Problem` asks for."""
 
     def __init__(self, problem):
-        self.nodes, self.dim, self.start = problem.nodes, problem.dim, problem.start
-        self.grad, self.metrics = problem.grad, problem.metrics
+        self.problem, self.nodes, self.dim = problem, problem.nodes, problem.dim
+
+    def start(self):
+        return self.problem.start()
+
+    def grad(self, *asked):
+        return self.problem.grad(*asked)
+
+    def metrics(self, x):
+        return self.problem.metrics(x)
 
 
 @pytest.mark.parametrize("noise, spread, seed", [(2.0, 3.0, 0), (10.0, 1.0, 1), (0.5, 10.0, 2)])
@@ -205,7 +213,7 @@ def test_problems_from_a_file(tmp_path):
     assert problem_of(f"{path}:fixed").nodes == 5
     for text, message in (
         (f"{path}:fixed", "takes no number of nodes; leave -n out"),
-        (f"{path}:wrong", "gives a int without nodes"),
+        (f"{path}:wrong", "gives a int; give a problem"),
         (f"{path}:fails", r"own\.py, line \d+: RuntimeError: no data"),
         (f"{path}:leaves", "SystemExit: 3"),
         (f"{path}:Kind", "without"),

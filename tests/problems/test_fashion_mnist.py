@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from klatsch.problems.images import fashion_mnist
-from klatsch.problems.images.fashion_mnist import CONTENT, load
+from klatsch.problems import fashion_mnist
+from klatsch.problems.fashion_mnist import CONTENT, load
 from tests.support.machine import DATA, needs_data
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import klatsch
 from klatsch.problems import FashionMNIST, ImageClassification, Images, lenet
-from klatsch.problems.images.classification import COMPILED, IMAGES_AT_ONCE, ONE_MORE, equal_parts, portions
-from klatsch.problems.images.stacks import Stacked, grouped, rows
+from klatsch.problems.classification import COMPILED, IMAGES_AT_ONCE, ONE_MORE, equal_parts, portions
+from klatsch.problems.stacks import Stacked, grouped, rows
 from klatsch.simulation import simulate_together
 from tests.support.machine import DATA, needs_data
 
@@ -294,7 +294,7 @@ def test_metrics_are_those_of_plain_evaluation():
 
 @pytest.mark.parametrize("nodes", [2, 4, 6, 10])
 def test_the_training_loss_is_measured_on_images_of_all_nodes(monkeypatch, nodes):
-    monkeypatch.setattr("klatsch.problems.images.classification.LOSS_SAMPLES", 60)
+    monkeypatch.setattr("klatsch.problems.classification.LOSS_SAMPLES", 60)
     problem = ImageClassification(small, toy(), nodes=nodes, batch=5)
     seen = set(problem._seen.tolist())
     counts = [len(seen & set(shard.tolist())) for shard in problem.shards]
@@ -303,7 +303,7 @@ def test_the_training_loss_is_measured_on_images_of_all_nodes(monkeypatch, nodes
 
 
 def test_a_brief_look_is_at_some_test_images(monkeypatch):
-    monkeypatch.setattr("klatsch.problems.images.classification.BRIEF", 20)
+    monkeypatch.setattr("klatsch.problems.classification.BRIEF", 20)
     data = toy()
     some = slice(None, None, len(data.test_labels) // 20)
     few = data._replace(test_images=data.test_images[some], test_labels=data.test_labels[some])
@@ -339,7 +339,7 @@ def test_filling_up_a_portion_changes_no_gradient(monkeypatch):
     problem = ImageClassification(small, toy(), nodes=3, batch=5)
     x, drawn = torch.randn(3, 2, problem.dim), problem.draw(torch.tensor([1]))[0]
     alone = problem.gradient(x, drawn)
-    monkeypatch.setattr("klatsch.problems.images.classification.portions", lambda count, device: [4, 4])
+    monkeypatch.setattr("klatsch.problems.classification.portions", lambda count, device: [4, 4])
     # Sums of another shape of stack round differently.
     torch.testing.assert_close(problem.gradient(x, drawn), alone, rtol=1e-4, atol=1e-6)
 
@@ -404,8 +404,8 @@ def frozen():
 BAD = [
     (lambda: ImageClassification(small, toy(), nodes=4, alpha=0), "alpha = 0", "number above 0"),
     (lambda: ImageClassification(small, toy(), nodes=4, alpha=-1.0), "alpha = -1.0", "number above 0"),
-    (lambda: ImageClassification(small, toy(), nodes=241), "nodes = 241", "at most that many nodes"),
-    (lambda: ImageClassification(small, toy(), nodes=8, batch=31), "batch = 31", "smaller batch, or fewer nodes"),
+    (lambda: ImageClassification(small, toy(), nodes=241), "nodes = 241", "give fewer nodes"),
+    (lambda: ImageClassification(small, toy(), nodes=8, batch=31), "batch = 31", "give fewer nodes or a smaller batch"),
     (lambda: ImageClassification(small, toy(), nodes=8, batch=0), "batch = 0", "from 1 up"),
     (lambda: ImageClassification(small, toy(), nodes=4, test=1000), "test = 1000", "at most that many"),
     (

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import klatsch
-from klatsch.problems import Language
-from klatsch.problems.language import prediction, text
+from klatsch.problems import Language, prediction, text
 from klatsch.simulation import simulate_together
 from tests.support.comparisons import assert_same_to_rounding
 
@@ -234,7 +233,7 @@ def test_the_standard_library_needs_no_download():
         ({"heads": 3}, "heads = 3 do not divide width = 8; give a multiple, such as 96"),
         ({"depth": 0}, "depth = 0; give a whole number from 1 up"),
         ({"autocast": 1}, "autocast = 1; give true or false"),
-        ({"batch": 10_000}, "nodes = 4 and batch = 10000, but the text has [0-9,]+ windows of 13 bytes .*; give fewer"),
+        ({"batch": 10_000}, "nodes = 4 and batch = 10000, but there are [0-9,]+ windows of 13 bytes .*; give fewer"),
         ({"context": 20_000}, "has no 20,001 bytes of text to learn from, .*; give more or longer files, or a shorter"),
         ({"context": 3000}, "has no 3,001 bytes of text held out"),
         ({"folder": "/nowhere"}, "folder = /nowhere is not a folder; give one with text, or none for Python's own"),

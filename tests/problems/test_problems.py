@@ -273,7 +273,7 @@ def test_names(name):
 
 
 class Wrapper:
-    """A user's object that changes one thing about a problem and delegates the rest."""
+    """What delegates to a problem, but is none."""
 
     def __init__(self, problem):
         self.problem = problem
@@ -282,22 +282,23 @@ class Wrapper:
         return getattr(self.problem, name)
 
 
-class Doubled(Wrapper):
-    def grad(self, x, t, nodes=None):
-        return 2 * self.problem.grad(x, t, nodes)
+class Sizeless(problems.Problem):
+    start = grad = metrics = None
 
 
-def test_a_wrapper_that_delegates_is_a_problem_whose_own_gradients_count():
-    inner, graph = MAKE["least-squares"](4), klatsch.topology.ring(4)
-    slow, fast = (klatsch.rules.make("dsgd", lr) for lr in (1e-3, 2e-3))
-    expected = klatsch.simulate(inner, fast, graph, 20)
-    for problem, rule in ((Wrapper(inner), fast), (Doubled(inner), slow)):
-        adopted = problems.adopted(problem)
-        assert (adopted.nodes, adopted.dim, adopted.columns) == (4, 6, 2)
-        assert not adopted.draws_ahead
-        assert_same_to_rounding(klatsch.simulate(problem, rule, graph, 20).output, expected.output)
-    with pytest.raises(ValueError, match="a Wrapper without nodes, dim, start, grad, metrics"):
-        problems.adopted(Wrapper(3))
+@pytest.mark.parametrize(
+    "problem, what",
+    [
+        (Wrapper(LeastSquares(4)), "a Wrapper"),
+        (3, "an? int"),
+        (LeastSquares, "the class LeastSquares"),
+        (Sizeless(), "a Sizeless without nodes and dim"),
+    ],
+)
+def test_only_problems_are_problems(problem, what):
+    rule, graph = klatsch.rules.make("dsgd", 0.1), klatsch.topology.ring(4)
+    with pytest.raises(ValueError, match=rf"problem is {what}; give .* that derives from klatsch\.problems\.Problem"):
+        klatsch.simulate(problem, rule, graph, 20)
 
 
 @pytest.mark.parametrize("headline", ["distance", "loss_gap"])

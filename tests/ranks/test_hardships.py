@@ -24,12 +24,18 @@ from tests.support.rank_scenarios import problem_of
 SIZE = 5
 
 
-class Idle:
+class Idle(klatsch.problems.Problem):
     """A problem whose nodes have no gradient in some rounds."""
 
     def __init__(self, problem, idle):
         self.problem, self.idle = problem, idle
-        self.nodes, self.dim, self.start, self.metrics = problem.nodes, problem.dim, problem.start, problem.metrics
+        self.nodes, self.dim = problem.nodes, problem.dim
+
+    def start(self):
+        return self.problem.start()
+
+    def metrics(self, x):
+        return self.problem.metrics(x)
 
     def grad(self, x, t, nodes=None):
         found = self.problem.grad(x, t)

@@ -19,20 +19,8 @@ def expected_warning(text):
     return pytest.warns(RuntimeWarning, match=text) if native.why_not() is None else contextlib.nullcontext()
 
 
-class Bare:
-    """Not derived from `rules.Rule`: what a rule needs is enough."""
-
-    def init(self, x):
-        return {"w": x}
-
-    def query(self, s):
-        return s["w"]
-
-    output = query
-
-
 @dataclass(frozen=True)
-class LocalSGD(Bare):
+class LocalSGD(rules.Rule):
     lr: float
     k: int = 5
     pauses: list[float] = field(default_factory=lambda: [3.0, 4.0, 5.0])  # a list that is meant as one
@@ -91,7 +79,7 @@ def test_columns_tell_runs_apart():
 
 
 def test_a_plain_object_goes_on_from_its_own_result():
-    class Plain(Bare):
+    class Plain(rules.Rule):
         def __init__(self, lr):
             self.lr = lr
 

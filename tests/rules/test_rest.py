@@ -23,7 +23,7 @@ def quadratic():
     return problems.LeastSquares.from_arrays(torch.ones(1, 1, 1), torch.ones(1, 1))
 
 
-class Bowl:
+class Bowl(problems.Problem):
     """¼ ||x||² on each of four nodes, and noise of variance 1 in each of so many coordinates that x² shows its own."""
 
     nodes, dim, curvature = 4, 1000, 0.5

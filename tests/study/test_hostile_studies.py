@@ -384,8 +384,8 @@ def test_a_source_that_raises_anything_is_one_line(where, raised, tmp_path, run_
     body = {place: f"raise {raised}" if place == where else "pass" for place in ("file", "function", "property")}
     gradient = f"raise {raised}" if where == "gradient" else "return x"
     file.write_text(
-        "import torch\n"
-        "class Mine:\n"
+        "import torch\nfrom klatsch import problems\n"
+        "class Mine(problems.Problem):\n"
         "    dim = 3\n"
         "    @property\n"
         f"    def nodes(self):\n        {body['property']}\n        return 4\n"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from klatsch import problems
-from klatsch.problems.images import classification, fashion_mnist
+from klatsch.problems import classification, fashion_mnist
 from klatsch.report import figures
 from klatsch.report import targets as paper
 from klatsch.report.report import page_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from klatsch.problems.language import text
+from klatsch.problems import text
 from klatsch.study import Store, expand, load, run_study, workers
 from klatsch.study.batches import pack
 

@@ -51,7 +51,7 @@ def wrong(n):
     return "a ring"
 
 
-class Wishes:
+class Wishes(problems.Problem):
     """Every node wants to be near its own number."""
 
     headline = problems.Headline("off", "distance from the mean of all wishes")
@@ -328,7 +328,7 @@ WRONG = {
     "no such name": ("mine.py:Other", r"mine.py has no Other; it has Extra"),
     "no identifier": ("mine.py:", r"'mine.py:'; give FILE.py:NAME"),
     "not callable": ("mine.py:Number", r"Number in .*mine.py is a int; give a class or function that makes a rule"),
-    "no rule": ("mine.py:nothing", r"the rule is a NoneType without lr, init"),
+    "no rule": ("mine.py:nothing", r"the rule is a NoneType; give one"),
     "old update": ("mine.py:Old", r"Old.update takes \(s, grad, mix, t\); since klatsch 0.2"),
     "raises": ("mine.py:broken", r"mine.py, line \d+: ZeroDivisionError: division by zero; put it right first"),
     "no arguments": ("mine.py:bare", r"bare has no option 'lr'"),
@@ -392,7 +392,7 @@ def test_what_is_wrong_with_topologies_and_problems_is_one_line(folder, run_cli)
         (("-t", "parts.py:bnad"), r"parts.py has no bnad; did you mean band\?"),
         (("--problem", "parts.py:Wishes"), r"has no metric 'distance' .* headline = problems.Headline\('off'"),
         (("--problem", "parts.py:Flat"), r"parts.py:Flat: grad\(x, 1\) has shape \(4, 1\); give \(4, 1, 1\)"),
-        (("--problem", "parts.py:band"), r"parts.py:band gives a Topology without nodes, dim"),
+        (("--problem", "parts.py:band"), r"parts.py:band gives a Topology; give a problem"),
     ):
         code, _, err = run_cli("run", "--rules", "dsgd", "-n", 4, "--steps", 5, "--seeds", 1, *options)
         assert code == 2, options

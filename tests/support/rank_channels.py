@@ -19,7 +19,7 @@ from tests.support.rank_scenarios import LR, RANK_RULES, group, train
 SIZE = 4
 
 
-class Pulls:
+class Pulls(klatsch.problems.Problem):
     """Every node is pulled to a point of its own, from round to round less; no draws, which take longer than rounds."""
 
     nodes, dim = SIZE, 260  # more than a block of 256 numbers with one scale

@@ -43,7 +43,7 @@ def batch(rank, t):
     return inputs, inputs.sum(1, keepdim=True).sin() + 0.3 * (rank // INSIDE)
 
 
-class Together:
+class Together(klatsch.problems.Problem):
     """The hosts as nodes: each has the mean gradient of its ranks. `pieces` are their places in one padded vector."""
 
     def __init__(self, pieces=None):

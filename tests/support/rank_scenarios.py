@@ -385,7 +385,7 @@ def nccl(folder, backend):
     dist.destroy_process_group()
 
 
-class Poisoned:
+class Poisoned(klatsch.problems.Problem):
     """A problem of which node 2 has a gradient that is not a number, in round 37 and in the last column."""
 
     NODE, ROUND = 2, 37

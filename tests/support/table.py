@@ -2,7 +2,7 @@
 
 import torch
 
-from klatsch import rules
+from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.rules import anytime
 from klatsch.rules.base import rate
@@ -49,8 +49,8 @@ UNDEFINED = {(rule, graph) for rule in STATIC_ONLY for graph in ("one peer", "ba
 TABLE = [(rule, graph) for rule in RULES for graph in GRAPHS if (rule, graph) not in UNDEFINED]
 
 
-class ZeroGradients:
-    """A user's own problem, with nothing but what the protocol asks for."""
+class ZeroGradients(problems.Problem):
+    """A user's own problem, with nothing but what `Problem` asks for."""
 
     dim = 3
 

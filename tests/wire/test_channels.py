@@ -24,7 +24,7 @@ CHANNELS = [(every, late, wire) for every in EVERY for late in LATE for wire in 
 ROUNDS = 12
 
 
-class Forces:
+class Forces(problems.Problem):
     """Every node is pulled by a force of its own, which changes from round to round but not with the point."""
 
     def __init__(self, nodes, dim=300, rounds=ROUNDS):
@@ -383,7 +383,7 @@ def test_int8_errs_as_float32_does(rule, beta):
     assert errors[1] == pytest.approx(errors[0], rel=0.05)
 
 
-class Noisy:
+class Noisy(problems.Problem):
     """Each node is pulled to a point of its own with noise, of which one coordinate has 10,000 times as much."""
 
     nodes, dim = 8, 200

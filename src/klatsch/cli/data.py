@@ -30,7 +30,7 @@ def overview(context: typer.Context) -> None:
 
 def use_folder(folder: Path | None) -> None:
     """Have this process and its workers read the data set from a folder."""
-    from klatsch.problems.images import fashion_mnist
+    from klatsch.problems import fashion_mnist
 
     if folder is not None:
         fashion_mnist.load(folder, download=False)  # a wrong folder fails at once
@@ -40,7 +40,7 @@ def use_folder(folder: Path | None) -> None:
 @command("data fetch", "data fetch --data ~/fashion-mnist", to=data)
 def fetch(folder: Data = None) -> None:
     """Find Fashion-MNIST, download it if it is missing, and verify it."""
-    from klatsch.problems.images import fashion_mnist
+    from klatsch.problems import fashion_mnist
 
     place = fashion_mnist.find(folder)
     images = fashion_mnist.load(place)
@@ -60,14 +60,13 @@ def show(
     import numpy as np
 
     from klatsch import pictures, problems
-    from klatsch.problems import FashionMNIST
-    from klatsch.problems.images import fashion_mnist
+    from klatsch.problems import FashionMNIST, fashion_mnist
     from klatsch.report.figures import classes_of_nodes
 
     if draw is not None:
         pictures.check_path(draw)
     labels, classes = fashion_mnist.load(folder).labels.numpy(), fashion_mnist.CLASSES
-    FashionMNIST.check(nodes, alpha, batch=1, seed=seed)
+    FashionMNIST.check(nodes, alpha=alpha, batch=1, seed=seed)
     shards = problems.dirichlet(labels, nodes, alpha, seed)
     counts = np.stack([np.bincount(labels[shard], minlength=len(classes)) for shard in shards])
     title = f"Fashion-MNIST over {nodes} nodes, alpha = {alpha:g}, seed {seed}: {shards.shape[1]:,} images each"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from klatsch.arguments import whole
-from klatsch.problems import Problem, adopted
+from klatsch.problems import Problem, checked
 from klatsch.theory import Constants
 
 LEAST_SAMPLES = 4  # two blocks of two
@@ -88,7 +88,7 @@ def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
     """
     whole(rounds, "rounds", 1)
     whole(samples, "samples", LEAST_SAMPLES)
-    problem = adopted(problem)
+    problem = checked(problem)
     if problem.columns != 1:
         raise ValueError(f"the problem has {problem.columns} columns; give one noise and one heterogeneity")
     ask = _Gradients(problem)

@@ -23,7 +23,7 @@ from klatsch.clock import Clock
 from klatsch.clock.network import NoLinkError
 from klatsch.planning.errors import Array, crossing, fitted, gap, smoothed
 from klatsch.planning.ways import MOST_MACHINES, Way, round_seconds, ways_of
-from klatsch.problems import Problem, adopted
+from klatsch.problems import Problem, checked
 from klatsch.problems.sharded import Sharded
 from klatsch.simulation import simulate
 from klatsch.units import duration
@@ -85,7 +85,7 @@ class Task:
 
     def problem(self, nodes: int, seed: int = 0) -> Problem:
         """The problem, which tells no more than its headline."""
-        return adopted(self.make(nodes, seed)).briefly()
+        return checked(self.make(nodes, seed)).briefly()
 
     def in_float32(self, problem: Problem) -> bool:
         """Whether it runs in float32: networks do, and everything on a GPU."""

@@ -40,7 +40,7 @@ def problem_of(text: str, nodes: int | None = None, **options: object) -> Proble
         raise ValueError(f"{function} takes no number of nodes; leave -n out, or let it take one")
     with own.explained(text):
         given = [NODES if nodes is None else nodes] if takes_nodes else []
-        made = problems.adopted(make(*given, **options), f"{text} gives")
+        made = problems.checked(make(*given, **options), f"{text} gives")
         shapes = problems.shapes(made, torch.as_tensor(made.start()).reshape(-1))
     for asked, (got, wanted) in shapes.items():
         if math.prod(got) != math.prod(wanted):

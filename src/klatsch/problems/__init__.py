@@ -11,17 +11,17 @@ import torch
 
 from klatsch.arguments import check_options, named
 from klatsch.own import explained, is_own, label
-from klatsch.problems.base import Headline, Problem, Quadratic, adopted, derived, shapes
-from klatsch.problems.images.classification import FashionMNIST, ImageClassification
-from klatsch.problems.images.fashion_mnist import Images
-from klatsch.problems.images.networks import lenet
-from klatsch.problems.language.prediction import Language
+from klatsch.problems.base import Headline, Problem, Quadratic, checked, shapes
+from klatsch.problems.classification import FashionMNIST, ImageClassification
+from klatsch.problems.fashion_mnist import Images
 from klatsch.problems.least_squares import LeastSquares
 from klatsch.problems.logistic import LogisticRegression
-from klatsch.problems.partition import dirichlet
+from klatsch.problems.prediction import Language
+from klatsch.problems.sharded import dirichlet
+from klatsch.problems.stacks import lenet
 
 __all__ = ["PROBLEMS", "FashionMNIST", "Headline", "ImageClassification", "Images", "Language", "LeastSquares"]
-__all__ += ["LogisticRegression", "Problem", "Quadratic", "adopted", "check", "check_headline", "declared"]
+__all__ += ["LogisticRegression", "Problem", "Quadratic", "check", "check_headline", "checked", "declared"]
 __all__ += ["dirichlet", "kind", "lenet", "make", "options", "shapes"]
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {
@@ -39,7 +39,7 @@ def make(name: str, nodes: int, **choices: Any) -> Problem:
     """
     check_options(name, choices, options(name))
     with explained(name):
-        return adopted(kind(name)(nodes, **choices), f"{label(name)} gives")
+        return checked(kind(name)(nodes, **choices), f"{label(name)} gives")
 
 
 def kind(name: str) -> Callable[..., Problem]:
@@ -48,9 +48,13 @@ def kind(name: str) -> Callable[..., Problem]:
 
 
 def declared(name: str) -> type[Problem]:
-    """The class of a problem, which is known before one is made; a custom one gets the defaults of `Problem`."""
-    found = kind(name)
-    return found if isinstance(found, type) and issubclass(found, Problem) else derived(found, label(name))
+    """The class of a problem, known before one is made; what a function makes counts as a plain `Problem`."""
+    maker = kind(name)
+    if not isinstance(maker, type):
+        return Problem
+    if not issubclass(maker, Problem):
+        raise ValueError(f"{label(name)} is no problem; let the class derive from klatsch.problems.Problem")
+    return maker
 
 
 def options(name: str) -> tuple[str, ...]:

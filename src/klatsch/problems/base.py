@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from klatsch.arguments import whole
+from klatsch.arguments import kind_of, whole
 from klatsch.columns import replaced
 
 Shape = tuple[int, ...]
@@ -51,8 +52,7 @@ class Problem(ABC):
     """A stochastic problem spread over nodes: what it must have, and what it may have, with defaults.
 
     Randomness is a function of (seed, t, node): repeated calls return the same numbers, and calls for one node the same
-    to rounding. Your own problem derives from this class, or is any object with `nodes`, `dim`, `start`, `grad` and
-    `metrics`; it may delegate to another problem.
+    to rounding. Your own problem derives from this class and has `nodes`, `dim`, `start`, `grad` and `metrics`.
     """
 
     nodes: int  # M
@@ -64,6 +64,7 @@ class Problem(ABC):
     samples: int | None = None  # of all nodes together; None where there is no end of them
     on_fewer: Callable[[int, int], Problem] | None = None  # the same data on so many nodes, drawn with another seed
     brief: bool = False  # set by `briefly`; then nothing is measured of gradients, either
+    shown: ClassVar[tuple[str, ...]] = ()  # fields that tell two problems of this class apart
 
     # Known of a class of problems before one is made:
     headline: Headline = DISTANCE
@@ -141,13 +142,16 @@ class Problem(ABC):
         return None
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self.nodes} nodes, {self.dim} parameters>"
+        values = ((name, vars(self)[name]) for name in self.shown)
+        more = "".join(f", {name} {v:g}" if isinstance(v, float) else f", {name} {v}" for name, v in values)
+        return f"<{type(self).__name__}: {self.nodes} nodes, {self.dim} parameters{more}>"
 
 
 class Drawing(Problem):
     """A problem whose gradients are a formula of what is drawn, written once for all nodes and for some."""
 
     seed: int
+    sha256: str | None = None  # of everything that determines the gradients
     numbers: Tensor  # of the nodes, by which they draw
     of_nodes: ClassVar[tuple[str, ...]]  # fields whose first axis are the nodes
 
@@ -169,10 +173,14 @@ class Drawing(Problem):
 
         Where the problem has one column, x may also be (m, d), or (d,) for a single node.
         """
-        here = self if nodes is None else self.part(nodes)
-        at = points(x, here.nodes, self.dim, self.columns)
-        here = here.to(x.dtype, x.device)
-        return here.gradient(at, here.draw(torch.tensor([t]))[0]).reshape(x.shape)
+        asked = self if nodes is None else self.part(nodes)
+        at = points(x, asked.nodes, self.dim, self.columns)
+        asked = asked.to(x.dtype, x.device)
+        return asked.gradient(at, asked.draw(torch.tensor([t]))[0]).reshape(x.shape)
+
+    def fingerprint(self) -> str | None:
+        """SHA-256 of everything that determines the gradients."""
+        return self.sha256
 
     def part(self, nodes: Sequence[int]) -> Self:
         """The same problem as some nodes see it."""
@@ -192,12 +200,16 @@ class Convex(Drawing):
     """A problem with one known optimum, which starts at the origin."""
 
     optimum: Tensor
-    sha256: str
 
     @property
     @abstractmethod
     def L(self) -> float:
         """Smoothness: how fast any node's gradient may change (Assumption 2.1)."""
+
+    @classmethod
+    def dim_of(cls, nodes: int, **options: Any) -> int:
+        """The number of parameters, from the options."""
+        return int(settings(cls, nodes, options).get("dim") or cls(nodes, **options).dim)  # type: ignore[call-arg]
 
     @property
     def D1(self) -> Tensor:
@@ -231,14 +243,14 @@ class Convex(Drawing):
         def squared(v: Tensor) -> Tensor:
             return (v - self.optimum).square().sum(-1)
 
-        found: dict[str, Callable[[], Tensor]] = {
+        measures: dict[str, Callable[[], Tensor]] = {
             "distance": lambda: squared(x).mean(0),
             "distance_of_mean": lambda: squared(x.mean(0)),
             "worst_distance": lambda: squared(x).amax(0),
             "loss_gap": lambda: self.loss_gap(x.mean(0)),
             "worst_loss_gap": lambda: self.loss_gap(x).amax(0),
         }
-        return {name: value() for name, value in found.items() if not self.brief or name == self.headline.metric}
+        return {name: measure() for name, measure in measures.items() if not self.brief or name == self.headline.metric}
 
     def by_node(self, x: Tensor) -> dict[str, Tensor]:
         """Squared distance to the optimum and loss gap of every node."""
@@ -250,10 +262,6 @@ class Convex(Drawing):
             self, Convex.metrics, "distance", "distance_of_mean", "worst_distance", "loss_gap", "worst_loss_gap"
         )
 
-    def fingerprint(self) -> str:
-        """SHA-256 of everything that determines the gradients."""
-        return self.sha256
-
 
 def shortened(problem: Kind, measure: Callable[..., object], *metrics: str) -> Kind:
     """A problem that measures its headline alone; the same, if a class of one's own measures something else."""
@@ -261,48 +269,33 @@ def shortened(problem: Kind, measure: Callable[..., object], *metrics: str) -> K
     return problem if own else replaced(problem, brief=True)
 
 
-NEEDED = ("nodes", "dim", "start", "grad", "metrics")
-DECLARED = {name for name in (*vars(Problem), *Problem.__annotations__) if not name.startswith("_")}
-
-
-def adopted(problem: Any, source: str = "problem is") -> Problem:
-    """A problem, made of any object that has what a problem needs."""
-    if missing := [part for part in NEEDED if not hasattr(problem, part)]:
+def checked(problem: object, source: str = "problem is") -> Problem:
+    """A problem; anything else is refused."""
+    missing = [part for part in ("nodes", "dim") if part not in dir(problem)]
+    if not isinstance(problem, Problem) or missing:
+        lacks = f" without {' and '.join(missing)}" if isinstance(problem, Problem) else ""
         raise ValueError(
-            f"{source} a {type(problem).__name__} without {', '.join(missing)}; give a problem, such as "
-            "problems.LeastSquares(16), or see problems.Problem for what your own needs"
+            f"{source} {kind_of(problem)}{lacks}; give a problem, such as problems.LeastSquares(16), or an "
+            "object of a class that derives from klatsch.problems.Problem"
         )
-    if isinstance(problem, Problem):
-        return problem
-    kind = derived(problem, type(problem).__name__)
-    kind.__getattr__ = lambda self, name: getattr(problem, name)  # type: ignore[attr-defined]
-    if "to" in vars(kind):
-        kind.to = lambda self, dtype, device: adopted(problem.to(dtype, device))  # type: ignore[method-assign]
-    if " object at 0x" not in repr(problem):  # which tells nothing but its place in memory
-        kind.__repr__ = lambda self: repr(problem)  # type: ignore[method-assign]
-    return kind()
+    return problem
 
 
-def derived(thing: object, name: str) -> type[Problem]:
-    """A problem's class, with those parts of `Problem` that a user's object, class or function has.
-
-    Optional functions that an object delegates to another by `__getattr__` are left out: the other's `gradient`, say,
-    would bypass the wrapper's `grad`.
-    """
-    offered = {part: getattr(thing, part) for part in DECLARED if hasattr(thing, part)}
-    kept = {*dir(thing), *NEEDED, *(k for k, v in offered.items() if k in Problem.__annotations__ and not callable(v))}
-    parts = {k: staticmethod(v) if callable(v) else v for k, v in offered.items() if k in kept}
-    return type(name, (Problem,), parts)
+def settings(kind: Callable[..., object], nodes: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a problem is made with, including defaults."""
+    given = inspect.signature(kind).bind(nodes, **options)
+    given.apply_defaults()
+    return given.arguments
 
 
 def shapes(problem: Problem, start: Tensor) -> dict[str, tuple[Shape, Shape]]:
     """The shapes of a custom problem's flat start and of its gradients, each with the one it should have."""
     M, d = int(problem.nodes), int(problem.dim)
-    found: dict[str, tuple[Shape, Shape]] = {"start()": (tuple(start.shape), (d,))}
+    compared: dict[str, tuple[Shape, Shape]] = {"start()": (tuple(start.shape), (d,))}
     if len(start) == d:
-        found["grad(x, 1)"] = tuple(problem.grad(start.expand(M, 1, d), 1).shape), (M, 1, d)
-        found["grad(x, 1, [0])"] = tuple(problem.grad(start.expand(1, 1, d), 1, [0]).shape), (1, 1, d)
-    return found
+        compared["grad(x, 1)"] = tuple(problem.grad(start.expand(M, 1, d), 1).shape), (M, 1, d)
+        compared["grad(x, 1, [0])"] = tuple(problem.grad(start.expand(1, 1, d), 1, [0]).shape), (1, 1, d)
+    return compared
 
 
 def pooled(nodes: int, pool: int | None) -> int:

@@ -37,6 +37,7 @@ class LeastSquares(core.Convex):
 
     per_column = ("noise", "heterogeneity")
     of_nodes = ("_H", "_offset")
+    shown = ("columns", "seed")
 
     def __init__(
         self,
@@ -109,11 +110,6 @@ class LeastSquares(core.Convex):
         fewer._fill(*_means(nodes, self._H, self._rows), self._scale, self.sigma.tolist(), seed)
         return fewer
 
-    @staticmethod
-    def dim_of(nodes: int, dim: int = 50, **_: object) -> int:
-        """The number of parameters, from the options."""
-        return dim
-
     @property
     def L(self) -> float:
         """Smoothness: the largest eigenvalue of any A_i' A_i (Assumption 2.1)."""
@@ -154,9 +150,6 @@ class LeastSquares(core.Convex):
         """f(x) - f* for points (..., C, d): ½ (x - x*)' H (x - x*), free of cancellation."""
         apart = x - self.optimum
         return 0.5 * ((apart @ self._mean_H) * apart).sum(-1)
-
-    def __repr__(self) -> str:
-        return f"<LeastSquares: {self.nodes} nodes, {self.dim} parameters, {self.columns} columns, seed {self.seed}>"
 
 
 def _means(nodes: int, H: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from klatsch.arguments import number, whole
 from klatsch.problems import base as core
 from klatsch.problems import draws
-from klatsch.problems.partition import dirichlet
+from klatsch.problems.sharded import dirichlet
 
 
 class LogisticRegression(core.Convex):
@@ -32,6 +32,7 @@ class LogisticRegression(core.Convex):
     """
 
     of_nodes = ("_signed", "labels")
+    shown = ("batch", "seed")
 
     def __init__(
         self,
@@ -120,11 +121,6 @@ class LogisticRegression(core.Convex):
         fewer._fill(features, labels, shards, self.batch, self.l2, seed)
         return fewer
 
-    @staticmethod
-    def dim_of(nodes: int, dim: int = 20, **_: object) -> int:
-        """The number of parameters, from the options."""
-        return dim
-
     @property
     def L(self) -> float:
         """Smoothness: ¼ of the largest eigenvalue of any node's mean of a a', plus l2 (Assumption 2.1)."""
@@ -176,6 +172,3 @@ class LogisticRegression(core.Convex):
             if torch.linalg.vector_norm(step) < 1e-12 * (1 + torch.linalg.vector_norm(x)):
                 break
         return x
-
-    def __repr__(self) -> str:
-        return f"<LogisticRegression: {self.nodes} nodes, {self.dim} parameters, batch {self.batch}, seed {self.seed}>"

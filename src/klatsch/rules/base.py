@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from klatsch import columns
-from klatsch.arguments import named, whole
+from klatsch.arguments import kind_of, named, whole
 from klatsch.columns import Given, Number
 from klatsch.rules.names import NAMES
 
@@ -172,8 +172,7 @@ class Rule:
 def checked(rule: object) -> Rule:
     """A rule as engines take it, with lists of numbers as columns; anything else is refused."""
     if not isinstance(rule, Rule) or "lr" not in dir(rule):
-        what = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {type(rule).__name__}"
-        what += " without lr" if isinstance(rule, Rule) else ""
+        what = kind_of(rule) + (" without lr" if isinstance(rule, Rule) else "")
         raise ValueError(
             f"the rule is {what}; give one, such as rules.make('dat', lr=0.01), or an object of a class that derives "
             "from klatsch.rules.Rule and has an lr"

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import klatsch.columns as cols
 from klatsch.arguments import whole
-from klatsch.problems import Problem, adopted
+from klatsch.problems import Problem
+from klatsch.problems import checked as checked_problem
 from klatsch.rules import Rule, State
 from klatsch.rules.base import LearningRate, checked, each, rate
 from klatsch.sealed import digest
@@ -95,7 +96,7 @@ def prepared(
     any_graph: bool,
 ) -> Prepared:
     """Check that the parts of a run, of one network or several, fit together; `rules` has one for all, or for each."""
-    problems = [adopted(problem) for problem in problems]
+    problems = [checked_problem(problem) for problem in problems]
     each_rule = rules if len(rules) > 1 else [*rules] * len(problems)
     fitted = [_fitted(*parts, any_graph) for parts in zip(problems, each_rule, topologies, strict=True)]
     rule, C, rehearsal = fitted[0].rule, max(fit.columns for fit in fitted), fitted[0].rehearsal

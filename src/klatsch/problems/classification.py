@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +13,10 @@ from torch.nn.functional import cross_entropy
 
 from klatsch.arguments import whole
 from klatsch.problems import base as core
-from klatsch.problems.images import fashion_mnist
-from klatsch.problems.images.fashion_mnist import Images
-from klatsch.problems.images.networks import architecture, lenet, made
-from klatsch.problems.images.stacks import Stacked, plain_convolutions
-from klatsch.problems.partition import check_alpha, dirichlet
-from klatsch.problems.sharded import Sharded, equal_parts, evenly
+from klatsch.problems import fashion_mnist
+from klatsch.problems.fashion_mnist import Images
+from klatsch.problems.sharded import Sharded, check_split, equal_parts, evenly
+from klatsch.problems.stacks import Stacked, architecture, lenet, made, plain_convolutions
 
 MODELS_AT_ONCE = 64  # that train on a CPU
 COMPILED = (288, 144, 72, 32)  # on a GPU, which takes 15 seconds to compile each size; a larger one is hardly faster
@@ -51,6 +48,7 @@ class ImageClassification(Sharded):
 
     data: Images
     worst = dict.fromkeys(("accuracy", "accuracy_min", "accuracy_max", "accuracy_of_mean"), 0.0)
+    score = "accuracy"
     headline = core.Headline("accuracy", "test accuracy, mean over nodes", True, "accuracy_of_mean", "accuracy_min")
 
     def __init__(
@@ -63,47 +61,33 @@ class ImageClassification(Sharded):
         seed: int = 0,
         test: int | None = None,
     ) -> None:
-        M, self.batch, self.seed = whole(nodes, "nodes", 1), whole(batch, "batch", 1), whole(seed, "seed", 0)
         data = Images(*data) if isinstance(data, tuple) and len(data) == 4 else fashion_mnist.load(data)
         data.check()
-        count = check_choices(M, alpha, self.batch, self.seed, test, len(data.labels), len(data.test_labels))
-        self.shards = torch.as_tensor(dirichlet(data.labels.numpy(), M, alpha, self.seed))  # (M, n)
-        self.nodes, self.numbers, self.drawn = M, torch.arange(M), self.batch
-        self.alpha, self.classes = float(alpha), int(torch.cat([data.labels, data.test_labels]).max()) + 1
-        self._content, shift, factor = _known(data)
+        count = check_choices(nodes, alpha, batch, seed, test, len(data.labels), len(data.test_labels))
+        self._split(data.labels.numpy(), nodes, alpha, batch, seed)
+        self.classes = int(torch.cat([data.labels, data.test_labels]).max()) + 1
+        content, shift, factor = _known(data)
         self._stacked = Stacked(made(model, self.seed), shift, factor)
-        self._start, self.dim = self._stacked.start(), self._stacked.dim
+        self.fresh, self.dim = self._stacked.start(), self._stacked.dim
         self.data = data._replace(test_images=data.test_images[:count], test_labels=data.test_labels[:count])
         self._check_model()
+        self._seal(content, count, self.fresh.double())
 
-    def start(self) -> Tensor:
-        """The parameters of the fresh model, (d,), the same for all nodes."""
-        return self._start
+    def scores(self, models: Tensor) -> Tensor:
+        """Test accuracy, of a brief problem on some images."""
+        images, labels = self.data.test_images, self.data.test_labels
+        some = evenly(len(labels), BRIEF) if self.brief else slice(None)
+        return self._mean(models, images[some], labels[some], _is_right)
 
     def metrics(self, x: Tensor) -> dict[str, Tensor]:
         """Test accuracy: mean, smallest and largest over nodes, and of the averaged model; mean training loss."""
-        M, C, d = x.shape
-        own = self.data
-        if self.brief:
-            some = evenly(len(own.test_labels), BRIEF)
-            right = self._mean(x.reshape(-1, d), own.test_images[some], own.test_labels[some], _is_right)
-            return {"accuracy": right.view(M, C).mean(0)}
-        models = torch.cat([x, x.mean(0, keepdim=True)]).view(-1, d)
-        right = self._mean(models, own.test_images, own.test_labels, _is_right)
-        loss = self._mean(models[: M * C], own.images[self._seen], own.labels[self._seen], _losses)
-        of_nodes, of_mean = right.view(M + 1, C)[:M], right.view(M + 1, C)[M]
-        return {
-            "accuracy": of_nodes.mean(0),
-            "accuracy_min": of_nodes.amin(0),
-            "accuracy_max": of_nodes.amax(0),
-            "accuracy_of_mean": of_mean,
-            "train_loss": loss.view(M, C).mean(0),
-        }
-
-    def by_node(self, x: Tensor) -> dict[str, Tensor]:
-        """Test accuracy of every node."""
-        right = self._mean(x.reshape(-1, self.dim), self.data.test_images, self.data.test_labels, _is_right)
-        return {"accuracy": right.view(x.shape[:2])}
+        measured = super().metrics(x)
+        if not self.brief:
+            images, labels = self.data.images[self._seen], self.data.labels[self._seen]
+            measured["train_loss"] = (
+                self._mean(x.reshape(-1, self.dim), images, labels, _losses).view(x.shape[:2]).mean(0)
+            )
+        return measured
 
     def briefly(self) -> Self:
         """With the accuracy alone, on some test images."""
@@ -127,18 +111,16 @@ class ImageClassification(Sharded):
         own = self.shards.reshape(-1)  # node by node, each in random order
         return own[evenly(len(own), LOSS_SAMPLES)]
 
-    def slope(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """The gradients of models x, (S, d), on the images of these numbers, (S, batch)."""
-        count, sizes = len(x), portions(len(x), x.device.type)
-        if filled := sum(sizes) - count:
-            x, numbers = (torch.cat([v, v[:1].expand(filled, -1)]) for v in (x, numbers))
-        loss, found = self._stacked.fast("loss", x.device), []
-        for models, chosen in zip(torch.split(x, sizes), torch.split(numbers, sizes), strict=True):
-            images, labels = self.data.images[chosen], self.data.labels[chosen]
-            with torch.enable_grad(), plain_convolutions():
-                leaf = models.detach().requires_grad_()
-                found.append(torch.autograd.grad(loss(leaf, images, labels), leaf)[0])
-        return (found[0] if len(found) == 1 else torch.cat(found))[:count]
+    def slope(self, models: Tensor, numbers: Tensor) -> Tensor:
+        with plain_convolutions():
+            return super().slope(models, numbers)
+
+    def loss(self, models: Tensor, numbers: Tensor) -> Tensor:
+        loss = self._stacked.fast("loss", models.device)
+        return loss(models, self.data.images[numbers], self.data.labels[numbers])
+
+    def portions(self, models: Tensor, batch: int) -> list[int]:
+        return portions(len(models), models.device.type)
 
     def _logits(self, models: Tensor, images: Tensor) -> Tensor:
         count = len(models)
@@ -150,7 +132,7 @@ class ImageClassification(Sharded):
     def _check_model(self) -> None:
         sample = self.data.images[:2]
         try:
-            shape = tuple(self._stacked.logits(self._start[None], sample).shape)
+            shape = tuple(self._stacked.logits(self.fresh[None], sample).shape)
         except Exception as error:  # a user's model may raise anything
             pixels, reason = " by ".join(map(str, sample.shape[1:])), (str(error).splitlines() or [""])[0]
             raise ValueError(
@@ -167,18 +149,6 @@ class ImageClassification(Sharded):
     def model(self) -> str:
         return architecture(self._stacked.module)
 
-    def fingerprint(self) -> str:
-        """SHA-256 of everything that determines the gradients."""
-        facts = f"{self._content} {self.model} {len(self.data.test_labels)}"
-        number = int(hashlib.sha256(facts.encode()).hexdigest()[:15], 16)
-        return core.digest(self.shards.cpu(), self.batch, self.seed, self._start.cpu().double(), number)
-
-    def __repr__(self) -> str:
-        return (
-            f"<ImageClassification: {self.nodes} nodes, {self.dim} parameters, alpha {self.alpha:g}, "
-            f"batch {self.batch}, seed {self.seed}>"
-        )
-
 
 class FashionMNIST(ImageClassification):
     """A LeNet on Fashion-MNIST, as in the paper's image study (Section 5.2).
@@ -189,10 +159,11 @@ class FashionMNIST(ImageClassification):
     def __init__(self, nodes: int, alpha: float = 0.1, batch: int = 32, seed: int = 0, test: int = 10_000) -> None:
         super().__init__(lenet, None, nodes, alpha, batch, seed, test)
 
-    @staticmethod
-    def check(nodes: int, alpha: float = 0.1, batch: int = 32, seed: int = 0, test: int = 10_000) -> None:
+    @classmethod
+    def check(cls, nodes: int, **options: Any) -> None:
         """Refuse options without the data set, so that a study can be read without it."""
-        check_choices(nodes, alpha, batch, seed, test, fashion_mnist.SAMPLES, fashion_mnist.TEST_SAMPLES)
+        given = core.settings(cls, nodes, options)
+        check_choices(**given, samples=fashion_mnist.SAMPLES, tests=fashion_mnist.TEST_SAMPLES)
 
     ready = staticmethod(fashion_mnist.load)
 
@@ -243,15 +214,8 @@ def _cheapest(count: int) -> tuple[int, ...]:
 
 def check_choices(nodes: int, alpha: float, batch: int, seed: int, test: int | None, samples: int, tests: int) -> int:
     """Refuse options that do not fit a data set; returns the number of test images to use."""
-    whole(seed, "seed", 0)
-    check_alpha(alpha)
-    if samples < whole(nodes, "nodes", 1):
-        raise ValueError(f"nodes = {nodes}, but there are {samples:,} images; give at most that many nodes")
-    if whole(batch, "batch", 1) > samples // nodes:
-        raise ValueError(
-            f"batch = {batch}, but each of {nodes} nodes has {samples // nodes} of the {samples:,} images; "
-            "give a smaller batch, or fewer nodes"
-        )
-    if (number := whole(tests if test is None else test, "test", 1)) > tests:
-        raise ValueError(f"test = {number}, but there are {tests:,} test images; give at most that many")
-    return number
+    check_split(nodes, alpha, batch, seed, samples, "images")
+    count = tests if test is None else whole(test, "test", 1)
+    if count > tests:
+        raise ValueError(f"test = {count}, but there are {tests:,} test images; give at most that many")
+    return count

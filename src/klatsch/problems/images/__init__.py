@@ -1,1 +1,0 @@
-"""Image classification: data, models, and many models in one stack."""

@@ -1,1 +1,0 @@
-"""The language problem: text, a stack of small GPTs, and the problem itself."""

@@ -1,0 +1,144 @@
+"""The language problem: every node learns to predict the bytes of its own text."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from klatsch.arguments import whole
+from klatsch.problems import base as core
+from klatsch.problems import text
+from klatsch.problems.gpt import StackedGPT
+from klatsch.problems.sharded import Sharded, check_split, equal_parts, evenly
+from klatsch.problems.text import Windows
+
+BYTES_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 18}  # in all models together: what is kept for the gradient fits memory
+EVALUATED_AT_ONCE = 16  # models
+BRIEF = 50  # windows of held-out text for a brief look, at most
+
+
+class Language(Sharded):
+    """A small GPT that predicts the bytes of a text: Python's standard library, or the files of a folder.
+
+    f_i(x) = mean over the windows of node i of the cross-entropy, in nats per byte, of a GPT with parameters x. The
+    text of a package (what lies at the top of the folder: a folder, or a file) is cut into windows of context + 1
+    bytes, which are split over the nodes by package, as images are by class. Whole files of every folder are held out,
+    about a tenth; bits per byte are measured on everybody's. A run knows the SHA-256 of its text.
+
+    Args:
+        nodes: number of nodes M.
+        alpha: how much the nodes' texts differ: Dirichlet(alpha) over the packages; small is different.
+        batch: windows per node and round.
+        context: the most bytes that a prediction sees.
+        width: numbers per byte in the model.
+        depth: blocks of attention and MLP.
+        heads: attention heads, which divide the width.
+        folder: of your own text; the standard library by default, without its tests.
+        pattern: names of the files in it.
+        test: the most windows of held-out text on which bits per byte are measured.
+        autocast: compute products in bfloat16, as torch.autocast does.
+        seed: of start, partition and mini-batches.
+    """
+
+    score = "bits"
+    headline = core.Headline(
+        "bits", "bits per byte on held-out text, mean over nodes", of_mean="bits_of_mean", of_worst="bits_max"
+    )
+    data: Windows
+
+    def __init__(
+        self,
+        nodes: int,
+        alpha: float = 0.1,
+        batch: int = 16,
+        context: int = 256,
+        width: int = 96,
+        depth: int = 3,
+        heads: int = 3,
+        folder: str | None = None,
+        pattern: str = "*.py",
+        test: int = 500,
+        autocast: bool = False,
+        seed: int = 0,
+    ) -> None:
+        given = dict(locals())
+        del given["self"]
+        self.check(**given)
+        loaded = text.load(folder, pattern, context + 1)
+        self._split(loaded.packages, nodes, alpha, batch, seed)
+        self.autocast, self.gpt = autocast, StackedGPT(context, width, depth, heads)
+        held_out = loaded.windows.held_out
+        self.data = loaded.windows._replace(held_out=held_out[evenly(len(held_out), test)])  # of every folder
+        self.fresh, self.dim = self.gpt.start(seed), self.gpt.dim
+        self._seal(text.content(folder, pattern), len(self.data.held_out))
+
+    @classmethod
+    def check(cls, nodes: int, **options: Any) -> None:
+        """Refuse options that do not fit each other or the text."""
+        given = core.settings(Language, nodes, options)
+        for name in ("context", "width", "depth", "heads", "test"):
+            whole(given[name], name, 1)
+        width, heads, autocast, size = given["width"], given["heads"], given["autocast"], given["context"] + 1
+        if width % heads:
+            raise ValueError(f"heads = {heads} do not divide width = {width}; give a multiple, such as {32 * heads}")
+        if not isinstance(autocast, bool):
+            raise ValueError(f"autocast = {autocast!r}; give true or false")
+        windows = len(text.load(given["folder"], given["pattern"], size).packages)
+        split = {name: given[name] for name in ("nodes", "alpha", "batch", "seed")}
+        what, more = f"windows of {size} bytes", ", or a shorter context or more text"
+        check_split(**split, samples=windows, what=what, more=more)
+
+    @staticmethod
+    def content(folder: str | Path | None = None, pattern: str = "*.py", **_: object) -> str:
+        """SHA-256 of the text, which is another one with every version of Python."""
+        return text.content(folder, pattern)
+
+    @classmethod
+    def dim_of(cls, nodes: int, **options: Any) -> int:
+        """The number of parameters, from the options."""
+        given = core.settings(Language, nodes, options)
+        return StackedGPT(given["context"], given["width"], given["depth"], heads=1).dim
+
+    @property
+    def model(self) -> str:
+        return f"{self.gpt} autocast {self.autocast}"
+
+    def loss(self, models: Tensor, numbers: Tensor) -> Tensor:
+        return self._losses(models, self.data.learnt[numbers]).sum()
+
+    def portions(self, models: Tensor, batch: int) -> list[int]:
+        size = equal_parts(len(models), max(1, self._at_once(models) // batch))
+        return [len(part) for part in torch.split(models, size)]
+
+    def scores(self, models: Tensor) -> Tensor:
+        """Bits per byte on held-out text, of a brief problem on some windows."""
+        windows = self.data.held_out
+        return self.bits(models, windows[evenly(len(windows), BRIEF)] if self.brief else windows)
+
+    def briefly(self) -> Self:
+        """With the bits of all nodes' models alone, on some windows."""
+        return core.shortened(self, Language.metrics, "bits")
+
+    @torch.no_grad()
+    def bits(self, models: Tensor, windows: Tensor) -> Tensor:
+        """Bits per byte of models, (S, d), on windows of text, some at a time."""
+        bits = []
+        for some in torch.split(models, EVALUATED_AT_ONCE):
+            size = equal_parts(len(windows), max(1, self._at_once(models) // len(some)))
+            parts = (part.expand(len(some), -1, -1) for part in torch.split(windows, size))
+            nats = torch.stack([part.shape[1] * self._losses(some, part).double() for part in parts]).sum(0)
+            bits.append(nats / len(windows) / math.log(2.0))
+        return torch.cat(bits)
+
+    def _at_once(self, models: Tensor) -> int:
+        """Windows, of all models together."""
+        return BYTES_AT_ONCE[models.device.type] // self.gpt.context
+
+    def _losses(self, models: Tensor, windows: Tensor) -> Tensor:
+        # A cache of rounded matrices would not survive the capture of a CUDA graph.
+        with torch.autocast(models.device.type, torch.bfloat16, enabled=self.autocast, cache_enabled=False):
+            return self.gpt.losses(models, windows)
