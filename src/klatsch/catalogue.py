@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 ROOT = Path(__file__).parent
 # What klatsch reproduce knows.
@@ -31,10 +32,9 @@ class Entry(NamedTuple):
 
 def rules() -> dict[str, Entry]:
     """The rules: what they are products of, and the defaults of their own."""
-    aliases = ast.literal_eval(_defined("rules/names.py")["ALIASES"])
     return {
         name: Entry(line, ", ".join([product, *(_option(k, repr(v)) for k, v in defaults.items())]))
-        for name, (product, defaults, line) in aliases.items()
+        for name, (product, defaults, line) in _names["ALIASES"].items()
     }
 
 
@@ -42,11 +42,15 @@ def parts() -> dict[str, Entry]:
     """The parts of rules, whose options every rule that is made of them takes."""
     classes = _defined("rules/patterns.py") | _defined("rules/directions.py") | _defined("rules/anytime.py")
     listed = {}
-    for kind in classes.values():
-        fields = [f for f in kind.body if isinstance(f, ast.AnnAssign)] if isinstance(kind, ast.ClassDef) else []
+    for kind in [kind for kind in classes.values() if isinstance(kind, ast.ClassDef)]:
+        bases = [classes.get(ast.unparse(base)) for base in kind.bases]
+        body = [statement for node in (*bases, kind) if _is_dataclass(node) for statement in node.body]
+        fields = [statement for statement in body if isinstance(statement, ast.AnnAssign)]
         values = {ast.unparse(f.target): ast.unparse(f.value) if f.value else "None" for f in fields}
         if short := ast.literal_eval(values.pop("short", "''")):
-            options = [_option(k, v) for k, v in values.items() if k != "lr" and not v.startswith("field(")]
+            options = [
+                _option(k, v) for k, v in values.items() if k not in ("lr", "base") and not v.startswith("field(")
+            ]
             listed[short] = Entry(_line(kind), ", ".join(options))
     return listed
 
@@ -80,6 +84,10 @@ def _entry(node: ast.AST) -> Entry:
     return Entry(_line(node), ", ".join(_option(name, defaults.get(name, "None")) for name in names))
 
 
+def _is_dataclass(node: ast.AST | None) -> TypeGuard[ast.ClassDef]:
+    return isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list)
+
+
 def _line(node: ast.AST) -> str:
     assert isinstance(node, ast.ClassDef | ast.FunctionDef)
     return (ast.get_docstring(node) or "").partition("\n")[0]
@@ -104,15 +112,17 @@ def _defined(file: str) -> dict[str, ast.AST]:
 
 
 def _keys(file: str, table: str) -> tuple[str, ...]:
-    """The names in a table: its keys, or the functions of which its records are made."""
+    """The keys of a table."""
     node = _defined(file)[table]
-    if isinstance(node, ast.Dict):
-        return tuple(ast.literal_eval(key) for key in node.keys if key)
-    records = [call for call in ast.walk(node) if isinstance(call, ast.Call) and ast.unparse(call.func) == "Family"]
-    return tuple(ast.unparse(record.args[0]) for record in records)
+    assert isinstance(node, ast.Dict)
+    return tuple(ast.literal_eval(key) for key in node.keys if key)
 
 
-RULES = _keys("rules/names.py", "ALIASES")
-TOPOLOGIES = _keys("topology/families.py", "FAMILIES")
+_names: dict[str, Any] = {}
+exec((ROOT / "rules" / "names.py").read_text(), _names)
+RULES = tuple(_names["ALIASES"])
 PROBLEMS = _keys("problems/__init__.py", "PROBLEMS")
 NETWORKS = _keys("clock/network.py", "NETWORKS")
+# The functions of which families are made, by their text: to parse so long a file would delay every command.
+_families = (ROOT / "topology" / "families.py").read_text().partition("\nFAMILIES")[2].partition("\n}\n")[0]
+TOPOLOGIES = tuple(re.findall(r"\bFamily\((?: *#.*)?\s*(\w+)", _families))

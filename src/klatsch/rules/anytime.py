@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from klatsch import columns
 from klatsch.arguments import number, whole
 from klatsch.columns import Given, Number
-from klatsch.rules.base import Flow, Graph, Rule, State, blend, checked, joined, share
+from klatsch.rules.base import Flow, Graph, Rule, State, blend, checked, joined, of, share
 
 Rounds = int | Tensor  # the round t = 1, 2, 3, ..., or several
 LARGEST_DEGREE = 50  # alpha_t, which grows like t^p, stays finite for a million rounds
@@ -126,17 +127,11 @@ class Rate(Averaging):
         return f"lr({self.p:g})"
 
 
-def constant() -> Polynomial:
-    """alpha_t = 1, delta_t = 1 / t: the plain average (the paper's least-squares runs)."""
-    return Polynomial(0)
-
-
-def linear() -> Polynomial:
-    """alpha_t = t, delta_t = 2 / (t + 1) (Theorem 4.1)."""
-    return Polynomial(1)
-
-
+constant = partial(Polynomial, 0)  # alpha_t = 1, delta_t = 1 / t: the plain average (the paper's least squares)
+linear = partial(Polynomial, 1)  # alpha_t = t, delta_t = 2 / (t + 1) (Theorem 4.1)
 polynomial, fixed, by_rate = Polynomial, Fixed, Rate
+FORMS: dict[str, tuple[Callable[..., Averaging], Callable[[str], float]]]
+FORMS = {"polynomial": (Polynomial, int), "fixed": (Fixed, float), "lr": (Rate, float)}
 
 
 def parse(text: object) -> Averaging:
@@ -149,17 +144,17 @@ def parse(text: object) -> Averaging:
         if argument:
             raise ValueError(f"averaging = {text!r}; {name} takes no number")
         return constant() if name == "constant" else linear()
-    if name not in ("polynomial", "fixed", "lr"):
-        raise ValueError(f"averaging = {text!r}; choose from constant, linear, polynomial(p), fixed(gamma), lr(p)")
+    if name not in FORMS:
+        raise ValueError(
+            f"averaging = {text!r}; choose from constant, linear, polynomial(p), fixed(gamma), lr(p), or give weights "
+            "of a class that derives from klatsch.averaging.Averaging"
+        )
+    kind, read = FORMS[name]
     try:
-        value = int(argument or "") if name == "polynomial" else float(argument or "")
+        value = read(argument or "")
     except ValueError:
         raise ValueError(f"averaging = {text!r}; write polynomial(2), fixed(0.9) or lr(2), with a number") from None
-    return Polynomial(int(value)) if name == "polynomial" else Fixed(value) if name == "fixed" else Rate(value)
-
-
-def _of_base(name: str) -> Any:
-    return property(attrgetter(f"base.{name}"))
+    return kind(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +163,10 @@ class Around(Rule):
 
     base: Rule
     averages = True
-    lr, push, met = _of_base("lr"), _of_base("push"), _of_base("met")
-    decays, ignores_scale = _of_base("decays"), _of_base("ignores_scale")
-    parts, scales, settings = _of_base("parts"), _of_base("scales"), _of_base("settings")
+    lr, push, met, parts = of("base.lr"), of("base.push"), of("base.met"), of("base.parts")
+    decays, ignores_scale = of("base.decays"), of("base.ignores_scale")
+    scales, settings = of("base.scales"), of("base.settings")
+    iterate, query = of("base.iterate"), of("base.query")
 
     def __post_init__(self) -> None:
         columns.settle(self, base=checked(self.base))
@@ -179,12 +175,6 @@ class Around(Rule):
 
     def at(self, s: State, v: Tensor) -> Tensor:
         return self.base.at(s, v)
-
-    def iterate(self, s: State) -> Tensor:
-        return self.base.iterate(s)
-
-    def query(self, s: State) -> Tensor:
-        return self.base.query(s)
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         self.base.check_graph(graph, name or self.name)

@@ -13,7 +13,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from operator import attrgetter
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -56,6 +57,11 @@ class Flow:
         if self._mix is not None:
             return self._mix(*tensors)
         return tuple(v + f for v, f in zip(tensors, self._flow(*tensors), strict=True))
+
+
+def of(path: str) -> Any:
+    """A property that a part has, such as "direction.decays"."""
+    return property(attrgetter(path))
 
 
 class Graph(Protocol):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from klatsch import columns
 from klatsch.columns import Given, Number
-from klatsch.rules.base import Flow, Graph, Rule, State, blend, descend, joined, learning_rate, positive, share
+from klatsch.rules.base import Flow, Graph, Rule, State, blend, descend, joined, learning_rate, of, positive, share
 from klatsch.rules.directions import Direction, is_zero, sgd
 
 
@@ -24,6 +24,7 @@ class Pattern(Rule):
 
     lr: Given
     direction: Direction = field(default_factory=sgd)
+    decays, ignores_scale = of("direction.decays"), of("direction.ignores_scale")
 
     def __post_init__(self) -> None:
         columns.settle(self, lr=learning_rate(self.lr))
@@ -37,14 +38,6 @@ class Pattern(Rule):
 
     def init(self, x: Tensor) -> State:
         return joined(self.name, {"w": x}, self.direction.init(x))
-
-    @property
-    def decays(self) -> bool:  # type: ignore[override]
-        return self.direction.decays
-
-    @property
-    def ignores_scale(self) -> bool:  # type: ignore[override]
-        return self.direction.ignores_scale
 
     def step(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
         """The direction of a round, and its part of the next state."""
@@ -100,7 +93,26 @@ class Plain(Pattern):
 
 
 @dataclass(frozen=True, eq=False)
-class DecentLaM(Rule):
+class Remembering(Rule):
+    """Plain gossip with a momentum v of its own instead of a direction.
+
+    Args:
+        lr: as in `Pattern`.
+        momentum: a number from 0 up to but not including 1; 0 is plain gossip.
+    """
+
+    lr: Given
+    momentum: Given = 0.9
+
+    def __post_init__(self) -> None:
+        columns.settle(self, lr=learning_rate(self.lr), momentum=share("momentum", self.momentum))
+
+    def init(self, x: Tensor) -> State:
+        return {"w": x, "v": x * 0.0}
+
+
+@dataclass(frozen=True, eq=False)
+class DecentLaM(Remembering):
     """Plain gossip with a momentum that remembers flows, too: large-batch momentum.
 
         u = w - lr g;   v <- momentum v + w - (u + flow(u));   w <- w - v
@@ -109,23 +121,11 @@ class DecentLaM(Rule):
     heterogeneous data by 1 / (1 - momentum)^2; this form does not. The paper accumulates v / lr, which is the same for
     a constant learning rate.
 
-    Args:
-        lr: as in `Pattern`.
-        momentum: a number from 0 up to but not including 1; 0 is plain gossip.
-
     References:
         Yuan et al., "DecentLaM: decentralized momentum SGD for large-batch deep training", 2021.
     """
 
-    lr: Given
-    momentum: Given = 0.9
     short: ClassVar[str] = "decentlam"
-
-    def __post_init__(self) -> None:
-        columns.settle(self, lr=learning_rate(self.lr), momentum=share("momentum", self.momentum))
-
-    def init(self, x: Tensor) -> State:
-        return {"w": x, "v": x * 0.0}
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         (mixed,) = flow.mix(descend(s["w"], grad, lr))
@@ -134,20 +134,15 @@ class DecentLaM(Rule):
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_static_symmetric(graph, name or self.name)  # momentum remembers what the last round's matrix did
-        if graph.loss and not is_zero(self.momentum):
+        if (graph.loss or graph.late or graph.every > 1) and not is_zero(self.momentum):
             raise ValueError(
-                f"{name or self.name} on {graph.name}: its momentum repeats flows of links that are lost by now, and "
-                "diverges; use d2 or dat-d2, which lost messages do not harm"
-            )
-        if (graph.every > 1 or graph.late) and not is_zero(self.momentum):
-            raise ValueError(
-                f"{name or self.name} on {graph.name}: its momentum repeats the flow of a round with gossip in the "
-                "silent ones, and diverges; use d2 or dat-d2 for local steps and late messages"
+                f"{name or self.name} on {graph.name}: its momentum repeats flows of links that are lost, late or "
+                "silent by now, and diverges; use d2 or dat-d2 for local steps and late messages or lost ones"
             )
 
 
 @dataclass(frozen=True, eq=False)
-class QuasiGlobal(Rule):
+class QuasiGlobal(Remembering):
     """Plain gossip whose momentum follows the models after gossip, and so nearly that of the whole network.
 
         w_new = mix(w - momentum v - lr g);   v <- momentum v + (1 - momentum) (w - w_new);   w <- w_new
@@ -155,24 +150,12 @@ class QuasiGlobal(Rule):
     Local momentum accumulates what a node's own data want; the displacement w - w_new has the neighbours in it. The
     paper accumulates v / lr, which is the same for a constant learning rate.
 
-    Args:
-        lr: as in `Pattern`.
-        momentum: a number from 0 up to but not including 1; 0 is plain gossip.
-
     References:
         Lin et al., "Quasi-global momentum: accelerating decentralized deep learning on heterogeneous data", 2021,
         Algorithm 1 (QG-DSGDm).
     """
 
-    lr: Given
-    momentum: Given = 0.9
     short: ClassVar[str] = "qg"
-
-    def __post_init__(self) -> None:
-        columns.settle(self, lr=learning_rate(self.lr), momentum=share("momentum", self.momentum))
-
-    def init(self, x: Tensor) -> State:
-        return {"w": x, "v": x * 0.0}
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         (w,) = flow.mix(descend(descend(s["w"], grad, lr), s["v"], self.momentum))
