@@ -176,7 +176,7 @@ def test_whole_files_of_every_folder_are_held_out(small):
 
 @pytest.mark.parametrize("alpha", [0.01, 1.0, 1000.0])
 def test_text_is_split_by_package(small, folder, alpha):
-    problem, packages = small(alpha=alpha), text.load(folder, "*.txt", 13).packages
+    problem, packages = small(alpha=alpha), text.load(folder, "*.txt", 13)[1]
     shards, windows = problem.shards, problem.data.learnt
     assert packages.max() == 5  # four folders and two files, as the third is held out
     for k in range(6):

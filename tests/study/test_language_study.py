@@ -50,7 +50,7 @@ def write(words):
             (place := Path(file)).parent.mkdir(parents=True, exist_ok=True)
             place.write_text(f"{words} {package} {k}. " * 20)
     text._read.cache_clear()
-    text._cut.cache_clear()
+    text.load.cache_clear()
 
 
 def keys():
@@ -81,7 +81,7 @@ def test_results_do_not_need_the_text(folder, run_cli):
     assert done_now() == 8
     shutil.rmtree("text")
     text._read.cache_clear()
-    text._cut.cache_clear()
+    text.load.cache_clear()
     code, out, _ = run_cli("results", "study.sqlite")
     assert code == 0
     assert "bits" in out

@@ -131,11 +131,11 @@ class Problem(ABC):
 
     def draw(self, t: Tensor) -> Tensor:
         """The randomness of rounds t, (len(t), M, ...)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no draw(self, t)")
 
     def gradient(self, x: Tensor, drawn: Tensor) -> Tensor:
         """The gradients of one round at x, (M, C, d), from what was drawn for it, (M, ...)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no gradient(self, x, drawn)")
 
     def quadratic(self) -> Quadratic | None:
         """The parts of the gradient, for the fused engine; None if it cannot use them."""
@@ -159,14 +159,6 @@ class Drawing(Problem):
     def draws_ahead(self) -> bool:
         """Unless a class of one's own has other gradients than the formula's."""
         return type(self).grad is Drawing.grad
-
-    @abstractmethod
-    def draw(self, t: Tensor) -> Tensor:
-        """The randomness of rounds t, (len(t), M, ...)."""
-
-    @abstractmethod
-    def gradient(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """The gradients of one round at x, (M, C, d), from what was drawn for it, (M, ...)."""
 
     def grad(self, x: Tensor, t: int, nodes: Sequence[int] | None = None) -> Tensor:
         """Stochastic gradients of round t at x, (m, C, d), for these m nodes (all by default).

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from klatsch.arguments import kind_of
 from klatsch.files import save
 
 VARIABLE = "KLATSCH_DATA"
@@ -55,8 +56,7 @@ class Images(NamedTuple):
         """Refuse images and labels that do not fit each other."""
         for tensor in self:
             if not isinstance(tensor, Tensor):
-                kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-                raise ValueError(f"images or labels are a {kind}; give tensors, such as torch.from_numpy(array)")
+                raise ValueError(f"images or labels are {type(tensor)}; give tensors, such as torch.from_numpy(array)")
         for images, labels in ((self.images, self.labels), (self.test_images, self.test_labels)):
             if images.ndim != 4 or labels.shape != images.shape[:1] or not len(labels):
                 raise ValueError(
@@ -106,12 +106,9 @@ def load(folder: str | Path | None = None, download: bool = True) -> Images:
 def find(folder: str | Path | None = None, download: bool = True) -> Path:
     """The folder of the data set, see `load`; its files are not checked yet."""
     if folder is not None and not isinstance(folder, str | Path):
-        raise ValueError(
-            f"data is a {type(folder).__name__}; give Images, the name of a folder, or None to look for it"
-        )
-    given = folder if folder is not None else os.environ.get(VARIABLE) or None
-    if given is not None:
-        source = f"{'--data' if folder is not None else f'${VARIABLE}'} = {given}"
+        raise ValueError(f"data is {kind_of(folder)}; give Images, the name of a folder, or None to look for it")
+    if given := folder or os.environ.get(VARIABLE):
+        source = f"{'--data' if folder else f'${VARIABLE}'} = {given}"
         if not Path(given).is_dir():
             raise ValueError(f"{source} is not a folder; {remedy()}")
         if missing := _missing(Path(given)):
@@ -133,29 +130,25 @@ def cache() -> Path:
 
 @lru_cache(maxsize=1)
 def _read(folder: Path) -> Images:
-    # The content is known, so its header can be skipped: 16 bytes before images, 8 before labels.
-    content = (torch.frombuffer(bytearray(_content(folder, name)), dtype=torch.uint8) for name in CONTENT)
-    images, labels, test_images, test_labels = content
-    shape = (-1, 1, 28, 28)
-    return Images(images[16:].view(shape), labels[8:].long(), test_images[16:].view(shape), test_labels[8:].long())
+    tensors = []
+    for name in CONTENT:
+        path = next(filter(Path.is_file, _places(folder, name)), folder / f"{name}.gz")
+        try:
+            content = bytearray(_verified(path.read_bytes(), name, str(path)))
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror}; {remedy()}") from None
+        data = torch.frombuffer(content, dtype=torch.uint8)
+        # The content is known, so its header can be skipped: 16 bytes before images, 8 before labels.
+        tensors.append(data[16:].view(-1, 1, 28, 28) if "images" in name else data[8:].long())
+    return Images(*tensors)
 
 
-def _file(folder: Path, name: str) -> Path | None:
-    found = (folder / f"{name}.gz", folder / name)
-    return next((path for path in found if path.is_file()), None)
+def _places(folder: Path, name: str) -> tuple[Path, Path]:
+    return folder / f"{name}.gz", folder / name
 
 
 def _missing(folder: Path) -> list[str]:
-    return [name for name in CONTENT if _file(folder, name) is None]
-
-
-def _content(folder: Path, name: str) -> bytes:
-    path = _file(folder, name) or folder / f"{name}.gz"
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}; {remedy()}") from None
-    return _verified(data, name, str(path))
+    return [name for name in CONTENT if not any(map(Path.is_file, _places(folder, name)))]
 
 
 def _verified(data: bytes, name: str, source: str) -> bytes:
@@ -168,9 +161,8 @@ def _verified(data: bytes, name: str, source: str) -> bytes:
             if not unpacker.eof:
                 raise EOFError("it is too large" if unpacker.unconsumed_tail else "its end is missing")
         except (EOFError, zlib.error) as error:
-            raise ValueError(
-                f"{source} is damaged or cut off ({error}) and is not used; replace it, or {remedy()}"
-            ) from None
+            reason = f"{source} is damaged or cut off ({error}) and is not used"
+            raise ValueError(f"{reason}; replace it, or {remedy()}") from None
     if hashlib.sha256(content).hexdigest() != CONTENT[name]:
         raise ValueError(
             f"{source} is not {name} of Fashion-MNIST (its SHA-256 differs, {len(content):,} bytes) and is not used; "

@@ -68,11 +68,11 @@ class Language(Sharded):
         given = dict(locals())
         del given["self"]
         self.check(**given)
-        loaded = text.load(folder, pattern, context + 1)
-        self._split(loaded.packages, nodes, alpha, batch, seed)
+        windows, packages = text.load(folder, pattern, context + 1)
+        self._split(packages, nodes, alpha, batch, seed)
         self.autocast, self.gpt = autocast, StackedGPT(context, width, depth, heads)
-        held_out = loaded.windows.held_out
-        self.data = loaded.windows._replace(held_out=held_out[evenly(len(held_out), test)])  # of every folder
+        some = evenly(len(windows.held_out), test)  # of every folder
+        self.data = windows._replace(held_out=windows.held_out[some])
         self.fresh, self.dim = self.gpt.start(seed), self.gpt.dim
         self._seal(text.content(folder, pattern), len(self.data.held_out))
 
@@ -85,12 +85,14 @@ class Language(Sharded):
         width, heads, autocast, size = given["width"], given["heads"], given["autocast"], given["context"] + 1
         if width % heads:
             raise ValueError(f"heads = {heads} do not divide width = {width}; give a multiple, such as {32 * heads}")
+        if not isinstance(given["folder"], str | Path | None):
+            raise ValueError(f"folder = {given['folder']!r}; give the name of one folder")
         if not isinstance(autocast, bool):
             raise ValueError(f"autocast = {autocast!r}; give true or false")
-        windows = len(text.load(given["folder"], given["pattern"], size).packages)
+        _, packages = text.load(given["folder"], given["pattern"], size)
         split = {name: given[name] for name in ("nodes", "alpha", "batch", "seed")}
         what, more = f"windows of {size} bytes", ", or a shorter context or more text"
-        check_split(**split, samples=windows, what=what, more=more)
+        check_split(**split, samples=len(packages), what=what, more=more)
 
     @staticmethod
     def content(folder: str | Path | None = None, pattern: str = "*.py", **_: object) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import lru_cache
 from itertools import groupby
@@ -47,23 +46,10 @@ class Windows(NamedTuple):
     held_out: Tensor
 
 
-@dataclass(frozen=True)
-class Text:
-    """A text in windows, each from one package."""
-
-    windows: Windows
-    packages: NDArray[np.int64]  # the package of each window to learn from
-
-
-def load(folder: str | Path | None, pattern: str, size: int) -> Text:
-    """The files of a folder that match a pattern, or the standard library, in windows of `size` bytes."""
-    return _cut(None if folder is None else str(folder), pattern, size)
-
-
 def content(folder: str | Path | None, pattern: str) -> str:
     """SHA-256 of the files that `load` reads, with their names."""
     hashed = hashlib.sha256()
-    for path, data in _read(None if folder is None else str(folder), pattern):
+    for path, data in _read(folder, pattern):
         hashed.update(f"{path.as_posix()}\0{len(data)}\0".encode())
         hashed.update(data)
     return hashed.hexdigest()
@@ -75,7 +61,8 @@ def library() -> Path:
 
 
 @lru_cache(maxsize=4)
-def _cut(folder: str | None, pattern: str, size: int) -> Text:
+def load(folder: str | Path | None, pattern: str, size: int) -> tuple[Windows, NDArray[np.int64]]:
+    """The files of a folder, or the standard library, in windows of `size` bytes; and the package of each to learn."""
     kept, held_out = [], []
     for _, files in _grouped(_read(folder, pattern), lambda file: file.folder):
         apart = _apart(files)
@@ -83,14 +70,13 @@ def _cut(folder: str | None, pattern: str, size: int) -> Text:
         kept += [file for file in files if file not in apart]
     learnt = [_windows(files, size) for _, files in _grouped(kept, lambda file: file.package)]
     measured = [_windows(files, size) for _, files in _grouped(held_out, lambda file: file.folder)]
-    for what, found in (("to learn from", learnt), ("held out", measured)):
-        if not sum(map(len, found)):
+    for what, windows in (("to learn from", learnt), ("held out", measured)):
+        if not sum(map(len, windows)):
             raise ValueError(
                 f"{_place(folder)} has no {size:,} bytes of text {what}, of {len(kept)} and {len(held_out)} files; "
                 "give more or longer files, or a shorter context"
             )
-    packages = np.repeat(np.arange(len(learnt)), [len(windows) for windows in learnt])
-    return Text(Windows(torch.cat(learnt), torch.cat(measured)), packages)
+    return Windows(torch.cat(learnt), torch.cat(measured)), np.repeat(np.arange(len(learnt)), list(map(len, learnt)))
 
 
 def _apart(files: Sequence[File]) -> set[File]:
@@ -118,7 +104,7 @@ def _grouped(files: Iterable[File], name: Callable[[File], str]) -> list[tuple[s
 
 
 @lru_cache(maxsize=4)
-def _read(folder: str | None, pattern: str) -> tuple[File, ...]:
+def _read(folder: str | Path | None, pattern: str) -> tuple[File, ...]:
     root = library() if folder is None else Path(folder).expanduser()
     if not root.is_dir():
         raise ValueError(f"{_place(folder)} is not a folder; give one with text, or none for Python's own source")
@@ -126,8 +112,8 @@ def _read(folder: str | None, pattern: str) -> tuple[File, ...]:
     try:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError
-        found = sorted(path.relative_to(root) for path in root.rglob(pattern) if path.is_file())
-        names = [p for p in found if not any(fnmatch(part, name) for part in p.parts for name in left_out)]
+        paths = sorted(path.relative_to(root) for path in root.rglob(pattern) if path.is_file())
+        names = [p for p in paths if not any(fnmatch(part, name) for part in p.parts for name in left_out)]
         files = [File(PurePath(path), (root / path).read_bytes()) for path in names]
     except (NotImplementedError, ValueError, IndexError):  # pathlib's refusals
         raise ValueError(f"pattern = {pattern!r}; give names of files, such as *.txt") from None
@@ -138,5 +124,5 @@ def _read(folder: str | None, pattern: str) -> tuple[File, ...]:
     return tuple(file for file in files if file.content)
 
 
-def _place(folder: str | None) -> str:
+def _place(folder: str | Path | None) -> str:
     return f"Python's standard library in {library()}" if folder is None else f"folder = {folder}"
