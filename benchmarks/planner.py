@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from klatsch.clock import Clock
-from klatsch.planning import race, sources, ways
+from klatsch.planning import race, ways
 from klatsch.planning.race import Runner, Task, Trial
 from klatsch.planning.ways import ALL_REDUCE, Way
 
@@ -79,7 +79,7 @@ FEWER = {
 
 
 def task_of(asked: Combination, device: str, seconds: float) -> Task:
-    make, _ = sources.of_any_size(asked.problem, asked.machines, **asked.options)
+    make, _ = ways.of_any_size(asked.problem, asked.machines, **asked.options)
     clock = Clock(asked.gradient, asked.network)
     return Task(make, clock, asked.target, asked.machines, asked.params, seconds=seconds, device=device)
 

@@ -49,7 +49,6 @@ def test_help_shows_no_type_beside_a_flag(name, run_cli):
         ("topology", "An option of the graph: rows=3 of torus"),
         ("probe", "An option of the problem: noise=10 of least-squares"),
         ("run", "An option of a rule, topology or problem: momentum=0.9"),
-        ("plan", "With constants alone (JSON of klatsch probe, or --sigma, --zeta, --L and --D1) least squares"),
     ],
 )
 def test_help_says_what_an_option_is_for(name, words, run_cli, monkeypatch):
@@ -138,11 +137,3 @@ def test_an_error_is_wrapped_for_a_terminal_only(run_cli, monkeypatch, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
     assert max(map(len, lines)) <= 80
-
-
-@pytest.mark.parametrize("words", [("run", "--noise", 1), ("topology", "torus", "--rows", 3), ("probe", "--dim", 4)])
-def test_a_flag_that_is_gone_says_what_replaces_it(words, run_cli):
-    code, out, err = run_cli(*words)
-    name = words[-2].strip("-")
-    assert (code, out) == (2, "")
-    assert err.startswith(f"klatsch: error: --{name} is --set {name}=VALUE since 0.2 (see ")

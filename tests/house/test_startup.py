@@ -115,7 +115,7 @@ def test_what_help_says_is_what_the_library_does():
     assert (*TARGETS, *GROUPS, *TARGET_TABLES) == catalogue.TARGETS
     assert ",".join(f"{lr:g}" for lr in PAPER_GRID) == run_command.GRID
     assert planning.Task.machines == plan_command.MACHINES
-    assert planning.Task.seconds == pytest.approx(60 * plan_command.Trying.minutes)
+    assert planning.Task.seconds == pytest.approx(60 * plan_command.MINUTES)
 
 
 def test_the_list_prints_the_catalogue(run_cli, monkeypatch):

@@ -7,8 +7,8 @@ import numpy as np
 
 from klatsch import simulate
 from klatsch.clock import Clock
-from klatsch.planning import sources
-from klatsch.planning.errors import crossing
+from klatsch.planning import of_any_size
+from klatsch.planning.race import crossing
 from klatsch.planning.ways import Way
 
 DOCS = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def test_the_example_keeps_its_promise():
     low, high = map(float, re.search(r"time: \S+ s \((\S+) s to (\S+) s, 3 seeds\)", example).groups())
     machines, rule, graph, every, wire, lr = took.groups()
     way = Way(int(machines), rule, graph, int(every), 0, wire)
-    make, _ = sources.of_any_size("least-squares", 64, noise=10.0)
+    make, _ = of_any_size("least-squares", 64, noise=10.0)
     clock, seconds = Clock(0.05, "wan"), []
     for seed in SEEDS:
         made = way.made([float(lr)])

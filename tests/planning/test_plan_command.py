@@ -14,13 +14,10 @@ from klatsch.planning import race
 from klatsch.planning.race import Answer, Trial
 from klatsch.planning.ways import Way
 from klatsch.problems import LeastSquares
-from klatsch.units import duration
 from tests.support.pictures import check_picture
 
 SMALL = ("-n", 4, "--minutes", 60)
 SQUARES = ("least-squares", "--set", "dim=30", "--set", "noise=10", *SMALL)
-CONSTANTS = ("--sigma", 1, "--zeta", 1, "--L", 10, "--D1", 1)
-ESTIMATE = {"value": 1.0, "low": 0.5, "high": 2.0}
 
 
 def test_the_answer_fits_a_screen(run_cli, tmp_path):
@@ -88,30 +85,6 @@ def test_a_problem_of_ones_own(run_cli, tmp_path, monkeypatch):
     code, _, err = run_cli("plan", "mine.py:fixed")
     assert (code, err.count("\n")) == (2, 1)
     assert "fixed takes no number of nodes, and has to run with 1, 2, 4, ...; let it take one" in err
-
-
-def test_constants_alone(run_cli, tmp_path):
-    """By flags or from a probe's file: least squares with them runs, with the same answer."""
-    path = tmp_path / "probe.json"
-    constants = dict.fromkeys(("D1", "sigma", "zeta"), ESTIMATE) | {"L": {"value": 10.0, "low": 9.0, "high": 11.0}}
-    path.write_text(json.dumps(constants | {"params": 5000, "gradient_seconds": 0.02}))
-    given = (*SMALL, "--target", "0.02", "--network", "1gbe")
-    code, out, err = run_cli("plan", path, *given)
-    assert (code, err) == (0, "")
-    lines = out.splitlines()
-    assert len(lines) <= 12
-    assert lines[0] == (
-        "least squares with these constants to loss_gap 0.02, 5,000 parameters, 1gbe, gradient 20 ms, up to 4 machines"
-    )
-    assert lines[1].startswith(("take ", "one machine is enough"))
-    code, out, err = run_cli("plan", *CONSTANTS, *given, "--params", 5000, "--gradient", "0.02", "--json")
-    assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert found["metric"] == "loss_gap"
-    best = found["recommended"]
-    assert best["rounds"] > 0
-    assert f"{duration(best['seconds'])} (" in "\n".join(lines[1:3])
-    assert {trial["way"]["machines"] for trial in found["trials"]} == {1, 2, 4}
 
 
 # --- what is printed ------------------------------------------------------------------------------------------------
@@ -209,21 +182,7 @@ def test_all_that_was_tried(as_found):
     "options, words",
     [
         (("lest-squares",), "unknown problem 'lest-squares'; did you mean least-squares?"),
-        (("least-squares", "--samples", "100"), "--samples is for --theory; give a --target"),
-        ((*CONSTANTS, "--samples", "100"), "--samples is for --theory; give a --target"),
-        (("least-squares", "--sigma", "3"), "--sigma is for constants; a problem runs itself: leave it out"),
-        (("mine.py:problem", "--D1", "3"), "--D1 is for constants; a problem runs itself: leave it out"),
-        (("least-squares", "--theory"), "--theory is for constants; a problem runs itself: leave it out"),
-        (
-            ("--target", "0.1"),
-            "sigma, zeta, L, D1 missing; give a problem, as in klatsch plan least-squares, or JSON of",
-        ),
-        ((), "or --sigma X --zeta X --L X --D1 X"),
-        (CONSTANTS[:6], "D1 missing; give a problem"),
-        ((*CONSTANTS, "--set", "noise=3"), "--set noise=3 is for problems that run themselves; leave it out"),
-        ((*CONSTANTS, "--sigma", -1), "sigma = -1.0; give 0 or a positive number"),
-        ((*CONSTANTS, "--L", 0), "L = 0.0; give a positive number"),
-        (("absent.json",), "cannot read absent.json"),
+        ((), "Missing argument 'problem'. (see"),
         (
             ("least-squares", "--gradient", "exponential"),
             "gradient = 'exponential' has 0 numbers; give exponential(mean)",
@@ -237,11 +196,10 @@ def test_all_that_was_tried(as_found):
         (("least-squares", "-n", "0"), "machines = 0"),
         (("least-squares", "--minutes", "0"), "--minutes = 0.0; give a positive number of minutes"),
         (("least-squares", "-n", "5000"), "machines = 5000; give a whole number from 1 to 4096"),
-        (("mine.py",), "mine.py names no function; give mine.py:FUNCTION"),
+        (("mine.py",), "'mine.py'; give FILE.py:NAME, the class or function in a Python file"),
         (("least-squares", "--target", "nan"), "target = nan"),
         (("least-squares", "--params", "1.5"), "'1.5' is not a whole number"),
         (("least-squares", "--params", 0), "params = 0"),
-        ((*CONSTANTS, "--params", 0), "params = 0"),
         (("least-squares", "--set", "nose=3"), "least-squares has no option 'nose'"),
         (("least-squares", "--plot", "plan.gif"), "the file name must end in"),
     ],
@@ -298,9 +256,6 @@ def test_more_machines_may_be_connected_where_fewer_are_not(run_cli, tmp_path):
     found = json.loads(out)
     assert {trial["way"]["machines"] for trial in found["trials"]} == {1, 2, 8}
     assert (found["untried"], "any graph of 4 machines" in found["not_more"]) == ([], True)
-    code, out, _ = run_cli("plan", "--theory", *CONSTANTS, "--target", "0.1", "--network", links, "--json")
-    assert code == 0
-    assert "ring" in {bound["graph"] for bound in json.loads(out)["upper_bounds"]}
 
 
 OWN = """

@@ -11,10 +11,23 @@ import torch
 import klatsch
 from klatsch import problems
 from klatsch.clock import Clock, Links
-from klatsch.planning import answers, race, sources
-from klatsch.planning.curves import curves
-from klatsch.planning.errors import crossing, fitted, smoothed
-from klatsch.planning.race import ABOVE, BELOW, FINER, FIRST, LEARNING_RATES, MOST, PATIENCE, Answer, Runner, Trial
+from klatsch.planning import answers, of_any_size, race
+from klatsch.planning.answers import curves
+from klatsch.planning.race import (
+    ABOVE,
+    BELOW,
+    FINER,
+    FIRST,
+    LEARNING_RATES,
+    MOST,
+    PATIENCE,
+    Answer,
+    Runner,
+    Trial,
+    crossing,
+    fitted,
+    smoothed,
+)
 from klatsch.planning.ways import GRAPHS, Way
 
 FAR = Links(1e7, 0.05)
@@ -22,7 +35,7 @@ FAR = Links(1e7, 0.05)
 
 def task(clock, machines=4, **options):
     given = {name: options.pop(name) for name in ("target", "params", "seeds") if name in options}
-    make, _ = sources.of_any_size("least-squares", machines, **{"dim": 30, "noise": 10.0} | options)
+    make, _ = of_any_size("least-squares", machines, **{"dim": 30, "noise": 10.0} | options)
     return race.Task(make, clock, machines=machines, seconds=1e9, **given)
 
 
@@ -83,7 +96,7 @@ class Known:
     def __init__(self, *best):
         self.best, self.asked = list(best), []
 
-    def run(self, way, problem, rounds, rates, watch):
+    def run(self, way, problem, rounds, rates, timer):
         self.asked.append((way, rounds, list(rates)))
         best = self.best.pop(0)
         errors = [1 + abs(LEARNING_RATES.index(r) - best) for r in rates]
@@ -230,7 +243,7 @@ def test_more_machines_pay_where_noise_is_large(found):
 def test_what_is_promised_comes_true(found):
     """Simulated in full, with seeds that the race has not seen: within the interval, widened as for so few seeds."""
     best, clock = found.best, Clock(0.05, FAR)
-    make, _ = sources.of_any_size("least-squares", 4, dim=30, noise=10.0)
+    make, _ = of_any_size("least-squares", 4, dim=30, noise=10.0)
     for seed in (7, 8):
         rule, graph = best.way.made([best.lr])
         rounds = math.ceil(4 * best.high)
@@ -308,7 +321,7 @@ def test_accuracy_is_to_grow():
 @pytest.fixture
 def looked_at(monkeypatch):
     """A clock on the wall that moves a second whenever somebody looks, and the race of a small problem by it."""
-    make, _ = sources.of_any_size("least-squares", 4, dim=5, noise=10.0)
+    make, _ = of_any_size("least-squares", 4, dim=5, noise=10.0)
 
     def run(seconds, told=None, machines=4):
         looks = iter(range(10**6))
@@ -348,7 +361,7 @@ def test_no_time_ends_a_race_that_has_enough(looked_at):
 
 
 def test_seeds_that_are_done_in_time_count(monkeypatch):
-    """The watch stops the third one, or all of them."""
+    """The timer stops the third one, or all of them."""
     asked, way = task(Clock(0.05, FAR), target=0.05), Way(2, "dat", "ring")
     trial = Trial(way, 0.01, 100.0, 0.05, 0.05, 100.0, 100.0, tried=128)
 

@@ -7,7 +7,6 @@ from klatsch.cli import (
     checkpoints,
     data,
     plan,
-    probe,
     reproduce,
     results,
     run,
@@ -15,4 +14,4 @@ from klatsch.cli import (
 )  # importing a file adds its commands
 from klatsch.cli.app import main
 
-__all__ = ["checkpoints", "data", "main", "plan", "probe", "reproduce", "results", "run", "topology"]
+__all__ = ["checkpoints", "data", "main", "plan", "reproduce", "results", "run", "topology"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -89,11 +88,6 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-# Flags of 0.1 for options of single rules, problems and graphs.
-FORMER = {"alpha", "average", "averaging", "batch", "cols", "degree", "dim", "heterogeneity"}
-FORMER |= {"k", "momentum", "noise", "order", "p", "rows", "seed"}
-
-
 def main() -> NoReturn:
     """Run the command line; every error that a user can cause ends in a message and exit code 2."""
     try:
@@ -107,10 +101,8 @@ def main() -> NoReturn:
     except Exception as error:  # a usage error; typer brings its own copy of click, or click's, so ask what it can do
         if not hasattr(error, "format_message"):
             raise
-        context, text = getattr(error, "ctx", None), error.format_message()
-        if (found := re.match(r"No such option: --(\w+)", text)) and found[1] in FORMER:
-            text = f"--{found[1]} is --set {found[1]}=VALUE since 0.2"
-        code = _complain(f"{text} (see {context.command_path if context else 'klatsch'} --help)")
+        context = getattr(error, "ctx", None)
+        code = _complain(f"{error.format_message()} (see {context.command_path if context else 'klatsch'} --help)")
     sys.exit(code if isinstance(code, int) else 0)
 
 

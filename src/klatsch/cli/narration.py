@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from klatsch.cli import terminal
+
 if TYPE_CHECKING:
     from klatsch.study.execute import Progress, Told
     from klatsch.study.store import Store
@@ -18,18 +20,6 @@ TENTHS = 10  # lines in the log of a long study
 @contextmanager
 def shown() -> Iterator[Told]:
     """A function to call with the progress of a study."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
-
-        columns = BarColumn(), TextColumn("{task.fields[facts]}")
-        with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=1, facts="")
-            yield lambda progress: bar.update(
-                task, total=max(progress.work, 1), completed=progress.work_done, facts=facts(progress)
-            )
-        return
     printed: list[int] = []
 
     def log(progress: Progress) -> None:
@@ -44,7 +34,8 @@ def shown() -> Iterator[Told]:
             print(facts(progress), file=sys.stderr, flush=True)
             printed.append(tenth)
 
-    yield log
+    with terminal.bar() as bar:
+        yield log if bar is None else lambda progress: bar(facts(progress), progress.work_done / max(progress.work, 1))
 
 
 @contextmanager

@@ -8,8 +8,8 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -92,6 +92,19 @@ def command_line() -> str:
 def print_json(content: Mapping[str, object]) -> None:
     """Print JSON for programs."""
     print(json.dumps(content, indent=2, allow_nan=False))
+
+
+@contextmanager
+def bar() -> Iterator[Callable[[str, float], None] | None]:
+    """A function that shows on a terminal what is done, and which share of all; None elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    with Progress(BarColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("", total=1.0)
+        yield lambda text, share: shown.update(task, completed=share, description=text)
 
 
 def print_table(

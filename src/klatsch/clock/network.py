@@ -151,7 +151,7 @@ class Table(Links):
         return self.rates[sender, receiver], delays
 
 
-def links(given: Links | str, *, bandwidth: float | None = None, latency: float | None = None) -> Links:
+def links(given: Links | str, bandwidth: float | None = None, latency: float | None = None) -> Links:
     """Links by the name of a network ("1gbe", "10gbe", "100gbe", "wan"), or from a CSV file of bytes per second."""
     if isinstance(given, Links):
         return given

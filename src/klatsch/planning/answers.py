@@ -1,55 +1,70 @@
-"""The answer of a race in words: how many machines, what it takes, and why nothing else."""
+"""The answer of a race in words and as a picture: how many machines, what it takes, and why nothing else."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from klatsch.planning.race import ENOUGH, Answer, Task, Trial
 from klatsch.units import duration
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 SLOW = 2.0  # a round that takes so many gradients is one of the network
+# Okabe and Ito's colours, which most colour-blind people can tell apart.
+COLOURS = {"dsgd": "#0072B2", "dat": "#D55E00", "dat-d2": "#009E73"}
+MARKERS = {"ring": "o", "one_peer_exponential": "s", "exponential": "v", "hypercube": "D", "complete": "^"}
+LINES = ("-", "--", "-.", ":")  # by how seldom nodes talk
 
 
 def lines(task: Task, answer: Answer) -> list[str]:
     """At most twelve lines; the first says what to do."""
     best, alone = answer.best, answer.alone
+    goal = (1.0 - answer.target if answer.largest else answer.target) * (1 + 1e-9)  # as an error, to rounding
     if best is None:
-        return [*_no(answer), *_notes(task, answer)]
-    if best.way.machines == 1:
+        said = _no(answer, goal)
+    elif best.way.machines == 1:
         enough = "one machine, as far as was tried" if answer.stopped else "one machine is enough"
-        first = f"{enough}: {best.way.named_rule}, {effort(best)}, learning rate {best.lr:.2g}"
-        found = [first, *_why_alone(task, answer)]
+        said = [f"{enough}: {best.way.named_rule}, {effort(best)}, learning rate {best.lr:.2g}"]
+        said.append(_why_alone(task, answer))
     else:
-        found = [f"take {best.way}, learning rate {best.lr:.2g}", f"  time: {effort(best)}"]
+        said = [f"take {best.way}, learning rate {best.lr:.2g}", f"  time: {effort(best)}"]
         if math.isfinite(alone.seconds):
-            found.append(f"  {alone.way}: {effort(alone)}; {alone.seconds / best.seconds:.3g} times as long")
+            said.append(f"  {alone.way}: {effort(alone)}; {alone.seconds / best.seconds:.3g} times as long")
         else:
-            who = "most of its seeds do" if alone.seeds > 1 and alone.error <= _error(answer) else "it does"
-            found.append(f"  one machine: {who} not get there within {duration(alone.tried * alone.each)}")
-    reduced = [] if answer.reduced is None else [(answer.reduced, "all-reduce", effort(answer.reduced))]
-    others = [(t, "next", f"{duration(t.seconds)}{_why_not(best, t)}") for t in answer.others]
-    for trial, what, text in (*reduced, *others):
-        if trial.way != best.way and not any(f" {trial.way}: " in line for line in found):  # nothing is said twice
-            found.append(f"  {what}: {trial.way}: {text}")
-    return [*found, *_notes(task, answer)]
+            who = "most of its seeds do" if alone.seeds > 1 and alone.error <= goal else "it does"
+            said.append(f"  one machine: {who} not get there within {duration(alone.tried * alone.each)}")
+    if best is not None:
+        reduced = [] if answer.reduced is None else [(answer.reduced, "all-reduce", effort(answer.reduced))]
+        others = [(t, "next", f"{duration(t.seconds)}{_why_not(best, t)}") for t in answer.others]
+        for trial, what, text in (*reduced, *others):
+            if trial.way != best.way and not any(f" {trial.way}: " in line for line in said):  # nothing is said twice
+                said.append(f"  {what}: {trial.way}: {text}")
+    if answer.most:
+        said.append(f"  not more: {answer.most}")
+    if answer.stopped:
+        tried = f"{min(answer.untried):,} machines or more were not tried" if answer.untried else ""
+        minutes = math.ceil(5 * task.seconds / 60)
+        said.append(f"  not sure: time was short, and {tried or 'not all ran to the end'}; give --minutes {minutes}")
+    return said
 
 
 def effort(trial: Trial) -> str:
     """What it takes, with the range of the seeds."""
     between = " (1 seed)"
     if trial.seeds > 1:
-        most = min(trial.high, trial.tried)
-        beyond = "more than " if math.isinf(trial.high) else ""
-        between = f" ({duration(trial.low * trial.each)} to {beyond}{duration(most * trial.each)}, {trial.seeds} seeds)"
+        low, high = duration(trial.low * trial.each), duration(min(trial.high, trial.tried) * trial.each)
+        between = f" ({low} to {'more than ' * math.isinf(trial.high)}{high}, {trial.seeds} seeds)"
     rounds = f"{trial.rounds:,.0f}" if trial.rounds >= 10 else f"{trial.rounds:.2g}"
     return f"{duration(trial.seconds)}{between}, {rounds} round{'s' * (rounds != '1')} of {duration(trial.each)}"
 
 
-def _no(answer: Answer) -> list[str]:
+def _no(answer: Answer, goal: float) -> list[str]:
     """Nothing gets there: how far it went."""
     nearest = min(answer.trials, key=lambda trial: trial.error)
     value = 1.0 - nearest.error if answer.largest else nearest.error
-    if nearest.error <= _error(answer):
+    if nearest.error <= goal:
         when = "with most seeds" if nearest.seeds > 1 else "when it ran again"
         return [
             f"no: {answer.metric} {answer.target:.3g} is reached now and then only",
@@ -63,24 +78,19 @@ def _no(answer: Answer) -> list[str]:
     ]
 
 
-def _error(answer: Answer) -> float:
-    """The target as an error, which falls, to rounding."""
-    return (1.0 - answer.target if answer.largest else answer.target) * (1 + 1e-9)
-
-
-def _why_alone(task: Task, answer: Answer) -> list[str]:
-    more = [trial for trial in answer.trials if trial.way.machines > 1 and math.isfinite(trial.seconds)]
-    if not more:
-        several = any(trial.way.machines > 1 for trial in answer.trials)
-        why = "no choice of more machines reached the target" if several else "more machines were not tried"
-        return [f"  {why if task.machines > 1 else 'only one machine is allowed'}"]
-    nearest = min(more, key=lambda trial: trial.seconds)
+def _why_alone(task: Task, answer: Answer) -> str:
+    several = [trial for trial in answer.trials if trial.way.machines > 1]
+    nearest = min((t for t in several if math.isfinite(t.seconds)), key=lambda t: t.seconds, default=None)
+    if task.machines == 1:
+        return "  only one machine is allowed"
+    if nearest is None:
+        return "  no choice of more machines reached the target" if several else "  more machines were not tried"
     why = "they would hardly be faster"
     if nearest.seconds * ENOUGH < answer.alone.seconds:
         why = "each would bring less than a tenth of a machine"
     elif nearest.each > SLOW * answer.alone.each:
         why = f"the network is too slow, a round takes {duration(nearest.each)}"
-    return [f"  with more: {nearest.way}: {effort(nearest)}; {why}"]
+    return f"  with more: {nearest.way}: {effort(nearest)}; {why}"
 
 
 def _why_not(best: Trial, other: Trial) -> str:
@@ -92,11 +102,40 @@ def _why_not(best: Trial, other: Trial) -> str:
     return f"; {rounds:.2g} times the rounds" if rounds >= each else f"; a round takes {each:.2g} times as long"
 
 
-def _notes(task: Task, answer: Answer) -> list[str]:
-    found = [f"  not more: {answer.most}"] if answer.most else []
-    if answer.stopped:
-        what = (
-            f"{min(answer.untried):,} machines or more were not tried" if answer.untried else "not all ran to the end"
+def curves(answer: Answer) -> Figure:
+    """The measured time against M: a line for each rule, graph and H, over its fastest channels."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
+
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axis = figure.subplots()
+    trials = sorted((t for t in answer.trials if math.isfinite(t.seconds) and t.way.machines > 1), key=lambda t: t.way)
+    silence = sorted({t.way.every for t in trials})
+    for rule, graph, every in dict.fromkeys(t.way[1:4] for t in trials):
+        line = sorted((t for t in trials if t.way[1:4] == (rule, graph, every)), key=lambda t: -t.seconds)
+        fastest = dict(sorted({t.way.machines: t.seconds for t in line}.items()))
+        axis.plot(
+            *(list(fastest), list(fastest.values())),
+            color=COLOURS[rule],
+            marker=MARKERS[graph],
+            linestyle=LINES[silence.index(every) % len(LINES)],
+            markersize=4,
+            label=f"{rule}, {'all-reduce' if line[0].way.reduces else graph}" + (f"/{every}" if every > 1 else ""),
         )
-        found.append(f"  not sure: time was short, and {what}; give --minutes {math.ceil(5 * task.seconds / 60)}")
-    return found
+    best, alone = answer.best, answer.alone
+    if math.isfinite(alone.seconds):
+        axis.axhline(alone.seconds, color="#999999", linestyle=":", linewidth=1.2, label="one machine")
+    if best is not None:
+        ends = [[(best.rounds - best.low) * best.each], [(min(best.high, best.tried) - best.rounds) * best.each]]
+        point = [best.way.machines], [best.seconds], ends
+        axis.errorbar(*point, fmt="k*", markersize=14, capsize=3, label="recommended")
+    axis.set(xlabel="machines M", ylabel=f"seconds to {answer.metric} {answer.target:.3g}", yscale="log")
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:,g}")
+    axis.yaxis.set_major_formatter("{x:,g}")
+    axis.yaxis.set_minor_formatter(LogFormatter())  # 60, and not 6 x 10¹
+    axis.grid(True, linewidth=0.4, alpha=0.5)
+    axis.spines[["top", "right"]].set_visible(False)
+    if axis.get_legend_handles_labels()[0]:
+        figure.legend(loc="outside right center", frameon=False, fontsize=8, handlelength=3.5)
+    return figure

@@ -10,9 +10,8 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +28,8 @@ CLOSE = 1e-3  # the relative residual at which it stops
 PULL = 1e-4  # the relative length of a difference in place of a derivative
 
 
-class Estimate(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Estimate:
     """A measured number, an interval around it, and how many gradients of single nodes it took.
 
     For sigma and zeta it is a 95 % confidence interval; for L the residual of power iteration, or the difference
@@ -42,7 +42,8 @@ class Estimate(NamedTuple):
     samples: int
 
 
-class Stage(NamedTuple):
+@dataclass(frozen=True)
+class Spread:
     """Noise and heterogeneity at a point on the way from the start to the optimum."""
 
     place: str
@@ -61,21 +62,13 @@ class Probe:
     zeta: Estimate  # at its end: the optimum if known, else the end of a short run
     L: Estimate
     D1: Estimate
-    stages: tuple[Stage, ...]
+    stages: tuple[Spread, ...]
     gradient_seconds: float  # of one node's gradient, on this machine
 
     @property
     def constants(self) -> Constants:
         """For the theory."""
         return Constants(self.L.value, self.D1.value, self.sigma.value, self.zeta.value)
-
-    def as_dict(self) -> dict[str, object]:
-        """Plain data, for JSON."""
-        measured = {"sigma": self.sigma, "zeta": self.zeta, "L": self.L, "D1": self.D1}
-        stages = [
-            {"place": place, "sigma": sigma._asdict(), "zeta": zeta._asdict()} for place, sigma, zeta in self.stages
-        ]
-        return asdict(self) | {name: value._asdict() for name, value in measured.items()} | {"stages": stages}
 
 
 def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
@@ -91,32 +84,21 @@ def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
     problem = checked(problem)
     if problem.columns != 1:
         raise ValueError(f"the problem has {problem.columns} columns; give one noise and one heterogeneity")
-    ask = _Gradients(problem)
+    ask, name = _Gradients(problem), type(problem).__name__
     start = torch.as_tensor(problem.start()).reshape(-1)
-    seconds = _seconds(ask, start)
-    L = _smoothness(ask, start, samples)
+    seconds, L = ask.seconds(start), _smoothness(ask, start, samples)
     if L.value <= TINY:
-        raise ValueError(f"{type(problem).__name__} has no curvature at its start; the theory needs some")
-    known = problem.optimum
-    if known is not None:
-        end = torch.as_tensor(known).reshape(-1).to(start)
+        raise ValueError(f"{name} has no curvature at its start; the theory needs some")
+    if problem.optimum is not None:
+        last, end = "optimum", torch.as_tensor(problem.optimum).reshape(-1).to(start)
         halfway, distance = (start + end) / 2, float((end - start).norm())
         D1 = Estimate(distance, distance, distance, 0)
     else:
-        halfway, end, D1 = _descent(ask, start, L.value, rounds)
-    places = {"start": start, "halfway": halfway, "optimum" if known is not None else "end of the run": end}
-    stages = tuple(Stage(place, *_spreads(ask, point, samples)) for place, point in places.items())
-    return Probe(
-        problem=type(problem).__name__,
-        nodes=problem.nodes,
-        params=problem.dim,
-        sigma=max(stage.sigma for stage in stages),
-        zeta=stages[-1].zeta,
-        L=L,
-        D1=D1,
-        stages=stages,
-        gradient_seconds=seconds,
-    )
+        last, (halfway, end, D1) = "end of the run", _descent(ask, start, L.value, rounds)
+    places = {"start": start, "halfway": halfway, last: end}
+    stages = tuple(Spread(place, *_spreads(ask, point, samples)) for place, point in places.items())
+    sigma, zeta = max(stage.sigma for stage in stages), stages[-1].zeta
+    return Probe(name, problem.nodes, problem.dim, sigma, zeta, L, D1, stages, seconds)
 
 
 @dataclass
@@ -136,27 +118,26 @@ class _Gradients:
         """Of every node at its own point, (M, d), in round t or a new one; with t, exact gradients if there are any."""
         self.taken += self.problem.nodes
         if t is not None and self.problem.exact is not None:
-            found = self.problem.exact(points[:, None, :])
+            gradients = self.problem.exact(points[:, None, :])
         else:
-            found = self.problem.grad(points[:, None, :], t if t is not None else self.new_rounds(1)[0])
-        found = torch.as_tensor(found).reshape(self.problem.nodes, -1)
-        if not torch.isfinite(found).all():
+            gradients = self.problem.grad(points[:, None, :], t if t is not None else self.new_rounds(1)[0])
+        gradients = torch.as_tensor(gradients).reshape(self.problem.nodes, -1)
+        if not torch.isfinite(gradients).all():
             name = type(self.problem).__name__
             raise ValueError(f"{name} gives gradients that are not finite near its start; check its start and data")
-        return found
+        return gradients
 
     def everywhere(self, point: Tensor) -> Tensor:
         """Of every node at the same point."""
         return self.at(point.expand(self.problem.nodes, -1))
 
-
-def _seconds(ask: _Gradients, start: Tensor) -> float:
-    """Seconds of one node's gradient, as one machine would take it, when everything is warm."""
-    times = []
-    for t in ask.new_rounds(8):
-        ask.problem.grad(start[None, None, :], t, [0])
-        times.append(time.perf_counter())
-    return statistics.median(after - before for before, after in pairwise(times))
+    def seconds(self, start: Tensor) -> float:
+        """Of one node's gradient, as one machine would take it, when everything is warm."""
+        times = []
+        for t in self.new_rounds(8):
+            self.problem.grad(start[None, None, :], t, [0])
+            times.append(time.perf_counter())
+        return statistics.median(after - before for before, after in pairwise(times))
 
 
 def _spreads(ask: _Gradients, point: Tensor, samples: int) -> tuple[Estimate, Estimate]:
@@ -190,15 +171,15 @@ def _spreads(ask: _Gradients, point: Tensor, samples: int) -> tuple[Estimate, Es
     reach = float(stdtrit(blocks - 1, 0.975))  # standard errors to both sides of an interval of 95 %
     # The jackknife: how much a value moves when a block is left out.
     moves = np.array([squared([k for k in every if k != left_out]) for left_out in every]).T
-    found = []
+    estimates = []
     for value, moved in zip(squared(every), moves, strict=True):
         error = reach * math.sqrt((blocks - 1) / blocks * float(((moved - moved.mean()) ** 2).sum()))
         low, middle, high = (math.sqrt(max(0.0, v)) for v in (value - error, value, value + error))
-        found.append(Estimate(middle, low, high, taken))
+        estimates.append(Estimate(middle, low, high, taken))
     if ask.problem.exact is not None:
         zeta = float(_apart(ask.at(point.expand(M, -1), 0).double()).sqrt())
-        found[1] = Estimate(zeta, zeta, zeta, M)
-    return found[0], found[1]
+        estimates[1] = Estimate(zeta, zeta, zeta, M)
+    return estimates[0], estimates[1]
 
 
 def _apart(rows: Tensor) -> Tensor:
@@ -214,12 +195,12 @@ def _smoothness(ask: _Gradients, point: Tensor, samples: int) -> Estimate:
     others the value along it, and the interval reaches from one value to the other.
     """
     before, M = ask.taken, ask.problem.nodes
-    here, length = point.expand(M, -1), PULL * max(1.0, float(point.norm()))
+    points, length = point.expand(M, -1), PULL * max(1.0, float(point.norm()))
 
     def products(v: Tensor, rounds: Sequence[int]) -> Tensor:
         total = torch.zeros_like(v)
         for t in rounds:
-            total += ask.at(here + length * v, t) - ask.at(here - length * v, t)
+            total += ask.at(points + length * v, t) - ask.at(points - length * v, t)
         return total / (2 * length * len(rounds))
 
     generator = torch.Generator().manual_seed(0)
@@ -241,8 +222,7 @@ def _smoothness(ask: _Gradients, point: Tensor, samples: int) -> Estimate:
     if not noisy:
         return Estimate(max(value, TINY), max(0.0, value - residual), value + residual, ask.taken - before)
     fresh = float((v * products(v, others)).sum(-1)[top].abs())
-    low, high = sorted((fresh, value))
-    return Estimate(max(fresh, TINY), low, high, ask.taken - before)
+    return Estimate(max(fresh, TINY), min(fresh, value), max(fresh, value), ask.taken - before)
 
 
 def _descent(ask: _Gradients, start: Tensor, L: float, rounds: int) -> tuple[Tensor, Tensor, Estimate]:

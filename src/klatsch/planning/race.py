@@ -17,18 +17,18 @@ from itertools import zip_longest
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from klatsch.arguments import number, whole
 from klatsch.clock import Clock
 from klatsch.clock.network import NoLinkError
-from klatsch.planning.errors import Array, crossing, fitted, gap, smoothed
 from klatsch.planning.ways import MOST_MACHINES, Way, round_seconds, ways_of
 from klatsch.problems import Problem, checked
 from klatsch.problems.sharded import Sharded
-from klatsch.simulation import simulate
+from klatsch.simulation import Result, simulate
 from klatsch.units import duration
 
-Make = Callable[[int, int], Problem]  # a problem of some nodes with a seed
+Array = NDArray[np.float64]
 Told = Callable[[str, float], None]  # hears what is done, and how much of the time
 
 FIRST, LONGER = 64, 4  # rounds that all ways run, and by what factor the next stretch is longer
@@ -47,6 +47,9 @@ LATE = 0.7  # of the rounds of one machine; what it has after these is the targe
 ALONE = 0.5  # of the time, in which one machine must have done its first rounds
 RACING = 0.8  # of the time; the rest is for the winners
 PATIENCE, MOST = 4_000, 60_000  # rounds after which something must be heading for the target, and all end
+AROUND = 1  # points on each side with which an error is averaged: a dip by chance is not there to stay
+ROUNDING = 1e-6  # by which an error may be below 0
+HEADING = 30.0  # how many times as many rounds a fit may add
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Task:
         device: where to simulate.
     """
 
-    make: Make
+    make: Callable[[int, int], Problem]
     clock: Clock
     target: float | None = None
     machines: int = 64
@@ -92,19 +95,19 @@ class Task:
         return self.device != "cpu" or isinstance(problem, Sharded)
 
     def run(
-        self, way: Way, problem: Problem, rounds: int, rates: Sequence[float], watch: Watch | None = None
+        self, way: Way, problem: Problem, rounds: int, rates: Sequence[float], timer: Timer | None = None
     ) -> tuple[list[int], Array]:
         """The rounds at which errors are taken, and the errors, (len(steps), len(rates))."""
         points = np.geomspace(1, rounds, 1 + max(1, round(math.log(rounds) / math.log(POINTS))))
         rule, graph = way.made(rates)
-        found = simulate(
+        result = simulate(
             *(problem, rule, graph, rounds, sorted({int(p) for p in points.round()})),
             dtype=torch.float32 if self.in_float32(problem) else torch.float64,
             device=self.device,
-            progress=watch.tick if watch else False,
+            progress=timer.tick if timer else False,
             any_graph=way.reduces,
         )
-        return found.steps, smoothed(gap(problem, found))
+        return result.steps, smoothed(errors_of(problem, result))
 
 
 class TimeUpError(Exception):
@@ -112,15 +115,15 @@ class TimeUpError(Exception):
 
 
 @dataclass
-class Watch:
+class Timer:
     """The time that a race may take, and who hears of it."""
 
     seconds: float
-    began: float
     told: Told | None = None
     text: str = "one machine"  # what is being done
     limit: float = ALONE  # of the time, after which runs are given up
     rounds: int = 0  # that were done
+    began: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def share(self) -> float:
@@ -141,6 +144,26 @@ class Watch:
             raise TimeUpError
 
 
+@dataclass(frozen=True)
+class Trial:
+    """A way, and what it takes to the target."""
+
+    way: Way
+    lr: float
+    rounds: float  # inf where the target was not reached
+    each: float  # seconds of a round
+    error: float  # the smallest seen
+    low: float = math.nan  # rounds of the fastest seed; `rounds` are those of the middle one
+    high: float = math.nan  # of the slowest, inf if it was not there after those that were tried
+    seeds: int = 1
+    tried: int = 0  # rounds
+
+    @property
+    def seconds(self) -> float:
+        """To the target."""
+        return self.rounds * self.each
+
+
 @dataclass
 class Runner:
     """A way on its way: its errors so far, at the learning rates that are left."""
@@ -152,14 +175,14 @@ class Runner:
     steps: list[int] = field(default_factory=list)
     errors: Array = field(default_factory=lambda: np.empty((0, 0)))  # (len(steps), len(rates))
 
-    def run(self, task: Task, rounds: int, watch: Watch | None = None) -> None:
+    def run(self, task: Task, rounds: int, timer: Timer | None = None) -> None:
         """So many rounds from the start, at the learning rates around the best of those before."""
         rates = self.rates
         if self.steps:
             best = LEARNING_RATES.index(rates[self.best_after(rounds)])
             rates = LEARNING_RATES[max(0, best - BELOW) : best + ABOVE + 1]
         exact = self.way._replace(wire="float32")  # faster to simulate, and nearly the same; winners run as they are
-        self.steps, self.errors = task.run(exact, self.problem, rounds, rates, watch)
+        self.steps, self.errors = task.run(exact, self.problem, rounds, rates, timer)
         self.rates = rates
 
     def crossings(self, target: float) -> list[float]:
@@ -181,31 +204,11 @@ class Runner:
 
     def trial(self, target: float) -> Trial:
         """What it has found."""
-        rounds = self.crossings(target)
+        rounds, tried = self.crossings(target), self.steps[-1]
         fastest = min(rounds)
-        column = rounds.index(fastest) if fastest < math.inf else self.best_after(self.steps[-1])
-        error, tried = float(np.nanmin(self.errors)), self.steps[-1]
-        return Trial(self.way, self.rates[column], fastest, self.each, error, fastest, fastest, tried=tried)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A way, and what it takes to the target."""
-
-    way: Way
-    lr: float
-    rounds: float  # inf where the target was not reached
-    each: float  # seconds of a round
-    error: float  # the smallest seen
-    low: float = math.nan  # rounds of the fastest seed; `rounds` are those of the middle one
-    high: float = math.nan  # of the slowest, inf if it was not there after those that were tried
-    seeds: int = 1
-    tried: int = 0  # rounds
-
-    @property
-    def seconds(self) -> float:
-        """To the target."""
-        return self.rounds * self.each
+        lr = self.rates[rounds.index(fastest) if fastest < math.inf else self.best_after(tried)]
+        error = float(np.nanmin(self.errors))
+        return Trial(self.way, lr, fastest, self.each, error, fastest, fastest, tried=tried)
 
 
 @dataclass(frozen=True)
@@ -230,118 +233,41 @@ def race(task: Task, told: Told | None = None) -> Answer:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # small products: more of them wait for each other where cores are busy
     try:
-        return _race(task, Watch(task.seconds, time.monotonic(), told))
+        return _race(task, Timer(task.seconds, told))
     finally:
         torch.set_num_threads(threads)
 
 
-def _race(task: Task, watch: Watch) -> Answer:
+def _race(task: Task, timer: Timer) -> Answer:
     alone, problems, most = starters(task)
-    first_rounds(task, alone, watch)
-    target, headline = target_of(task, alone, watch), alone[0].problem.headline
+    target, headline = _target(task, alone, timer), alone[0].problem.headline
     runners = [*alone, *entrants(task, alone, problems)]
     sizes = {runner.way.machines for runner in runners}
     if left_out := [f"{machines:,}" for machines in problems if machines not in sizes]:
         most = f"the network does not have the links of any graph of {' or '.join(left_out)} machines"
-    in_time = run_on(task, runners, target, watch)
+    in_time = _run_on(task, runners, target, timer)
     trials = in_order(r.trial(target) for r in runners if r.steps)
     winners = chosen(trials)
-    repeated = winners_again(task, winners, problems, target, watch)
+    repeated = _again(task, winners, problems, target, timer)
     there = [(t, repeated.get(t.way, t)) for t in winners if math.isfinite(t.rounds)]
     again_in_time = all(later is not t and later.seeds == task.seeds for t, later in there)
     trials = in_order(repeated.get(trial.way, trial) for trial in trials)
     sure = in_order(t for t in repeated.values() if math.isfinite(t.seconds))
     one = next(t for t in in_order(repeated.values()) if t.way.machines == 1)
-    take = enough(sure, one)
-    reduced = next((t for t in sure if t.way.reduces and t.way.machines > 1), None)
+    best, reduced = enough(sure, one), next((t for t in sure if t.way.reduces and t.way.machines > 1), None)
     return Answer(
         metric=headline.metric,
         target=1.0 - target if headline.largest else target,
-        best=take,
+        best=best,
         alone=one,
         reduced=reduced,
-        others=tuple(t for t in sure if t not in (take, reduced) and t.way.machines > 1)[:2],
+        others=tuple(t for t in sure if t not in (best, reduced) and t.way.machines > 1)[:2],
         trials=tuple(trials),
         largest=headline.largest,
         most=most,
         stopped=not (in_time and again_in_time),
         untried=tuple(sorted(sizes - {t.way.machines for t in trials})),
     )
-
-
-def first_rounds(task: Task, alone: Sequence[Runner], watch: Watch) -> None:
-    """One machine; refuse a problem for which it takes too long."""
-    try:
-        for runner in alone:
-            runner.run(task, FIRST, watch)
-        watch.tick()
-    except TimeUpError:
-        needed = watch.share / ALONE * len(alone) * FIRST / max(1, watch.rounds)  # times the time that was given
-        minutes = math.ceil(max(1.1, needed) * task.seconds / 60)
-        raise ValueError(
-            f"{type(alone[0].problem).__name__} is too slow for a plan in {duration(task.seconds)} here: one machine "
-            f"takes more than half of it for {FIRST} rounds at {len(LEARNING_RATES)} learning rates; give --minutes "
-            f"{minutes}{', or --device cuda with a GPU' if task.device == 'cpu' else ''}"
-        ) from None
-
-
-def target_of(task: Task, alone: Sequence[Runner], watch: Watch) -> float:
-    """The target as an error; without one what one machine has after more rounds, fewer where these take long."""
-    problem = alone[0].problem
-    if task.target is not None:
-        return 1.0 - task.target if problem.headline.largest else task.target
-    for stretch in [FIRST * LONGER**k for k in (1, 2) if watch.share * (1 + LONGER**k) <= ALONE][-1:]:
-        with suppress(TimeUpError):
-            for runner in alone:
-                runner.run(task, stretch, watch)
-    late = np.array(alone[0].steps) > LATE * alone[0].steps[-1]
-    with np.errstate(divide="ignore"):  # it may begin at the optimum
-        target = float(np.exp(np.log(alone[0].errors[late]).mean(0)).min())
-    if not math.isfinite(target):
-        what = f"{problem.headline.metric} of {type(problem).__name__}"
-        raise ValueError(f"{what} is not finite at any learning rate; check its gradients")
-    return target
-
-
-def run_on(task: Task, runners: Sequence[Runner], target: float, watch: Watch) -> bool:
-    """Run all until they are there or hopeless; returns whether there was time for it."""
-    rounds, racing = FIRST, list(runners)
-    best = min(r.reached(target) * r.each for r in runners if r.steps)
-    try:
-        while racing:
-            for runner in [r for r in racing if not r.steps or r.steps[-1] < rounds]:
-                limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
-                if not runner.steps or limit > runner.steps[-1]:
-                    watch.turn_to(f"{len(racing)} ways, {rounds:,} rounds", RACING)
-                    runner.run(task, max(2, math.ceil(min(rounds, limit))), watch)
-                best = min(best, runner.reached(target) * runner.each)
-            racing, rounds = still_racing(racing, runners, target, rounds), rounds * LONGER
-    except TimeUpError:
-        return False
-    return True
-
-
-def winners_again(
-    task: Task, winners: Sequence[Trial], problems: Mapping[int, Problem], target: float, watch: Watch
-) -> dict[Way, Trial]:
-    """The winners with other seeds; of the first few what is known, if there is no time."""
-    found, share = {trial.way: trial for trial in winners[:FEWEST]}, watch.share
-    there = [trial for trial in winners if math.isfinite(trial.rounds)]
-    first = [trial for trial in there if trial.way in found]
-    parts = [share + (OVERTIME - share) * k / len(first) for k in range(1, len(first) + 1)]  # of the time, for each
-    limits = [*zip(first, parts, strict=True), *((trial, 1.0) for trial in there if trial.way not in found)]
-    for trial, limit in [*limits, *((trial, OVERTIME) for trial in first)]:
-        known = found.get(trial.way, trial)
-        if known is trial or known.seeds < task.seeds:  # also once more, if the others left some time
-            with suppress(TimeUpError):
-                watch.turn_to(f"{trial.way.machines} machines again, with other seeds", limit)
-                found[trial.way] = again(task, trial, problems[trial.way.machines], target, watch)
-    return found
-
-
-def in_order(trials: Iterable[Trial]) -> list[Trial]:
-    """The fastest first."""
-    return sorted(trials, key=lambda trial: (trial.seconds, trial.error))
 
 
 def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
@@ -367,10 +293,40 @@ def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
     return [Runner(Way(1, rule), problems[1], each, LEARNING_RATES) for rule in ("dsgd", "dat")], problems, most
 
 
+def _target(task: Task, alone: Sequence[Runner], timer: Timer) -> float:
+    """The target as an error, after the first rounds of one machine; without one what it has after some more."""
+    problem = alone[0].problem
+    try:
+        for runner in alone:
+            runner.run(task, FIRST, timer)
+        timer.tick()
+    except TimeUpError:
+        needed = timer.share / ALONE * len(alone) * FIRST / max(1, timer.rounds)  # times the time that was given
+        raise ValueError(
+            f"{type(problem).__name__} is too slow for a plan in {duration(task.seconds)} here: one machine "
+            f"takes more than half of it for {FIRST} rounds at {len(LEARNING_RATES)} learning rates; give --minutes "
+            f"{math.ceil(max(1.1, needed) * task.seconds / 60)}"
+            f"{', or --device cuda with a GPU' if task.device == 'cpu' else ''}"
+        ) from None
+    if task.target is not None:
+        return 1.0 - task.target if problem.headline.largest else task.target
+    for stretch in [FIRST * LONGER**k for k in (1, 2) if timer.share * (1 + LONGER**k) <= ALONE][-1:]:
+        with suppress(TimeUpError):
+            for runner in alone:
+                runner.run(task, stretch, timer)
+    late = np.array(alone[0].steps) > LATE * alone[0].steps[-1]
+    with np.errstate(divide="ignore"):  # it may begin at the optimum
+        target = float(np.exp(np.log(alone[0].errors[late]).mean(0)).min())
+    if not math.isfinite(target):
+        what = f"{problem.headline.metric} of {type(problem).__name__}"
+        raise ValueError(f"{what} is not finite at any learning rate; check its gradients")
+    return target
+
+
 def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem]) -> list[Runner]:
     """All ways with several machines, at the learning rates around those of one machine."""
     best = {r.way.rule: LEARNING_RATES.index(r.rates[r.best_after(FIRST)]) for r in alone}
-    found, missing = defaultdict[tuple[int, str], list[Runner]](list), None
+    groups, missing = defaultdict[tuple[int, str], list[Runner]](list), None
     for machines, problem in [pair for pair in problems.items() if pair[0] > 1]:
         try:
             ways = ways_of(task.clock, machines, task.params or problem.dim, alone[0].each)
@@ -379,12 +335,30 @@ def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem
             continue
         for way, each in ways.items():
             k = best["dsgd" if way.rule == "dsgd" else "dat"]
-            runner = Runner(way, problem, each, LEARNING_RATES[max(0, k - BELOW) : k + ABOVE + 2])
-            found[machines, way.rule].append(runner)
-    if missing and not found:
+            rates = LEARNING_RATES[max(0, k - BELOW) : k + ABOVE + 2]
+            groups[machines, way.rule].append(Runner(way, problem, each, rates))
+    if missing and not groups:
         raise missing
     # All sizes and rules take turns: the time may end.
-    return [runner for turn in zip_longest(*found.values()) for runner in turn if runner is not None]
+    return [runner for turn in zip_longest(*groups.values()) for runner in turn if runner is not None]
+
+
+def _run_on(task: Task, runners: Sequence[Runner], target: float, timer: Timer) -> bool:
+    """Run all until they are there or hopeless; returns whether there was time for it."""
+    rounds, racing = FIRST, list(runners)
+    best = min(r.reached(target) * r.each for r in runners if r.steps)
+    try:
+        while racing:
+            for runner in [r for r in racing if not r.steps or r.steps[-1] < rounds]:
+                limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
+                if not runner.steps or limit > runner.steps[-1]:
+                    timer.turn_to(f"{len(racing)} ways, {rounds:,} rounds", RACING)
+                    runner.run(task, max(2, math.ceil(min(rounds, limit))), timer)
+                best = min(best, runner.reached(target) * runner.each)
+            racing, rounds = still_racing(racing, runners, target, rounds), rounds * LONGER
+    except TimeUpError:
+        return False
+    return True
 
 
 def still_racing(racing: Sequence[Runner], runners: Sequence[Runner], target: float, rounds: int) -> list[Runner]:
@@ -400,10 +374,15 @@ def still_racing(racing: Sequence[Runner], runners: Sequence[Runner], target: fl
     kept = {r.way for r in going if rounds * r.each < best and (early or hoped[r.way] <= limit)}
     for several in (False, True):
         kind = [r for r in run if r.way.reduces and (r.way.machines > 1) is several]
-        mine = [r for r in kind if r.way in hoped]
-        if mine and all(r.reached(target) == math.inf for r in kind):
-            kept.add(min(mine, key=lambda r: (hoped[r.way], np.nanmin(r.errors) * r.each)).way)
+        left = [r for r in kind if r.way in hoped]
+        if left and all(r.reached(target) == math.inf for r in kind):
+            kept.add(min(left, key=lambda r: (hoped[r.way], np.nanmin(r.errors) * r.each)).way)
     return sorted((r for r in going if r.way in kept), key=lambda r: hoped[r.way])  # the time may end
+
+
+def in_order(trials: Iterable[Trial]) -> list[Trial]:
+    """The fastest first."""
+    return sorted(trials, key=lambda trial: (trial.seconds, trial.error))
 
 
 def chosen(trials: Sequence[Trial]) -> list[Trial]:
@@ -416,20 +395,38 @@ def chosen(trials: Sequence[Trial]) -> list[Trial]:
     return list({t.way: t for t in (*first, *near[3:WINNERS], *reduced[1:3], *sizes.values())}.values())
 
 
-def again(task: Task, trial: Trial, problem: Problem, target: float, watch: Watch | None = None) -> Trial:
+def _again(
+    task: Task, winners: Sequence[Trial], problems: Mapping[int, Problem], target: float, timer: Timer
+) -> dict[Way, Trial]:
+    """The winners with other seeds; of the first few what is known, if there is no time."""
+    known, share = {trial.way: trial for trial in winners[:FEWEST]}, timer.share
+    there = [trial for trial in winners if math.isfinite(trial.rounds)]
+    first = [trial for trial in there if trial.way in known]
+    limits = [(trial, share + (OVERTIME - share) * k / len(first)) for k, trial in enumerate(first, 1)]
+    limits += [(trial, 1.0) for trial in there if trial.way not in known]
+    for trial, limit in [*limits, *((trial, OVERTIME) for trial in first)]:
+        latest = known.get(trial.way, trial)
+        if latest is trial or latest.seeds < task.seeds:  # also once more, if the others left some time
+            with suppress(TimeUpError):
+                timer.turn_to(f"{trial.way.machines} machines again, with other seeds", limit)
+                known[trial.way] = again(task, trial, problems[trial.way.machines], target, timer)
+    return known
+
+
+def again(task: Task, trial: Trial, problem: Problem, target: float, timer: Timer | None = None) -> Trial:
     """The same way with other seeds, at its learning rate and the two beside it."""
     rates, tried, by_seed = [trial.lr * factor for factor in FINER], 0, list[list[float]]()
     instances = [problem, *(task.problem(trial.way.machines, seed) for seed in range(1, task.seeds))]
     for longer in AGAIN:
-        rounds, found = max(2, math.ceil(longer * trial.rounds)), list[list[float]]()
+        rounds, crossings = max(2, math.ceil(longer * trial.rounds)), list[list[float]]()
         with suppress(TimeUpError):  # the seeds that are done count
             for instance in instances:
-                steps, errors = task.run(trial.way, instance, rounds, rates, watch)
-                found.append([crossing(steps, column, target) for column in errors.T])
-        done = len(found) == len(instances)
+                steps, errors = task.run(trial.way, instance, rounds, rates, timer)
+                crossings.append([crossing(steps, column, target) for column in errors.T])
+        done = len(crossings) == len(instances)
         if done or not by_seed:
-            by_seed, tried = found, rounds
-        if not done or np.isfinite(found).all(0).any():  # a learning rate with which all are there
+            by_seed, tried = crossings, rounds
+        if not done or np.isfinite(crossings).all(0).any():  # a learning rate with which all are there
             break
     if not by_seed:
         raise TimeUpError
@@ -443,7 +440,52 @@ def again(task: Task, trial: Trial, problem: Problem, target: float, watch: Watc
 def enough(trials: Sequence[Trial], alone: Trial) -> Trial | None:
     """The fastest whose machines pay, or one with fewer that is hardly slower."""
     paying = [t for t in trials if t.way.machines == 1 or alone.seconds >= LEAST_SHARE * t.way.machines * t.seconds]
-    if not paying:
-        return None
-    soonest = min(t.seconds for t in paying)
-    return min((t for t in paying if t.seconds <= ENOUGH * soonest), key=lambda t: (t.way.machines, t.seconds))
+    soonest = min((t.seconds for t in paying), default=math.inf)
+    near = [t for t in paying if t.seconds <= ENOUGH * soonest]
+    return min(near, key=lambda t: (t.way.machines, t.seconds), default=None)
+
+
+def errors_of(problem: Problem, result: Result) -> Array:
+    """The problem's metric as an error, which falls: 1 - accuracy."""
+    metric, largest = problem.headline.metric, problem.headline.largest
+    values = result.metrics[metric].cpu().numpy().astype(float)
+    errors = np.where(np.isfinite(values), 1.0 - values if largest else values, np.inf)
+    if (errors < -ROUNDING).any():
+        wanted = "a share from 0 to 1" if largest else "0 or more"
+        raise ValueError(f"{metric} is {values.flat[errors.argmin()]:.3g}; a plan needs {wanted}")
+    return np.maximum(errors, 0.0)
+
+
+def smoothed(errors: Array) -> Array:
+    """Errors, each the geometric mean of those around it, (len(steps), C); zeros count as the smallest other one."""
+    if not (errors > 0).any():
+        return errors
+    logs = np.log(np.maximum(errors, errors[errors > 0].min()))
+    padded = np.pad(logs, ((AROUND, AROUND), (0, 0)), mode="edge")
+    return np.asarray(np.exp(np.mean([padded[k : k + len(logs)] for k in range(2 * AROUND + 1)], axis=0)))
+
+
+def crossing(steps: Sequence[int], errors: Array, target: float) -> float:
+    """The round at which errors fall to the target for the first time, between two that are known."""
+    below = np.flatnonzero(errors <= target)
+    if not len(below):
+        return math.inf
+    k = int(below[0])
+    if k == 0 or not errors[k] > 0:
+        return float(steps[k])
+    (a, b), (high, low) = (steps[k - 1], steps[k]), (errors[k - 1], errors[k])
+    share = math.log(high / target) / math.log(high / low) if math.isfinite(high) and target > 0 else 1.0
+    return float(a * (b / a) ** share)
+
+
+def fitted(steps: Sequence[int], errors: Array, target: float) -> float:
+    """The round at which errors that go on to fall as they do, by a power of the rounds, reach the target."""
+    late = [k for k, step in enumerate(steps) if step >= steps[-1] / 4]
+    x, y = np.log([steps[k] for k in late]), errors[late]
+    if len(late) < 4 or not (np.isfinite(y).all() and (y > 0).all()) or target <= 0:
+        return math.inf
+    slope, height = np.polyfit(x, np.log(y), 1)
+    if slope > -0.02:
+        return math.inf
+    rounds = math.exp(min((math.log(target) - height) / slope, 700.0))
+    return rounds if rounds <= HEADING * steps[-1] else math.inf

@@ -1,29 +1,32 @@
-"""Ways to train: machines, rule, graph and channel; and which of them a clock leaves a chance."""
+"""What a plan may choose from: ways to train (machines, rule, graph, channel), and a problem on any number of nodes."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from klatsch import rules, topology
+from klatsch import own, problems, rules, topology
+from klatsch.arguments import check_options, whole
 from klatsch.clock import Clock
 from klatsch.clock.network import NoLinkError
 from klatsch.columns import Given
+from klatsch.problems import Problem
 from klatsch.rules import Rule
 from klatsch.topology import Topology
 
+NODES, MOST_NODES = 16, 1 << 16  # of a problem, by default and at most
 ALL_REDUCE = "complete"
 MOST_MACHINES = 4096  # whose rounds a clock times in seconds
-# By rule: its options where they differ from the defaults of `rules.make`. A plan names them, so that what it
-# recommends is what has raced.
+# Options of rules that are not the defaults of `rules.make`; a plan names them, so that its advice is what has raced.
 RULES: dict[str, dict[str, Given]] = {"dsgd": {}, "dat": {"beta": 0.9}, "dat-d2": {"beta": 0.9}}
-# By rule: on which graphs, with the fewest machines for which they differ from others. D2's correction needs one
-# symmetric matrix for all rounds.
+# Graphs of a rule, with the fewest machines for which they differ from others. D2 needs one symmetric matrix.
 GRAPHS = {
     "dsgd": {"ring": 2, ALL_REDUCE: 2},
     "dat": {"ring": 2, "one_peer_exponential": 4, "exponential": 8, ALL_REDUCE: 2},
@@ -59,7 +62,7 @@ class Way(NamedTuple):
     def channel(self) -> dict[str, int | str]:
         """How messages travel, where it is not the default."""
         usual = {"every": 1, "late": 0, "wire": "float32"}
-        return {name: value for name, value in self._asdict().items() if name in usual and value != usual[name]}
+        return {name: value for name, value in self._asdict().items() if value != usual.get(name, value)}
 
     @property
     def named_rule(self) -> str:
@@ -75,9 +78,8 @@ class Way(NamedTuple):
     def flags(self, lr: float, rounds: float) -> list[str]:
         """Of `klatsch run`, which does the same."""
         chosen = {name: value for name, value in {**self.options, **self.channel}.items() if name != "every"}
-        graph = f"{self.graph}/{self.every}" if self.every > 1 else self.graph
         return [
-            *("--rules", self.rule, "-t", graph, "-n", str(self.machines)),
+            *("--rules", self.rule, "-t", self.graph + f"/{self.every}" * (self.every > 1), "-n", str(self.machines)),
             *(word for name, value in chosen.items() for word in ("--set", f"{name}={value}")),
             *("--lr", f"{lr:.6g}", "--steps", str(math.ceil(rounds))),
         ]
@@ -112,13 +114,13 @@ def round_seconds(clock: Clock, way: Way, params: int) -> float:
 
 
 def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way, float]:
-    """All ways with some machines, with the seconds of a round.
+    """All ways with some machines that have a chance, with the seconds of a round.
 
-    Fewer bytes and late messages only where a round is faster so, and longer silence only up to where messages hardly
-    cost time. M machines need at least an M-th of the rounds of one, so gossip whose rounds take M times as long as
-    those of one machine, `alone`, has no chance. Graphs whose links the network does not have are left out.
+    Messages are small or late only where that makes a round faster, and H grows only until messages hardly cost time.
+    M machines need at least an M-th of the rounds of one, so gossip whose rounds take M times as long as those of one
+    machine, `alone`, has no chance. Graphs whose links the network does not have are left out.
     """
-    found: dict[Way, float] = {}
+    seconds_of: dict[Way, float] = {}
     for rule, graphs in GRAPHS.items():
         for graph in [name for name, fewest in graphs.items() if machines >= fewest]:
             for H in BETWEEN:
@@ -128,17 +130,68 @@ def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way,
                 except NoLinkError as error:
                     missing = error
                     break
-                mine = {way: seconds}
+                variants = {way: seconds}
                 if not way.reduces and seconds > HARDLY * alone:
                     small = way._replace(wire="bfloat16" if graph.startswith("one_peer") else "int8")
                     if (faster := round_seconds(clock, small, params)) < FASTER * seconds:
-                        way, seconds, mine = small, faster, {small: faster}
+                        way, seconds, variants = small, faster, {small: faster}
                     hidden = way._replace(late=H - 1)
                     if H > 1 and (faster := round_seconds(clock, hidden, params)) < FASTER * seconds:
-                        mine[hidden] = faster
-                found |= mine
-                if min(mine.values()) <= HARDLY * alone:
+                        variants[hidden] = faster
+                seconds_of |= variants
+                if min(variants.values()) <= HARDLY * alone:
                     break
-    if not found:
+    if not seconds_of:
         raise missing
-    return {way: each for way, each in found.items() if way.reduces or each < machines * alone}
+    return {way: each for way, each in seconds_of.items() if way.reduces or each < machines * alone}
+
+
+def problem_of(text: str, nodes: int | None = None, **options: Any) -> Problem:
+    """A problem by name, or from your own "file.py:function", which may take the number of nodes; it is executed."""
+    if nodes is not None:
+        whole(nodes, "nodes", 1, MOST_NODES)
+    if ".py" not in text:
+        return problems.make(text, NODES if nodes is None else nodes, **options)
+    make, function = own.load("problem", text), own.part_of(text)
+    takes = list(inspect.signature(make).parameters)
+    check_options(function, options, takes[1:])
+    if nodes is not None and not takes:
+        raise ValueError(f"{function} takes no number of nodes; leave -n out, or let it take one")
+    with own.explained(text):
+        problem = problems.checked(make(*[nodes or NODES] * bool(takes), **options), f"{text} gives")
+        shapes = problems.shapes(problem, torch.as_tensor(problem.start()).reshape(-1))
+    for asked, (shape, wanted) in shapes.items():
+        if math.prod(shape) != math.prod(wanted):
+            raise ValueError(
+                f"{text}: {asked} of {type(problem).__name__} does not fit {problem.nodes} nodes and {problem.dim} "
+                "parameters; see problems.Problem"
+            )
+    if nodes is not None and problem.nodes != nodes:
+        raise ValueError(
+            f"{function}({nodes}) gives a problem with nodes = {problem.nodes}; let it use the number it is given"
+        )
+    return problem
+
+
+def of_any_size(text: str, machines: int, **options: Any) -> tuple[Callable[[int, int], Problem], bool]:
+    """A function that gives the problem for 1, 2, 4, ... `machines` nodes and a seed; and whether the seed counts.
+
+    All have the same data, where the problem can be put on fewer nodes. A function in a file must take the number of
+    nodes, and may take a seed.
+    """
+    whole(machines, "machines", 1, MOST_MACHINES)
+    if ".py" in text:
+        takes = inspect.signature(own.load("problem", text)).parameters
+        if not set(takes) - {"seed"}:
+            name = own.part_of(text)
+            raise ValueError(f"{name} takes no number of nodes, and has to run with 1, 2, 4, ...; let it take one")
+        for nodes in range(1, min(2, machines) + 1):
+            problem = problem_of(text, nodes, **options)
+            problems.check_headline(text, problem, problem.headline)
+        seeded = "seed" in takes
+        return lambda nodes, seed: problem_of(text, nodes, **options, **{"seed": seed} if seeded else {}), seeded
+    most = 1 << (machines.bit_length() - 1)
+    largest = problem_of(text, most, **options) if problems.declared(text).on_fewer is not None else None
+    if largest is not None and largest.on_fewer is not None:
+        return largest.on_fewer, True
+    return lambda nodes, seed: problem_of(text, nodes, **{**options, "seed": seed}), True
