@@ -98,9 +98,9 @@ def test_values_have_the_type_that_the_signature_says(given, value):
         (["lazy=perhaps"], "--set lazy=perhaps: give true or false"),
         (
             ["mometum=0.9"],
-            "an option 'mometum'; did you mean momentum? There are momentum, average, lazy, every, late, wire, meets",
+            "an option 'mometum'; did you mean momentum? There are momentum, average, lazy, every, late, wire, loss",
         ),
-        (["xyz=1"], "an option 'xyz'; there are momentum, average, lazy, every, late, wire, meets, loss"),
+        (["xyz=1"], "an option 'xyz'; there are momentum, average, lazy, every, late, wire, loss, one_way"),
     ],
 )
 def test_settings_that_are_refused(given, message, run_cli):
@@ -127,7 +127,7 @@ def test_settings_reach_parts_of_your_own(run_cli, tmp_path, monkeypatch):
         error[name] = json.loads(out)["rows"][0]["error"]
     assert len(set(error.values())) == 3
     refused = run_cli(*own, "--set", "widht=2")[2]
-    assert "did you mean width? There are slow, width, every, late, wire, meets, loss, one_way, dim, noise" in refused
+    assert "did you mean width? There are slow, width, every, late, wire, loss, one_way, meets, dim, noise" in refused
 
 
 def test_an_error_is_wrapped_for_a_terminal_only(run_cli, monkeypatch, capsys):

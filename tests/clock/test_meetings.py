@@ -11,6 +11,7 @@ from klatsch import problems, rules, simulate, topology
 from klatsch.clock import Clock, Links
 from klatsch.clock.rounds import scheduled
 from klatsch.rules import Flow
+from klatsch.simulation import simulate_together
 
 NOWHERE = Flow(lambda *tensors: tuple(torch.zeros_like(v) for v in tensors))
 
@@ -52,16 +53,17 @@ def one_by_one(problem, rule, events, steps):
 )
 @pytest.mark.parametrize("times", ["exponential(0.1)", "slow(0.05, 11, 0.1) over wan", "0.1"])
 def test_pairs_in_groups_are_those_one_by_one(rule, times):
-    graph, problem = topology.make("exponential", 6, meets=f"pairwise {times}"), quiet(6)
-    events = scheduled(rule, graph, problem.dim)._events()
+    graph, problem, meets = topology.make("exponential", 6), quiet(6), f"pairwise {times}"
+    events = scheduled(rule, graph, problem.dim, meets)._events()
     wanted = one_by_one(problem, rule, events, 30)
     # Sums of the same numbers in another order.
-    torch.testing.assert_close(simulate(problem, rule, graph, 30, [30]).output, wanted, rtol=1e-9, atol=1e-11)
+    output = simulate(problem, rule, graph, 30, [30], meets=meets).output
+    torch.testing.assert_close(output, wanted, rtol=1e-9, atol=1e-11)
 
 
 def test_two_nodes_in_pairs_by_hand():
     """Node 1 takes four times as long; answers come at once, so that a node averages when it begins a gradient."""
-    graph = topology.make("complete", 2, meets="pairwise 0.1, 0.4 over 100gbe")
+    graph = topology.make("complete", 2)
     problem, lr = quiet(2), 0.02
     start = torch.as_tensor(problem.start()).double().reshape(1, -1)
     mean = asked = start
@@ -69,14 +71,13 @@ def test_two_nodes_in_pairs_by_hand():
         stepped = mean - lr * problem.grad(asked[None], 1, [0])[0]
         mean, asked = (stepped + mean) / 2, stepped
     other = mean - lr * problem.grad(start[None], 1, [1])[0]  # after 0.4 s, from where it began
-    met = simulate(problem, rules.make("dsgd", lr), graph, 2, [2]).output
+    met = simulate(problem, rules.make("dsgd", lr), graph, 2, [2], meets="pairwise 0.1, 0.4 over 100gbe").output
     torch.testing.assert_close(met, torch.stack([mean, other]), rtol=1e-9, atol=1e-12)
 
 
 def test_nobody_waits_for_a_slow_node():
     times = [0.1] * 7 + [1.0]
-    graph = topology.make("ring", 8, meets=f"pairwise {', '.join(map(str, times))}")
-    schedule = scheduled(rules.make("dsgd", 0.1), graph, 10)
+    schedule = scheduled(rules.make("dsgd", 0.1), topology.ring(8), 10, f"pairwise {', '.join(map(str, times))}")
     rate = sum(1 / seconds for seconds in times)  # steps of the network in a second
     assert schedule.seconds(500) == pytest.approx(500 * 8 / rate, rel=0.01)
     steps = np.bincount(np.concatenate([m.steps for t in range(1, 501) for m in schedule.round(t)]), minlength=8)
@@ -95,38 +96,40 @@ def test_slow_answers_are_waited_for(graph):
 
 
 def test_pairs_keep_the_mean_and_agree():
-    problem = quiet(9)
-    graph = topology.make("torus", 9, meets="pairwise lognormal(0.1, 1)")
+    problem, graph, meets = quiet(9), topology.torus(9), "pairwise lognormal(0.1, 1)"
     rule = rules.make("dsgd", 1e-12)  # too small to move anything
-    run = simulate(problem, rule, graph, 5, [5])
+    run = simulate(problem, rule, graph, 5, [5], meets=meets)
     apart = run.state | {"w": torch.randn(9, 1, 4, dtype=torch.float64)}
-    mixed = simulate(problem, rule, graph, 80, [80], after=replace(run, state=apart)).output
+    mixed = simulate(problem, rule, graph, 80, [80], meets=meets, after=replace(run, state=apart)).output
     torch.testing.assert_close(mixed, apart["w"].mean(0).expand(9, 1, 4), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("meets", ["pairwise exponential(0.1)", "stale exponential(0.1)"])
 def test_a_run_goes_on_where_it_was(meets):
     late = {"late": 2} if meets.startswith("stale") else {}
-    graph, problem = topology.make("ring", 5, meets=meets, **late), problems.LeastSquares(5, dim=3)
+    graph, problem = topology.make("ring", 5, **late), problems.LeastSquares(5, dim=3)
     rule = rules.make("dat", [0.01, 0.03])
-    whole = simulate(problem, rule, graph, 40, [20, 40])
-    half = simulate(problem, rule, graph, 20, [20])
-    rest = simulate(problem, rule, graph, 40, [20, 40], after=half)
+    whole = simulate(problem, rule, graph, 40, [20, 40], meets=meets)
+    half = simulate(problem, rule, graph, 20, [20], meets=meets)
+    rest = simulate(problem, rule, graph, 40, [20, 40], meets=meets, after=half)
+    with pytest.raises(ValueError, match="after is a result of another"):  # a rule with its queues, or its meets
+        simulate(problem, rule, graph, 40, [20, 40], after=half)
     assert torch.equal(rest.output, whole.output)  # bits: same call
 
 
 def test_stale_messages_that_are_all_late_are_late():
     """Messages take as long as two gradients: each is used after exactly two rounds, as with late = 2."""
     problem, rule = problems.LeastSquares(6, dim=3), rules.make("dat-d2", 0.01)
-    slow = topology.make("ring", 6, late=2, meets="stale 0.03 over wan")
-    assert set(scheduled(rule, slow, 3).round(50)) == {2}
-    late = simulate(problem, rule, topology.make("ring", 6, late=2), 60, [60]).output
-    torch.testing.assert_close(simulate(problem, rule, slow, 60, [60]).output, late, rtol=1e-9, atol=1e-12)
+    graph, meets = topology.make("ring", 6, late=2), "stale 0.03 over wan"
+    assert set(scheduled(rule, graph, 3, meets).round(50)) == {2}
+    late = simulate(problem, rule, graph, 60, [60]).output
+    stale = simulate(problem, rule, graph, 60, [60], meets=meets).output
+    torch.testing.assert_close(stale, late, rtol=1e-9, atol=1e-12)
 
 
 def test_every_message_is_used_once_and_in_time():
-    graph = topology.make("exponential", 10, late=3, meets="stale slow(0.05, 11, 0.1) over wan")
-    schedule = scheduled(rules.make("dsgd", 0.1), graph, 10)
+    graph = topology.make("exponential", 10, late=3)
+    schedule = scheduled(rules.make("dsgd", 0.1), graph, 10, "stale slow(0.05, 11, 0.1) over wan")
     used = np.zeros((300, *schedule.sources.shape), int)
     ages = set()
     for t in range(1, 301):
@@ -141,8 +144,8 @@ def test_every_message_is_used_once_and_in_time():
 
 def test_stale_flows_are_those_of_each_message():
     problem, lr = quiet(5), 0.01
-    graph = topology.make("ring", 5, late=2, meets="stale exponential(0.1)")
-    schedule = scheduled(rules.make("dsgd", lr), graph, problem.dim)
+    graph, meets = topology.make("ring", 5, late=2), "stale exponential(0.1)"
+    schedule = scheduled(rules.make("dsgd", lr), graph, problem.dim, meets)
     x, sent = torch.as_tensor(problem.start()).double().expand(5, 1, -1).clone(), []
     for t in range(1, 41):
         u = x - lr * problem.grad(x, t)
@@ -152,23 +155,25 @@ def test_stale_flows_are_those_of_each_message():
             for k, i in zip(*np.nonzero(here), strict=True):
                 then, j = sent[t - 1 - age], schedule.sources[k, i]
                 x[i] += float(graph.speaking[0][i, j]) * (then[j] - then[i])
-    torch.testing.assert_close(
-        simulate(problem, rules.make("dsgd", lr), graph, 40, [40]).output, x, rtol=1e-9, atol=1e-12
-    )
+    output = simulate(problem, rules.make("dsgd", lr), graph, 40, [40], meets=meets).output
+    torch.testing.assert_close(output, x, rtol=1e-9, atol=1e-12)
 
 
 def test_stale_messages_cost_the_seconds_of_late_ones():
     rule, clock = rules.make("dsgd", 0.1), Clock("exponential(0.1)", "wan")
+    graph, meets = topology.make("ring", 8, late=2), "stale exponential(0.1) over wan"
     late, stale = (
-        topology.make("ring", 8, late=2, **more) for more in ({}, {"meets": "stale exponential(0.1) over wan"})
+        simulate(quiet(8), rule, graph, 50, [10, 50], clock=clock, params=100, meets=how).elapsed for how in ("", meets)
     )
-    assert clock.seconds(rule, stale, 100, [10, 50]) == pytest.approx(clock.seconds(rule, late, 100, [10, 50]))
+    assert stale == pytest.approx(late)
+    assert stale == pytest.approx(clock.seconds(rule, graph, 100, [10, 50]))
 
 
 @pytest.mark.parametrize("meets", ["pairwise 0.1", "stale 0.1"])
 def test_divergence_is_found(meets):
     late = {"late": 1} if meets.startswith("stale") else {}
-    run = simulate(quiet(4), rules.make("dsgd", [0.01, 1e6]), topology.make("ring", 4, meets=meets, **late), 200, [200])
+    graph = topology.make("ring", 4, **late)
+    run = simulate(quiet(4), rules.make("dsgd", [0.01, 1e6]), graph, 200, [200], meets=meets)
     assert run.diverged.tolist() == [False, True]
     assert 0 <= run.diverged_at[1, 0] < 4
     assert 0 < run.diverged_at[1, 1] <= 200
@@ -182,55 +187,49 @@ def test_divergence_is_found(meets):
         ({"meets": "pairwise 0.1", "every": 2}, "and every = 2; leave one of them out"),
         ({"meets": "pairwise 0.1", "wire": "int8"}, "and wire = 'int8'; leave one of them out"),
         ({"meets": "pairwise 0.1", "late": 2}, "nodes wait for nothing but an answer; leave late out"),
+        ({"meets": "pairwise 0.1", "loss": 0.1}, "and loss = 0.1; leave one of them out"),
         ({"meets": "stale 0.1"}, "how old may a message be?"),
     ],
 )
 def test_bad_channels(options, message):
+    channel = {name: value for name, value in options.items() if name != "meets"}
+    graph = topology.make("ring", 4, **channel)
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        topology.make("ring", 4, **options)
+        simulate(quiet(4), rules.make("dsgd", 0.1), graph, 2, meets=options["meets"])
 
 
 def test_a_changing_graph_has_no_stale_messages():
+    graph = topology.make("one_peer_exponential", 4, late=1)
     with pytest.raises(ValueError, match="changes from round to round; use a static one"):
-        topology.make("one_peer_exponential", 4, late=1, meets="stale 0.1")
+        simulate(quiet(4), rules.make("dsgd", 0.1), graph, 2, meets="stale 0.1")
 
 
 @pytest.mark.parametrize(
-    ("rule", "graph", "message"),
+    ("rule", "meets", "message"),
     [
-        (
-            rules.make("gt", 0.1),
-            {"meets": "pairwise 0.1"},
-            "gt on ring pairwise 0.1: it needs rounds; in pairs run dsgd",
-        ),
-        (
-            rules.make("dadam", 0.1, reduced=True),
-            {"meets": "pairwise 0.1"},
-            "dadam on ring pairwise 0.1: it needs rounds",
-        ),
-        (
-            rules.make("dadam", 0.1, shared=True),
-            {"meets": "pairwise 0.1"},
-            "dadam on ring pairwise 0.1: it needs rounds",
-        ),
-        (
-            rules.make("dsgd", 0.1),
-            {"meets": "pairwise"},
-            "does not say how long a gradient takes; write 'pairwise exponential",
-        ),
-        (rules.make("dsgd", 0.1), {"meets": "pairwise soon"}, "distribution"),
-        (rules.make("dsgd", 0.1), {"meets": "pairwise 0.1 over dsl"}, "network"),
-        (rules.make("dsgd", 0.1), {"meets": "pairwise 0.1, 0.2"}, "gradient is for 2 nodes, but there are 4"),
+        (rules.make("gt", 0.1), "pairwise 0.1", "gt on ring pairwise 0.1: it needs rounds; in pairs run dsgd"),
+        (rules.make("dadam", 0.1, reduced=True), "pairwise 0.1", "dadam on ring pairwise 0.1: it needs rounds"),
+        (rules.make("dadam", 0.1, shared=True), "pairwise 0.1", "dadam on ring pairwise 0.1: it needs rounds"),
+        (rules.make("dsgd", 0.1), "pairwise", "does not say how long a gradient takes; write 'pairwise exponential"),
+        (rules.make("dsgd", 0.1), "pairwise soon", "distribution"),
+        (rules.make("dsgd", 0.1), "pairwise 0.1 over dsl", "network"),
+        (rules.make("dsgd", 0.1), "pairwise 0.1, 0.2", "gradient is for 2 nodes, but there are 4"),
     ],
 )
-def test_bad_schedules(rule, graph, message):
+def test_bad_schedules(rule, meets, message):
     with pytest.raises(ValueError, match=message):
-        simulate(quiet(4), rule, topology.make("ring", 4, **graph), 2)
+        simulate(quiet(4), rule, topology.ring(4), 2, meets=meets)
 
 
 def test_other_engines_refuse():
-    with pytest.raises(ValueError, match="engine = 'fused' cannot run ring pairwise"):
-        simulate(quiet(4), rules.make("dsgd", 0.1), topology.make("ring", 4, meets="pairwise 0.1"), 2, engine="fused")
+    with pytest.raises(ValueError, match="engine = 'fused' cannot run meets = 'pairwise"):
+        simulate(quiet(4), rules.make("dsgd", 0.1), topology.ring(4), 2, engine="fused", meets="pairwise 0.1")
+
+
+def test_several_networks_do_not_meet():
+    several = [quiet(4), quiet(4, seed=1)]
+    with pytest.raises(ValueError, match=r"meets = 'pairwise 0.1' is for one network, but there are 2"):
+        simulate_together(several, rules.make("dsgd", 0.1), [topology.ring(4)] * 2, 2, meets="pairwise 0.1")
 
 
 def test_a_study_has_them(tmp_path):

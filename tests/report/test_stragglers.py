@@ -44,7 +44,7 @@ def test_each_kind_of_times_has_the_rows_of_its_own():
         found = timed(rows(), name)
         assert len(found) == 2 * 4 + 3 + 1  # dat-d2 does not run in pairs
         assert {row.topology for row in found} == {SYNCHRONOUS, "late 2", STALE, PAIRWISE, REDUCED}
-        assert all(TIMES[name] in row.case.channel.meets for row in found if row.topology in (STALE, PAIRWISE))
+        assert all(TIMES[name] in row.case.meets for row in found if row.topology in (STALE, PAIRWISE))
 
 
 def test_who_waits_takes_longer():

@@ -571,8 +571,8 @@ def test_gradients_may_use_autograd():
 
 @pytest.mark.parametrize("meets", ["pairwise 0.01", "stale 0.01"])
 def test_gradients_may_use_autograd_without_rounds(meets):
-    graph = tp.make("ring", 4, meets=meets, late=2 if "stale" in meets else 0)
-    assert klatsch.simulate(Shares(4), rules.make("dsgd", 0.1), graph, 100).metrics["share"][-1] > 0.2
+    graph = tp.make("ring", 4, late=2 if "stale" in meets else 0)
+    assert klatsch.simulate(Shares(4), rules.make("dsgd", 0.1), graph, 100, meets=meets).metrics["share"][-1] > 0.2
 
 
 def test_the_best_column_is_the_one_with_the_largest_value_where_that_is_good():

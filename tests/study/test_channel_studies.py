@@ -89,7 +89,7 @@ def test_rules_that_do_not_fit_a_channel_are_left_out_or_refused():
         ),
         (
             {"loss": 0.1, "meets": "pairwise 1"},
-            "topologies[0]: a graph with loss = 0.1 and meets = 'pairwise 1'; leave",
+            "topologies[0]: a graph with meets = 'pairwise 1' and loss = 0.1; leave",
         ),
     ],
 )

@@ -204,7 +204,7 @@ def test_names(name, H):
         assert (made, made.name, made.every) == (graph, graph.name, H)
     assert tp.make(f"{name}/1", SIZE) == tp.make(name, SIZE)
     assert tp.options(f"{name}/{H}") == tp.options(name)
-    assert tp.options(name)[-6:] == ("every", "late", "wire", "meets", "loss", "one_way")
+    assert tp.options(name)[-5:] == ("every", "late", "wire", "loss", "one_way")
     assert tp.nth_size(f"{name}/{H}", 7) == tp.nth_size(name, 7)
 
 

@@ -213,7 +213,7 @@ def test_numpy_integers_are_whole_numbers():
 
 def test_make_takes_options_by_name():
     assert tp.make("base_graph", 9, k=2) == tp.base_graph(9, 2)
-    travel = ("every", "late", "wire", "meets", "loss", "one_way")
+    travel = ("every", "late", "wire", "loss", "one_way")
     assert tp.options("base_graph") == ("k", *travel)
     assert tp.options("ring") == tp.options("ring/8") == travel
     assert tp.options("torus") == ("rows", "cols", *travel)

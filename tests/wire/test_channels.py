@@ -244,8 +244,8 @@ def test_networks_side_by_side_equal_each_by_itself():
 @pytest.mark.parametrize(
     "other, reason",
     [
-        ({"late": 2, "wire": "int8"}, "give graphs with the same every, late, wire and meets"),
-        ({"late": 3}, "give graphs with the same every, late, wire and meets"),
+        ({"late": 2, "wire": "int8"}, "give graphs with the same every, late and wire"),
+        ({"late": 3}, "give graphs with the same every, late and wire"),
         ({"late": 3, "wire": "int8", "every": 3}, "wire = 'int8' differ in every"),
     ],
 )

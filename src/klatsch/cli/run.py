@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import sys
 from dataclasses import dataclass, fields
@@ -62,12 +63,15 @@ class Comparison:
         """The study; an option goes to everything that has it, and what does not fit is left out."""
         from klatsch.own import label
         from klatsch.rules import WHY_NOT
+        from klatsch.simulation import simulate
         from klatsch.study import spec
 
         rules, topologies = words(self.rules or "dat,dsgd"), words(self.topology or "ring")
         problem, given = self.problem or "least-squares", split(self.settings)
         owners = [("rule", name) for name in rules] + [("topology", name) for name in topologies]
-        options = {(kind, name): parameters_of(kind, name) for kind, name in [*owners, ("problem", problem)]}
+        options = {(kind, name): dict(parameters_of(kind, name)) for kind, name in [*owners, ("problem", problem)]}
+        for name in topologies:
+            options["topology", name]["meets"] = inspect.signature(simulate).parameters["meets"]
         check_known(given, {label(name): known for (_, name), known in options.items()}, WHY_NOT)
         entry = {owner: {"name": owner[1], **typed(given, known)} for owner, known in options.items()}
         steps = 10_000 if self.steps is None and self.epochs is None else self.steps

@@ -52,14 +52,14 @@ def topology(
         if nodes is None:
             raise ValueError("--compare needs the number of nodes, for example -n 16")
         families = [dict(parameters_of("topology", family)) for family in topologies.TOPOLOGIES]
-        choices = _understood(chosen(settings, "topologies", ChainMap(*families)))
+        choices = chosen(settings, "topologies", ChainMap(*families))
         summaries, left_out = topologies.compare(nodes, params, **choices)
         if as_json:
             return print_json({"topologies": [_plain(s) for s in summaries], "left_out": left_out})
         return _print_comparison(summaries, left_out)
     if name is None:
         raise ValueError("name a topology, for example klatsch topology ring -n 16, or give --compare")
-    choices = _understood(chosen(settings, name, parameters_of("topology", name)))
+    choices = chosen(settings, name, parameters_of("topology", name))
     if nodes is None and not {"rows", "cols"} & choices.keys():
         raise ValueError(f"{name} needs the number of nodes, for example -n 16")
     size = prod(side for side in (choices.get("rows"), choices.get("cols")) if isinstance(side, int))
@@ -138,15 +138,6 @@ def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> Non
         terminal.note(terminal.WIDER)
     for why in left_out.values():
         terminal.note(f"left out: {why}")
-
-
-def _understood(choices: dict[str, object]) -> dict[str, object]:
-    """Options of a graph, unless its nodes meet by a clock that nobody understands."""
-    from klatsch.clock.rounds import meeting
-
-    if choices.get("meets"):
-        meeting(str(choices["meets"]))
-    return choices
 
 
 def _plain(s: Summary) -> dict[str, object]:

@@ -37,6 +37,10 @@ FEW_ROUNDS, CHUNK = 64, 1 << 22  # rounds whose times are drawn at first, and ti
 MOST_IN_PAIRS = 4096  # nodes: a schedule of pairs looks at all of them at once
 BUCKET = 25e6  # bytes that an all-reduce of gradients collects, as in DDP; nothing hides the last bucket
 HIDDEN = 1 / 3  # of a gradient's time, in which finished buckets may travel
+MEETINGS = {  # how nodes may meet, with an example of each
+    "pairwise": "pairwise lognormal(0.05, 0.5) over 10gbe",
+    "stale": "stale exponential(0.05) over wan",
+}
 
 
 class Sending(NamedTuple):
@@ -113,12 +117,8 @@ class Clock:
     def seconds(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> list[float]:
         """When all nodes have done so many rounds, in seconds.
 
-        A graph that says so, as the complete one, is an all-reduce. A graph whose nodes do not meet in rounds has a
-        clock of its own, which this one does not change.
+        A graph that says so, as the complete one, is an all-reduce.
         """
-        if topology.meets:
-            meetings = scheduled(rule, topology, params)
-            return [meetings.seconds(step) for step in self._checked(topology.size, steps)]
         return self.seconds_of(talk_of(rule, topology, params), params, steps)
 
     def seconds_of(self, talk: Talk, params: int, steps: Sequence[int]) -> list[float]:
@@ -297,11 +297,34 @@ def meeting(meets: str) -> tuple[str, Clock]:
     return said[1], Clock(said[2], said[3] or "10gbe")
 
 
-def scheduled(rule: Rule, topology: Topology, params: int) -> Pairwise | Staleness:
-    """The schedule of a graph whose nodes do not meet in rounds."""
-    how, clock = meeting(topology.meets)
+def check_meets(
+    name: str, meets: object, every: int = 1, late: int = 0, wire: str = "float32", loss: float = 0.0, **others: object
+) -> None:
+    """Check that nodes of a graph with such a channel may meet otherwise than in rounds."""
+    if not isinstance(meets, str) or (meets.strip() and meets.split()[0] not in MEETINGS):
+        raise ValueError(f"meets = {meets!r}; give {' or '.join(map(repr, MEETINGS.values()))}, or nothing for rounds")
+    if not meets.strip():
+        return
+    asked = f"{name} with meets = {meets.strip()!r}"
+    given = {"every": every if every > 1 else None, "wire": wire if wire != "float32" else None, "loss": loss or None}
+    for option, value in given.items():
+        if value is not None:
+            raise ValueError(f"{asked} and {option} = {value!r}; leave one of them out")
+    if meets.split()[0] == "pairwise" and late:
+        raise ValueError(f"{asked} and late = {late}: nodes wait for nothing but an answer; leave late out")
+    if meets.split()[0] == "stale" and not late:
+        raise ValueError(f"{asked}: how old may a message be? give late, such as late = 4")
+
+
+def scheduled(rule: Rule, topology: Topology, params: int, meets: str) -> Pairwise | Staleness:
+    """The schedule of nodes that do not meet in rounds."""
+    check_meets(topology.name, meets, topology.every, topology.late, topology.wire, topology.loss)
+    how, clock = meeting(meets)
+    if how == "stale" and topology.changes:
+        asked = f"{topology.name} with meets = {meets.strip()!r}"
+        raise ValueError(f"{asked}: the graph changes from round to round; use a static one, such as ring")
     if how == "pairwise" and not rule.met:
-        name = f"{rule.name} on {topology.name}"
+        name = f"{rule.name} on {topology.name} {meets.strip()}"
         raise ValueError(f"{name}: it needs rounds; in pairs run dsgd and dat, also with momentum or adam")
     return (clock.pairwise if how == "pairwise" else clock.staleness)(rule, topology, params)
 

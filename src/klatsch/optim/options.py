@@ -69,6 +69,4 @@ def sized(topology: object, ranks: list[int]) -> Topology:
     if topology.size != len(ranks):
         remedy = f"give its name alone, or start {topology.size} processes (torchrun --nproc-per-node {topology.size})"
         raise ValueError(f"{topology.name} has {topology.size} nodes but there are {len(ranks)} ranks; {remedy}")
-    if topology.meets:
-        raise ValueError(f"meets = {topology.meets!r} is for simulations; ranks meet in rounds: leave it out")
     return topology

@@ -51,8 +51,8 @@ def way(row: Row) -> str:
     assert row.case is not None, f"{row.rule} on {row.topology} has no runs"
     if row.case.topology == "complete":
         return REDUCED
-    by = row.case.channel
-    return by.meets.split()[0] if by.meets else DELAYED if by.late else SYNCHRONOUS
+    meets = row.case.meets
+    return meets.split()[0] if meets else DELAYED if row.case.channel.late else SYNCHRONOUS
 
 
 def timed(rows: Sequence[Row], name: str) -> list[Row]:
@@ -61,7 +61,7 @@ def timed(rows: Sequence[Row], name: str) -> list[Row]:
     clock, found = Clock(times, NETWORK), []
     for row in rows:
         case = row.case
-        if case is not None and (not case.channel.meets or times in case.channel.meets):
+        if case is not None and (not case.meets or times in case.meets):
             setting = {**row.setting, "gradients": name}
             when = elapsed(case, row.exchange, clock, row.steps)
             found.append(replace(row, topology=way(row), setting=setting, elapsed=when))

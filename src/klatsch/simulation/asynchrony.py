@@ -15,7 +15,6 @@ from klatsch.rules.base import Tensors, each
 from klatsch.simulation.mixing import StackedMix
 from klatsch.simulation.preparation import Prepared
 from klatsch.simulation.stack import Stack
-from klatsch.topology import Topology
 from klatsch.wire.carried import bare
 
 ASKED, FOUND = "asked@", "found@"  # fields: where a node's gradient is being taken, and its last gradient
@@ -33,7 +32,10 @@ class PairwiseStack(AsynchronousStack):
 
     def __init__(self, problem: Problem, parts: Prepared) -> None:
         super().__init__(problem, parts)
-        schedule, asked = scheduled(self.rule, _only(parts), problem.dim), self.rule.query(self.start)
+        schedule, asked = (
+            scheduled(self.rule, parts.topologies[0], problem.dim, parts.meets),
+            self.rule.query(self.start),
+        )
         assert isinstance(schedule, Pairwise)
         self.schedule = schedule
         self.start = self.start | {ASKED: asked, FOUND: torch.zeros_like(asked)}
@@ -74,7 +76,7 @@ class StaleMix(StackedMix):
     """The flows that arrive in a round, from what was sent in the last ones, (late + 1, M, ...)."""
 
     def __init__(self, rule: Rule, parts: Prepared, params: int) -> None:
-        schedule = scheduled(bare(rule), _only(parts), params)
+        schedule = scheduled(bare(rule), parts.topologies[0], params, parts.meets)
         assert isinstance(schedule, Staleness)
         self.schedule, where = schedule, parts.rates.device
         self._weights = torch.tensor(schedule.weights, dtype=parts.rates.dtype, device=where)
@@ -94,12 +96,6 @@ class StaleMix(StackedMix):
         """What neighbours pull by, of those whose messages are used, summed up."""
         weights = (self._weights * here).reshape(*here.shape, *[1] * (v.ndim - 1))
         return (weights * (v[self._sources] - v)).sum(0)
-
-
-def _only(parts: Prepared) -> Topology:
-    if len(parts.topologies) > 1:
-        raise ValueError(f"{parts.topologies[0].name} does not run beside other networks; call simulate for each")
-    return parts.topologies[0]
 
 
 SILENT = Flow(lambda *tensors: tuple(torch.zeros_like(v) for v in tensors), lambda *tensors: tensors, silent=True)

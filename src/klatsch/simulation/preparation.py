@@ -83,6 +83,7 @@ class Prepared:
     points: list[int]
     origins: list[Facts]  # by network: what tells it from others, whatever its length
     rehearsal: Rehearsal  # of the rule, without a channel
+    meets: str = ""  # when nodes mix, if not all together in rounds
 
 
 def prepared(
@@ -94,30 +95,33 @@ def prepared(
     dtype: torch.dtype,
     device: str | torch.device,
     any_graph: bool,
+    meets: str = "",
 ) -> Prepared:
     """Check that the parts of a run, of one network or several, fit together; `rules` has one for all, or for each."""
     problems = [checked_problem(problem) for problem in problems]
     each_rule = rules if len(rules) > 1 else [*rules] * len(problems)
-    fitted = [_fitted(*parts, any_graph) for parts in zip(problems, each_rule, topologies, strict=True)]
+    fitted = [_fitted(*parts, any_graph, meets) for parts in zip(problems, each_rule, topologies, strict=True)]
     rule, C, rehearsal = fitted[0].rule, max(fit.columns for fit in fitted), fitted[0].rehearsal
     nodes = [problem.nodes for problem in problems]
     if len(rules) > 1:
         rule = cols.joined([fit.rule for fit in fitted], nodes)
     elif len({str(cols.flattened("rule", fit.rule)) for fit in fitted}) > 1:
-        raise ValueError(
-            f"{rule.name} differs between these graphs; give graphs with the same every, late, wire and meets"
-        )
+        raise ValueError(f"{rule.name} differs between these graphs; give graphs with the same every, late and wire")
     if len({problem.brief for problem in problems}) > 1:
         raise ValueError("some of these problems measure their headline alone, others more; give all or none `briefly`")
     if len({graph.every for graph in topologies if graph.wire == "int8"}) > 1:  # its memory rests in silent rounds
         raise ValueError("graphs with wire = 'int8' differ in every; give those that run together the same")
+    if meets and len(problems) > 1:
+        raise ValueError(f"meets = {meets!r} is for one network, but there are {len(problems)}; call simulate for each")
     steps = whole(steps, "steps", 1)
     points, where = record_points(record, steps), check_place(dtype, device)
-    origins = [_identity(p, fit.rule, g, C, dtype) for p, fit, g in zip(problems, fitted, topologies, strict=True)]
+    origins = [
+        _identity(p, fit.rule, g, C, dtype, meets) for p, fit, g in zip(problems, fitted, topologies, strict=True)
+    ]
     rows = pairwise(accumulate(nodes, initial=0))
     networks = [Network(problem.to(dtype, where), slice(*own)) for problem, own in zip(problems, rows, strict=True)]
     rates = Rates([fit.rule.lr for fit in fitted[: len(rules)]], nodes, steps, C, dtype, where)
-    return Prepared(networks, topologies, rule, rates, points, origins, rehearsal)
+    return Prepared(networks, topologies, rule, rates, points, origins, rehearsal, meets)
 
 
 class Fitted(NamedTuple):
@@ -128,7 +132,7 @@ class Fitted(NamedTuple):
     rehearsal: Rehearsal
 
 
-def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -> Fitted:
+def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool, meets: str) -> Fitted:
     """The rule as it runs on the graph, and the number of columns C; refuse parts that do not fit."""
     if not isinstance(topology, Topology):
         raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, such as topology.make('ring', 16)")
@@ -143,7 +147,7 @@ def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool) -
     if own != C and 1 not in (C, own):
         raise ValueError(f"the rule has {C} columns but the problem has {own}; give both the same number, or one")
     rehearsal = Rehearsal(rule, torch.zeros(1, C, problem.dim, dtype=torch.float64))
-    return Fitted(carried(rule.on(topology), topology), max(C, own), rehearsal)
+    return Fitted(carried(rule.on(topology), topology, meets), max(C, own), rehearsal)
 
 
 def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:
@@ -162,13 +166,14 @@ def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:
     return where
 
 
-def _identity(problem: Problem, rule: Rule, topology: Topology, C: int, dtype: torch.dtype) -> Facts:
+def _identity(problem: Problem, rule: Rule, topology: Topology, C: int, dtype: torch.dtype, meets: str) -> Facts:
     return {
         "problem": None if (told := problem.fingerprint()) is None else f"{problem!r} {told}",
         **cols.flattened("rule", rule),
         "topology": f"{topology!r} {topology.fingerprint}",
         "columns": C,
         "dtype": str(dtype),
+        **({"meets": meets} if meets else {}),
         **({"choice of metrics": "headline"} if problem.brief else {}),
     }
 

@@ -11,6 +11,7 @@ import torch
 
 from klatsch.arguments import whole as whole_number
 from klatsch.clock import Clock
+from klatsch.clock.rounds import check_meets, scheduled
 from klatsch.problems import Problem
 from klatsch.rules import Rule
 from klatsch.sealed import digest
@@ -44,6 +45,7 @@ def simulate(
     progress: bool | Advance | None = None,
     any_graph: bool = False,
     engine: str = "auto",
+    meets: str = "",
     clock: Clock | None = None,
     params: int | None = None,
     per_node: bool = False,
@@ -65,6 +67,10 @@ def simulate(
         progress: a bar (True, False, or None for one on a terminal), or a function of the rounds just done.
         any_graph: run even where the rule refuses the graph.
         engine: "auto" (the fastest that can run this), "torch" (plain operations), "fused" or "cuda graph".
+        meets: "pairwise TIMES over NETWORK": nodes do not wait for each other; each averages with one neighbour at a
+            time while it computes (AD-PSGD). "stale TIMES over NETWORK": a pull arrives as soon as it is there, at most
+            `topology.late` rounds late. TIMES of gradients and NETWORK are those of a `Clock`, which makes the schedule
+            and decides `elapsed`.
         clock: how long gradients and messages take; the result then has `elapsed`, the seconds to each step.
         params: parameters of the model that the clock sends, by default those of the problem.
         per_node: record metrics of every node, too: `result.per_node["distance"]` is (len(steps), M, C).
@@ -73,6 +79,9 @@ def simulate(
 
     Returns:
         Steps, metrics per step and column, and every node's final x.
+
+    References:
+        Lian et al., "Asynchronous decentralized parallel stochastic gradient descent", 2018, for pairwise gossip.
     """
     return simulate_together(
         *([problem], rule, [topology], steps, record),
@@ -84,6 +93,7 @@ def simulate(
         progress=progress,
         any_graph=any_graph,
         engine=engine,
+        meets=meets,
         clock=clock,
         params=params,
         per_node=per_node,
@@ -107,6 +117,7 @@ def simulate_together(
     progress: bool | Advance | None = None,
     any_graph: bool = False,
     engine: str = "auto",
+    meets: str = "",
     clock: Clock | None = None,
     params: int | None = None,
     per_node: bool = False,
@@ -127,7 +138,10 @@ def simulate_together(
     rules = [*rule] if isinstance(rule, list) else [rule]
     if len(rules) not in (1, len(problems)):
         raise ValueError(f"{len(rules)} rules for {len(problems)} problems; give one rule, or one for each problem")
-    parts = prepared(problems, rules, topologies, steps, record, dtype, device, any_graph)
+    meets = meets.strip() if isinstance(meets, str) else meets
+    for graph in topologies:
+        check_meets(graph.name, meets, graph.every, graph.late, graph.wire, graph.loss)
+    parts = prepared(problems, rules, topologies, steps, record, dtype, device, any_graph, meets)
     rates, points, origins, whole = parts.rates, parts.points, parts.origins, parts.networks[0].problem
     identity, title = origins[0], f"{parts.rule.name} on {topologies[0].name}, {topologies[0].size} nodes"
     if len(problems) > 1:
@@ -154,7 +168,7 @@ def simulate_together(
     each = rules if len(rules) > 1 else rules * len(problems)
     sent = None if params is None else whole_number(params, "params", 1)
     told = [  # before the run, which a clock that does not fit would waste
-        [] if clock is None else clock.seconds(one, graph, sent or problem.dim, points)
+        [] if clock is None else _seconds(clock, one, graph, sent or problem.dim, points, parts.meets)
         for one, graph, problem in zip(each, topologies, problems, strict=True)
     ]
     saver = Saver(checkpoint, checkpoint_every, identity, checkpoint_at_end)
@@ -166,14 +180,21 @@ def simulate_together(
     return [replace(result, elapsed=sec[: len(result.steps)]) for result, sec in zip(results, told, strict=True)]
 
 
+def _seconds(clock: Clock, rule: Rule, graph: Topology, params: int, points: list[int], meets: str) -> list[float]:
+    """When all nodes have done so many rounds; nodes that do not meet in rounds have a clock of their own."""
+    if not meets:
+        return clock.seconds(rule, graph, params, points)
+    return [scheduled(rule, graph, params, meets).seconds(step) for step in points]
+
+
 def _fastest(engine: str, problem: Problem, parts: Prepared) -> Stack:
     """The nodes with this engine; for "auto", with the fastest that can run them."""
     if engine not in ENGINES:
         raise ValueError(f"engine = {engine!r}; choose from {', '.join(ENGINES)}")
-    if asynchronous := [graph for graph in parts.topologies if graph.meets]:
+    if parts.meets:
         if engine not in ("auto", "torch"):
-            raise ValueError(f"engine = {engine!r} cannot run {asynchronous[0].name}; use engine='auto'")
-        return (PairwiseStack if asynchronous[0].meets.startswith("pairwise") else StaleStack)(problem, parts)
+            raise ValueError(f"engine = {engine!r} cannot run meets = {parts.meets!r}; use engine='auto'")
+        return (PairwiseStack if parts.meets.startswith("pairwise") else StaleStack)(problem, parts)
     for kind in (FusedStack, GraphStack):
         if engine == kind.name or (engine == "auto" and parts.rates.device.type == kind.place):
             try:

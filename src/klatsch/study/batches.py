@@ -144,7 +144,7 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Callable[[
     if any(problem.fingerprint() is None for problem in instances):
         checkpoint = None  # nothing would tell it from another problem's
     choices |= {"device": batch.device, "checkpoint": checkpoint, "checkpoint_every": CHECKPOINT_EVERY}
-    choices["checkpoint_at_end"] = False  # the store keeps what is finished
+    choices |= {"checkpoint_at_end": False, "meets": batch.cases[0].meets}  # the store keeps what is finished
     run = partial(simulate_together, instances, rule, graphs, steps, progress=progress or False, **choices)
     with own.explained(*batch.names):
         try:
@@ -218,7 +218,7 @@ def _in_stack(block: Network) -> list[object]:
     """What all networks of a stack share."""
     case, columns = block[0], [_split(case)[1] for case in block]
     per_network = problems.declared(case.problem).per_network
-    if case.channel.meets:  # whose nodes do not run beside other networks
+    if case.meets:  # whose nodes do not run beside other networks
         return [_split(case)[0], columns, case.nodes, case.seed]
     if per_network is None:
         return [_split(case)[0], columns]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from klatsch import arguments, own, problems, rules
 from klatsch import topology as topologies
 from klatsch.arguments import named, number, whole
-from klatsch.clock.rounds import scheduled
+from klatsch.clock.rounds import check_meets, scheduled
 from klatsch.columns import described
 from klatsch.problems import Headline
 from klatsch.rules import averaging
@@ -47,7 +47,6 @@ class Channel(NamedTuple):
     every: int
     late: int
     wire: str
-    meets: str = ""
     loss: float = 0.0
     one_way: bool = False
 
@@ -90,6 +89,7 @@ class Case:
                     raise ValueError(f"{option} = {arguments.shown(value)}; it is no value of an option")
         number("lr", case.rule_options["lr"], lambda lr: lr > 0, "a number above 0")
         check_channel(*case.channel)
+        check_meets("a graph", case.meets, *case.channel[:3], case.channel.loss)
         check_sources({"problem": case.problem, "rule": case.rule, "topology": case.topology}, case.sources)
         if not isinstance(case.data, str) or not isinstance(case.dtype, str):
             raise ValueError("data and dtype are no texts")
@@ -182,6 +182,11 @@ class Case:
         return Channel(**given)
 
     @property
+    def meets(self) -> str:
+        """How its nodes meet, if not in rounds; see `simulate`."""
+        return self.topology_options.get("meets", "")  # type: ignore[no-any-return]
+
+    @property
     def problem_label(self) -> str:
         return own.label(self.problem)
 
@@ -209,7 +214,7 @@ class Case:
         return _rule(self.rule, tuple(sorted(self.rule_options.items())), self.steps, self.source("rule"))
 
     def make_graph(self) -> Topology:
-        options = tuple(sorted(self.topology_options.items()))
+        options = tuple(sorted((name, v) for name, v in self.topology_options.items() if name != "meets"))
         return _graph(self.topology, options, self.lazy, self.nodes, self.source("topology"))
 
     def check_sources(self) -> None:
@@ -334,8 +339,8 @@ def _refusal(case: Case) -> str | None:
     try:
         _check_problem(case.problem, tuple(case.problem_options.items()), case.nodes, case.source("problem"))
         graph, rule = case.make_graph(), case.make_rule()
-        if graph.meets:
-            scheduled(rule, graph, params=1)
+        if case.meets:
+            scheduled(rule, graph, 1, case.meets)
         if not case.any_graph:
             rule.check_graph(graph)
     except ValueError as reason:

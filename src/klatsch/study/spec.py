@@ -26,6 +26,7 @@ from pydantic_core import ErrorDetails
 from klatsch import own, problems, rules
 from klatsch import topology as topologies
 from klatsch.arguments import check_options, printable, shown, there_are, whole
+from klatsch.clock.rounds import check_meets
 from klatsch.files import text_of
 from klatsch.topology.channel import CHANNEL, check_channel
 from klatsch.topology.families import split
@@ -164,7 +165,10 @@ class ProblemEntry(Entry):
 
 
 class TopologyEntry(Entry):
-    """A family of graphs, with options of its channel; `nodes` are some of the study's, all by default."""
+    """A family of graphs, with options of its channel; `nodes` are some of the study's, all by default.
+
+    `meets` is that of `simulate`.
+    """
 
     lazy: StrictBool = False  # mix with (I + P) / 2
     nodes: Sizes | None = None
@@ -182,14 +186,16 @@ class TopologyEntry(Entry):
         return {**value, "name": family, "every": every}
 
     def check(self) -> None:
-        check_options(self.label, self.options, topologies.options(self.name))
+        check_options(self.label, self.options, (*topologies.options(self.name), "meets"))
         for chosen in super().combinations():
-            check_channel(**{name: value for name, value in chosen.items() if name in CHANNEL})
+            channel = {name: value for name, value in chosen.items() if name in CHANNEL}
+            check_channel(**channel)
+            check_meets("a graph", chosen.get("meets", ""), **channel)
 
     def combinations(self) -> list[Options]:
         """All combinations, without defaults of the channel: wire = "float32" is the graph as it is."""
-        given = super().combinations()
-        return [{name: v for name, v in chosen.items() if (name, v) not in CHANNEL.items()} for chosen in given]
+        given, defaults = super().combinations(), {**CHANNEL, "meets": ""}.items()
+        return [{name: v for name, v in chosen.items() if (name, v) not in defaults} for chosen in given]
 
 
 class RuleEntry(Entry):

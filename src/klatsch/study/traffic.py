@@ -84,12 +84,14 @@ def exchange_of(case: Case, numbers: int | None = None) -> Exchange:
     numbers = dim_of(case) if numbers is None else numbers
     try:
         messages, vectors, all_reduce, links, unknown = _said(*_parts(case))
-        every, _, wire, meets, *_ = case.channel
-        when = _when(*_parts(case), numbers, tuple(record_points(case.points, case.steps))) if meets else ()
+        every, _, wire, *_ = case.channel
+        points = tuple(record_points(case.points, case.steps))
+        when = _when(*_parts(case), numbers, points, case.meets) if case.meets else ()
     except ValueError as reason:
         return Exchange(numbers, unknown=str(reason))
+    all_reduce = all_reduce and not case.meets
     copies = 2 * (case.nodes - 1) / case.nodes if all_reduce else case.make_graph().messages * every
-    if meets.startswith("pairwise"):
+    if case.meets.startswith("pairwise"):
         copies = 2.0 * (case.nodes > 1)  # to the neighbour that it asks, and to the one that asks it, on average
     if all_reduce and every == 1 and _stay_equal(*_parts(case)[:3]):
         vectors = 1
@@ -107,7 +109,7 @@ def elapsed(case: Case, exchange: Exchange | None, clock: Clock, steps: Sequence
     """Seconds by a clock after which all nodes have done so many rounds; None where that is not known."""
     if exchange is None:
         return None
-    if case.channel.meets:
+    if case.meets:
         own_clock = dict(exchange.when)
         return tuple(own_clock[step] for step in steps) if own_clock.keys() >= set(steps) else None
     if not exchange.messages or not exchange.links or case.nodes > MOST_NODES or max(steps) > MOST_ROUNDS:
@@ -204,8 +206,9 @@ def _when(
     name: str,
     numbers: int,
     steps: tuple[int, ...],
+    meets: str,
 ) -> tuple[tuple[int, float], ...]:
-    meetings = scheduled(_rule(rule, options, source), graph, numbers)
+    meetings = scheduled(_rule(rule, options, source), graph, numbers, meets)
     return tuple((step, meetings.seconds(step)) for step in steps)
 
 

@@ -14,7 +14,7 @@ from klatsch.topology.graph import Topology, check_topology
 from klatsch.topology.matrix import SUM_TOLERANCE, Matrix, identity, mapped
 
 # The options of a channel, with their defaults.
-CHANNEL = {"every": 1, "late": 0, "wire": validation.WIRES[0], "meets": "", "loss": 0.0, "one_way": False}
+CHANNEL = {"every": 1, "late": 0, "wire": validation.WIRES[0], "loss": 0.0, "one_way": False}
 BLOCK = 256  # numbers that share a scale in int8
 FEW_BITS = 14  # of weights for bfloat16: its 8 bits and these fit into the 24 of float32, with 2 to spare
 
@@ -24,7 +24,6 @@ def channel(
     every: int = 1,
     late: int = 0,
     wire: str = validation.WIRES[0],
-    meets: str = "",
     loss: float = 0.0,
     one_way: bool = False,
 ) -> Topology:
@@ -44,9 +43,6 @@ def channel(
             are damped so that this dies out, which slows mixing down. Choose every - 1 at most if you can.
         wire: "float32" (numbers as they are), "bfloat16" (half the bytes of float32), or "int8" (a quarter: differences
             to what neighbours hold already, with a scale per 256 numbers; on static graphs).
-        meets: "pairwise TIMES over NETWORK": nodes do not wait for each other; each averages with one neighbour at a
-            time while it computes (AD-PSGD). "stale TIMES over NETWORK": a pull arrives as soon as it is there, at most
-            `late` rounds late. TIMES of gradients and NETWORK are those of a `Clock`, which makes the schedule.
         loss: the probability that a message is lost, drawn for every link and round by a seed that all know. Both
             directions of a link are lost together, and its weight stays with its ends, so a symmetric graph keeps the
             mean.
@@ -55,8 +51,7 @@ def channel(
     References:
         Koloskova et al., "A unified theory of decentralized SGD with changing topology and local updates", 2020, for
         local steps. Koloskova et al., "Decentralized stochastic optimization and gossip algorithms with compressed
-        communication", 2019, Algorithm 1, for differences. Lian et al., "Asynchronous decentralized parallel stochastic
-        gradient descent", 2018, for pairwise gossip.
+        communication", 2019, Algorithm 1, for differences.
     """
     check_topology("channel", topology)
     seldom = _every(topology, every)
@@ -73,22 +68,21 @@ def channel(
     if loss or one_way:
         ways = " one way" * bool(one_way)
         seldom = replace(seldom, name=f"{seldom.name} loss {loss}{ways}", loss=loss, one_way=one_way)
-    return seldom if meets == seldom.meets else replace(seldom, name=f"{seldom.name} {meets}", meets=meets)
+    return seldom
 
 
 def check_channel(
     every: object = 1,
     late: object = 0,
     wire: object = validation.WIRES[0],
-    meets: object = "",
     loss: object = 0.0,
     one_way: object = False,
 ) -> None:
     """Check the options of a channel, whatever the graph."""
-    between, delay = validation.rounds_between(every), validation.rounds_late(late)
+    validation.rounds_between(every)
+    validation.rounds_late(late)
     validation.check_wire("", wire, changes=False)
-    validation.check_meets("a graph", meets, between, delay, wire, changes=False)
-    validation.check_loss("a graph", loss, one_way, wire, meets)
+    validation.check_loss("a graph", loss, one_way, wire)
 
 
 def encoded_bytes(wire: str, numbers: int) -> int:

@@ -47,7 +47,6 @@ class Topology:
         every: H: nodes talk in rounds H, 2H, 3H, ..., and all other matrices are the identity; see `channel`.
         late: rounds between the sending and the arrival of a message; see `channel`.
         wire: how numbers travel; see `channel`.
-        meets: when nodes mix, if not all together in rounds; see `channel`.
         loss: the probability that the messages of a link are lost in a round; see `channel`.
         one_way: whether each of the two is lost by itself.
         all_reduce: whether nodes average by an all-reduce, in which every weight is 1 / M; false wherever messages are
@@ -61,7 +60,6 @@ class Topology:
     every: int = 1
     late: int = 0
     wire: str = validation.WIRES[0]
-    meets: str = ""
     loss: float = 0.0
     one_way: bool = False
     all_reduce: bool = False
@@ -76,11 +74,9 @@ class Topology:
         validation.check_matrices(self.name, matrices, self.stochastic, self.every)
         object.__setattr__(self, "late", validation.rounds_late(self.late))
         validation.check_wire(self.name, self.wire, changes=len(matrices) > self.every)
-        object.__setattr__(self, "meets", self.meets.strip() if isinstance(self.meets, str) else self.meets)
-        validation.check_meets(self.name, self.meets, self.every, self.late, self.wire, len(matrices) > self.every)
-        rate = validation.check_loss(self.name, self.loss, self.one_way, self.wire, self.meets)
+        rate = validation.check_loss(self.name, self.loss, self.one_way, self.wire)
         object.__setattr__(self, "loss", rate)
-        special = self.late or self.wire != validation.WIRES[0] or self.meets or self.loss
+        special = self.late or self.wire != validation.WIRES[0] or self.loss
         object.__setattr__(self, "all_reduce", bool(self.all_reduce) and not special)
         if self.all_reduce:
             validation.check_averaging(self.name, matrices[self.every - 1 :: self.every])
@@ -247,7 +243,7 @@ class Topology:
         # By the constructor: a copy in another process is checked and read-only, too.
         return type(self), (
             *(self.name, self.matrices, self.stochastic, self.lattice),
-            *(self.every, self.late, self.wire, self.meets, self.loss, self.one_way, self.all_reduce),
+            *(self.every, self.late, self.wire, self.loss, self.one_way, self.all_reduce),
         )
 
     def __repr__(self) -> str:
@@ -260,7 +256,7 @@ class Topology:
         """How messages travel, where that is special: ", late 7, int8"."""
         late, wire = f", late {self.late}" * (self.late > 0), f", {self.wire}" * (self.wire != validation.WIRES[0])
         loss = f", loss {self.loss:g}{' one way' * self.one_way}" * bool(self.loss)
-        return late + wire + f", {self.meets}" * bool(self.meets) + loss
+        return late + wire + loss
 
     @cached_property
     def _second_modulus(self) -> float:

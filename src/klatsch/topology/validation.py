@@ -16,10 +16,6 @@ LARGEST = 10**6  # nodes: up to a gigabyte for ring and torus, several for other
 LONGEST = 10**6  # rounds of a period, whose matrices are listed one by one
 LATEST = 10**4  # rounds that a message may travel
 WIRES = ("float32", "bfloat16", "int8")  # how numbers may travel; the first is as they are
-MEETINGS = {  # how nodes may meet, with an example of each
-    "pairwise": "pairwise lognormal(0.05, 0.5) over 10gbe",
-    "stale": "stale exponential(0.05) over wan",
-}
 ROUNDING = 1e-12  # an exact zero after rounding
 NO_WEIGHT = 1e-12  # smaller self-weights do not help mixing to settle
 
@@ -47,7 +43,7 @@ def rounds_late(late: object) -> int:
     return whole(late, "late", 0, LATEST)
 
 
-def check_loss(name: str, loss: object, one_way: object, wire: object, meets: object) -> float:
+def check_loss(name: str, loss: object, one_way: object, wire: object) -> float:
     """Check the probability that a message is lost, and return it."""
     if not isinstance(one_way, bool):
         raise ValueError(f"one_way = {one_way!r}; give true or false")
@@ -57,8 +53,6 @@ def check_loss(name: str, loss: object, one_way: object, wire: object, meets: ob
         raise ValueError(f"{asked} and one_way = true: which messages? give loss, such as loss = 0.1")
     if rate and wire == "int8":
         raise ValueError(f"{asked} and wire = 'int8': what one difference says would be missing for ever; use bfloat16")
-    if rate and meets:
-        raise ValueError(f"{asked} and meets = {meets!r}; leave one of them out")
     return rate
 
 
@@ -77,25 +71,6 @@ def no_wire(name: str, wire: object, changes: bool) -> str:
         f"{name} with wire = 'int8': the graph changes from round to round, and int8 sends differences to what the "
         "same neighbours hold already; use wire = 'bfloat16', or a static graph such as ring or exponential"
     )
-
-
-def check_meets(name: str, meets: object, every: int, late: int, wire: object, changes: bool) -> None:
-    """Check when nodes mix; the clock, which makes the schedule, reads the rest of the text."""
-    if not isinstance(meets, str) or (meets.strip() and meets.split()[0] not in MEETINGS):
-        raise ValueError(f"meets = {meets!r}; give {' or '.join(map(repr, MEETINGS.values()))}, or nothing for rounds")
-    if not (meets := meets.strip()):
-        return
-    asked = f"{name} with meets = {meets!r}"
-    if every > 1 or wire != WIRES[0]:
-        raise ValueError(
-            f"{asked} and {f'every = {every}' if every > 1 else f'wire = {wire!r}'}; leave one of them out"
-        )
-    if meets.startswith("pairwise") and late:
-        raise ValueError(f"{asked} and late = {late}: nodes wait for nothing but an answer; leave late out")
-    if meets.startswith("stale") and not late:
-        raise ValueError(f"{asked}: how old may a message be? give late, such as late = 4")
-    if meets.startswith("stale") and changes:
-        raise ValueError(f"{asked}: the graph changes from round to round; use a static one, such as ring")
 
 
 def split_rounds(matrices: Any) -> list[Any]:

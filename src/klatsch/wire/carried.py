@@ -28,14 +28,12 @@ class Channel(Protocol):
     def late(self) -> int: ...
     @property
     def wire(self) -> str: ...
-    @property
-    def meets(self) -> str: ...
 
 
-def carried(rule: Rule, channel: Channel) -> Rule:
+def carried(rule: Rule, channel: Channel, meets: str = "") -> Rule:
     """The rule with its flows over a channel; the rule itself where they arrive at once and as they are."""
     plain = channel.late == 0 and channel.wire == "float32"
-    kind = Stale if channel.meets.startswith("stale") else Carried
+    kind = Stale if meets.startswith("stale") else Carried
     return rule if plain else kind(rule, rule.lr, channel.late, channel.wire)
 
 
