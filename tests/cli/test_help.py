@@ -11,7 +11,6 @@ import pytest
 import typer
 
 from klatsch.cli import app as commands
-from klatsch.cli import settings
 
 ROOT = typer.main.get_command(commands.app)
 NAMES = ["", *ROOT.commands, *(f"data {name}" for name in ROOT.commands["data"].commands)]
@@ -83,7 +82,7 @@ def some(momentum=0.0, order="atc", lazy=True, k: int = 1, p: "float | None" = N
     ],
 )
 def test_values_have_the_type_that_the_signature_says(given, value):
-    (found,) = settings.typed(settings.split([given]), inspect.signature(some).parameters).values()
+    (found,) = commands.typed(commands.split([given]), inspect.signature(some).parameters).values()
     assert (found, type(found)) == (value, type(value))
 
 

@@ -9,7 +9,7 @@ import klatsch
 from klatsch import catalogue, clock, planning, problems, rules, topology
 from klatsch.cli import plan as plan_command
 from klatsch.cli import run as run_command
-from klatsch.cli.settings import parameters_of
+from klatsch.cli.app import parameters_of
 from klatsch.report.targets import GROUPS, TARGETS
 from klatsch.report.targets import TABLES as TARGET_TABLES
 from klatsch.study.spec import PAPER_GRID

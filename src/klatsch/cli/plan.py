@@ -14,9 +14,8 @@ import typer
 
 from klatsch import catalogue, files
 from klatsch.cli import terminal
-from klatsch.cli.app import command
+from klatsch.cli.app import Settings, chosen, command, parameters_of, setting
 from klatsch.cli.data import use_folder
-from klatsch.cli.settings import Settings, chosen, parameters_of, setting
 from klatsch.cli.terminal import AsJson, Data, number, option, print_json, text
 from klatsch.own import label
 

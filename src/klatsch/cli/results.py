@@ -12,8 +12,7 @@ import typer
 
 from klatsch import files, own
 from klatsch.cli import terminal
-from klatsch.cli.app import command
-from klatsch.cli.clocked import Timing
+from klatsch.cli.app import Timing, command
 from klatsch.cli.rows import as_latex, finite, plain, print_rows, say_unknown, short
 from klatsch.cli.terminal import AsJson, print_json, text
 

@@ -14,11 +14,9 @@ import typer
 
 from klatsch import catalogue
 from klatsch.cli import narration, terminal
-from klatsch.cli.app import command
-from klatsch.cli.clocked import Timing
+from klatsch.cli.app import Settings, Timing, check_known, command, parameters_of, setting, split, typed
 from klatsch.cli.data import use_folder
 from klatsch.cli.rows import plain, print_rows
-from klatsch.cli.settings import Settings, check_known, parameters_of, setting, split, typed
 from klatsch.cli.terminal import AsJson, Data, option, print_json, text, words
 
 if TYPE_CHECKING:

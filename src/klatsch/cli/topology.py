@@ -14,8 +14,7 @@ from rich.table import Table
 
 from klatsch import catalogue
 from klatsch.cli import terminal
-from klatsch.cli.app import command
-from klatsch.cli.settings import Settings, chosen, parameters_of, setting, split
+from klatsch.cli.app import Settings, chosen, command, parameters_of, setting, split
 from klatsch.cli.terminal import AsJson, option, print_json
 
 if TYPE_CHECKING:
