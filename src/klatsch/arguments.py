@@ -38,15 +38,13 @@ def named(kind: str, name: object, table: Mapping[str, Thing]) -> Thing:
     if own.is_own(name) and kind in OWN:
         return own.load(kind, str(name))  # type: ignore[no-any-return]
     if not isinstance(name, str) or name not in table:
-        close = difflib.get_close_matches(str(name).lower(), table, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]}?" if close else "."
-        raise ValueError(f"unknown {kind} {name!r}{hint} There are {', '.join(table)}")
+        raise ValueError(f"unknown {kind} {name!r}; {there_are(str(name).lower(), table)}")
     return table[name]
 
 
 def there_are(name: str, known: Collection[str]) -> str:
     """What a misspelt name may have meant: "did you mean rows? There are rows, cols"."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]}? There" if close else "there"
     return f"{hint} are {', '.join(known)}"
 
@@ -66,9 +64,8 @@ def printable(content: Any) -> Any:
         value = left.pop()
         if isinstance(value, str) and not value.isprintable():
             raise ValueError(f"{shown(value)} cannot be printed; give one line of text")
-        left += (
-            [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
-        )
+        if isinstance(value, dict | list | tuple):
+            left += [*value, *value.values()] if isinstance(value, dict) else value
     return content
 
 

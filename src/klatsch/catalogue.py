@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent
 # What klatsch reproduce knows.
@@ -39,17 +39,15 @@ def rules() -> dict[str, Entry]:
 
 def parts() -> dict[str, Entry]:
     """The parts of rules, whose options every rule that is made of them takes."""
-    classes = _defined("rules/patterns.py") | _defined("rules/directions.py") | _defined("rules/anytime.py")
+    nodes = _defined("rules/patterns.py") | _defined("rules/directions.py") | _defined("rules/anytime.py")
+    classes = {name: node for name, node in nodes.items() if "dataclass" in ast.unparse(node).partition("class ")[0]}
     listed = {}
-    for kind in [kind for kind in classes.values() if isinstance(kind, ast.ClassDef)]:
-        bases = [classes.get(ast.unparse(base)) for base in kind.bases]
-        body = [statement for node in (*bases, kind) if _is_dataclass(node) for statement in node.body]
-        fields = [statement for statement in body if isinstance(statement, ast.AnnAssign)]
+    for kind in classes.values():
+        bases = [classes[base.id] for base in kind.bases if base.id in classes]
+        fields = [field for node in (*bases, kind) for field in node.body if isinstance(field, ast.AnnAssign)]
         values = {ast.unparse(f.target): ast.unparse(f.value) if f.value else "None" for f in fields}
         if short := ast.literal_eval(values.pop("short", "''")):
-            options = [
-                _option(k, v) for k, v in values.items() if k not in ("lr", "base") and not v.startswith("field(")
-            ]
+            options = (_option(k, v) for k, v in values.items() if k not in ("lr", "base") and "field(" not in v)
             listed[short] = Entry(_line(kind), ", ".join(options))
     return listed
 
@@ -57,38 +55,29 @@ def parts() -> dict[str, Entry]:
 def topologies() -> dict[str, Entry]:
     """The families of graphs."""
     functions = _defined("topology/families.py")
-    return {name: _entry(functions[name]) for name in TOPOLOGIES}
+    return {name: _entry(functions[name], functions[name]) for name in TOPOLOGIES}
 
 
 def problems() -> dict[str, Entry]:
     """The problems."""
-    files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "problems").rglob("*.py"))
+    files = [f"problems/{path.name}" for path in (ROOT / "problems").glob("*.py")]
     classes = {name: node for file in files for name, node in _defined(file).items()}
-    table = _defined("problems/__init__.py")["PROBLEMS"]
-    assert isinstance(table, ast.Dict)
-    kinds = [ast.unparse(value) for value in table.values]
-    return {name: _entry(classes[kind]) for name, kind in zip(PROBLEMS, kinds, strict=True)}
+    kinds = [classes[kind.id] for kind in classes["PROBLEMS"].values]
+    made = [next(f for f in kind.body if isinstance(f, ast.FunctionDef) and f.name == "__init__") for kind in kinds]
+    return {name: _entry(*pair) for name, pair in zip(PROBLEMS, zip(kinds, made, strict=True), strict=True)}
 
 
-def _entry(node: ast.AST) -> Entry:
-    """A function, or a class with its constructor: what it takes besides the number of nodes, and a problem's seed."""
-    made = next((f for f in ast.walk(node) if isinstance(f, ast.FunctionDef) and f.name == "__init__"), node)
-    assert isinstance(made, ast.FunctionDef)
-    usual = [argument.arg for argument in made.args.args]
-    defaults = dict(zip(reversed(usual), map(ast.unparse, reversed(made.args.defaults)), strict=False))
-    for argument, default in zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True):
-        defaults[argument.arg] = ast.unparse(default) if default else "None"
-    left_out = {"self", "n", "nodes", *(["seed"] if made is not node else [])}
-    names = [name for name in (*usual, *(a.arg for a in made.args.kwonlyargs)) if name not in left_out]
-    return Entry(_line(node), ", ".join(_option(name, defaults.get(name, "None")) for name in names))
+def _entry(node: Any, made: ast.FunctionDef) -> Entry:
+    """What is made by a function: its options besides the number of nodes, and a problem's seed."""
+    usual = [a.arg for a in made.args.args]
+    defaults = dict.fromkeys([*usual, *(a.arg for a in made.args.kwonlyargs)], "None")
+    defaults |= zip(reversed(usual), map(ast.unparse, reversed(made.args.defaults)), strict=False)
+    defaults |= {a.arg: ast.unparse(v) for a, v in zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True) if v}
+    left_out = {"self", "n", "nodes", "seed" if made is not node else ""}
+    return Entry(_line(node), ", ".join(_option(*pair) for pair in defaults.items() if pair[0] not in left_out))
 
 
-def _is_dataclass(node: ast.AST | None) -> TypeGuard[ast.ClassDef]:
-    return isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list)
-
-
-def _line(node: ast.AST) -> str:
-    assert isinstance(node, ast.ClassDef | ast.FunctionDef)
+def _line(node: Any) -> str:
     return (ast.get_docstring(node) or "").partition("\n")[0]
 
 
@@ -98,23 +87,19 @@ def _option(name: str, default: str) -> str:
     return f"{name}={shown}" if shown else name
 
 
-def _defined(file: str) -> dict[str, ast.AST]:
+def _defined(file: str) -> dict[str, Any]:
     """What a file defines: functions, classes and the values of tables, by name."""
-    defined: dict[str, ast.AST] = {}
+    defined: dict[str, Any] = {}
     for node in ast.parse((ROOT / file).read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             defined[node.name] = node
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            defined[ast.unparse(target)] = node.value
+            defined[ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)] = node.value
     return defined
 
 
 def _keys(file: str, table: str) -> tuple[str, ...]:
-    """The keys of a table."""
-    node = _defined(file)[table]
-    assert isinstance(node, ast.Dict)
-    return tuple(ast.literal_eval(key) for key in node.keys if key)
+    return tuple(key.value for key in _defined(file)[table].keys)
 
 
 _names: dict[str, Any] = {}

@@ -38,7 +38,7 @@ def located(name: str, folder: str | Path = "") -> str:
 
 def label(name: str) -> str:
     """Its name in tables, without the folder: "file.py:name"."""
-    return ":".join((_split(name)[0].name, _split(name)[1])) if is_own(name) else name
+    return f"{_split(name)[0].name}:{part_of(name)}" if is_own(name) else name
 
 
 def part_of(name: str) -> str:
@@ -55,15 +55,15 @@ def load(kind: str, name: str) -> Any:
     """The class or function "file.py:name"; `kind` is what it makes, for errors."""
     path, part = _split(name)
     module = _executed(path, _read(path))
-    if part in vars(module):
-        if callable(found := vars(module)[part]):
-            return found
-        raise ValueError(f"{part} in {path} is a {type(found).__name__}; give a class or function that makes a {kind}")
-    defined = (type, FunctionType)
-    there = [n for n, v in vars(module).items() if isinstance(v, defined) and v.__module__ == module.__name__]
-    close = difflib.get_close_matches(part, there, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(there) or 'no class or function'}"
-    raise ValueError(f"{path} has no {part}; {hint}")
+    if part not in vars(module):
+        parts = (type, FunctionType)
+        made = [n for n, v in vars(module).items() if isinstance(v, parts) and v.__module__ == module.__name__]
+        close = difflib.get_close_matches(part, made, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(made) or 'no class or function'}"
+        raise ValueError(f"{path} has no {part}; {hint}")
+    if not callable(thing := vars(module)[part]):
+        raise ValueError(f"{part} in {path} is a {type(thing).__name__}; give a class or function that makes a {kind}")
+    return thing
 
 
 @contextmanager
@@ -124,4 +124,4 @@ def _told(error: BaseException, paths: list[Path]) -> str:
     reason = (str(error).splitlines() or [""])[0]
     if isinstance(error, SyntaxError) and error.filename in names:
         place, reason = f"{error.filename}, line {error.lineno}", error.msg
-    return f"{place}: {type(error).__name__}: {reason}; put it right first"
+    return f"{place}: {type(error).__name__}: {reason}; fix it and rerun"

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from klatsch import topology as topologies
 from klatsch.arguments import named, number
-from klatsch.search import last
+from klatsch.topology.spectrum import last
 
 Number = float | NDArray[np.float64]
 

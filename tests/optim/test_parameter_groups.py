@@ -63,9 +63,9 @@ def same(model, other):
     "option, hint",
     [
         ("weightdecay", "did you mean weight_decay"),
-        ("learning_rate", "There are lr, weight_decay, momentum"),
-        ("betas", "There are lr, weight_decay, momentum"),
-        ("nesterov", "There are lr, weight_decay, momentum"),
+        ("learning_rate", "here are lr, weight_decay, momentum"),
+        ("betas", "here are lr, weight_decay, momentum"),
+        ("nesterov", "here are lr, weight_decay, momentum"),
     ],
 )
 def test_an_unknown_option_is_refused_with_those_there_are(option, hint):
@@ -102,7 +102,7 @@ class Plain(klatsch.rules.Rule):
 def test_a_rule_without_momentum_refuses_one():
     parameters = list(make_model().parameters())
     with pytest.raises(
-        ValueError, match=r"unknown option of a parameter group 'momentum'.* There are lr, weight_decay$"
+        ValueError, match=r"unknown option of a parameter group 'momentum'; there are lr, weight_decay$"
     ):
         Gossip([{"params": parameters, "momentum": 0.9}], Plain())
     optimizer = Gossip(parameters, Plain())

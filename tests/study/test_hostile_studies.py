@@ -395,7 +395,7 @@ def test_a_source_that_raises_anything_is_one_line(where, raised, tmp_path, run_
         f"def make():\n    {body['function']}\n    return Mine()\n"
         f"{body['file']}\n"
     )
-    refused(run_cli("probe", f"{file}:make"), str(file), raised.split("(")[0], "put it right")
+    refused(run_cli("probe", f"{file}:make"), str(file), raised.split("(")[0], "fix it and rerun")
 
 
 # --- quick studies --------------------------------------------------------------------------------------------------

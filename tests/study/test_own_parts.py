@@ -330,7 +330,7 @@ WRONG = {
     "not callable": ("mine.py:Number", r"Number in .*mine.py is a int; give a class or function that makes a rule"),
     "no rule": ("mine.py:nothing", r"the rule is a NoneType; give one"),
     "old update": ("mine.py:Old", r"Old.update takes \(s, grad, mix, t\); since klatsch 0.2"),
-    "raises": ("mine.py:broken", r"mine.py, line \d+: ZeroDivisionError: division by zero; put it right first"),
+    "raises": ("mine.py:broken", r"mine.py, line \d+: ZeroDivisionError: division by zero; fix it and rerun"),
     "no arguments": ("mine.py:bare", r"bare has no option 'lr'"),
 }
 MORE = """
