@@ -7,7 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from klatsch.arguments import kind_of, whole
 from klatsch.columns import replaced
 
 Shape = tuple[int, ...]
-Kind = TypeVar("Kind", bound="Problem")
 
 
 class Headline(NamedTuple):
@@ -31,12 +30,8 @@ class Headline(NamedTuple):
     of_worst: str = ""  # the same of the worst node
 
 
-DISTANCE = Headline(
-    "distance",
-    "squared distance to the optimum, mean over nodes",
-    of_mean="distance_of_mean",
-    of_worst="worst_distance",
-)
+SQUARED = "squared distance to the optimum, mean over nodes"
+DISTANCE = Headline("distance", SQUARED, of_mean="distance_of_mean", of_worst="worst_distance")
 
 
 class Quadratic(NamedTuple):
@@ -154,6 +149,7 @@ class Drawing(Problem):
     sha256: str | None = None  # of everything that determines the gradients
     numbers: Tensor  # of the nodes, by which they draw
     of_nodes: ClassVar[tuple[str, ...]]  # fields whose first axis are the nodes
+    alone: ClassVar[tuple[str, ...]]  # metrics that can be measured alone
 
     @property
     def draws_ahead(self) -> bool:
@@ -171,8 +167,12 @@ class Drawing(Problem):
         return asked.gradient(at, asked.draw(torch.tensor([t]))[0]).reshape(x.shape)
 
     def fingerprint(self) -> str | None:
-        """SHA-256 of everything that determines the gradients."""
         return self.sha256
+
+    def briefly(self) -> Self:
+        """With the headline alone, unless a class of one's own measures something else."""
+        is_own = not type(self).metrics.__module__.startswith("klatsch.") or self.headline.metric not in self.alone
+        return self if is_own else replaced(self, brief=True)
 
     def part(self, nodes: Sequence[int]) -> Self:
         """The same problem as some nodes see it."""
@@ -192,6 +192,7 @@ class Convex(Drawing):
     """A problem with one known optimum, which starts at the origin."""
 
     optimum: Tensor
+    alone = ("distance", "distance_of_mean", "worst_distance", "loss_gap", "worst_loss_gap")
 
     @property
     @abstractmethod
@@ -200,7 +201,6 @@ class Convex(Drawing):
 
     @classmethod
     def dim_of(cls, nodes: int, **options: Any) -> int:
-        """The number of parameters, from the options."""
         return int(settings(cls, nodes, options).get("dim") or cls(nodes, **options).dim)  # type: ignore[call-arg]
 
     @property
@@ -214,11 +214,9 @@ class Convex(Drawing):
         return self.exact(self.optimum.expand(self.nodes, -1, -1)).square().sum(-1).mean(0).sqrt()
 
     def start(self) -> Tensor:
-        """The origin."""
         return torch.zeros_like(self.optimum[0])
 
     def exact(self, x: Tensor) -> Tensor:
-        """The gradients at x, (M, C, d), without noise."""
         return self.gradient(x, None)
 
     @abstractmethod
@@ -245,20 +243,7 @@ class Convex(Drawing):
         return {name: measure() for name, measure in measures.items() if not self.brief or name == self.headline.metric}
 
     def by_node(self, x: Tensor) -> dict[str, Tensor]:
-        """Squared distance to the optimum and loss gap of every node."""
         return {"distance": (x - self.optimum).square().sum(-1), "loss_gap": self.loss_gap(x)}
-
-    def briefly(self) -> Self:
-        """With the headline alone."""
-        return shortened(
-            self, Convex.metrics, "distance", "distance_of_mean", "worst_distance", "loss_gap", "worst_loss_gap"
-        )
-
-
-def shortened(problem: Kind, measure: Callable[..., object], *metrics: str) -> Kind:
-    """A problem that measures its headline alone; the same, if a class of one's own measures something else."""
-    own = type(problem).metrics is not measure or problem.headline.metric not in metrics
-    return problem if own else replaced(problem, brief=True)
 
 
 def checked(problem: object, source: str = "problem is") -> Problem:

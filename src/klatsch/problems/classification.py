@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class ImageClassification(Sharded):
 
     data: Images
     worst = dict.fromkeys(("accuracy", "accuracy_min", "accuracy_max", "accuracy_of_mean"), 0.0)
-    score = "accuracy"
+    score, alone = "accuracy", ("accuracy",)
     headline = core.Headline("accuracy", "test accuracy, mean over nodes", True, "accuracy_of_mean", "accuracy_min")
 
     def __init__(
@@ -74,7 +74,6 @@ class ImageClassification(Sharded):
         self._seal(content, count, self.fresh.double())
 
     def scores(self, models: Tensor) -> Tensor:
-        """Test accuracy, of a brief problem on some images."""
         images, labels = self.data.test_images, self.data.test_labels
         some = evenly(len(labels), BRIEF) if self.brief else slice(None)
         return self._mean(models, images[some], labels[some], _is_right)
@@ -88,10 +87,6 @@ class ImageClassification(Sharded):
                 self._mean(x.reshape(-1, self.dim), images, labels, _losses).view(x.shape[:2]).mean(0)
             )
         return measured
-
-    def briefly(self) -> Self:
-        """With the accuracy alone, on some test images."""
-        return core.shortened(self, ImageClassification.metrics, "accuracy")
 
     @torch.no_grad()
     def _mean(self, models: Tensor, images: Tensor, labels: Tensor, score: Score) -> Tensor:
@@ -161,7 +156,6 @@ class FashionMNIST(ImageClassification):
 
     @classmethod
     def check(cls, nodes: int, **options: Any) -> None:
-        """Refuse options without the data set, so that a study can be read without it."""
         given = core.settings(cls, nodes, options)
         check_choices(**given, samples=fashion_mnist.SAMPLES, tests=fashion_mnist.TEST_SAMPLES)
 
@@ -169,7 +163,6 @@ class FashionMNIST(ImageClassification):
 
     @staticmethod
     def rounds_per_epoch(nodes: int, batch: int = 32, **_: object) -> int:
-        """Rounds in which nodes go through their images once."""
         return fashion_mnist.SAMPLES // nodes // batch
 
     @staticmethod

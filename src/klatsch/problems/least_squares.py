@@ -116,12 +116,10 @@ class LeastSquares(core.Convex):
         return float(torch.linalg.eigvalsh(self._H.double()).max())
 
     def draw(self, t: Tensor) -> Tensor:
-        """Standard normals for rounds t, (len(t), M, d)."""
         t = t.to(self.numbers.device)
         return draws.normals(self._seeds, draws.NOISE, t, self.numbers, self.dim, self._H.dtype)
 
     def gradient(self, x: Tensor, drawn: Tensor | None) -> Tensor:
-        """The gradients at x, (M, C, d), exact where nothing is drawn."""
         g = torch.baddbmm(self._offset, x, self._H)  # few operations: on a GPU each one is a launch
         return g if drawn is None else g.addcmul_(self._noise[:, None], drawn[:, None, :])
 
@@ -132,7 +130,6 @@ class LeastSquares(core.Convex):
 
     @staticmethod
     def joined(problems: Sequence[LeastSquares]) -> LeastSquares:
-        """The gradients of several networks at once, for `simulate_together`; each keeps its own metrics."""
         first = problems[0]
         for other in problems[1:]:
             if other.dim != first.dim or not torch.equal(other.sigma, first.sigma):

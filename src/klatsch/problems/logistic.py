@@ -133,7 +133,6 @@ class LogisticRegression(core.Convex):
         return draws.whole_numbers(self.seed, draws.BATCHES, t, self.numbers, self.batch, samples)
 
     def gradient(self, x: Tensor, drawn: Tensor | None) -> Tensor:
-        """The gradients at x, (M, C, d), on all samples where nothing is drawn."""
         samples = self._signed
         if drawn is not None:
             samples = samples.gather(1, drawn[:, :, None].expand(-1, -1, self.dim))
@@ -152,7 +151,6 @@ class LogisticRegression(core.Convex):
         return (torch.cat(losses) + 0.5 * self.l2 * flat.square().sum(-1)).reshape(x.shape[:-1])
 
     def loss_gap(self, x: Tensor) -> Tensor:
-        """f(x) - f* for points (..., d)."""
         return (self.loss(x) - self.loss(self.optimum)[0]).clamp(min=0)
 
     def _newton(self) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class Language(Sharded):
         seed: of start, partition and mini-batches.
     """
 
-    score = "bits"
+    score, alone = "bits", ("bits",)
     headline = core.Headline(
         "bits", "bits per byte on held-out text, mean over nodes", of_mean="bits_of_mean", of_worst="bits_max"
     )
@@ -78,7 +78,6 @@ class Language(Sharded):
 
     @classmethod
     def check(cls, nodes: int, **options: Any) -> None:
-        """Refuse options that do not fit each other or the text."""
         given = core.settings(Language, nodes, options)
         for name in ("context", "width", "depth", "heads", "test"):
             whole(given[name], name, 1)
@@ -101,7 +100,6 @@ class Language(Sharded):
 
     @classmethod
     def dim_of(cls, nodes: int, **options: Any) -> int:
-        """The number of parameters, from the options."""
         given = core.settings(Language, nodes, options)
         return StackedGPT(given["context"], given["width"], given["depth"], heads=1).dim
 
@@ -117,13 +115,8 @@ class Language(Sharded):
         return [len(part) for part in torch.split(models, size)]
 
     def scores(self, models: Tensor) -> Tensor:
-        """Bits per byte on held-out text, of a brief problem on some windows."""
         windows = self.data.held_out
         return self.bits(models, windows[evenly(len(windows), BRIEF)] if self.brief else windows)
-
-    def briefly(self) -> Self:
-        """With the bits of all nodes' models alone, on some windows."""
-        return core.shortened(self, Language.metrics, "bits")
 
     @torch.no_grad()
     def bits(self, models: Tensor, windows: Tensor) -> Tensor:

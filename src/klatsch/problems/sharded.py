@@ -66,7 +66,6 @@ class Sharded(core.Drawing):
         """The score of models, (S, d), on the test data; on some of them, if the problem is brief."""
 
     def start(self) -> Tensor:
-        """The parameters of the fresh model, (d,), the same for all nodes."""
         return self.fresh
 
     def slope(self, models: Tensor, numbers: Tensor) -> Tensor:
@@ -92,7 +91,6 @@ class Sharded(core.Drawing):
         return {f"{self.score}{name}": value for name, value in summary.items()}
 
     def by_node(self, x: Tensor) -> dict[str, Tensor]:
-        """The score of every node."""
         return {self.score: self.scores(x.reshape(-1, self.dim)).view(x.shape[:2])}
 
     @property
@@ -115,7 +113,6 @@ class Sharded(core.Drawing):
         return self.shards[rows, orders[which[:, None, None], rows, places[:, None, :]]]
 
     def gradient(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """The gradients at x, (M, C, d), on the samples of these numbers, (M, batch)."""
         M, C, d = x.shape
         numbers = drawn[:, None].expand(-1, C, -1).reshape(M * C, -1)
         return self.slope(x.reshape(M * C, d), numbers).view(M, C, d)
@@ -128,7 +125,6 @@ class Sharded(core.Drawing):
 
     @staticmethod
     def joined(problems: Sequence[Sharded]) -> Sharded:
-        """The gradients of several networks at once, for `simulate_together`; each keeps its own metrics."""
         first = problems[0]
         for other in problems[1:]:
             same = other.batch == first.batch and other.data[0] is first.data[0]

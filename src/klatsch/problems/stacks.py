@@ -296,10 +296,7 @@ def _convolution(v: Tensor, layer: nn.Conv2d, weight: Tensor | None, bias: Tenso
 
 def _strip(columns: int) -> int:
     """How many columns to compute at once: narrow strips have fewer zeros in the band, wide ones copy less."""
-    for size in (8, 7, 6, 5, 4, 3):
-        if columns % size == 0 and size < columns:
-            return size
-    return columns
+    return next((size for size in (8, 7, 6, 5, 4, 3) if columns % size == 0 and size < columns), columns)
 
 
 def _shifts(strip: int, window: int, across: int, right: int, like: Tensor) -> Tensor:
