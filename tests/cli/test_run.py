@@ -82,6 +82,20 @@ def test_run_gives_json_that_agrees_with_the_library(run_cli):
     assert list(row["final_by_lr"]) == ["0.0001", "0.001", "0.01"]
 
 
+def test_a_rule_may_be_written_by_its_parts(run_cli, tmp_path):
+    words = ("-n", 4, "--steps", 20, "--seeds", 1, "--lr", 0.001, "--json")
+    rows = json.loads(run_cli("run", "--rules", "dat,plain+anytime,push+adam+anytime", *words, "--set", "beta=0.9")[1])[
+        "rows"
+    ]
+    assert [row["rule"] for row in rows] == ["dat", "plain+anytime", "push+adam+anytime"]
+    assert rows[0]["error"] == pytest.approx(rows[1]["error"], rel=1e-9)
+    study = tmp_path / "study.toml"
+    entries = '"dat", { name = "plain+anytime", beta = 1.0 }, "plain+anytime"'  # the last two are one run
+    study.write_text(f'rules = [{entries}]\ntopologies = "ring"\nnodes = 4\nsteps = 20\nseeds = 1\nlr = 0.001\n')
+    rows = json.loads(run_cli("run", study, "--json")[1])["rows"]
+    assert rows[0]["error"] == pytest.approx(rows[1]["error"], rel=1e-9)
+
+
 def test_options_reach_problem_rule_and_graph(run_cli):
     arguments = ("run", "--rules", "dsgd", "-n", 6, "--steps", 50, "--seeds", 1, "--lr", 0.001, "--json")
     plain = json.loads(run_cli(*arguments)[1])["rows"][0]["error"]

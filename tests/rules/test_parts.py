@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import klatsch
-from klatsch import problems, rules
+from klatsch import columns, problems, rules
 from klatsch import topology as tp
 from klatsch.simulation.mixing import StackedMix
 from tests.support.comparisons import assert_same_to_rounding
@@ -133,6 +133,35 @@ def test_schedules_per_column(name, engine):
     assert_same_to_rounding(alone.output, constant.output)
 
 
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, options, product",
+    [
+        ("plain+anytime", {}, rules.Anytime(rules.Plain(0.1))),
+        ("dat-d2", {"momentum": 0.5, "lazy": False}, rules.Anytime(rules.Corrected(0.1, rules.momentum(0.5), False))),
+        ("dat-adam", {"eps": 1e-3}, rules.Anytime(rules.Plain(0.1, rules.adam(0.0, eps=1e-3)), "lr(2)", 0.9)),
+        ("d2-adam", {}, rules.Corrected(0.1, rules.adam(shared=True))),
+        ("push+adam+anytime", {"beta": 0.3, "beta1": 0.4}, rules.Anytime(rules.Push(0.1, rules.adam(0.4)), beta=0.3)),
+        ("decentlam+anytime", {"momentum": 0.2}, rules.Anytime(rules.DecentLaM(0.1, 0.2))),
+        (
+            "tracked+sgd",
+            {"momentum": 0.2, "average": "linear"},
+            rules.Averaged(rules.Tracked(0.1, rules.sgd(0.2)), "linear"),
+        ),
+    ],
+)
+def test_a_name_is_the_product_of_its_parts_and_options_go_to_the_part_that_has_them(name, options, product):
+    rule = rules.make(name, 0.1, **options)
+    assert columns.described(rule) == columns.described(product)
+    assert rule.name == product.name
+    assert columns.described(rules.make(rule.name, 0.1, **options)) == columns.described(rule)
+    assert rules.kind(name)(0.1, **options).name == rule.name
+    with pytest.raises(TypeError, match="speed"):
+        rules.kind(name)(0.1, speed=1)
+
+
 # --- what makes no sense ------------------------------------------------------------------------------------------
 
 
@@ -153,6 +182,10 @@ def test_schedules_per_column(name, engine):
         (lambda: rules.make("dat", lr=0.1, lazy=True), "dat has no lazy: "),
         (lambda: rules.make("dat", lr=0.1, momentun=0.9), "momentun.*momentum"),
         (lambda: rules.make("dta", lr=0.1), "unknown rule 'dta'; did you mean dat"),
+        (lambda: rules.make("plain+addam", lr=0.1), "unknown part 'addam' of the rule 'plain.addam'; write a pattern"),
+        (lambda: rules.make("qg+adam", lr=0.1), "unknown part 'adam' of .* if the pattern has no momentum of its own"),
+        (lambda: rules.make("plain+anytime+adam", lr=0.1), "unknown part 'anytime' of the rule"),
+        (lambda: rules.make("push+adam", lr=0.1, shared=True), "push.adam with shared = true: .* leave shared out"),
         (lambda: rules.make("dat"), r"lr = None; dat needs a learning rate, .*: make\('dat', lr=0.01\)"),
         (lambda: rules.make("dat", 0.1, order="act"), "order = 'act'; choose atc"),
         (lambda: rules.make("d2", 0.1, lazy="auto"), "lazy = 'auto'; give true, or false for D2 as published"),
