@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from klatsch.clock.times import Array
+from klatsch.clock.network import Array
 
 SOME = 64  # gradients of every node that are drawn at once
 
@@ -83,17 +83,23 @@ class Pairwise(Schedule[list[Meeting]]):
         may_step, may_meet = [0] * M, [0] * M  # from which meeting of the round on
         for taken, when, node, other in self._events():
             if other < 0:
-                here = may_step[node]
-                steps[here].append(node)
-                may_step[node], may_meet[node] = here + 1, here
+                k = may_step[node]
+                steps[k].append(node)
+                may_step[node], may_meet[node] = k + 1, k
             else:
-                here = max(may_meet[node], may_meet[other])
-                pairs[here].append((node, other))
+                k = max(may_meet[node], may_meet[other])
+                pairs[k].append((node, other))
                 for one in (node, other):
-                    may_step[one] = may_meet[one] = here + 1
+                    may_step[one] = may_meet[one] = k + 1
             if other < 0 and taken % M == 0:
                 count = 1 + max((*steps, *pairs))
-                yield [_meeting(number + k, steps[k], pairs[k]) for k in range(count)], when
+                yield (
+                    [
+                        Meeting(number + k, np.array(steps[k], np.int64), np.array(pairs[k], np.int64).reshape(-1, 2))
+                        for k in range(count)
+                    ],
+                    when,
+                )
                 number += count
                 steps.clear()
                 pairs.clear()
@@ -145,14 +151,10 @@ def _used(rounds: Iterator[Late], late: int) -> Iterator[tuple[dict[int, Flags],
     for t, (ready, arrivals, done) in enumerate(rounds, 1):
         on_the_way[t] = arrivals, np.isfinite(arrivals)
         used = {}
-        for sent, (there, waiting) in on_the_way.items():
-            here = waiting & ((there <= ready) | (sent + late <= t))
-            waiting &= ~here
-            if here.any():
-                used[t - sent] = here
+        for sent, (arrival, waiting) in on_the_way.items():
+            due = waiting & ((arrival <= ready) | (sent + late <= t))
+            waiting &= ~due
+            if due.any():
+                used[t - sent] = due
         on_the_way.pop(t - late, None)
         yield used, float(done.max())
-
-
-def _meeting(number: int, steps: list[int], pairs: list[tuple[int, int]]) -> Meeting:
-    return Meeting(number, np.array(steps, np.int64), np.array(pairs, np.int64).reshape(-1, 2))

@@ -13,6 +13,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -23,10 +24,9 @@ from numpy.typing import NDArray
 from klatsch import columns
 from klatsch.arguments import number, whole
 from klatsch.clock.meetings import Late, Pairwise, Staleness
-from klatsch.clock.network import Links, Nodes, NoLinkError
+from klatsch.clock.network import Array, Links, Nodes, NoLinkError, Times
 from klatsch.clock.network import links as links_of
-from klatsch.clock.times import Array, Times
-from klatsch.clock.times import times as times_of
+from klatsch.clock.network import times as times_of
 from klatsch.rules import Rule
 from klatsch.topology import Topology
 from klatsch.topology.channel import encoded_bytes
@@ -77,7 +77,7 @@ class Clock:
     """How long gradients and messages take.
 
     Args:
-        gradient: seconds of a gradient: a number, one for each node, or a distribution; see `klatsch.clock.times`.
+        gradient: seconds of a gradient: a number, one for each node, or a distribution; see `times`.
         network: its links: "1gbe", "10gbe", "100gbe", "wan", a CSV file, or `Links`, `Sites`, `Table`.
         handling: seconds to pack and add up each byte of a vector; nothing hides them.
         per_message: seconds of work for each message of any length.
@@ -141,7 +141,9 @@ class Clock:
         size = float(encoded_bytes("float32", params))
         encoded = float(encoded_bytes(talk.wire, params))
         sendings = talk.messages
-        hearings = [self._hearings(talk, sent.vectors * encoded) for sent in sendings]
+        hearings = [
+            mapped(talk.links, partial(self._hearing, talk=talk, size=sent.vectors * encoded)) for sent in sendings
+        ]
         work = sum(sent.vectors for sent in sendings) * size * self.handling
         free = np.zeros(talk.nodes)  # when a node's link has sent all that it was given
         on_the_way: deque[tuple[int, Array]] = deque()  # the round that waits for it, and when it has arrived
@@ -215,10 +217,9 @@ class Clock:
     def staleness(self, rule: Rule, topology: Topology, params: int) -> Staleness:
         """How many rounds late messages are used, if nodes wait only for those that are `topology.late` rounds old."""
         self._checked(topology.size, [1])
-        P, here = topology.speaking[0], np.arange(topology.size)
-        talk = talk_of(rule, topology, params)
+        everyone, talk = np.arange(topology.size), talk_of(rule, topology, params)
         sources = self._hearing(talk.links[0], talk, 0.0).sources
-        weights = np.where(sources == here, 0.0, P.toarray()[here, sources])
+        weights = np.where(sources == everyone, 0.0, topology.speaking[0].toarray()[everyone, sources])
         return Staleness(self._gossip(talk, params), sources, weights, topology.late)
 
     def _checked(self, nodes: int, steps: Sequence[int]) -> Sequence[int]:
@@ -239,9 +240,6 @@ class Clock:
         while True:
             yield from draw(first, some) + inside
             first, some = first + some, min(2 * some, max(1, CHUNK // nodes))
-
-    def _hearings(self, talk: Talk, size: float) -> list[Hearing]:
-        return mapped(talk.links, lambda links: self._hearing(links, talk, size))
 
     def _hearing(self, links: tuple[Nodes, Nodes], talk: Talk, size: float) -> Hearing:
         """Who hears whom in a round, and how long a message of a size takes."""
@@ -274,8 +272,8 @@ class Clock:
         """Seconds that an all-reduce adds to a round; buckets may hide behind the gradient."""
         if nodes == 1:
             return 0.0
-        here = np.arange(nodes)
-        rate, latency = self.links.between(here, np.roll(here, -1))
+        ring_order = np.arange(nodes)
+        rate, latency = self.links.between(ring_order, np.roll(ring_order, -1))
         if (rate <= 0).any():
             raise NoLinkError(
                 f"an all-reduce along a ring needs a link from node {int(np.argmax(rate <= 0))} to the next one, and "
@@ -288,62 +286,57 @@ class Clock:
         return travel - hidden * hides
 
 
-def meeting(meets: str) -> tuple[str, Clock]:
-    """How nodes meet that do not do it in rounds, and their clock: "pairwise lognormal(0.05, 0.5) over wan"."""
-    said = re.fullmatch(r"\s*(\w+)\s+(.+?)(?:\s+over\s+(\S+))?\s*", meets)
-    if said is None:
-        how = meets.strip()
-        raise ValueError(f"meets = {how!r} does not say how long a gradient takes; write '{how} exponential(0.05)'")
-    return said[1], Clock(said[2], said[3] or "10gbe")
-
-
 def check_meets(
     name: str, meets: object, every: int = 1, late: int = 0, wire: str = "float32", loss: float = 0.0, **others: object
 ) -> None:
     """Check that nodes of a graph with such a channel may meet otherwise than in rounds."""
-    if not isinstance(meets, str) or (meets.strip() and meets.split()[0] not in MEETINGS):
+    how = meets.split()[:1] if isinstance(meets, str) else [""]
+    if how and how[0] not in MEETINGS:
         raise ValueError(f"meets = {meets!r}; give {' or '.join(map(repr, MEETINGS.values()))}, or nothing for rounds")
-    if not meets.strip():
+    if not how:
         return
-    asked = f"{name} with meets = {meets.strip()!r}"
-    given = {"every": every if every > 1 else None, "wire": wire if wire != "float32" else None, "loss": loss or None}
-    for option, value in given.items():
+    asked = f"{name} with meets = {str(meets).strip()!r}"
+    special = {"every": every if every > 1 else None, "wire": wire if wire != "float32" else None, "loss": loss or None}
+    for option, value in special.items():
         if value is not None:
             raise ValueError(f"{asked} and {option} = {value!r}; leave one of them out")
-    if meets.split()[0] == "pairwise" and late:
+    if how == ["pairwise"] and late:
         raise ValueError(f"{asked} and late = {late}: nodes wait for nothing but an answer; leave late out")
-    if meets.split()[0] == "stale" and not late:
+    if how == ["stale"] and not late:
         raise ValueError(f"{asked}: how old may a message be? give late, such as late = 4")
 
 
 def scheduled(rule: Rule, topology: Topology, params: int, meets: str) -> Pairwise | Staleness:
-    """The schedule of nodes that do not meet in rounds."""
+    """The schedule of nodes that do not meet in rounds, by "pairwise lognormal(0.05, 0.5) over wan"."""
     check_meets(topology.name, meets, topology.every, topology.late, topology.wire, topology.loss)
-    how, clock = meeting(meets)
-    if how == "stale" and topology.changes:
-        asked = f"{topology.name} with meets = {meets.strip()!r}"
+    meets = meets.strip()
+    said = re.fullmatch(r"(\w+)\s+(.+?)(?:\s+over\s+(\S+))?", meets)
+    if said is None:
+        raise ValueError(f"meets = {meets!r} does not say how long a gradient takes; write '{meets} exponential(0.05)'")
+    clock = Clock(said[2], said[3] or "10gbe")
+    if said[1] == "pairwise":
+        if not rule.met:
+            name = f"{rule.name} on {topology.name} {meets}"
+            raise ValueError(f"{name}: it needs rounds; in pairs run dsgd and dat, also with momentum or adam")
+        return clock.pairwise(rule, topology, params)
+    if topology.changes:
+        asked = f"{topology.name} with meets = {meets!r}"
         raise ValueError(f"{asked}: the graph changes from round to round; use a static one, such as ring")
-    if how == "pairwise" and not rule.met:
-        name = f"{rule.name} on {topology.name} {meets.strip()}"
-        raise ValueError(f"{name}: it needs rounds; in pairs run dsgd and dat, also with momentum or adam")
-    return (clock.pairwise if how == "pairwise" else clock.staleness)(rule, topology, params)
+    return clock.staleness(rule, topology, params)
 
 
 def _at(steps: Sequence[int], rounds: Iterator[Array]) -> Array:
     """What there is at some rounds, (len(steps), M)."""
-    found = dict.fromkeys(steps, np.empty(0))
-    for t, done in enumerate(islice(rounds, max(steps)), 1):
-        if t in found:
-            found[t] = done
-    return np.array([found[step] for step in steps])
+    wanted = set(steps)
+    at = {t: done for t, done in enumerate(islice(rounds, max(steps)), 1) if t in wanted}
+    return np.array([at[step] for step in steps])
 
 
 def talk_of(rule: Rule, topology: Topology, params: int = FEW) -> Talk:
     """What nodes say to each other."""
-    every, late, wire = topology.every, topology.late, topology.wire
+    channel = topology.every, topology.late, topology.wire, topology.all_reduce
     links = mapped(topology.speaking, _links)
-    messages = messages_of(rule, params)
-    return Talk(topology.name, topology.size, every, late, wire, topology.all_reduce, messages, links)
+    return Talk(topology.name, topology.size, *channel, messages_of(rule, params), links)
 
 
 def _links(P: Matrix) -> tuple[Nodes, Nodes]:
