@@ -3,15 +3,8 @@
 A command loads what it works with when it is called, so that help and the version do not wait for torch.
 """
 
-from klatsch.cli import (
-    checkpoints,
-    data,
-    plan,
-    reproduce,
-    results,
-    run,
-    topology,
-)  # importing a file adds its commands
+# Importing a file adds its commands.
+from klatsch.cli import checkpoints, data, plan, reproduce, results, run, topology
 from klatsch.cli.app import main
 
 __all__ = ["checkpoints", "data", "main", "plan", "reproduce", "results", "run", "topology"]

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from klatsch import catalogue, files
+from klatsch import catalogue, files, pictures
 from klatsch.cli import terminal
 from klatsch.cli.app import Settings, chosen, command, parameters_of, setting
 from klatsch.cli.data import use_folder
 from klatsch.cli.terminal import AsJson, Data, number, option, print_json, text
 from klatsch.own import label
+from klatsch.units import duration
 
 if TYPE_CHECKING:
     from klatsch.clock import Clock
@@ -73,9 +74,8 @@ def plan(
 
     The problem runs itself, with 1, 2, 4, ... machines beside a clock.
     """
-    from klatsch import arguments, pictures
+    from klatsch import arguments
     from klatsch.planning import answers, of_any_size, race
-    from klatsch.units import duration
 
     if draw is not None:
         pictures.check_path(draw)
@@ -127,7 +127,6 @@ def probe(
 ) -> None:
     """Measure what the theory needs to know of a problem: noise, heterogeneity, smoothness and distance."""
     from klatsch import planning
-    from klatsch.units import duration
 
     if out is not None:
         files.check_output(out, "JSON")
@@ -177,7 +176,6 @@ def _again(task: Task, problem: str, options: dict[str, Any], folder: Path | Non
 
 
 def _cells(trial: Trial) -> dict[str, str]:
-    from klatsch.units import duration
 
     way, reached = trial.way, math.isfinite(trial.rounds)
     graph = "-" if way.machines == 1 else "all-reduce" if way.reduces else way.graph

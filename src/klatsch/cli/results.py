@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from klatsch import files, own
+from klatsch import files, own, pictures
 from klatsch.cli import terminal
 from klatsch.cli.app import Timing, command
 from klatsch.cli.rows import as_latex, finite, plain, print_rows, say_unknown, short
 from klatsch.cli.terminal import AsJson, print_json, text
+from klatsch.units import compact, counted
 
 if TYPE_CHECKING:
     from klatsch.study.cases import Case
@@ -39,7 +40,6 @@ class Filters:
     def apply(self, runs: Runs) -> Runs:
         """The runs that pass every filter."""
         from klatsch.arguments import named
-        from klatsch.units import compact
 
         read = {"nodes": terminal.whole, "seed": terminal.whole, "lr": terminal.number}
         lists = {name: terminal.words(asked) for name, asked in vars(self).items() if isinstance(asked, str)}
@@ -82,11 +82,9 @@ def results(
     as_json: AsJson = False,
 ) -> None:
     """Print, filter and export the results in STORE: the best learning rates, or every run."""
-    from klatsch import pictures
     from klatsch.study import export
     from klatsch.study.choices import timed
     from klatsch.study.store import Store
-    from klatsch.units import counted
 
     if curves and csv is None and parquet is None and not (every and as_json):
         raise ValueError("--curves is for exports: give --csv FILE, --parquet FILE, or --all --json as well")
@@ -148,7 +146,6 @@ def report(
     """Write everything that STORE holds as one self-contained HTML page."""
     from klatsch.report.report import report as write_report
     from klatsch.study.store import Store
-    from klatsch.units import counted
 
     clock = timing.clock()
     files.check_output(out, "HTML", store)
@@ -212,7 +209,6 @@ def _tables(store: Store, runs: Runs, metric: str | None) -> list[tuple[Kind, li
 def _compare(one: Store, other: Store, runs: Runs, as_json: bool) -> None:
     """Print how far the runs of two stores are apart."""
     from klatsch.study.export import differences
-    from klatsch.units import counted
 
     found, only_one, only_other = differences(one, other, runs)
     if as_json:
@@ -237,7 +233,6 @@ def _compare(one: Store, other: Store, runs: Runs, as_json: bool) -> None:
 
 def _draw(tables: list[tuple[Kind, list[Row]]], across: str, plot: Path, style: Path | None) -> None:
     """The curves of one kind of runs."""
-    from klatsch import pictures
     from klatsch.report import figures
 
     if len(tables) > 1:
@@ -257,7 +252,6 @@ def _of_short_runs(row: Row, tried: tuple[float, ...]) -> Row:
 
 def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
     from klatsch.study.choices import names_of
-    from klatsch.units import compact
 
     names = names_of(case for case, _ in runs)
     outcomes = store.outcomes([facts["key"] for _, facts in runs], last=True)

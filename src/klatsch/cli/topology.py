@@ -16,6 +16,7 @@ from klatsch import catalogue
 from klatsch.cli import terminal
 from klatsch.cli.app import Settings, chosen, command, parameters_of, setting, split
 from klatsch.cli.terminal import AsJson, option, print_json
+from klatsch.units import size
 
 if TYPE_CHECKING:
     from klatsch.topology import Summary
@@ -61,8 +62,8 @@ def topology(
     choices = chosen(settings, name, parameters_of("topology", name))
     if nodes is None and not {"rows", "cols"} & choices.keys():
         raise ValueError(f"{name} needs the number of nodes, for example -n 16")
-    size = prod(side for side in (choices.get("rows"), choices.get("cols")) if isinstance(side, int))
-    closed = beyond_solvers(name, size if nodes is None else nodes, lazy, "late" in choices)
+    from_sides = prod(side for side in (choices.get("rows"), choices.get("cols")) if isinstance(side, int))
+    closed = beyond_solvers(name, from_sides if nodes is None else nodes, lazy, "late" in choices)
     graph = topologies.make(name, nodes, **choices)
     graph = topologies.lazy(graph) if lazy else graph
     if draw is not None:  # first, since a wrong file name shows at once
@@ -78,7 +79,6 @@ def topology(
 
 def _print_summary(s: Summary) -> None:
     from klatsch.topology.comparison import GAMMA
-    from klatsch.units import size
 
     sent = _bytes(s)
     table = Table(title=f"{s.name}, {s.nodes:,} nodes", show_header=False, title_justify="left", title_style="bold")
@@ -109,7 +109,6 @@ def _print_summary(s: Summary) -> None:
 
 
 def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> None:
-    from klatsch.units import size
 
     lines = [
         {
