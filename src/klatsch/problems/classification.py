@@ -130,10 +130,8 @@ class ImageClassification(Sharded):
             shape = tuple(self._stacked.logits(self.fresh[None], sample).shape)
         except Exception as error:  # a user's model may raise anything
             pixels, reason = " by ".join(map(str, sample.shape[1:])), (str(error).splitlines() or [""])[0]
-            raise ValueError(
-                f"the model does not take images of {pixels} numbers and return one tensor ({type(error).__name__}: "
-                f"{reason}); give one that does"
-            ) from None
+            why = f"does not take images of {pixels} numbers and return one tensor ({type(error).__name__}: {reason})"
+            raise ValueError(f"the model {why}; give one that does") from None
         if len(shape) != 3 or shape[:2] != (1, 2) or shape[2] < self.classes:
             raise ValueError(
                 f"the model gives {shape[2:] or shape} numbers per image, but there are {self.classes} classes; "

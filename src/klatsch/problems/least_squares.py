@@ -65,13 +65,9 @@ class LeastSquares(core.Convex):
     def from_arrays(
         cls, A: ArrayLike | Tensor, b: ArrayLike | Tensor, noise: cols.Given = 0.0, seed: int = 0
     ) -> LeastSquares:
-        """The same problem from your own data.
+        """The same problem from your own data: a matrix (n, d) per node in A, (M, n, d), its targets in b, (M, n).
 
-        Args:
-            A: one matrix per node, (M, n, d): n samples of d features each.
-            b: one target vector per node, (M, n).
-            noise: sigma, added to the exact gradients; a number or a list with one per column.
-            seed: of the noise.
+        Noise, a number or a list with one per column, is added to the exact gradients.
         """
         A, b = core.array("A", A, 3, "(nodes, samples, parameters)"), core.array("b", b, 2, "(nodes, samples)")
         if A.shape[:2] != b.shape:

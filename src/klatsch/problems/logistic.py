@@ -66,16 +66,10 @@ class LogisticRegression(core.Convex):
         alpha: float = 0.1,
         seed: int = 0,
     ) -> LogisticRegression:
-        """The same problem from your own data: one heap to split over the nodes, or the data of each node.
+        """The same problem from your own data, of one heap or of each node.
 
-        Args:
-            features: (samples, d), to be split over `nodes`; or (nodes, samples, d), which stay where they are.
-            labels: (samples,) or (nodes, samples), two different values; the larger one is y = 1.
-            nodes: number of nodes M to split over; not needed for data that are split already.
-            batch: size of a mini-batch.
-            l2: strength of the regularisation, above 0.
-            alpha: how label-skewed the nodes are; small is skewed.
-            seed: of partition and mini-batches.
+        Features are (samples, d), to be split over `nodes`, or (nodes, samples, d), which stay where they are. Labels
+        are (samples,) or (nodes, samples), of two different values; the larger one is y = 1. The rest is as above.
         """
         split = np.ndim(features) == 3
         A = core.array("features", features, 3 if split else 2, "(samples, parameters) or (nodes, samples, parameters)")

@@ -154,14 +154,7 @@ def dirichlet(labels: ArrayLike, nodes: int, alpha: float, seed: int = 0) -> NDA
     the same size, len(labels) // nodes; the rest is not used. Mixtures are fitted to the sizes of the classes by
     alternating scaling, then rounded.
 
-    Args:
-        labels: the class of each sample.
-        nodes: number of nodes M.
-        alpha: concentration, above 0.
-        seed: of the mixtures and of the choice of samples.
-
-    Returns:
-        The numbers of the samples, (M, len(labels) // M), each node's in random order.
+    Returns the numbers of the samples, (M, len(labels) // M), each node's in random order.
     """
     labels = np.asarray(labels)
     whole(nodes, "nodes", 1)

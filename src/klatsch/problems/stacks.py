@@ -59,28 +59,20 @@ def made(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
 def check(module: nn.Module) -> None:
     """Refuse a model that the rules cannot move as one vector."""
     for name, part in module.named_modules():
+        fault = ""
         if isinstance(part, NORMS) and part.track_running_stats:
-            raise ValueError(
-                f"the model has a {type(part).__name__} ({name}): its running statistics are not parameters, so they "
-                "do not gossip, and nodes would differ in what they evaluate; use nn.GroupNorm, or "
-                "track_running_stats=False"
-            )
+            fault = "running statistics do not gossip; use nn.GroupNorm, or track_running_stats=False"
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
-            raise ValueError(
-                f"the model has a {type(part).__name__} ({name}): its draws would not be the same on every engine and "
-                "after a resume; leave it out, or set p=0"
-            )
+            fault = "draws would differ between engines and after a resume; leave it out, or set p=0"
+        if fault:
+            raise ValueError(f"the model has a {type(part).__name__} ({name}): its {fault}")
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(f"the parameter {name!r} of the model has no shape yet; call the model once first")
         if not parameter.requires_grad:
             raise ValueError(f"the parameter {name!r} of the model is frozen, but rules move all of them; unfreeze it")
-    buffers = [name for name, _ in module.named_buffers()]
-    if buffers:
-        raise ValueError(
-            f"the model has the buffer {buffers[0]!r}, which is not a parameter and does not gossip; make it a "
-            "parameter, or keep it elsewhere"
-        )
+    for name, _ in module.named_buffers():
+        raise ValueError(f"the model has the buffer {name!r}, which does not gossip; make it a parameter, or remove it")
     if not list(module.parameters()):
         raise ValueError("the model has no parameters; give one that can learn")
 

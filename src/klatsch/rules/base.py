@@ -11,9 +11,10 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -103,6 +104,8 @@ class Rule:
     averages: bool = False  # whether it returns an average already
     decays: bool = False  # whether its steps need the point where the gradient was taken, as `seen` shows it
     ignores_scale: bool = False  # whether a factor on all gradients of a node changes nothing
+    # By field, a number that the graph gives and it grows with: a training may go on over another graph.
+    scales: Mapping[str, float] = MappingProxyType({})
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -134,11 +137,6 @@ class Rule:
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         """One round: the gradient at `query(s)` in, the next state out."""
         raise NotImplementedError(f"{type(self).__name__} has no update(self, s, grad, flow, t, lr)")
-
-    @property
-    def scales(self) -> dict[str, float]:
-        """By field, a number that the graph gives and it grows with: a training may go on over another graph."""
-        return {}
 
     def seen(self, s: State) -> State:
         """The state as a step sees it: with the query point, where steps need it and no rule around has put it in."""

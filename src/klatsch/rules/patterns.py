@@ -284,7 +284,7 @@ class Corrected(Pattern):
         return {"w": descend(u, f, -part), "y": descend(s["y"], f, part)} | kept
 
     @property
-    def scales(self) -> dict[str, float]:
+    def scales(self) -> dict[str, float]:  # type: ignore[override]
         return {"y": float(self.every)}  # y / H answers the gradients
 
     def mixed(self, s: State, new: State) -> Tensor:
