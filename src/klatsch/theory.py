@@ -29,6 +29,7 @@ from klatsch.topology.spectrum import last
 
 Number = float | NDArray[np.float64]
 
+LARGEST = 1e50  # of a constant: larger ones are mistakes, whose powers overflow
 SMALL = 64  # steps that are all tried: small graphs of a family need not follow its trend
 
 # a and b of Table 1's bounds M <= rho^a N^b.
@@ -53,9 +54,6 @@ def check_network(M: Number, T: Number, rho: Number) -> None:
             raise ValueError(f"{name} = {value}; give a number, not a {type(value).__name__}")
         if not np.all((values >= least) & (values <= most)):
             raise ValueError(f"{name} = {value}; give {wanted}")
-
-
-LARGEST = 1e50  # of a constant: larger ones are mistakes, whose powers overflow
 
 
 @dataclass(frozen=True)
@@ -109,9 +107,6 @@ class Rate(NamedTuple):
     def mostly_statistical(self) -> bool | NDArray[np.bool_]:
         """Whether noise is at least half of it, as for a central server."""
         return self.network + self.optimization <= self.statistical
-
-
-RateFunction = Callable[..., Rate]  # of M, T, rho = 1 and constants = UNIT
 
 
 def dat_learning_rate(M: int, T: int, rho: float, constants: Constants = UNIT) -> float:
@@ -216,7 +211,7 @@ def minibatch_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants
     return Rate(statistical, 0.0 * statistical, c.L * c.D1**2 / T)
 
 
-RATES: dict[str, RateFunction] = {"dat": dat_rate, "dsgd": dsgd_rate, "gt": gt_rate, "minibatch": minibatch_rate}
+RATES: dict[str, Callable[..., Rate]] = {"dat": dat_rate, "dsgd": dsgd_rate, "gt": gt_rate, "minibatch": minibatch_rate}
 
 
 def parallelism_bound(rule: str, N: float, rho: float, *, heterogeneous: bool = False) -> float:
