@@ -9,16 +9,8 @@ from klatsch.version import VERSION
 
 if TYPE_CHECKING:
     from klatsch import clock, columns, optim, planning, problems, rules, simulation, theory, topology
-    from klatsch.optim import (
-        Checkpointer,
-        Gossip,
-        LinkError,
-        NonFiniteError,
-        QuorumError,
-        average_,
-        merged,
-        recalibrate,
-    )
+    from klatsch.optim import Checkpointer, Gossip, average_, merged, recalibrate
+    from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError
     from klatsch.rules import anytime as averaging
     from klatsch.simulation import Result, simulate
     from klatsch.topology import Topology
@@ -26,19 +18,8 @@ if TYPE_CHECKING:
 __version__ = VERSION
 
 __all__ = ["Checkpointer", "Gossip", "LinkError", "NonFiniteError", "QuorumError", "Result", "Topology", "__version__"]
-__all__ += [
-    "average_",
-    "averaging",
-    "clock",
-    "columns",
-    "merged",
-    "optim",
-    "planning",
-    "problems",
-    "recalibrate",
-    "rules",
-]
-__all__ += ["simulate", "simulation", "theory", "topology"]
+__all__ += ["average_", "averaging", "clock", "columns", "merged", "optim", "planning", "problems", "recalibrate"]
+__all__ += ["rules", "simulate", "simulation", "theory", "topology"]
 
 _OWNERS = {
     **dict.fromkeys(("Result", "simulate"), "simulation"),
