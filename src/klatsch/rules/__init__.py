@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache
+from types import MappingProxyType
 
 from klatsch.arguments import check_options, named
 from klatsch.columns import Given
@@ -53,7 +53,7 @@ WHY_NOT = {  # an option that only other rules have: the reason
 class Product:
     """A pattern, a direction and an average as one function of lr and of the options of all three."""
 
-    def __init__(self, parts: str, defaults: Mapping[str, object], line: str = "") -> None:
+    def __init__(self, parts: str, defaults: Mapping[str, object] = MappingProxyType({}), line: str = "") -> None:
         pattern, *others = parts.split("+")
         self.__doc__, self.pattern, self.anytime = line, PATTERNS[pattern], others[-1:] == ["anytime"]
         others = others[:-1] if self.anytime else others
@@ -94,15 +94,10 @@ def _those_of(part: Callable[..., object], values: Mapping[str, Given]) -> dict[
 RULES: dict[str, Callable[..., Rule]] = {name: Product(*alias) for name, alias in ALIASES.items()}
 
 
-@cache
-def _product(parts: str) -> Product:
-    return Product(parts, {})
-
-
 def kind(name: str) -> Callable[..., Rule]:
     """What makes a rule of lr and its options: by a name, by its parts, or "file.py:Name", which is executed."""
     by_parts = isinstance(name, str) and name not in RULES and name.partition("+")[0] in PATTERNS
-    return _product(name) if by_parts else named("rule", name, RULES)
+    return Product(name) if by_parts else named("rule", name, RULES)
 
 
 def make(name: str, lr: Given = None, **choices: Given) -> Rule:
