@@ -6,6 +6,7 @@ Each store here is forged by one who knows the format, so that its checksums are
 import csv
 import json
 import os
+import re
 import sqlite3
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def forge(settings=None, study=None, sealed=True, **columns):
     base.close()
     if sealed:
         with Store("s.sqlite") as store, store.transaction():
-            for (number,) in store.base.execute("SELECT id FROM runs"):
+            for (number,) in store.execute("SELECT id FROM runs"):
                 store._seal(number)
 
 
@@ -200,9 +201,6 @@ def test_absurd_studies_are_one_line_or_plain_text(case, place, run_cli):
 @pytest.mark.parametrize(
     "columns",
     [
-        {"seconds": "much"},
-        {"diverged": "yes"},
-        {"finished": b"\x00"},
         {"engine": "\x1b[31m"},
         {"exchange": '{"numbers": 5, "messages": [[true, 1, [7]]]}'},
         {"exchange": '{"numbers": 1e400}'},
@@ -215,6 +213,48 @@ def test_absurd_facts_are_one_line(columns, place, run_cli):
     for options in SHOWN.values():
         code, _, err = told(run_cli("results", "s.sqlite", *options))
         assert code == 2, err
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        "UPDATE runs SET seconds = 'much'",
+        "UPDATE runs SET diverged = 'yes'",
+        "UPDATE runs SET finished = x'00'",
+        "UPDATE metrics SET value = 'much' WHERE run = 2",
+        "UPDATE metrics SET value = x'00ff' WHERE run = 2 AND step = 50",
+    ],
+)
+def test_values_of_another_type_are_damage(edit, place, run_cli):
+    """SQLite refuses them, and finds them when it is tricked: tables are STRICT again when the store is read."""
+    base = sqlite3.connect("s.sqlite")
+    with pytest.raises(sqlite3.IntegrityError, match="cannot store"):
+        base.execute(edit)
+    base.close()
+    strict = dict(schema("SELECT name, sql FROM sqlite_master WHERE sql LIKE '%STRICT%'"))
+    for name, sql in strict.items():
+        schema("UPDATE sqlite_master SET sql = ? WHERE name = ?", re.sub(" STRICT,?", "", sql), name)
+    schema(edit)
+    for options in SHOWN.values():
+        code, _, err = told(run_cli("results", "s.sqlite", *options))
+        assert code == 2
+        assert "is not as klatsch makes it" in err
+    for name, sql in strict.items():
+        schema("UPDATE sqlite_master SET sql = ? WHERE name = ?", sql, name)
+    for options in SHOWN.values():
+        code, _, err = told(run_cli("results", "s.sqlite", *options))
+        assert code == 2
+        assert "damaged or was edited" in err
+
+
+def schema(statement, *values):
+    """Run a statement as one who may change the schema, too."""
+    base = sqlite3.connect("s.sqlite")
+    base.execute("PRAGMA writable_schema = ON")
+    rows = base.execute(statement, values).fetchall()
+    base.commit()
+    base.close()
+    return rows
 
 
 def test_links_of_a_graph_are_checked(place, run_cli):

@@ -216,7 +216,7 @@ def test_json_that_is_nested_deeply_is_one_line(study_file, tmp_path, run_cli):
     whole = store.read_bytes()
     for edit in (
         "UPDATE runs SET settings = ?, checksum = NULL",
-        "UPDATE environments SET facts = ?",
+        "UPDATE runs SET environment = ?",
         "UPDATE studies SET spec = ?",
     ):
         store.write_bytes(whole)
@@ -248,20 +248,17 @@ def changed(store, statement, *values):
 def sealed_again(path):
     """Give every run of an edited store the checksum that it should have."""
     with Store(path) as store, store.transaction():
-        for (number,) in store.base.execute("SELECT id FROM runs"):
+        for (number,) in store.execute("SELECT id FROM runs"):
             store._seal(number)
 
 
 EDITS = {
-    "text in a value": "UPDATE metrics SET value = 'much' WHERE run = 3",
-    "a blob in a value": "UPDATE metrics SET value = x'00ff' WHERE run = 3 AND step = 50",
     "no metrics": "DELETE FROM metrics WHERE run = 3",
     "no last metrics": "DELETE FROM metrics WHERE run = 3 AND step = 50",
     "one metric less": "DELETE FROM metrics WHERE run = 3 AND name = 'Gamma' AND step < 50",
-    "no facts": "UPDATE environments SET facts = 'no JSON'",
-    "other facts": "UPDATE environments SET facts = '[1, 2]'",
-    "facts without a processor": "UPDATE environments SET facts = '{}'",
-    "no environment": "UPDATE runs SET environment = 77 WHERE id = 3",
+    "no environment": "UPDATE runs SET environment = 'no JSON' WHERE id = 3",
+    "another environment": "UPDATE runs SET environment = '[1, 2]' WHERE id = 3",
+    "an environment without a processor": "UPDATE runs SET environment = '{}' WHERE id = 3",
 }
 
 
@@ -320,7 +317,7 @@ def test_a_table_and_an_index_of_ones_own_may_stay(study_file, tmp_path, run_cli
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("table", ["runs", "metrics", "environments", "studies", "owners", "claims", "graphs"])
+@pytest.mark.parametrize("table", ["runs", "metrics", "studies", "owners", "claims", "graphs"])
 def test_a_table_that_is_missing_is_damage(table, study_file, tmp_path, run_cli):
     store = tmp_path / "s.sqlite"
     run_study(load(study_file), store, executor=workers.threads)
@@ -334,7 +331,7 @@ def test_a_table_that_is_missing_is_damage(table, study_file, tmp_path, run_cli)
     [
         "UPDATE runs SET settings = CAST(x'ff00ff' AS TEXT)",
         "UPDATE runs SET key = CAST(x'ff00ff' AS TEXT) WHERE id = 3",
-        "UPDATE environments SET facts = CAST(x'ff00ff' AS TEXT)",
+        "UPDATE runs SET environment = CAST(x'ff00ff' AS TEXT)",
         "UPDATE studies SET spec = CAST(x'ff00ff' AS TEXT)",
         "ALTER TABLE runs DROP COLUMN seconds",
     ],

@@ -147,8 +147,8 @@ def claim_elsewhere(store, cases):
     """A process on another machine, which is at all these runs."""
     store.remember(parse(SMALL), Origin())
     with store.transaction():
-        store.base.execute("INSERT INTO owners VALUES ('far', 'another machine', 1, 7)")
-        store.base.execute_many("INSERT INTO claims VALUES (?, ?, 'far')", [(case.key, "batch") for case in cases])
+        store.execute("INSERT INTO owners VALUES ('far', 'another machine', 1, 7)")
+        store.execute_many("INSERT INTO claims VALUES (?, ?, 'far')", [(case.key, "batch") for case in cases])
 
 
 def test_a_machine_that_is_silent_is_taken_for_dead(tmp_path, monkeypatch):
@@ -172,9 +172,9 @@ def test_a_machine_that_gives_signs_of_life_is_waited_for(tmp_path, monkeypatch)
         looks.append(len(looks))
         with Store(tmp_path / "s.sqlite") as other, other.transaction():
             if len(looks) < 20:
-                other.base.execute("UPDATE owners SET beats = beats - 1 WHERE id = 'far'")
+                other.execute("UPDATE owners SET beats = beats - 1 WHERE id = 'far'")
             else:
-                other.base.execute("DELETE FROM owners WHERE id = 'far'")
+                other.execute("DELETE FROM owners WHERE id = 'far'")
 
     monkeypatch.setattr(time, "sleep", sleep)
     with Store(tmp_path / "s.sqlite") as store:
@@ -297,7 +297,7 @@ def test_what_is_not_whole_is_done_again(edit, flaw, store, tmp_path, run_cli):
 
 
 def test_a_checksum_covers_the_environment(store, run_cli):
-    changed(store, "UPDATE environments SET facts = replace(facts, 'torch', 'tensor')")
+    changed(store, "UPDATE runs SET environment = replace(environment, 'torch', 'tensor')")
     refused(run_cli("results", store), "8 of 8 runs are damaged (number 1 does not match its checksum)")
 
 

@@ -77,7 +77,7 @@ WRONG = {
     "unknown rule": ('rules = ["adam"]\n', "s.toml: rules[0]: unknown rule 'adam'"),
     "unknown option": (
         'rules = [{ name = "dat", speed = 3 }]\n',
-        "rules[0]: dat has no option 'speed'; it takes lr, av",
+        "rules[0]: dat has no option 'speed'; it takes lr, order",
     ),
     "wrong value": (
         'rules = [{ name = "dat", momentum = [0.5, 1.5] }]\n',

@@ -198,7 +198,7 @@ def test_what_nobody_can_go_on_from_is_swept_away(tmp_path):
         store.remember(interrupted, Origin())
         left = [(case.key, batch.key, None) for batch in (first, second) for case in batch.cases]
         with store.transaction():  # what the claims of a process that has ended look like
-            store.base.execute_many("INSERT INTO claims VALUES (?, ?, ?)", left)
+            store.execute_many("INSERT INTO claims VALUES (?, ?, ?)", left)
         waiting, old = checkpoint(store, first), checkpoint(store, second)
         finished = checkpoint(store, pack(expand(study)[0], "cpu")[0])
         unknown = tmp_path / f"s.sqlite-{32 * 'a'}.safetensors"

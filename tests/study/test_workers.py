@@ -5,11 +5,11 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
 
+from klatsch.study import workers
 from klatsch.study.workers import Pool, no_ctrl_c
 from tests.support.waiting import HANG, wait_until
 
@@ -56,37 +56,37 @@ def fail(kind, stop):
 
 
 @pytest.fixture
-def crew_of():
-    """Makes crews, which are ended after the test."""
-    crews = []
+def pool_of():
+    """Makes pools, which are ended after the test."""
+    pools = []
 
-    def make(count, task):
-        crews.append(Pool(count, task))
-        return crews[-1]
+    def make(task):
+        pools.append(Pool(task))
+        return pools[-1]
 
     yield make
-    for crew in crews:
-        crew.close()
-    for crew in crews:
-        assert not [worker for worker in crew._workers if worker._process.is_alive()]
+    for pool in pools:
+        pool.close()
+    for pool in pools:
+        assert not [worker for worker in pool._workers.values() if worker._process.is_alive()]
 
 
-def test_results_belong_to_what_was_asked(crew_of):
-    crew = crew_of(2, double)
+def test_results_belong_to_what_was_asked(pool_of):
+    pool = pool_of(double)
     with ThreadPoolExecutor(2, initializer=no_ctrl_c) as threads:
-        assert list(threads.map(crew.work, range(20))) == [2 * number for number in range(20)]
+        assert list(threads.map(pool.work, range(20))) == [2 * number for number in range(20)]
 
 
-def test_a_killed_worker_is_replaced_and_the_others_go_on(crew_of, tmp_path):
-    crew, file = crew_of(1, pid_of), tmp_path / "pid"
+def test_a_killed_worker_is_replaced_and_the_others_go_on(pool_of, tmp_path):
+    pool, file = pool_of(pid_of), tmp_path / "pid"
     with ThreadPoolExecutor(1) as threads:
-        result = threads.submit(crew.work, file)
+        result = threads.submit(pool.work, file)
         wait_until(lambda: file.exists() and file.read_text())
         os.kill(first := int(file.read_text()), signal.SIGKILL)
         assert result.result(HANG) != first
 
 
-def test_workers_killed_while_they_start_are_replaced(crew_of):
+def test_workers_killed_while_they_start_are_replaced(pool_of):
     """The pool of the standard library hangs here now and then."""
     for _ in range(10):
         before = {child.pid for child in psutil.Process().children()}
@@ -103,65 +103,52 @@ def test_workers_killed_while_they_start_are_replaced(crew_of):
         killer = threading.Thread(target=kill)
         killer.start()
         try:
-            crew = crew_of(4, double)
+            pool = pool_of(double)
             with ThreadPoolExecutor(4) as threads:
-                assert list(threads.map(crew.work, range(8))) == [2 * number for number in range(8)]
-            crew.close()
+                assert list(threads.map(pool.work, range(8))) == [2 * number for number in range(8)]
+            pool.close()
         finally:
             over.set()
             killer.join()
 
 
-def test_an_error_of_the_task_arrives_with_its_traceback(crew_of):
-    crew = crew_of(1, fail)
+def test_an_error_of_the_task_arrives_with_its_traceback(pool_of):
+    pool = pool_of(fail)
     with pytest.raises(ValueError, match="in the task") as raised:
-        crew.work("plain")
+        pool.work("plain")
     assert "in fail" in raised.value.__notes__[0]
     # A library such as Dask may have taught pickle to bring the second one through.
     for kind, text in (("local", "cannot be pickled"), ("two words", "cannot be pickled back")):
         with pytest.raises((RuntimeError, TwoWordsError), match=text) as raised:
-            crew.work(kind)
+            pool.work(kind)
         assert "in fail" in raised.value.__notes__[0]
 
 
-def test_one_that_cannot_be_replaced_is_a_loss(crew_of, monkeypatch):
-    crew = crew_of(1, double)
-    monkeypatch.setattr(crew, "_start", lambda: (_ for _ in ()).throw(BlockingIOError("no room")))
-    (worker,) = crew._workers
+def test_one_that_cannot_be_replaced_is_a_loss(pool_of, monkeypatch):
+    pool = pool_of(double)
+    assert pool.work(1) == 2
+    monkeypatch.setattr(workers, "_Worker", lambda task: (_ for _ in ()).throw(BlockingIOError("no room")))
+    (worker,) = pool._workers.values()
     os.kill(worker._process.pid, signal.SIGKILL)
     for _ in range(2):
         with pytest.raises(ValueError, match="worker processes died 6 times in a row"):
-            crew.work(1)
+            pool.work(1)
 
 
-def test_ctrl_c_while_workers_start_ends_them(python):
-    """A plain script: it must not wait for workers that wait for it."""
-    script = (
-        "import signal\nfrom klatsch.study import workers\nfrom tests.study.test_workers import double\n"
-        "usual = workers._Worker.__init__\n"
-        "def start(self, task):\n    usual(self, task)\n    signal.raise_signal(signal.SIGINT)\n"
-        "workers._Worker.__init__ = start\nworkers.Pool(2, double)\n"
-    )
-    done = python("-c", script, cwd=Path(__file__).parents[2]).done()
-    assert done.returncode == -signal.SIGINT
-    assert "KeyboardInterrupt" in done.stderr
-
-
-def test_nothing_is_begun_after_stop(crew_of):
-    crew = crew_of(1, double)
-    crew.stop()
+def test_nothing_is_begun_after_stop(pool_of):
+    pool = pool_of(double)
+    pool.stop()
     with pytest.raises(KeyboardInterrupt):
-        crew.work(1)
-    with pytest.raises(KeyboardInterrupt):
-        crew._start()
+        pool.work(1)
+    assert not pool._workers
 
 
-def test_stop_reaches_what_runs(crew_of, tmp_path):
-    crew, begun = crew_of(2, until_stopped), [tmp_path / "a", tmp_path / "b"]
+def test_stop_reaches_what_runs(pool_of, tmp_path):
+    pool, begun = pool_of(until_stopped), [tmp_path / "a", tmp_path / "b"]
     with ThreadPoolExecutor(2) as threads:
-        results = [threads.submit(crew.work, file) for file in begun]
+        results = [threads.submit(pool.work, file) for file in begun]
         wait_until(lambda: all(file.exists() for file in begun))
-        crew.stop()
+        pool.stop()
         for result in results:
             with pytest.raises(KeyboardInterrupt):
                 result.result(HANG)

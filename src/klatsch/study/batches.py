@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from klatsch import own, problems, rules
 from klatsch.problems import Problem
 from klatsch.sealed import CheckpointError
-from klatsch.simulation import Result, simulate_together
+from klatsch.simulation import simulate_together
 from klatsch.simulation.mixing import common_period
 from klatsch.study.cases import Case
 from klatsch.study.spec import Options, make_rule
@@ -153,22 +153,17 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Callable[[
             assert checkpoint is not None
             checkpoint.unlink(missing_ok=True)
             results = run()
-    return finished(batch, results, results[0].seconds)
-
-
-def finished(batch: Batch, results: list[Result], seconds: float) -> Finished:
-    """What to keep of the results of a batch, which has one result per network."""
-    first, pairs = results[0], list(zip(results, map(len, batch.networks), strict=True))
+    first, pairs = results[0], list(zip(results, batch.networks, strict=True))
     return Finished(
         keys=[case.key for case in batch.cases],
         steps=first.steps,
         metrics={
-            name: torch.cat([result.metrics[name].expand(-1, width) for result, width in pairs], dim=1).numpy()
+            name: torch.cat([each.metrics[name].expand(-1, len(network)) for each, network in pairs], dim=1).numpy()
             for name in first.metrics
         },
-        diverged=torch.cat([result.diverged.expand(width) for result, width in pairs]).tolist(),
+        diverged=torch.cat([each.diverged.expand(len(network)) for each, network in pairs]).tolist(),
         engine=first.engine,
-        seconds=seconds,
+        seconds=first.seconds,
         environment={
             "klatsch": VERSION,
             "python": platform.python_version(),
@@ -177,11 +172,7 @@ def finished(batch: Batch, results: list[Result], seconds: float) -> Finished:
             "system": f"{platform.system()} {platform.machine()}",
             "processor": _processor(batch.device),
         },
-        exchanges=[
-            exchange_of(case, result.output.shape[-1])
-            for result, network in zip(results, batch.networks, strict=True)
-            for case in network
-        ],
+        exchanges=[exchange_of(case, each.output.shape[-1]) for each, network in pairs for case in network],
     )
 
 

@@ -1,15 +1,11 @@
-"""The runs of a study: each as plain data, with the key under which it is stored.
-
-Keys describe rules as before 0.2, when each was a class with fields; newer options enter only where they differ from
-their defaults. So runs of older stores are found, and repeated only where their results have changed.
-"""
+"""The runs of a study: each as plain data, with the key under which it is stored."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import groupby, product
@@ -22,23 +18,12 @@ from klatsch.clock.rounds import check_meets, scheduled
 from klatsch.columns import described
 from klatsch.problems import Headline
 from klatsch.rules import averaging
-from klatsch.study.spec import Options, Study, TopologyEntry, combinations, make_rule
+from klatsch.study.spec import Options, Study, combinations, make_rule
 from klatsch.topology import Topology
 from klatsch.topology.channel import CHANNEL, check_channel
 from klatsch.units import compact, counted, in_words
 
-REVISION = 2  # raised when the same settings lead to other results than before
-BEFORE = {  # the rules before 0.2: their classes and fields
-    "dsgd": ("DSGD", ("lr", "momentum", "average")),
-    "dat": ("DAT", ("lr", "averaging", "order", "momentum")),
-    "d2": ("D2", ("lr",)),
-    "gt": ("GradientTracking", ("lr", "average")),
-    "sgp": ("PushSum", ("lr",)),
-    "decentlam": ("DecentLaM", ("lr", "momentum")),
-    "dat-gt": ("DATTracking", ("lr", "averaging")),
-    "dat-d2": ("DATD2", ("lr", "averaging")),
-    "dat-sgp": ("DATPush", ("lr", "averaging")),
-}
+REVISION = 1  # raised when the same settings lead to other results than before
 
 
 class Channel(NamedTuple):
@@ -83,14 +68,14 @@ class Case:
             whole(vars(case)[name], name, name != "seed")
         if case.epochs is not None:
             whole(case.epochs, "epochs", 1)
-        for options in (case.problem_options, case.rule_options, case.topology_options):
+        for _, options in case._parts.values():
             for option, value in options.items():
                 if isinstance(value, list | dict) or (isinstance(value, int) and abs(value) >= 1 << 63):
                     raise ValueError(f"{option} = {arguments.shown(value)}; it is no value of an option")
         number("lr", case.rule_options["lr"], lambda lr: lr > 0, "a number above 0")
         check_channel(*case.channel)
         check_meets("a graph", case.meets, *case.channel[:3], case.channel.loss)
-        check_sources({"problem": case.problem, "rule": case.rule, "topology": case.topology}, case.sources)
+        check_sources({kind: name for kind, (name, _) in case._parts.items()}, case.sources)
         if not isinstance(case.data, str) or not isinstance(case.dtype, str):
             raise ValueError("data and dtype are no texts")
         return case
@@ -98,52 +83,39 @@ class Case:
     @cached_property
     def key(self) -> str:
         """SHA-256 of all settings, including defaults, so that writing one out does not matter."""
-        graph = self.topology_options
-        if "topology" not in self.sources:
-            graph = _defaults(topologies.TOPOLOGIES[self.topology]) | graph
-        rule, lazy = self._rule_facts()
         facts = {
             "revision": REVISION,
-            "problem": self._facts("problem", self.problem, self.problem_settings),
-            "rule": rule,
-            "topology": self._facts("topology", self.topology, graph),
-            "numbers": [lazy, self.nodes, self.seed, self.steps, self.record, self.dtype],
+            **{kind: self._facts(kind, *part) for kind, part in self._parts.items()},
+            "numbers": [self.lazy, self.nodes, self.seed, self.steps, self.record, self.dtype],
+            "spacing": "even" if self.epochs is not None else "log",
+            "data": self.data,
         }
-        if self.epochs is not None:
-            facts["spacing"] = "even"
-        if self.data:
-            facts["data"] = self.data
-        return hashlib.sha256(json.dumps(_plain(facts), sort_keys=True).encode()).hexdigest()
+        exact = json.loads(json.dumps(facts), parse_float=_number)
+        return hashlib.sha256(json.dumps(exact, sort_keys=True).encode()).hexdigest()
 
-    def _facts(self, kind: str, name: str, settings: Options) -> list[object]:
-        """A part in the key; a custom one counts by its file's content, not its path."""
-        return [own.part_of(name), self.source(kind), settings] if kind in self.sources else [name, settings]
+    def __hash__(self) -> int:
+        return hash(self.key)
 
-    def _rule_facts(self) -> tuple[list[object], bool]:
-        """The rule in the key, and whether it mixes with (I + P) / 2."""
-        if own.is_own(self.rule):  # whose file is not executed for a key
-            return self._facts("rule", self.rule, self.rule_options), self.lazy
-        standard = _defaults(rules.kind(self.rule))
-        values = standard | self.rule_options
-        if self.rule not in BEFORE:
-            return [self.rule, {name: _form(name, v) for name, v in values.items()}], self.lazy
-        lazy = values.pop("lazy", True)
-        kind, fields = BEFORE[self.rule]
-        facts: Options = {"type": kind} | {name: _form(name, values[name]) for name in fields}
-        facts |= {name: _form(name, v) for name, v in values.items() if name not in fields and v != standard.get(name)}
-        if self.rule == "d2":  # lazy by default, which equals D2 as published on a lazy graph
-            facts |= {"lazy": "twice"} if lazy and self.lazy else {}
-            return [self.rule, facts], self.lazy or lazy
-        facts |= {} if lazy else {"lazy": False}
-        return [self.rule, facts], self.lazy
+    @property
+    def _parts(self) -> dict[str, tuple[str, Options]]:
+        """Problem, rule and topology, each with its options."""
+        return {
+            "problem": (self.problem, self.problem_options),
+            "rule": (self.rule, self.rule_options),
+            "topology": (self.topology, self.topology_options),
+        }
+
+    def _facts(self, kind: str, name: str, options: Options) -> tuple[object, Options]:
+        """A part in the key: a built-in one with its defaults, a custom one by its file's content, not its path."""
+        if own.is_own(name):
+            return [own.part_of(name), self.source(kind)], options
+        settings = _defaults(kind, name) | options
+        return name, {option: _form(option, value) for option, value in settings.items()}
 
     @property
     def problem_settings(self) -> Options:
         """All options of the problem except the seed, including defaults; of a custom one, those given."""
-        if "problem" in self.sources:
-            return self.problem_options
-        defaults = _defaults(problems.kind(self.problem))
-        return {name: value for name, value in defaults.items() if name != "seed"} | self.problem_options
+        return self._facts("problem", self.problem, self.problem_options)[1]
 
     @property
     def lr(self) -> float:
@@ -165,7 +137,7 @@ class Case:
     def label(self) -> str:
         """The rule's name and given options, such as "dat (cta)"."""
         given = {name: value for name, value in self.rule_options.items() if name != "lr"}
-        if given.get("lazy") is True and self.rule in BEFORE:  # the default
+        if given.get("lazy") is True and "rule" not in self.sources:  # the default
             del given["lazy"]
         return _called(own.label(self.rule), ", ".join(_word(name, value) for name, value in given.items()))
 
@@ -219,7 +191,7 @@ class Case:
 
     def check_sources(self) -> None:
         """Refuse custom files that have changed since the study was read."""
-        for kind, name in (("problem", self.problem), ("rule", self.rule), ("topology", self.topology)):
+        for kind, (name, _) in self._parts.items():
             if own.is_own(name) and own.digest(name) != self.source(kind):
                 raise ValueError(f"{name} has changed since the study was read; run it again")
         content = problems.declared(self.problem).content
@@ -263,33 +235,27 @@ def grid(study: Study, known: Sources) -> Iterator[Case]:
 
     `known` is what `sources_of` says of custom parts, or what a store keeps of that.
     """
-    for graph, graph_options, setting, nodes, rule, rule_options in _product(study):
-        parts = {"problem": study.problem.name, "rule": rule, "topology": graph.name}
-        yield Case(
-            **parts,
-            problem_options=setting,
-            rule_options={name: v for name, v in rule_options.items() if (name, v) != ("schedule", "constant")},
-            topology_options=graph_options,
-            lazy=graph.lazy,
-            nodes=nodes,
-            seed=study.seeds[0],
-            steps=study.rounds(nodes, setting),
-            record=study.record,
-            dtype=study.dtype,
-            any_graph=study.any_graph,
-            epochs=study.epochs,
-            sources={kind: known[name] for kind, name in parts.items() if name in known},
-            data=known.get("data", {}).get(in_words(setting), ""),
-        )
-
-
-def _product(study: Study) -> Iterator[tuple[TopologyEntry, Options, Options, int, str, Options]]:
-    """Graph, its options, setting of the problem, nodes, rule and its options of all runs of one seed."""
     for graph, pairs in groupby(study.pairs, key=lambda pair: pair[1]):
         by_rule = [(rule.name, options) for rule, _ in pairs for options in combinations(study.options_of(rule))]
         axes = graph.combinations(), study.problem.combinations(), graph.nodes or study.nodes, by_rule
         for graph_options, setting, nodes, (rule, rule_options) in product(*axes):
-            yield graph, graph_options, setting, nodes, rule, rule_options
+            parts = {"problem": study.problem.name, "rule": rule, "topology": graph.name}
+            yield Case(
+                **parts,
+                problem_options=setting,
+                rule_options={name: v for name, v in rule_options.items() if (name, v) != ("schedule", "constant")},
+                topology_options=graph_options,
+                lazy=graph.lazy,
+                nodes=nodes,
+                seed=study.seeds[0],
+                steps=study.rounds(nodes, setting),
+                record=study.record,
+                dtype=study.dtype,
+                any_graph=study.any_graph,
+                epochs=study.epochs,
+                sources={kind: known[name] for kind, name in parts.items() if name in known},
+                data=known.get("data", {}).get(in_words(setting), ""),
+            )
 
 
 def sources_of(study: Study) -> Sources:
@@ -380,10 +346,14 @@ def _word(option: str, value: object) -> str:
 
 
 @cache
-def _defaults(function: Callable[..., object]) -> Options:
-    """The options of a function that have a default."""
-    parameters = inspect.signature(function).parameters.values()
-    return {option.name: option.default for option in parameters if option.default is not option.empty}
+def _defaults(kind: str, name: str) -> Options:
+    """The options of a built-in part that have a default; seeds come from the study."""
+    makers = {"problem": problems.kind, "rule": rules.kind, "topology": topologies.TOPOLOGIES.__getitem__}
+    options = {name: option.default for name, option in inspect.signature(makers[kind](name)).parameters.items()}
+    without = ("seed",) if kind == "problem" else ()
+    return {
+        name: value for name, value in options.items() if value is not inspect.Parameter.empty and name not in without
+    }
 
 
 def _form(option: str, value: Any) -> Any:
@@ -391,10 +361,6 @@ def _form(option: str, value: Any) -> Any:
     return described(averaging.parse(value)) if option in ("average", "averaging") and value is not None else value
 
 
-def _plain(value: Any) -> Any:
-    """Plain data in which 1.0 equals 1, and large whole numbers stay exact."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+def _number(text: str) -> float:
+    """A number in which 1.0 equals 1."""
+    return int(value) if (value := float(text)).is_integer() else value

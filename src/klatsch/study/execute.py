@@ -295,7 +295,7 @@ class Claims(AbstractContextManager["Claims"]):
     silence = 60.0  # seconds without a sign of life before a process counts as dead
 
     def __init__(self, store: Store) -> None:
-        self.store, self.base = store, store.base
+        self.store = store
         self.owner = secrets.token_hex(8)
         self._known = False  # to others
         self._beaten = time.monotonic()
@@ -304,7 +304,7 @@ class Claims(AbstractContextManager["Claims"]):
     def __exit__(self, *_: object) -> None:
         if self._known:
             with suppress(ValueError), self.store.transaction():  # on a full disk the claims stay until they expire
-                self.base.execute("DELETE FROM owners WHERE id = ?", [self.owner])
+                self.store.execute("DELETE FROM owners WHERE id = ?", [self.owner])
 
     def take(self, todo: Sequence[Batch], most: int) -> tuple[list[Batch], list[Batch]]:
         """Claim up to `most` batches that no other process works on; returns them, and the others still missing."""
@@ -314,7 +314,7 @@ class Claims(AbstractContextManager["Claims"]):
             self._live()
             self._bury()
             done = self.store.done()
-            theirs = {key for (key,) in self.base.execute("SELECT key FROM claims WHERE owner != ?", [self.owner])}
+            theirs = {key for (key,) in self.store.execute("SELECT key FROM claims WHERE owner != ?", [self.owner])}
             for part in (part for batch in todo for part in batch.without(done)):
                 keys = [case.key for case in part.cases]
                 if len(mine) == most or not theirs.isdisjoint(keys):
@@ -322,7 +322,7 @@ class Claims(AbstractContextManager["Claims"]):
                     continue
                 mine.append(part)
                 rows = [(key, part.key, self.owner) for key in keys]
-                self.base.execute_many("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", rows)
+                self.store.execute_many("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", rows)
         return mine, left
 
     def beat(self) -> None:
@@ -330,7 +330,7 @@ class Claims(AbstractContextManager["Claims"]):
         if time.monotonic() - self._beaten > BEAT:
             with self.store.transaction():
                 self._live()
-                self.base.execute("UPDATE owners SET beats = beats + 1 WHERE id = ?", [self.owner])
+                self.store.execute("UPDATE owners SET beats = beats + 1 WHERE id = ?", [self.owner])
             self._beaten = time.monotonic()
 
     def sweep(self) -> None:
@@ -344,8 +344,10 @@ class Claims(AbstractContextManager["Claims"]):
             return
         with self.store.transaction():
             self._bury()
-            claimed = self.base.execute("SELECT DISTINCT batch FROM claims WHERE owner != ?", [self.owner])
-            left = self.base.execute("SELECT key, batch FROM claims WHERE owner IS NULL")  # by a process that has ended
+            claimed = self.store.execute("SELECT DISTINCT batch FROM claims WHERE owner != ?", [self.owner])
+            left = self.store.execute(
+                "SELECT key, batch FROM claims WHERE owner IS NULL"
+            )  # by a process that has ended
         missing = _missing(self.store)
         unfinished = {batch for key, batch in left if key in missing}
         for file, match in found.items():
@@ -359,18 +361,18 @@ class Claims(AbstractContextManager["Claims"]):
         """Register as an owner, again if others mistook a long pause for death."""
         self._known = True
         values = [self.owner, _machine(), os.getpid()]
-        self.base.execute("INSERT OR IGNORE INTO owners VALUES (?, ?, ?, 0)", values)
+        self.store.execute("INSERT OR IGNORE INTO owners VALUES (?, ?, ?, 0)", values)
 
     def _bury(self) -> None:
         """Release what dead processes claimed."""
-        others = self.base.execute("SELECT id, host, pid, beats FROM owners WHERE id != ?", [self.owner])
+        others = self.store.execute("SELECT id, host, pid, beats FROM owners WHERE id != ?", [self.owner])
         for owner, host, pid, beats in others:
             last, since = self._seen.get(owner, (None, 0.0))
             if last != beats:
                 self._seen[owner] = (beats, time.monotonic())
             silent = last == beats and time.monotonic() - since > self.silence
             if silent or (host == _machine() and not _alive(pid)):
-                self.base.execute("DELETE FROM owners WHERE id = ?", [owner])
+                self.store.execute("DELETE FROM owners WHERE id = ?", [owner])
 
 
 def checkpoint(store: Store, batch: Batch) -> Path | None:

@@ -6,13 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from klatsch import problems, rules
+from klatsch import problems
 from klatsch.arguments import number, whole
 from klatsch.clock import Clock
 from klatsch.clock.network import Nodes
@@ -22,7 +21,7 @@ from klatsch.rules import Flow, Rule
 from klatsch.rules.base import Tensors
 from klatsch.simulation.record import record_points
 from klatsch.study.cases import Case, Channel
-from klatsch.topology import Topology
+from klatsch.study.spec import Options
 from klatsch.topology.channel import encoded_bytes
 
 MOST_LINKS = 1 << 20  # of all rounds of a graph's period: those of a larger one are not kept
@@ -82,20 +81,21 @@ def exchange_of(case: Case, numbers: int | None = None) -> Exchange:
     nodes equal in every round, one vector is enough, the gradient, whatever else the rule keeps.
     """
     numbers = dim_of(case) if numbers is None else numbers
+    alike, channel = _alike(case), case.channel
     try:
-        messages, vectors, all_reduce, links, unknown = _said(*_parts(case))
-        every, _, wire, *_ = case.channel
+        messages, all_reduce, links, unknown = _said(alike)
         points = tuple(record_points(case.points, case.steps))
-        when = _when(*_parts(case), numbers, points, case.meets) if case.meets else ()
+        when = _when(alike, numbers, points) if case.meets else ()
     except ValueError as reason:
         return Exchange(numbers, unknown=str(reason))
     all_reduce = all_reduce and not case.meets
+    every, vectors = channel.every, sum(message.vectors for message in messages)
     copies = 2 * (case.nodes - 1) / case.nodes if all_reduce else case.make_graph().messages * every
     if case.meets.startswith("pairwise"):
         copies = 2.0 * (case.nodes > 1)  # to the neighbour that it asks, and to the one that asks it, on average
-    if all_reduce and every == 1 and _stay_equal(*_parts(case)[:3]):
+    if all_reduce and every == 1 and _stay_equal(alike):
         vectors = 1
-    sent = float(encoded_bytes(wire, numbers) * vectors * copies * (case.steps // every))
+    sent = float(encoded_bytes(channel.wire, numbers) * vectors * copies * (case.steps // every))
     return Exchange(numbers, sent, messages, all_reduce, links, when, unknown)
 
 
@@ -155,66 +155,47 @@ def _pairs(text: str, nodes: int) -> list[tuple[Nodes, Nodes]]:
 
 def dim_of(case: Case) -> int:
     """How many numbers a vector of a run has."""
-    return _dim(case.problem, case.nodes, tuple(sorted(case.problem_options.items())), case.source("problem"))
-
-
-Options = tuple[tuple[str, Any], ...]
+    return _dim(replace(case, rule="dsgd", rule_options={}, topology="ring", topology_options={}, seed=0, steps=1))
 
 
 @cache
-def _dim(problem: str, nodes: int, options: Options, source: str) -> int:
+def _dim(case: Case) -> int:
     """Counted once: a model is built for it."""
-    known = problems.declared(problem).dim_of
-    return int(known(nodes, **dict(options)) if known else problems.make(problem, nodes, **dict(options)).dim)
+    known = problems.declared(case.problem).dim_of
+    options = case.problem_options
+    return int(known(case.nodes, **options) if known else problems.make(case.problem, case.nodes, **options).dim)
 
 
-def _parts(case: Case) -> tuple[str, Options, str, Topology, bool, str]:
-    """A rule, for every learning rate, and a graph; equal graphs may differ in whether they are an all-reduce."""
-    options = tuple((k, v) for k, v in sorted(case.rule_options.items()) if k not in ("lr", "schedule"))
-    graph = case.make_graph()
-    return case.rule, options, case.source("rule"), graph, graph.all_reduce, graph.name
-
-
-@cache
-def _rule(name: str, options: Options, source: str) -> Rule:
-    return rules.make(name, lr=1.0, **dict(options))
+def _alike(case: Case) -> Case:
+    """The run without what its messages do not depend on: they are found once for many runs."""
+    options = {name: value for name, value in case.rule_options.items() if name not in ("lr", "schedule")}
+    problem: Options = {"problem": "least-squares", "problem_options": {}, "data": "", "epochs": None}
+    return replace(case, rule_options={**options, "lr": 1.0}, seed=0, steps=1, record=1, **problem)
 
 
 @lru_cache(maxsize=4096)
-def _said(
-    rule: str, options: Options, source: str, graph: Topology, all_reduce: bool, name: str
-) -> tuple[tuple[Sending, ...], int, bool, str, str]:
-    """The messages of a round, their vectors, whether nodes use an all-reduce, the links, and why these are unknown."""
-    talk = talk_of(_rule(rule, options, source), graph)
-    count = sum(len(sender) for sender, _ in talk.links)
-    pairs, unknown = [(sender.tolist(), receiver.tolist()) for sender, receiver in talk.links], ""
-    if all_reduce:
-        pairs = []
-    elif count > MOST_LINKS:
-        pairs, unknown = [], f"{name} has {count:,} links in a period; seconds are known up to {MOST_LINKS:,}"
-    vectors = sum(message.vectors for message in talk.messages)
-    return tuple(talk.messages), vectors, all_reduce, "" if unknown else json.dumps(pairs), unknown
+def _said(case: Case) -> tuple[tuple[Sending, ...], bool, str, str]:
+    """The messages of a round, whether nodes use an all-reduce, the links, and why these are unknown."""
+    graph = case.make_graph()
+    talk = talk_of(case.make_rule(), graph)
+    if graph.all_reduce:
+        return tuple(talk.messages), True, json.dumps([]), ""
+    if (count := sum(len(sender) for sender, _ in talk.links)) > MOST_LINKS:
+        unknown = f"{graph.name} has {count:,} links in a period; seconds are known up to {MOST_LINKS:,}"
+        return tuple(talk.messages), False, "", unknown
+    pairs = [(sender.tolist(), receiver.tolist()) for sender, receiver in talk.links]
+    return tuple(talk.messages), False, json.dumps(pairs), ""
 
 
 @lru_cache(maxsize=256)
-def _when(
-    rule: str,
-    options: Options,
-    source: str,
-    graph: Topology,
-    all_reduce: bool,
-    name: str,
-    numbers: int,
-    steps: tuple[int, ...],
-    meets: str,
-) -> tuple[tuple[int, float], ...]:
-    meetings = scheduled(_rule(rule, options, source), graph, numbers, meets)
+def _when(case: Case, numbers: int, steps: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+    meetings = scheduled(case.make_rule(), case.make_graph(), numbers, case.meets)
     return tuple((step, meetings.seconds(step)) for step in steps)
 
 
 @cache
-def _stay_equal(rule: str, options: Options, source: str) -> bool:
-    return equal(_rule(rule, options, source))
+def _stay_equal(case: Case) -> bool:
+    return equal(case.make_rule())
 
 
 def equal(rule: Rule) -> bool:

@@ -28,8 +28,8 @@ from klatsch.native import cores, quiet_threads
 from klatsch.study.batches import Batch, Finished, run_batch
 
 MOST_WORKERS = 1024  # on one machine
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 MOST_LOSSES = 5  # how often in a row workers may die of a batch
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 STOP = b""  # sent instead of work
 
 Task = Callable[..., Any]  # its last argument is a threading.Event that asks it to save itself and end
@@ -66,8 +66,8 @@ def work(batch: Batch, checkpoint: Path | None, stop: threading.Event | None = N
 def processes(count: int | None = None) -> Iterator[Workers]:
     """One process per core, one thread each."""
     number = cores() if count is None else count
-    with closing(Pool(number, work)) as crew, ThreadPoolExecutor(number, initializer=no_ctrl_c) as executor:
-        yield Workers(executor, crew.work, number, crew.stop)
+    with closing(Pool(work)) as pool, ThreadPoolExecutor(number, initializer=no_ctrl_c) as executor:
+        yield Workers(executor, pool.work, number, pool.stop)
 
 
 @contextmanager
@@ -155,58 +155,37 @@ def ctrl_c_kept() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, usual)
 
 
-# --- worker processes -----------------------------------------------------------------------------------------------
-
-
-def keep_dying(times: int) -> ValueError:
-    """The error that ends a study."""
-    return ValueError(
-        f"worker processes died {times} times in a row, perhaps for lack of memory, or because a "
-        "script lacks `if __name__ == '__main__':`, without which each worker starts it again; run "
-        "again with fewer workers (--workers), or with that line: what was stored is safe"
-    )
+# --- worker processes ----------------------------------------------------------------------------------------------
 
 
 class Pool:
-    """Processes that do one task each; to be used by as many threads. A process that dies is replaced.
+    """Processes that may be killed at any moment: one for every thread that asks for work, replaced when it dies.
+
+    Each has a pipe of its own, whose end tells that it has died. The pool of the standard library shares pipes and
+    locks among its processes: if one is killed while another one starts, or while it hands over a result, the rest
+    wait forever.
 
     Args:
-        count: how many.
         task: what they do, a function that can be imported.
     """
 
-    def __init__(self, count: int, task: Task) -> None:
+    def __init__(self, task: Task) -> None:
         self._task = task
         self._stopped = False
         self._starting = threading.Lock()  # none is started unheard by `stop`
-        self._workers: set[_Worker] = set()
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._workers: dict[int, _Worker] = {}  # by thread
         resource_tracker.ensure_running()  # its start would let Ctrl-C through
-        try:
-            with _ctrl_c_held_back():
-                for _ in range(count):
-                    self._idle.put(self._start())
-        except BaseException:  # Ctrl-C, or no room for so many
-            self.close()
-            raise
 
     def work(self, *arguments: Any) -> Any:
         """What the task returns for these arguments, or raises."""
-        content = pickle.dumps(arguments)
+        content, thread = pickle.dumps(arguments), threading.get_ident()
         for _ in range(MOST_LOSSES + 1):
-            worker = self._idle.get()
             try:
-                if self._stopped:
-                    raise KeyboardInterrupt
-                answer = worker.ask(content)
+                answer = self._worker(thread).ask(content)
                 break
-            except (EOFError, OSError):  # it is dead
-                self._workers.discard(worker)
-                worker.end()
-                with suppress(OSError):  # if there is no room for another one, that is one more loss
-                    worker = self._start()
-            finally:
-                self._idle.put(worker)
+            except (EOFError, OSError):  # it is dead, or there is no room for another one
+                if worker := self._workers.pop(thread, None):
+                    worker.end()
         else:
             raise keep_dying(MOST_LOSSES + 1)
         value, error = pickle.loads(answer)
@@ -218,7 +197,7 @@ class Pool:
         """Ask for the end of all that runs."""
         with self._starting:
             self._stopped = True
-            workers = tuple(self._workers)
+            workers = list(self._workers.values())
         for worker in workers:
             with suppress(OSError):  # it has ended already
                 worker.send(STOP)
@@ -226,16 +205,16 @@ class Pool:
     def close(self) -> None:
         """Stop all that runs, and wait until the processes are gone."""
         self.stop()
-        for worker in tuple(self._workers):
+        for worker in list(self._workers.values()):
             worker.end()
 
-    def _start(self) -> _Worker:
+    def _worker(self, thread: int) -> _Worker:
         with self._starting:
             if self._stopped:
                 raise KeyboardInterrupt
-            worker = _Worker(self._task)
-            self._workers.add(worker)
-            return worker
+            if thread not in self._workers:
+                self._workers[thread] = _Worker(self._task)
+            return self._workers[thread]
 
 
 class _Worker:
@@ -269,24 +248,13 @@ def no_ctrl_c() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
-@contextmanager
-def _ctrl_c_held_back() -> Iterator[None]:
-    """The same in the main thread, which handles it afterwards."""
-    if os.name != "posix" or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    # Children inherit the mask. It covers this thread only: another one may receive the signal, and Python then runs
-    # the handler here, in the middle of a start.
-    heard: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # a blocked signal arrives now
-        signal.signal(signal.SIGINT, handler)
-        if heard:
-            signal.raise_signal(signal.SIGINT)
+def keep_dying(times: int) -> ValueError:
+    """The error that ends a study."""
+    return ValueError(
+        f"worker processes died {times} times in a row, perhaps for lack of memory, or because a "
+        "script lacks `if __name__ == '__main__':`, without which each worker starts it again; run "
+        "again with fewer workers (--workers), or with that line: what was stored is safe"
+    )
 
 
 # --- in a worker process ----------------------------------------------------------------------------------------
