@@ -9,16 +9,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from itertools import groupby, product
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Required
 
-from klatsch import arguments, own, problems, rules
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictStr, TypeAdapter
+from typing_extensions import TypedDict
+
+from klatsch import own, problems, rules
 from klatsch import topology as topologies
-from klatsch.arguments import named, number, whole
+from klatsch.arguments import named, number
 from klatsch.clock.rounds import check_meets, scheduled
 from klatsch.columns import described
 from klatsch.problems import Headline
 from klatsch.rules import averaging
-from klatsch.study.spec import Options, Study, combinations, make_rule
+from klatsch.study.spec import Count, Options, Seed, Study, combinations, make_rule
 from klatsch.topology import Topology
 from klatsch.topology.channel import CHANNEL, check_channel
 from klatsch.units import compact, counted, in_words
@@ -37,47 +40,48 @@ class Channel(NamedTuple):
 
 
 Sources = dict[str, Options]  # what a store keeps of custom parts, by name or kind: see `sources_of`
+Value = StrictStr | StrictBool | StrictFloat | Annotated[int, Field(strict=True, gt=-(1 << 63), lt=1 << 63)] | None
+
+
+class Source(TypedDict, total=False):
+    """What a store keeps of a custom part."""
+
+    source: Required[str]  # a hash of its file
+    headline: Headline  # of a problem
+    large_is_good: list[str]
 
 
 @dataclass(frozen=True)
 class Case:
     """One run: everything that determines its result except the device, which only changes rounding."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     problem: str
-    problem_options: Options
+    problem_options: dict[str, Value]
     rule: str
-    rule_options: Options  # with lr
+    rule_options: dict[str, Value]  # with lr
     topology: str
-    topology_options: Options
+    topology_options: dict[str, Value]
     lazy: bool  # the graph's: all rules mix with (I + P) / 2
-    nodes: int
-    seed: int
-    steps: int
-    record: int
+    nodes: Count
+    seed: Seed
+    steps: Count
+    record: Count
     dtype: str
     any_graph: bool  # decides whether it may run, not its result
-    epochs: int | None = None  # determine `steps` if given; metrics are then evenly spaced
+    epochs: Count | None = None  # determine `steps` if given; metrics are then evenly spaced
     sources: Sources = field(default_factory=dict)  # of its problem, rule and topology, if custom
     data: str = ""  # SHA-256 of the problem's data, if its options do not determine them
 
     @classmethod
     def read(cls, content: Any) -> Case:
         """A run from what a store holds of it, which may be forged: data to be checked, of which nothing is called."""
-        case = cls(**content)
-        for name in ("nodes", "seed", "steps", "record"):
-            whole(vars(case)[name], name, name != "seed")
-        if case.epochs is not None:
-            whole(case.epochs, "epochs", 1)
-        for _, options in case._parts.values():
-            for option, value in options.items():
-                if isinstance(value, list | dict) or (isinstance(value, int) and abs(value) >= 1 << 63):
-                    raise ValueError(f"{option} = {arguments.shown(value)}; it is no value of an option")
+        case = CASE.validate_python(content)
         number("lr", case.rule_options["lr"], lambda lr: lr > 0, "a number above 0")
         check_channel(*case.channel)
         check_meets("a graph", case.meets, *case.channel[:3], case.channel.loss)
         check_sources({kind: name for kind, (name, _) in case._parts.items()}, case.sources)
-        if not isinstance(case.data, str) or not isinstance(case.dtype, str):
-            raise ValueError("data and dtype are no texts")
         return case
 
     @cached_property
@@ -202,6 +206,10 @@ class Case:
             )
 
 
+CASE = TypeAdapter(Case)
+SOURCES = TypeAdapter(dict[str, Source | dict[str, str]])
+
+
 class LeftOut(NamedTuple):
     """What could not be run."""
 
@@ -276,21 +284,13 @@ def sources_of(study: Study) -> Sources:
 
 def check_sources(parts: Mapping[str, str], sources: Mapping[str, Any]) -> None:
     """Refuse parts, by the names under which `sources` has what a store keeps of them, that it does not know."""
-    if not isinstance(sources, dict):
-        raise ValueError(f"sources = {arguments.shown(sources)}; they are no table")
+    SOURCES.validate_python(sources)
     for key, name in parts.items():
         if own.is_own(name):
-            own.part_of(name)
-            if not isinstance(sources[key]["source"], str):
-                raise ValueError(f"the source of {name} is no text")
-        elif not isinstance(name, str):
-            raise ValueError(f"{arguments.shown(name)} is no name")
+            _ = own.part_of(name), sources[key]["source"]
     key, name = next(iter(parts.items()))  # the problem
     if own.is_own(name):
-        headline = headline_of(name, sources[key])
-        texts = (headline.metric, headline.text, headline.of_mean, headline.of_worst, *sources[key]["large_is_good"])
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{name} has a headline that is no text")
+        _ = headline_of(name, sources[key]), sources[key]["large_is_good"]
     else:
         named("problem", name, problems.PROBLEMS)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from klatsch import own
 from klatsch.arguments import printable
@@ -440,6 +441,9 @@ class Store(Database):
             yield
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
+            if isinstance(error, ValidationError):
+                first = error.errors(include_url=False)[0]
+                reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise ValueError(f"{self.path} holds settings that this klatsch cannot read ({reason})") from None
 
     # --- checksums ---------------------------------------------------------------------------------------------

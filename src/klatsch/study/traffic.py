@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import ConfigDict, Field, TypeAdapter
 from torch import Tensor
 
 from klatsch import problems
-from klatsch.arguments import number, whole
 from klatsch.clock import Clock
 from klatsch.clock.network import Nodes
 from klatsch.clock.rounds import Sending, Talk, scheduled, talk_of
@@ -21,9 +22,10 @@ from klatsch.rules import Flow, Rule
 from klatsch.rules.base import Tensors
 from klatsch.simulation.record import record_points
 from klatsch.study.cases import Case, Channel
-from klatsch.study.spec import Options
+from klatsch.study.spec import Count, Options
 from klatsch.topology.channel import encoded_bytes
 
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # or bytes
 MOST_LINKS = 1 << 20  # of all rounds of a graph's period: those of a larger one are not kept
 MOST_NODES, MOST_ROUNDS = 10**6, 10**8  # that a clock goes through
 
@@ -42,12 +44,14 @@ class Exchange:
         unknown: why something is not known.
     """
 
-    numbers: int
-    sent: float | None = None
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    numbers: Count
+    sent: Seconds | None = None
     messages: tuple[Sending, ...] = ()
     all_reduce: bool = False
     links: str = ""
-    when: tuple[tuple[int, float], ...] = ()
+    when: tuple[tuple[Count, Seconds], ...] = ()
     unknown: str = ""
 
     @property
@@ -58,19 +62,14 @@ class Exchange:
     @classmethod
     def read(cls, text: str, links: str) -> Exchange:
         """From the texts of a store, which are data to be checked: nothing in them is looked up or called."""
-        content = json_of(text)
-        found = cls(**{**content, "links": links})
-        whole(found.numbers, "numbers", 1)
-        if found.sent is not None:
-            number("sent", found.sent, lambda v: v >= 0, "a number of bytes")
-        messages = tuple(Sending(bool(early), whole(v, "vectors", 0), tuple(n)) for early, v, n in found.messages)
-        for k, message in enumerate(messages):
-            for needed in message.needs:
-                whole(needed, "needs", 0, k - 1)
-        when = tuple((whole(t, "round", 1), number("when", v, lambda v: v >= 0, "seconds")) for t, v in found.when)
-        if not isinstance(found.unknown, str):
-            raise ValueError(f"unknown = {found.unknown!r}; it is no text")
-        return replace(found, messages=messages, all_reduce=bool(found.all_reduce), when=when)
+        exchange = EXCHANGE.validate_python({**json_of(text), "links": links})
+        for k, message in enumerate(exchange.messages):
+            if message.vectors < 0 or not all(0 <= needed < k for needed in message.needs):
+                raise ValueError(f"message {k} of {message.vectors} vectors needs {message.needs}")
+        return exchange
+
+
+EXCHANGE = TypeAdapter(Exchange)
 
 
 def exchange_of(case: Case, numbers: int | None = None) -> Exchange:
