@@ -14,7 +14,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -22,7 +22,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,7 +133,7 @@ class Remembered:
         return remembered
 
 
-class Database(AbstractContextManager["Database"]):
+class Database:
     """A store's file in write-ahead mode, created by the first transaction; a refused file is untouched."""
 
     def __init__(self, path: str | Path, read_only: bool = False) -> None:
@@ -147,6 +147,9 @@ class Database(AbstractContextManager["Database"]):
                     self._base = base
                 else:
                     base.close()
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
