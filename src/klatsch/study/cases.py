@@ -11,7 +11,7 @@ from functools import cache, cached_property, lru_cache
 from itertools import groupby, product
 from typing import Annotated, Any, NamedTuple, Required
 
-from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictStr, TypeAdapter
+from pydantic import AfterValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictStr, TypeAdapter
 from typing_extensions import TypedDict
 
 from klatsch import own, problems, rules
@@ -41,6 +41,7 @@ class Channel(NamedTuple):
 
 Sources = dict[str, Options]  # what a store keeps of custom parts, by name or kind: see `sources_of`
 Value = StrictStr | StrictBool | StrictFloat | Annotated[int, Field(strict=True, gt=-(1 << 63), lt=1 << 63)] | None
+Values = Annotated[Options, AfterValidator(TypeAdapter(dict[str, Value]).validate_python)]
 
 
 class Source(TypedDict, total=False):
@@ -58,11 +59,11 @@ class Case:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     problem: str
-    problem_options: dict[str, Value]
+    problem_options: Values
     rule: str
-    rule_options: dict[str, Value]  # with lr
+    rule_options: Values  # with lr
     topology: str
-    topology_options: dict[str, Value]
+    topology_options: Values
     lazy: bool  # the graph's: all rules mix with (I + P) / 2
     nodes: Count
     seed: Seed
