@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from itertools import product as product_of
 
 import networkx as nx
 import numpy as np
@@ -24,18 +25,18 @@ def test_the_sizes_that_families_refuse():
     assert not any(REFUSED[name] for name in set(tp.TOPOLOGIES) - {"torus", "grid", "near_complete", "hypercube"})
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_rows_and_columns_sum_to_one_and_the_mean_stays(n):
-    v = np.random.default_rng(n).standard_normal((n, 3))
-    for graph in all_topologies(n):
-        assert graph.size == n
-        assert graph.doubly_stochastic, graph
-        for t in range(1, graph.period + 1):
-            P = graph.matrix(t).toarray()
-            assert (P >= 0).all()
-            np.testing.assert_allclose(P.sum(axis=1), 1, atol=1e-12, err_msg=graph.name)
-            np.testing.assert_allclose(P.sum(axis=0), 1, atol=1e-12, err_msg=graph.name)
-            np.testing.assert_allclose((P @ v).mean(axis=0), v.mean(axis=0), atol=1e-12, err_msg=graph.name)
+def test_rows_and_columns_sum_to_one_and_the_mean_stays():
+    for n in SIZES:
+        v = np.random.default_rng(n).standard_normal((n, 3))
+        for graph in all_topologies(n):
+            assert graph.size == n
+            assert graph.doubly_stochastic, graph
+            for t in range(1, graph.period + 1):
+                P = graph.matrix(t).toarray()
+                assert (P >= 0).all()
+                np.testing.assert_allclose(P.sum(axis=1), 1, atol=1e-12, err_msg=graph.name)
+                np.testing.assert_allclose(P.sum(axis=0), 1, atol=1e-12, err_msg=graph.name)
+                np.testing.assert_allclose((P @ v).mean(axis=0), v.mean(axis=0), atol=1e-12, err_msg=graph.name)
 
 
 @pytest.mark.parametrize("name", tp.TOPOLOGIES)
@@ -53,17 +54,17 @@ def test_symmetry_and_degree_are_as_the_record_says(name):
         assert graph.degree == (graph.degree if family.degree is None else family.degree(n)), n
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_contraction(n):
+def test_contraction():
     """Property 2.6: ||P X - mean||^2 <= (1 - rho) ||X - mean||^2, here over a period with rho per round."""
-    X = np.random.default_rng(n).standard_normal((n, 5))
-    away = np.linalg.norm(X - X.mean(axis=0)) ** 2
-    for graph in all_topologies(n):
-        after = product(graph) @ X
-        left = np.linalg.norm(after - X.mean(axis=0)) ** 2
-        assert left <= (1 - graph.period * graph.spectral_gap) ** 2 * away + 1e-12, graph
-        if graph.period == 1:
-            assert left <= (1 - graph.spectral_gap) * away + 1e-12, graph
+    for n in SIZES:
+        X = np.random.default_rng(n).standard_normal((n, 5))
+        away = np.linalg.norm(X - X.mean(axis=0)) ** 2
+        for graph in all_topologies(n):
+            after = product(graph) @ X
+            left = np.linalg.norm(after - X.mean(axis=0)) ** 2
+            assert left <= (1 - graph.period * graph.spectral_gap) ** 2 * away + 1e-12, graph
+            if graph.period == 1:
+                assert left <= (1 - graph.spectral_gap) * away + 1e-12, graph
 
 
 @settings(deadline=None, max_examples=60)
@@ -85,16 +86,16 @@ def test_the_contraction_is_reached():
     assert values[-1] == pytest.approx(1)
 
 
-@pytest.mark.parametrize("rows, cols", [(r, c) for r in range(1, 8) for c in range(1, 8)])
-def test_torus_wraps_and_grid_does_not(rows, cols):
-    torus, grid = tp.torus(rows=rows, cols=cols), tp.grid(rows=rows, cols=cols)
-    for i in range(rows * cols):
-        r, c = divmod(i, cols)
-        around = [(r - 1, c), (r + 1, c), (r, c - 1), (r, c + 1)]
-        wrapped = {(a % rows) * cols + b % cols for a, b in around} - {i}
-        inside = {a * cols + b for a, b in around if 0 <= a < rows and 0 <= b < cols}
-        assert set(torus.neighbors(i)) == wrapped
-        assert set(grid.neighbors(i)) == inside
+def test_torus_wraps_and_grid_does_not():
+    for rows, cols in product_of(range(1, 8), range(1, 8)):
+        torus, grid = tp.torus(rows=rows, cols=cols), tp.grid(rows=rows, cols=cols)
+        for i in range(rows * cols):
+            r, c = divmod(i, cols)
+            around = [(r - 1, c), (r + 1, c), (r, c - 1), (r, c + 1)]
+            wrapped = {(a % rows) * cols + b % cols for a, b in around} - {i}
+            inside = {a * cols + b for a, b in around if 0 <= a < rows and 0 <= b < cols}
+            assert set(torus.neighbors(i)) == wrapped
+            assert set(grid.neighbors(i)) == inside
 
 
 def test_torus_from_n_is_the_squarest():
@@ -105,50 +106,50 @@ def test_torus_from_n_is_the_squarest():
     assert tp.torus(12, rows=2) == tp.torus(rows=2, cols=6)
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_graphs_against_networkx(n):
+def test_graphs_against_networkx():
     """The links are those that networkx draws for the same graph."""
-    expected = {"ring": nx.cycle_graph(n), "complete": nx.complete_graph(n), "star": nx.star_graph(n - 1)}
-    if n > 2:
-        matching = [(i, i + 1) for i in range(0, n - 1, 2)]
-        expected["near_complete"] = nx.complete_graph(n)
-        expected["near_complete"].remove_edges_from(matching)
-    if n > 2 and n & (n - 1) == 0:
-        cube = nx.hypercube_graph(n.bit_length() - 1)
-        expected["hypercube"] = nx.relabel_nodes(cube, {v: sum(b << i for i, b in enumerate(v)) for v in cube})
-    for name, graph in expected.items():
-        graph.remove_edges_from(nx.selfloop_edges(graph))
-        ours = tp.make(name, n)
+    for n in SIZES:
+        expected = {"ring": nx.cycle_graph(n), "complete": nx.complete_graph(n), "star": nx.star_graph(n - 1)}
+        if n > 2:
+            matching = [(i, i + 1) for i in range(0, n - 1, 2)]
+            expected["near_complete"] = nx.complete_graph(n)
+            expected["near_complete"].remove_edges_from(matching)
+        if n > 2 and n & (n - 1) == 0:
+            cube = nx.hypercube_graph(n.bit_length() - 1)
+            expected["hypercube"] = nx.relabel_nodes(cube, {v: sum(b << i for i, b in enumerate(v)) for v in cube})
+        for name, graph in expected.items():
+            graph.remove_edges_from(nx.selfloop_edges(graph))
+            ours = tp.make(name, n)
+            for i in range(n):
+                assert set(ours.neighbors(i)) == set(graph[i]), (name, n, i)
+            # Metropolis–Hastings, written down once more
+            P = ours.matrix(1).toarray()
+            for i, j in graph.edges:
+                assert P[i, j] == pytest.approx(1 / (1 + max(graph.degree[i], graph.degree[j])), abs=1e-15)
+
+
+def test_exponential_graphs_hear_powers_of_two():
+    for n in SIZES:
+        offsets = [2**k for k in range(math.ceil(math.log2(n)))]
+        static, one_peer = tp.exponential(n), tp.one_peer_exponential(n)
+        assert one_peer.period == max(1, len(offsets))
         for i in range(n):
-            assert set(ours.neighbors(i)) == set(graph[i]), (name, n, i)
-        # Metropolis–Hastings, written down once more
-        P = ours.matrix(1).toarray()
-        for i, j in graph.edges:
-            assert P[i, j] == pytest.approx(1 / (1 + max(graph.degree[i], graph.degree[j])), abs=1e-15)
+            assert set(static.neighbors(i)) == {(i + o) % n for o in offsets}
+            assert set(static.receivers(i)) == {(i - o) % n for o in offsets}
+            for k, o in enumerate(offsets):
+                assert list(one_peer.neighbors(i, k + 1)) == [(i + o) % n]
+                assert list(one_peer.receivers(i, k + 1)) == [(i - o) % n]
+                assert one_peer.matrix(k + 1)[i, (i + o) % n] == 0.5
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_exponential_graphs_hear_powers_of_two(n):
-    offsets = [2**k for k in range(math.ceil(math.log2(n)))]
-    static, one_peer = tp.exponential(n), tp.one_peer_exponential(n)
-    assert one_peer.period == max(1, len(offsets))
-    for i in range(n):
-        assert set(static.neighbors(i)) == {(i + o) % n for o in offsets}
-        assert set(static.receivers(i)) == {(i - o) % n for o in offsets}
-        for k, o in enumerate(offsets):
-            assert list(one_peer.neighbors(i, k + 1)) == [(i + o) % n]
-            assert list(one_peer.receivers(i, k + 1)) == [(i - o) % n]
-            assert one_peer.matrix(k + 1)[i, (i + o) % n] == 0.5
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_one_peer_exponential_is_exact_for_powers_of_two_only(n):
-    graph = tp.one_peer_exponential(n)
-    error = np.abs(product(graph) - 1 / n).max()
-    power = n & (n - 1) == 0
-    assert (error < 1e-14) == power
-    assert graph.averages_exactly == power
-    assert graph.exact_after == (round(math.log2(n)) if power else None)
+def test_one_peer_exponential_is_exact_for_powers_of_two_only():
+    for n in SIZES:
+        graph = tp.one_peer_exponential(n)
+        error = np.abs(product(graph) - 1 / n).max()
+        power = n & (n - 1) == 0
+        assert (error < 1e-14) == power
+        assert graph.averages_exactly == power
+        assert graph.exact_after == (round(math.log2(n)) if power else None)
 
 
 def test_random_graphs_are_seeded():

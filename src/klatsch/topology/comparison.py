@@ -20,11 +20,7 @@ LARGEST_DENSE = 1000  # nodes up to which a graph with links between all of them
 
 @dataclass(frozen=True)
 class Summary:
-    """What one round of gossip on a topology costs, and how fast it mixes.
-
-    Bytes are sent per node and round, on average, for each vector of `params` numbers that a rule sends to its
-    neighbours.
-    """
+    """What one round of gossip on a topology costs, and how fast it mixes."""
 
     name: str
     nodes: int
@@ -43,18 +39,18 @@ class Summary:
     effective_neighbors: float | None
     messages_per_round: float
     params: int
-    bytes_per_vector: float
+    bytes_per_vector: float  # of `params` numbers, sent per node and round, on average
 
 
 def summarize(
     topology: Topology, params: int = 1_000_000, bytes_per_parameter: int = 4, *, rho: float | None = None
 ) -> Summary:
-    """Compute everything a table shows about one topology.
+    """Everything that a table shows about one topology.
 
     Args:
         topology: the graph.
         params: parameters of the model, for the size of messages.
-        bytes_per_parameter: 4 for float32; other encodings have their own.
+        bytes_per_parameter: of float32; other encodings have their own.
         rho: the spectral gap in closed form; then it is not solved for, and changing graphs are not followed.
     """
     check_topology("summarize", topology)
@@ -103,20 +99,13 @@ def _unsolvable(name: str, n: int, changed: str = "") -> str:
 
 def _rounds_to_halve(topology: Topology, rho: float) -> int | None:
     """From a closed form: all such families that are static are symmetric or circulant, and shrink by 1 - rho."""
-    if topology.changes:
-        return None
     of_mix = rho * topology.every
-    return topology.every * (1 if of_mix >= 0.5 else math.ceil(math.log(0.5) / math.log1p(-of_mix) - 1e-9))
+    mixes = 1 if of_mix >= 0.5 else math.ceil(math.log(0.5) / math.log1p(-of_mix) - 1e-9)
+    return None if topology.changes else topology.every * mixes
 
 
 def compare(n: int, params: int = 1_000_000, **choices: object) -> tuple[list[Summary], dict[str, str]]:
-    """All topologies of n nodes, the largest rho first, and why others are left out.
-
-    Args:
-        n: number of nodes.
-        params: number of parameters of the model.
-        choices: options such as k or seed, for those topologies that have them.
-    """
+    """All topologies of n nodes, the largest rho first, and why others are left out; each takes the options it has."""
     node_count(n, "compare")
     whole(params, "params", 1)
     travel = {name: value for name, value in choices.items() if name in CHANNEL}

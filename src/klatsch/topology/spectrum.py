@@ -157,6 +157,17 @@ def _directed_second(matrices: Sequence[Matrix]) -> float:
     )
 
 
+def last(holds: Callable[[int], bool], low: int = 0) -> int:
+    """The last whole number from `low` up at which `holds` is true, which it is up to there and not beyond."""
+    high = max(1, 2 * low)
+    while holds(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
 def exact_after(matrices: Sequence[Matrix]) -> int | None:
     """The first round after which all nodes hold the exact mean, or None; for doubly stochastic matrices."""
     size = matrices[0].shape[0]
