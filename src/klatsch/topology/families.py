@@ -264,14 +264,17 @@ def _drawn(
     )
 
 
-def _only_a_line(name: str, line: str, n: int) -> str:
-    if n == 1 or squarest(n)[0] > 1:
-        return ""
-    nearest = 4 if n <= 3 else max((n - 1, n + 1), key=squarest)  # the neighbours of a larger prime are even
-    return (
-        f"{name}: n = {n} is prime and leaves only a {line}; the nearest {name} is {nearest}"
-        f" = {' x '.join(map(str, squarest(nearest)))} (rows = 1 and cols = {n} if a {line} is meant)"
-    )
+def _only_a_line(name: str, line: str) -> Callable[[int], str]:
+    def refusal(n: int) -> str:
+        if n == 1 or squarest(n)[0] > 1:
+            return ""
+        nearest = 4 if n <= 3 else max((n - 1, n + 1), key=squarest)  # the neighbours of a larger prime are even
+        return (
+            f"{name}: n = {n} is prime and leaves only a {line}; the nearest {name} is {nearest}"
+            f" = {' x '.join(map(str, squarest(nearest)))} (rows = 1 and cols = {n} if a {line} is meant)"
+        )
+
+    return refusal
 
 
 def _no_power_of_two(n: int) -> str:
@@ -302,7 +305,7 @@ def _exponential_gap(n: int) -> float:
     return float(1 - np.abs(total).max(initial=0.0) / (1 + len(offsets)))
 
 
-def _one_peer_exponential_gap(n: int) -> float:
+def _one_peer_gap(n: int) -> float:
     """The period's product is circulant, with eigenvalues of modulus |sin(pi j 2^tau / n)| / (2^tau sin(pi j / n)).
 
     The bound 1 / (2^tau sin(pi j / n)) falls up to n / 2, so the search may stop early; for a power of two all are 0.
@@ -333,6 +336,10 @@ def _lattice_degree(n: int) -> int:
     return sum(min(side - 1, 2) for side in squarest(n))
 
 
+def _one_peer(n: int) -> int:
+    return min(n - 1, 1)
+
+
 def _nearly_square(s: int) -> int:
     """r x r and r x (r + 1): a lattice of 2 x p nodes is a ring in disguise."""
     return 1 if s == 1 else ((s + 2) // 2) * ((s + 3) // 2)
@@ -342,10 +349,8 @@ FAMILIES: dict[str, Family] = {
     family.build.__name__: family
     for family in (
         Family(ring, lambda n: _torus_gap(rows=1, cols=n), lambda n: min(n - 1, 2)),
-        Family(
-            torus, _torus_gap, _lattice_degree, partial(_only_a_line, "torus", "ring"), _nearly_square, lattice=True
-        ),
-        Family(grid, None, _lattice_degree, partial(_only_a_line, "grid", "path"), _nearly_square, lattice=True),
+        Family(torus, _torus_gap, _lattice_degree, _only_a_line("torus", "ring"), _nearly_square, lattice=True),
+        Family(grid, None, _lattice_degree, _only_a_line("grid", "path"), _nearly_square, lattice=True),
         Family(complete, lambda n: 1.0, lambda n: n - 1, dense=True),
         Family(
             near_complete,
@@ -364,19 +369,12 @@ FAMILIES: dict[str, Family] = {
             lambda s: 1 << (s - 1),
         ),
         Family(exponential, _exponential_gap, lambda n: len(powers_of_two_below(n)), symmetric=False, ripples=True),
-        Family(
-            one_peer_exponential,
-            _one_peer_exponential_gap,
-            lambda n: min(n - 1, 1),
-            symmetric=False,
-            changes=True,
-            ripples=True,
-        ),
-        Family(base_graph, _base_graph_gap, lambda n: min(n - 1, 1), changes=True, ripples=True),
+        Family(one_peer_exponential, _one_peer_gap, _one_peer, symmetric=False, changes=True, ripples=True),
+        Family(base_graph, _base_graph_gap, _one_peer, changes=True, ripples=True),
         Family(  # eigenvalues (1 + exp(2 pi i j / n)) / 2, of modulus cos(pi j / n)
             directed_ring,
             lambda n: 1.0 if n == 1 else 2 * math.sin(math.pi / (2 * n)) ** 2,
-            lambda n: min(n - 1, 1),
+            _one_peer,
             symmetric=False,
         ),
         Family(erdos_renyi),
@@ -387,10 +385,9 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {name: family.build for name, f
 
 
 def make(name: str, n: int | None = None, **choices: object) -> Topology:
-    """A topology by name: `make("ring", 16)`, `make("base_graph", 16, k=2)`, `make("torus", rows=3, cols=4)`.
+    """A topology by name: `make("ring", 16)`, `make("base_graph/8", 16, k=2)`, `make("torus", rows=3, cols=4, late=1)`.
 
-    `make("ring/8", 16)` and `make("ring", 16, every=8)` gossip in every 8th round only; `late` and `wire` say how
-    messages travel (see `channel`).
+    "ring/8" says every = 8, gossip in every 8th round only; see `channel`, whose options all topologies take.
     """
     return builder(name, choices)(n, **choices)
 
