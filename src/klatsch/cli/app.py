@@ -175,8 +175,9 @@ def check_known(
 def parameters_of(kind: str, name: str) -> Parameters:
     """The options of a rule, topology or problem, by its name; topologies also take those of a channel."""
     from klatsch import problems, rules
-    from klatsch.topology.channel import CHANNEL, channel
+    from klatsch.topology.channel import CHANNEL
     from klatsch.topology.families import family
+    from klatsch.topology.graph import channel
 
     makers: dict[str, Callable[[str], Callable[..., object]]]
     makers = {"rule": rules.kind, "problem": problems.kind, "topology": lambda name: family(name).build}

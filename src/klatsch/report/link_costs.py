@@ -18,7 +18,7 @@ from klatsch.report.figures import GRAPH_COLOURS, MARKERS, Layout, Style
 from klatsch.study.cases import Channel
 from klatsch.study.choices import Row
 from klatsch.study.traffic import elapsed
-from klatsch.topology.validation import WIRES
+from klatsch.topology.channel import WIRES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from klatsch.report.entries import Content, Draw, Said, Sentences, Target, image
 from klatsch.report.link_costs import GRADIENT, LINKS, Cost, at_server, channel, megabytes, seconds_on
 from klatsch.study.cases import Channel
 from klatsch.study.choices import Row
-from klatsch.topology.validation import WIRES
+from klatsch.topology.channel import WIRES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

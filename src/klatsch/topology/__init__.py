@@ -5,7 +5,6 @@ its name (`make("ring", 16)`), or from your own graph (`from_networkx`, `from_ma
 "ring/8", gossips in some rounds only; `channel` says how messages travel.
 """
 
-from klatsch.topology.channel import channel, every
 from klatsch.topology.comparison import Summary, compare, summarize
 from klatsch.topology.drawing import draw
 from klatsch.topology.families import (
@@ -31,7 +30,7 @@ from klatsch.topology.families import (
     star,
     torus,
 )
-from klatsch.topology.graph import Topology, from_matrices, from_networkx, lazy
+from klatsch.topology.graph import Topology, channel, every, from_matrices, from_networkx, lazy
 
 __all__ = ["FAMILIES", "TOPOLOGIES", "Family", "Summary", "Topology"]
 __all__ += [

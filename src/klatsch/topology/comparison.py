@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 
 from klatsch.arguments import whole
-from klatsch.topology.channel import CHANNEL, check_channel, encoded_bytes
-from klatsch.topology.families import FAMILIES, family, make, options, spectral_gap
+from klatsch.topology.channel import CHANNEL, check_channel, encoded_bytes, no_wire
+from klatsch.topology.families import FAMILIES, family, make, node_count, options, spectral_gap
 from klatsch.topology.graph import Topology, check_topology
-from klatsch.topology.validation import no_wire, node_count
 
 GAMMA = 0.95  # the memory that explains deep-learning runs best in Vogels et al. 2022
 
@@ -42,20 +41,16 @@ class Summary:
     bytes_per_vector: float  # of `params` numbers, sent per node and round, on average
 
 
-def summarize(
-    topology: Topology, params: int = 1_000_000, bytes_per_parameter: int = 4, *, rho: float | None = None
-) -> Summary:
+def summarize(topology: Topology, params: int = 1_000_000, *, rho: float | None = None) -> Summary:
     """Everything that a table shows about one topology.
 
     Args:
         topology: the graph.
         params: parameters of the model, for the size of messages.
-        bytes_per_parameter: of float32; other encodings have their own.
         rho: the spectral gap in closed form; then it is not solved for, and changing graphs are not followed.
     """
     check_topology("summarize", topology)
-    vector = whole(params, "params", 1) * whole(bytes_per_parameter, "bytes_per_parameter", 1)
-    vector = vector if topology.wire == "float32" else encoded_bytes(topology.wire, params)
+    vector = encoded_bytes(topology.wire, whole(params, "params", 1))
     small = topology.size <= LARGEST_DETAILED
     static = topology.symmetric and not topology.changes
     return Summary(

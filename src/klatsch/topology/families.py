@@ -19,14 +19,14 @@ import numpy as np
 
 from klatsch.arguments import check_options, named, number, whole
 from klatsch.own import is_own, label, load
-from klatsch.topology.channel import CHANNEL, channel
-from klatsch.topology.graph import Topology
+from klatsch.topology.channel import CHANNEL, rounds_between
+from klatsch.topology.graph import Topology, channel
 from klatsch.topology.matrix import Nodes, Weights, circulant, metropolis_hastings, symmetric
-from klatsch.topology.validation import LARGEST, node_count, rounds_between
 
 if TYPE_CHECKING:
     import networkx as nx  # loaded only for random graphs
 
+LARGEST = 10**6  # nodes: up to a gigabyte for ring and torus, several for others
 UNLIMITED = 10**100  # nodes, for closed forms
 LARGEST_DENSE = 5_000  # nodes, all linked with each other: a gigabyte or two
 MOST_DRAWN = 2_000_000  # links of a random graph: half a minute and a gigabyte
@@ -43,12 +43,9 @@ class Family:
 
     build: Callable[..., Topology]  # of n and options
     gap: Callable[..., float] | None = None  # the spectral gap in closed form, if there is one
-    degree: Callable[[int], int] | None = None  # most neighbours in one round, if known
     refusal: Callable[[int], str] = lambda n: ""  # why there is no graph of n nodes, and the remedy
     nth_size: Callable[[int], int] = lambda s: s  # the s-th size (from 1) at which it keeps its shape
-    symmetric: bool = True  # whether every matrix is symmetric
     changes: bool = False  # whether several matrices are used in turn
-    ripples: bool = False  # whether the gap does not simply fall with the size
     dense: bool = False  # whether (nearly) all nodes are linked with each other
     lattice: bool = False  # whether the nodes form rows and columns
 
@@ -191,6 +188,15 @@ def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topol
     return _drawn("random_regular", n, f"degree = {degree:,}", n * degree / 2, draw, seed, "choose degree 3 or more")
 
 
+def node_count(n: object, name: str, most: int = LARGEST) -> int:
+    """Check a number of nodes, or of rows or columns, and return a plain int."""
+    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
+        raise ValueError(f"{name}: {n!r} nodes; give a whole number from 1 up")
+    if n > most:
+        raise ValueError(f"{name}: {n:,} nodes are too many to build; the most is {most:,}")
+    return int(n)
+
+
 def powers_of_two_below(n: int) -> list[int]:
     """1, 2, 4, ... below n: the offsets of the exponential graphs."""
     return [1 << k for k in range((n - 1).bit_length())]
@@ -277,6 +283,10 @@ def _only_a_line(name: str, line: str) -> Callable[[int], str]:
     return refusal
 
 
+def _no_two(n: int) -> str:
+    return "near_complete: 2 nodes have only the link it leaves out; take 1 or 3" if n == 2 else ""
+
+
 def _no_power_of_two(n: int) -> str:
     lower, upper = 1 << (n.bit_length() - 1), 1 << n.bit_length()
     nearest = lower if n - lower <= upper - n else upper
@@ -332,14 +342,6 @@ def _base_graph_gap(n: int, k: int = 1) -> float:
     return 1 / base_graph_period(n, k)
 
 
-def _lattice_degree(n: int) -> int:
-    return sum(min(side - 1, 2) for side in squarest(n))
-
-
-def _one_peer(n: int) -> int:
-    return min(n - 1, 1)
-
-
 def _nearly_square(s: int) -> int:
     """r x r and r x (r + 1): a lattice of 2 x p nodes is a ring in disguise."""
     return 1 if s == 1 else ((s + 2) // 2) * ((s + 3) // 2)
@@ -348,37 +350,21 @@ def _nearly_square(s: int) -> int:
 FAMILIES: dict[str, Family] = {
     family.build.__name__: family
     for family in (
-        Family(ring, lambda n: _torus_gap(rows=1, cols=n), lambda n: min(n - 1, 2)),
-        Family(torus, _torus_gap, _lattice_degree, _only_a_line("torus", "ring"), _nearly_square, lattice=True),
-        Family(grid, None, _lattice_degree, _only_a_line("grid", "path"), _nearly_square, lattice=True),
-        Family(complete, lambda n: 1.0, lambda n: n - 1, dense=True),
-        Family(
-            near_complete,
-            _near_complete_gap,
-            lambda n: n - 1 - (n > 1 and n % 2 == 0),
-            lambda n: "near_complete: 2 nodes have only the link it leaves out; take 1 or 3" if n == 2 else "",
-            lambda s: 1 if s == 1 else s + 1,
-            dense=True,
-        ),
-        Family(star, lambda n: 1.0 if n <= 2 else 1 / n, lambda n: n - 1),  # 1 - 1/n on differences between leaves
-        Family(  # eigenvalues 1 - 2 j / (log2(n) + 1)
-            hypercube,
-            lambda n: 1.0 if n == 1 else 2 / n.bit_length(),
-            lambda n: n.bit_length() - 1,
-            _no_power_of_two,
-            lambda s: 1 << (s - 1),
-        ),
-        Family(exponential, _exponential_gap, lambda n: len(powers_of_two_below(n)), symmetric=False, ripples=True),
-        Family(one_peer_exponential, _one_peer_gap, _one_peer, symmetric=False, changes=True, ripples=True),
-        Family(base_graph, _base_graph_gap, _one_peer, changes=True, ripples=True),
-        Family(  # eigenvalues (1 + exp(2 pi i j / n)) / 2, of modulus cos(pi j / n)
-            directed_ring,
-            lambda n: 1.0 if n == 1 else 2 * math.sin(math.pi / (2 * n)) ** 2,
-            _one_peer,
-            symmetric=False,
-        ),
+        Family(ring, lambda n: _torus_gap(rows=1, cols=n)),
+        Family(torus, _torus_gap, _only_a_line("torus", "ring"), _nearly_square, lattice=True),
+        Family(grid, None, _only_a_line("grid", "path"), _nearly_square, lattice=True),
+        Family(complete, lambda n: 1.0, dense=True),
+        Family(near_complete, _near_complete_gap, _no_two, lambda s: 1 if s == 1 else s + 1, dense=True),
+        Family(star, lambda n: 1.0 if n <= 2 else 1 / n),  # 1 - 1/n on differences between leaves
+        # eigenvalues 1 - 2 j / (log2(n) + 1)
+        Family(hypercube, lambda n: 1.0 if n == 1 else 2 / n.bit_length(), _no_power_of_two, lambda s: 1 << (s - 1)),
+        Family(exponential, _exponential_gap),
+        Family(one_peer_exponential, _one_peer_gap, changes=True),
+        Family(base_graph, _base_graph_gap, changes=True),
+        # eigenvalues (1 + exp(2 pi i j / n)) / 2, of modulus cos(pi j / n)
+        Family(directed_ring, lambda n: 1.0 if n == 1 else 2 * math.sin(math.pi / (2 * n)) ** 2),
         Family(erdos_renyi),
-        Family(random_regular, degree=lambda n: min(4, n - 1)),
+        Family(random_regular),
     )
 }
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {name: family.build for name, family in FAMILIES.items()}
@@ -432,7 +418,7 @@ def builder(name: str, choices: Collection[str] = ()) -> Callable[..., Topology]
 def family(name: str) -> Family:
     """The family of "ring" or "ring/8"; for your own "file.py:function" it knows the builder only."""
     kind, _ = split(name)
-    return Family(load("topology", kind), symmetric=False) if is_own(kind) else named("topology", kind, FAMILIES)
+    return Family(load("topology", kind)) if is_own(kind) else named("topology", kind, FAMILIES)
 
 
 def split(name: str) -> tuple[str, int]:

@@ -6,25 +6,32 @@ Round t (from 1) mixes with `topology.matrix(t)`: v_i <- sum_j P_ij v_j, where P
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from math import isfinite
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, diags_array
 
 from klatsch.arguments import number, whole
-from klatsch.topology import spectrum, validation
+from klatsch.topology import channel as channels
+from klatsch.topology import spectrum
 from klatsch.topology.matrix import (
     SUM_TOLERANCE,
     Matrix,
+    canonical,
+    check_averaging,
+    check_connected,
+    check_matrices,
     identity,
     lossy,
     mapped,
     metropolis_hastings,
+    split_rounds,
+    sums_to_one,
     with_self_weights,
 )
 
@@ -32,6 +39,7 @@ if TYPE_CHECKING:
     import networkx as nx  # loaded only for such a graph
 
 Stochastic = Literal["doubly", "rows", "columns"]
+FEW_BITS = 14  # of weights for bfloat16: its 8 bits and these fit into the 24 of float32, with 2 to spare
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,11 +52,7 @@ class Topology:
         stochastic: which sums are 1: "doubly" (rows and columns, so that mixing keeps the network mean), "rows", or
             "columns" (directed graphs for push-sum).
         lattice: rows and columns where the nodes form a lattice; for drawing only.
-        every: H: nodes talk in rounds H, 2H, 3H, ..., and all other matrices are the identity; see `channel`.
-        late: rounds between the sending and the arrival of a message; see `channel`.
-        wire: how numbers travel; see `channel`.
-        loss: the probability that the messages of a link are lost in a round; see `channel`.
-        one_way: whether each of the two is lost by itself.
+        every, late, wire, loss, one_way: how messages travel; see `channel`. Silent rounds have the identity.
         all_reduce: whether nodes average by an all-reduce, in which every weight is 1 / M; false wherever messages are
             rounded, late or lost.
     """
@@ -59,7 +63,7 @@ class Topology:
     lattice: tuple[int, int] | None = None
     every: int = 1
     late: int = 0
-    wire: str = validation.WIRES[0]
+    wire: str = channels.WIRES[0]
     loss: float = 0.0
     one_way: bool = False
     all_reduce: bool = False
@@ -69,21 +73,19 @@ class Topology:
             raise ValueError(f"{self.name}: stochastic = {self.stochastic!r}; choose from {', '.join(known)}")
         given = tuple(self.matrices)
         numbers = {id(P): k for k, P in reversed(list(enumerate(given, 1)))}
-        matrices = tuple(mapped(given, lambda P: validation.canonical(P, f"{self.name}, matrix {numbers[id(P)]}")))
-        object.__setattr__(self, "every", whole(self.every, "every", 1, validation.LONGEST))
-        validation.check_matrices(self.name, matrices, self.stochastic, self.every)
-        object.__setattr__(self, "late", validation.rounds_late(self.late))
-        validation.check_wire(self.name, self.wire, changes=len(matrices) > self.every)
-        rate = validation.check_loss(self.name, self.loss, self.one_way, self.wire)
-        object.__setattr__(self, "loss", rate)
-        special = self.late or self.wire != validation.WIRES[0] or self.loss
-        object.__setattr__(self, "all_reduce", bool(self.all_reduce) and not special)
-        if self.all_reduce:
-            validation.check_averaging(self.name, matrices[self.every - 1 :: self.every])
+        matrices = tuple(mapped(given, lambda P: canonical(P, f"{self.name}, matrix {numbers[id(P)]}")))
+        every = whole(self.every, "every", 1, channels.LONGEST)
+        check_matrices(self.name, matrices, self.stochastic, every)
+        late = channels.rounds_late(self.late)
+        channels.check_wire(self.name, self.wire, changes=len(matrices) > every)
+        loss = channels.check_loss(self.name, self.loss, self.one_way, self.wire)
+        all_reduce = bool(self.all_reduce) and not (late or self.wire != channels.WIRES[0] or loss)
+        if all_reduce:
+            check_averaging(self.name, matrices[every - 1 :: every])
         for P in matrices:
             for part in (P.data, P.indices, P.indptr):
                 part.flags.writeable = False
-        object.__setattr__(self, "matrices", matrices)
+        vars(self).update(matrices=matrices, every=every, late=late, loss=loss, all_reduce=all_reduce)
 
     @property
     def size(self) -> int:
@@ -137,14 +139,14 @@ class Topology:
         """Whether every row sums to 1, so that mixing is averaging."""
         if self.loss and self.stochastic == "columns":  # a lost weight stays in its column
             return False
-        return all(validation.sums_to_one(P, axis=1) for P in self.speaking)
+        return all(sums_to_one(P, axis=1) for P in self.speaking)
 
     @cached_property
     def column_stochastic(self) -> bool:
         """Whether every column sums to 1, so that mixing keeps the sum over nodes."""
         if self.loss and self.stochastic != "columns" and not self.symmetric:  # a lost weight stays in its row
             return False
-        return all(validation.sums_to_one(P, axis=0) for P in self.speaking)
+        return all(sums_to_one(P, axis=0) for P in self.speaking)
 
     @property
     def doubly_stochastic(self) -> bool:
@@ -241,10 +243,7 @@ class Topology:
 
     def __reduce__(self) -> tuple[object, ...]:
         # By the constructor: a copy in another process is checked and read-only, too.
-        return type(self), (
-            *(self.name, self.matrices, self.stochastic, self.lattice),
-            *(self.every, self.late, self.wire, self.loss, self.one_way, self.all_reduce),
-        )
+        return type(self), tuple(vars(self)[field.name] for field in fields(self))
 
     def __repr__(self) -> str:
         period = f", period {self.period}" if self.changes else ""
@@ -254,7 +253,7 @@ class Topology:
     @property
     def _travel(self) -> str:
         """How messages travel, where that is special: ", late 7, int8"."""
-        late, wire = f", late {self.late}" * (self.late > 0), f", {self.wire}" * (self.wire != validation.WIRES[0])
+        late, wire = f", late {self.late}" * (self.late > 0), f", {self.wire}" * (self.wire != channels.WIRES[0])
         loss = f", loss {self.loss:g}{' one way' * self.one_way}" * bool(self.loss)
         return late + wire + loss
 
@@ -268,11 +267,11 @@ class Topology:
         if not self.loss:
             return self.speaking
         kept = self.loss * identity(self.size)
-        return tuple(mapped(self.speaking, lambda P: validation.canonical(kept + (1 - self.loss) * P, self.name)))
+        return tuple(mapped(self.speaking, lambda P: canonical(kept + (1 - self.loss) * P, self.name)))
 
     @cached_property
     def _transposed(self) -> tuple[Matrix, ...]:
-        return tuple(mapped(self.matrices, lambda P: validation.canonical(P.T, self.name)))
+        return tuple(mapped(self.matrices, lambda P: canonical(P.T, self.name)))
 
     def _phase(self, t: int) -> int:
         return (whole(t, "round t", 1) - 1) % self.period
@@ -281,15 +280,11 @@ class Topology:
 def from_matrices(
     matrices: object, *, stochastic: Stochastic = "doubly", name: str = "from_matrices", all_reduce: bool = False
 ) -> Topology:
-    """A topology from your own matrices: one for a static graph, a list of them for a time-varying one.
+    """A topology from a square array (NumPy, nested lists, or SciPy sparse), or from a list of them, one per round.
 
-    Args:
-        matrices: a square array (NumPy, nested lists, or SciPy sparse), or a list of them, one per round.
-        stochastic: "doubly", "rows" or "columns": which sums must be 1.
-        name: what to call it.
-        all_reduce: whether nodes use an all-reduce, which gives all of them the mean.
+    The other arguments are those of `Topology`.
     """
-    return Topology(name, tuple(validation.split_rounds(matrices)), stochastic, all_reduce=all_reduce)
+    return Topology(name, tuple(split_rounds(matrices)), stochastic, all_reduce=all_reduce)
 
 
 def from_networkx(
@@ -305,7 +300,7 @@ def from_networkx(
         graph: an undirected graph, or a directed one in which u -> v means that u sends to v.
         weight: the edge attribute that holds P_vu for the edge u -> v; the rest up to 1 is the self-weight. Without
             it, undirected graphs get Metropolis–Hastings weights, directed ones for push-sum 1 / (out-degree + 1).
-        stochastic: which sums must be 1: "doubly", "rows" or "columns" (push-sum).
+        stochastic: as of `Topology`.
         name: what to call it.
     """
     import networkx as nx
@@ -333,7 +328,7 @@ def from_networkx(
             ' take graph.to_undirected(), give weight="ATTRIBUTE", or stochastic="columns" for push-sum'
         )
     P = _matrix(graph, nodes, weight, stochastic, name)
-    validation.check_connected(name, (P,), label=lambda i: repr(nodes[i]))
+    check_connected(name, (P,), label=lambda i: repr(nodes[i]))
     return Topology(name, (P,), stochastic)
 
 
@@ -346,7 +341,7 @@ def _matrix(
     if weight is not None:
         wanted = "every edge a number from 0 to 1"
         given = {edge: graph.edges[edge].get(weight) for edge in graph.edges}
-        checked = (number(f"{name}: edge {edge} has {weight}", w, isfinite, wanted) for edge, w in given.items())
+        checked = (number(f"{name}: edge {edge} has {weight}", w, math.isfinite, wanted) for edge, w in given.items())
         values = np.array(list(checked))
     elif graph.is_directed():
         values = 1.0 / (1 + np.bincount(sender, minlength=size)[sender])
@@ -371,11 +366,122 @@ def _matrix(
 def lazy(topology: Topology) -> Topology:
     """The same graph with (I + P) / 2: half as fast, but no eigenvalue below 0 (what D2 wants on an even ring)."""
     check_topology("lazy", topology)
-    itself, matrices = identity(topology.size), list(topology.matrices)
-    matrices[topology.every - 1 :: topology.every] = [
-        validation.canonical((itself + P) / 2.0, topology.name) for P in topology.speaking
-    ]
-    return replace(topology, name=f"lazy {topology.name}", matrices=tuple(matrices), all_reduce=False)
+    itself = identity(topology.size)
+    matrices = _respoken(topology, lambda P: canonical((itself + P) / 2.0, topology.name))
+    return replace(topology, name=f"lazy {topology.name}", matrices=matrices, all_reduce=False)
+
+
+def channel(
+    topology: Topology,
+    every: int = 1,
+    late: int = 0,
+    wire: str = channels.WIRES[0],
+    loss: float = 0.0,
+    one_way: bool = False,
+) -> Topology:
+    """The same graph over links that are used seldom, slowly or with few bytes.
+
+    In rounds with gossip every node sends its value v to its neighbours; the pull of the neighbours' values arrives
+    `late` rounds later, and is zero in rounds where nothing arrives. Both ends see the same rounded values, so the
+    network mean stays as it is.
+
+    Args:
+        topology: a graph; without late messages, if it is to get some.
+        every: H, gossip in rounds H, 2H, 3H, ..., and silence in the others: H - 1 local steps, then one with gossip.
+            Messages per round and the spectral gap fall to one H-th. A graph that changes uses its next matrix each
+            time.
+        late: rounds that a message may travel, while gradients are computed. Below `every`, mixing is as before. From
+            there on a pull arrives after the next value has been sent, and neighbours overreact to each other: weights
+            are damped so that this dies out, which slows mixing down. Choose every - 1 at most if you can.
+        wire: "float32" (numbers as they are), "bfloat16" (half the bytes of float32), or "int8" (a quarter: differences
+            to what neighbours hold already, with a scale per 256 numbers; on static graphs).
+        loss: the probability that a message is lost, drawn for every link and round by a seed that all know. Both
+            directions of a link are lost together, and its weight stays with its ends, so a symmetric graph keeps the
+            mean.
+        one_way: every message is lost by itself, so that mixing does not keep the network mean.
+
+    References:
+        Koloskova et al., "A unified theory of decentralized SGD with changing topology and local updates", 2020, for
+        local steps. Koloskova et al., "Decentralized stochastic optimization and gossip algorithms with compressed
+        communication", 2019, Algorithm 1, for differences.
+    """
+    check_topology("channel", topology)
+    seldom = _every(topology, every)
+    late = channels.rounds_late(late)
+    if topology.late and (late or seldom.every > topology.every):
+        raise ValueError(f"{topology.name} is late already; give every and late together, to a graph without")
+    if late:
+        matrices = _respoken(seldom, lambda P: _damped(seldom, P, late))
+        seldom = replace(seldom, name=f"{seldom.name} late {late}", matrices=matrices, late=late)
+    channels.check_wire(seldom.name, wire, seldom.changes)
+    if wire != seldom.wire:
+        matrices = _respoken(seldom, _short) if wire == "bfloat16" else seldom.matrices
+        seldom = replace(seldom, name=f"{seldom.name} {wire}", matrices=matrices, wire=wire)
+    if loss or one_way:
+        ways = " one way" * bool(one_way)
+        seldom = replace(seldom, name=f"{seldom.name} loss {loss}{ways}", loss=loss, one_way=one_way)
+    return seldom
+
+
+def every(topology: Topology, H: int) -> Topology:
+    """The same graph with gossip in rounds H, 2H, 3H, ... only; see `channel`."""
+    check_topology("every", topology)
+    return channel(topology, every=H)
+
+
+def _every(topology: Topology, H: int) -> Topology:
+    rounds_between, speaking = channels.rounds_between, topology.speaking
+    between = rounds_between(rounds_between(H) * topology.every, len(speaking))
+    if between == topology.every:
+        return topology
+    name = topology.name.removesuffix(f"/{topology.every}") if topology.every > 1 else topology.name
+    matrices = [identity(topology.size)] * (between * len(speaking))
+    matrices[between - 1 :: between] = speaking
+    return replace(topology, name=f"{name}/{between}", matrices=tuple(matrices), every=between)
+
+
+def _respoken(topology: Topology, change: Callable[[Matrix], Matrix]) -> tuple[Matrix, ...]:
+    """The matrices of a graph with those of rounds with gossip changed."""
+    matrices = list(topology.matrices)
+    matrices[topology.every - 1 :: topology.every] = mapped(topology.speaking, change)
+    return tuple(matrices)
+
+
+def _damped(topology: Topology, P: Matrix, late: int) -> Matrix:
+    """The matrix with weights small enough for pulls that arrive when `k` newer values are on their way.
+
+    A mode of the disagreement follows v <- v - mu v_k, with the v of k mixes ago and mu an eigenvalue of I - P. It dies
+    out if mu < 2 sin(pi / (4 k + 2)) (Levin and May 1976); half of that leaves room for rules that look back.
+    """
+    k, top, itself = late // topology.every, _largest(topology, P), identity(topology.size)
+    if k == 0 or top <= 0:
+        return P
+    limit = math.sin(math.pi / (4 * k + 2))
+    return canonical(itself + min(1.0, limit / top) * (P - itself), topology.name)
+
+
+def _short(P: Matrix) -> Matrix:
+    """The matrix with weights of few bits, rounded down, such as 5461 / 2^14 for 1/3.
+
+    Nodes whose bfloat16 values stay a step apart pull each other to and fro for ever. With these weights, pulls are
+    multiples of the smallest step of float32 there, so that no sum is rounded, and the network mean does not creep.
+    """
+    links = csr_array(P - diags_array(P.diagonal()))
+    links.eliminate_zeros()
+    if not links.nnz:
+        return P
+    unit = 2.0 ** max(FEW_BITS, 6 - math.floor(math.log2(links.data.min())))
+    links.data = np.floor(links.data * unit + 1e-6) / unit
+    own = 1.0 - links.sum(axis=1)
+    even = np.allclose(links.sum(axis=0), links.sum(axis=1), rtol=0, atol=SUM_TOLERANCE)
+    return csr_array(links + diags_array(own)) if even else P
+
+
+def _largest(topology: Topology, P: Matrix) -> float:
+    """The largest eigenvalue of I - P, or a bound on it (Gershgorin's)."""
+    if topology.symmetric and not topology.changes:
+        return 1.0 - topology.smallest_eigenvalue
+    return 2.0 * float(1.0 - P.diagonal().min())
 
 
 def check_topology(taker: str, topology: object) -> None:

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
 
-from klatsch.topology.matrix import Matrix
-from klatsch.topology.validation import is_averaging
+from klatsch.topology.matrix import Matrix, is_averaging
 
 Vector = NDArray[np.float64]
 
@@ -305,14 +304,3 @@ def _estimated_variance(matrices: Sequence[Matrix], gamma: float) -> float:
                 break
         total += seen
     return total / size
-
-
-def last(holds: Callable[[int], bool], low: int = 0) -> int:
-    """The last whole number from `low` up at which `holds` is true; it must be true up to there and false beyond."""
-    high = max(1, 2 * low)
-    while holds(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
