@@ -28,8 +28,9 @@ class Plain(problems.Problem):
         return self.problem.metrics(x)
 
 
-@pytest.mark.parametrize("noise, spread, seed", [(2.0, 3.0, 0), (10.0, 1.0, 1), (0.5, 10.0, 2)])
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    "noise, spread, seed, own", [(2.0, 3.0, 0, False), (2.0, 3.0, 0, True), (10.0, 1.0, 1, True), (0.5, 10.0, 2, False)]
+)
 def test_least_squares(noise, spread, seed, own):
     problem = problems.LeastSquares(16, noise=noise, heterogeneity=spread, seed=seed)
     start = torch.zeros(16, 1, 50, dtype=torch.float64)
