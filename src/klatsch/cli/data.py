@@ -76,9 +76,9 @@ def show(
         return print_json({"classes": list(classes), "counts": counts.tolist()})
     lines = [
         {"node": str(node)}
-        | {name: f"{count:,}" if count else "." for name, count in zip(classes, mine, strict=True)}
-        | {"classes": str(np.count_nonzero(mine))}
-        for node, mine in enumerate(counts)
+        | {name: f"{count:,}" if count else "." for name, count in zip(classes, images, strict=True)}
+        | {"classes": str(np.count_nonzero(images))}
+        for node, images in enumerate(counts)
     ]
     terminal.print_table(title, lines)
     if draw is not None:

@@ -51,11 +51,11 @@ class Filters:
             named("setting", name, dict.fromkeys(option for case, _ in runs for option in _settings(case)))
             tests.append((name, [_value(value)]))
         for name, wanted in tests:
-            there = dict.fromkeys(compact(_spellings(case, name)[-1]) for case, _ in runs)
+            known = dict.fromkeys(compact(_spellings(case, name)[-1]) for case, _ in runs)
             runs = [run for run in runs if any(value in wanted for value in _spellings(run[0], name))]
             if not runs:
-                some = ", ".join(list(there)[:12])
-                raise ValueError(f"no run has {name} {', '.join(map(compact, wanted))}; there are {some}")
+                asked, some = ", ".join(map(compact, wanted)), ", ".join(list(known)[:12])
+                raise ValueError(f"no run has {name} {asked}; there are {some}")
         return runs
 
 
@@ -110,11 +110,11 @@ def results(
             with Store(compare, read_only=True) as other:
                 return _compare(opened, other, runs, as_json)
         if csv is not None or parquet is not None:
-            found = export.records(opened, runs, curves, clock)
+            records = export.records(opened, runs, curves, clock)
             for path, write in ((csv, export.to_csv), (parquet, export.to_parquet)):
                 if path is not None:
-                    write(found, path)
-                    print(f"{counted(len(found), 'line')} written to {path}")
+                    write(records, path)
+                    print(f"{counted(len(records), 'line')} written to {path}")
             if clock is not None:
                 outcomes = opened.outcomes([facts["key"] for _, facts in runs], last=True)
                 say_unknown((case, outcomes[facts["key"]].exchange) for case, facts in runs)
@@ -195,10 +195,13 @@ def _tables(store: Store, runs: Runs, metric: str | None) -> list[tuple[Kind, li
         kind = names(case).problem, case.length, case.dtype, case.record, case.source("problem"), case.data
         kinds.setdefault(kind, []).append((facts["key"], case))
     tables, refusals = [], []
-    for kind, mine in kinds.items():
+    for kind, cases in kinds.items():
         try:
-            rows = rows_by_place(mine, store, metric, names)
-            tables.append((kind, [_of_short_runs(row, tried.get(place, ())) for place, row in rows.items()]))
+            rows = rows_by_place(cases, store, metric, names)
+            for place, row in rows.items():
+                if set(row.lrs) < set(rates := tried.get(place, ())):
+                    rows[place] = replace(row, tried=rates)
+            tables.append((kind, list(rows.values())))
         except ValueError as refusal:
             refusals.append(refusal)
     if not tables:
@@ -210,12 +213,12 @@ def _compare(one: Store, other: Store, runs: Runs, as_json: bool) -> None:
     """Print how far the runs of two stores are apart."""
     from klatsch.study.export import differences
 
-    found, only_one, only_other = differences(one, other, runs)
+    pairs, only_one, only_other = differences(one, other, runs)
     if as_json:
-        rows = [row._asdict() | {"largest": finite(row.largest)} for row in found]
+        rows = [row._asdict() | {"largest": finite(row.largest)} for row in pairs]
         return print_json({"differences": rows, "only_here": only_one, "only_there": only_other})
     alone = f"{counted(only_one, 'run')} only in {one.path}, {only_other:,} only in {other.path}"
-    if not found:
+    if not pairs:
         raise ValueError(f"the stores have no run in common: {alone}")
     lines = [
         {
@@ -225,9 +228,9 @@ def _compare(one: Store, other: Store, runs: Runs, as_json: bool) -> None:
             "runs": f"{row.runs:,}",
             "largest difference": "one diverged" if math.isnan(row.largest) else f"{row.largest:.2g}",
         }
-        for row in found
+        for row in pairs
     ]
-    terminal.print_table(f"{sum(row.runs for row in found):,} runs in both stores", lines, section="topology")
+    terminal.print_table(f"{sum(row.runs for row in pairs):,} runs in both stores", lines, section="topology")
     terminal.note(f"difference of final values, as a share of the larger one; {alone}")
 
 
@@ -245,11 +248,6 @@ def _draw(tables: list[tuple[Kind, list[Row]]], across: str, plot: Path, style: 
     print(f"drawn to {plot}", file=sys.stderr)
 
 
-def _of_short_runs(row: Row, tried: tuple[float, ...]) -> Row:
-    """A row with the learning rates that short runs tried, if it has fewer by itself."""
-    return replace(row, tried=tried) if set(row.lrs) < set(tried) else row
-
-
 def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
     from klatsch.study.choices import names_of
 
@@ -258,8 +256,8 @@ def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
     metrics = {case.problem: metric or case.headline.metric for case, _ in runs}
     runs = [run for run in runs if metrics[run[0].problem] in outcomes[run[1]["key"]].metrics]
     if not runs:
-        there = dict.fromkeys(name for outcome in outcomes.values() for name in outcome.metrics)
-        raise ValueError(f"no metric {metric!r}; there are {', '.join(there)}")
+        known = dict.fromkeys(name for outcome in outcomes.values() for name in outcome.metrics)
+        raise ValueError(f"no metric {metric!r}; there are {', '.join(known)}")
     settings = list(dict.fromkeys(name for case, _ in runs for name in case.problem_options))
     lines = [
         {

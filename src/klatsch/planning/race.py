@@ -249,8 +249,8 @@ def _race(task: Task, timer: Timer) -> Answer:
     trials = in_order(r.trial(target) for r in runners if r.steps)
     winners = chosen(trials)
     repeated = _again(task, winners, problems, target, timer)
-    there = [(t, repeated.get(t.way, t)) for t in winners if math.isfinite(t.rounds)]
-    again_in_time = all(later is not t and later.seeds == task.seeds for t, later in there)
+    arrived = [(t, repeated.get(t.way, t)) for t in winners if math.isfinite(t.rounds)]
+    again_in_time = all(later is not t and later.seeds == task.seeds for t, later in arrived)
     trials = in_order(repeated.get(trial.way, trial) for trial in trials)
     sure = in_order(t for t in repeated.values() if math.isfinite(t.seconds))
     one = next(t for t in in_order(repeated.values()) if t.way.machines == 1)
@@ -400,10 +400,10 @@ def _again(
 ) -> dict[Way, Trial]:
     """The winners with other seeds; of the first few what is known, if there is no time."""
     known, share = {trial.way: trial for trial in winners[:FEWEST]}, timer.share
-    there = [trial for trial in winners if math.isfinite(trial.rounds)]
-    first = [trial for trial in there if trial.way in known]
+    arrived = [trial for trial in winners if math.isfinite(trial.rounds)]
+    first = [trial for trial in arrived if trial.way in known]
     limits = [(trial, share + (OVERTIME - share) * k / len(first)) for k, trial in enumerate(first, 1)]
-    limits += [(trial, 1.0) for trial in there if trial.way not in known]
+    limits += [(trial, 1.0) for trial in arrived if trial.way not in known]
     for trial, limit in [*limits, *((trial, OVERTIME) for trial in first)]:
         latest = known.get(trial.way, trial)
         if latest is trial or latest.seeds < task.seeds:  # also once more, if the others left some time
