@@ -247,7 +247,7 @@ class Gossip(Points, Joinable, JoinHook):
         known = self._links.membership
         known.finish(self.rounds, leave=False)
         idle = self._idle()
-        known.begin_again(self.rounds)
+        known.since = self.rounds  # all return from this end together
         return idle
 
     def _idle(self) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, 
 from klatsch.ranks.failures import reason, who
 
 Group: TypeAlias = "dist.ProcessGroup | None"  # None for all ranks
-WIDTH = 160  # bytes per text in an agreement; 16 of them hash the whole text
+SHOWN = 140  # characters of a fact in an error
 PATIENCE = timedelta(seconds=20)  # for ranks that are about to be refused as well
 
 
@@ -60,57 +61,51 @@ def leave(own: Group, group: Group) -> None:
 
 def agree(group: Group, facts: Mapping[str, str]) -> None:
     """Check that all ranks have the same facts (texts by name); if not, every rank raises and says who has what."""
-    mine = torch.frombuffer(bytearray(b"".join(_packed(text) for text in facts.values())), dtype=torch.uint8)
-    rows = [bytes(row.tolist()) for row in gathered(group, mine)]
-    for k, name in enumerate(facts):
-        held: dict[bytes, list[int]] = {}
+    short = {name: text if len(text) <= SHOWN else f"{text[:SHOWN]}..." for name, text in facts.items()}
+    rows = told(group, {n: [hashlib.sha256(text.encode()).hexdigest(), short[n]] for n, text in facts.items()})
+    for name in dict.fromkeys(name for row in rows for name in row):
+        ranks: dict[tuple[str, str], list[int]] = {}  # by hash and text
         for rank, row in enumerate(rows):
-            held.setdefault(row[k * WIDTH : (k + 1) * WIDTH], []).append(rank)
-        if len(held) > 1:
-            sides = [f"{who(ranks)} {_text(value)}" for value, ranks in held.items()]
-            raise ValueError(f"the ranks do not agree on the {name}: {'; '.join(sides)}; make them the same everywhere")
+            ranks.setdefault(tuple(row.get(name, ("", "nothing"))), []).append(rank)
+        if len(ranks) > 1:
+            sides = "; ".join(f"{who(some)} {text}" for (_, text), some in ranks.items())
+            raise ValueError(f"the ranks do not agree on the {name}: {sides}; make them the same everywhere")
 
 
-def gathered(group: Group, mine: Tensor) -> list[Tensor]:
+def told(group: Group, value: object) -> list[Any]:
+    """What every rank tells: plain data, as JSON."""
+    data = json.dumps(value).encode()
+    longest = max(int(length) for length in gathered(group, torch.tensor([len(data)])))
+    rows = gathered(group, torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
+    return [json.loads(row.numpy().tobytes()) for row in rows]
+
+
+def gathered(group: Group, tensor: Tensor) -> list[Tensor]:
     """Every rank's tensor of the same shape, on the CPU."""
-    here = mine.to(_place(group))
-    rows = [torch.empty_like(here) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, here, group=group)
+    own = tensor.to(_device(group))
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, own, group=group)
     return [row.cpu() for row in rows]
 
 
-def summed(group: Group, mine: Tensor) -> Tensor:
+def summed(group: Group, tensor: Tensor) -> Tensor:
     """The sum over all ranks, on the CPU."""
-    total = mine.detach().to(_place(group), copy=True)
+    total = tensor.detach().to(_device(group), copy=True)
     dist.all_reduce(total, group=group)
     return total.cpu()
 
 
 def broadcast(group: Group, tensor: Tensor) -> None:
     """Copy the first rank's tensor to every rank, in place."""
-    here = tensor.detach().cpu().contiguous().reshape(-1)
-    # As bytes: gloo does not support every dtype.
-    dist.broadcast(here.view(torch.uint8), members(group)[0], group=group)
-    if here.data_ptr() != tensor.data_ptr():
-        tensor.copy_(here.reshape(tensor.shape))
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    dist.broadcast(flat.view(torch.uint8), members(group)[0], group=group)  # as bytes: gloo lacks some dtypes
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.copy_(flat.reshape(tensor.shape))
 
 
-def _place(group: Group) -> str:
+def _device(group: Group) -> str:
     """Where a group's collectives need their tensors: for NCCL on the GPU."""
     return "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
-
-
-def _packed(text: str) -> bytes:
-    whole = text.encode()
-    shown = whole if len(whole) <= WIDTH - 16 else whole[: WIDTH - 19] + b"..."
-    return hashlib.sha256(whole).digest()[:16] + shown.ljust(WIDTH - 16, b"\0")
-
-
-def _text(packed: bytes) -> str:
-    return packed[16:].rstrip(b"\0").decode(errors="replace")
-
-
-# --- restarts by torchrun that cannot work --------------------------------------------------------------------------
 
 
 def _check_restarts() -> None:

@@ -12,14 +12,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 
 import torch
 from torch import Tensor
 
 from klatsch.ranks.failures import reason, shown, who
 from klatsch.ranks.links import MOST_PATIENCE, GlooLinks
-from klatsch.ranks.waiting import Note, Transfer
+from klatsch.ranks.waiting import Transfer
 
 PIECE = 1 << 18  # bytes
 WINDOW = 4  # pieces that are on their way to a neighbour at a time
@@ -49,7 +48,6 @@ class Assembly:
 
     def __init__(self, links: GlooLinks, t: int, what: str, leavers: bool) -> None:
         self._links, self._round, self._began = links, t, time.monotonic()
-        self._heard: dict[int, tuple[Note, float]] = {}  # by rank: its last note, and since when it is there
         self.ranks: list[int] = []
         known, during = links.membership, t + 1 if leavers else None
         asked = torch.zeros(known.size, dtype=torch.int64)
@@ -119,20 +117,13 @@ class Assembly:
 
     def _stream(self, kind: int, pieces: Iterable[Tensor], sources: Sequence[int]) -> Iterator[list[Tensor]]:
         """What some neighbours send, piece by piece; a few are always expected before they are needed."""
-
-        def expect(piece: Tensor) -> list[Transfer]:
-            return [self._call(kind, piece.new_empty(len(piece) + 1), source, True) for source in sources]
-
-        rest = iter(pieces)
-        posted = deque(map(expect, islice(rest, WINDOW)))
-
-        def arrived() -> Iterator[list[Tensor]]:
-            while posted:
-                transfers = posted.popleft()
-                posted.extend(map(expect, islice(rest, 1)))
-                yield self._settled(transfers)
-
-        return arrived()
+        posted: deque[list[Transfer]] = deque()
+        for piece in pieces:
+            posted.append([self._call(kind, piece.new_empty(len(piece) + 1), source, True) for source in sources])
+            if len(posted) > WINDOW:
+                yield self._settled(posted.popleft())
+        for transfers in posted:
+            yield self._settled(transfers)
 
     # --- waiting -----------------------------------------------------------------------------------------------
 
@@ -169,8 +160,6 @@ class Assembly:
                 raise self._in_vain(kind, {self._round}, text)
         places, rounds = {known.rank: f"has come after round {self._round}"}, {self._round}
         for rank, note in (notes or {}).items():
-            if rank not in self._heard or self._heard[rank][0] != note:
-                self._heard[rank] = note, time.monotonic()
             # At the start, ranks that have the first one's numbers go on before others do.
             if note.how == "after" and note.round != self._round:
                 places[rank] = f"has come after round {note.round}"
@@ -182,11 +171,11 @@ class Assembly:
             raise self._in_vain("rounds", rounds, f"the ranks are not at the same round: {text}; {REMEDY}")
         if waited < links.timeout:
             return
-        now = time.monotonic()
-        silent = [rank for rank in others if now - self._since(rank) >= links.timeout]
+        silences = {rank: time.monotonic() - max(links.notes.since(rank), self._began) for rank in others}
+        silent = [rank for rank in others if silences[rank] >= links.timeout]
         if silent or notes is None or waited >= MOST_PATIENCE * links.timeout:
             named = silent if silent and notes is not None else [peer]
-            text = f"{who(named)} not answered for {max(now - self._since(rank) for rank in named):.1f} s"
+            text = f"{who(named)} not answered for {max(silences[rank] for rank in named):.1f} s"
             raise self._in_vain("silence", {self._round}, text)
 
     def _in_vain(self, kind: str, rounds: set[int], text: str) -> Exception:
@@ -195,10 +184,6 @@ class Assembly:
         error = self._links.in_vain[self._round] = ValueError(text) if kind == "rounds" else RuntimeError(text)
         time.sleep(2 * LOOK)  # others read it before this rank ends, and perhaps the store with it
         return error
-
-    def _since(self, rank: int) -> float:
-        """Since when a rank says nothing new."""
-        return self._heard[rank][1] if rank in self._heard else self._began
 
 
 def _merged(piece: Tensor, others: Sequence[Tensor]) -> Tensor:

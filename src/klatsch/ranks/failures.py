@@ -11,14 +11,9 @@ BETWEEN = ("klatsch", "torch", "copy", "pickle", "contextlib")  # a user's line 
 
 
 class LinkError(RuntimeError):
-    """A neighbour is gone, or later than the timeout allows.
+    """A neighbour is gone, or later than the timeout allows: `rank` noticed in `round`, after so many `seconds`.
 
-    Attributes:
-        rank: who noticed.
-        neighbor: who is gone or late.
-        round: the round t in which it was noticed.
-        seconds: how long the wait was.
-        gone: whether its connection broke; otherwise the neighbour is late.
+    `gone` says whether the connection of `neighbor` broke; otherwise it is late.
     """
 
     def __init__(
@@ -63,12 +58,7 @@ class QuorumError(RuntimeError):
 
 
 class NonFiniteError(FloatingPointError):
-    """Gradients or a state are not finite, or so large that their squares are not.
-
-    Attributes:
-        rank: whose they are.
-        round: the round t of these gradients, or after which the state is not finite.
-    """
+    """Gradients of a `rank` in a `round`, or its state after one, are not finite, or so large that squares are not."""
 
     def __init__(self, rank: int, t: int, what: str, remedy: str) -> None:
         self.rank, self.round = rank, t

@@ -27,13 +27,11 @@ WITHOUT = "it goes on without this rank"
 class GlooLinks:
     """The links of one rank over a gloo group that nobody else uses, with one rank per node.
 
-    A message is bytes (uint8), of which links understand only the tail. Every message of a round has its own tag;
-    messages with one tag between two ranks arrive in the order in which they were sent. Receives of a round are posted
-    (`expect`) before anything of it is sent, and only `received` and `sent` block, so no order of ranks can lock up.
-    Vectors on a GPU travel through pinned memory.
-
-    A neighbour may keep this rank waiting for `timeout` seconds. With on_failure="continue" this rank goes on without
-    failed neighbours while `quorum`, a share of all ranks, is in reach.
+    A message is bytes (uint8), of which links understand only the tail. Messages with one tag between two ranks arrive
+    in the order in which they were sent. Receives of a round are posted (`expect`) before anything of it is sent, and
+    only `received` and `sent` block, so no order of ranks can lock up. A neighbour may keep this rank waiting for
+    `timeout` seconds. With on_failure="continue" this rank goes on without failed neighbours while `quorum`, a share of
+    all ranks, is in reach.
     """
 
     def __init__(
@@ -60,47 +58,41 @@ class GlooLinks:
         self._targets = [topology.receivers(self.rank, t).tolist() for t in rounds]
         self._memory: dict[tuple[int, int], Tensor] = {}
         self._rooms: dict[int, list[tuple[int, Tensor]]] = {}  # by tag: where messages arrive, by neighbour
-        self._awaited: dict[int, int] = {}  # by tag: the round whose messages arrive
-        self._arriving: dict[int, list[Transfer]] = {}  # by tag
-        self._leaving: dict[tuple[int, int], list[Transfer]] = {}  # by tag and round
+        self._arriving: dict[tuple[int, int], list[Transfer]] = {}  # by tag and round
+        self._leaving: dict[tuple[int, int], list[Transfer]] = {}
         self._landed: dict[int, Landed] = {}  # by neighbour: its message on the GPU
         self._heard: dict[int, int] = {}  # by neighbour: the last round from which a message came
-        self._abandoned: list[Transfer] = []  # with lost neighbours; gloo may still work on them
-        self._called: list[Transfer] = []  # outside of rounds, that have not ended
+        self._loose: list[Transfer] = []  # outside of rounds, or with lost neighbours; gloo may still work on them
         self._waiters: dict[tuple[object, ...], Waiter] = {}
         self._failure: LinkError | QuorumError | None = None
-        self._apart = False  # whether a warning has reported a network in several pieces
+        self._has_warned = False  # of a network in several pieces
         self._stage = Stage(device) if device.type != "cpu" else None
-        small = partial(self._transfer, tag=PACE_TAG)
-        self._pace = Pace(small, self.membership.beside()) if catch_up else None
+        self._pace = Pace(partial(self._transfer, tag=PACE_TAG), self.membership.beside()) if catch_up else None
 
     # --- messages of rounds -------------------------------------------------------------------------------------
 
     def expect(self, tag: int, t: int, like: Tensor) -> None:
         """Get ready for what the neighbours send in round t under a tag: as many bytes as this rank sends."""
         room = self._rooms[tag] = self._room(tag, t, like)
-        self._awaited[tag] = t
-        arriving = self._arriving[tag] = self._pieces(True, tag, room)
+        arriving = self._arriving[tag, t] = self._pieces(True, tag, room)
         for transfer in arriving:
             transfer.start()
         if self._stage is not None:
             self._take(arriving)  # not when they are needed: they go on to the GPU by themselves
 
     def send(self, tag: int, t: int, message: Tensor) -> None:
-        """Send a message to all that hear this rank in round t; it must not change until `sent(tag, t)`.
-
-        Its last `tail` bytes are filled in here.
-        """
+        """Send a message to all that hear this rank in round t, with its tail; it must not change until `sent`."""
         targets, copied = self._present(self._targets, t), None
         if self._stage is not None and targets:
             message, copied = self._stage.copy_out(message, self.tail)
         self.membership.tell(message[-self.tail :])
         leaving = self._leaving[tag, t] = self._pieces(False, tag, [(peer, message) for peer in targets])
-        if self._stage is not None and copied is not None:
-            self._stage.post(copied, leaving)
-        else:
-            for transfer in leaving:
+        for transfer in leaving:
+            transfer.after = copied
+            if copied is None:
                 transfer.start()
+        if copied is not None:
+            self._take(leaving)  # their threads start them
         self.bytes_sent += len(targets) * message.nbytes
 
     def sent(self, tag: int, t: int) -> None:
@@ -113,10 +105,7 @@ class GlooLinks:
         self._wait([transfer for transfer in leaving if not transfer.ended(0.0) or transfer.error is not None], t)
 
     def received(self, tag: int, t: int) -> list[tuple[int, Tensor]]:
-        """What the neighbours sent under a tag, without the tails, once all of it is there.
-
-        It is valid until the next `expect` of the tag.
-        """
+        """What the neighbours sent under a tag, without the tails; valid until the next `expect` of the tag."""
         self._arrive(tag, t)
         messages = [(source, memory) for source, memory in self._rooms[tag] if source not in self.lost]
         if self.membership.learn(memory[-self.tail :] for _, memory in messages):
@@ -128,7 +117,7 @@ class GlooLinks:
 
     def _arrive(self, tag: int, t: int) -> None:
         """Wait for the messages of round t under a tag."""
-        arriving = self._arriving.pop(tag, [])
+        arriving = self._arriving.pop((tag, t), [])
         self._wait(arriving, t)
         self._heard |= {transfer.peer: t for transfer in arriving}
         for broken in [transfer.broken for transfer in arriving if transfer.broken is not None]:
@@ -171,7 +160,7 @@ class GlooLinks:
         # Threads of their own: those of rounds may wait for messages of the next one already, and those of a call that
         # was in vain wait for ever.
         self._waiter(peer, incoming, len(self.in_vain)).take(transfer)
-        self._called = [other for other in self._called if not other.ended(0.0)] + [transfer]
+        self._loose = [other for other in self._loose if not other.ended(0.0)] + [transfer]
         self.bytes_sent += 0 if incoming else memory.nbytes
         return transfer
 
@@ -190,7 +179,7 @@ class GlooLinks:
     def _waiter(self, *key: object) -> Waiter:
         """The thread for a neighbour, a direction and a purpose."""
         if key not in self._waiters:
-            self._waiters[key] = Waiter(f"klatsch waiter {key}")
+            self._waiters[key] = Waiter(f"waiter {key}")
         return self._waiters[key]
 
     def _take(self, transfers: list[Transfer]) -> None:
@@ -209,7 +198,7 @@ class GlooLinks:
             in_time = self._in_time(transfer, clock, moved.get(transfer.peer, 0.0))
             moved[transfer.peer] = clock.read()
             if not in_time:
-                self._abandoned.append(transfer)
+                self._loose.append(transfer)
             if not in_time or transfer.error is not None:
                 self.fail(transfer, t, clock.read())
         self.seconds_waited += time.monotonic() - began
@@ -223,8 +212,8 @@ class GlooLinks:
                 transfer.error = RuntimeError(WITHOUT)
                 return False
             if (now := clock.read()) >= deadline:
-                is_patient = now < last_call or self.notes.leads_to_another(peer)
-                if not (is_patient and self.notes.is_waiting(peer)):
+                is_waiting = time.monotonic() - self.notes.since(peer) < self.timeout
+                if not (is_waiting and (now < last_call or self.notes.leads_to_another(peer))):
                     return False
                 deadline = now + self.timeout / 2
         return True
@@ -253,7 +242,7 @@ class GlooLinks:
         # Messages may still arrive in posted memory, so it is not reused.
         self._memory.clear()
         for transfers in (*self._arriving.values(), *self._leaving.values()):
-            self._abandoned += [transfer for transfer in transfers if transfer.peer == peer]
+            self._loose += [transfer for transfer in transfers if transfer.peer == peer]
             transfers[:] = [transfer for transfer in transfers if transfer.peer != peer]
         warn(f"{failure.args[0]}; going on without it: this rank takes over its weight")
         self.notes.goes_on_without(peer)
@@ -271,14 +260,12 @@ class GlooLinks:
             self._failure = QuorumError(self.rank, t, near, size, self.quorum)
         if self._failure is not None:
             raise self._failure
-        if (apart := self.membership.out_of_reach()) and not self._apart:
-            self._apart = True
-            others = " and ".join(shown(group) for group in apart)
-            warn(
-                f"rank {self.rank}, round {t}: the network is no longer connected: {len(near)} of {size} ranks are "
-                f"left within reach ({shown(near)}), and {others} are gone or keep training on their own; set "
-                "quorum=... to stop when too few are left"
-            )
+        if (apart := self.membership.out_of_reach()) and not self._has_warned:
+            self._has_warned = True
+            left = f"{len(near)} of {size} ranks are left within reach ({shown(near)})"
+            others = f"{' and '.join(map(shown, apart))} are gone or keep training on their own"
+            remedy = "set quorum=... to stop when too few are left"
+            warn(f"rank {self.rank}, round {t}: the network is no longer connected: {left}, and {others}; {remedy}")
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -293,21 +280,16 @@ class GlooLinks:
             transfer.ended(deadline - time.monotonic())
 
     def close(self) -> None:
-        """Let the last messages leave, and those of the neighbours arrive, and end the threads.
-
-        When training ends, messages that need no gradient are on their way; gloo does not tell their senders that a
-        rank is gone, and they would wait for it up to the timeout. What this rank has sent, its neighbours send, too.
-
-        A thread that still waits for a late neighbour would crash the process at its end. It stops when its connection
-        closes, and gloo closes all connections when a wait passes its limit.
-        """
+        """Let the last messages leave, and those of the neighbours arrive, and end the threads."""
+        # gloo does not tell the senders of early messages that a rank is gone, and they would wait for it up to the
+        # timeout. What this rank has sent, its neighbours send, too. A thread that still waits for a late neighbour
+        # would crash the process at its end. It stops when its connection closes, as all do when a wait is too long.
         if self._failure is None:  # otherwise, the sooner it ends the better
-            sent = [tag for tag, t in self._leaving if self._awaited.get(tag) == t]
-            self._end([*chain(*self._leaving.values()), *chain(*(self._arriving.get(tag, []) for tag in sent))])
-        for threads in (self._stage, self._pace):
-            if threads is not None:
-                threads.end()
-        for transfer in (*self._abandoned, *self._called, *chain(*self._leaving.values(), *self._arriving.values())):
+            sent = [self._arriving.get(key, []) for key in self._leaving]
+            self._end([*chain(*self._leaving.values(), *sent)])
+        if self._pace is not None:
+            self._pace.end()
+        for transfer in (*self._loose, *chain(*self._leaving.values(), *self._arriving.values())):
             transfer.give_up()
         for waiter in self._waiters.values():
             waiter.end()
@@ -382,14 +364,11 @@ def open_links(
     """Links over NCCL between GPUs where the user's group has it, else over klatsch's own gloo group."""
     if backend(group, device) == "gloo":
         return GlooLinks(own, topology, device, timeout, on_failure, quorum, catch_up)
-    if on_failure == "continue":
-        raise ValueError(
-            "on_failure = 'continue' is not possible over NCCL, whose communicator ends with its first failure; "
-            "use 'raise' with a Checkpointer, or init_process_group('gloo')"
-        )
-    if catch_up:
-        raise ValueError(
-            "catch_up = True is not possible over NCCL, where each exchange waits for both ends; use "
-            "init_process_group('gloo'), or leave it out"
-        )
+    refused = {
+        "on_failure = 'continue'": "whose communicator ends with its first failure; use 'raise' with a Checkpointer",
+        "catch_up = True": "where each exchange waits for both ends; leave it out",
+    }
+    for (option, why), given in zip(refused.items(), (on_failure == "continue", catch_up), strict=True):
+        if given:
+            raise ValueError(f"{option} is not possible over NCCL, {why}, or use init_process_group('gloo')")
     return NcclLinks(group, own, topology, device, timeout)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from klatsch.ranks.failures import MessageError
 from klatsch.ranks.links import GlooLinks
-from klatsch.ranks.message import Block, Layout, Message, Part
+from klatsch.ranks.message import Block, Layout, Part
 from klatsch.rules import State
 from klatsch.topology.matrix import Matrix, exact_weights, mapped
 from klatsch.wire.rehearsal import MOST_MESSAGES, Traffic
@@ -33,32 +33,13 @@ class Row(NamedTuple):
     away: dict[int, float]  # P_ki: others' weights for its value
 
 
-class Voice(NamedTuple):
-    """What a node said in one message: its parts, and what is held of it, by part."""
-
-    parts: list[Part]
-    held: dict[int, Tensor]
-
-    def says(self, part: int, block: Block, dtype: torch.dtype) -> Tensor:
-        """One of its tensors, or a slice of it."""
-        held = self.held.get(part)
-        return self.parts[part].cut(block).read(dtype, None if held is None else _cut(held, block))
-
-    def committed(self, differences: Sequence[int], blocks: Sequence[Block], dtype: torch.dtype) -> Voice:
-        """Hold what its differences say; the voice from now on says what is held."""
-        for n in differences:
-            for block in blocks:
-                _cut(self.held[n], block).copy_(self.says(n, block, dtype))
-        return Voice([Part(self.held[n]) if n in differences else part for n, part in enumerate(self.parts)], {})
-
-
 class Heard(NamedTuple):
     """One message of each neighbour, and the weights for them."""
 
-    voices: dict[int, Voice]  # by neighbour
+    voices: dict[int, list[Part]]  # by neighbour
     weights: dict[int, float]  # P_ij by neighbour
     away: float | None  # if columns sum to 1 instead of rows: the share of its value that this node gives away
-    own: Voice | None  # what neighbours know of this node's value; None if that is the value itself
+    own: list[Part] | None  # what neighbours know of this node's value; None if that is the value itself
     dtype: torch.dtype  # of the state
 
     def pull(self, v: Tensor, part: int, block: Block, mixed: bool) -> Tensor:
@@ -67,26 +48,31 @@ class Heard(NamedTuple):
         It is summed as differences, which keep equal values equal. If columns sum to 1 instead of rows (push-sum), it
         is sum_j P_ij v_j - sum_k P_ki v_i.
         """
-        others = [(self.weights[j], voice.says(part, block, self.dtype)) for j, voice in self.voices.items()]
-        own = v if self.own is None else self.own.says(part, block, self.dtype)
+        others, own = self._said(v, part, block)
         if self.away is not None:
             result = own * -self.away if self.own is not None else v * (float(mixed) - self.away)
-            for weight, other in others:
-                result.add_(other, alpha=weight)
+            for j, other in others.items():
+                result.add_(other, alpha=self.weights[j])
             return result.add_(v) if mixed and self.own is not None else result
         if not others:
             return v if mixed else torch.zeros_like(v)
-        (weight, first), *others = others
+        (first, other), *rest = others.items()
         at_once = mixed and self.own is None  # v_i and its flow in one pass
-        result = torch.lerp(v, first, weight) if at_once else (first - own).mul_(weight)
-        for weight, other in others:
-            result.add_(other - own, alpha=weight)
+        weight = self.weights[first]
+        result = torch.lerp(v, other, weight) if at_once else (other - own).mul_(weight)
+        for j, other in rest:
+            result.add_(other - own, alpha=self.weights[j])
         return result.add_(v) if mixed and not at_once else result
 
     def shares(self, v: Tensor, part: int, block: Block) -> dict[int, Tensor]:
         """P_ij (v_j - v_i) by neighbour, which `pull` sums up."""
-        own = v if self.own is None else self.own.says(part, block, self.dtype)
-        return {j: self.weights[j] * (voice.says(part, block, self.dtype) - own) for j, voice in self.voices.items()}
+        others, own = self._said(v, part, block)
+        return {j: self.weights[j] * (other - own) for j, other in others.items()}
+
+    def _said(self, v: Tensor, part: int, block: Block) -> tuple[dict[int, Tensor], Tensor]:
+        """A part, or a slice of it, by neighbour, and what they know of this node's."""
+        others = {j: parts[part].cut(block).read(self.dtype) for j, parts in self.voices.items()}
+        return others, v if self.own is None else self.own[part].cut(block).read(self.dtype)
 
 
 class Mailbox:
@@ -108,12 +94,13 @@ class Mailbox:
         # A spare one where a message is written while another is read (late), or still travels (early).
         spare = [bool(self.late or sent.call is None) for sent in traffic.messages]
         self._messages = [
-            [Message(layout, x.device, links.tail) for _ in range(self._slots + more)]
+            [x.new_zeros(layout.size + links.tail, dtype=torch.uint8) for _ in range(self._slots + more)]
             for layout, more in zip(self._layouts, spare, strict=True)
         ]
         self._held: dict[tuple[int, int], dict[int, Tensor]] = {}  # by message and node: what is held, by part
         self._flight: list[int] = []  # rounds whose messages are on their way
-        self._heard: dict[int, Heard] = {}  # by message, in this round
+        self.heard: dict[int, Heard] = {}  # by message, in this round
+        self._parts: dict[tuple[int, int, int], list[Part]] = {}  # see `_own`
 
     @property
     def shares_memory(self) -> bool:
@@ -124,7 +111,8 @@ class Mailbox:
         """The fields that live in the early message of round t, if they travel as they are."""
         if not self.shares_memory:
             return {}
-        return {name: part.numbers for name, part in zip(self.traffic.early, self._message(0, t).parts, strict=True)}
+        parts = self._own(0, t, self.links.rank)
+        return {name: part.numbers for name, part in zip(self.traffic.early, parts, strict=True)}
 
     def where(self, k: int, part: int, block: Block) -> Block:
         """The slice of a part of message k that belongs to a slice of the vectors; single numbers stay whole."""
@@ -132,9 +120,10 @@ class Mailbox:
 
     # --- sending -----------------------------------------------------------------------------------------------
 
-    def expect(self, t: int, k: int) -> None:
-        """Get ready for message k of round t."""
-        self.links.expect(self._tag(k, t), t, self._message(k, t).whole)
+    def expect(self, t: int) -> None:
+        """Get ready for all messages of round t."""
+        for k in range(len(self._layouts)):
+            self.links.expect(self._tag(k, t), t, self._message(k, t))
 
     def wait_until_sent(self, t: int, k: int) -> None:
         """Wait until the memory of message k of round t can be written."""
@@ -142,36 +131,36 @@ class Mailbox:
 
     def put(self, t: int, k: int, part: int, block: Block, v: Tensor) -> None:
         """Write a tensor, or a slice of it, into message k of round t."""
-        block = self.where(k, part, block)
-        held = self._held_of(k, AHEAD if self.late else self.links.rank).get(part)
-        target, own = self._message(k, t).parts[part].cut(block), None if held is None else _cut(held, block)
-        target.write(v, own)
-        if self.late and own is not None:
-            own.copy_(target.read(self._like.dtype, own))
+        own = self._own(k, t, AHEAD if self.late else self.links.rank)
+        target = own[part].cut(self.where(k, part, block))
+        target.write(v)
+        if self.late:
+            target.committed([None])
 
     def send(self, t: int, k: int) -> None:
         """Send message k of round t."""
-        self.links.send(self._tag(k, t), t, self._message(k, t).whole)
+        self.links.send(self._tag(k, t), t, self._message(k, t))
 
-    def dispatch(self, t: int) -> None:
-        """Send all messages of round t, which arrive late."""
-        self._flight.append(t)
-        self._post(t)
+    def dispatch(self, *rounds: int) -> None:
+        """Send all messages of some rounds, which arrive late; or again those that were on their way before `load`."""
+        self._flight += rounds
+        for r in rounds or self._flight:
+            self.expect(r)
+            for k in range(len(self._layouts)):
+                self.send(r, k)
 
-    def resend(self) -> None:
-        """Send again what was on its way, after `load`."""
-        for r in self._flight:
-            self._post(r)
+    def _slot(self, k: int, t: int) -> int:
+        return (t // self._every if self.late else t) % len(self._messages[k])
 
-    def _post(self, r: int) -> None:
-        for k in range(len(self._layouts)):
-            self.expect(r, k)
-        for k in range(len(self._layouts)):
-            self.send(r, k)
+    def _message(self, k: int, t: int) -> Tensor:
+        return self._messages[k][self._slot(k, t)]
 
-    def _message(self, k: int, t: int) -> Message:
-        slots = self._messages[k]
-        return slots[(t // self._every if self.late else t) % len(slots)]
+    def _own(self, k: int, t: int, node: int) -> list[Part]:
+        """The parts of message k of round t, to what is held of this node or, where it is AHEAD, will be."""
+        key = k, self._slot(k, t), node
+        if key not in self._parts:
+            self._parts[key] = self._layouts[k].parts(self._message(k, t), self._held_of(k, node))
+        return self._parts[key]
 
     def _tag(self, k: int, t: int) -> int:
         slot = t // self._every % self._slots if self.late else 0
@@ -182,32 +171,22 @@ class Mailbox:
     def land(self) -> None:
         """Wait for all that is on its way, and forget it."""
         for r in self._flight:
-            self.begin_round()
+            self.heard = {}
             self.listen(r)
         self._flight = []
-
-    def begin_round(self) -> None:
-        """Forget what was heard in the round before."""
-        self._heard = {}
 
     def listen(self, r: int, messages: Iterable[int] | None = None) -> None:
         """Wait for some messages of round r, or for all, where they come and have not been waited for."""
         if not self.late or r in self._flight:
             for k in range(len(self._layouts)) if messages is None else messages:
-                if k not in self._heard:
-                    self._heard[k] = self._listen(r, k)
-
-    def heard(self, k: int) -> Heard | None:
-        """Message k of the neighbours, if it has arrived in this round."""
-        return self._heard.get(k)
+                if k not in self.heard:
+                    self.heard[k] = self._listen(r, k)
 
     def commit(self, r: int, blocks: Sequence[Block]) -> None:
         """Hold what the messages of round r said."""
-        for k, heard in self._heard.items():
-            if differences := self._layouts[k].differences:
-                own = heard.own and heard.own.committed(differences, blocks, heard.dtype)
-                voices = {j: voice.committed(differences, blocks, heard.dtype) for j, voice in heard.voices.items()}
-                self._heard[k] = heard._replace(voices=voices, own=own)
+        for heard in self.heard.values():
+            for parts in (*heard.voices.values(), heard.own or []):
+                parts[:] = [part.committed(blocks) for part in parts]
         if r in self._flight:
             self._flight.remove(r)
 
@@ -216,12 +195,12 @@ class Mailbox:
 
         It is None if nothing was heard. Of a long vector it is that of a sample, scaled up; after `commit`.
         """
-        heard = self._heard.get(k)
+        heard = self.heard.get(k)
         if heard is None or not heard.voices:
             return None
-        own = self._message(k, r).parts if heard.own is None else heard.own.parts
-        spoken = [own, *(voice.parts for voice in heard.voices.values())]
-        few, *others = (parts[part].numbers[..., self._sample].to(heard.dtype) for parts in spoken)
+        own = self._own(k, r, self.links.rank) if heard.own is None else heard.own
+        spoken = [parts[part].numbers[..., self._sample].to(heard.dtype) for parts in (own, *heard.voices.values())]
+        few, *others = spoken
         distances = [(other - few).square().sum() for other in others]
         return torch.stack(distances).mean() * (self._like.shape[-1] / max(len(self._sample), 1))
 
@@ -234,7 +213,10 @@ class Mailbox:
 
     def _listen(self, r: int, k: int) -> Heard:
         layout, links, topology, dtype = self._layouts[k], self.links, self.links.topology, self._like.dtype
-        spoken = {source: layout.parts(message) for source, message in links.received(self._tag(k, r), r)}
+        spoken = {
+            source: layout.parts(message, self._held_of(k, source))
+            for source, message in links.received(self._tag(k, r), r)
+        }
         if self._guarded:
             for source in [source for source, parts in spoken.items() if not all(part.is_sound for part in parts)]:
                 links.lose(MessageError(links.rank, source, r))
@@ -244,14 +226,10 @@ class Mailbox:
         if topology.loss:
             row = _row(topology.matrix(r), links.rank, dtype)
         away = None if self._by_rows else sum(w for node, w in row.away.items() if node not in absent)
-        voices = {
-            source: Voice(parts, self._held_of(k, source))
-            for source, parts in spoken.items()
-            if source not in absent and source in row.links
-        }
+        voices = {j: parts for j, parts in spoken.items() if j not in absent and j in row.links}
         own = None
         if topology.speaks(r) and (self.late or not layout.exact):
-            own = Voice(self._message(k, r).parts, self._held_of(k, links.rank))
+            own = [*self._own(k, r, links.rank)]
         return Heard(voices, row.links, away, own, dtype)
 
     # --- memory ------------------------------------------------------------------------------------------------
@@ -261,23 +239,23 @@ class Mailbox:
         """Copies of what is held and on its way, for a checkpoint; empty where there is nothing."""
         held = {f"{k} {node} {n}": v.clone() for (k, node), by_part in self._held.items() for n, v in by_part.items()}
         flight = {
-            str(r): [self._message(k, r).whole[: layout.size].clone() for k, layout in enumerate(self._layouts)]
+            str(r): [self._message(k, r)[: layout.size].clone() for k, layout in enumerate(self._layouts)]
             for r in self._flight
         }
         return {"held": held, "flight": flight} if held or flight else {}
 
     def load(self, memory: Memory) -> None:
-        """Go on with such a memory: what was on its way is sent again by `resend`."""
+        """Go on with such a memory: what was on its way is sent again by `dispatch`."""
         held: dict[str, Tensor] = memory.get("held", {})  # type: ignore[assignment]
         flight: dict[str, list[Tensor]] = memory.get("flight", {})  # type: ignore[assignment]
-        self._held, self._heard = {}, {}
+        self._held, self.heard, self._parts = {}, {}, {}
         for key, v in held.items():
             k, node, n = map(int, key.split())
             self._held_of(k, node)[n].copy_(v)
         self._flight = sorted(map(int, flight))
         for r in self._flight:
             for k, whole in enumerate(flight[str(r)]):
-                self._message(k, r).whole[: len(whole)].copy_(whole)
+                self._message(k, r)[: len(whole)].copy_(whole)
 
     def checks(self) -> Tensor:
         """By node: numbers that sum to 0 over all ranks where neighbours hold of a node what it holds itself.
@@ -295,8 +273,8 @@ class Mailbox:
     def _held_of(self, k: int, node: int) -> dict[int, Tensor]:
         """What is held of a node, by part; zero at first."""
         if (k, node) not in self._held and self._layouts[k].differences:
-            shapes = self.traffic.messages[k].shapes
-            self._held[k, node] = {n: self._like.new_zeros(shapes[n]) for n in self._layouts[k].differences}
+            zeros = {n: self._like.new_zeros(shape) for n, shape in self._layouts[k].differences.items()}
+            self._held[k, node] = zeros
         return self._held.get((k, node), {})
 
 
@@ -304,10 +282,6 @@ def _checksum(held: dict[int, Tensor]) -> int:
     """A number for the bits of all tensors; so small that many ranks can add theirs up."""
     words = {4: torch.int32, 8: torch.int64}
     return sum(int(v.view(words[v.element_size()]).sum(dtype=torch.int64)) for v in held.values()) % (1 << 31)
-
-
-def _cut(v: Tensor, block: Block) -> Tensor:
-    return v if block is None else v[block]
 
 
 def _row(P: Matrix, rank: int, dtype: torch.dtype) -> Row:

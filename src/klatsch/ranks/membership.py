@@ -8,7 +8,7 @@ behind whatever else a message holds, so it is exact in every encoding of messag
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class Membership:
         self._status = torch.zeros((WORD + 1) * self.size + self.links, dtype=torch.uint8)
         self._finished, self._gone = self._read(self._status)
         self._leaving, self._lost = torch.split(self._gone, [self.size, self.links])
-        self._since = 0  # the round from which on it counts who has finished
+        self.since = 0  # the round from which on it counts who has finished: older news may still be on its way
 
     def __len__(self) -> int:
         """The bytes of the status."""
@@ -75,10 +75,6 @@ class Membership:
         self._finished[self.rank] = rounds + 1
         self._leaving[self.rank] = leave
 
-    def begin_again(self, rounds: int) -> None:
-        """Count who has finished from now on, when all return from an end: older news may still be on its way."""
-        self._since = rounds
-
     # --- what follows from it ----------------------------------------------------------------------------------
 
     def links_lost(self) -> list[int]:
@@ -97,38 +93,28 @@ class Membership:
     def last_round(self) -> int | None:
         """The round after which nobody needs this rank any more; None while that is unknown.
 
-        By then all have finished and know it: the last one's news takes one round to be sent and `lag` to arrive. A
-        rank that leaves only waits until everyone knows that.
+        By then all have finished and know it. A rank that leaves only waits until everyone knows that.
         """
         if self.leaving:
             return self._end([self.rank])
         nodes = self.within_reach()
-        return self._end(nodes) if bool((self._finished[nodes] > self._since).all()) else None
+        return self._end(nodes) if bool((self._finished[nodes] > self.since).all()) else None
 
     def heard_out(self, t: int) -> bool:
         """Whether the last message of a rank that has left arrived in the round before t."""
         return any(self._end([node]) + self.topology.late == t - 1 for node in self._leavers())
 
     def within_reach(self, t: int | None = None) -> list[int]:
-        """The ranks that this one still hears and is heard by, directly or through others, including itself.
-
-        In round t, in which those that leave later take part; without t none that leaves counts.
-        """
+        """The ranks, with this one, that still hear each other; in round t also those that leave later."""
         return next(group for group in self._groups(t) if self.rank in group)
 
     def out_of_reach(self) -> list[list[int]]:
-        """Ranks that may keep training without this one, in groups that still hear each other.
-
-        A single rank counts only if no link to it is lost and it does not leave; otherwise it is presumed gone.
-        """
+        """Groups of ranks that may keep training without this one; a single rank that lost a link is presumed gone."""
         ended = {node for pair, k in self._number.items() if self._lost[k] for node in pair} | {*self._leavers()}
         return [g for g in self._groups() if self.rank not in g and (len(g) > 1 or not ended.intersection(g))]
 
     def tree(self, t: int | None = None) -> tuple[list[int], list[int], int]:
-        """A tree of all within reach, the same on all of them: the parent of this rank, its children and its depth.
-
-        The root has no parent.
-        """
+        """The parent of this rank (none at the root), its children and depth in one tree of all within reach."""
         nodes, depth = self.within_reach(t), 0
         parents: list[int] = breadth_first_order(self._graph(t), nodes[0], directed=False)[1].tolist()
         above = self.rank
@@ -166,11 +152,7 @@ class Membership:
     @property
     def lag(self) -> int:
         """See `lag`; an upper bound if links are lost or ranks leave."""
-        return _longest(self.topology) if bool(self._gone.any()) else self._whole_lag
-
-    @cached_property
-    def _whole_lag(self) -> int:
-        return lag(self.topology)
+        return _longest(self.topology) if bool(self._gone.any()) else lag(self.topology)
 
 
 def _longest(topology: Topology) -> int:
@@ -178,6 +160,7 @@ def _longest(topology: Topology) -> int:
     return (topology.size - 1) * (topology.period + topology.late)
 
 
+@lru_cache(maxsize=8)
 def lag(topology: Topology) -> int:
     """Rounds that a rank can be ahead of the slowest: after t rounds of its own, all others have done t - lag.
 

@@ -5,7 +5,7 @@ Only this file knows what the bytes mean; see wire/encodings.py for the encoding
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,28 +25,39 @@ class Part(NamedTuple):
 
     numbers: Tensor  # of the state's dtype, bfloat16, or int8 codes
     scales: Tensor | None = None  # of int8 codes, (..., blocks)
+    held: Tensor | None = None  # what both ends hold already, to which int8 codes are a difference
 
     def cut(self, block: Block) -> Part:
         """A slice of it; slices begin at multiples of 256."""
         if block is None:
             return self
+        if self.scales is None or self.held is None:
+            return Part(self.numbers[block])
         few = slice(block.start // BLOCK, encodings.scale_count(block.stop))
-        return Part(self.numbers[block], None if self.scales is None else self.scales[few])
+        return Part(self.numbers[block], self.scales[few], self.held[block])
 
-    def write(self, v: Tensor, held: Tensor | None) -> None:
-        """Encode v, given what the neighbours hold already."""
-        if self.scales is None or held is None:
+    def write(self, v: Tensor) -> None:
+        """Encode v."""
+        if self.scales is None or self.held is None:
             self.numbers.copy_(v)
         else:
-            codes, scales = encodings.quantized(v - held)
+            codes, scales = encodings.quantized(v - self.held)
             self.numbers.copy_(codes)
             self.scales.copy_(scales)
 
-    def read(self, dtype: torch.dtype, held: Tensor | None) -> Tensor:
-        """What it says, given what is held of its sender."""
-        if self.scales is None or held is None:
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """What it says."""
+        if self.scales is None or self.held is None:
             return self.numbers.to(dtype)
-        return held + encodings.restored(self.numbers, self.scales, dtype)
+        return self.held + encodings.restored(self.numbers, self.scales, dtype)
+
+    def committed(self, blocks: Iterable[Block]) -> Part:
+        """Hold what it says, slice by slice; from then on it says what is held."""
+        if self.held is None:
+            return self
+        for block in blocks:
+            (self.held if block is None else self.held[block]).copy_(self.cut(block).read(self.held.dtype))
+        return Part(self.held)
 
     @property
     def is_sound(self) -> bool:
@@ -63,30 +74,22 @@ class Layout:
         for shape in shapes:
             encoding = wire if shape[-1] == like.shape[-1] else ""
             dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(encoding, like.dtype)
-            numbers = self.size + (_up(_scale_bytes(shape)) if dtype is torch.int8 else 0)
+            numbers = self.size + (_aligned(_scale_bytes(shape)) if dtype is torch.int8 else 0)
             self._places.append((shape, dtype, self.size, numbers))
-            self.size = numbers + _up(shape.numel() * dtype.itemsize)
-        self.differences = [n for n, (_, dtype, *_) in enumerate(self._places) if dtype is torch.int8]
+            self.size = numbers + _aligned(shape.numel() * dtype.itemsize)
+        self.differences = {n: shape for n, (shape, dtype, *_) in enumerate(self._places) if dtype is torch.int8}
         self.exact = all(dtype is like.dtype for _, dtype, *_ in self._places)
 
-    def parts(self, memory: Tensor) -> list[Part]:
-        """The tensors in the bytes of a message."""
-        return [self._part(memory, *place) for place in self._places]
-
-    def _part(self, memory: Tensor, shape: torch.Size, dtype: torch.dtype, begin: int, middle: int) -> Part:
-        numbers = memory[middle : middle + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-        if dtype is not torch.int8:
-            return Part(numbers)
-        scales = memory[begin : begin + _scale_bytes(shape)].view(torch.bfloat16)
-        return Part(numbers, scales.view(*shape[:-1], -1))
-
-
-class Message:
-    """One message of this rank, with room for news at its end."""
-
-    def __init__(self, layout: Layout, device: torch.device, tail: int) -> None:
-        self.whole = torch.zeros(layout.size + tail, dtype=torch.uint8, device=device)
-        self.parts = layout.parts(self.whole[: layout.size])
+    def parts(self, memory: Tensor, held: Mapping[int, Tensor]) -> list[Part]:
+        """The tensors in the bytes of a message, and what is held of its sender, by part."""
+        parts = []
+        for n, (shape, dtype, begin, middle) in enumerate(self._places):
+            part = Part(memory[middle : middle + shape.numel() * dtype.itemsize].view(dtype).view(shape))
+            if dtype is torch.int8:
+                scales = memory[begin : begin + _scale_bytes(shape)].view(torch.bfloat16)
+                part = Part(part.numbers, scales.view(*shape[:-1], -1), held[n])
+            parts.append(part)
+        return parts
 
 
 def is_sound(v: Tensor) -> bool:
@@ -99,5 +102,5 @@ def _scale_bytes(shape: torch.Size) -> int:
     return torch.bfloat16.itemsize * shape[:-1].numel() * encodings.scale_count(shape[-1])
 
 
-def _up(size: int) -> int:
+def _aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED

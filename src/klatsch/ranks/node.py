@@ -63,7 +63,7 @@ class Ledger:
     def __init__(self, sums: Sequence[Sum], x: Tensor) -> None:
         self.sums = {(entry.call, entry.part): entry for entry in sums}
         self._like = x
-        self.entries: dict[int, State] = {}  # by neighbour and field
+        self.entries: dict[tuple[int, str], Tensor] = {}  # by neighbour and field
         self.last: dict[int, int] = {}  # by neighbour: the round of its last entry
 
     def enter(self, t: int, call: int, part: int, block: Block, shares: dict[int, Tensor]) -> None:
@@ -71,10 +71,9 @@ class Ledger:
         entry = self.sums[call, part]
         self.last |= dict.fromkeys(shares, t)
         for node, share in shares.items():
-            fields = self.entries.setdefault(node, {})
-            if entry.field not in fields:
-                fields[entry.field] = torch.zeros_like(self._like)
-            whole = fields[entry.field]
+            if (node, entry.field) not in self.entries:
+                self.entries[node, entry.field] = torch.zeros_like(self._like)
+            whole = self.entries[node, entry.field]
             (whole if block is None else whole[block]).add_(share, alpha=entry.factor)
 
     def make_up(self, state: State, topology: Topology, group: Group) -> None:
@@ -90,19 +89,32 @@ class Ledger:
                 below = torch.empty_like(branch)
                 for piece in torch.split(below, PIECE):  # a timeout is about silence
                     dist.recv(piece, ranks[child], group=group)
-                self.entries.setdefault(child, {})[field] = below.neg().to(self._like)
+                self.entries[child, field] = below.neg().to(self._like)
                 branch += below
             for parent in parents:
                 for piece in torch.split(branch, PIECE):
                     dist.send(piece, ranks[parent], group=group)
-                self.entries.setdefault(parent, {})[field] = branch.to(self._like)
+                self.entries[parent, field] = branch.to(self._like)
 
     def take_out(self, gone: Collection[int], state: State) -> None:
         """Take what these nodes have added out of a state."""
-        for node in self.entries.keys() & set(gone):
+        for node, field in [entry for entry in self.entries if entry[0] in gone]:
             self.last.pop(node, None)
-            for field, added in self.entries.pop(node).items():
-                state[field].sub_(added)
+            state[field].sub_(self.entries.pop((node, field)))
+
+    @property
+    def memory(self) -> Memory:
+        """Copies of the entries, for a checkpoint; empty where there are none."""
+        entries = {f"{node} {field}": v.clone() for (node, field), v in self.entries.items()}
+        return {"ledger": entries, "last": {str(node): t for node, t in self.last.items()}} if entries else {}
+
+    def load(self, memory: Memory) -> None:
+        """Go on with such a memory."""
+        entries: dict[str, Tensor] = memory.get("ledger", {})  # type: ignore[assignment]
+        last: dict[str, int] = memory.get("last", {})  # type: ignore[assignment]
+        keys = {key: key.split() for key in entries}
+        self.entries = {(int(node), field): entries[key].clone() for key, (node, field) in keys.items()}
+        self.last = {int(node): int(t) for node, t in last.items()}
 
 
 class Node:
@@ -139,9 +151,7 @@ class Node:
     @property
     def memory(self) -> Memory:
         """What the channel holds and what is on its way, and the ledger; for a checkpoint, beside the state."""
-        entries = {str(node): each(torch.clone, fields) for node, fields in self._ledger.entries.items()}
-        last = {str(node): t for node, t in self._ledger.last.items()}
-        return self._mail.memory | ({"ledger": entries, "last": last} if entries else {})
+        return self._mail.memory | self._ledger.memory
 
     def load(self, fields: State, rounds: int, memory: Memory | None = None) -> None:
         """Continue from a state saved after some rounds; without the channel's memory it begins anew."""
@@ -151,10 +161,7 @@ class Node:
         self.rounds, self._begun, self._excess = rounds, False, {}
         try:
             self._mail.load(memory or {})
-            entries: dict[str, State] = (memory or {}).get("ledger", {})  # type: ignore[assignment]
-            last: dict[str, int] = (memory or {}).get("last", {})  # type: ignore[assignment]
-            self._ledger.entries = {int(node): each(torch.clone, fields) for node, fields in entries.items()}
-            self._ledger.last = {int(node): int(t) for node, t in last.items()}
+            self._ledger.load(memory or {})
             for node in self._ledger.last:
                 self.links.membership.number(self.links.rank, node)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
@@ -190,8 +197,7 @@ class Node:
     def write(self, point: Callable[[State], Tensor], into: Tensor) -> None:
         """Write a point of the state into a vector, in the same slices and so the same bits as a round."""
         for block in self._blocks:
-            place = self._part(block, into)
-            self._work_on("point", block, partial(_put, point, place))
+            self._work_on("point", block, partial(_put, point, self._part(block, into)))
 
     def keep_also(self, rule: Rule) -> None:
         """Add the fields that the rule needs with other options, such as a momentum, with their initial values."""
@@ -217,7 +223,7 @@ class Node:
         t, mail = self.rounds + 1, self._mail
         if not self._begun:
             self._begin(t)
-        mail.begin_round()
+        mail.heard = {}
         if mail.late:
             mail.listen(t - mail.late)
             if self._speaks(t):
@@ -294,10 +300,9 @@ class Node:
         mail = self._mail
         if mail.late:
             if not self._begun:
-                mail.resend()
+                mail.dispatch()
         else:
-            for k in range(len(self._traffic.messages)):
-                mail.expect(t, k)
+            mail.expect(t)
             if self._traffic.early:
                 if not mail.shares_memory and self._speaks(t):
                     self._put_fields(0, t)
@@ -333,7 +338,7 @@ class Node:
 
     def _work_on(self, kind: str, block: Block, work: Work) -> None:
         """Work on a slice of the state: in one kernel on a GPU, if that is possible."""
-        old = self._cut(block)
+        old = each(partial(self._part, block), self._fields)
         if self._fuses and kind not in self._plain:
             script = kernels.Script()
             wide = {name for name, v in self._fields.items() if v.shape[-1] == self._wide}
@@ -365,7 +370,7 @@ class Node:
                 if writes and (k, part) not in written:
                     mail.put(t, k, part, block, tensor)
                     written.add((k, part))
-                if (heard := mail.heard(k)) is not None:
+                if (heard := mail.heard.get(k)) is not None:
                     where = mail.where(k, part, block)
                     results.append(heard.pull(tensor, part, where, mixed))
                     if stop is None and (c, n) in self._ledger.sums:
@@ -377,9 +382,6 @@ class Node:
             return tuple(results)
 
         return Flow(partial(exchanged, False), partial(exchanged, True), not self._speaks(t))
-
-    def _cut(self, block: Block) -> State:
-        return each(partial(self._part, block), self._fields)
 
     def _part(self, block: Block, v: Tensor) -> Tensor:
         return v if block is None or v.shape[-1] != self._wide else v[block]
@@ -405,8 +407,5 @@ def _put(point: Callable[[State], Tensor], place: Tensor, symbol: Callable[[Tens
 def _apart(old: State, new: State) -> State:
     """The new state, with copies of fields that are other fields of the old one: those will be overwritten."""
     owners = {v.data_ptr(): name for name, v in old.items() if isinstance(v, Tensor)}  # kernels read before they write
-    return {name: v.clone() if _is_other(v, name, owners) else v for name, v in new.items()}
-
-
-def _is_other(v: Tensor, name: str, owners: dict[int, str]) -> bool:
-    return isinstance(v, Tensor) and owners.get(v.data_ptr(), name) != name
+    others = {name: v for name, v in new.items() if isinstance(v, Tensor) and owners.get(v.data_ptr(), name) != name}
+    return new | each(torch.clone, others)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 Answer = TypeVar("Answer")
-Landed = tuple[Tensor, torch.cuda.Event]  # a message on a GPU, and the event after which it is there
+Landed = tuple[Tensor, torch.cuda.Event]  # a copy of a message, and the event after which it is there
 FOREVER = timedelta(days=3650)
 ANSWER_WITHIN = 1.0  # seconds; a store on a stopped host never answers
 MADE: Counter[str] = Counter()  # notes by the name of their group
@@ -31,38 +32,36 @@ LAST_WORDS = 1.0  # seconds for a neighbour to answer that it has heard this; it
 
 
 class Transfer:
-    """A message on its way from or to a neighbour; `post` starts it, and `land` brings it on when it has arrived."""
+    """A message on its way from or to a neighbour."""
 
-    land: Callable[[], Landed] | None = None
+    after: torch.cuda.Event | None = None  # before which it must not start
+    land: Callable[[], Landed] | None = None  # brings it on when it has arrived
 
     def __init__(self, peer: int, incoming: bool, memory: Tensor, post: Callable[[], dist.Work | None]) -> None:
-        self.peer, self.incoming = peer, incoming
+        self.peer, self.incoming, self._post = peer, incoming, post
         self.memory = memory  # kept alive until the message has arrived or left
-        self.waited_for = False  # by a thread
+        self.waited_for, self._started, self._over = False, False, False  # waited_for: by a thread
         self.error: RuntimeError | None = None
         self.landed: Landed | None = None
         self.broken: Exception | None = None  # why it could not land
-        self._post, self._started = post, threading.Event()
         self._work: dist.Work | None = None
-        self._over, self._running = False, threading.Lock()
+        self._running = threading.Lock()
         self._running.acquire()
 
     def start(self) -> None:
         """Post it."""
+        self._started = True
         try:
+            if self.after is not None:
+                self.after.synchronize()
             self._work = self._post()
-        except Exception as error:  # the connection is already closed
-            self.fail(error)
-        self._started.set()
-
-    def fail(self, error: Exception) -> None:
-        """It was not posted."""
-        self.error = error if isinstance(error, RuntimeError) else RuntimeError(str(error))
-        self._started.set()
+        except Exception as error:  # the connection is already closed, or of this rank's GPU
+            self.error = error if isinstance(error, RuntimeError) else RuntimeError(str(error))
 
     def finish(self) -> None:
-        """Wait for its end without a limit."""
-        self._started.wait()
+        """Wait for its end without a limit; start it first where it has not been."""
+        if not self._started:
+            self.start()
         if (work := self._work) is not None:
             try:
                 work.wait(FOREVER)
@@ -82,21 +81,28 @@ class Transfer:
         return self._over
 
     def give_up(self) -> None:
-        """Close all connections if a thread waits for it in vain."""
-        if self._work is not None and self.waited_for:
+        """Close all connections if a thread waits for it in vain; it does not start any more."""
+        self._started = True
+        if (work := self._work) is not None and self.waited_for:
             with suppress(RuntimeError):
-                self._work.wait(timedelta(milliseconds=1))
+                work.wait(timedelta(milliseconds=1))
 
 
-class Waiter(threading.Thread):
+def in_background(name: str, run: Callable[[], None]) -> threading.Thread:
+    """A thread that does not keep the process alive."""
+    thread = threading.Thread(target=run, name=f"klatsch {name}", daemon=True)
+    thread.start()
+    return thread
+
+
+class Waiter:
     """A thread that waits for the messages of one neighbour in one direction."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
         self._transfers: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
-        self.start()
+        self._thread = in_background(name, self._run)
 
-    def run(self) -> None:
+    def _run(self) -> None:
         while (transfer := self._transfers.get()) is not None:
             transfer.finish()
 
@@ -109,7 +115,7 @@ class Waiter(threading.Thread):
     def end(self) -> None:
         """End the thread, unless it waits for a message that never comes."""
         self._transfers.put(None)
-        self.join(1.0)
+        self._thread.join(1.0)
 
 
 class Stopwatch:
@@ -132,22 +138,18 @@ class Stopwatch:
 class Stage:
     """Copies between one rank's GPU and the pinned memory that gloo sends from, on streams of their own.
 
-    The rank waits for none of them. What leaves is copied when the GPU has computed it, and a thread posts it then;
-    what arrives is copied by the thread that has waited for it, while the GPU computes the next gradient.
+    The rank waits for none of them: threads post what leaves once it is copied, and copy what has arrived.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._ends = device, False
+        self.device = device
         self._out, self._in = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._posts: queue.SimpleQueue[tuple[torch.cuda.Event, Sequence[Transfer]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._post, name="klatsch stage", daemon=True)
-        self._thread.start()
 
     def room(self, like: Tensor) -> Tensor:
         """Pinned memory; torch does not give it to others while a copy to or from it is on its way."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
-    def copy_out(self, message: Tensor, tail: int) -> tuple[Tensor, torch.cuda.Event]:
+    def copy_out(self, message: Tensor, tail: int) -> Landed:
         """A copy of a message in pinned memory but for its tail, and the event after which it is there."""
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         pinned = self.room(message)
@@ -155,12 +157,8 @@ class Stage:
             pinned[:-tail].copy_(message[:-tail], non_blocking=True)
             return pinned, self._out.record_event()
 
-    def post(self, copied: torch.cuda.Event, transfers: Sequence[Transfer]) -> None:
-        """Start transfers after an event, in order."""
-        self._posts.put((copied, transfers))
-
     def copy_in(self, pinned: Tensor) -> Landed:
-        """The same on the GPU, and the event after which it is there."""
+        """The same on the GPU."""
         with torch.cuda.stream(self._in):
             return pinned.to(self.device, non_blocking=True), self._in.record_event()
 
@@ -172,44 +170,20 @@ class Stage:
         copied.record_stream(stream)
         return copied
 
-    def end(self) -> None:
-        """End the thread; what is not posted by now will not be."""
-        self._ends = True
-        self._posts.put(None)
-        self._thread.join(1.0)
-
-    def _post(self) -> None:
-        while (computed := self._posts.get()) is not None:
-            copied, transfers = computed
-            try:
-                if self._ends:
-                    raise RuntimeError("the rank has ended before this message was computed")
-                copied.synchronize()
-            except Exception as error:  # of this rank's GPU
-                for transfer in transfers:
-                    transfer.fail(error)
-            else:
-                for transfer in transfers:
-                    transfer.start()
-
 
 class Pace:
-    """How far neighbours have come: each rank tells its neighbours the rounds it has done, in small messages.
+    """How far neighbours have come, in small messages: those of rounds only arrive when their receiver is there, too.
 
-    A message of a round arrives when its receiver is there, too, so a rank that falls behind learns nothing from those.
     There are two threads per neighbour; one listens, and one tells it the newest round, leaving out those it had no
-    time for. When one end closes, the other answers and closes as well, so that no connection breaks while something
-    travels.
+    time for. When one end closes, the other answers and closes as well, so that no connection breaks in between.
     """
 
     def __init__(self, transfer: Callable[[bool, Tensor, int], Transfer], peers: Iterable[int]) -> None:
         self.done = dict.fromkeys(peers, 0)  # by neighbour that is there: the rounds that it has done
         self._transfer, self._running = transfer, dict[tuple[int, bool], Transfer]()
         self._news = {peer: queue.SimpleQueue[int]() for peer in self.done}
-        work = [(run, peer) for peer in self._news for run in (self._listen, self._tell)]
-        self._threads = [threading.Thread(target=run, args=(peer,), daemon=True) for run, peer in work]
-        for thread in self._threads:
-            thread.start()
+        work = [partial(run, peer) for peer in self._news for run in (self._listen, self._tell)]
+        self._threads = [in_background("pace", run) for run in work]
 
     def tell(self, rounds: int) -> None:
         """Tell all neighbours that this rank has done some rounds; returns at once."""
@@ -263,14 +237,13 @@ class Note(NamedTuple):
 class Notes:
     """Who is waiting: a rank that waits long says so, and its neighbours do not blame it for being late.
 
-    When one rank stops, its neighbours wait for it, and theirs wait for them. All run out of patience at about the same
-    time, and without notes the network would fall apart. Notes go through the process group's store, the only central
-    thing, used only when something is wrong; if the store does not answer, there are no notes.
+    Else all would run out of patience with each other when one rank stops. Notes go through the process group's store,
+    the only central thing, used only when something is wrong; if it does not answer, there are no notes.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._own, self._place = dist.get_rank(group), Note(), ("in", 0)
-        self._numbers: dict[int, int] = {}  # by rank: of the last note that `is_waiting` saw
+        self._heard: dict[int, tuple[Note, float]] = {}  # by rank: its last note, and when it was found to be new
         self._store: Store | None = None
         with suppress(AttributeError, RuntimeError, ValueError):
             store, name = dist.distributed_c10d._get_default_store(), group.group_name
@@ -291,15 +264,14 @@ class Notes:
 
     @contextmanager
     def excuse(self, t: int, every: float) -> Iterator[None]:
-        """Say so every few seconds while this rank asks all others for something after round t."""
+        """Say that it waits every few seconds while this rank asks all others for something after round t."""
         over, self._place = threading.Event(), ("after", t)
 
         def tell() -> None:
             while not over.wait(every):
                 self.waiting()
 
-        thread = threading.Thread(target=tell, name="klatsch excuse", daemon=True)
-        thread.start()
+        thread = in_background("excuse", tell)
         try:
             yield
         finally:
@@ -315,16 +287,17 @@ class Notes:
 
     def of(self, *ranks: int) -> dict[int, Note] | None:
         """The last notes of some ranks, where there are any; None if the store does not answer."""
-        told = self.read([*map(str, ranks)])
-        return None if told is None else {int(rank): Note(*json.loads(text)) for rank, text in told.items()}
+        if (told := self.read([*map(str, ranks)])) is None:
+            return None
+        notes = {int(rank): Note(*json.loads(text)) for rank, text in told.items()}
+        for rank, note in notes.items():
+            before, since = self._heard.get(rank, (note, 0.0))
+            self._heard[rank] = note, since if note == before else time.monotonic()
+        return notes
 
-    def is_waiting(self, peer: int) -> bool:
-        """Whether a neighbour has said since the last call that it is waiting."""
-        note = (self.of(peer) or {}).get(peer)
-        if note is None or note.number == self._numbers.get(peer, 0):
-            return False
-        self._numbers[peer] = note.number
-        return True
+    def since(self, rank: int) -> float:
+        """When a rank was last found to say something new; 0 where it never was."""
+        return self._heard[rank][1] if rank in self._heard else 0.0
 
     def leads_to_another(self, peer: int) -> bool:
         """Whether a neighbour waits, perhaps through others, for a rank that is itself not waiting.
@@ -363,7 +336,7 @@ class Notes:
             with suppress(RuntimeError, ValueError):
                 answer.put(question(store))
 
-        threading.Thread(target=ask, name="klatsch notes", daemon=True).start()
+        in_background("notes", ask)
         with suppress(queue.Empty):
             return answer.get(timeout=ANSWER_WITHIN)
         return None
