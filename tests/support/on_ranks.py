@@ -13,8 +13,6 @@ from klatsch.simulation.checkpoint import Saver
 from klatsch.simulation.driver import Network, Nodes, Run, Snapshot
 from klatsch.simulation.preparation import prepared
 from klatsch.simulation.stack import Watched
-from klatsch.study import Store, expand, load
-from klatsch.study.batches import pack, simulation_arguments
 from klatsch.wire.carried import bare
 
 TIMEOUT = 300.0  # seconds to wait for a neighbour in a round
@@ -24,6 +22,9 @@ NEVER = torch.iinfo(torch.int64).max  # a moment that does not come
 
 def study(folder, file):
     """The metrics of all runs of a study whose networks have as many nodes as there are ranks, by key."""
+    from klatsch.study import expand, load
+    from klatsch.study.batches import pack, simulation_arguments
+
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     outcomes = {}
@@ -41,6 +42,8 @@ def study(folder, file):
 
 def assert_same_as_in(store, ranks, tolerances=None):
     """Ranks that run `study` find what a store holds of it; `tolerances` are by metric, all of them by default."""
+    from klatsch.study import Store
+
     ranks.succeed()
     on_ranks = torch.load(ranks.folder / "study")
     with Store(store, read_only=True) as opened:
