@@ -248,31 +248,7 @@ class Screen(BaseModel):
 class Study(BaseModel):
     """A grid of runs: every rule on every topology at every size, with all combinations of their options.
 
-    Args:
-        nodes: numbers of machines M.
-        rules: names, or tables with a name and options.
-        topologies: the same; those of rules without their own. One may have some of the nodes only.
-        steps: rounds per run. Give either steps or
-        epochs: passes through the data set, if the problem has one. More machines then take fewer rounds each, and
-            metrics are evenly spaced.
-        name: its name in tables and reports.
-        problem: a table with a name and options; the paper's least squares by default.
-        lr: learning rates for rules without their own.
-        schedule: how learning rates change over a run, for rules without their own: "constant", "cosine", "linear", or
-            a list of these.
-        seeds: how many (0, 1, 2...), or a list.
-        screen: choose the learning rates by shorter runs, a table such as {"epochs": 20, "seeds": 1}: only the best one
-            of each rule, graph, size and setting then runs in full. It may have steps or epochs, seeds (the first of
-            the study's by default) and record; what it does not have is the study's.
-        record: at how many rounds metrics are kept: log-spaced, or evenly spaced with `epochs`.
-        dtype: "float64" or "float32".
-        device: "cpu", "cuda", "cuda:1"...
-        any_graph: run even where a rule refuses the graph.
-        leave_out: skip and report what does not fit (a size that a graph cannot have, a graph that a rule refuses)
-            instead of refusing the study.
-        title, notes: of its page in reports.
-        clocks: how long gradients and messages take, by name, each a table of options of `klatsch.clock.Clock`.
-        figures, sentences: what its page draws and checks, as tables; see `klatsch.report`.
+    docs/studies.md says what the keys mean, what they default to, and what `figures` and `sentences` hold.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
