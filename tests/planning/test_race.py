@@ -55,6 +55,7 @@ def test_where_errors_are_heading():
     falling = np.array([5.0 / t for t in steps])
     assert fitted(steps, falling, 5.0 / 7000) == pytest.approx(7000, rel=0.01)
     assert fitted(steps, np.full(40, 0.5), 0.1) == math.inf
+    assert fitted(steps, np.array([0.5 * t**0.1 for t in steps]), 0.1) == math.inf  # away from it
     assert fitted(steps, falling, 1e-9) == math.inf  # too far to say
     assert fitted(steps, np.where(np.arange(40) > 30, math.inf, falling), 0.001) == math.inf
 

@@ -183,3 +183,24 @@ def test_a_kernel_that_has_worked_may_fail_aloud(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         double()
     assert a.tolist() == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x, y: 2.0 - x,
+        lambda x, y: 2.0 / x,
+        lambda x, y: x - y / 3.0,
+        lambda x, y: -torch.square(y),
+        lambda x, y: torch.lerp(x, y, 0.3),
+        lambda x, y: torch.maximum(x, y),
+        lambda x, y: torch.sub(x, y, alpha=0.5),
+    ],
+)
+def test_every_formula_is_what_torch_computes(work, monkeypatch):
+    monkeypatch.setattr(kernels, "compiled", Kernel)
+    a, b, target = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -4.0]), torch.zeros(2)
+    script = kernels.Script()
+    target.copy_(work(script.symbol(a), script.symbol(b)))
+    script.run()
+    torch.testing.assert_close(target, work(a, b))

@@ -238,3 +238,11 @@ def test_names_are_products():
         base = pattern(0.1, rules.adam())
         assert base.name == name == rules.make(name, lr=0.1).name
         assert rules.Anytime(base).name == f"dat-{name}".replace("dadam", "adam")
+
+
+def test_a_flow_that_takes_more_than_there_is_leaves_a_second_moment_of_zero():
+    takes = rules.Flow(lambda *tensors: tuple(-3.0 * v for v in tensors))
+    state = {"m": torch.zeros(2), "v": torch.ones(2)}
+    step, kept = rules.adam(shared=True)(state, torch.zeros(2), takes, 1)
+    assert kept["v"].tolist() == [0.0, 0.0]
+    assert torch.isfinite(step).all()

@@ -161,3 +161,11 @@ def test_they_find_the_optimum_of_all_nodes_data(rule, options, graph):
     made = rules.make(f"{PUBLISHED}:{rule}", lr=0.1 / problem.L, **options)
     found = klatsch.simulate(problem, made, graph, 20_000, record=1)
     np.testing.assert_allclose(found.output[:, 0], x.repeat(NODES, 0), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["qg", "diloco"])
+def test_a_momentum_that_would_carry_late_flows_on_refuses_them(name):
+    rule = rules.make(name, lr=LR)
+    rule.check_graph(tp.channel(tp.ring(4), every=4, late=3))
+    with pytest.raises(ValueError, match=f"{name} on .*its momentum carries on flows that are late.*every - 1 = 3"):
+        rule.check_graph(tp.channel(tp.ring(4), every=4, late=4))

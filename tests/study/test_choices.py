@@ -15,3 +15,10 @@ def test_what_one_has_after_a_share_of_the_rounds():
     for share in (0, 1.5, np.nan):
         with pytest.raises(ValueError, match=f"share = {share}; give a number above 0 and up to 1"):
             row.at(share)
+
+
+@pytest.mark.parametrize("best, at_edge", [(0, True), (1, False), (2, True)])
+def test_a_better_rate_may_lie_beyond_the_smallest_and_the_largest(best, at_edge):
+    curves = np.ones((1, 1, 3))
+    curves[..., best] = 0.5
+    assert Row("dat", "ring", 4, (0.1, 0.2, 0.3), (10,), curves, curves, 1.0).at_edge == at_edge

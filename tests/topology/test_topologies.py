@@ -209,6 +209,9 @@ def test_equal_graphs_are_equal_wherever_they_come_from():
     assert tp.ring(4) != tp.complete(4)
     assert len({tp.ring(5), tp.ring(5), tp.star(5)}) == 2
     assert tp.ring(5) != "ring"
+    assert tp.channel(tp.ring(5), wire="int8") != tp.ring(5)  # by the channel alone: their matrices are equal
+    assert tp.channel(tp.ring(5), every=4, late=3) != tp.channel(tp.ring(5), every=4)
+    assert tp.channel(tp.ring(5), loss=0.1) != tp.channel(tp.ring(5), loss=0.2)
 
 
 def test_edges_and_messages():

@@ -177,3 +177,16 @@ def test_scheduled_rates_of_several_columns_join_the_vectors():
     rule = rules.make("dsgd", rules.Decay([0.1, 0.2], "cosine", 10))
     (sent,) = Rehearsal(rule, torch.zeros(3, 2, 5)).rounds[0][0]
     assert sent.dtype == torch.float32
+
+
+def test_a_field_that_changes_by_more_than_flows_is_no_sum_of_them():
+    class Leaning(rules.Rule):
+        lr = 0.1
+
+        def init(self, x):
+            return {"w": x, "y": x * 0.0}
+
+        def update(self, s, grad, flow, t, lr):
+            return {"w": s["w"] - lr * grad, "y": s["y"] + flow(s["w"])[0] + 0.1 * s["w"]}
+
+    assert sums_of_flows(Leaning(), X) == []
