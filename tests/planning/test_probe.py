@@ -160,8 +160,8 @@ def test_gradients_that_are_not_finite():
 OWN = """
 from klatsch import problems
 
-def small(nodes):
-    return problems.LeastSquares(nodes, dim=7)
+def small(nodes, text=7):
+    return problems.LeastSquares(nodes, dim=text)
 
 def fixed():
     return problems.LeastSquares(5, dim=3)
@@ -198,6 +198,7 @@ def test_problems_from_a_file(tmp_path):
     path.write_text(OWN)
     assert problem_of(f"{path}:small", 4).nodes == 4
     assert problem_of(f"{path}:small").nodes == 16
+    assert problem_of(f"{path}:small", text=3).dim == 3  # whatever its options are called
     assert problem_of(f"{path}:fixed").nodes == 5
     for text, message in (
         (f"{path}:fixed", "takes no number of nodes; leave -n out"),

@@ -255,18 +255,11 @@ def _race(task: Task, timer: Timer) -> Answer:
     sure = in_order(t for t in repeated.values() if math.isfinite(t.seconds))
     one = next(t for t in in_order(repeated.values()) if t.way.machines == 1)
     best, reduced = enough(sure, one), next((t for t in sure if t.way.reduces and t.way.machines > 1), None)
+    others = tuple(t for t in sure if t not in (best, reduced) and t.way.machines > 1)[:2]
+    untried = tuple(sorted(sizes - {t.way.machines for t in trials}))
     return Answer(
-        metric=headline.metric,
-        target=1.0 - target if headline.largest else target,
-        best=best,
-        alone=one,
-        reduced=reduced,
-        others=tuple(t for t in sure if t not in (best, reduced) and t.way.machines > 1)[:2],
-        trials=tuple(trials),
-        largest=headline.largest,
-        most=most,
-        stopped=not (in_time and again_in_time),
-        untried=tuple(sorted(sizes - {t.way.machines for t in trials})),
+        *(headline.metric, 1.0 - target if headline.largest else target, best, one, reduced, others, tuple(trials)),
+        *(headline.largest, most, not (in_time and again_in_time), untried),
     )
 
 

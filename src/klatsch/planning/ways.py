@@ -146,7 +146,7 @@ def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way,
     return {way: each for way, each in seconds_of.items() if way.reduces or each < machines * alone}
 
 
-def problem_of(text: str, nodes: int | None = None, **options: Any) -> Problem:
+def problem_of(text: str, nodes: int | None = None, /, **options: Any) -> Problem:
     """A problem by name, or from your own "file.py:function", which may take the number of nodes; it is executed."""
     if nodes is not None:
         whole(nodes, "nodes", 1, MOST_NODES)
@@ -162,18 +162,15 @@ def problem_of(text: str, nodes: int | None = None, **options: Any) -> Problem:
         shapes = problems.shapes(problem, torch.as_tensor(problem.start()).reshape(-1))
     for asked, (shape, wanted) in shapes.items():
         if math.prod(shape) != math.prod(wanted):
-            raise ValueError(
-                f"{text}: {asked} of {type(problem).__name__} does not fit {problem.nodes} nodes and {problem.dim} "
-                "parameters; see problems.Problem"
-            )
+            sizes = f"{problem.nodes} nodes and {problem.dim} parameters"
+            raise ValueError(f"{text}: {asked} of {type(problem).__name__} does not fit {sizes}; see problems.Problem")
     if nodes is not None and problem.nodes != nodes:
-        raise ValueError(
-            f"{function}({nodes}) gives a problem with nodes = {problem.nodes}; let it use the number it is given"
-        )
+        made = f"{function}({nodes}) gives a problem with nodes = {problem.nodes}"
+        raise ValueError(f"{made}; let it use the number it is given")
     return problem
 
 
-def of_any_size(text: str, machines: int, **options: Any) -> tuple[Callable[[int, int], Problem], bool]:
+def of_any_size(text: str, machines: int, /, **options: Any) -> tuple[Callable[[int, int], Problem], bool]:
     """A function that gives the problem for 1, 2, 4, ... `machines` nodes and a seed; and whether the seed counts.
 
     All have the same data, where the problem can be put on fewer nodes. A function in a file must take the number of
