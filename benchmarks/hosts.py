@@ -57,7 +57,7 @@ class Training:
         else:
             if mesh.get_local_rank("gpu") == 0:
                 self.optimizer = klatsch.optim.GossipSGD(parameters, LR, group=across)
-            self.flat = Flat(parameters, {}) if self.optimizer is None else self.optimizer._shares[0].flat
+            self.flat = Flat(parameters, {}) if self.optimizer is None else self.optimizer.shares[0].flat
 
     def steps(self, count: int) -> float:
         """Seconds per step of so many."""

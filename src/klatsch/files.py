@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 1 << 20  # bytes of a text written by hand
-
 HEAD = 4096  # bytes of a file that tell its kind
 KINDS = {
     "SQLite": rb"SQLite format 3\0",
@@ -68,7 +67,6 @@ def save(path: Path, data: bytes, kind: str) -> None:
 
 def write_atomically(path: Path, data: bytes, mode: int | None = None) -> None:
     """Write a file so that a crash at any moment leaves the old content or the new; `mode` sets its rights."""
-    path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as file:
@@ -78,9 +76,8 @@ def write_atomically(path: Path, data: bytes, mode: int | None = None) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the rename must survive a power cut
@@ -90,7 +87,6 @@ def write_atomically(path: Path, data: bytes, mode: int | None = None) -> None:
 
 def text_of(path: Path) -> str:
     """The text of a small file; not of a device or a pipe, which may have no end."""
-    path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError(f"{path} is not a plain file, but a device or a pipe; give the name of a text file")
     with path.open("rb") as file:

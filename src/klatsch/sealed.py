@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,21 +13,12 @@ from klatsch.files import json_of, write_atomically
 if TYPE_CHECKING:
     from torch import Tensor
 
-OLDER = {  # formats that were, and the versions that wrote them
-    "klatsch ranks 1": "0.1.0",
-    "klatsch simulation 1": "0.1.0",
-    "klatsch simulation 2": "0.2.0 before its release",
-}
 REMEDY = "move the file away or choose another checkpoint path"
 LARGEST_HEADER = 100_000_000  # bytes: that of safetensors
 
 
 class CheckpointError(ValueError):
     """A checkpoint that is damaged, or belongs to another run."""
-
-
-class OldCheckpointError(CheckpointError):
-    """A checkpoint of an earlier version, which can read it."""
 
 
 def write(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -65,16 +55,16 @@ def read(path: Path, format_: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def header_of(path: Path, format_: str) -> dict[str, Any]:
     """The header of a file that is as long as it should be; its checksum is not compared. Needs no torch."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would have no end
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would have no end
             raise CheckpointError(f"{path} is a folder, a pipe or a device, and not a checkpoint; {REMEDY}")
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > min(LARGEST_HEADER, path.stat().st_size):
+            if length > min(LARGEST_HEADER, status.st_size):
                 raise ValueError("its header is longer than the file")
             entries = json_of(file.read(length))
-            size = file.seek(0, os.SEEK_END)
         facts = entries.pop("__metadata__", {})
-        if 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0) != size:
+        if 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0) != status.st_size:
             raise ValueError("it is cut off, or too long")
         header = json_of(facts.get("klatsch", "{}"))
     except CheckpointError:
@@ -83,13 +73,7 @@ def header_of(path: Path, format_: str) -> dict[str, Any]:
         raise _damaged(path, error) from None
     except (TypeError, KeyError, IndexError, AttributeError):
         raise _damaged(path, "its header is of another kind") from None
-    known = header.get("format") if isinstance(header, dict) else None
-    if isinstance(known, str) and known != format_ and known in OLDER:
-        raise OldCheckpointError(
-            f"{path} was written by klatsch {OLDER[known]}, whose rules kept other vectors; that version reads it. Go "
-            f"on with it, or {REMEDY}"
-        )
-    if not isinstance(header, dict) or known != format_:
+    if not isinstance(header, dict) or header.get("format") != format_:
         raise CheckpointError(f"{path} is not a checkpoint of this version of klatsch; {REMEDY}")
     return header
 

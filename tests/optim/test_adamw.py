@@ -199,7 +199,7 @@ def test_options_that_are_none(options, message):
     "options, message",
     [
         ({"betas": (0.9,)}, r"betas = \(0.9,\); give two numbers"),
-        ({"betas": (1.0, 0.9)}, "a beta of a parameter group = 1.0; give numbers from 0 up to but not including 1"),
+        ({"betas": (1.0, 0.9)}, "a beta of a parameter group = 1.0; give a number from 0 up to but not including 1"),
         ({"eps": -1.0}, "eps of a parameter group = -1.0; give a number above 0"),
         (
             {"momentum": 0.9},

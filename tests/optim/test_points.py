@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules import module
 
 import klatsch
 from klatsch.optim import DATD2, Gossip, GossipSGD
@@ -351,7 +352,7 @@ MISTAKES = {
 def test_the_wrong_point_is_loud_once(name, rule):
     mistake, text = MISTAKES[name]
     model = make_model()
-    optimizer = APART[rule](model.parameters())
+    optimizer = APART[rule](model.parameters() if rule == "dat" else list(model.parameters()))  # found when it runs
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mistake(model)  # at the start all points are one
@@ -386,6 +387,32 @@ def test_copies_and_models_without_their_optimizer_are_free():
         gc.collect()
         evaluate(model)
         assert not any(m._forward_pre_hooks or m._state_dict_pre_hooks for m in model.modules())
+
+
+def test_models_are_found_when_they_run_and_not_looked_for_any_more():
+    parts, other = [make_model(nn.BatchNorm1d(7), seed=k) for k in range(2)], make_model()
+    optimizer = APART["dat"]([{"params": list(part.parameters())} for part in parts])
+    for k in range(3):
+        assert bool(module._global_forward_pre_hooks) == (k == 0)
+        optimizer.zero_grad()
+        other(torch.randn(4, 5))
+        sum(part(torch.randn(4, 5)).sum() for part in parts).backward()
+        optimizer.step()
+    with pytest.warns(RuntimeWarning, match="BatchNorm1d '1' were gathered"):
+        optimizer.eval()
+    optimizer.train()
+    for part, mistake in zip(parts, (lambda part: part.state_dict(), without_gradients), strict=True):
+        with pytest.warns(RuntimeWarning, match=WRONG_POINT):
+            mistake(nn.Sequential(part))  # also around it
+
+
+def test_models_compiled_in_place():
+    model = make_model()
+    optimizer = APART["dat"](model.parameters())
+    model.compile(backend="eager")
+    train(model, optimizer)
+    with pytest.warns(RuntimeWarning, match=rf"state_dict\(\) was taken {WRONG_POINT}"):
+        model.state_dict()
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def parity(folder, device="cpu", cases=RANK_CASES, kernels=False, wire="float32"
             optimizer = klatsch.Gossip([x], algorithm, graph, wire=wire)
             train(optimizer, x, problem, rank, ROUNDS)
             if kernels and wire == "float32":
-                worker = optimizer._shares[0].node
+                worker = optimizer.shares[0].node
                 assert worker._fuses, f"{label} | {name} runs operation by operation"
                 assert worker._plain == set(), f"{label} | {name} without kernels: {worker._plain}"
             found[f"{label} | {name}"] = torch.stack([x.detach(), optimizer.output()[0]]).cpu()

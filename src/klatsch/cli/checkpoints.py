@@ -41,31 +41,31 @@ def checkpoint(
         raise ValueError(f"{folder} is not a folder; give the one that klatsch.Checkpointer writes to")
     if export is not None and export.suffix != f".{KIND}":
         raise ValueError(f"--export {export}: give a name that ends in .{KIND}, such as model.{KIND}")
-    found = saved.files(folder)
-    if not found:
+    held = saved.files(folder)
+    if not held:
         raise ValueError(f"{folder} holds no checkpoints of klatsch.Checkpointer, such as {saved.name(0, None, 100)}")
     if export is not None:
-        files.check_output(export, KIND, *(file.path for file in found))
-    sound = [file for file in found if not file.error]
+        files.check_output(export, KIND, *(file.path for file in held))
+    sound = [file for file in held if not file.error]
     rounds = saved.rounds_of(file.seen for file in sound)
     best = next((each for each in rounds if each.lacks() <= 0), None)
     lines = []
     for each in sorted(rounds, key=lambda each: (each.training[0], each.rounds, len(each.training))):
-        mine = [file for file in sound if (file.seen.training, file.seen.rounds) == each[:2]]
+        of_round = [file for file in sound if (file.seen.training, file.seen.rounds) == each[:2]]
         state = "complete" if each.lacks() <= 0 else f"lacks {shown(sorted(each.crew - each.held))}"
         lines.append(
             {
                 "training": each.training[0][:8],
                 "round": f"{each.rounds:,}",
-                "rule": str(mine[0].header["run"].get("rule")),
-                "topology": mine[0].header["topology"].rpartition(" ")[0],
+                "rule": str(of_round[0].header["run"].get("rule")),
+                "topology": of_round[0].header["topology"].rpartition(" ")[0],
                 "ranks": shown(sorted(each.held)).partition(" ")[2],
                 "gone": shown(gone).partition(" ")[2] if (gone := sorted({*range(each.size)} - each.crew)) else "",
-                "size": size(sum(file.path.stat().st_size for file in mine)),
+                "size": size(sum(file.path.stat().st_size for file in of_round)),
                 "state": state + " (newest)" * (each is best),
             }
         )
-    errors = [file.error for file in found if file.error]
+    errors = [file.error for file in held if file.error]
     if as_json:
         print_json({"rounds": lines, "errors": errors, "newest": None if best is None else best.rounds})
     elif lines:
@@ -76,17 +76,17 @@ def checkpoint(
     if export is not None:
         if best is None:
             raise ValueError(f"no round in {folder} is complete; bring the files of all its ranks together first")
-        _write(export, found, best, as_json)
+        _write(export, held, best, as_json)
     elif best is not None and not as_json:
         terminal.note(f"klatsch checkpoint {folder} --export model.{KIND} writes the model of round {best.rounds}")
 
 
-def _write(path: Path, found: list[SavedFile], best: Round, as_json: bool) -> None:
+def _write(path: Path, held: list[SavedFile], best: Round, as_json: bool) -> None:
     from safetensors.torch import save
 
-    from klatsch.optim.state import merged_of
+    from klatsch.optim.checkpointer import merged_of
 
-    model, ranks = merged_of(found, best), sorted(best.crew & best.held)
+    model, ranks = merged_of(held, best), sorted(best.crew & best.held)
     facts = {"rounds": best.rounds, "ranks": ranks, "training": best.training[0]}
     files.save(path, save(model, {"format": "pt", "klatsch": json.dumps(facts)}), KIND)
     if not as_json:

@@ -23,23 +23,20 @@ ESTIMATES: dict[str, bool | None] = {"estimate": True, "exact": False, "off": No
 class GossipTrainer(Trainer):
     """Every process trains a model of its own, and an optimizer of klatsch gossips between them.
 
-    All else is as with DDP: every process gets its part of the data, the first one logs and saves. Evaluation is at x.
-    What is saved is the merged model, the mean of all processes' x, and can be used without klatsch; checkpoints have
-    the state of every process's optimizer, so that `train(resume_from_checkpoint=...)` goes on. After `train` every
-    process has the merged model, or the best one with `load_best_model_at_end`.
+    All else is as with DDP. Evaluation is at x. What is saved is the merged model, the mean of all processes' x, and
+    can be used without klatsch; checkpoints have the state of every process's optimizer, so that
+    `train(resume_from_checkpoint=...)` goes on. After `train` every process has the merged model, or the best one with
+    `load_best_model_at_end`.
 
     Args:
         args: those of Trainer, and so are the options.
-        consensus: what `eval_consensus` is: "estimate" from what neighbours sent anyway, which costs no message;
-            "exact", which sends the model once up and down a tree of the processes; or "off".
-        merge: whether checkpoints have the merged model, which costs the same once more for each. Otherwise they have
-            the first process's x.
+        consensus: what `eval_consensus` is: "estimate" from what neighbours sent anyway, without a message; "exact",
+            which sends the model once up and down a tree of the processes; or "off".
+        merge: save the merged model, which costs the same once more for each; else the first process's x.
     """
 
-    _trains = False
-
     def __init__(self, *args: Any, consensus: str = "estimate", merge: bool = True, **options: Any) -> None:
-        self._merges, self._estimates = merge, named("consensus", consensus, ESTIMATES)
+        self._trains, self._merges, self._estimates = False, merge, named("consensus", consensus, ESTIMATES)
         super().__init__(*args, **options)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -90,7 +87,8 @@ class GossipTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if (path := self._own_state(output_dir)).name != OPTIMIZER_NAME:
+        if self.args.process_index > 0:  # Trainer has saved that of the first one
+            path = self._own_state(output_dir)
             torch.save(self.optimizer.state_dict(), content := BytesIO())
             path.parent.mkdir(parents=True, exist_ok=True)  # the first process may not have come so far
             write_atomically(path, content.getvalue())
@@ -113,6 +111,5 @@ class GossipTrainer(Trainer):
             super()._load_best_model()
 
     def _own_state(self, folder: str) -> Path:
-        """The first process has Trainer's own name."""
         name, rank = Path(OPTIMIZER_NAME), self.args.process_index
         return Path(folder, name if rank == 0 else f"{name.stem}-{rank}{name.suffix}")

@@ -26,18 +26,14 @@ OWN = ("optimizer_states", "lr_schedulers", "loops", "global_step", "pytorch-lig
 class GossipStrategy(DDPStrategy):
     """Every process trains a model of its own, and an optimizer of klatsch gossips between them.
 
-    All else is as with DDP: launchers, samplers that give every process its part of the data, logs, `sync_dist`.
-    Validation is at x. Checkpoints have the merged model, the mean of all processes' x, and can be used without
-    klatsch. The state of the optimizers lies beside them, a file for each process but the first (`last.ckpt.rank1`),
-    so that `fit(ckpt_path=...)` goes on; with another number of processes, load the model and begin a new training.
-    After `fit` every process has the merged model.
-
-    Processes may have different numbers of batches: at the end of an epoch those with fewer wait for the others, in
-    rounds of gossip without a gradient.
+    All else is as with DDP. Validation is at x. Checkpoints have the merged model, the mean of all processes' x, and
+    can be used without klatsch. The state of the optimizers lies beside them, a file for each process but the first
+    (`last.ckpt.rank1`), so that `fit(ckpt_path=...)` goes on; with another number of processes, load the model and
+    begin a new training. After `fit` every process has the merged model. Processes with fewer batches wait at the end
+    of an epoch, in rounds of gossip without a gradient.
 
     Args:
-        merge: whether checkpoints have the merged model, which costs the model once up and down a tree of the processes
-            for each. Otherwise they have the first process's x.
+        merge: save the merged model, which sends it once up and down a tree of the processes; else the first one's x.
         options: those of DDPStrategy, such as `process_group_backend`.
     """
 
@@ -112,10 +108,9 @@ class GossipStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The merged model, or the first process's x; all processes ask together."""
         with ExitStack() as stack:
-            for optimizer in () if self._merges else self.optimizers:
-                stack.enter_context(optimizer.averaged())
-            if self._merges:
-                stack.enter_context(merged(self.lightning_module))
+            points = [merged(self.lightning_module)] if self._merges else [o.averaged() for o in self.optimizers]
+            for point in points:
+                stack.enter_context(point)
             return {name: value.detach().clone() for name, value in super().lightning_module_state_dict().items()}
 
     def save_checkpoint(
@@ -126,26 +121,24 @@ class GossipStrategy(DDPStrategy):
         self._saved_as[str(filepath)] = named
         super().save_checkpoint(checkpoint, named, storage_options)
         if not self.is_global_zero and "optimizer_states" in checkpoint:
-            mine = {name: checkpoint[name] for name in OWN}
-            self.checkpoint_io.save_checkpoint(mine, self._mine(named), storage_options)
+            own = {name: checkpoint[name] for name in OWN}
+            self.checkpoint_io.save_checkpoint(own, self._beside(named), storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
         """Read it, with what is this process's own."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
         if not self.is_global_zero and "optimizer_states" in checkpoint and self._fits:
-            mine = self._mine(checkpoint_path)
-            if not get_filesystem(mine).exists(mine):
+            path = self._beside(checkpoint_path)
+            if not get_filesystem(path).exists(path):
                 raise ValueError(
-                    f"{mine} is missing, the state of this process's optimizer; copy it to where this process runs, or "
+                    f"{path} is missing, the state of this process's optimizer; copy it to where this process runs, or "
                     "load the model alone (load_from_checkpoint) and begin a new training"
                 )
-            own = super().load_checkpoint(mine, *args, **options)
-            there, here = ([state["gossip"]["rounds"] for state in c["optimizer_states"]] for c in (own, checkpoint))
-            if there != here:
-                raise ValueError(
-                    f"{mine} is of round {there[0]}, but {checkpoint_path} of round {here[0]}; copy the files of one "
-                    "checkpoint"
-                )
+            own = super().load_checkpoint(path, *args, **options)
+            ours, firsts = ([state["gossip"]["rounds"] for state in c["optimizer_states"]] for c in (own, checkpoint))
+            if ours != firsts:
+                rounds = f"{path} is of round {ours[0]}, but {checkpoint_path} of round {firsts[0]}"
+                raise ValueError(f"{rounds}; copy the files of one checkpoint")
             checkpoint |= own
         return checkpoint
 
@@ -154,13 +147,13 @@ class GossipStrategy(DDPStrategy):
         named = self._saved_as.pop(str(filepath), str(filepath))
         super().remove_checkpoint(named)
         if not self.is_global_zero:
-            self.checkpoint_io.remove_checkpoint(self._mine(named))
+            self.checkpoint_io.remove_checkpoint(self._beside(named))
 
     @property
     def _fits(self) -> bool:
         return bool(self.lightning_module.trainer.state.fn == TrainerFn.FITTING)
 
-    def _mine(self, path: str | Path) -> str:
+    def _beside(self, path: str | Path) -> str:
         return f"{path}.rank{self.global_rank}"
 
 
@@ -168,7 +161,6 @@ class _EndOfEpochs(Callback):
     """Waits for processes with more batches, before anything is validated or saved."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        """Wait after the last batch of an epoch."""
         if trainer.is_last_batch:
             for optimizer in trainer.optimizers:
                 optimizer.end_epoch()

@@ -12,6 +12,7 @@ sends a quarter of the bytes; docs/ranks.md has a table of what to take for imag
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
 from torch.optim.optimizer import ParamsT as Params
@@ -30,15 +31,24 @@ __all__ += ["GradientTracking", "LinkError", "NonFiniteError", "QuorumError", "a
 
 
 class Named(Gossip):
-    """A rule by name, with its defaults or some of our own."""
+    """A rule by name, with its defaults or some of our own, which the signature shows."""
 
+    __signature__: ClassVar[inspect.Signature]
     _rule: ClassVar[str]
     _defaults: ClassVar[dict[str, Any]]
 
     def __init_subclass__(cls, *, rule: str = "", **defaults: Any) -> None:
-        if rule:
-            cls._rule, cls._defaults = rule, defaults
-            cls.own_options = tuple(dict.fromkeys("betas" if name in BETAS else name for name in rules.options(rule)))
+        if not rule:  # derived from one of ours
+            return
+        taken = inspect.signature(rules.kind(rule)).parameters
+        own = {name: defaults.get(name, option.default) for name, option in taken.items()}
+        if "beta1" in own:
+            own["betas"] = tuple(own.pop(beta) for beta in BETAS)
+        shown = {"params": inspect.Parameter.empty, "lr": own["lr"], "topology": "ring"} | own
+        kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3 + [inspect.Parameter.KEYWORD_ONLY] * len(own)
+        parameters = [inspect.Parameter(n, kind, default=v) for (n, v), kind in zip(shown.items(), kinds, strict=False)]
+        cls.__signature__ = inspect.Signature(parameters)
+        cls._rule, cls._defaults, cls.own_options = rule, defaults, tuple(own)
 
     def __init__(
         self, params: Params, lr: LearningRate | None = None, topology: Topology | str = "ring", **options: Any

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +28,12 @@ def average_(model: nn.Module, *, parameters: bool = False, group: ProcessGroup 
     names them. Without an optimizer of klatsch, or over another `group`, it is an all-reduce.
 
     Args:
-        model: the model, with the same buffers on every rank.
+        model: the model, with the same buffers on every rank; it is returned.
         parameters: average the parameters as well, to get the model of the whole network: the mean of x, even if the
             model holds another point while it trains. Do it after the last step, or in between inside
             `with optimizer.averaged():`, which puts this rank's point back.
         group: the process group; by default that of the optimizer, or all ranks. If nodes are hosts, their buffers are
             averaged place by place.
-
-    Returns:
-        The model.
     """
     for optimizer in Gossip.living:
         optimizer.reshard()
@@ -85,11 +81,8 @@ def recalibrate(model: nn.Module, batches: Iterable[object]) -> nn.Module:
     dropout. Every rank gathers its own; `klatsch.average_(model)` averages them.
 
     Args:
-        model: the model.
+        model: the model; returned with modes and momenta as before, after an error also with its old statistics.
         batches: inputs of the model, or tuples or lists that begin with them, as a DataLoader yields.
-
-    Returns:
-        The model, with modes and momenta as before; after an error, also with its old statistics.
     """
     layers = list(normed(model).values())
     if not layers:
@@ -126,20 +119,19 @@ def recalibrate(model: nn.Module, batches: Iterable[object]) -> nn.Module:
 
 
 def _trainers(model: nn.Module) -> list[Gossip]:
-    mine = {id(p) for p in model.parameters()}
-    return [o for o in Gossip.living if any(id(p) in mine for p in parameters_of(o.param_groups))]
+    trained = {id(p) for p in model.parameters()}
+    return [o for o in Gossip.living if any(id(p) in trained for p in parameters_of(o.param_groups))]
 
 
 def _mean(tensors: Sequence[Tensor], trainers: Sequence[Gossip], group: ProcessGroup | None) -> list[Tensor]:
     """The means over ranks of some tensors, as vectors."""
     kinds = str([[str(v.dtype), list(v.shape)] for v in tensors])
     with ExitStack() as stack:
+        mean: Callable[[Tensor], Tensor]
         if trainers and group is trainers[0].process_group:
             mean = stack.enter_context(trainers[0].together("average_", kinds)).mean
         else:
-            stack.enter_context(_all_of(group))
-            agree(group, {"buffers of the model": kinds})
-            mean = partial(_collective_mean, group)
+            mean = stack.enter_context(_collective(group, kinds))
         sent_as = [torch.float64 if v.dtype is torch.float64 else torch.float32 for v in tensors]
         means: dict[torch.dtype, Iterator[Tensor]] = {}
         for dtype in dict.fromkeys(sent_as):
@@ -149,16 +141,13 @@ def _mean(tensors: Sequence[Tensor], trainers: Sequence[Gossip], group: ProcessG
         return [next(means[dtype]) for dtype in sent_as]
 
 
-def _collective_mean(group: ProcessGroup | None, vector: Tensor) -> Tensor:
-    return summed(group, vector) / len(members(group))
-
-
 @contextmanager
-def _all_of(group: ProcessGroup | None) -> Iterator[None]:
-    """Say what is missing where a collective over all ranks of a group fails."""
+def _collective(group: ProcessGroup | None, kinds: str) -> Iterator[Callable[[Tensor], Tensor]]:
+    """A mean over all ranks of a group; says what is missing where it fails."""
     size = len(members(group))
     try:
-        yield
+        agree(group, {"buffers of the model": kinds})
+        yield lambda vector: summed(group, vector) / size
     except RuntimeError as error:
         needed = f"average_ needs an answer from all {size} ranks"
         raise RuntimeError(f"{needed} ({reason(error)}); was it called on every rank?") from None

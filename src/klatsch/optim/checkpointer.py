@@ -9,22 +9,24 @@ left or are lost do not count; `klatsch.ranks.saved` says which rounds are compl
 from __future__ import annotations
 
 import json
+import random
 import secrets
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakMethod
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from klatsch import sealed
 from klatsch.arguments import whole
 from klatsch.optim.gossip import Gossip
-from klatsch.optim.groups import names, parameters_of, settings_of
+from klatsch.optim.groups import different, names, parameters_of, settings_of
 from klatsch.optim.hosts import cut_along, piece
-from klatsch.optim.state import DTYPES, different, generators, packed, set_generators, unpacked
 from klatsch.ranks import saved
 from klatsch.ranks.agreement import gathered, summed
 from klatsch.ranks.failures import NonFiniteError, shown, warn
@@ -32,11 +34,13 @@ from klatsch.ranks.message import is_sound
 from klatsch.ranks.node import PIECE
 from klatsch.ranks.saved import FORMAT, Round, SavedFile, Seen, Training
 from klatsch.rules import State
-from klatsch.sealed import OLDER, REMEDY, CheckpointError
+from klatsch.sealed import REMEDY, CheckpointError
 from klatsch.wire.rehearsal import FEW, sums_of_flows
 
 FORGED = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 AVERAGED = ("state.", "groups.", "others.")  # tensors that a fresh rank gets the means of
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+Content = tuple[Path, dict[str, Any], dict[str, Tensor]]  # a file, its header and its tensors
 OUT_OF_SIGHT = 1 << 40  # what it costs to give a rank a file that it does not see: more than all other choices together
 
 
@@ -46,14 +50,6 @@ class Choice(NamedTuple):
     round: Round
     takes: list[int | None]  # by node: the node whose file it takes, or None where it starts afresh
     unbroken: bool  # every node takes its own file, and all of them still heard each other
-
-
-class Content(NamedTuple):
-    """What a file holds."""
-
-    path: Path
-    header: dict[str, Any]
-    tensors: dict[str, Tensor]
 
 
 class Checkpointer:
@@ -127,20 +123,21 @@ class Checkpointer:
             self._told("")  # from now on, a rank without files has lost them
             return 0
         began = self._began = choice.round.rounds
-        self._training = choice.round.training if choice.unbroken else (*choice.round.training, drawn)
+        self._training = choice.round.training
         if not choice.unbroken:
+            self._training = (*self._training, drawn)
             content = self._carried_over(choice, content)
         assert content is not None
         self._load(content, anew=not choice.unbroken)
-        mine = {self._file(seen.rounds) for seen in files}
+        own = {self._file(seen.rounds) for seen in files}
         for seen, file in files.items():
-            if seen.rounds > began and file.path in mine:  # these rounds are trained again
+            if seen.rounds > began and file.path in own:  # these rounds are trained again
                 with suppress(IsADirectoryError):
                     file.path.unlink(missing_ok=True)
         self._former = [
             file.path
             for seen, file in files.items()
-            if not choice.unbroken and seen.training[:1] == self._training[:1] and file.path not in mine
+            if not choice.unbroken and seen.training[:1] == self._training[:1] and file.path not in own
             # Ranks that were started may write their newer ones again.
             if seen.rounds <= began or seen.rank >= len(choice.takes)
         ]
@@ -158,8 +155,7 @@ class Checkpointer:
             NonFiniteError: the state is not finite. Nothing is written, and the older files stay.
         """
         optimizer, rounds = self._trained, self._trained.rounds
-        vectors = optimizer.vectors()
-        tensors = {f"state.{k}.{name}": v for k, fields in enumerate(vectors) for name, v in fields.items()}
+        tensors = {f"state.{k}.{name}": v for k, fields in enumerate(optimizer.vectors()) for name, v in fields.items()}
         if not _is_finite(tensors.values()):
             remedy = f"not saved; resume from the files of before in {self.folder}, with a smaller learning rate"
             raise NonFiniteError(optimizer.rank, rounds, "the state is not finite", remedy)
@@ -167,7 +163,7 @@ class Checkpointer:
             optimizer.drain()
         groups = [{name: v for name, v in g.items() if name != "params"} for g in optimizer.param_groups]
         others = {name: _state(name, other, optimizer) for name, other in self._others.items()}
-        outputs = [_output(k, optimizer.rule.output(fields), fields, tensors) for k, fields in enumerate(vectors)]
+        outputs = [_output(k, optimizer.rule.output(v), tensors) for k, v in enumerate(optimizer.vectors())]
         path = self._file(rounds)
         header = {
             "format": FORMAT,
@@ -183,21 +179,20 @@ class Checkpointer:
             "run": self._identity(),
             "export": {"outputs": outputs, "layout": optimizer.layout(), **self._names()},
             "counted": [optimizer.bytes_sent, optimizer.seconds_waited, optimizer.skipped, optimizer.caught_up],
-            "channel": packed(optimizer.memories(), tensors, "channel"),
+            "channel": packed([share.node.memory for share in optimizer.shares], tensors, "channel"),
             "groups": packed(groups, tensors, "groups"),
             "others": packed(others, tensors, "others"),
-            "generators": packed(generators(optimizer.device), tensors, "generators"),
+            "generators": packed(get_generators(optimizer.device), tensors, "generators"),
         }
         sealed.write(path, header, tensors)
         # A rank that has begun round r + 1 has saved round r.
         own = {int(match[3]): path for path, match in saved.named(self.folder) if path == self._file(int(match[3]))}
-        had_by_all = [own[r] for r in sorted(own) if r < rounds - optimizer.lag]
-        for old in had_by_all[: -self.keep]:
+        had_by_all = [r for r in sorted(own) if r < rounds - optimizer.lag]
+        obsolete = [own[r] for r in had_by_all[: -self.keep]]
+        if sum(r > self._began for r in had_by_all) >= self.keep:
+            obsolete, self._former = obsolete + self._former, []
+        for old in obsolete:
             old.unlink(missing_ok=True)
-        if self._former and sum(self._began < r < rounds - optimizer.lag for r in own) >= self.keep:
-            for old in self._former:
-                old.unlink(missing_ok=True)
-            self._former = []
         return path
 
     @property
@@ -259,11 +254,11 @@ class Checkpointer:
         rows = self._everybody(torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
         return [json.loads(row.numpy().tobytes()) for row in rows]
 
-    def _everybody(self, mine: Tensor) -> list[Tensor]:
+    def _everybody(self, own: Tensor) -> list[Tensor]:
         """The tensors of all ranks, host by host."""
         optimizer, host = self._trained, self._trained.host
-        here = gathered(host.group, mine) if host.size > 1 else [mine.cpu()]
-        return [row for rows in gathered(optimizer.group, torch.stack(here)) for row in rows]
+        of_host = gathered(host.group, own) if host.size > 1 else [own.cpu()]
+        return [row for rows in gathered(optimizer.group, torch.stack(of_host)) for row in rows]
 
     def _opened(self, files: dict[Seen, SavedFile]) -> tuple[Choice | None, Content | None]:
         """Where to go on from, and the content of this rank's file there, once every rank has read a sound one."""
@@ -272,7 +267,8 @@ class Checkpointer:
             if seen.trouble == saved.DAMAGED and seen.rank % optimizer.topology.size == optimizer.rank:
                 warn(file.error)
         while True:
-            rows = [[_seen(*row) for row in rows] for rows in self._told([*files])]
+            told = ([Seen(*row) for row in rows] for rows in self._told([*files]))
+            rows = [[each._replace(training=(*each.training,), crew=(*each.crew,)) for each in row] for row in told]
             choice = self._choice([rows[k : k + places] for k in range(0, len(rows), places)])
             taken = None if choice is None else choice.takes[optimizer.rank]
             content, trouble = None, False
@@ -291,11 +287,6 @@ class Checkpointer:
         """Where to go on from, by what the ranks of every node see; None if no rank has anything yet."""
         started = len(by_place)
         everything = {seen for places in by_place for rows in places for seen in rows}
-        if any(seen.trouble == saved.OLD for seen in everything):
-            raise ValueError(
-                f"the checkpoints in {self.folder} were written by klatsch {OLDER['klatsch ranks 1']}; that version "
-                "reads them. Go on with it, or choose another folder"
-            )
         if not any(seen.rounds for seen in everything):  # none, or round 0 alone
             return None
         sees = [set.intersection(*map(set, places)) for places in by_place]
@@ -309,8 +300,7 @@ class Checkpointer:
         for each in [*enough, *(rounds if self.fresh else ())]:
             takes = _takes(each, sees)
             if sum(taken is not None for taken in takes) >= (1 if self.fresh else min(len(each.crew), started)):
-                broken = any(s.trouble for s in everything)
-                return self._chosen(each, takes, everything, broken)
+                return self._chosen(each, takes, everything)
         listed = saved.inventory(everything, range(started), rounds[0].training if rounds else ())
         raise ValueError(
             f"the ranks have no checkpoint in common in {self.folder}: {listed}; use a folder that outlives the "
@@ -318,27 +308,20 @@ class Checkpointer:
             "(Checkpointer(..., fresh=True)), or empty it on all machines to start anew"
         )
 
-    def _chosen(self, each: Round, takes: list[int | None], everything: set[Seen], damaged: bool) -> Choice:
+    def _chosen(self, each: Round, takes: list[int | None], everything: set[Seen]) -> Choice:
         everyone = list(range(each.size))
-        here = [seen for seen in everything if (seen.training, seen.rounds) == each[:2]]
-        unbroken = takes == everyone and all(sorted(seen.crew) == everyone for seen in here)
-        newer = any(seen.rounds > each.rounds for seen in everything)
+        crews = [sorted(seen.crew) for seen in everything if (seen.training, seen.rounds) == each[:2]]
+        unbroken = takes == everyone and all(crew == everyone for crew in crews)
         if not unbroken:
             fresh = [rank for rank, taken in enumerate(takes) if taken is None]
-            moved = [
-                f"rank {rank} takes the file of rank {taken}"
-                for rank, taken in enumerate(takes)
-                if taken not in (rank, None)
-            ]
             gone = sorted({*everyone} - {*takes})
-            told = [
-                f"what {shown(gone)} held is written off" if gone else "",
-                *moved,
-                f"{shown(fresh)} start{'s' * (len(fresh) == 1)} from the mean of the others" if fresh else "",
-            ]
-            details = ", ".join(filter(None, told)) or "some of them had lost each other"
+            told = [f"what {shown(gone)} held is written off"] if gone else []
+            told += [f"rank {n} takes the file of rank {o}" for n, o in enumerate(takes) if o not in (n, None)]
+            if fresh:
+                told.append(f"{shown(fresh)} start{'s' * (len(fresh) == 1)} from the mean of the others")
+            details = ", ".join(told) or "some of them had lost each other"
             warn(f"going on from round {each.rounds} with {len(takes)} ranks: {details}; channels begin anew")
-        elif damaged or newer:
+        elif any(seen.trouble or seen.rounds > each.rounds for seen in everything):
             warn(f"going on from round {each.rounds}: {saved.inventory(everything, everyone, each.training)}")
         return Choice(each, takes, unbroken)
 
@@ -347,40 +330,45 @@ class Checkpointer:
     def _read(self, path: Path) -> Content:
         """The content of a file that fits this training and can be loaded."""
         header, tensors = sealed.read(path, FORMAT)
-        run = self._identity()
-        for name, value in json.loads(json.dumps(run)).items():
-            there = header["run"].get(name)
-            if there != value:
-                pair = (
-                    different(there, value) if isinstance(there, dict) and isinstance(value, dict) else (there, value)
+        for name, ours in json.loads(json.dumps(self._identity())).items():
+            theirs = header["run"].get(name)
+            if theirs != ours:
+                if isinstance(theirs, dict) and isinstance(ours, dict):
+                    theirs, ours = different(theirs, ours)
+                raise ValueError(
+                    f"the checkpoints in {self.folder} are of another training: {name} is {theirs!s:.200} there and "
+                    f"{ours!s:.200} here; make it the same, or choose another folder"
                 )
-                raise self._of_another(name, *pair)
         if not _is_finite(v for name, v in tensors.items() if name.startswith("state.")):
             raise CheckpointError(f"{path} holds a state that is not finite")
-        content = Content(path, header, tensors)
         try:
-            self._check(content)
+            self._parts(header, tensors)
         except FORGED as error:
             raise CheckpointError(f"{path} does not hold what a checkpoint holds ({_line(error)}); {REMEDY}") from None
-        return content
+        return path, header, tensors
 
-    def _check(self, content: Content) -> None:
-        """Look whether all that `_load` needs is there; any error says that it is not."""
-        optimizer, (_, header, tensors) = self._trained, content
-        optimizer.check_vectors(_vectors(tensors, optimizer))
+    def _parts(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[list[State], Any, Any, Any, Any]:
+        """All that `_load` needs: vectors, groups, others, channel, generators; any error says that it is not there."""
+        optimizer, begins = self._trained, [f"state.{k}." for k in range(len(self._trained.shares))]
+        vectors = [{n.removeprefix(b): v for n, v in tensors.items() if n.startswith(b)} for b in begins]
+        kinds = ("groups", "others", "channel", "generators")
+        groups, others, channel, generators = (unpacked(header[kind], tensors) for kind in kinds)
+        for share, fields in zip(optimizer.shares, vectors, strict=True):
+            share.check(fields)
         if not (len(header["counted"]) == 4 and all(number >= 0 for number in header["counted"])):
             raise ValueError(f"counted is {header['counted']}")
-        for _, there in zip(optimizer.param_groups, unpacked(header["groups"], tensors), strict=True):
-            if "params" in there or not optimizer.defaults.keys() <= there.keys():
-                raise ValueError(f"a group of parameters has {', '.join(there)}")
-        if unpacked(header["others"], tensors).keys() != self._others.keys():
+        for _, group in zip(optimizer.param_groups, groups, strict=True):
+            if "params" in group or not optimizer.defaults.keys() <= group.keys():
+                raise ValueError(f"a group of parameters has {', '.join(group)}")
+        if others.keys() != self._others.keys():
             raise ValueError("the states of the others are missing")
         if not all(header["scales"][field] > 0 for field in optimizer.rule.scales):
             raise ValueError(f"scales are {header['scales']}")
-        if len(unpacked(header["channel"], tensors)) != len(optimizer.vectors()):
+        if len(channel) != len(optimizer.shares):
             raise ValueError("the memory of the channel is missing")
-        if not {"torch", "python", "numpy"} <= unpacked(header["generators"], tensors).keys():
+        if not {"torch", "python", "numpy"} <= generators.keys():
             raise ValueError("random generators are missing")
+        return vectors, groups, others, channel, generators
 
     def _carried_over(self, choice: Choice, content: Content | None) -> Content:
         """What this rank goes on with in another crew: sums of flows are zero again, and a fresh rank gets means.
@@ -408,50 +396,42 @@ class Checkpointer:
             elif is_sum:
                 tensors[name] = (own - mean).to(own.dtype)
         if fresh:
-            header = header | {"counted": [0, 0.0, 0, 0], "generators": None}
-        return Content(path, header, tensors)
+            chance = packed(get_generators(optimizer.device), tensors, "generators")
+            empty = packed([{}] * len(optimizer.shares), tensors, "channel")
+            header = header | {"counted": [0, 0.0, 0, 0], "generators": chance, "channel": empty}
+        return path, header, tensors
 
     def _load(self, content: Content, anew: bool) -> None:
         """Go on from the content of a file; where the crew or the graph is another one, channels begin anew."""
         optimizer, (path, header, tensors) = self._trained, content
-        for group, there in zip(optimizer.param_groups, unpacked(header["groups"], tensors), strict=True):
-            group.update(there)
-        anew = anew or header["topology"] != self._topology
-        vectors = _vectors(tensors, optimizer)
+        vectors, groups, others, channel, generators = self._parts(header, tensors)
+        for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
+            group.update(saved_group)
         for field, scale in optimizer.rule.scales.items():
             for fields in vectors:
                 fields[field] = fields[field] * (scale / header["scales"][field])
+        anew = anew or header["topology"] != self._topology
         try:
-            optimizer.load_vectors(vectors, header["rounds"], None if anew else unpacked(header["channel"], tensors))
+            optimizer.load_vectors(vectors, header["rounds"], None if anew else channel)
         except ValueError as error:
             raise CheckpointError(f"{path} cannot be loaded ({_line(error)}); {REMEDY}") from None
         optimizer.count_from(*header["counted"])
-        for name, state in unpacked(header["others"], tensors).items():
-            self._load_other(path, name, self._others[name], state)
-        if header["generators"] is not None:
+        for name, state in others.items():
+            other = self._others[name]
+            if isinstance(other, nn.Module) and (lacking := set(_state(name, other, optimizer)) ^ set(state)):
+                raise ValueError(f"{name} has other buffers than its checkpoint: {', '.join(sorted(lacking))}")
             try:
-                set_generators(unpacked(header["generators"], tensors), optimizer.device)
-            except FORGED as error:
-                raise CheckpointError(f"{path} holds no random generators ({_line(error)}); {REMEDY}") from None
-
-    def _load_other(self, path: Path, name: str, other: Any, state: Any) -> None:
-        optimizer = self._trained
-        if isinstance(other, nn.Module) and (lacking := set(_state(name, other, optimizer)) ^ set(state)):
-            raise ValueError(f"{name} has other buffers than its checkpoint: {', '.join(sorted(lacking))}")
+                if isinstance(other, nn.Module):
+                    _load_module(other, state, optimizer)
+                else:
+                    other.load_state_dict(state)
+            except Exception as error:  # it is the user's, and may do anything
+                what = f"{name} cannot load its state from {path}"
+                raise CheckpointError(f"{what} ({type(error).__name__}: {_line(error)}); {REMEDY}") from None
         try:
-            if isinstance(other, nn.Module):
-                _load_module(other, state, optimizer)
-            else:
-                other.load_state_dict(state)
-        except Exception as error:  # it is the user's, and may do anything
-            what = f"{name} cannot load its state from {path}"
-            raise CheckpointError(f"{what} ({type(error).__name__}: {_line(error)}); {REMEDY}") from None
-
-    def _of_another(self, name: str, there: object, here: object) -> ValueError:
-        return ValueError(
-            f"the checkpoints in {self.folder} are of another training: {name} is {there!s:.200} there and "
-            f"{here!s:.200} here; make it the same, or choose another folder"
-        )
+            set_generators(generators, optimizer.device)
+        except FORGED as error:
+            raise CheckpointError(f"{path} holds no random generators ({_line(error)}); {REMEDY}") from None
 
 
 def _takes(each: Round, sees: Sequence[set[Seen]]) -> list[int | None]:
@@ -471,23 +451,11 @@ def _takes(each: Round, sees: Sequence[set[Seen]]) -> list[int | None]:
     return takes
 
 
-def _output(k: int, x: Tensor, fields: State, tensors: dict[str, Tensor]) -> str:
+def _output(k: int, x: Tensor, tensors: dict[str, Tensor]) -> str:
     """The name of the tensor that is x, which is added if no field of the state is."""
-    field = next((name for name, v in fields.items() if v is x), None)
-    if field is None:
-        tensors[f"output.{k}"] = x
-    return f"output.{k}" if field is None else f"state.{k}.{field}"
-
-
-def _seen(rank: int, rounds: int, training: list[str], crew: list[int], size: int, trouble: str) -> Seen:
-    """What another rank has told of a file."""
-    return Seen(rank, rounds, tuple(training), tuple(crew), size, trouble)
-
-
-def _vectors(tensors: dict[str, Tensor], optimizer: Gossip) -> list[State]:
-    """The fields of the state, by dtype of the parameters."""
-    begins = [f"state.{k}." for k in range(len(optimizer.vectors()))]
-    return [{name.removeprefix(b): v for name, v in tensors.items() if name.startswith(b)} for b in begins]
+    name = next((name for name, v in tensors.items() if v is x), f"output.{k}")
+    tensors[name] = x
+    return name
 
 
 def _line(error: Exception) -> str:
@@ -517,3 +485,113 @@ def _load_module(module: nn.Module, state: dict[str, Any], optimizer: Gossip) ->
         for key in cut.keys() & state.keys():
             cut[key].copy_(state[key])
     module.load_state_dict({key: v for key, v in state.items() if key not in cut}, strict=False)
+
+
+# --- plain data and tensors, without pickle -------------------------------------------------------------------------
+
+
+def packed(value: object, tensors: dict[str, Tensor], path: str) -> object:
+    """A nested value as data that JSON can hold; tensors go into `tensors`, by their path."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {"tensor": path}
+    if isinstance(value, list | tuple):
+        inner = [packed(each, tensors, f"{path}.{k}") for k, each in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": inner}
+    if isinstance(value, dict) and all(isinstance(key, str | int | float) for key in value):
+        pairs = [[key, packed(each, tensors, f"{path}.{key}")] for key, each in value.items()]
+        return {"counter" if isinstance(value, Counter) else "dict": pairs}
+    raise ValueError(
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold; keep numbers, texts, lists, dictionaries "
+        "and tensors in its state_dict()"
+    )
+
+
+def unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The value that `packed` packed."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tensor":
+        return tensors[inner]
+    if kind in ("dict", "counter"):
+        pairs = {key: unpacked(each, tensors) for key, each in inner}
+        return Counter(pairs) if kind == "counter" else pairs
+    items = [unpacked(each, tensors) for each in inner]
+    return items if kind == "list" else tuple(items)
+
+
+def get_generators(device: torch.device) -> dict[str, object]:
+    """The states of the random generators that scripts draw from."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(keys).tolist(), *rest),
+    }
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_generators(states: dict[str, Any], device: torch.device) -> None:
+    """Put the generators back into these states."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+# --- a model from checkpoints, without the script that trained it ----------------------------------------------------
+
+
+def merged_of(files: Sequence[SavedFile], best: Round) -> dict[str, Tensor]:
+    """The model of the whole network after a round: the mean over its ranks of x and of floating-point buffers.
+
+    What is no floating-point number, such as a count of batches, is the first rank's. One rank is read at a time.
+    """
+    ranks = sorted(best.crew & best.held)
+    total: dict[str, Tensor] = {}
+    for rank in ranks:
+        parts = [file for file in files if file.seen[:3] == (rank, best.rounds, best.training)]
+        path = parts[0].path
+        if len(parts) != parts[0].header["places"]:
+            raise CheckpointError(f"{path.parent} lacks files of rank {rank}: one for each GPU of its host")
+        try:
+            model = _model_of([sealed.read(file.path, saved.FORMAT) for file in parts])
+            if total and total.keys() != model.keys():
+                raise KeyError("its parameters have other names than those of the rank before")
+            for name, v in model.items():
+                share = v.double() / len(ranks) if v.is_floating_point() else v
+                total[name] = total[name] + share if name in total and v.is_floating_point() else share
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            raise CheckpointError(f"{path} does not hold what a checkpoint holds ({error}); {REMEDY}") from None
+    return {name: v.to(model[name].dtype) for name, v in total.items()}
+
+
+def _model_of(parts: list[tuple[dict[str, Any], dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """The parameters and buffers of one node, whose ranks have one part each."""
+    exports = [header["export"] for header, _ in parts]
+    vectors = [[tensors[name] for name in header["export"]["outputs"]] for header, tensors in parts]
+    names, cut, models = (exports[0][key] for key in ("names", "cut", "models"))
+    if not cut:  # with DDP every rank trains a slice of the whole
+        exports, vectors = exports[:1], [[torch.cat(slices) for slices in zip(*vectors, strict=True)]]
+    pieces: dict[str, list[Tensor]] = {}
+    for export, outputs in zip(exports, vectors, strict=True):
+        for place in export["layout"]:
+            vector = outputs[place["vector"]]
+            view = vector.as_strided(place["shape"], place["stride"], place["start"])
+            if view.numel() > vector.numel():
+                raise IndexError("a parameter is larger than the vector that holds it")
+            for name in names[place["parameter"]]:
+                pieces.setdefault(name, []).append(view.to(DTYPES[place["dtype"]]))
+    model = {name: torch.cat(some, cut[name]) if name in cut else some[0] for name, some in pieces.items()}
+    others = [unpacked(header["others"], tensors) for header, tensors in parts]
+    for key, before in models.items():  # buffers and frozen parameters
+        for own, v in others[0][key].items():
+            if isinstance(v, Tensor) and (name := before + own) not in model:
+                model[name] = torch.cat([each[key][own] for each in others], cut[name]) if name in cut else v
+    return {name: v.contiguous() for name, v in model.items()}

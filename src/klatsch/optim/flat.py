@@ -8,13 +8,17 @@ compiled kernels take for granted that a storage begins at a multiple of 16 byte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from klatsch.optim.hosts import Host, piece
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 ALIGNED = 16  # bytes
 
@@ -29,22 +33,22 @@ class Flat:
 
     def __init__(self, parameters: Sequence[Tensor], names: Mapping[int, object], host: Host | None = None) -> None:
         self.parameters, self._names, self.host = list(parameters), names, host or Host()
-        here = [piece(p).detach() for p in self.parameters]
-        step = ALIGNED // here[0].element_size()
-        *starts, _ = accumulate((-(-v.numel() // step) * step for v in here), initial=0)
-        self._layout = [(v.shape, _strides(v), start) for v, start in zip(here, starts, strict=True)]
+        pieces = [piece(p).detach() for p in self.parameters]
+        step = ALIGNED // pieces[0].element_size()
+        *starts, _ = accumulate((-(-v.numel() // step) * step for v in pieces), initial=0)
+        self._layout = [(v.shape, _strides(v), start) for v, start in zip(pieces, starts, strict=True)]
         self.places = {
             id(p): slice(start, start + shape.numel())
             for p, (shape, _, start) in zip(self.parameters, self._layout, strict=True)
         }
         length = self.places[id(self.parameters[-1])].stop
         self.own = self.host.slice_of(length)
-        self._padded = here[0].new_zeros(self.host.room(length))
+        self._padded = pieces[0].new_zeros(self.host.room(length))
         self.values = self._padded[:length]
         self.gradients: Tensor | None = None
         self._bound: list[Tensor] = []  # views of them
         self._watched: list[tuple[Tensor | None, int | None]] = []
-        for view, value in zip(self.views(self.values), here, strict=True):
+        for view, value in zip(self.views(self.values), pieces, strict=True):
             view.copy_(value)
         self._settle()
         self.accept()
@@ -60,10 +64,7 @@ class Flat:
 
     def bind_gradients(self) -> Tensor:
         """The gradients as one vector: those that lie elsewhere are copied in, absent ones are zero."""
-        if self.gradients is None:
-            self.gradients = torch.zeros_like(self.values)
-            self._bound = self.views(self.gradients)
-        self._rebind(self.gradients)
+        gradients = self._gradient_buffer()
         for parameter, bound in zip(self.parameters, self._bound, strict=True):
             grad = parameter.grad
             if grad is bound:
@@ -76,13 +77,12 @@ class Flat:
             elif grad.data_ptr() != bound.data_ptr() or grad.stride() != bound.stride():
                 bound.copy_(grad)
             parameter.grad = bound
-        return self.gradients
+        return gradients
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero, in one go."""
         if self.gradients is not None:
-            self._rebind(self.gradients)
-            self.gradients.zero_()
+            self._gradient_buffer().zero_()
         for k, parameter in enumerate(self.parameters):
             parameter.grad = self._bound[k] if self._bound else None
 
@@ -110,9 +110,6 @@ class Flat:
         for parameter in self.parameters:
             torch.autograd.graph.increment_version(parameter)
         self.accept()
-
-    def reshard(self) -> None:
-        """Nothing: the parameters are always whole."""
 
     def whole(self, own: Tensor) -> Tensor:
         """The vector of which this is the own slice; all ranks of a host ask together."""
@@ -178,10 +175,13 @@ class Flat:
         shape, strides, start = self._layout[k]
         return vector.as_strided(shape, strides, vector.storage_offset() + start)
 
-    def _rebind(self, gradients: Tensor) -> None:
-        """Make new views of the gradients if model.to(...) has moved the old ones."""
-        if self._elsewhere(gradients, self._bound):
-            self._bound = self.views(gradients)
+    def _gradient_buffer(self) -> Tensor:
+        """The buffer of the gradients, with views of it, also if model.to(...) has moved the old ones."""
+        if self.gradients is None:
+            self.gradients = torch.zeros_like(self.values)
+        if not self._bound or self._elsewhere(self.gradients, self._bound):
+            self._bound = self.views(self.gradients)
+        return self.gradients
 
     def _elsewhere(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[int]:
         size, begin = buffer.element_size(), buffer.data_ptr()
@@ -190,6 +190,69 @@ class Flat:
 
     def _versions(self) -> int:
         return sum(parameter._version for parameter in self.parameters)
+
+
+class Pieces(Flat):
+    """The pieces that FSDP2 leaves to this rank, some of them empty; copied in and out, since it owns their memory."""
+
+    def __init__(self, reshard: Callable[[], None], *args: Any) -> None:
+        self._reshard = reshard  # drops whole parameters, so that the next forward pass gathers them again
+        super().__init__(*args)
+
+    def bind_gradients(self) -> Tensor:
+        """The pieces of the gradients as one vector; absent ones are zero."""
+        gradients = self._gradient_buffer()
+        for parameter, bound in zip(self.parameters, self._bound, strict=True):
+            if parameter.grad is None:
+                bound.zero_()
+            else:
+                bound.copy_(piece(parameter.grad))
+        return gradients
+
+    def zero_gradients(self) -> None:
+        """Drop all gradients: FSDP makes new ones."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def mark_written(self) -> None:
+        """Copy the buffer into the pieces, and have the next forward pass gather them again."""
+        for parameter, view in zip(self.parameters, self.views(self.values), strict=True):
+            piece(parameter).copy_(view)
+        self._reshard()
+        super().mark_written()
+
+    def gather(self) -> None:
+        """Copy pieces that somebody has written into the buffer; refuse those that were moved."""
+        for k, (parameter, place) in enumerate(zip(self.parameters, self.views(self.values), strict=True)):
+            own = piece(parameter)
+            if (own.device, own.dtype, own.shape) != (place.device, place.dtype, place.shape):
+                raise ValueError(
+                    f"{self.described(k)} was moved or cut anew after the optimizer was made; first fully_shard the "
+                    "model where it trains, then make the optimizer"
+                )
+            if self.touched:
+                place.copy_(own)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the memory of the pieces."""
+        own = piece(tensor)
+        nothing = own is not tensor and not own.numel()  # of it lies on this rank
+        return nothing or any(piece(p).data_ptr() == own.data_ptr() for p in self.parameters)
+
+    def shaped(self, k: int, view: Tensor) -> Tensor:
+        """A piece of parameter k as a DTensor like it."""
+        from torch.distributed.tensor import DTensor
+
+        like = cast("DTensor", self.parameters[k])
+        return DTensor.from_local(
+            view, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def _settle(self) -> None:
+        """The pieces stay where they are."""
+
+    def _versions(self) -> int:
+        return super()._versions() + sum(piece(p)._version for p in self.parameters)
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

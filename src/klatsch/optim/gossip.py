@@ -20,13 +20,11 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from klatsch import topology as topologies
 from klatsch.arguments import named
-from klatsch.optim import groups, hosts, options, state
-from klatsch.optim.flat import Flat
-from klatsch.optim.options import OnNonFinite
-from klatsch.optim.pieces import Pieces
-from klatsch.optim.points import Points, Watch
+from klatsch.optim import groups, hosts
+from klatsch.optim.flat import Flat, Pieces
+from klatsch.optim.groups import OnNonFinite
+from klatsch.optim.points import Points, Watch, model_of
 from klatsch.optim.share import Share
-from klatsch.optim.wrappers import Wrappers
 from klatsch.ranks.agreement import agree, group_of, leave, members, summed
 from klatsch.ranks.assembly import Assembly, assembled
 from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError, reason, shown, warn
@@ -39,6 +37,8 @@ from klatsch.version import VERSION
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+FORMAT = 5  # of a state_dict
 
 
 class Gossip(Points, Joinable, JoinHook):
@@ -117,11 +117,12 @@ class Gossip(Points, Joinable, JoinHook):
         any_graph: bool = False,
         **unknown: Never,
     ) -> None:
-        options.refuse(type(self), self.own_options, Gossip.__init__, unknown)
+        groups.refuse(type(self), self.own_options, Gossip.__init__, unknown)
         rule = checked(rule)
         defaults = groups.defaults_of(rule, weight_decay)
-        options.check_failures(timeout, on_failure, quorum, on_nonfinite)
-        options.check_weight(weight, rule)
+        groups.check_failures(timeout, on_failure, quorum, on_nonfinite)
+        groups.check_weight(weight, rule)
+        model = model_of(params)
         super().__init__(params, defaults)
         Joinable.__init__(self)
         self._made = True
@@ -138,10 +139,13 @@ class Gossip(Points, Joinable, JoinHook):
         ranks = members(group)
         self.host = hosts.host_of(trained, ranks, inside)
         self.host.open(timeout)
-        self._wrappers = Wrappers(trained, ranks)
-        graph = options.sized(topologies.make(topology, len(ranks)) if isinstance(topology, str) else topology, ranks)
+        self._apart = rule.apart
+        self._watch = Watch(self, trained, ranks, self._apart)
+        if model is not None:
+            self._watch.take(model)
+        graph = groups.sized(topologies.make(topology, len(ranks)) if isinstance(topology, str) else topology, ranks)
         self.topology = topologies.channel(graph, every, late, graph.wire if wire == "float32" else wire)
-        self.catches_up = options.catching_up(catch_up, self.topology)
+        self.catches_up = groups.catching_up(catch_up, self.topology)
         if not any_graph:
             rule.check_graph(self.topology)
         self.given = rule  # the rule before it is put on the graph, on which a state does not depend
@@ -159,7 +163,7 @@ class Gossip(Points, Joinable, JoinHook):
             total = summed(self.group, torch.tensor([float(weight)], dtype=torch.float64))
             self._weight = float(weight) * len(ranks) / float(total)
         names, dtypes = groups.names(self.param_groups), dict.fromkeys(p.dtype for p in trained)
-        kind = Pieces if self.host.sharded else Flat
+        kind = partial(Pieces, self._watch.reshard) if self.host.sharded else Flat
         flats = [kind([p for p in trained if p.dtype == dtype], names, self.host) for dtype in dtypes]
         starts = [*(flat.values for flat in flats), *(hosts.piece(p.data) for p in self._frozen)]
         for tensor in starts:
@@ -178,9 +182,6 @@ class Gossip(Points, Joinable, JoinHook):
         for flat in flats:
             flat.mark_written()
         self._train_over(links, flats)
-        self._apart, self._watch = self.rule.apart, Watch(self, trained)
-        if self._apart:
-            self._watch.look()
         weakref.finalize(self, leave, self.group, group)
         Gossip.living.add(self)
 
@@ -195,14 +196,12 @@ class Gossip(Points, Joinable, JoinHook):
         if self._finished:
             raise ValueError(f"rank {self.rank} has called finish() and takes no more steps; make a new optimizer")
         self._check_training()
-        if self._apart and self.rounds == 0:
-            self._watch.look()
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         self._check_gradients()
         if any(p.requires_grad for p in self._frozen):
             raise ValueError("a parameter was frozen when the optimizer was made and is not now; make a new optimizer")
-        self._wrappers.look(now=any(share.flat.touched for share in self._shares))
+        self._watch.check(self.rounds)
         Join.notify_join_context(self)  # inside torch's Join: this rank is not done
         scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
         self._round(0.0 if float(self.found_inf) > 0 else self._weight / scale)
@@ -228,7 +227,7 @@ class Gossip(Points, Joinable, JoinHook):
             self._finished = True
             self._links.membership.finish(self.rounds, leave)
         idle = self._idle()
-        for share in self._shares:
+        for share in self.shares:
             share.node.land()
         self.drain()
         return idle
@@ -259,7 +258,7 @@ class Gossip(Points, Joinable, JoinHook):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to zero. They stay where they are, in one buffer, whatever `set_to_none` says."""
-        for share in self._shares:
+        for share in self.shares:
             share.flat.zero_gradients()
         self._gradients_at_x = False
         for parameter in self._frozen:
@@ -284,7 +283,7 @@ class Gossip(Points, Joinable, JoinHook):
         # All shares hear from the neighbours before any moves: a failure leaves them at the same round.
         lost = self.host.together(self.rounds + 1, self._exchange, self.topology.size)
         self._lost_by_host = {node for row in lost for node, gone in enumerate(row) if gone}
-        for share in self._shares:
+        for share in self.shares:
             share.advance()
         self._links.tell_pace(self.rounds)
 
@@ -318,17 +317,17 @@ class Gossip(Points, Joinable, JoinHook):
         self._follow_schedule()
         for group in self.param_groups:
             groups.check_values(group, self.defaults)
-        for share in self._shares:
+        for share in self.shares:
             share.take_in(self.param_groups, factor)
-        self._wrong = next((text for share in self._shares if (text := share.not_finite()) is not None), None)
+        self._wrong = next((text for share in self.shares if (text := share.not_finite()) is not None), None)
         looks = self.host.slices and str(self.rounds + 1).strip("0") == "1" and factor and not self._wrong
-        sums = [float(share.flat.bind_gradients().sum(dtype=torch.float64)) for share in self._shares if looks]
+        sums = [float(share.flat.bind_gradients().sum(dtype=torch.float64)) for share in self.shares if looks]
         return float(self._wrong is not None), sum(sums)
 
     def _exchange(self) -> list[float]:
-        for share in self._shares:
+        for share in self.shares:
             share.node.balance()
-        for share in self._shares:
+        for share in self.shares:
             share.exchange()
         return [float(node in self._links.lost) for node in range(self.topology.size)]
 
@@ -346,13 +345,12 @@ class Gossip(Points, Joinable, JoinHook):
         if self.on_nonfinite == "raise":
             remedy = "see the loss and the learning rate, clip, or go on without it (on_nonfinite='skip')"
             raise NonFiniteError(self.rank, self.rounds + 1, wrong, f"nothing was sent; {remedy}")
-        for share in self._shares:
+        for share in self.shares:
             share.take_in(self.param_groups, 0.0)
         self.skipped += 1
         if self.skipped == 1:
-            here = f"rank {self.rank}, round {self.rounds + 1}: {wrong}"
             instead = "a round without gradient instead, and so from now on (optimizer.skipped counts them)"
-            warn(f"{here}; {instead}")
+            warn(f"rank {self.rank}, round {self.rounds + 1}: {wrong}; {instead}")
 
     def join_hook(self, **_: object) -> JoinHook:
         """Torch's Join asks this what to do when this rank has no more batches and others go on."""
@@ -411,27 +409,19 @@ class Gossip(Points, Joinable, JoinHook):
 
         Args:
             estimate: estimate it on this rank alone, without a message, from what the neighbours sent in the last mix:
-                (M - 1)/(2 M) times their mean squared distance from this rank, before they were mixed, of x if the
-                rule sends it and else of what it sends instead (such as w after its step). Ranks may differ, and any
-                of them may ask. If ranks differ from each other at random, Gamma is what one expects; on the complete
-                graph it is Gamma in the mean over ranks. If they differ along the graph, neighbours are alike and it
-                is too small, in the mean by up to the spectral gap rho (times M / (M - 1) over 1 - P_ii): Gamma is at
-                most about estimate / rho. It is nan before the first mix, and for push-sum.
-
-        Raises:
-            ValueError: the ranks are at different rounds.
-            RuntimeError: not all of them have answered.
+                (M - 1)/(2 M) times their mean squared distance from this rank, of x if the rule sends it, else of what
+                it sends. Any rank may ask. If ranks differ at random, it is Gamma in expectation, on the complete graph
+                in the mean over ranks; if they differ along the graph, neighbours are alike and it is too small: Gamma
+                is at most about estimate / rho. It is nan before the first mix, and for push-sum.
         """
         if estimate:
-            size, heard = self.topology.size, [share.node.apart for share in self._shares]
-            apart = [
-                torch.tensor(torch.nan, dtype=torch.float64) if one is None else one.double().cpu() for one in heard
-            ]
-            total = float(self.host.total(torch.stack(apart).sum().reshape(1)))
+            size, heard = self.topology.size, [share.node.apart for share in self.shares]
+            apart = sum(torch.tensor(torch.nan) if one is None else one.double().cpu() for one in heard)
+            total = float(self.host.total(torch.as_tensor(apart, dtype=torch.float64).reshape(1)))
             return (size - 1) / (2 * size) * total if size > 1 else 0.0
         with self.together("consensus()") as everyone:
             distance = torch.zeros(1, dtype=torch.float64)
-            for share in self._shares:
+            for share in self.shares:
                 x = share.output().detach().cpu().to(share.dtype)
                 distance += (x.double() - everyone.mean(x)).square().sum()
             return float(self.host.total(everyone.mean(distance)))
@@ -454,8 +444,8 @@ class Gossip(Points, Joinable, JoinHook):
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in groups.options_of(self.rule).items())
         nodes = f"{self.topology.size} node{'s' * (self.topology.size > 1)}"
-        here = f"rank {self.rank} of {self.topology.name}, {nodes}, round {self.rounds}"
-        return f"{super().__repr__()}\n{self.rule.name}({options}) on {here}"
+        place = f"rank {self.rank} of {self.topology.name}, {nodes}, round {self.rounds}"
+        return f"{super().__repr__()}\n{self.rule.name}({options}) on {place}"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         remedy = "save optimizer.state_dict() on each rank, or use klatsch.Checkpointer, and load it into a new one"
@@ -466,13 +456,26 @@ class Gossip(Points, Joinable, JoinHook):
 
         If nodes are hosts, all ranks of a host must ask together.
         """
-        for share in self._shares:
-            self.state.update(state.per_parameter(share))
+        for share in self.shares:
+            self.state.update(share.per_parameter())
         try:
-            found = super().state_dict()
+            by_parameter = super().state_dict()
         finally:
             self.state.clear()
-        return found | {"gossip": state.header(self.given, self._shares, self.rank, self.topology)}
+        shares = self.shares
+        rest = {
+            "format": FORMAT,
+            "rank": self.rank,
+            "size": self.topology.size,
+            "rounds": self.rounds,
+            "rule": self.given.name,
+            "options": groups.options_of(self.given),
+            "single": [{name: share.node.state[name].clone() for name in sorted(share.singles)} for share in shares],
+            "topology": self.topology.fingerprint,
+            # A host's may be loaded by another number of ranks, which have other parts of the channel's memory.
+            "memories": [share.node.memory for share in shares] if self.host.group is None else None,
+        }
+        return by_parameter | {"gossip": rest}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on from a state; on all ranks, each with its own of the same round.
@@ -480,38 +483,54 @@ class Gossip(Points, Joinable, JoinHook):
         The model holds x or the query point, as before: that is not part of the state. A state that does not fit
         changes nothing.
         """
-        here = (self.given, self._shares, self.rank, self.topology.size)
-        vectors = state.vectors_of(state_dict, self.param_groups, *here)
+        saved = state_dict.get("gossip") if isinstance(state_dict, dict) else None
+        if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+            raise ValueError("this is not a state_dict of a Gossip optimizer of this version; give its state_dict()")
+        sizes = [[len(group["params"]) for group in some] for some in (state_dict["param_groups"], self.param_groups)]
+        for what, theirs, ours in (
+            ("the rule", saved["rule"], self.given.name),
+            ("the options", *groups.different(saved["options"], groups.options_of(self.given))),
+            ("parameter groups of size", *sizes),
+            ("a number of dtypes of", len(saved["single"]), len(self.shares)),
+        ):
+            if theirs != ours:
+                remedy = "make it with the same rule, options and parameters"
+                raise ValueError(f"the state_dict has {what} {theirs}, but this optimizer {ours}; {remedy}")
+        # Corrections and tracked gradients sum to zero over the ranks, and so they must come back; those of one rank
+        # alone are zero.
+        rank, size = saved["rank"], saved["size"]
+        if size != 1 and (rank, size) != (self.rank, self.topology.size):
+            own = f"rank {self.rank} of {self.topology.size}"
+            remedy = "save and load on each rank its own, or use klatsch.Checkpointer, which does that"
+            raise ValueError(f"the state_dict is of rank {rank} of {size}, but this is {own}; {remedy}")
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = groups.parameters_of(self.param_groups)
+        entries = {id(p): state_dict["state"].get(k, {}) for p, k in zip(parameters, numbers, strict=True)}
+        vectors = [share.joined(entries, one) for share, one in zip(self.shares, saved["single"], strict=True)]
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in other.items() if name != "params"})
-        self.load_vectors(
-            vectors, state_dict["gossip"]["rounds"], state.memories_of(state_dict, self.topology, self._shares)
-        )
+        same = saved["topology"] == self.topology.fingerprint and self.host.group is None
+        self.load_vectors(vectors, saved["rounds"], saved["memories"] if same else None)
 
     def vectors(self) -> list[State]:
         """The fields of the state as flat vectors, by dtype of the parameters: this optimizer's own memory."""
-        return [share.node.state for share in self._shares]
-
-    def memories(self) -> list[Memory]:
-        """Copies of what the channel holds and what is on its way, by dtype of the parameters."""
-        return [share.node.memory for share in self._shares]
+        return [share.node.state for share in self.shares]
 
     def layout(self) -> list[dict[str, object]]:
         """Where the trained parameters lie in the whole of `vectors`: which of them, the dtype, and the view."""
         numbers = {id(p): n for n, p in enumerate(groups.parameters_of(self.param_groups))}
-        found = []
-        for k, share in enumerate(self._shares):
-            flat = share.flat
-            views = flat.views(torch.empty(flat.values.shape, device="meta"))
-            for p, view in zip(flat.parameters, views, strict=True):
-                place = {"shape": list(view.shape), "stride": list(view.stride()), "start": view.storage_offset()}
-                found.append({"parameter": numbers[id(p)], "vector": k, "dtype": str(p.dtype)} | place)
-        return found
-
-    def check_vectors(self, vectors: list[State]) -> None:
-        """Refuse vectors that `load_vectors` cannot load."""
-        for share, fields in zip(self._shares, vectors, strict=True):
-            share.check(fields)
+        return [
+            {
+                "parameter": numbers[id(p)],
+                "vector": k,
+                "dtype": str(p.dtype),
+                "shape": list(view.shape),
+                "stride": list(view.stride()),
+                "start": view.storage_offset(),
+            }
+            for k, flat in enumerate(share.flat for share in self.shares)
+            for p, view in zip(flat.parameters, flat.views(torch.empty_like(flat.values, device="meta")), strict=True)
+        ]
 
     @torch.no_grad()
     def load_vectors(self, vectors: list[State], rounds: int, memories: list[Memory] | None = None) -> None:
@@ -524,16 +543,16 @@ class Gossip(Points, Joinable, JoinHook):
             before, links = self._links, self._new_links()
             self._close()
             links.succeed(before)
-            self._train_over(links, [share.flat for share in self._shares])
+            self._train_over(links, [share.flat for share in self.shares])
         failure: ValueError | None = None
         try:
-            for share, fields, memory in zip(self._shares, vectors, memories or [{}] * len(vectors), strict=True):
+            for share, fields, memory in zip(self.shares, vectors, memories or [{}] * len(vectors), strict=True):
                 share.load(fields, rounds, memory)
         except ValueError as error:
             failure = error
         if float(summed(self.group, torch.tensor([float(failure is not None)]))):  # nobody waits for one that fails
             raise failure or ValueError("another rank cannot load its state, and says why")
-        differ = [share.node.meet(self.group) for share in self._shares]
+        differ = [share.node.meet(self.group) for share in self.shares]
         if any(differ) and self.rank == 0:
             warn(f"round {rounds}: ranks had lost each other when they were saved; their int8 copies begin anew")
         self._links.tell_pace(rounds)
@@ -554,7 +573,7 @@ class Gossip(Points, Joinable, JoinHook):
     def _train_over(self, links: GlooLinks, flats: list[Flat]) -> None:
         """Begin at round 0 over some links."""
         self._links = links
-        self._shares = [Share(flat, self.rule, links, k) for k, flat in enumerate(flats)]
+        self.shares = [Share(flat, self.rule, links, k) for k, flat in enumerate(flats)]
         self._met = 0
         # Neighbours need the last messages: they leave before the optimizer or the process ends.
         self._close = weakref.finalize(self, _end, links, self.process_group)

@@ -1,51 +1,118 @@
-"""Parameter groups: which parameters are trained, with which options, and what all ranks must agree on."""
+"""Options of an optimizer and of its parameter groups: what they may be, and what all ranks must agree on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from klatsch.arguments import there_are
 from klatsch.columns import count, flattened, hyper
 from klatsch.optim.hosts import piece
+from klatsch.ranks.links import OnFailure
 from klatsch.rules import Rule
 from klatsch.rules.base import rate
 from klatsch.topology import Topology
 
 Group = dict[str, Any]  # torch's
+OnNonFinite = Literal["raise", "skip"]
 # What torch, its schedulers and timm's write into parameter groups, besides the options of an optimizer.
 NOTES = ["params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "lr_scale", "swa_lr"]
 NOTES += ["base_momentum", "max_momentum"]
 BETAS = ("beta1", "beta2")
-BELOW_1 = "from 0 up to but not including 1, such as 0.9"
+LONGEST = 30 * 86400  # seconds
+Check = tuple[Callable[[Any], Any], str]
+POSITIVE_OR_0: Check = (lambda v: v >= 0, "a number from 0 up")
+BELOW_1: Check = (lambda v: (v >= 0) & (v < 1), "a number from 0 up to but not including 1, such as 0.9")
+CHECKS: dict[str, Check] = {  # of single numbers
+    "lr": POSITIVE_OR_0,
+    "weight_decay": POSITIVE_OR_0,
+    "momentum": BELOW_1,
+    "betas": BELOW_1,
+    "eps": (lambda v: v > 0, "a number above 0, such as 1e-8"),
+    "timeout": (lambda v: (v > 0) & (v <= LONGEST), f"a number of seconds above 0, at most {LONGEST:,}"),
+    "quorum": (lambda v: (v >= 0) & (v <= 1), "a share of all ranks from 0 to 1, such as 0.5"),
+    "weight": (lambda v: v > 0, "a number above 0, such as this rank's number of samples"),
+}
 
 
-def single(name: str, value: object, holds: Callable[[Any], Any], wanted: str) -> float:
+def single(option: str, value: object, called: str = "") -> float:
     """Check a number that must not differ between columns."""
-    number = hyper(name, value, holds, wanted)
+    holds, wanted = CHECKS[option]
+    number = hyper(called or option, value, holds, wanted)
     if isinstance(number, Tensor):
-        raise ValueError(f"{name} = {value!r}; give {wanted}, a single one")
+        raise ValueError(f"{called or option} = {value!r}; give {wanted}, a single one")
     return number
 
 
+def refuse(kind: type, own: Collection[str], base: Callable[..., None], given: Collection[str]) -> None:
+    """Refuse options that an optimizer does not have; its own come beside those of the base class."""
+    names = (*own, *inspect.signature(base).parameters)
+    known = [name for name in dict.fromkeys(names) if name not in ("self", "params", "rule", "unknown")]
+    for name in given:
+        hint = "leave it out, momentum is plain" if name in ("nesterov", "dampening") else there_are(name, known)
+        raise ValueError(f"{kind.__name__} has no option {name!r}; {hint}")
+
+
+def check_failures(timeout: float, on_failure: OnFailure, quorum: float, on_nonfinite: OnNonFinite) -> None:
+    """Check the options that say what to do when something goes wrong."""
+    single("timeout", timeout)
+    for name, value, known in (("on_failure", on_failure, OnFailure), ("on_nonfinite", on_nonfinite, OnNonFinite)):
+        if value not in get_args(known):
+            raise ValueError(f"{name} = {value!r}; choose from {', '.join(get_args(known))}")
+    if single("quorum", quorum) and on_failure == "raise":
+        raise ValueError(f"quorum = {quorum} needs on_failure='continue': else the first failure ends the training")
+
+
+def check_weight(weight: float | None, rule: Rule) -> None:
+    """Check how much a rank counts, and that the rule takes notice of it."""
+    if weight is not None and single("weight", weight) and rule.ignores_scale:
+        raise ValueError(
+            f"weight = {weight} has no effect on {rule.name}, where every rank divides its gradients by their own "
+            "size; gossip gradients first (reduced=True), or leave it out"
+        )
+
+
+def catching_up(catch_up: object, topology: Topology) -> bool:
+    """Whether ranks that fall behind catch up."""
+    if not isinstance(catch_up, bool):
+        raise ValueError(f"catch_up = {catch_up!r}; give True or False")
+    if catch_up and not topology.late:
+        raise ValueError(
+            f"catch_up = True on {topology.name}: neighbours wait for every message at once; say for how many rounds "
+            "they may go on, such as every=8, late=7"
+        )
+    return catch_up
+
+
+def sized(topology: object, ranks: list[int]) -> Topology:
+    """A topology with one node per rank."""
+    if not isinstance(topology, Topology):
+        hint = f"; a momentum goes by name: momentum={topology}" if isinstance(topology, float) else ""
+        raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, or a name such as 'ring'{hint}")
+    if topology.size != len(ranks):
+        remedy = f"give its name alone, or start {topology.size} processes (torchrun --nproc-per-node {topology.size})"
+        raise ValueError(f"{topology.name} has {topology.size} nodes but there are {len(ranks)} ranks; {remedy}")
+    return topology
+
+
+# --- parameter groups ------------------------------------------------------------------------------------------------
+
+
 def defaults_of(rule: Rule, weight_decay: float) -> Group:
-    """The options of a parameter group where it has none of its own."""
+    """The options of a parameter group where it has none of its own; torch calls beta1 and beta2 betas."""
     if count(rule) > 1:
         raise ValueError("the rule has several columns; on ranks give one number for each hyper-parameter")
-    numbers = {"lr(1)": rate(rule.lr, 1), "weight_decay": weight_decay}
-    lr, decay = (single(name, v, lambda v: v >= 0, "a number from 0 up") for name, v in numbers.items())
-    own = {name: float(v) for name, v in rule.settings.items()}
+    lr, decay = single("lr", rate(rule.lr, 1), "lr(1)"), single("weight_decay", weight_decay)
+    own: Group = {name: float(v) for name, v in rule.settings.items()}
     if decay and "weight_decay" in own:
         own["weight_decay"] = decay
-    return {"lr": lr, "weight_decay": decay} | options(own)
-
-
-def options(settings: dict[str, float]) -> Group:
-    """Settings of a rule as options of parameter groups, as torch calls them: beta1 and beta2 are betas."""
-    found: Group = {name: v for name, v in settings.items() if name not in BETAS}
-    return found | ({"betas": tuple(settings[name] for name in BETAS)} if "beta1" in settings else {})
+    if "beta1" in own:
+        own["betas"] = tuple(own.pop(name) for name in BETAS)
+    return {"lr": lr, "weight_decay": decay} | own
 
 
 def value(group: Group, setting: str) -> float:
@@ -61,17 +128,11 @@ def pair(betas: object) -> tuple[float, float]:
 
 
 def check_values(group: Group, defaults: Group) -> None:
-    """Check the numbers of a parameter group, which schedulers may have set."""
-    for name in ("lr", "weight_decay"):
-        single(f"{name} of a parameter group", group[name], lambda v: v >= 0, "a number from 0 up")
-    changed = {name for name in ("momentum", "betas", "eps") if name in defaults and group[name] != defaults[name]}
-    if "momentum" in changed:  # those of the rule are checked
-        single("momentum of a parameter group", group["momentum"], lambda v: (v >= 0) & (v < 1), f"a number {BELOW_1}")
-    if "eps" in changed:
-        single("eps of a parameter group", group["eps"], lambda v: v > 0, "a number above 0, such as 1e-8")
-    if "betas" in changed:
-        for beta in pair(group["betas"]):
-            single("a beta of a parameter group", beta, lambda v: (v >= 0) & (v < 1), f"numbers {BELOW_1}")
+    """Check the numbers of a parameter group, which schedulers may have set; those of the rule are checked."""
+    for name in [name for name in defaults if name in CHECKS]:
+        if name in ("lr", "weight_decay") or group[name] != defaults[name]:
+            for number in pair(group[name]) if name == "betas" else (group[name],):
+                single(name, number, f"{'a beta' if name == 'betas' else name} of a parameter group")
 
 
 def parameters_of(groups: Sequence[Group]) -> list[Tensor]:
@@ -130,3 +191,10 @@ def options_of(rule: Rule) -> dict[str, object]:
     """The options of a rule as users write them, without those of parameter groups: learning rate and momentum."""
     of_groups = {"rule", "lr", *rule.settings}
     return {name: v for name, v in flattened("rule", rule, spelled=True).items() if not of_groups & {*name.split()}}
+
+
+def different(first: dict[str, object], second: dict[str, object]) -> tuple[str, str]:
+    """What two dictionaries do not share, as "beta=0.9, order=atc"; "none" where one has nothing."""
+    pairs = ((first, second), (second, first))
+    texts = [", ".join(f"{k}={v}" for k, v in one.items() if (k, v) not in other.items()) for one, other in pairs]
+    return texts[0] or "none", texts[1] or "none"

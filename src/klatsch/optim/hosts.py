@@ -46,12 +46,12 @@ class Host:
         """Do something that may fail, and gather the numbers it returns; if one rank of the host fails, all do."""
         if self.size == 1:
             return [[*work()]]
-        mine, failure = [0.0] * width, None
+        numbers, failure = [0.0] * width, None
         try:
-            mine = [*work()]
+            numbers = [*work()]
         except Exception as error:
             failure = error
-        row = torch.tensor([float(failure is not None), *mine], dtype=torch.float64)
+        row = torch.tensor([float(failure is not None), *numbers], dtype=torch.float64)
         try:
             rows = gathered(self._control, row)
         except RuntimeError as error:
@@ -78,8 +78,8 @@ class Host:
         """Put all ranks' slices of a padded vector in their places."""
         if self.slices:
             part = len(padded) // self.size
-            mine = padded[self.place * part : (self.place + 1) * part].clone()
-            dist.all_gather([*torch.split(padded, part)], mine, group=self.group)
+            own = padded[self.place * part : (self.place + 1) * part].clone()
+            dist.all_gather([*torch.split(padded, part)], own, group=self.group)
 
     def start(self, tensor: Tensor) -> None:
         """Copy the first rank's tensor to all, if all have everything."""
@@ -128,7 +128,7 @@ def groups_of(mesh: DeviceMesh | None, group: Group) -> tuple[Group, Group]:
 
 def host_of(parameters: Sequence[Tensor], ranks: Sequence[int], inside: Group) -> Host:
     """The host of this rank, whose parameters are gossiped with these ranks; refuse shards that cannot be."""
-    pieces = [found for p in parameters if (found := _sharded(p)) is not None]
+    pieces = [sharded for p in parameters if (sharded := _sharded(p)) is not None]
     if not pieces:
         return Host(inside)
     if len(pieces) < len(parameters):
@@ -151,14 +151,14 @@ def host_of(parameters: Sequence[Tensor], ranks: Sequence[int], inside: Group) -
 
 def piece(tensor: Tensor) -> Tensor:
     """The piece of a DTensor on this rank; any other tensor as it is."""
-    found = _sharded(tensor)
-    return tensor if found is None else found._local_tensor
+    sharded = _sharded(tensor)
+    return tensor if sharded is None else sharded._local_tensor
 
 
 def cut_along(tensor: Tensor) -> int | None:
     """The axis along which a tensor is cut into pieces; None if it is whole."""
-    found = _sharded(tensor)
-    return None if found is None else int(found.placements[0].dim)  # type: ignore[attr-defined]
+    sharded = _sharded(tensor)
+    return None if sharded is None else int(sharded.placements[0].dim)  # type: ignore[attr-defined]
 
 
 def _sharded(tensor: Tensor) -> DTensor | None:

@@ -6,18 +6,24 @@ while it trains, and x, the rule's output, on demand. Evaluating or saving the w
 
 from __future__ import annotations
 
+import inspect
+import sys
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook, register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from klatsch.optim.groups import parameters_of
 from klatsch.optim.share import Point, Share
-from klatsch.optim.wrappers import alive
 from klatsch.ranks.failures import warn
 
 SINCE = {"output": "optimizer.eval()", "merged": "average_(model, parameters=True)"}
@@ -36,12 +42,17 @@ WARNINGS = {
     "statistics": f"the running statistics of {{}} were gathered at {POINT}, and the model now holds x; "
     "klatsch.recalibrate(model, batches) gathers them there",
 }
+RECIPES = {  # of docs/frameworks.md, by the package that wraps models
+    "lightning.pytorch": "Lightning: Trainer(strategy=klatsch.frameworks.lightning.GossipStrategy())",
+    "transformers.trainer": "Hugging Face: klatsch.frameworks.huggingface.GossipTrainer instead of Trainer",
+    "accelerate.accelerator": "Accelerate: accelerator.prepare_model(model, evaluation_mode=True)",
+}
 
 
 class Points(Optimizer):
     """The part of an optimizer that puts one point or another into the model."""
 
-    _shares: list[Share]
+    shares: list[Share]
     _apart: bool  # whether the rule's output is another point than the one where gradients are taken
     _holds: Point = "query"
     _watch: Watch
@@ -50,7 +61,7 @@ class Points(Optimizer):
     @property
     def rounds(self) -> int:
         """Rounds done."""
-        return self._shares[0].node.rounds
+        return self.shares[0].node.rounds
 
     def eval(self) -> None:
         """Put x, the point to evaluate and save, into the model; `train()` puts the query point back.
@@ -80,21 +91,20 @@ class Points(Optimizer):
 
     def output(self) -> list[Tensor]:
         """The rule's output, shaped like the trained parameters: x, or the average of iterates if it keeps one."""
-        found: dict[int, Tensor] = {}
-        for share in self._shares:
+        outputs: dict[int, Tensor] = {}
+        for share in self.shares:
             flat = share.flat
             views = flat.views(flat.whole(share.rule.output(share.node.state).to(flat.values.dtype)))
-            found |= {id(p): flat.shaped(k, views[k].clone()) for k, p in enumerate(flat.parameters)}
-        return [found[id(p)] for p in parameters_of(self.param_groups) if id(p) in found]
+            outputs |= {id(p): flat.shaped(k, views[k].clone()) for k, p in enumerate(flat.parameters)}
+        return [outputs[id(p)] for p in parameters_of(self.param_groups) if id(p) in outputs]
 
     def reshard(self) -> None:
         """Have FSDP2 show its pieces again, if a forward pass without a backward pass has left whole parameters."""
-        for share in self._shares:
-            share.flat.reshard()
+        self._watch.reshard()
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of the parameters that are trained here."""
-        return any(share.flat.holds(tensor) for share in self._shares)
+        return any(share.flat.holds(tensor) for share in self.shares)
 
     @contextmanager
     def merging(self) -> Iterator[None]:
@@ -111,7 +121,7 @@ class Points(Optimizer):
             return
         self._holds = "merged"
         if self._apart:
-            for share in self._shares:
+            for share in self.shares:
                 share.flat.accept()
             if before == "query":
                 self._watch.warn("merged")
@@ -138,7 +148,7 @@ class Points(Optimizer):
 
     def _check_gradients(self) -> None:
         self._check_training()  # again, since a closure may call eval()
-        if self._gradients_at_x and not any(share.flat.has_gradients for share in self._shares):
+        if self._gradients_at_x and not any(share.flat.has_gradients for share in self.shares):
             raise ValueError(
                 "the gradients were taken while the model held x, to evaluate or save, and a step needs them where the "
                 "model trains; call optimizer.train() before the forward pass"
@@ -146,7 +156,7 @@ class Points(Optimizer):
         self._gradients_at_x = False
 
     def _check_untouched(self) -> None:
-        for share in self._shares:
+        for share in self.shares:
             share.check_untouched(self._holds if self._apart else "query")
 
     def _show_output(self) -> None:
@@ -163,7 +173,7 @@ class Points(Optimizer):
 
     @torch.no_grad()
     def _show(self, point: Point) -> None:
-        for share in self._shares:
+        for share in self.shares:
             if point != "query":
                 share.flat.watch_gradients()
             elif self.rounds > 0:  # before, all points are one
@@ -174,42 +184,62 @@ class Points(Optimizer):
 
 
 class Watch:
-    """Watches the modules that own the parameters, and warns once of each kind of mistake.
+    """Watches the models that own the parameters: refuses wrappers that average gradients, warns once of each mistake.
 
-    An optimizer knows parameters only, so their modules are found among all live objects, which takes up to a tenth of
-    a second. Hooks on a few of them then notice when the model is run, saved or copied.
+    An optimizer knows parameters only. `model.parameters()` tells which model it is of; otherwise a global hook finds
+    the outermost modules that are run, and is then removed. Another one sees wrappers that are made later. Hooks on a
+    few modules notice when the model is run, saved or copied.
     """
 
-    def __init__(self, optimizer: Points, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, optimizer: Points, parameters: Sequence[Tensor], ranks: Sequence[int], apart: bool) -> None:
         self.said: set[str] = set()
         self.paused = False
-        self._optimizer, self._parameters = weakref.ref(optimizer), parameters
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._sharded: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of FSDP2
+        self._optimizer, self._parameters, self._ranks = weakref.ref(optimizer), parameters, set(ranks)
+        self._ours = {id(p) for p in parameters}
+        self._missing, self._fsdp, self._apart, self._on = set(self._ours), False, apart, True
+        self._known, self._modules, self._wrappers = (weakref.WeakSet[nn.Module]() for _ in range(3))
         self._normed: str | None = None  # the first layer that keeps statistics
-        self._hooks = ExitStack()
-        weakref.finalize(optimizer, self._hooks.close)
+        # torch.compile warns of every global hook; this one is gone when the model runs.
+        warnings.filterwarnings("ignore", "Using `torch.compile.*when there are global hooks")
+        self._hooks, self._search = ExitStack(), register_module_forward_pre_hook(self._run)
+        later = register_module_module_registration_hook(self._registered)
+        for close in (self._hooks.close, self._search.remove, later.remove):
+            weakref.finalize(optimizer, close)
 
-    def look(self) -> None:
-        """Look for the modules: when the optimizer is made, and again at its first step."""
-        ours, whole = {id(p) for p in self._parameters}, {"_parameters", "_modules"}
-        everyone = [m for m in alive([nn.Module]) if whole <= vars(m).keys()]  # others are not finished yet
-        around = {id(m) for m in everyone if any(id(p) in ours for p in m._parameters.values())}
-        inner = {id(child) for m in everyone for child in m._modules.values()}
+    def take(self, root: nn.Module) -> None:
+        """Take in a model, or a part of one, that owns some of the parameters."""
+        modules = [*root.modules()]
+        for module in modules:
+            if isinstance(module, (DistributedDataParallel, *fsdp("FullyShardedDataParallel"))):
+                self._refuse(module)
+        self._sharded.update(m for m in modules if isinstance(m, fsdp("FSDPModule")))
         # A few are enough: even a part of a model runs its first or its last layer.
         ends = {id(self._parameters[0]), id(self._parameters[-1])}
-        some = [m for m in everyone if any(id(p) in ends for p in m._parameters.values())]
-        while above := {id(m) for m in everyone if any(id(child) in around for child in m._modules.values())} - around:
-            around |= above
-        roots = [m for m in everyone if id(m) in around and id(m) not in inner]
-        layers = (layer for root in roots for layer in normed(root).items())
-        self._normed = next((f"{type(layer).__name__} {name!r}" for name, layer in layers), None)
-        self._modules = weakref.WeakSet((*some, *roots))
-        self.attach(True)
+        self._modules.update([root, *(m for m in modules if any(id(p) in ends for p in m._parameters.values()))])
+        layers = (f"{type(layer).__name__} {name!r}" for name, layer in normed(root).items())
+        self._normed = self._normed or next(layers, None)
+        self.attach(self._on)
+
+    def reshard(self) -> None:
+        """Have FSDP2 drop whole parameters."""
+        for module in self._sharded:
+            module.reshard()
+
+    def check(self, rounds: int) -> None:
+        """Refuse wrappers that were made since, and in the first round FSDP that has put others in our place."""
+        for wrapper in [*self._wrappers]:
+            self._refuse(wrapper)
+            self._wrappers.discard(wrapper)  # it does no harm
+        if rounds == 0 and self._fsdp and all(p.grad is None for p in self._parameters):
+            what = "no parameter of the optimizer has a gradient: FSDP has put others in their place"
+            raise ValueError(f"{what}; train the model without it; {recipe()}")
 
     def attach(self, on: bool) -> None:
         """Put the hooks in place while the model holds the query point, or remove them, so that it can be pickled."""
         self._hooks.close()
-        for module in self._modules if on else ():
+        self._on = on
+        for module in self._modules if on and self._apart else ():
             self._hooks.enter_context(module.register_forward_pre_hook(_Hook(self, "run")))
             self._hooks.enter_context(module.register_state_dict_pre_hook(_Hook(self, "saved")))  # type: ignore[no-untyped-call]
 
@@ -219,14 +249,13 @@ class Watch:
             return
         if how == "run" and torch.is_grad_enabled() and any(m.training for m in self._modules):
             return
-        ours = {id(p) for p in self._parameters}
-        if module is not None and not any(id(p) in ours for p in module.parameters()):  # run with others' values
+        if module is not None and not any(id(p) in self._ours for p in module.parameters()):  # run with others' values
             return
         self.warn(how)
 
     def warn_of_statistics(self) -> None:
         """Warn of running statistics that were gathered at the query point, not at x."""
-        if self._normed is not None and self._has_moved:
+        if self._apart and self._normed is not None and self._has_moved:
             self.warn("statistics", self._normed)
 
     def warn(self, what: str, of: str = "") -> None:
@@ -239,6 +268,38 @@ class Watch:
     def _has_moved(self) -> bool:
         """Whether the optimizer lives and has taken steps: before, all points are one."""
         return (optimizer := self._optimizer()) is not None and optimizer.rounds > 0
+
+    def _run(self, module: nn.Module, _: object) -> None:
+        """A module is run; the outermost ones come first."""
+        if torch.compiler.is_compiling() or module in self._known:
+            return
+        self._fsdp |= isinstance(module, fsdp("FSDPModule"))
+        if own := {id(p) for p in module.parameters()} & self._ours:
+            self.take(module)
+            self._missing -= own
+            if not self._missing:
+                self._search.remove()
+        self._known.update(module.modules())
+
+    def _registered(self, parent: nn.Module, _name: str, _child: nn.Module | None) -> None:
+        """A module becomes part of another one, which may be a wrapper."""
+        if isinstance(parent, (DistributedDataParallel, *fsdp("FullyShardedDataParallel"))):
+            self._wrappers.add(parent)
+            self._fsdp |= not isinstance(parent, DistributedDataParallel)
+
+    def _refuse(self, wrapper: nn.Module) -> None:
+        """Refuse DDP and FSDP that average the gradients of ranks that gossip."""
+        known = vars(wrapper)
+        ignored, inside = known.get("parameters_to_ignore", ()), wrapper.get_submodule("module")
+        groups = (known.get("process_group"), known.get("_inter_node_pg"))
+        if any(len(self._ranks.intersection(_ranks(group))) > 1 for group in groups) and any(
+            id(p) in self._ours for name, p in inside.named_parameters() if name not in ignored
+        ):
+            raise ValueError(
+                f"{type(wrapper).__name__} is around this model on ranks that gossip, and averages their gradients "
+                "before gossip can; train the model without it, or put it around the ranks of one host, and gossip "
+                f"between hosts (mesh=..., docs/hosts.md); {recipe()}"
+            )
 
 
 class _Hook:
@@ -259,5 +320,28 @@ class _Hook:
 
 def normed(model: nn.Module) -> dict[str, _BatchNorm]:
     """The modules of a model that keep running statistics of their inputs, such as BatchNorm, by name."""
-    found = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
-    return {name: m for name, m in found.items() if m.running_mean is not None}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    return {name: m for name, m in layers.items() if m.running_mean is not None}
+
+
+def model_of(params: object) -> nn.Module | None:
+    """The model if these are `model.parameters()` or `model.named_parameters()`; to be asked before they are used."""
+    owner = inspect.getgeneratorlocals(params).get("self") if inspect.isgenerator(params) else None
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def recipe() -> str:
+    """What to do instead in the frameworks that are in use, and where to read it."""
+    return "; ".join((*(text for package, text in RECIPES.items() if package in sys.modules), "see docs/frameworks.md"))
+
+
+def fsdp(name: str) -> tuple[type[nn.Module], ...]:
+    """A class of FSDP if it is imported, which takes a while; else it has no objects."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return (vars(module)[name],) if module is not None and name in vars(module) else ()
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    with suppress(AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # a destroyed group
+        return dist.get_process_group_ranks(group) if group is not None else []
+    return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from klatsch.optim.flat import Flat
 from klatsch.optim.groups import Group, value
+from klatsch.optim.hosts import piece
 from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.mailbox import Memory
 from klatsch.ranks.message import Block, is_sound
@@ -72,6 +73,39 @@ class Share:
         """The second half: the model moves to the next point."""
         self.node.advance(self._given, self._move)
         self.flat.mark_written()
+
+    def per_parameter(self) -> dict[Tensor, State]:
+        """Copies of the fields of the state, cut into parameters; all ranks of a host ask together."""
+        flat, state = self.flat, self.node.state
+        fields = {name: flat.views(flat.whole(v)) for name, v in state.items() if name not in self.singles}
+        return {
+            p: {name: flat.shaped(k, views[k].clone()) for name, views in fields.items()}
+            for k, p in enumerate(flat.parameters)
+        }
+
+    def joined(self, by_parameter: Mapping[int, State], single: State) -> State:
+        """The fields as flat vectors, from those of the parameters by id, and from single numbers."""
+        flat, entries = self.flat, [by_parameter[id(p)] for p in self.flat.parameters]
+        known = {name for entry in entries for name in entry}
+        kept = (self.node.state.keys() - single.keys() - self.optional) | (known & self.optional)
+        for parameter, entry in zip(flat.parameters, entries, strict=True):
+            if any((piece(value) is value) != (piece(parameter) is parameter) for value in entry.values()):
+                raise ValueError(
+                    "the state_dict is of a model that was cut into pieces (FSDP2), or this one is; load DTensors into "
+                    "an optimizer of pieces, and whole tensors into one of whole parameters"
+                )
+            shapes = {name: tuple(value.shape) for name, value in sorted(entry.items())}
+            expected = dict.fromkeys(sorted(kept), tuple(parameter.shape))
+            if shapes != expected:
+                remedy = "it is of another model, or of a rule with other options (momentum, average)"
+                raise ValueError(
+                    f"the state_dict has {shapes} of a parameter, this optimizer keeps {expected}; {remedy}"
+                )
+        vectors = {name: torch.zeros_like(flat.values, dtype=self.dtype) for name in kept}
+        for name, vector in vectors.items():
+            for view, entry in zip(flat.views(vector), entries, strict=True):
+                view.copy_(piece(entry[name]))
+        return single | {name: vector[flat.own] for name, vector in vectors.items()}
 
     def check(self, vectors: State) -> None:
         """Refuse vectors that are missing, unknown, or of another shape."""

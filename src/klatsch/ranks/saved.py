@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from klatsch import sealed
 from klatsch.ranks.failures import who
-from klatsch.sealed import REMEDY, CheckpointError, OldCheckpointError
+from klatsch.sealed import REMEDY, CheckpointError
 
 FORMAT = "klatsch ranks 3"
 NAME = re.compile(r"rank(\d+)(?:\.(\d+))?-round(\d+)\.safetensors")
-DAMAGED, OLD = "damaged", "old"
+DAMAGED = "damaged"
 MOST_RANKS = 1_000_000
 
 Training = tuple[str, ...]  # an identity: drawn at the start, and one part more for every other crew
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
     training: Training = ()
     crew: tuple[int, ...] = ()
     size: int = 0  # nodes at the start
-    trouble: str = ""  # DAMAGED or OLD
+    trouble: str = ""  # or DAMAGED
 
 
 class SavedFile(NamedTuple):
@@ -117,8 +117,7 @@ def _file(path: Path, rank: int, place: int, rounds: int) -> SavedFile:
         header = sealed.header_of(path, FORMAT)
         _check(path, header, {"rank": rank, "place": place, "rounds": rounds})
     except CheckpointError as error:
-        trouble = OLD if isinstance(error, OldCheckpointError) else DAMAGED
-        return SavedFile(path, place, Seen(rank, rounds, trouble=trouble), {}, str(error))
+        return SavedFile(path, place, Seen(rank, rounds, trouble=DAMAGED), {}, str(error))
     seen = Seen(rank, rounds, tuple(header["training"]), tuple(header["crew"]), header["size"])
     return SavedFile(path, place, seen, header)
 
