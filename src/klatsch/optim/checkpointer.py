@@ -175,7 +175,7 @@ class Checkpointer:
             "size": optimizer.topology.size,
             "crew": optimizer.crew,
             "topology": self._topology,
-            "scales": optimizer.rule.scales,
+            "scales": dict(optimizer.rule.scales),
             "run": self._identity(),
             "export": {"outputs": outputs, "layout": optimizer.layout(), **self._names()},
             "counted": [optimizer.bytes_sent, optimizer.seconds_waited, optimizer.skipped, optimizer.caught_up],
