@@ -149,7 +149,7 @@ class Drawing(Problem):
     sha256: str | None = None  # of everything that determines the gradients
     numbers: Tensor  # of the nodes, by which they draw
     of_nodes: ClassVar[tuple[str, ...]]  # fields whose first axis are the nodes
-    alone: ClassVar[tuple[str, ...]]  # metrics that can be measured alone
+    alone: ClassVar[tuple[str, ...]] = ()  # metrics that can be measured alone
 
     @property
     def draws_ahead(self) -> bool:
