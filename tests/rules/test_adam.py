@@ -217,8 +217,11 @@ def test_a_shared_second_moment_never_falls_below_0(late, wire):
         (lambda: rules.make("gt", lr=0.1, beta2=0.9), "gt has no beta2: .* use a rule such as dadam"),
         (lambda: rules.make("dat", lr=0.1, weight_decay=0.1), "dat has no weight_decay: only dadam and its like"),
         (lambda: rules.make("dadam", lr=0.1, beta=0.9), "dadam has no beta: it keeps no average x.* dat-adam"),
-        (lambda: rules.Push(0.1, rules.adam(shared=True)), "sgp-adam with shared = true: push-sum would gossip sums"),
-        (lambda: rules.Push(0.1, rules.adam(reduced=True)), "sgp-adam with reduced = true: push-sum would gossip sums"),
+        (lambda: rules.Push(0.1, rules.adam(shared=True)), "push.adam with shared = true: push-sum would gossip sums"),
+        (
+            lambda: rules.Push(0.1, rules.adam(reduced=True)),
+            "push.adam with reduced = true: push-sum would gossip sums",
+        ),
         (
             lambda: rules.make("dadam", 0.1, reduced="yes"),
             "reduced = 'yes'; give true to gossip gradients first, or false",
@@ -233,11 +236,16 @@ def test_refused_with_the_reason(call, message):
 
 
 def test_names_are_products():
-    pairs = {"dadam": rules.Plain, "d2-adam": rules.Corrected, "gt-adam": rules.Tracked, "diloco-adam": rules.DiLoCo}
-    for name, pattern in pairs.items():
+    for pattern, name, anytime in (
+        (rules.Plain, "dadam", "dat-adam"),
+        (rules.Corrected, "d2-adam", "dat-d2-adam"),
+        (rules.Tracked, "gt-adam", "dat-gt-adam"),
+        (rules.DiLoCo, "diloco-adam", "diloco+adam+anytime"),
+        (rules.Push, "push+adam", "push+adam+anytime"),
+    ):
         base = pattern(0.1, rules.adam())
         assert base.name == name == rules.make(name, lr=0.1).name
-        assert rules.Anytime(base).name == f"dat-{name}".replace("dadam", "adam")
+        assert rules.Anytime(base).name == anytime == rules.make(anytime, lr=0.1).name
 
 
 def test_a_flow_that_takes_more_than_there_is_leaves_a_second_moment_of_zero():
