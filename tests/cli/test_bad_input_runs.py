@@ -75,7 +75,7 @@ CASES = [
     (lambda: averaging.fixed(-0.1), "gamma = -0.1", "from 0"),
     (lambda: averaging.polynomial(-1), "p = -1", "from 0 to 50"),
     (lambda: averaging.polynomial(1.5), "p = 1.5", "whole number"),
-    (lambda: rules.make("dsgd", lr=0.1, ordr="cta"), "no option 'ordr'", "lr, momentum"),
+    (lambda: rules.make("dsgd", lr=0.1, ordr="cta"), "no option 'ordr'", "lr, order, momentum"),
     (lambda: rules.make("gt", lr=0.1, order="cta"), "gt has no order", "use dsgd or dat"),
     (lambda: rules.make("dat", lr=0.1, lazy=True), "dat has no lazy", "topology.lazy"),
     (lambda: rules.make("DAT-SGD", lr=0.1), "unknown rule 'DAT-SGD'", "did you mean"),

@@ -293,7 +293,7 @@ def test_other_options_of_a_rule_are_rows_and_functions_make_rules(folder):
     more = EXTRA.replace("    lr: float\n", "    lr: float\n    slow: float = 1.0\n").replace(
         "- lr *", "- self.slow * lr *"
     )
-    more += "\n\ndef half(lr, times=1):\n    return Extra(lr, 0.5 * times)\n\n\nclass Plain:\n"
+    more += "\n\ndef half(lr, times=1):\n    return Extra(lr, 0.5 * times)\n\n\nclass Plain(Rule):\n"
     more += (
         "    def __init__(self, lr):\n        self.rule, self.lr = Extra(lr), lr\n        self.init = self.rule.init\n"
     )
@@ -329,7 +329,7 @@ WRONG = {
     "no identifier": ("mine.py:", r"'mine.py:'; give FILE.py:NAME"),
     "not callable": ("mine.py:Number", r"Number in .*mine.py is a int; give a class or function that makes a rule"),
     "no rule": ("mine.py:nothing", r"the rule is a NoneType; give one"),
-    "old update": ("mine.py:Old", r"Old.update takes \(s, grad, mix, t\); since klatsch 0.2"),
+    "old update": ("mine.py:Old", r"Old.update takes \(s, grad, mix, t\); let it take \(s, grad, flow, t, lr\)"),
     "raises": ("mine.py:broken", r"mine.py, line \d+: ZeroDivisionError: division by zero; fix it and rerun"),
     "no arguments": ("mine.py:bare", r"bare has no option 'lr'"),
 }

@@ -139,7 +139,7 @@ def simulate_together(
     if len(rules) not in (1, len(problems)):
         raise ValueError(f"{len(rules)} rules for {len(problems)} problems; give one rule, or one for each problem")
     meets = meets.strip() if isinstance(meets, str) else meets
-    for graph in topologies:
+    for graph in [graph for graph in topologies if isinstance(graph, Topology)]:  # others are refused below
         check_meets(graph.name, meets, graph.every, graph.late, graph.wire, graph.loss)
     parts = prepared(problems, rules, topologies, steps, record, dtype, device, any_graph, meets)
     rates, points, origins, whole = parts.rates, parts.points, parts.origins, parts.networks[0].problem
