@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+import tomllib
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,7 +139,11 @@ def main(faults: list[Fault], root: Path = ROOT) -> int:
     return len(missed)
 
 
-FAULTS: list[Fault] = []
+def listed() -> list[Fault]:
+    """The faults of `faults.toml`."""
+    entries = tomllib.loads(Path(__file__).with_name("faults.toml").read_text()).items()
+    return [Fault(name, **{**entry, "tests": tuple(entry["tests"])}) for name, entry in entries]
+
 
 if __name__ == "__main__":
-    sys.exit(min(main(FAULTS), 1))
+    sys.exit(min(main(listed()), 1))
