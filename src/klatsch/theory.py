@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from klatsch import topology as topologies
-from klatsch.arguments import named, number
+from klatsch.arguments import check_options, named, number
 from klatsch.topology.spectrum import last
 
 Number = float | NDArray[np.float64]
@@ -265,7 +265,7 @@ def largest_machines(
 
     if not isinstance(topology, str):
         return _last(lambda M: M <= N and pays(M, topology(M)))
-    topologies.builder(topology, choices)  # refuses an unknown name or option
+    check_options(topology, choices, topologies.options(topology))
 
     @cache
     def gap(M: int) -> float | ValueError:

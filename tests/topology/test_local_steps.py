@@ -193,7 +193,7 @@ def test_drawings_show_the_rounds_with_messages(name, panels, tmp_path):
 def test_names():
     for name, H in product_of(tp.TOPOLOGIES, EVERY):
         graph = tp.every(tp.make(name, SIZE), H)
-        for made in (tp.make(f"{name}/{H}", SIZE), tp.make(name, SIZE, every=H), tp.builder(f"{name}/{H}")(SIZE)):
+        for made in (tp.make(f"{name}/{H}", SIZE), tp.make(name, SIZE, every=H)):
             assert (made, made.name, made.every) == (graph, graph.name, H)
         assert tp.make(f"{name}/1", SIZE) == tp.make(name, SIZE)
         assert tp.options(f"{name}/{H}") == tp.options(name)

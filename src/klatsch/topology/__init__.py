@@ -12,7 +12,6 @@ from klatsch.topology.families import (
     TOPOLOGIES,
     Family,
     base_graph,
-    builder,
     complete,
     directed_ring,
     erdos_renyi,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import zip_longest
@@ -375,7 +375,12 @@ def make(name: str, n: int | None = None, **choices: object) -> Topology:
 
     "ring/8" says every = 8, gossip in every 8th round only; see `channel`, whose options all topologies take.
     """
-    return builder(name, choices)(n, **choices)
+    own, travel = _parted(name, choices)
+    graph = family(name).build(n, **own)
+    if not isinstance(graph, Topology):
+        made = f"{label(split(name)[0])} returns a {type(graph).__name__}"
+        raise ValueError(f"{made}; return a Topology, such as topology.ring(n)")
+    return channel(graph, **travel)
 
 
 def options(name: str) -> tuple[str, ...]:
@@ -385,10 +390,9 @@ def options(name: str) -> tuple[str, ...]:
 
 def spectral_gap(name: str, n: int, **choices: object) -> float:
     """The spectral gap rho of `make(name, n, ...)`, in closed form where one is known: there n may be a million."""
-    build, known = builder(name, choices), family(name)
-    own, travel = _parted(name, choices)
+    (own, travel), known = _parted(name, choices), family(name)
     if known.gap is None or travel.get("late", 0) >= travel["every"] or travel.get("loss"):  # which change the weights
-        return build(n, **choices).spectral_gap
+        return make(name, n, **choices).spectral_gap
     # A lattice of given sides may have an n that is refused without them: its closed form checks.
     gap = known.gap(n if known.lattice else known.checked(n, UNLIMITED), **own)
     return gap / int(travel["every"])
@@ -397,22 +401,6 @@ def spectral_gap(name: str, n: int, **choices: object) -> float:
 def nth_size(name: str, s: int) -> int:
     """The s-th size (from 1) at which a family keeps its shape; for most families that is s."""
     return family(name).nth_size(s)
-
-
-def builder(name: str, choices: Collection[str] = ()) -> Callable[..., Topology]:
-    """The function that builds a topology; checks its name and the names of its options first."""
-    check_options(name, choices, options(name))
-
-    def build(n: int | None = None, **chosen: object) -> Topology:
-        own, travel = _parted(name, chosen)
-        graph = family(name).build(n, **own)
-        if not isinstance(graph, Topology):
-            raise ValueError(
-                f"{label(split(name)[0])} returns a {type(graph).__name__}; return a Topology, such as topology.ring(n)"
-            )
-        return channel(graph, **travel)
-
-    return build
 
 
 def family(name: str) -> Family:
@@ -436,7 +424,8 @@ def split(name: str) -> tuple[str, int]:
 
 
 def _parted(name: str, choices: Mapping[str, object]) -> tuple[dict[str, object], dict[str, Any]]:
-    """The options of the family, and those of the channel, of which the name may hold `every`."""
+    """The options of the family, and those of the channel, of which the name may hold `every`; no others."""
+    check_options(name, choices, options(name))
     kind, between = split(name)
     own = {option: value for option, value in choices.items() if option not in CHANNEL}
     travel = {option: value for option, value in choices.items() if option in CHANNEL}
@@ -545,8 +534,8 @@ def _factors(n: int, k: int) -> tuple[int, ...] | None:
     if n == 1:
         return ()
     divisors = [divisor for divisor in range(min(k + 1, n), 1, -1) if n % divisor == 0]
-    found = [(divisor, *rest) for divisor in divisors if (rest := _factors(n // divisor, k)) is not None]
-    return min(found, key=len, default=None)
+    products = [(divisor, *rest) for divisor in divisors if (rest := _factors(n // divisor, k)) is not None]
+    return min(products, key=len, default=None)
 
 
 def _cliques(groups: Nodes) -> WeightedLinks:

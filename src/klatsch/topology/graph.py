@@ -310,23 +310,24 @@ def from_networkx(
     nodes = list(graph)
     if set(nodes) == set(range(len(nodes))):  # in whatever order they were added
         nodes = sorted(nodes)  # type: ignore[type-var]
-    if not nodes:
-        raise ValueError(f"{name}: the graph has no nodes; give at least one")
-    if graph.is_multigraph():
-        simple = "DiGraph" if graph.is_directed() else "Graph"
-        raise ValueError(
-            f"{name}: the graph is a multigraph; merge parallel edges first, for example with nx.{simple}(graph)"
-        )
-    if loops := sorted(map(repr, nx.nodes_with_selfloops(graph))):
-        raise ValueError(
-            f"{name}: node {loops[0]} has a self-loop; remove it, for example with"
-            " graph.remove_edges_from(nx.selfloop_edges(graph)): its self-weight is what its links leave of 1"
-        )
-    if graph.is_directed() and weight is None and stochastic != "columns":
-        raise ValueError(
-            f"{name}: the graph is directed, and Metropolis–Hastings weights need an undirected one;"
-            ' take graph.to_undirected(), give weight="ATTRIBUTE", or stochastic="columns" for push-sum'
-        )
+    directed, loops = graph.is_directed(), sorted(map(repr, nx.nodes_with_selfloops(graph)))
+    simple = f"nx.{'DiGraph' if directed else 'Graph'}(graph)"
+    for wrong, reason in (
+        (not nodes, "the graph has no nodes; give at least one"),
+        (graph.is_multigraph(), f"the graph is a multigraph; merge parallel edges first, for example with {simple}"),
+        (
+            loops,
+            f"node {''.join(loops[:1])} has a self-loop; remove it, for example with graph.remove_edges_from("
+            "nx.selfloop_edges(graph)): its self-weight is what its links leave of 1",
+        ),
+        (
+            directed and weight is None and stochastic != "columns",
+            "the graph is directed, and Metropolis–Hastings weights need an undirected one; take "
+            'graph.to_undirected(), give weight="ATTRIBUTE", or stochastic="columns" for push-sum',
+        ),
+    ):
+        if wrong:
+            raise ValueError(f"{name}: {reason}")
     P = _matrix(graph, nodes, weight, stochastic, name)
     check_connected(name, (P,), label=lambda i: repr(nodes[i]))
     return Topology(name, (P,), stochastic)
@@ -351,15 +352,15 @@ def _matrix(
         sender, receiver = np.concatenate([sender, receiver]), np.concatenate([receiver, sender])
         values = np.concatenate([values, values])
     # For push-sum, the transpose: row i is what node i sends.
-    line, here, there = ("column", sender, receiver) if stochastic == "columns" else ("row", receiver, sender)
-    sums = np.bincount(here, weights=values, minlength=size)
+    line, own, other = ("column", sender, receiver) if stochastic == "columns" else ("row", receiver, sender)
+    sums = np.bincount(own, weights=values, minlength=size)
     if (over := sums > 1 + SUM_TOLERANCE).any():  # Topology would no longer know the user's sum
         i = int(np.argmax(over))
         raise ValueError(
             f"{name}: the weights of node {nodes[i]!r} ({line} {i}) sum to {sums[i]:.12g} and leave no self-weight;"
             " scale them so that they sum to 1 or less"
         )
-    P = with_self_weights(size, here, there, values)
+    P = with_self_weights(size, own, other, values)
     return csr_array(P.T) if stochastic == "columns" else P
 
 

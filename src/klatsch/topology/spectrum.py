@@ -63,8 +63,8 @@ def smallest_eigenvalue(P: Matrix, *, rough: bool = False) -> float:
     if rough:
         return estimate
     below = estimate - 3e-3
-    found = eigsh(P, k=1, sigma=below, v0=start, tol=1e-8, ncv=60, maxiter=10**4, return_eigenvectors=False)
-    return float(found[0])
+    values = eigsh(P, k=1, sigma=below, v0=start, tol=1e-8, ncv=60, maxiter=10**4, return_eigenvectors=False)
+    return float(values[0])
 
 
 def random_normal(*shape: int) -> Vector:
@@ -91,8 +91,8 @@ def largest(
     operator: LinearOperator, which: Literal["LA", "LM"], start: Vector, tol: float = 1e-12, maxiter: int = 30
 ) -> float:
     """The eigenvalue of a symmetric operator that is largest ("LA"), or largest in modulus ("LM"), by Lanczos."""
-    found = eigsh(operator, k=1, which=which, v0=start, tol=tol, ncv=40, maxiter=maxiter, return_eigenvectors=False)
-    return float(found[0])
+    values = eigsh(operator, k=1, which=which, v0=start, tol=tol, ncv=40, maxiter=maxiter, return_eigenvectors=False)
+    return float(values[0])
 
 
 def vanishes(operator: LinearOperator, start: Vector) -> bool:
@@ -139,8 +139,8 @@ def _directed_second(matrices: Sequence[Matrix]) -> float:
         if normal:
             return math.sqrt(abs(largest(without_mean(lambda v: back(forth(v)), size), "LA", start, maxiter=100)))
         ncv = min(100, size - 1)
-        found = eigs(operator, k=6, v0=start, tol=1e-10, ncv=ncv, maxiter=100, return_eigenvectors=False)
-        return float(np.abs(found).max())
+        values = eigs(operator, k=6, v0=start, tol=1e-10, ncv=ncv, maxiter=100, return_eigenvectors=False)
+        return float(np.abs(values).max())
     except ArpackNoConvergence:
         product = matrices[0]
         for P in matrices[1:]:
