@@ -274,13 +274,13 @@ def sources_of(study: Study) -> Sources:
     """
     parts = {entry.name for pair in study.pairs for entry in pair} | {study.problem.name}
     names = sorted(name for name in parts if own.is_own(name))
-    found: Sources = {name: {"source": own.digest(name)} for name in names}
-    if (name := study.problem.name) in found:
+    sources: Sources = {name: {"source": own.digest(name)} for name in names}
+    if (name := study.problem.name) in sources:
         problem = problems.declared(name)
-        found[name] |= {"headline": list(problem.headline), "large_is_good": list(problem.worst)}
+        sources[name] |= {"headline": list(problem.headline), "large_is_good": list(problem.worst)}
     elif content := problems.declared(name).content:
-        found["data"] = {in_words(setting): content(**setting) for setting in study.problem.combinations()}
-    return found
+        sources["data"] = {in_words(setting): content(**setting) for setting in study.problem.combinations()}
+    return sources
 
 
 def check_sources(parts: Mapping[str, str], sources: Mapping[str, Any]) -> None:

@@ -214,19 +214,19 @@ def rows_by_place(
 
 
 def _row(group: list[tuple[Case, Outcome]], headline: Headline, names: Names) -> Row:
-    found = {(case.lr, case.seed): outcome for case, outcome in group}
+    outcomes = {(case.lr, case.seed): outcome for case, outcome in group}
     seeds_of: dict[float, list[int]] = {}
-    for lr, seed in found:
+    for lr, seed in outcomes:
         seeds_of.setdefault(lr, []).append(seed)
     seeds = max(seeds_of.values(), key=len)
-    lrs = [lr for lr, mine in seeds_of.items() if set(seeds) <= set(mine)]
+    lrs = [lr for lr, own in seeds_of.items() if set(seeds) <= set(own)]
 
     def stacked(name: str) -> NDArray[np.float64]:
-        return np.array([[found[lr, seed].metrics[name] for lr in lrs] for seed in seeds]).swapaxes(1, 2)
+        return np.array([[outcomes[lr, seed].metrics[name] for lr in lrs] for seed in seeds]).swapaxes(1, 2)
 
     def known(name: str) -> NDArray[np.float64] | None:
         """None where a run was done before this was measured."""
-        return stacked(name) if all(name in outcome.metrics for outcome in found.values()) else None
+        return stacked(name) if all(name in outcome.metrics for outcome in outcomes.values()) else None
 
     first = group[0][0]
     return Row(
@@ -234,10 +234,10 @@ def _row(group: list[tuple[Case, Outcome]], headline: Headline, names: Names) ->
         topology=names.topology,
         nodes=first.nodes,
         lrs=tuple(lrs),
-        steps=tuple(found[lrs[0], seeds[0]].steps.tolist()),
+        steps=tuple(outcomes[lrs[0], seeds[0]].steps.tolist()),
         curves=stacked(headline.metric),
         consensus=stacked("Gamma"),
-        seconds=sum(outcome.seconds for outcome in found.values()),
+        seconds=sum(outcome.seconds for outcome in outcomes.values()),
         setting=first.problem_options,
         metric=headline.metric,
         largest=headline.metric in first.large_is_good,
@@ -278,8 +278,8 @@ class Screened:
 
     def rows(self, store: Store) -> list[Row]:
         """What the full runs found."""
-        found = rows_by_place([(case.key, case) for case in self.full], store)
-        return [replace(row, tried=self.tried.get(where, ())) for where, row in found.items()]
+        rows = rows_by_place([(case.key, case) for case in self.full], store)
+        return [replace(row, tried=self.tried.get(place, ())) for place, row in rows.items()]
 
 
 def screened(study: Study, cases: Sequence[Case], store: Store) -> Screened:

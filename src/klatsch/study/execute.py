@@ -122,17 +122,17 @@ def execute(
     losses = 0
     with Claims(store) as claims:
         while todo:
-            mine, todo = claims.take(todo, 1)
-            if not mine:  # other processes work on everything missing: wait for their results, or their death
+            claimed, todo = claims.take(todo, 1)
+            if not claimed:  # other processes work on everything missing: wait for their results, or their death
                 if progress.elsewhere != len(todo):
                     progress.elsewhere = len(todo)
                     tell(progress)
                 time.sleep(POLL)
                 continue
             before, progress.elsewhere = progress.batches_done, 0
-            with _opened(executor, device, mine + todo) as crew, workers.ctrl_c_kept() as check:
+            with _opened(executor, device, claimed + todo) as crew, workers.ctrl_c_kept() as check:
                 progress.workers = crew.count
-                lost, todo = _run(mine, todo, crew, claims, progress, tell, check)
+                lost, todo = _run(claimed, todo, crew, claims, progress, tell, check)
             if lost:
                 losses = losses + 1 if progress.batches_done == before else 1
                 if losses > MOST_LOSSES or isinstance(executor, Executor):
@@ -203,7 +203,7 @@ def check_ready(study: Study, cases: Sequence[Case], store: Store) -> None:
 
 
 def _run(
-    mine: list[Batch],
+    claimed: list[Batch],
     todo: list[Batch],
     crew: Workers,
     claims: Claims,
@@ -218,17 +218,17 @@ def _run(
     try:
         while True:
             # A few ahead keep workers busy; other processes take the rest. Workers elsewhere may grow in number.
-            room = 2 * crew.count - len(running) - len(mine) if crew.shares_files else len(todo)
+            room = 2 * crew.count - len(running) - len(claimed) if crew.shares_files else len(todo)
             if todo and room > 0 and not lost:
                 more, todo = claims.take(todo, room)
-                mine = mine + more
-            for batch in mine:
+                claimed = claimed + more
+            for batch in claimed:
                 file = checkpoint(store, batch) if crew.shares_files else None
                 try:
                     running[crew.executor.submit(crew.task, batch, file)] = batch
                 except crew.losses:
                     lost.append(batch)
-            mine = []
+            claimed = []
             if not running:
                 return lost, todo
             done = wait(running, timeout=BEAT, return_when=FIRST_COMPLETED).done
@@ -308,22 +308,22 @@ class Claims(AbstractContextManager["Claims"]):
 
     def take(self, todo: Sequence[Batch], most: int) -> tuple[list[Batch], list[Batch]]:
         """Claim up to `most` batches that no other process works on; returns them, and the others still missing."""
-        mine: list[Batch] = []
+        taken: list[Batch] = []
         left: list[Batch] = []
         with self.store.transaction():
             self._live()
             self._bury()
             done = self.store.done()
-            theirs = {key for (key,) in self.store.execute("SELECT key FROM claims WHERE owner != ?", [self.owner])}
+            others = {key for (key,) in self.store.execute("SELECT key FROM claims WHERE owner != ?", [self.owner])}
             for part in (part for batch in todo for part in batch.without(done)):
                 keys = [case.key for case in part.cases]
-                if len(mine) == most or not theirs.isdisjoint(keys):
+                if len(taken) == most or not others.isdisjoint(keys):
                     left.append(part)
                     continue
-                mine.append(part)
+                taken.append(part)
                 rows = [(key, part.key, self.owner) for key in keys]
                 self.store.execute_many("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", rows)
-        return mine, left
+        return taken, left
 
     def beat(self) -> None:
         """Give a sign of life when one is due."""
@@ -339,18 +339,16 @@ class Claims(AbstractContextManager["Claims"]):
             return
         place = Path(self.store.path)
         name = re.compile(rf"\.?{re.escape(place.name)}-([0-9a-f]{{32}})\.safetensors(\.[0-9a-f]+)?")
-        found = {file: match for file in place.parent.iterdir() if (match := name.fullmatch(file.name))}
-        if not found:
+        left_behind = {file: match for file in place.parent.iterdir() if (match := name.fullmatch(file.name))}
+        if not left_behind:
             return
         with self.store.transaction():
             self._bury()
             claimed = self.store.execute("SELECT DISTINCT batch FROM claims WHERE owner != ?", [self.owner])
-            left = self.store.execute(
-                "SELECT key, batch FROM claims WHERE owner IS NULL"
-            )  # by a process that has ended
+            released = self.store.execute("SELECT key, batch FROM claims WHERE owner IS NULL")  # by who has ended
         missing = _missing(self.store)
-        unfinished = {batch for key, batch in left if key in missing}
-        for file, match in found.items():
+        unfinished = {batch for key, batch in released if key in missing}
+        for file, match in left_behind.items():
             torn = match[2] is not None  # killed while it was written
             with suppress(FileNotFoundError):  # another process was faster
                 kept = not torn and time.time() - file.stat().st_mtime < STALE

@@ -45,8 +45,8 @@ class Difference(NamedTuple):
 
 def differences(one: Store, other: Store, runs: Runs) -> tuple[list[Difference], int, int]:
     """The differences between runs of one store and those of another, and how many only one of them has."""
-    theirs = {facts["key"] for _, facts in other.runs()}
-    both = [run for run in runs if run[1]["key"] in theirs]
+    keys_there = {facts["key"] for _, facts in other.runs()}
+    both = [run for run in runs if run[1]["key"] in keys_there]
     keys, names = [facts["key"] for _, facts in both], names_of(case for case, _ in both)
     finals = [store.outcomes(keys, last=True) for store in (one, other)]
     apart: dict[tuple[str, str, int], list[float]] = {}
@@ -55,11 +55,11 @@ def differences(one: Store, other: Store, runs: Runs) -> tuple[list[Difference],
         a, b = (float(outcomes[facts["key"]].metrics[metric][-1]) for outcomes in finals)
         far = 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))  # inf / inf is nan
         apart.setdefault((names(case).rule, names(case).topology, case.nodes), []).append(far)
-    found = [
+    differences = [
         Difference(*where, len(far), math.nan if any(map(math.isnan, far)) else max(far))
         for where, far in apart.items()
     ]
-    return found, len(runs) - len(both), len(theirs) - len(both)
+    return differences, len(runs) - len(both), len(keys_there) - len(both)
 
 
 def records(
@@ -71,7 +71,7 @@ def records(
     `options`, those of rules and graphs are columns, too; "rule." or "topology." is before a name that is taken.
     """
     outcomes = store.outcomes([facts["key"] for _, facts in runs], last=not curves)
-    found: list[Options] = []
+    records: list[Options] = []
     names_by_run = names_of(case for case, _ in runs)
     for case, facts in runs:
         outcome, names = outcomes[facts["key"]], names_by_run(case)
@@ -96,14 +96,14 @@ def records(
             cost: Options = {"bytes_sent": None if bytes_ is None else sent_by(case, step, bytes_)}
             cost |= {} if clock is None else {"elapsed": None if when is None else when[k]}
             metrics = {name: float(series[k]) for name, series in outcome.metrics.items()}
-            found.append({**head, "step": step, **cost, **metrics})
-    columns = list(dict.fromkeys(name for record in found for name in record))
-    return [{name: record.get(name) for name in columns} for record in found]
+            records.append({**head, "step": step, **cost, **metrics})
+    columns = list(dict.fromkeys(name for record in records for name in record))
+    return [{name: record.get(name) for name in columns} for record in records]
 
 
-def to_csv(found: Sequence[Options], path: Path) -> None:
+def to_csv(records: Sequence[Options], path: Path) -> None:
     """Write records as CSV; diverged values are inf."""
-    save_csv([found[0].keys(), *(record.values() for record in found)], path)
+    save_csv([records[0].keys(), *(record.values() for record in records)], path)
 
 
 def save_csv(lines: Iterable[Iterable[object]], path: Path) -> None:
@@ -124,7 +124,7 @@ def _quoted(cell: object) -> object:
     return cell
 
 
-def to_parquet(found: Sequence[Options], path: Path) -> None:
+def to_parquet(records: Sequence[Options], path: Path) -> None:
     """Write records as Parquet, with types."""
     try:
         import pyarrow as pa
@@ -132,12 +132,13 @@ def to_parquet(found: Sequence[Options], path: Path) -> None:
     except ModuleNotFoundError:
         raise ValueError("--parquet needs pyarrow: pip install 'klatsch[parquet]'") from None
     data = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(list(found)), data)
+    pq.write_table(pa.Table.from_pylist(list(records)), data)
     files.save(path, data.getvalue().to_pybytes(), "Parquet")
 
 
-def plain(found: Sequence[Options]) -> list[Options]:
+def plain(records: Sequence[Options]) -> list[Options]:
     """Records for JSON: None instead of inf."""
     return [
-        {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()} for record in found
+        {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        for record in records
     ]

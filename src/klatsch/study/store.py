@@ -263,8 +263,10 @@ class Database:
         """The file with its tables, in write-ahead mode."""
         if self._base is not None and self._ready:
             return self._base
-        base = self._base or self._opened(read_only=False)
-        self._has_tables(base, must_exist=False)  # another process may have made them by now
+        base = self._base
+        if base is None:
+            base = self._opened(read_only=False)
+            self._has_tables(base, must_exist=False)  # another process may have made them by now
         base.execute("PRAGMA synchronous = FULL")
         deadline = time.monotonic() + WAIT
         while True:  # SQLite does not wait for another process that is switching, too

@@ -221,13 +221,13 @@ class _Worker:
     def __init__(self, task: Task) -> None:
         # Not forked: a fork would copy the locks of torch's threads in whatever state they are.
         context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, far_end = context.Pipe()
         self._sending = threading.Lock()
-        self._process = context.Process(target=_serve, args=(theirs, task))
+        self._process = context.Process(target=_serve, args=(far_end, task))
         try:
             self._process.start()
         finally:
-            theirs.close()  # now the pipe ends with the process
+            far_end.close()  # now the pipe ends with the process
 
     def ask(self, content: bytes) -> bytes:
         self.send(content)
