@@ -39,14 +39,14 @@ VECTORS = 12  # a run holds about this many vectors of the size of its state
 # What even a slow machine does in a few seconds: batches to build, rounds to run, numbers to multiply.
 QUICK_BATCHES, QUICK_ROUNDS, QUICK_NUMBERS = 64, 20_000, 1 << 30
 
-Network = tuple[Case, ...]  # the runs on one network, column by column
+Columns = tuple[Case, ...]  # the runs on one network, column by column
 
 
 @dataclass(frozen=True)
 class Batch:
     """Runs done in one go: one network, or a stack of several with as many columns each."""
 
-    networks: tuple[Network, ...]
+    networks: tuple[Columns, ...]
     device: str
 
     @property
@@ -103,7 +103,7 @@ def pack(cases: Iterable[Case], device: str) -> list[Batch]:
     ]
     if device == "cpu":
         return [Batch((block,), device) for block in blocks]
-    stacks: dict[str, list[Network]] = {}
+    stacks: dict[str, list[Columns]] = {}
     for block in blocks:
         stacks.setdefault(_text(*_in_stack(block)), []).append(block)
     return [Batch(tuple(stack), device) for blocks in stacks.values() for stack in _cut(blocks, device)]
@@ -125,7 +125,7 @@ def simulation_arguments(batch: Batch) -> tuple[list[Problem], list[rules.Rule],
     first.check_sources()
     seeded = "seed" in problems.options(first.problem)
 
-    def problem(network: Network) -> Problem:
+    def problem(network: Columns) -> Problem:
         options = _joined([case.problem_options for case in network])
         seed = {"seed": network[0].seed} if seeded else {}
         return problems.make(first.problem, network[0].nodes, **seed, **options)
@@ -205,7 +205,7 @@ def _split(case: Case) -> tuple[list[object], list[Options]]:
     return shared, [{name: options.get(name) for name in names} for options, names in given]
 
 
-def _in_stack(block: Network) -> list[object]:
+def _in_stack(block: Columns) -> list[object]:
     """What all networks of a stack share."""
     case, columns = block[0], [_split(case)[1] for case in block]
     per_network = problems.declared(case.problem).per_network
@@ -247,7 +247,7 @@ def most_numbers(case: Case, device: str) -> int:
     return memory // GPU_SHARE // DTYPES[case.dtype].itemsize
 
 
-def _cut(blocks: list[Network], device: str) -> list[list[Network]]:
+def _cut(blocks: list[Columns], device: str) -> list[list[Columns]]:
     """Networks as stacks that fit in memory and whose common period can be captured."""
     first = blocks[0][0]
     problem = problems.declared(first.problem)
@@ -256,7 +256,7 @@ def _cut(blocks: list[Network], device: str) -> list[list[Network]]:
     dim, most = dim_of(first), most_numbers(first, device)
     # Per node: its matrix (joined, and the network's own), and the draws of the captured rounds.
     held = 2 * dim + 3 * MOST_ROUNDS if problem.numbers_per_parameter is None else problem.numbers_per_parameter
-    stacks: list[list[Network]] = []
+    stacks: list[list[Columns]] = []
     graphs: list[Topology] = []
     size = 0
     for block in sorted(blocks, key=lambda b: (b[0].make_graph().period, b[0].nodes, b[0].seed)):

@@ -149,11 +149,11 @@ class Row:
         return self.value == 0.0 if self.largest else not np.isfinite(self.value)
 
 
-Place = tuple[str, str, str, int, str, str]
+RowKey = tuple[str, str, str, int, str, str]
 """What a learning rate is chosen for: graph, setting, size and rule, with the sources of custom graphs and rules."""
 
 
-def place(case: Case) -> Place:
+def place(case: Case) -> RowKey:
     """The row that a run belongs to."""
     return case.graph_label, case.source("topology"), case.setting, case.nodes, case.label, case.source("rule")
 
@@ -195,7 +195,7 @@ def rows_by_place(
     store: Store,
     metric: str | None = None,
     names: Callable[[Case], Names] | None = None,
-) -> dict[Place, Row]:
+) -> dict[RowKey, Row]:
     """The same, with the place of each row; `names` of these runs beside others, if there are any."""
     runs = list(runs)
     headline = runs[0][1].headline if runs else DISTANCE
@@ -206,7 +206,7 @@ def rows_by_place(
         some = next(iter(store.outcomes([next(iter(outcomes))]).values()))
         raise ValueError(f"no metric {metric!r}; there are {', '.join(some.metrics)}")
     names = names or names_of(case for _, case in runs)
-    groups: dict[Place, list[tuple[Case, Outcome]]] = {}
+    groups: dict[RowKey, list[tuple[Case, Outcome]]] = {}
     for key, case in runs:
         if key in outcomes:
             groups.setdefault(place(case), []).append((case, outcomes[key]))
@@ -269,7 +269,7 @@ class Screened:
 
     short: list[Case]  # whose results choose; none in a study without screening
     full: list[Case]  # none until all the short ones are done
-    tried: dict[Place, tuple[float, ...]] = field(default_factory=dict)  # the learning rates of the short runs
+    tried: dict[RowKey, tuple[float, ...]] = field(default_factory=dict)  # the learning rates of the short runs
 
     @property
     def cases(self) -> list[Case]:
@@ -305,9 +305,9 @@ def screened(study: Study, cases: Sequence[Case], store: Store) -> Screened:
     return Screened(short, full, {where: row.lrs for where, row in rows.items()})
 
 
-def screened_in(store: Store) -> tuple[set[str], dict[Place, tuple[float, ...]]]:
+def screened_in(store: Store) -> tuple[set[str], dict[RowKey, tuple[float, ...]]]:
     """Of all studies in a store: the keys of runs that only chose learning rates, and what was tried for each place."""
-    short, full, tried = set[str](), set[str](), dict[Place, tuple[float, ...]]()
+    short, full, tried = set[str](), set[str](), dict[RowKey, tuple[float, ...]]()
     for remembered in store.studies():
         with suppress(ValueError):  # a study of another version
             runs = screened(remembered.study, remembered.cases, store)

@@ -110,24 +110,24 @@ def _seeds(value: object) -> object:
     return value if is_list else list(range(whole(value, "seeds", 1, MOST_RUNS)))
 
 
-Plain = BeforeValidator(lambda value: value.item() if isinstance(value, np.generic) else value)
-Count = Annotated[int, Field(strict=True, ge=1, lt=1 << 63), Plain]
-Points = Annotated[int, Field(strict=True, ge=1, le=MOST_POINTS), Plain]
+Unboxed = BeforeValidator(lambda value: value.item() if isinstance(value, np.generic) else value)
+Count = Annotated[int, Field(strict=True, ge=1, lt=1 << 63), Unboxed]
+PointCount = Annotated[int, Field(strict=True, ge=1, le=MOST_POINTS), Unboxed]
 Sizes = Annotated[tuple[Count, ...], BeforeValidator(several)]
-Rate = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), Plain]
-Schedule = Annotated[str, AfterValidator(lambda text: rules.Decay(1.0, text).schedule)]
-Seed = Annotated[int, Field(strict=True, ge=0, lt=1 << 63), Plain]
+PositiveRate = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), Unboxed]
+ScheduleName = Annotated[str, AfterValidator(lambda text: rules.Decay(1.0, text).schedule)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=1 << 63), Unboxed]
 Seeds = Annotated[tuple[Seed, ...], BeforeValidator(several), BeforeValidator(_seeds)]
 
 
-class Entry(BaseModel):
+class TableEntry(BaseModel):
     """A name with options; a list of values is a grid."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
 
     @model_validator(mode="after")
-    def _checked(self, info: ValidationInfo) -> Entry:
+    def _checked(self, info: ValidationInfo) -> TableEntry:
         if not _is_stored(info):  # which was checked before it ran
             self.check()
         return self
@@ -148,7 +148,7 @@ class Entry(BaseModel):
         return own.label(self.name)
 
 
-class ProblemEntry(Entry):
+class ProblemEntry(TableEntry):
     """A problem; `nodes` and `seed` come from the study."""
 
     name: str = "least-squares"
@@ -164,7 +164,7 @@ class ProblemEntry(Entry):
                 raise ValueError(f"{self.name} with {setting} cannot be built ({reason})") from None
 
 
-class TopologyEntry(Entry):
+class TopologyEntry(TableEntry):
     """A family of graphs, with options of its channel; `nodes` are some of the study's, all by default.
 
     `meets` is that of `simulate`.
@@ -198,7 +198,7 @@ class TopologyEntry(Entry):
         return [{name: v for name, v in chosen.items() if (name, v) not in defaults} for chosen in given]
 
 
-class RuleEntry(Entry):
+class RuleEntry(TableEntry):
     """An update rule; `lr`, `schedule` and `topologies` default to the study's."""
 
     topologies: Annotated[tuple[TopologyEntry, ...] | None, BeforeValidator(_all_named)] = None
@@ -232,7 +232,7 @@ class Screen(BaseModel):
     steps: Count | None = None
     epochs: Count | None = None
     seeds: Seeds | None = None  # by default the first of the study's
-    record: Points | None = None
+    record: PointCount | None = None
 
     def rounds(self, steps: int, epochs: int | None) -> int:
         """The rounds of a short run, where the study's has so many, in so many epochs if it counts those."""
@@ -259,11 +259,11 @@ class Study(BaseModel):
     epochs: Count | None = None
     name: Annotated[str, Field(min_length=1, max_length=100)] = "study"
     problem: Annotated[ProblemEntry, BeforeValidator(_named)] = Field(default_factory=ProblemEntry)
-    lr: Annotated[tuple[Rate, ...], BeforeValidator(several)] = PAPER_GRID
-    schedule: Annotated[tuple[Schedule, ...], BeforeValidator(several)] = ("constant",)
+    lr: Annotated[tuple[PositiveRate, ...], BeforeValidator(several)] = PAPER_GRID
+    schedule: Annotated[tuple[ScheduleName, ...], BeforeValidator(several)] = ("constant",)
     seeds: Seeds = (0, 1, 2)
     screen: Screen | None = None
-    record: Points = 50
+    record: PointCount = 50
     dtype: Literal["float64", "float32"] = "float64"
     device: str = "cpu"
     any_graph: StrictBool = False
