@@ -11,8 +11,7 @@ from safetensors import safe_open
 import klatsch
 from klatsch import native, problems, rules, sealed
 from klatsch import topology as tp
-from klatsch.simulation import checkpoint as checkpoints
-from klatsch.simulation import simulate_together
+from klatsch.simulation import driver, simulate_together
 from tests.support.machine import KERNEL
 from tests.support.table import ZeroGradients
 
@@ -257,7 +256,7 @@ def test_a_finished_run_is_not_written_again(tmp_path):
 
 @pytest.mark.parametrize("speed, saved", [(5e8, True), (1.0, False)])
 def test_large_states_are_saved_seldom_from_the_start(speed, saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "SPEED", speed)
+    monkeypatch.setattr(driver, "SPEED", speed)
     networks, path = ([problems.LeastSquares(5, dim=4)], rules.make("dat", 0.001), [tp.ring(5)], 60), tmp_path / "run"
     simulate_together(*networks, checkpoint=path, checkpoint_every=1e-9, checkpoint_at_end=False)
     assert path.exists() is saved
@@ -268,10 +267,10 @@ def test_large_states_are_saved_seldom_from_the_start(speed, saved, tmp_path, mo
 def test_a_state_that_does_not_fit_is_refused(tmp_path):
     simulate(tmp_path)
     path = tmp_path / "run.safetensors"
-    header, _ = sealed.read(path, checkpoints.FORMAT)
+    header, _ = sealed.read(path, driver.FORMAT)
     fresh = rules.make("dat", 0.1).init(torch.zeros(5, 3, 4))
     with pytest.raises(ValueError, match=r"damaged: the field w"):
-        checkpoints.Saver(path, 0.0, header["run"]).restored(fresh)
+        driver.Saver(path, 0.0, header["run"]).restored(fresh)
 
 
 def test_a_problem_that_cannot_be_told_apart_cannot_be_saved(tmp_path):

@@ -7,8 +7,8 @@ import torch
 import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
-from klatsch.simulation.fused import assigned
-from klatsch.simulation.trace import FLOW, LINEAR, NotLinearError, coefficient_table, trace
+from klatsch.simulation.fused import FLOW, LINEAR, assigned, trace
+from klatsch.wire.program import NotTraceableError
 from tests.support import table
 from tests.support.machine import KERNEL
 
@@ -82,7 +82,7 @@ def test_buffers_are_never_overwritten_while_they_are_needed(seed):
     assert sorted(turn) == list(range(buffers))
     assert [turn[s] for s in range(program.fields)] == [buffer_of[r] for r in program.next_state]
     assert all(-scratch <= b < buffers for b in buffer_of)
-    coefficients = coefficient_table(program, 1, 1, torch.float64)[0, :, 0]
+    coefficients = program.table(1, 1, torch.float64)[0, :, 0]
     nodes, random = 4, np.random.default_rng(seed)
     P = random.dirichlet(np.ones(nodes), size=nodes)
     start = random.normal(size=(program.fields + 1, nodes))
@@ -134,5 +134,5 @@ def test_our_rules_are_linear_and_short(rule):
 
 @pytest.mark.parametrize("rule", ["sgp", "dat-sgp", "dadam", "dat-gt-adam"])
 def test_push_sum_is_not(rule):
-    with pytest.raises(NotLinearError):
+    with pytest.raises(NotTraceableError):
         traced(rules.make(rule, lr=0.1), torch.zeros(3, 2, 4))

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.node import Given, Node
 from klatsch.rules.base import each
-from klatsch.simulation.checkpoint import Saver
-from klatsch.simulation.driver import Network, Nodes, Run, Snapshot
+from klatsch.simulation.driver import Run, Saver
 from klatsch.simulation.preparation import prepared
+from klatsch.simulation.record import Network, Snapshot
 from klatsch.simulation.stack import Watched
 from klatsch.wire.carried import bare
 
@@ -77,10 +77,10 @@ def simulate_on_ranks(
     return next(iter(run.results(nodes, parts.points, parts.origins)), None)
 
 
-class RankNodes(Nodes):
-    """The node of this rank. When a run is measured, rank 0 sees all states, the others nothing."""
+class RankNodes:
+    """The node of this rank, driven like a `Stack`. Rank 0 sees all states where they are measured, others nothing."""
 
-    name = "ranks"
+    name, brief = "ranks", False
 
     def __init__(self, node, problem, rates, group):
         self.node, self.rule, self.problem, self.rates, self.group = node, node.rule, problem, rates, group

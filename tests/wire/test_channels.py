@@ -10,8 +10,8 @@ import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.simulation import simulate_together
-from klatsch.simulation.captured import GraphStack
 from klatsch.simulation.mixing import StackedMix
+from klatsch.simulation.stack import GraphStack
 from klatsch.wire.carried import carried
 from tests.support.comparisons import assert_same_to_rounding
 from tests.support.machine import CUDA, ENGINES, KERNEL

@@ -1,77 +1,33 @@
-"""The loop that runs every simulation, here or on ranks: advance the nodes, measure, save, show progress."""
+"""The loop of every simulation: advance the nodes, measure, show progress, and save to a file that continues it."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from klatsch.problems import Problem
-from klatsch.rules import Rule, State
-from klatsch.rules.base import each
-from klatsch.simulation.record import Facts, Result, measure, measure_nodes
-
-if TYPE_CHECKING:
-    from klatsch.simulation.checkpoint import Saver
+from klatsch import sealed
+from klatsch.arguments import number
+from klatsch.rules import State
+from klatsch.sealed import REMEDY, CheckpointError
+from klatsch.simulation.record import NODES, Facts, Result, Snapshot, measure, measure_nodes
+from klatsch.simulation.stack import Stack
 
 PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is looked at
+FORMAT = "klatsch simulation 3"  # of checkpoints
+LARGEST_SHARE = 0.03  # of the time may go into saving large states
+SPEED = 5e8  # bytes per second: what saving is expected to do before the first time
 
 Advance = Callable[[int], object]  # called with the number of rounds just done
 Watch = Callable[[int, State, dict[str, Tensor]], object]  # of a round, its state and metrics: whether to stop there
-NODES = "@nodes"
-
-
-class Network(NamedTuple):
-    """One network of a run: its problem, and its rows of the state."""
-
-    problem: Problem
-    nodes: slice
-
-    def part(self, state: State) -> State:
-        return each(lambda v: v[self.nodes], state)
-
-
-class Snapshot(NamedTuple):
-    """Where a run stands; replaced as a whole, so that an interrupt always finds it consistent."""
-
-    state: State
-    diverged_at: Tensor  # (columns of all networks, 2): the first node and round that were not finite, or -1
-    rounds: int = 0
-    seconds: float = 0.0
-    points: int = 0  # rows of metrics so far
-
-    @property
-    def diverged(self) -> Tensor:
-        return self.diverged_at[:, 1] >= 0
-
-
-class Nodes(ABC):
-    """What a run advances: all nodes as one stack of tensors, or each in its own process."""
-
-    name: ClassVar[str]
-    rule: Rule
-    networks: Sequence[Network]  # measured by this process
-    brief: bool = False  # whether nothing is measured of gradients
-    device: torch.device
-
-    @abstractmethod
-    def advance(self, state: State, done: int, until: int) -> State:
-        """The state after `until` rounds, from the state after `done` rounds."""
-
-    @abstractmethod
-    def one(self, state: State, t: int) -> tuple[State, Tensor]:
-        """Round t: the next state and its gradients."""
-
-    @abstractmethod
-    def beginnings(self, now: Snapshot, state: State, rounds: int) -> Tensor:
-        """`diverged_at` of a later state, after `rounds` rounds."""
 
 
 @dataclass
@@ -89,21 +45,36 @@ class Run:
         """A run that continues from a snapshot and its metrics, (points, columns) each."""
         return cls(now, [{name: values[k] for name, values in metrics.items()} for k in range(now.points)])
 
+    @classmethod
+    def continued(cls, after: Result, origin: Facts, state: State, steps: int, per_node: bool) -> Self:
+        """A run that continues a result; refuse that of another."""
+        if not isinstance(after, Result):
+            raise ValueError(f"after is a {type(after).__name__}; give a result of simulate")
+        for name in {**after.origin, **origin}:
+            if after.origin.get(name) != origin.get(name):
+                raise ValueError(f"after is a result of another {name}; give one of the same run")
+        if steps <= after.rounds:
+            raise ValueError(f"steps = {steps}, but {after.rounds} rounds are done; steps counts all rounds, give more")
+        if per_node != bool(after.per_node):
+            done, wanted = ("with", "without") if after.per_node else ("without", "with")
+            raise ValueError(f"after was recorded {done} per_node, and this run is {wanted} it; give both the same")
+        fields = {name: after.state[name].to(new) for name, new in state.items()}
+        now = Snapshot(fields, after.diverged_at, after.rounds, after.seconds, len(after.steps))
+        return cls.resumed(now, after.metrics | {name + NODES: v for name, v in after.per_node.items()})
+
     @property
     def metrics(self) -> dict[str, Tensor]:
         rows = self.rows[: self.now.points]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
 
-    def drive(self, nodes: Nodes, points: list[int], steps: int, saver: Saver, tell: Advance) -> None:
+    def drive(self, nodes: Stack, points: list[int], steps: int, saver: Saver, tell: Advance) -> None:
         """Finish the run: in large pieces between points; in a single round at each, unless gradients do not matter."""
         with torch.no_grad():
             try:
                 for point in [p for p in dict.fromkeys([*points, steps]) if p > self.now.rounds]:
                     while (done := self.now.rounds) < point:
-                        if nodes.brief or done < point - 1:
-                            new, grad = self._piece(nodes, point if nodes.brief else point - 1), None
-                        else:
-                            new, grad = self._round(nodes)
+                        single = not nodes.brief and done == point - 1
+                        new, grad = self._advanced(nodes, point if single or nodes.brief else point - 1, single)
                         if new.rounds == point and point in points and len(nodes.networks) > 0:
                             self.rows[new.points :] = [_row(nodes, new, grad, self.per_node)]
                             new = new._replace(points=new.points + 1)
@@ -118,25 +89,36 @@ class Run:
                 raise
         saver.end(self)
 
+    def _advanced(self, nodes: Stack, until: int, single: bool) -> tuple[Snapshot, Tensor | None]:
+        """The next snapshot, and the gradients of its round if it is a single one."""
+        now, grad, began = self.now, None, time.perf_counter()
+        goal = min(until, now.rounds + self.size)
+        if single:
+            state, grad = nodes.one(now.state, goal)
+        else:
+            state = nodes.advance(now.state, now.rounds, goal)
+        if nodes.device.type == "cuda":
+            torch.cuda.synchronize(nodes.device)  # the clock must not run ahead of the GPU
+        took = time.perf_counter() - began
+        if took < PIECE_SECONDS and not single and goal - now.rounds == self.size:
+            self.size *= 2
+        return Snapshot(state, nodes.beginnings(now, state, goal), goal, now.seconds + took, now.points), grad
+
     def _last(self) -> dict[str, Tensor]:
         return {name: v for name, v in self.rows[self.now.points - 1].items() if NODES not in name}
 
-    def results(self, nodes: Nodes, points: list[int], origins: Sequence[Facts]) -> list[Result]:
+    def results(self, nodes: Stack, points: list[int], origins: Sequence[Facts]) -> list[Result]:
         """The result of each network; `seconds` is the time of all of them."""
-        now, found = self.now, []
+        now, metrics, results = self.now, self.metrics, []
         C, outputs = len(now.diverged) // len(origins), nodes.rule.output(now.state)
+        by_node = {name.removesuffix(NODES): v for name, v in metrics.items() if NODES in name}
         for k, network in enumerate(nodes.networks):
-            own = slice(k * C, (k + 1) * C)
-            output = outputs[network.nodes]
-            found.append(
+            own, output = slice(k * C, (k + 1) * C), outputs[network.nodes]
+            results.append(
                 Result(
                     steps=points[: now.points],
-                    metrics={name: v[:, own] for name, v in self.metrics.items() if NODES not in name},
-                    per_node={
-                        name.removesuffix(NODES): v[:, network.nodes]
-                        for name, v in self.metrics.items()
-                        if NODES in name
-                    },
+                    metrics={name: v[:, own] for name, v in metrics.items() if NODES not in name},
+                    per_node={name: v[:, network.nodes] for name, v in by_node.items()},
                     headline=network.problem.headline.metric,
                     large_is_good=network.problem.large_is_good,
                     output=output.masked_fill(now.diverged[own, None].to(output.device), torch.inf),
@@ -149,47 +131,90 @@ class Run:
                     origin=origins[k],
                 )
             )
-        return found
-
-    def _piece(self, nodes: Nodes, until: int) -> Snapshot:
-        now, began = self.now, time.perf_counter()
-        goal = min(until, now.rounds + self.size)
-        state = nodes.advance(now.state, now.rounds, goal)
-        took = _since(began, nodes.device)
-        if took < PIECE_SECONDS and goal - now.rounds == self.size:
-            self.size *= 2
-        return Snapshot(state, nodes.beginnings(now, state, goal), goal, now.seconds + took, now.points)
-
-    def _round(self, nodes: Nodes) -> tuple[Snapshot, Tensor]:
-        now, t, began = self.now, self.now.rounds + 1, time.perf_counter()
-        state, grad = nodes.one(now.state, t)
-        took = _since(began, nodes.device)
-        return Snapshot(state, nodes.beginnings(now, state, t), t, now.seconds + took, now.points), grad
+        return results
 
 
-def _row(nodes: Nodes, now: Snapshot, grad: Tensor | None, per_node: bool) -> dict[str, Tensor]:
+def _row(nodes: Stack, now: Snapshot, grad: Tensor | None, per_node: bool) -> dict[str, Tensor]:
     """The metrics of a step; where a column diverged, the worst value: inf, unless the problem has another."""
     rule, state, diverged = nodes.rule, now.state, now.diverged  # numbers may differ between the networks
     points = [rule.output(state)]
     if grad is not None:
         points += [rule.query(state), rule.iterate(state), grad]
-    found = [measure(n.problem, *(v[n.nodes] for v in points)) for n in nodes.networks]
+    each = [measure(n.problem, *(v[n.nodes] for v in points)) for n in nodes.networks]
     worst_of = nodes.networks[0].problem.worst_of
-    row = {name: torch.cat([metrics[name] for metrics in found]) for name in found[0]}
-    row = {name: v.masked_fill(diverged, worst_of(name)) for name, v in row.items()}
+    row = {
+        name: torch.cat([metrics[name] for metrics in each]).masked_fill(diverged, worst_of(name)) for name in each[0]
+    }
     if per_node:
         each = [measure_nodes(n.problem, points[0][n.nodes]) for n in nodes.networks]
         lost = diverged.view(len(each), -1)
         for name in each[0]:
-            parts = [one[name].masked_fill(lost[k], worst_of(name)) for k, one in enumerate(each)]
+            parts = [metrics[name].masked_fill(lost[k], worst_of(name)) for k, metrics in enumerate(each)]
             row[name + NODES] = torch.cat(parts)
     return row
 
 
-def _since(began: float, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the clock must not run ahead of the GPU
-    return time.perf_counter() - began
+class Saver:
+    """Saves a run to a file, if there is one, at intervals of some seconds; refuses a file with another identity."""
+
+    def __init__(self, path: str | Path | None, every: float, identity: Facts, at_end: bool = True) -> None:
+        self.path = None if path is None else Path(path)
+        self.every = number("checkpoint_every", every, lambda v: v >= 0, "a number of seconds from 0 up")
+        self.identity, self.at_end = identity, at_end
+        if self.path is not None and (self.path.is_dir() or not self.path.parent.is_dir()):
+            raise ValueError(f"checkpoint = {path}: give the name of a file in a folder that exists")
+        self._last, self._rounds = time.monotonic(), -1
+        self._took: float | None = None
+
+    def perhaps(self, run: Run) -> None:
+        """Save if it is due."""
+        took = sum(v.nbytes for v in run.now.state.values()) / SPEED if self._took is None else self._took
+        # every = 0 means every time
+        if not self.every or time.monotonic() - self._last >= max(self.every, took / LARGEST_SHARE):
+            self.now(run)
+
+    def end(self, run: Run) -> None:
+        """Save a finished run, if it is wanted."""
+        if self.at_end:
+            self.now(run)
+
+    def now(self, run: Run) -> None:
+        """Save, unless the file is up to date."""
+        if self.path is not None and run.now.rounds != self._rounds:
+            began, now = time.monotonic(), run.now
+            tensors = {f"state.{name}": value for name, value in now.state.items()}
+            tensors |= {f"metric.{name}": values for name, values in run.metrics.items()}
+            tensors |= {"diverged": now.diverged, "diverged_at": now.diverged_at}
+            header = {"format": FORMAT, "rounds": now.rounds, "seconds": now.seconds, "points": now.points}
+            sealed.write(self.path, header | {"run": self.identity}, tensors)
+            self._last, self._rounds = time.monotonic(), now.rounds
+            self._took = self._last - began
+
+    def restored(self, fresh: State) -> Run | None:
+        """The run in the file, if there is one; `fresh` is a state with the right names and shapes."""
+        if self.path is None or not self.path.exists():
+            return None
+        header, tensors = sealed.read(self.path, FORMAT)
+        wanted, saved = json.loads(json.dumps(self.identity)), header["run"]
+        for name in {**wanted, **saved}:
+            if wanted.get(name) != saved.get(name):
+                raise CheckpointError(
+                    f"{self.path} belongs to another run: {name} is {_short(saved.get(name))} there "
+                    f"and {_short(wanted.get(name))} here; {REMEDY}"
+                )
+        for name, value in fresh.items():
+            if f"state.{name}" not in tensors or value.shape != tensors[f"state.{name}"].shape:
+                raise CheckpointError(f"{self.path} is damaged: the field {name} of the state does not fit; {REMEDY}")
+        state = {name: tensors[f"state.{name}"].to(value) for name, value in fresh.items()}
+        metrics = {name.removeprefix("metric."): v for name, v in tensors.items() if name.startswith("metric.")}
+        self._rounds = header["rounds"]
+        now = Snapshot(state, tensors["diverged_at"], self._rounds, header["seconds"], header["points"])
+        return Run.resumed(now, metrics)
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 @contextmanager

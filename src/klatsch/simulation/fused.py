@@ -1,16 +1,18 @@
-"""Rounds in native code: a traced rule on a quadratic problem, many rounds per call, a block of columns per thread.
+"""Rounds in native code: a linear rule on a quadratic problem, many rounds per call, a block of columns per thread.
 
-The kernel keeps a block of columns in the cache for all rounds of a call, without Python in between. Columns are
-independent, so the choice of blocks changes a result by rounding at most.
+Most rules are linear in their vectors: the new state combines old fields, the gradient and flows, with coefficients
+that depend only on round and column. The kernel keeps a block of columns in the cache for all rounds of a call,
+without Python in between. Columns are independent, so the choice of blocks changes a result by rounding at most.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,23 +21,166 @@ from torch import Tensor
 
 import klatsch.columns as cols
 from klatsch import native
+from klatsch.columns import Number
 from klatsch.problems import Problem
-from klatsch.rules import State
+from klatsch.rules import Flow, Rule, State
+from klatsch.rules.base import Silent
 from klatsch.simulation.preparation import Prepared
 from klatsch.simulation.stack import Stack
-from klatsch.simulation.trace import LINEAR, NotLinearError, Program, coefficient_table, trace
 from klatsch.topology import Topology
 from klatsch.topology.matrix import exact_weights, mapped
+from klatsch.wire.program import NotTraceableError, Program, Step, StepNumber
 
+LINEAR, MIX, FLOW = range(3)  # kinds of operations, numbered as in the kernel
+KINDS = {"mix": MIX, "flow": FLOW}
 WIDEST = 64  # bytes of the widest vector; the kernel may read as far past the end of H
 MOST_INPUTS, MOST_REGISTERS = 6, 64  # the kernel's limits
 CACHE = 2 << 20  # bytes of a core's second-level cache on current machines
 
 Array = NDArray[Any]
+Terms = dict[int, Number]  # a combination of registers: coefficients by register
+
+
+class Operation(NamedTuple):
+    """`out` is a combination of registers, or the mix or flow of one."""
+
+    kind: int
+    out: int
+    inputs: tuple[int, ...]
+    coefficients: tuple[int, ...]  # places in the list of coefficients; empty unless linear
+
+
+@dataclass
+class LinearRule:
+    """A rule as operations on registers: first the fields of the state, then the gradient, then results."""
+
+    fields: int
+    query: int = 0
+    before: int = 0  # operations before the gradient, which make the query point
+    operations: list[Operation] = field(default_factory=list)
+    coefficients: list[Number] = field(default_factory=list)
+    level: list[int] = field(default_factory=list)  # by register: how many flows come before it
+    next_state: list[int] = field(default_factory=list)
+
+    @property
+    def gradient(self) -> int:
+        return self.fields
+
+    def by_level(self) -> list[Operation]:
+        """The operations in order of level: each needs only its own row and the results of lower levels."""
+        return sorted(self.operations, key=lambda operation: self.level[operation.out])
+
+    def needs_rows_only(self, register: int) -> bool:
+        """Whether a register is used only within its level and row, so that one row of memory is enough."""
+        if register < self.fields or register in self.next_state:
+            return False
+        users = [operation for operation in self.operations if register in operation.inputs]
+        return all(user.kind == LINEAR and self.level[user.out] == self.level[register] for user in users)
+
+    def new_register(self, level: int) -> int:
+        self.level.append(level)
+        return len(self.level) - 1
+
+    def add(self, kind: int, terms: Terms) -> int:
+        """Add an operation; returns its register."""
+        out = self.new_register(max(self.level[register] for register in terms) + (kind != LINEAR))
+        first = len(self.coefficients)
+        self.coefficients += terms.values() if kind == LINEAR else ()
+        self.operations.append(Operation(kind, out, tuple(terms), tuple(range(first, len(self.coefficients)))))
+        return out
+
+    def table(self, rounds: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """All coefficients, (rounds, coefficients, columns)."""
+        table = torch.empty(rounds, len(self.coefficients), columns, dtype=dtype)
+        for k, coefficient in enumerate(self.coefficients):
+            # (rounds, C, 1), (C, 1) or (1, C, 1): drop the parameter axis.
+            table[:, k] = coefficient[..., 0] if isinstance(coefficient, Tensor) and coefficient.ndim else coefficient
+        return table
+
+
+def trace(rule: Rule, state: State, t: Tensor, lr: Number, silent: Silent = False) -> LinearRule:
+    """A rule whose state has these fields, as linear operations.
+
+    `t` holds the rounds, (len(t), 1, 1), whose coefficients are found at once: two or more, so that a rule that asks
+    about a single round (`if t == 1`) fails. `silent` says which of them are. Learning rates and hyper-parameters
+    broadcast against (len(t), C, 1).
+    """
+    program = Program()
+    # Any: symbols and a tensor of rounds stand in for tensors and a number.
+    symbols: Any = {name: program.add("input") for name in state}
+    gradient, times = program.add("input"), t
+
+    def exchange(operation: str, *vectors: Any) -> tuple[Any, ...]:
+        return tuple(program.add(operation, v) for v in vectors)
+
+    try:
+        query: Any = rule.query(symbols)
+        at, before = query.step, len(program.steps)
+        flow = Flow(partial(exchange, "flow"), partial(exchange, "mix"), silent)
+        following: Any = rule.update(symbols, gradient, flow, times, lr)  # type: ignore[arg-type]
+        return _linear(program.steps, len(state), at, before, [following[name].step for name in state])
+    except NotTraceableError:
+        raise
+    except Exception as error:  # anything that symbols or a tensor of rounds do not support
+        raise NotTraceableError(f"the rule cannot be written as linear steps ({error})") from error
+
+
+def _linear(steps: list[Step], fields: int, query: int, before: int, next_state: list[int]) -> LinearRule:
+    """Steps as combinations of registers; what is mixed, asked for or kept gets a register of its own."""
+    rule, combinations = LinearRule(fields), list[Terms]()
+
+    def register(step: int) -> int:
+        terms = combinations[step]
+        if len(terms) > 1 or not all(isinstance(c, float) and c == 1.0 for c in terms.values()):
+            combinations[step] = {rule.add(LINEAR, terms): 1.0}
+        return next(iter(combinations[step]))
+
+    def take(part: list[Step]) -> None:
+        for operation, inputs in part:
+            if operation == "input":
+                terms: Terms = {rule.new_register(0): 1.0}
+            elif operation in KINDS:
+                terms = {rule.add(KINDS[operation], {register(inputs[0]): 1.0}): 1.0}
+            else:
+                terms = _combined(operation, *(combinations[v] if isinstance(v, StepNumber) else v for v in inputs))
+            combinations.append(terms)
+
+    take(steps[:before])
+    rule.query, rule.before = register(query), len(rule.operations)
+    take(steps[before:])
+    for step in next_state:
+        kept = register(step)
+        # Equal fields still need a place each.
+        rule.next_state.append(rule.add(LINEAR, {kept: 1.0}) if kept in rule.next_state else kept)
+    return rule
+
+
+def _combined(operation: str, first: Any, second: Any = None, *others: Any) -> Terms:
+    """What an operation makes of combinations and numbers."""
+    if operation == "clone":
+        return first  # type: ignore[no-any-return]
+    if operation == "neg":
+        return _scaled(first, -1.0)
+    if operation == "mul":
+        return _scaled(*((first, second) if isinstance(first, dict) else (second, first)))
+    if operation == "truediv" and isinstance(second, int | float | Tensor):
+        return _scaled(first, 1.0 / second)
+    if operation not in ("add", "sub") or not isinstance(first, dict) or not isinstance(second, dict):
+        raise NotTraceableError(f"{operation} of a vector and a {type(second).__name__}")
+    terms = dict(first)
+    for register, coefficient in (second if operation == "add" else _scaled(second, -1.0)).items():
+        terms[register] = terms[register] + coefficient if register in terms else coefficient
+    return {register: c for register, c in terms.items() if isinstance(c, Tensor) or c != 0.0} or terms
+
+
+def _scaled(terms: object, factor: object) -> Terms:
+    if not isinstance(terms, dict) or not isinstance(factor, int | float | Tensor):
+        raise NotTraceableError(f"a vector times a {type(factor).__name__}")
+    return {register: coefficient * factor for register, coefficient in terms.items()}
 
 
 class FusedStack(Stack):
-    """Rounds in native code; an OSError without the kernel, a NotLinearError if the rule cannot be traced."""
+    """Rounds in native code; an OSError without the kernel, a NotTraceableError if the rule is not linear."""
 
     name, place = "fused", "cpu"
 
@@ -60,10 +205,10 @@ class FusedStack(Stack):
         library, single = native.library(), self.rates.dtype == torch.float32
         kernel = library.klatsch_rounds_f32 if single else library.klatsch_rounds_f64
         if any(v.shape != first.shape for v in more):
-            raise NotLinearError("the fields of the state differ in shape")
-        program = self._program = self._trace(1, 3)
-        if len(program.level) > MOST_REGISTERS or any(len(o.inputs) > MOST_INPUTS for o in program.operations):
-            raise NotLinearError(f"the rule takes more than {MOST_REGISTERS} steps, or {MOST_INPUTS} vectors in one")
+            raise NotTraceableError("the fields of the state differ in shape")
+        linear = self._linear = self._trace(1, 3)
+        if len(linear.level) > MOST_REGISTERS or any(len(o.inputs) > MOST_INPUTS for o in linear.operations):
+            raise NotTraceableError(f"the rule takes more than {MOST_REGISTERS} steps, or {MOST_INPUTS} vectors in one")
         H = _aligned(quadratic.H.shape, quadratic.H.numpy().dtype, behind=WIDEST)
         H[...] = quadratic.H.numpy()
         shared = {"H": H, "rows": quadratic.rows.numpy(), **_links(topology, self.rates.dtype)}
@@ -72,15 +217,17 @@ class FusedStack(Stack):
         self._blocks = []
         for part in column_blocks(self.columns, nodes, dim, first.element_size(), threads):
             own = {"mult": scale[part].contiguous().numpy(), "sigma": noise[part].contiguous().numpy()}
-            width = part.stop - part.start
-            self._blocks.append(_Block(kernel, program, (nodes, width, dim), shared | own, part, topology.period))
+            shape = nodes, part.stop - part.start, dim
+            self._blocks.append(ColumnBlock(kernel, linear, shape, shared | own, part, topology.period))
         self._pool = native.quiet_threads(max(1, min(len(self._blocks), threads)))
         self._drawer = native.quiet_threads(1)
 
     def advance(self, state: State, done: int, until: int) -> State:
         used = [state[name].contiguous().numpy() for name in self.start]  # a round may reorder the fields
+        # NumPy copies, here and below: torch would start threads for them, which slow the kernel down.
         for block in self._blocks:
-            block.load(used)
+            for buffer, whole in zip(block.current(), used, strict=True):
+                buffer[...] = whole[:, block.part]
         while done < until:
             drawn_to = (done // self.gradients.chunk + 1) * self.gradients.chunk
             end = min(until, drawn_to)
@@ -92,65 +239,60 @@ class FusedStack(Stack):
             for run in running:
                 run.result()
             done = end
-        # NumPy copies, here and in the blocks: torch would start threads for them, which slow the kernel down.
         results = [np.empty_like(v) for v in used]
         for block in self._blocks:
-            block.store(results)
+            for buffer, whole in zip(block.current(), results, strict=True):
+                whole[:, block.part] = buffer
         return {name: torch.from_numpy(v) for name, v in zip(self.start, results, strict=True)}
 
     def _table(self, done: int, until: int) -> Array:
         """The coefficients of rounds done + 1 to until, (rounds, coefficients, C)."""
         rounds = max(2, until - done)
-        program = self._trace(done + 1, done + rounds + 1)
-        if (program.operations, program.next_state) != (self._program.operations, self._program.next_state):
+        linear = self._trace(done + 1, done + rounds + 1)
+        if (linear.operations, linear.next_state) != (self._linear.operations, self._linear.next_state):
             raise ValueError(
                 f"{self.rule.name} took other steps in round {done + 1} than before; make it depend only on its "
                 "arguments, or use engine='torch'"
             )
-        return coefficient_table(program, rounds, self.columns, self.rates.dtype)[: until - done].numpy()
+        return linear.table(rounds, self.columns, self.rates.dtype)[: until - done].numpy()
 
-    def _trace(self, first: int, beyond: int) -> Program:
-        """The rule as a program, with coefficients for rounds `first` to `beyond` - 1."""
+    def _trace(self, first: int, beyond: int) -> LinearRule:
+        """The rule with coefficients for rounds `first` to `beyond` - 1."""
         times = torch.arange(first, beyond, dtype=torch.float64)[:, None, None]
         lr = self._rates.between(first - 1, beyond - 1) if self._rates.change else self._rates(first)
         every = self.parts.topologies[0].every
         return trace(self._rule, self.start, times, lr, (times % every != 0).double() if every > 1 else False)
 
 
-class _Block:
+class ColumnBlock:
     """A block of columns: its buffers and its kernel job."""
 
     def __init__(
         self,
         kernel: Callable[[object], int],
-        program: Program,
+        rule: LinearRule,
         shape: tuple[int, int, int],
         arrays: dict[str, Array],
         part: slice,
         period: int,
     ) -> None:
-        self.kernel, self.part, self.fields, self.period = kernel, part, program.fields, period
-        buffer_of, turn, buffers, scratch_rows = assigned(program)
+        self.kernel, self.part, self.fields, self.period = kernel, part, rule.fields, period
+        buffer_of, turn, buffers, scratch_rows = assigned(rule)
         self._buffers = [_aligned(shape, arrays["H"].dtype) for _ in range(buffers)]
         self._table = np.array([v.ctypes.data for v in self._buffers], dtype=np.uintp)
-        self._arrays = {  # kept alive while the job points to them
-            **arrays,
-            "op": encoded(program),
-            "buffer_of": np.array(buffer_of, dtype=np.int32),
-            "turn": np.array(turn, dtype=np.int32),
-            "buffer": self._table,
-        }
+        places = {"buffer_of": np.array(buffer_of, dtype=np.int32), "turn": np.array(turn, dtype=np.int32)}
+        self._arrays = {**arrays, **places, "op": encoded(rule), "buffer": self._table}  # the job points to them
         self._job = native.Job(
             **dict(zip(("nodes", "columns", "dim"), shape, strict=True)),
             rank=arrays["rows"].shape[1],
-            registers=len(program.level),
+            registers=len(rule.level),
             buffers=buffers,
             scratch_rows=scratch_rows,
-            operations=len(program.operations),
-            coefs=len(program.coefficients),
-            query=program.query,
-            before=program.before,
-            gradient=program.gradient,
+            operations=len(rule.operations),
+            coefs=len(rule.coefficients),
+            query=rule.query,
+            before=rule.before,
+            gradient=rule.gradient,
             period=period,
             **{name: array.ctypes.data for name, array in self._arrays.items()},
         )
@@ -164,17 +306,8 @@ class _Block:
         if self.kernel(ctypes.byref(job)):
             raise MemoryError("not enough memory for a simulation of this size; choose fewer nodes or columns")
 
-    def load(self, states: list[Array]) -> None:
-        """Copy this block's columns of all fields in, (M, C, d) each."""
-        for buffer, whole in zip(self._current(), states, strict=True):
-            buffer[...] = whole[:, self.part]
-
-    def store(self, states: list[Array]) -> None:
-        """Copy this block's columns out."""
-        for buffer, whole in zip(self._current(), states, strict=True):
-            whole[:, self.part] = buffer
-
-    def _current(self) -> list[Array]:
+    def current(self) -> list[Array]:
+        """Where the fields of the state are now, (M, columns of the block, d) each."""
         where = {v.ctypes.data: v for v in self._buffers}  # the kernel turns the table, not the memory
         return [where[int(address)] for address in self._table[: self.fields]]
 
@@ -189,48 +322,47 @@ def column_blocks(columns: int, nodes: int, dim: int, bytes_each: int, threads: 
     width = min(16, max(8, left // (4 * nodes * dim * bytes_each) // 4 * 4)) if left > 0 else 40
     count = -(-columns // width)
     count = min(columns, -(-count // threads) * threads)
-    edges = [k * columns // count for k in range(count + 1)]
-    return [slice(a, b) for a, b in pairwise(edges)]
+    return [slice(a, b) for a, b in pairwise(k * columns // count for k in range(count + 1))]
 
 
-def assigned(program: Program) -> tuple[list[int], list[int], int, int]:
+def assigned(rule: LinearRule) -> tuple[list[int], list[int], int, int]:
     """Memory for registers: the buffer of each (-1 - k: scratch row k), how buffers rotate after a round, how many.
 
     A result may overwrite a register that does not outlive the round, that no later operation reads, and that is mixed
     in earlier levels only: a mix reads all rows at any time of its level, a combination only its own row.
     """
-    operations = program.by_level()
-    registers = range(len(program.level))
+    operations = rule.by_level()
+    registers = range(len(rule.level))
     last_use, last_mix = dict.fromkeys(registers, -1), dict.fromkeys(registers, -1)
     for k, operation in enumerate(operations):
         last_use |= dict.fromkeys(operation.inputs, k)
         if operation.kind != LINEAR:
-            last_mix |= dict.fromkeys(operation.inputs, program.level[operation.out])
-    last_use |= dict.fromkeys(program.next_state, len(operations))
-    owners, scratch = list(range(program.fields)), list[int]()  # the register in each buffer, and in each scratch row
+            last_mix |= dict.fromkeys(operation.inputs, rule.level[operation.out])
+    last_use |= dict.fromkeys(rule.next_state, len(operations))
+    owners, scratch = list(range(rule.fields)), list[int]()  # the register in each buffer, and in each scratch row
     buffer_of = dict(enumerate(owners))
     results = [*enumerate(operation.out for operation in operations)]
-    results.insert(program.before, (-1, program.gradient))  # overwrites nothing
+    results.insert(rule.before, (-1, rule.gradient))  # overwrites nothing
     for k, register in results:
-        pool = scratch if program.needs_rows_only(register) else owners
+        pool = scratch if rule.needs_rows_only(register) else owners
         free = (
             b
             for b, owner in enumerate(pool)
-            if k >= 0 and last_use[owner] <= k and last_mix[owner] < program.level[register]
+            if k >= 0 and last_use[owner] <= k and last_mix[owner] < rule.level[register]
         )
         place = next(free, len(pool))
         pool[place : place + 1] = [register]
         buffer_of[register] = -1 - place if pool is scratch else place
-    turn = [buffer_of[register] for register in program.next_state]
+    turn = [buffer_of[register] for register in rule.next_state]
     turn += sorted(set(range(len(owners))) - set(turn))
     return [buffer_of[register] for register in registers], turn, len(owners), len(scratch)
 
 
-def encoded(program: Program) -> NDArray[np.int32]:
+def encoded(rule: LinearRule) -> NDArray[np.int32]:
     """Operations as the kernel reads them: kind, level, out, number of inputs, six inputs, six coefficients."""
-    table = np.zeros((len(program.operations), 4 + 2 * MOST_INPUTS), dtype=np.int32)
-    for line, (kind, out, inputs, coefficients) in zip(table, program.by_level(), strict=True):
-        line[:4] = kind, program.level[out], out, len(inputs)
+    table = np.zeros((len(rule.operations), 4 + 2 * MOST_INPUTS), dtype=np.int32)
+    for line, (kind, out, inputs, coefficients) in zip(table, rule.by_level(), strict=True):
+        line[:4] = kind, rule.level[out], out, len(inputs)
         line[4 : 4 + len(inputs)] = inputs
         line[4 + MOST_INPUTS : 4 + MOST_INPUTS + len(coefficients)] = coefficients
     return table
@@ -248,7 +380,7 @@ def _links(topology: Topology, dtype: torch.dtype) -> dict[str, Array]:
     }
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any], behind: int = 0) -> Array:
+def _aligned(shape: Sequence[int], dtype: np.dtype[Any], behind: int = 0) -> Array:
     """Memory aligned for vectors, with some readable bytes behind it."""
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.zeros(size + behind + WIDEST, dtype=np.uint8)

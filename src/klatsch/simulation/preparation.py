@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import klatsch.columns as cols
 from klatsch.arguments import whole
+from klatsch.clock.rounds import check_meets
 from klatsch.problems import Problem
 from klatsch.problems import checked as checked_problem
-from klatsch.rules import Rule, State
+from klatsch.rules import Rule
 from klatsch.rules.base import LearningRate, checked, each, rate
 from klatsch.sealed import digest
-from klatsch.simulation.driver import NODES, Network, Run, Snapshot
-from klatsch.simulation.record import Facts, Result, record_points
+from klatsch.simulation.record import Facts, Network, Snapshot, record_points
 from klatsch.topology import Topology
 from klatsch.wire.carried import carried
 from klatsch.wire.rehearsal import Rehearsal
@@ -51,14 +50,11 @@ class Rates:
         return torch.stack(rates).to(self.device)
 
     def _of(self, t: int) -> cols.Number:
-        found = [self._one(lr, t) for lr in self.lrs]
-        return found[0] if len(found) == 1 else cols.spread(found, self.nodes)
-
-    def _one(self, lr: LearningRate, t: int) -> cols.Number:
-        rates: cols.Number = rate(lr, min(t, self.steps))
-        if callable(lr) and isinstance(rates, Tensor) and len(rates) != self.columns:
-            raise ValueError(f"lr({t}) has {len(rates)} columns; return one number, or {self.columns} at every round")
-        return rates
+        rates: list[cols.Number] = [rate(lr, min(t, self.steps)) for lr in self.lrs]
+        for lr, one in zip(self.lrs, rates, strict=True):
+            if callable(lr) and isinstance(one, Tensor) and len(one) != self.columns:
+                raise ValueError(f"lr({t}) has {len(one)} columns; return one number, or {self.columns} at every round")
+        return rates[0] if len(rates) == 1 else cols.spread(rates, self.nodes)
 
     def _placed(self, rates: cols.Number) -> cols.Number:
         return rates.to(self.device, self.dtype) if isinstance(rates, Tensor) else rates
@@ -100,12 +96,12 @@ def prepared(
     """Check that the parts of a run, of one network or several, fit together; `rules` has one for all, or for each."""
     problems = [checked_problem(problem) for problem in problems]
     each_rule = rules if len(rules) > 1 else [*rules] * len(problems)
-    fitted = [_fitted(*parts, any_graph, meets) for parts in zip(problems, each_rule, topologies, strict=True)]
-    rule, C, rehearsal = fitted[0].rule, max(fit.columns for fit in fitted), fitted[0].rehearsal
-    nodes = [problem.nodes for problem in problems]
+    trios = [*zip(problems, each_rule, topologies, strict=True)]
+    each_rule, columns, rehearsals = zip(*(_fitted(*trio, any_graph, meets) for trio in trios), strict=True)
+    rule, C, nodes = each_rule[0], max(columns), [problem.nodes for problem in problems]
     if len(rules) > 1:
-        rule = cols.joined([fit.rule for fit in fitted], nodes)
-    elif len({str(cols.flattened("rule", fit.rule)) for fit in fitted}) > 1:
+        rule = cols.joined(each_rule, nodes)
+    elif len({str(cols.flattened("rule", one)) for one in each_rule}) > 1:
         raise ValueError(f"{rule.name} differs between these graphs; give graphs with the same every, late and wire")
     if len({problem.brief for problem in problems}) > 1:
         raise ValueError("some of these problems measure their headline alone, others more; give all or none `briefly`")
@@ -116,24 +112,27 @@ def prepared(
     steps = whole(steps, "steps", 1)
     points, where = record_points(record, steps), check_place(dtype, device)
     origins = [
-        _identity(p, fit.rule, g, C, dtype, meets) for p, fit, g in zip(problems, fitted, topologies, strict=True)
+        {
+            "problem": None if (told := problem.fingerprint()) is None else f"{problem!r} {told}",
+            **cols.flattened("rule", one),
+            "topology": f"{graph!r} {graph.fingerprint}",
+            "columns": C,
+            "dtype": str(dtype),
+            **({"meets": meets} if meets else {}),
+            **({"choice of metrics": "headline"} if problem.brief else {}),
+        }
+        for problem, one, graph in zip(problems, each_rule, topologies, strict=True)
     ]
     rows = pairwise(accumulate(nodes, initial=0))
     networks = [Network(problem.to(dtype, where), slice(*own)) for problem, own in zip(problems, rows, strict=True)]
-    rates = Rates([fit.rule.lr for fit in fitted[: len(rules)]], nodes, steps, C, dtype, where)
-    return Prepared(networks, topologies, rule, rates, points, origins, rehearsal, meets)
+    rates = Rates([one.lr for one in each_rule[: len(rules)]], nodes, steps, C, dtype, where)
+    return Prepared(networks, topologies, rule, rates, points, origins, rehearsals[0], meets)
 
 
-class Fitted(NamedTuple):
-    """A rule as it runs on a graph."""
-
-    rule: Rule
-    columns: int
-    rehearsal: Rehearsal
-
-
-def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool, meets: str) -> Fitted:
-    """The rule as it runs on the graph, and the number of columns C; refuse parts that do not fit."""
+def _fitted(
+    problem: Problem, rule: Rule, topology: Topology, any_graph: bool, meets: str
+) -> tuple[Rule, int, Rehearsal]:
+    """The rule as it runs on the graph, the number of columns C, and its rehearsal; refuse parts that do not fit."""
     if not isinstance(topology, Topology):
         raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, such as topology.make('ring', 16)")
     rule = checked(rule)
@@ -141,13 +140,14 @@ def _fitted(problem: Problem, rule: Rule, topology: Topology, any_graph: bool, m
         raise ValueError(
             f"{topology.name} has {topology.size} nodes but the problem has {problem.nodes}; give both the same number"
         )
+    check_meets(topology.name, meets, topology.every, topology.late, topology.wire, topology.loss)
     if not any_graph:
         rule.check_graph(topology)
     C, own = cols.count(rule, rate(rule.lr, 1)), problem.columns
     if own != C and 1 not in (C, own):
         raise ValueError(f"the rule has {C} columns but the problem has {own}; give both the same number, or one")
     rehearsal = Rehearsal(rule, torch.zeros(1, C, problem.dim, dtype=torch.float64))
-    return Fitted(carried(rule.on(topology), topology, meets), max(C, own), rehearsal)
+    return carried(rule.on(topology), topology, meets), max(C, own), rehearsal
 
 
 def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:
@@ -166,18 +166,6 @@ def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:
     return where
 
 
-def _identity(problem: Problem, rule: Rule, topology: Topology, C: int, dtype: torch.dtype, meets: str) -> Facts:
-    return {
-        "problem": None if (told := problem.fingerprint()) is None else f"{problem!r} {told}",
-        **cols.flattened("rule", rule),
-        "topology": f"{topology!r} {topology.fingerprint}",
-        "columns": C,
-        "dtype": str(dtype),
-        **({"meets": meets} if meets else {}),
-        **({"choice of metrics": "headline"} if problem.brief else {}),
-    }
-
-
 def length(rates: Rates, points: list[int], start: Snapshot, engine: str) -> Facts:
     """What else determines a result to the last bit: length, schedule, points, start, device and engine."""
     rounds = sorted({1, *points, rates.steps})
@@ -190,20 +178,3 @@ def length(rates: Rates, points: list[int], start: Snapshot, engine: str) -> Fac
         "device": rates.device.type,
         "engine": engine,
     }
-
-
-def continued(after: Result, origin: Facts, state: State, steps: int, per_node: bool) -> Run:
-    """The run that continues a result."""
-    if not isinstance(after, Result):
-        raise ValueError(f"after is a {type(after).__name__}; give a result of simulate")
-    for name in {**after.origin, **origin}:
-        if after.origin.get(name) != origin.get(name):
-            raise ValueError(f"after is a result of another {name}; give one of the same run")
-    if steps <= after.rounds:
-        raise ValueError(f"steps = {steps}, but {after.rounds} rounds are done; steps counts all rounds, give more")
-    if per_node != bool(after.per_node):
-        done, wanted = ("with", "without") if after.per_node else ("without", "with")
-        raise ValueError(f"after was recorded {done} per_node, and this run is {wanted} it; give both the same")
-    fields = {name: after.state[name].to(new) for name, new in state.items()}
-    now = Snapshot(fields, after.diverged_at, after.rounds, after.seconds, len(after.steps))
-    return Run.resumed(now, after.metrics | {name + NODES: v for name, v in after.per_node.items()})

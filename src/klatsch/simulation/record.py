@@ -1,9 +1,10 @@
-"""What `simulate` returns (`Result`), at which rounds it measures, and what."""
+"""Where a run stands (`Snapshot`), what `simulate` returns (`Result`), at which rounds it measures, and what."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,10 +12,36 @@ from torch import Tensor
 
 from klatsch.problems import Problem
 from klatsch.rules import State
+from klatsch.rules.base import each
 
 Facts = dict[str, object]  # plain data that JSON can hold
 
 MOST_SHOWN = 3  # columns that diverged, where a result is printed
+NODES = "@nodes"  # ends the names of metrics of every node
+
+
+class Network(NamedTuple):
+    """One network of a run: its problem, and its rows of the state."""
+
+    problem: Problem
+    nodes: slice
+
+    def part(self, state: State) -> State:
+        return each(lambda v: v[self.nodes], state)
+
+
+class Snapshot(NamedTuple):
+    """Where a run stands; replaced as a whole, so that an interrupt always finds it consistent."""
+
+    state: State
+    diverged_at: Tensor  # (columns of all networks, 2): the first node and round that were not finite, or -1
+    rounds: int = 0
+    seconds: float = 0.0
+    points: int = 0  # rows of metrics so far
+
+    @property
+    def diverged(self) -> Tensor:
+        return self.diverged_at[:, 1] >= 0
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -54,9 +81,9 @@ class Result:
         return all(_equal(v.cpu(), those[name].cpu()) for name, v in these.items())
 
     def _tensors(self) -> dict[str, Tensor]:
-        found = {"output": self.output, "diverged_at": self.diverged_at}
         kinds = {"metrics": self.metrics, "per_node": self.per_node, "state": self.state}
-        return found | {f"{kind} {name}": v for kind, some in kinds.items() for name, v in some.items()}
+        tensors = {f"{kind} {name}": v for kind, some in kinds.items() for name, v in some.items()}
+        return tensors | {"output": self.output, "diverged_at": self.diverged_at}
 
     def __repr__(self) -> str:
         last = ", ".join(f"{name} {float(v[-1, self.best(name)]):.3g}" for name, v in self.metrics.items() if len(v))
@@ -98,35 +125,34 @@ def record_points(record: int | Sequence[int], steps: int) -> list[int]:
 
 
 def measure(problem: Problem, output: Tensor, *inner: Tensor) -> dict[str, Tensor]:
-    """The metrics of one step, per column, in float64; inf where a number is not finite.
+    """The metrics of one step, per column, in float64; the worst value where a number is not finite.
 
     `inner` are the query points, iterates and gradients of the nodes, whose distances from consensus are metrics too;
     nothing, where a problem is brief.
     """
-    found = dict(problem.metrics(output))
-    found |= {name: _spread(v) for name, v in zip(("Gamma", "Xi", "Psi"), inner, strict=False)}
-    values = {name: _by_column(problem, name, torch.as_tensor(v).double().cpu(), output) for name, v in found.items()}
-    return {name: v.where(v.isfinite(), problem.worst_of(name)) for name, v in values.items()}
+    M, C, _ = output.shape
+    metrics = dict(problem.metrics(output))
+    metrics |= {name: _spread(v) for name, v in zip(("Gamma", "Xi", "Psi"), inner, strict=False)}
+    by_column = {}
+    for name, value in metrics.items():
+        v = torch.as_tensor(value).double().cpu()
+        if v.shape not in ((), (1,), (C,), (M, C)):
+            raise ValueError(
+                f"the metric {name} of {type(problem).__name__} has shape {tuple(v.shape)}; give one number per "
+                f"column, ({C},), or one per node and column, ({M}, {C})"
+            )
+        by_column[name] = v.mean(0) if v.shape == (M, C) else v.expand(C)
+    return _finite(problem, by_column)
 
 
 def measure_nodes(problem: Problem, output: Tensor) -> dict[str, Tensor]:
     """The metrics of every node, (M, C) each: those that the problem measures so, and its headline."""
-    found = problem.by_node(output) | {k: v for k, v in problem.metrics(output).items() if np.ndim(v) == 2}
-    values = {name: value.double().cpu() for name, value in found.items()}
-    return {name: v.where(v.isfinite(), problem.worst_of(name)) for name, v in values.items()}
+    metrics = problem.by_node(output) | {k: v for k, v in problem.metrics(output).items() if np.ndim(v) == 2}
+    return _finite(problem, {name: value.double().cpu() for name, value in metrics.items()})
 
 
-def _by_column(problem: Problem, name: str, v: Tensor, output: Tensor) -> Tensor:
-    """A metric as one number per column; the mean over nodes, where it has one per node."""
-    M, C, _ = output.shape
-    if v.shape == (M, C):
-        return v.mean(0)
-    if v.shape not in ((), (1,), (C,)):
-        raise ValueError(
-            f"the metric {name} of {type(problem).__name__} has shape {tuple(v.shape)}; give one number per column, "
-            f"({C},), or one per node and column, ({M}, {C})"
-        )
-    return v.expand(C)
+def _finite(problem: Problem, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: v.where(v.isfinite(), problem.worst_of(name)) for name, v in metrics.items()}
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

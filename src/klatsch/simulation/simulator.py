@@ -6,27 +6,26 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from klatsch.arguments import whole as whole_number
 from klatsch.clock import Clock
-from klatsch.clock.rounds import check_meets, scheduled
+from klatsch.clock.rounds import scheduled
 from klatsch.problems import Problem
 from klatsch.rules import Rule
 from klatsch.sealed import digest
-from klatsch.simulation.asynchrony import PairwiseStack, StaleStack
-from klatsch.simulation.captured import GraphStack
-from klatsch.simulation.checkpoint import Saver
-from klatsch.simulation.driver import Advance, Run, Snapshot, Watch, progress_bar
+from klatsch.simulation.driver import Advance, Run, Saver, Watch, progress_bar
 from klatsch.simulation.fused import FusedStack
-from klatsch.simulation.preparation import Prepared, continued, length, prepared
-from klatsch.simulation.record import Result
-from klatsch.simulation.stack import Stack
-from klatsch.simulation.trace import NotLinearError
+from klatsch.simulation.preparation import Prepared, length, prepared
+from klatsch.simulation.record import Result, Snapshot
+from klatsch.simulation.stack import GraphStack, PairwiseStack, Stack, StaleStack
 from klatsch.topology import Topology
+from klatsch.wire.program import NotTraceableError
 from klatsch.wire.rehearsal import NotAlikeError
 
+PARTS = ("problem", "rule", "topology")
 ENGINES = ("auto", *(kind.name for kind in (Stack, FusedStack, GraphStack)))
 
 
@@ -83,22 +82,8 @@ def simulate(
     References:
         Lian et al., "Asynchronous decentralized parallel stochastic gradient descent", 2018, for pairwise gossip.
     """
-    return simulate_together(
-        *([problem], rule, [topology], steps, record),
-        dtype=dtype,
-        device=device,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        after=after,
-        progress=progress,
-        any_graph=any_graph,
-        engine=engine,
-        meets=meets,
-        clock=clock,
-        params=params,
-        per_node=per_node,
-        watch=watch,
-    )[0]
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name not in PARTS}
+    return simulate_together([problem], rule, [topology], **given)[0]
 
 
 def simulate_together(
@@ -139,8 +124,6 @@ def simulate_together(
     if len(rules) not in (1, len(problems)):
         raise ValueError(f"{len(rules)} rules for {len(problems)} problems; give one rule, or one for each problem")
     meets = meets.strip() if isinstance(meets, str) else meets
-    for graph in [graph for graph in topologies if isinstance(graph, Topology)]:  # others are refused below
-        check_meets(graph.name, meets, graph.every, graph.late, graph.wire, graph.loss)
     parts = prepared(problems, rules, topologies, steps, record, dtype, device, any_graph, meets)
     rates, points, origins, whole = parts.rates, parts.points, parts.origins, parts.networks[0].problem
     identity, title = origins[0], f"{parts.rule.name} on {topologies[0].name}, {topologies[0].size} nodes"
@@ -156,7 +139,7 @@ def simulate_together(
     nodes = _fastest(engine, whole, parts)
     run = Run(Snapshot(nodes.start, torch.full((len(origins) * rates.columns, 2), -1)))
     if after is not None:
-        run = continued(after, origins[0], nodes.start, rates.steps, per_node)
+        run = Run.continued(after, origins[0], nodes.start, rates.steps, per_node)
         points = [*after.steps, *(p for p in points if p > after.rounds)]
     if checkpoint is not None and any(origin["problem"] is None for origin in origins):
         raise ValueError(
@@ -167,17 +150,25 @@ def simulate_together(
         identity = identity | length(rates, points, run.now, nodes.name) | ({"per node": True} if per_node else {})
     each = rules if len(rules) > 1 else rules * len(problems)
     sent = None if params is None else whole_number(params, "params", 1)
-    told = [  # before the run, which a clock that does not fit would waste
-        [] if clock is None else _seconds(clock, one, graph, sent or problem.dim, points, parts.meets)
-        for one, graph, problem in zip(each, topologies, problems, strict=True)
-    ]
+    # Before the run, which a clock that does not fit would waste.
+    told = (
+        []
+        if clock is None
+        else [
+            _seconds(clock, one, graph, sent or problem.dim, points, parts.meets)
+            for one, graph, problem in zip(each, topologies, problems, strict=True)
+        ]
+    )
     saver = Saver(checkpoint, checkpoint_every, identity, checkpoint_at_end)
     run = saver.restored(nodes.start) or run
     run.per_node, run.watch = per_node, watch
     with progress_bar(progress, rates.steps, run.now.rounds, title) as tell:
         run.drive(nodes, points, rates.steps, saver, tell)
     results = run.results(nodes, points, origins)
-    return [replace(result, elapsed=sec[: len(result.steps)]) for result, sec in zip(results, told, strict=True)]
+    return [
+        replace(result, elapsed=seconds[: len(result.steps)])
+        for result, seconds in zip(results, told or [[]] * len(results), strict=True)
+    ]
 
 
 def _seconds(clock: Clock, rule: Rule, graph: Topology, params: int, points: list[int], meets: str) -> list[float]:
@@ -199,7 +190,7 @@ def _fastest(engine: str, problem: Problem, parts: Prepared) -> Stack:
         if engine == kind.name or (engine == "auto" and parts.rates.device.type == kind.place):
             try:
                 return kind(problem, parts)
-            except (ValueError, OSError, RuntimeError, NotLinearError) as reason:
+            except (ValueError, OSError, RuntimeError, NotTraceableError) as reason:
                 if engine == kind.name:
                     raise ValueError(f"engine = {engine!r} cannot run this: {reason}; use engine='auto'") from None
                 if isinstance(reason, NotAlikeError):  # others, such as push-sum, are no surprise

@@ -1,7 +1,8 @@
-"""All nodes of one or several networks as one stack of tensors (M, C, d), advanced by plain torch operations.
+"""All nodes of one or several networks as one stack of tensors (M, C, d), advanced by torch operations.
 
-They run every rule on every problem; faster engines derive from them and are tested against them. Several networks lie
-one after the other along the first axis, with a block-diagonal gossip matrix.
+`Stack` runs every rule on every problem; faster engines derive from it and are tested against it. Several networks lie
+one after the other along the first axis, with a block-diagonal gossip matrix. On a GPU, `GraphStack` launches a few
+dozen rounds at once; nodes that do not wait for each other meet in a `PairwiseStack` or a `StaleStack`.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from klatsch.clock.meetings import Pairwise, Staleness
+from klatsch.clock.rounds import scheduled
 from klatsch.columns import Number
 from klatsch.problems import Problem
 from klatsch.rules import Flow, Rule, State
-from klatsch.rules.base import Tensors
-from klatsch.simulation.driver import Nodes, Snapshot
+from klatsch.rules.base import Tensors, each
 from klatsch.simulation.mixing import StackedMix
 from klatsch.simulation.preparation import Prepared
+from klatsch.simulation.record import Snapshot
+from klatsch.wire.carried import bare
 
 MOST_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 24}  # drawn at once: a cache's worth, or enough to hide the launches
+ROUNDS, MOST_ROUNDS = 32, 512  # per CUDA graph, rounded up to whole periods: capturing takes memory and time
+ASKED, LAST = "asked@", "last@"  # fields: where a node's gradient is being taken, and its last gradient
 
 
 class Gradients:
@@ -35,11 +41,10 @@ class Gradients:
         self._chunks: dict[int, Future[Tensor]] = {}
 
     def __call__(self, x: Tensor, t: int) -> Tensor:
-        grad = (
-            self.problem.gradient(x, self.drawn(t - 1, t)[0])
-            if self.draws_ahead
-            else self.problem.grad_with_autograd(x, t)
-        )
+        if self.draws_ahead:
+            grad = self.problem.gradient(x, self.drawn(t - 1, t)[0])
+        else:
+            grad = self.problem.grad_with_autograd(x, t)
         if grad.shape != x.shape:
             raise ValueError(
                 f"the problem returned gradients of shape {tuple(grad.shape)} for points of shape {tuple(x.shape)}; "
@@ -71,10 +76,10 @@ class Gradients:
         return self.problem.draw(torch.arange(first, first + self.chunk))
 
 
-class Stack(Nodes):
+class Stack:
     """The nodes of a simulation, advanced by plain torch operations; `problem` covers all of them."""
 
-    name = "torch"
+    name: ClassVar[str] = "torch"
     place: ClassVar[str] = ""  # the device where it is the fastest
 
     def __init__(self, problem: Problem, parts: Prepared) -> None:
@@ -89,15 +94,21 @@ class Stack(Nodes):
     def mix(self) -> StackedMix:
         return StackedMix(*self.parts.topologies, dtype=self.rates.dtype, device=self.device)
 
+    def flow(self, t: int) -> Flow:
+        """The flow of round t."""
+        return self.mix.in_round(t)
+
     def advance(self, state: State, done: int, until: int) -> State:
+        """The state after `until` rounds, from the state after `done` rounds."""
         for t in range(done + 1, until + 1):
             state, _ = self.one(state, t)
         return state
 
     def one(self, state: State, t: int, rule: Rule | None = None) -> tuple[State, Tensor]:
+        """Round t: the next state and its gradients."""
         rule = rule or self.rule
         grad = self.gradients(rule.query(state), t)
-        return rule.update(state, grad, self.mix.in_round(t), t, self.rates(t)), grad
+        return rule.update(state, grad, self.flow(t), t, self.rates(t)), grad
 
     def beginnings(self, now: Snapshot, state: State, rounds: int) -> Tensor:
         """`now.diverged_at` with the columns that diverge before a later state, found by bisection of these rounds."""
@@ -160,3 +171,152 @@ class Watched(Rule):
         steps = [*self._seen, *outputs]
         finite = [torch.isfinite(v).all(-1).expand(steps[-1].shape[:-1]) for v in steps]
         return torch.stack(finite).int().cumprod(0).sum(0).cpu()
+
+
+class GraphStack(Stack):
+    """Rounds as replays of a CUDA graph; those that do not fill a graph use plain operations.
+
+    A graph repeats the same launches on the same memory, so draws, round numbers and scheduled learning rates are
+    copied into place before each replay. A rule that cannot be captured, such as one that asks for the round as a
+    number, is a RuntimeError.
+    """
+
+    name, place = "cuda graph", "cuda"
+
+    def __init__(self, problem: Problem, parts: Prepared) -> None:
+        super().__init__(problem, parts)
+        if self.device.type != "cuda":
+            raise ValueError("it runs on a GPU only, with device='cuda'")
+        if not self.gradients.draws_ahead:
+            raise ValueError("the problem has no draw(t) and gradient(x, drawn)")
+        parts.rehearsal.check(slices=False)
+        period = self.mix.period
+        if any(topology.loss for topology in parts.topologies):
+            raise ValueError("other messages are lost in every round")
+        if period > MOST_ROUNDS:
+            raise ValueError(f"the topology repeats after {period:,} rounds; a graph holds {MOST_ROUNDS} at most")
+        self.rounds = period * -(-ROUNDS // period)
+        # A chunk of draws covers whole graphs, so that filling one is a plain copy.
+        self.gradients.chunk = self.rounds * -(-self.gradients.chunk // self.rounds)
+        self._numbers = torch.arange(1, self.rounds + 1, dtype=torch.float64, device=self.device)
+        self._t = self._numbers.clone()
+        self._drawn = self.gradients.drawn(0, self.rounds).clone()
+        self._state = each(torch.clone, self.start)
+        self._rates = self.rates.between(0, self.rounds) if self.rates.change else None
+        with torch.cuda.device(self.device):
+            self._graph = self._capture()
+
+    def advance(self, state: State, done: int, until: int) -> State:
+        aligned = min(until, -(-done // self.rounds) * self.rounds)
+        state = super().advance(state, done, aligned)
+        replays = (until - aligned) // self.rounds
+        if replays:
+            self._copy(state)
+            with torch.cuda.device(self.device):
+                for k in range(replays):
+                    self._fill(aligned + k * self.rounds)
+                    self._graph.replay()
+            state = each(torch.clone, self._state)
+        return super().advance(state, aligned + replays * self.rounds, until)
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        self._fill(0)
+        with torch.cuda.stream(side):  # libraries set themselves up here, which cannot be captured
+            self._all_rounds()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._all_rounds()
+        return graph
+
+    def _all_rounds(self) -> None:
+        state = self._state
+        for k in range(self.rounds):
+            grad = self.problem.gradient(self.rule.query(state), self._drawn[k])
+            lr = self._rates[k] if self._rates is not None else self.rates(1)
+            state = self.rule.update(state, grad, self.mix.in_round(k + 1), self._t[k], lr)  # type: ignore[arg-type]
+        self._copy(state)
+
+    def _fill(self, done: int) -> None:
+        torch.add(self._numbers, done, out=self._t)
+        self._drawn.copy_(self.gradients.drawn(done, done + self.rounds))
+        if self._rates is not None:
+            self._rates.copy_(self.rates.between(done, done + self.rounds))
+
+    def _copy(self, source: State) -> None:
+        # Late flows move from field to field: what is still in its old place must not be overwritten before it moves.
+        still = {id(v) for v in self._state.values()}
+        moved = {name: v.clone() if id(v) in still else v for name, v in source.items()}
+        for name, v in self._state.items():
+            v.copy_(moved[name])
+
+
+class AsynchronousStack(Stack):
+    """Nodes that do not meet in rounds."""
+
+    def finite_steps(self, state: State, t: int, new: State) -> Tensor:
+        return torch.isfinite(self.rule.output(new)).all(-1).int().cpu()
+
+
+class PairwiseStack(AsynchronousStack):
+    """Nodes that average in pairs, and step when their gradients are there, from where these began."""
+
+    def __init__(self, problem: Problem, parts: Prepared) -> None:
+        super().__init__(problem, parts)
+        schedule = scheduled(self.rule, parts.topologies[0], problem.dim, parts.meets)
+        assert isinstance(schedule, Pairwise)
+        self.schedule, asked = schedule, self.rule.query(self.start)
+        self.start = self.start | {ASKED: asked, LAST: torch.zeros_like(asked)}
+
+    def one(self, state: State, t: int, rule: Rule | None = None) -> tuple[State, Tensor]:
+        rule, state = rule or self.rule, each(Tensor.clone, state)
+        for number, steps, pairs in self.schedule.round(t):
+            if len(steps):
+                self._step(rule, state, torch.as_tensor(steps, device=self.device), t, number)
+            a, b = torch.as_tensor(pairs, device=self.device).T
+            for name in rule.met:
+                v = state[name]
+                v[a] = v[b] = (v[a] + v[b]) / 2
+        return state, state[LAST]
+
+    def _step(self, rule: Rule, state: State, nodes: Tensor, t: int, number: int) -> None:
+        """The steps of some nodes, in place, with what is drawn for a meeting."""
+        own = {name: v[nodes] for name, v in state.items() if "@" not in name}
+        asked = state[ASKED]
+        if self.gradients.draws_ahead:
+            grad = self.gradients(asked, number)[nodes]  # of all nodes: cheaper than to pick the data of some
+        else:
+            grad = self.problem.grad_with_autograd(asked[nodes], number, nodes.tolist())
+        new = rule.update(own, grad, SILENT, t, self.rates(t))
+        for name, v in (new | {ASKED: rule.query(new), LAST: grad}).items():
+            state[name][nodes] = v
+
+
+class StaleStack(AsynchronousStack):
+    """Nodes whose neighbours' values, of what was sent in the last rounds, arrive as soon as they are there."""
+
+    def __init__(self, problem: Problem, parts: Prepared) -> None:
+        super().__init__(problem, parts)
+        schedule = scheduled(bare(self.rule), parts.topologies[0], problem.dim, parts.meets)
+        assert isinstance(schedule, Staleness)
+        self.schedule = schedule
+        self._weights = torch.tensor(schedule.weights, dtype=self.rates.dtype, device=self.device)
+        self._sources = torch.tensor(schedule.sources, device=self.device)
+
+    def flow(self, t: int) -> Flow:
+        arrived = {
+            age: self._weights * torch.as_tensor(used).to(self._weights) for age, used in self.schedule.round(t).items()
+        }
+
+        def pull(v: Tensor, weights: Tensor) -> Tensor:
+            return (weights.reshape(*weights.shape, *[1] * (v.ndim - 1)) * (v[self._sources] - v)).sum(0)
+
+        def flow(*sent: Tensor) -> Tensors:  # (late + 1, M, ...) each, the newest first
+            return tuple(sum((pull(v[age], w) for age, w in arrived.items()), torch.zeros_like(v[0])) for v in sent)
+
+        return Flow(flow)
+
+
+SILENT = Flow(lambda *tensors: tuple(torch.zeros_like(v) for v in tensors), lambda *tensors: tensors, silent=True)

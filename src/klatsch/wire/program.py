@@ -1,0 +1,110 @@
+"""What a rule computes, written down: `update` runs on symbols, and each operation becomes a step of a program.
+
+Between two flows a rule is elementwise, so what it does to one number is what it does to all. The fused engine adds up
+linear steps (`simulation.fused`), ranks on a GPU compile all of them to one kernel (`ranks.kernels`). What cannot be
+written down runs with plain operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+# What may be done to vectors, by the names of torch's functions without underscores.
+OPERATIONS = ("add", "sub", "mul", "truediv", "neg", "square", "sqrt", "abs", "lerp", "maximum", "clone", "zeros_like")
+ALSO = {"radd": "add", "rmul": "mul", "div": "truediv", "true_divide": "truediv"}
+TURNED = {"rsub": "sub", "rtruediv": "truediv", "rdiv": "truediv"}  # with the operands the other way round
+REFUSED = ("eq", "ne", "lt", "le", "gt", "ge", "bool", "len", "iter", "getitem", "float", "int", "abs", "pow", "rpow")
+
+
+class NotTraceableError(TypeError):
+    """Something is done to vectors that no program can do number by number."""
+
+
+class Step(NamedTuple):
+    """One operation on what earlier steps computed, and on numbers and tensors as they are."""
+
+    operation: str
+    inputs: tuple[Any, ...]  # symbols stand as they were when it was written down: as numbers of steps
+
+
+class StepNumber(int):
+    """The number of a step, as an input of a later one."""
+
+
+class Program:
+    """Steps in the order in which a rule takes them."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+
+    def add(self, operation: str, *inputs: Any) -> Any:
+        """Add a step; returns the symbol of its result."""
+        numbers = (StepNumber(v.step) if isinstance(v, Symbol) else v for v in inputs)
+        self.steps.append(Step(operation, tuple(numbers)))
+        return Symbol(self, len(self.steps) - 1)
+
+    def store(self, target: Tensor, value: object) -> None:
+        """Write a value where a vector lies."""
+        raise NotTraceableError("copy_ to a vector")
+
+    def write(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Write an operation down, as torch names and calls it."""
+        operation, in_place = name.strip("_"), name.endswith("_") and not name.startswith("_")
+        if operation == "copy" and isinstance(args[0], Tensor):
+            self.store(*args)
+            return args[0]
+        if operation in TURNED and len(args) == 2:
+            operation, args = TURNED[operation], args[::-1]
+        operation = ALSO.get(operation, operation)
+        if operation == "clamp" and options.keys() == {"min"}:
+            operation, args = "maximum", (args[0], options.pop("min"))
+        if "alpha" in options:
+            args = args[0], self.add("mul", args[1], options.pop("alpha"))
+        if operation not in OPERATIONS or options or (in_place and not isinstance(args[0], Symbol)):
+            raise NotTraceableError(f"{name} of a vector")
+        result = self.add(operation, *args)
+        if in_place:
+            args[0].step = result.step
+        return args[0] if in_place else result
+
+
+class Symbol:
+    """A vector of which only the step is known that computes it."""
+
+    def __init__(self, program: Program, step: int) -> None:
+        self.program, self.step = program, step
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Any torch function with a symbol among its arguments arrives here."""
+        program = next((v.program for v in args if isinstance(v, Symbol)), None)
+        if program is None:
+            raise NotTraceableError(f"{function.__name__} of vectors")
+        return program.write(function.__name__, args, dict(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.strip("_") not in (*OPERATIONS, *ALSO, "clamp"):
+            raise NotTraceableError(f"{name} of a vector")
+        return lambda *args, **options: self.program.write(name, (self, *args), options)
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    return lambda *args: args[0].program.write(name, args, {})
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(*args: object) -> Any:
+        raise NotTraceableError(f"{name} of a vector")
+
+    return refuse
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg"):
+    setattr(Symbol, f"__{_name}__", _operator(_name))
+for _name in REFUSED:  # else Python would answer for some of them
+    setattr(Symbol, f"__{_name}__", _refusal(_name))
