@@ -110,7 +110,7 @@ def test_a_script_reads_first_and_writes_last(monkeypatch):
     a, b, scale = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -4.0]), torch.tensor([10.0])
     script = kernels.Script()
     x, y = script.symbol(a), script.symbol(b)
-    assert script.symbol(a).step == x.step
+    assert script.symbol(a).known == x.known
     b.copy_(x)
     a.copy_(torch.sqrt((2.0 - y / 4.0).abs()).add_(y, alpha=0.5).clamp(min=-1.0) * scale)
     script.run()

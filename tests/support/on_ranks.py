@@ -1,6 +1,7 @@
 """`simulate` on real ranks, one process per node, to hold simulation and ranks together."""
 
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import torch
@@ -8,11 +9,11 @@ import torch.distributed as dist
 
 from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.node import Given, Node
+from klatsch.rules import Flow, Rule
 from klatsch.rules.base import each
 from klatsch.simulation.driver import Run, Saver
 from klatsch.simulation.preparation import prepared
 from klatsch.simulation.record import Network, Snapshot
-from klatsch.simulation.stack import Watched
 from klatsch.wire.carried import bare
 
 TIMEOUT = 300.0  # seconds to wait for a neighbour in a round
@@ -75,6 +76,37 @@ def simulate_on_ranks(
         run = Run(Snapshot({}, nodes.begun))
         run.drive(nodes, parts.points, rates.steps, Saver(None, 0.0, {}), lambda rounds: None)
     return next(iter(run.results(nodes, parts.points, parts.origins)), None)
+
+
+class Watched(Rule):
+    """A rule that remembers what its last round computed, in order: the gradient, everything mixed, the output.
+
+    Numbers that are not finite spread to neighbours within a round; the node that began failed first in this order.
+    """
+
+    def __init__(self, rule):
+        self.rule, self.lr = rule, rule.lr
+        self._seen = []
+
+    def query(self, s):
+        return self.rule.query(s)
+
+    def update(self, s, grad, flow, t, lr):
+        seen = [grad]
+
+        def watched(function, *tensors):
+            seen.extend(tensors)
+            return function(*tensors)
+
+        new = self.rule.update(s, grad, Flow(partial(watched, flow), partial(watched, flow.mix), flow.silent), t, lr)
+        self._seen = [*seen, self.rule.output(new)]
+        return new
+
+    def finite_steps(self, *outputs):
+        """How many steps of the round, and then of `outputs`, were finite before one was not, per node and column."""
+        steps = [*self._seen, *outputs]
+        finite = [torch.isfinite(v).all(-1).expand(steps[-1].shape[:-1]) for v in steps]
+        return torch.stack(finite).int().cumprod(0).sum(0).cpu()
 
 
 class RankNodes:

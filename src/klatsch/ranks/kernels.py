@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from klatsch.ranks.failures import warn
-from klatsch.wire.program import NotTraceableError, Program, StepNumber, Symbol
+from klatsch.wire.program import NotTraceableError, Symbol, Tracer
 
 THREADS = 1024  # numbers that one program computes
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # computed with in float32
@@ -32,38 +32,30 @@ FORMULAS = {
     "maximum": "tl.where({0} < {1}, {1}, {0})",  # keeps what is not a number
     "clone": "{0}",
     "zeros_like": "(0.0 * {0})",
-    "load": "tl.load({0}).to(tl.float32)",
 }
 WORKING: set[str] = set()  # kernels that have run: if another one fails, something is missing, such as a C compiler
 
 
-class Script(Program):
-    """A program on vectors in memory: what it reads, and where it writes when all is read."""
+class Script(Tracer):
+    """Lines of a kernel, with the vectors that it reads and writes, and its coefficients."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.lines: list[str] = []
         self.vectors: list[Tensor] = []
-        self._places: dict[tuple[int, int], tuple[int, int]] = {}  # by address: the vector's number, and its step
-        self._stores: list[tuple[int, object]] = []
+        self.factors: list[float] = []
+        self._loaded: dict[tuple[int, int], tuple[int, str]] = {}  # by address: the vector's number, and its name
+        self._stores: list[str] = []
 
     def symbol(self, vector: Tensor) -> Any:
         """A symbol that stands for a vector, or for a single number; a symbol stands for itself."""
-        return vector if isinstance(vector, Symbol) else Symbol(self, self._place(vector)[1])
+        return vector if isinstance(vector, Symbol) else Symbol(self, self._load(vector)[1])
 
-    def add(self, operation: str, *inputs: Any) -> Any:
-        known = [self.symbol(v) if isinstance(v, Tensor) and v.ndim <= 1 else v for v in inputs]
-        for v in known:
-            if not isinstance(v, Symbol | int | float):
-                raise NotTraceableError(f"a {type(v).__name__}")
-        return super().add(operation, *known)
+    def result(self, operation: str, *inputs: Any) -> str:
+        return self._named(FORMULAS[operation].format(*map(self._text, inputs)))
 
     def store(self, target: Tensor, value: object) -> None:
         """Write a value where a vector lies, when all is read."""
-        if isinstance(value, Symbol):
-            value = StepNumber(value.step)
-        elif isinstance(value, Tensor):
-            value = StepNumber(self._place(value)[1])
-        self._stores.append((self._place(target)[0], value))
+        self._stores.append(f"tl.store(p{self._load(target)[0]} + at, {self._text(value)}, mask=inside)")
 
     def run(self) -> None:
         """Compute all that was stored."""
@@ -72,22 +64,12 @@ class Script(Program):
             return
         if any(v.numel() not in (1, wide) for v in self.vectors):
             raise NotTraceableError("vectors of several lengths")
-        factors: list[float] = []
-
-        def text(value: object) -> str:
-            if isinstance(value, StepNumber | str):
-                return f"v{value}" if isinstance(value, StepNumber) else value
-            factors.append(float(value))  # type: ignore[arg-type]
-            return f"c{len(factors) - 1}"
-
-        lines = [f"v{k} = {FORMULAS[name].format(*map(text, inputs))}" for k, (name, inputs) in enumerate(self.steps)]
-        lines += [f"tl.store(p{k} + at, {text(value)}, mask=inside)" for k, value in self._stores]
-        body = "\n    ".join(lines)
-        launch = compiled(body, len(self.vectors), len(factors))[(-(-wide // THREADS),)]
+        body = "\n    ".join((*self.lines, *self._stores))
+        launch = compiled(body, len(self.vectors), len(self.factors))[(-(-wide // THREADS),)]
         try:
             with torch.cuda.device_of(self.vectors[0]):  # type: ignore[no-untyped-call]  # which may not be the current
                 # Without fused multiply-adds the bits do not depend on what else a kernel computes.
-                launch(*self.vectors, *factors, wide, enable_fp_fusion=False)
+                launch(*self.vectors, *self.factors, wide, enable_fp_fusion=False)
         except Exception as error:
             if body in WORKING:
                 raise
@@ -95,9 +77,9 @@ class Script(Program):
             raise NotTraceableError("no kernel") from error
         WORKING.add(body)
 
-    def _place(self, vector: Tensor) -> tuple[int, int]:
+    def _load(self, vector: Tensor) -> tuple[int, str]:
         key = vector.data_ptr(), vector.numel()
-        if key not in self._places:
+        if key not in self._loaded:
             if not vector.is_contiguous():
                 raise NotTraceableError("a vector with gaps")
             if vector.dtype not in DTYPES:
@@ -105,8 +87,21 @@ class Script(Program):
             k = len(self.vectors)
             self.vectors.append(vector)
             place = f"p{k}" if vector.numel() == 1 else f"p{k} + at, mask=inside"
-            self._places[key] = k, super().add("load", place).step
-        return self._places[key]
+            self._loaded[key] = k, self._named(f"tl.load({place}).to(tl.float32)")
+        return self._loaded[key]
+
+    def _text(self, value: object) -> str:
+        """A value as it stands in a line."""
+        if isinstance(value, int | float):
+            self.factors.append(float(value))
+            return f"c{len(self.factors) - 1}"
+        if isinstance(value, Symbol) or (isinstance(value, Tensor) and value.ndim <= 1):
+            return str(self.symbol(value).known)  # type: ignore[arg-type]
+        raise NotTraceableError(f"a {type(value).__name__}")
+
+    def _named(self, formula: str) -> str:
+        self.lines.append(f"v{len(self.lines)} = {formula}")
+        return f"v{len(self.lines) - 1}"
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -29,10 +29,9 @@ from klatsch.simulation.preparation import Prepared
 from klatsch.simulation.stack import Stack
 from klatsch.topology import Topology
 from klatsch.topology.matrix import exact_weights, mapped
-from klatsch.wire.program import NotTraceableError, Program, Step, StepNumber
+from klatsch.wire.program import NotTraceableError, Symbol, Tracer
 
 LINEAR, MIX, FLOW = range(3)  # kinds of operations, numbered as in the kernel
-KINDS = {"mix": MIX, "flow": FLOW}
 WIDEST = 64  # bytes of the widest vector; the kernel may read as far past the end of H
 MOST_INPUTS, MOST_REGISTERS = 6, 64  # the kernel's limits
 CACHE = 2 << 20  # bytes of a core's second-level cache on current machines
@@ -50,21 +49,20 @@ class Operation(NamedTuple):
     coefficients: tuple[int, ...]  # places in the list of coefficients; empty unless linear
 
 
-@dataclass
-class LinearRule:
-    """A rule as operations on registers: first the fields of the state, then the gradient, then results."""
+class LinearRule(Tracer):
+    """A rule as operations on registers: first the fields of the state, then the gradient, then results.
 
-    fields: int
-    query: int = 0
-    before: int = 0  # operations before the gradient, which make the query point
-    operations: list[Operation] = field(default_factory=list)
-    coefficients: list[Number] = field(default_factory=list)
-    level: list[int] = field(default_factory=list)  # by register: how many flows come before it
-    next_state: list[int] = field(default_factory=list)
+    Its symbols know their terms, the combination of registers that they are. What is mixed, asked for or kept gets a
+    register of its own.
+    """
 
-    @property
-    def gradient(self) -> int:
-        return self.fields
+    def __init__(self, fields: int) -> None:
+        self.fields = self.gradient = fields  # how many registers are fields, and the one after them
+        self.level = [0] * (fields + 1)  # by register: how many flows come before it
+        self.operations: list[Operation] = []
+        self.coefficients: list[Number] = []
+        self.query, self.before = 0, 0  # the register of the query point, and operations before the gradient
+        self.next_state: list[int] = []
 
     def by_level(self) -> list[Operation]:
         """The operations in order of level: each needs only its own row and the results of lower levels."""
@@ -77,18 +75,6 @@ class LinearRule:
         users = [operation for operation in self.operations if register in operation.inputs]
         return all(user.kind == LINEAR and self.level[user.out] == self.level[register] for user in users)
 
-    def new_register(self, level: int) -> int:
-        self.level.append(level)
-        return len(self.level) - 1
-
-    def add(self, kind: int, terms: Terms) -> int:
-        """Add an operation; returns its register."""
-        out = self.new_register(max(self.level[register] for register in terms) + (kind != LINEAR))
-        first = len(self.coefficients)
-        self.coefficients += terms.values() if kind == LINEAR else ()
-        self.operations.append(Operation(kind, out, tuple(terms), tuple(range(first, len(self.coefficients)))))
-        return out
-
     def table(self, rounds: int, columns: int, dtype: torch.dtype) -> Tensor:
         """All coefficients, (rounds, coefficients, columns)."""
         table = torch.empty(rounds, len(self.coefficients), columns, dtype=dtype)
@@ -96,6 +82,50 @@ class LinearRule:
             # (rounds, C, 1), (C, 1) or (1, C, 1): drop the parameter axis.
             table[:, k] = coefficient[..., 0] if isinstance(coefficient, Tensor) and coefficient.ndim else coefficient
         return table
+
+    def add(self, kind: int, terms: Terms) -> int:
+        """Add an operation; returns its register."""
+        self.level.append(max(self.level[register] for register in terms) + (kind != LINEAR))
+        out, first = len(self.level) - 1, len(self.coefficients)
+        self.coefficients += terms.values() if kind == LINEAR else ()
+        self.operations.append(Operation(kind, out, tuple(terms), tuple(range(first, len(self.coefficients)))))
+        return out
+
+    def register(self, symbol: Symbol) -> int:
+        """The register that holds it, computed now if necessary."""
+        if len(symbol.known) > 1 or not all(isinstance(c, float) and c == 1.0 for c in symbol.known.values()):
+            symbol.known = {self.add(LINEAR, symbol.known): 1.0}
+        return int(next(iter(symbol.known)))
+
+    def exchange(self, kind: int, *vectors: Symbol) -> tuple[Any, ...]:
+        """Symbols for mixes or flows."""
+        return tuple(Symbol(self, {self.add(kind, {self.register(v): 1.0}): 1.0}) for v in vectors)
+
+    def result(self, operation: str, *inputs: Any) -> Terms:
+        terms = [v.known if isinstance(v, Symbol) else None for v in inputs]
+        match operation, terms:
+            case "clone", [dict() as only]:
+                return only
+            case "neg", [dict() as only]:
+                return _scaled(only, -1.0)
+            case "mul", [dict() as vector, None]:
+                return _scaled(vector, inputs[1])
+            case "mul", [None, dict() as vector]:
+                return _scaled(vector, inputs[0])
+            case "truediv", [dict() as vector, None]:
+                return _scaled(vector, 1.0 / inputs[1])
+            case "add" | "sub", [dict() as first, dict() as second]:
+                total = dict(first)
+                for register, coefficient in (second if operation == "add" else _scaled(second, -1.0)).items():
+                    total[register] = total[register] + coefficient if register in total else coefficient
+                return {register: c for register, c in total.items() if isinstance(c, Tensor) or c != 0.0} or total
+        raise NotTraceableError(f"{operation} of {', '.join(type(v).__name__ for v in inputs)}")
+
+
+def _scaled(terms: Terms, factor: object) -> Terms:
+    if not isinstance(factor, int | float | Tensor):
+        raise NotTraceableError(f"a vector times a {type(factor).__name__}")
+    return {register: coefficient * factor for register, coefficient in terms.items()}
 
 
 def trace(rule: Rule, state: State, t: Tensor, lr: Number, silent: Silent = False) -> LinearRule:
@@ -105,78 +135,24 @@ def trace(rule: Rule, state: State, t: Tensor, lr: Number, silent: Silent = Fals
     about a single round (`if t == 1`) fails. `silent` says which of them are. Learning rates and hyper-parameters
     broadcast against (len(t), C, 1).
     """
-    program = Program()
+    linear = LinearRule(len(state))
     # Any: symbols and a tensor of rounds stand in for tensors and a number.
-    symbols: Any = {name: program.add("input") for name in state}
-    gradient, times = program.add("input"), t
-
-    def exchange(operation: str, *vectors: Any) -> tuple[Any, ...]:
-        return tuple(program.add(operation, v) for v in vectors)
-
+    *fields, gradient = (Symbol(linear, {register: 1.0}) for register in range(len(state) + 1))
+    symbols: Any = dict(zip(state, fields, strict=True))
+    given: Any = symbols, gradient, Flow(partial(linear.exchange, FLOW), partial(linear.exchange, MIX), silent), t, lr
     try:
         query: Any = rule.query(symbols)
-        at, before = query.step, len(program.steps)
-        flow = Flow(partial(exchange, "flow"), partial(exchange, "mix"), silent)
-        following: Any = rule.update(symbols, gradient, flow, times, lr)  # type: ignore[arg-type]
-        return _linear(program.steps, len(state), at, before, [following[name].step for name in state])
+        linear.query, linear.before = linear.register(query), len(linear.operations)
+        following: Any = rule.update(*given)
+        for name in state:
+            kept = linear.register(following[name])
+            # Equal fields still need a place each.
+            linear.next_state.append(linear.add(LINEAR, {kept: 1.0}) if kept in linear.next_state else kept)
     except NotTraceableError:
         raise
     except Exception as error:  # anything that symbols or a tensor of rounds do not support
         raise NotTraceableError(f"the rule cannot be written as linear steps ({error})") from error
-
-
-def _linear(steps: list[Step], fields: int, query: int, before: int, next_state: list[int]) -> LinearRule:
-    """Steps as combinations of registers; what is mixed, asked for or kept gets a register of its own."""
-    rule, combinations = LinearRule(fields), list[Terms]()
-
-    def register(step: int) -> int:
-        terms = combinations[step]
-        if len(terms) > 1 or not all(isinstance(c, float) and c == 1.0 for c in terms.values()):
-            combinations[step] = {rule.add(LINEAR, terms): 1.0}
-        return next(iter(combinations[step]))
-
-    def take(part: list[Step]) -> None:
-        for operation, inputs in part:
-            if operation == "input":
-                terms: Terms = {rule.new_register(0): 1.0}
-            elif operation in KINDS:
-                terms = {rule.add(KINDS[operation], {register(inputs[0]): 1.0}): 1.0}
-            else:
-                terms = _combined(operation, *(combinations[v] if isinstance(v, StepNumber) else v for v in inputs))
-            combinations.append(terms)
-
-    take(steps[:before])
-    rule.query, rule.before = register(query), len(rule.operations)
-    take(steps[before:])
-    for step in next_state:
-        kept = register(step)
-        # Equal fields still need a place each.
-        rule.next_state.append(rule.add(LINEAR, {kept: 1.0}) if kept in rule.next_state else kept)
-    return rule
-
-
-def _combined(operation: str, first: Any, second: Any = None, *others: Any) -> Terms:
-    """What an operation makes of combinations and numbers."""
-    if operation == "clone":
-        return first  # type: ignore[no-any-return]
-    if operation == "neg":
-        return _scaled(first, -1.0)
-    if operation == "mul":
-        return _scaled(*((first, second) if isinstance(first, dict) else (second, first)))
-    if operation == "truediv" and isinstance(second, int | float | Tensor):
-        return _scaled(first, 1.0 / second)
-    if operation not in ("add", "sub") or not isinstance(first, dict) or not isinstance(second, dict):
-        raise NotTraceableError(f"{operation} of a vector and a {type(second).__name__}")
-    terms = dict(first)
-    for register, coefficient in (second if operation == "add" else _scaled(second, -1.0)).items():
-        terms[register] = terms[register] + coefficient if register in terms else coefficient
-    return {register: c for register, c in terms.items() if isinstance(c, Tensor) or c != 0.0} or terms
-
-
-def _scaled(terms: object, factor: object) -> Terms:
-    if not isinstance(terms, dict) or not isinstance(factor, int | float | Tensor):
-        raise NotTraceableError(f"a vector times a {type(factor).__name__}")
-    return {register: coefficient * factor for register, coefficient in terms.items()}
+    return linear
 
 
 class FusedStack(Stack):

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from klatsch.clock.meetings import Pairwise, Staleness
 from klatsch.clock.rounds import scheduled
-from klatsch.columns import Number
 from klatsch.problems import Problem
-from klatsch.rules import Flow, Rule, State
+from klatsch.rules import Flow, State
 from klatsch.rules.base import Tensors, each
 from klatsch.simulation.mixing import StackedMix
 from klatsch.simulation.preparation import Prepared
@@ -92,6 +91,7 @@ class Stack:
 
     @cached_property
     def mix(self) -> StackedMix:
+        """The gossip of all rounds, which only some engines need."""
         return StackedMix(*self.parts.topologies, dtype=self.rates.dtype, device=self.device)
 
     def flow(self, t: int) -> Flow:
@@ -104,11 +104,10 @@ class Stack:
             state, _ = self.one(state, t)
         return state
 
-    def one(self, state: State, t: int, rule: Rule | None = None) -> tuple[State, Tensor]:
+    def one(self, state: State, t: int) -> tuple[State, Tensor]:
         """Round t: the next state and its gradients."""
-        rule = rule or self.rule
-        grad = self.gradients(rule.query(state), t)
-        return rule.update(state, grad, self.flow(t), t, self.rates(t)), grad
+        grad = self.gradients(self.rule.query(state), t)
+        return self.rule.update(state, grad, self.flow(t), t, self.rates(t)), grad
 
     def beginnings(self, now: Snapshot, state: State, rounds: int) -> Tensor:
         """`now.diverged_at` with the columns that diverge before a later state, found by bisection of these rounds."""
@@ -130,47 +129,29 @@ class Stack:
         return begun
 
     def finite_steps(self, state: State, t: int, new: State) -> Tensor:
-        """How far each node and column came in round t, which leads from one state to a new one, (M, C)."""
-        watched = Watched(self.rule)
-        self.one(state, t, watched)
-        # Other engines round differently, and may be the only ones to overflow.
-        return watched.finite_steps(self.rule.output(new))
+        """How many steps of round t, which leads from one state to a new one, are finite on each node, (M, C).
 
-    def _lost(self, state: State) -> Tensor:
-        """Which columns are not finite on some node, network by network."""
-        finite = torch.isfinite(self.rule.output(state)).all(-1)
-        return torch.cat([~finite[network.nodes].all(0) for network in self.networks]).cpu()
-
-
-class Watched(Rule):
-    """A rule that remembers what its last round computed, in order: the gradient, everything mixed, the output.
-
-    Numbers that are not finite spread to neighbours within a round; the node that began failed first in this order.
-    """
-
-    def __init__(self, rule: Rule) -> None:
-        self.rule, self.lr = rule, rule.lr
-        self._seen: list[Tensor] = []
-
-    def query(self, s: State) -> Tensor:
-        return self.rule.query(s)
-
-    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
-        seen = [grad]
+        The steps are the gradient, everything mixed, and the output. Numbers that are not finite spread to neighbours
+        within a round; the node that began failed first in this order.
+        """
+        seen: list[Tensor] = []
 
         def watched(function: Callable[..., Tensors], *tensors: Tensor) -> Tensors:
             seen.extend(tensors)
             return function(*tensors)
 
-        new = self.rule.update(s, grad, Flow(partial(watched, flow), partial(watched, flow.mix), flow.silent), t, lr)
-        self._seen = [*seen, self.rule.output(new)]
-        return new
-
-    def finite_steps(self, *outputs: Tensor) -> Tensor:
-        """How many steps of the round, and then of `outputs`, were finite before one was not, per node and column."""
-        steps = [*self._seen, *outputs]
+        flow, grad = self.flow(t), self.gradients(self.rule.query(state), t)
+        watching = Flow(partial(watched, flow), partial(watched, flow.mix), flow.silent)
+        again = self.rule.update(state, grad, watching, t, self.rates(t))
+        # Other engines round differently, and may be the only ones to overflow.
+        steps = [grad, *seen, self.rule.output(again), self.rule.output(new)]
         finite = [torch.isfinite(v).all(-1).expand(steps[-1].shape[:-1]) for v in steps]
         return torch.stack(finite).int().cumprod(0).sum(0).cpu()
+
+    def _lost(self, state: State) -> Tensor:
+        """Which columns are not finite on some node, network by network."""
+        finite = torch.isfinite(self.rule.output(state)).all(-1)
+        return torch.cat([~finite[network.nodes].all(0) for network in self.networks]).cpu()
 
 
 class GraphStack(Stack):
@@ -270,18 +251,18 @@ class PairwiseStack(AsynchronousStack):
         self.schedule, asked = schedule, self.rule.query(self.start)
         self.start = self.start | {ASKED: asked, LAST: torch.zeros_like(asked)}
 
-    def one(self, state: State, t: int, rule: Rule | None = None) -> tuple[State, Tensor]:
-        rule, state = rule or self.rule, each(Tensor.clone, state)
+    def one(self, state: State, t: int) -> tuple[State, Tensor]:
+        state = each(Tensor.clone, state)
         for number, steps, pairs in self.schedule.round(t):
             if len(steps):
-                self._step(rule, state, torch.as_tensor(steps, device=self.device), t, number)
+                self._step(state, torch.as_tensor(steps, device=self.device), t, number)
             a, b = torch.as_tensor(pairs, device=self.device).T
-            for name in rule.met:
+            for name in self.rule.met:
                 v = state[name]
                 v[a] = v[b] = (v[a] + v[b]) / 2
         return state, state[LAST]
 
-    def _step(self, rule: Rule, state: State, nodes: Tensor, t: int, number: int) -> None:
+    def _step(self, state: State, nodes: Tensor, t: int, number: int) -> None:
         """The steps of some nodes, in place, with what is drawn for a meeting."""
         own = {name: v[nodes] for name, v in state.items() if "@" not in name}
         asked = state[ASKED]
@@ -289,8 +270,8 @@ class PairwiseStack(AsynchronousStack):
             grad = self.gradients(asked, number)[nodes]  # of all nodes: cheaper than to pick the data of some
         else:
             grad = self.problem.grad_with_autograd(asked[nodes], number, nodes.tolist())
-        new = rule.update(own, grad, SILENT, t, self.rates(t))
-        for name, v in (new | {ASKED: rule.query(new), LAST: grad}).items():
+        new = self.rule.update(own, grad, SILENT, t, self.rates(t))
+        for name, v in (new | {ASKED: self.rule.query(new), LAST: grad}).items():
             state[name][nodes] = v
 
 

@@ -1,14 +1,15 @@
-"""What a rule computes, written down: `update` runs on symbols, and each operation becomes a step of a program.
+"""What a rule computes, written down: `update` runs on symbols, which hand each operation to a tracer.
 
 Between two flows a rule is elementwise, so what it does to one number is what it does to all. The fused engine adds up
-linear steps (`simulation.fused`), ranks on a GPU compile all of them to one kernel (`ranks.kernels`). What cannot be
-written down runs with plain operations.
+linear operations (`simulation.fused`), ranks on a GPU compile all of them to one kernel (`ranks.kernels`). What cannot
+be written down runs with plain operations.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -20,31 +21,15 @@ REFUSED = ("eq", "ne", "lt", "le", "gt", "ge", "bool", "len", "iter", "getitem",
 
 
 class NotTraceableError(TypeError):
-    """Something is done to vectors that no program can do number by number."""
+    """Something is done to vectors that cannot be written down."""
 
 
-class Step(NamedTuple):
-    """One operation on what earlier steps computed, and on numbers and tensors as they are."""
+class Tracer(ABC):
+    """Writes down what is done to vectors."""
 
-    operation: str
-    inputs: tuple[Any, ...]  # symbols stand as they were when it was written down: as numbers of steps
-
-
-class StepNumber(int):
-    """The number of a step, as an input of a later one."""
-
-
-class Program:
-    """Steps in the order in which a rule takes them."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-
-    def add(self, operation: str, *inputs: Any) -> Any:
-        """Add a step; returns the symbol of its result."""
-        numbers = (StepNumber(v.step) if isinstance(v, Symbol) else v for v in inputs)
-        self.steps.append(Step(operation, tuple(numbers)))
-        return Symbol(self, len(self.steps) - 1)
+    @abstractmethod
+    def result(self, operation: str, *inputs: Any) -> Any:
+        """What a symbol knows of the result of an operation on symbols and numbers."""
 
     def store(self, target: Tensor, value: object) -> None:
         """Write a value where a vector lies."""
@@ -62,39 +47,39 @@ class Program:
         if operation == "clamp" and options.keys() == {"min"}:
             operation, args = "maximum", (args[0], options.pop("min"))
         if "alpha" in options:
-            args = args[0], self.add("mul", args[1], options.pop("alpha"))
+            args = args[0], Symbol(self, self.result("mul", args[1], options.pop("alpha")))
         if operation not in OPERATIONS or options or (in_place and not isinstance(args[0], Symbol)):
             raise NotTraceableError(f"{name} of a vector")
-        result = self.add(operation, *args)
+        result = self.result(operation, *args)
         if in_place:
-            args[0].step = result.step
-        return args[0] if in_place else result
+            args[0].known = result
+        return args[0] if in_place else Symbol(self, result)
 
 
 class Symbol:
-    """A vector of which only the step is known that computes it."""
+    """A vector of which only that is known which its tracer has to know."""
 
-    def __init__(self, program: Program, step: int) -> None:
-        self.program, self.step = program, step
+    def __init__(self, tracer: Tracer, known: Any) -> None:
+        self.tracer, self.known = tracer, known
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Any torch function with a symbol among its arguments arrives here."""
-        program = next((v.program for v in args if isinstance(v, Symbol)), None)
-        if program is None:
+        tracer = next((v.tracer for v in args if isinstance(v, Symbol)), None)
+        if tracer is None:
             raise NotTraceableError(f"{function.__name__} of vectors")
-        return program.write(function.__name__, args, dict(kwargs or {}))
+        return tracer.write(function.__name__, args, dict(kwargs or {}))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.strip("_") not in (*OPERATIONS, *ALSO, "clamp"):
             raise NotTraceableError(f"{name} of a vector")
-        return lambda *args, **options: self.program.write(name, (self, *args), options)
+        return lambda *args, **options: self.tracer.write(name, (self, *args), options)
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    return lambda *args: args[0].program.write(name, args, {})
+    return lambda *args: args[0].tracer.write(name, args, {})
 
 
 def _refusal(name: str) -> Callable[..., Any]:

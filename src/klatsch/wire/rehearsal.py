@@ -57,11 +57,20 @@ class Traffic(NamedTuple):
         return self.messages[0].fields if self.messages and self.messages[0].call is None else ()
 
 
+class Sum(NamedTuple):
+    """A state field that is a sum of flows, such as the correction of D2: it is zero over the network."""
+
+    field: str
+    call: int  # of `flow`
+    part: int  # of the call
+    factor: float
+
+
 def rehearse(rule: Rule, x: Tensor) -> Traffic:
     """The messages of a round of a rule that starts at x; it must do the same in every round."""
     rehearsal = Rehearsal(rule, x)
-    found = rehearsal.rounds[0]
-    fields = [[rehearsal.field(c, n) for n, _ in enumerate(tensors)] for c, tensors in enumerate(found)]
+    first = rehearsal.rounds[0]
+    fields = [[rehearsal.field(c, n) for n, _ in enumerate(tensors)] for c, tensors in enumerate(first)]
     early = dict.fromkeys(name for names in fields for name in names if name is not None)
     late = [c for c, names in enumerate(fields) if None in names]
     beside = None
@@ -79,13 +88,14 @@ def rehearse(rule: Rule, x: Tensor) -> Traffic:
         raise ValueError(f"{rule.name} sends {len(inside)} messages per round; {MOST_MESSAGES} at most")
     place = {what: (k, n) for k, parts in enumerate(inside) for n, what in enumerate(parts)}
     calls = [tuple(Place(*place[f or (c, n)], f) for n, f in enumerate(names)) for c, names in enumerate(fields)]
-    heard = [{c for c, where in enumerate(calls) if any(p.message == k for p in where)} for k in range(len(inside))]
-    after = [rehearsal.after(some) for some in heard]
-
+    after = [
+        rehearsal.after(c for c, places in enumerate(calls) if any(p.message == k for p in places))
+        for k in range(len(inside))
+    ]
     messages = []
     for k, parts in enumerate(inside):
         named = tuple(what for what in parts if isinstance(what, str))
-        tensors = [rehearsal.state[what] if isinstance(what, str) else found[what[0]][what[1]] for what in parts]
+        tensors = [rehearsal.state[what] if isinstance(what, str) else first[what[0]][what[1]] for what in parts]
         call = next((what[0] for what in parts if not isinstance(what, str)), None)
         needs = tuple(j for j in range(k) if call in after[j])
         messages.append(Sent(named, call, tuple(map(rehearsal.full, tensors)), needs))
@@ -100,39 +110,18 @@ def vectors(rule: Rule) -> tuple[int, int]:
     return early, sum(whole) - early
 
 
-class Sum(NamedTuple):
-    """A state field that is a sum of flows, such as the correction of D2: it is zero over the network."""
-
-    field: str
-    call: int  # of `flow`
-    part: int  # of the call
-    factor: float
-
-
 def sums_of_flows(rule: Rule, x: Tensor) -> list[Sum]:
     """The fields that start at zero and change by a multiple of a flow, and by nothing else."""
     rehearsal = Rehearsal(rule, x)
-    found = []
-    for name, start in rehearsal.state.items():
-        if start.any() or not rehearsal.is_wide(start):
-            continue
-        for c, tensors in enumerate(rehearsal.rounds[0]):
-            for n in range(len(tensors)):
-                change = rehearsal.change(name, c, n)
-                if change:
-                    found.append(Sum(name, c, n, change))
-    return found
+    zero = [name for name, v in rehearsal.state.items() if rehearsal.is_wide(v) and not v.any()]
+    sums = (Sum(name, c, n, rehearsal.change(name, c, n)) for name in zero for c, n, _ in rehearsal.sent)
+    return [entry for entry in sums if entry.factor]
 
 
 def carries_output(rule: Rule, x: Tensor) -> Place | None:
     """The tensor that travels and moves the rule's output most: x itself, if it travels, else the iterate."""
     rehearsal = Rehearsal(rule, x)
-    sizes = {
-        (c, n): rehearsal.pulls_output(c, n)
-        for c, tensors in enumerate(rehearsal.rounds[0])
-        for n, v in enumerate(tensors)
-        if rehearsal.is_wide(v)
-    }
+    sizes = {(c, n): rehearsal.pulls_output(c, n) for c, n, v in rehearsal.sent if rehearsal.is_wide(v)}
     if not sizes or rule.push:  # what push-sum sends has another scale on every node
         return None
     c, n = max(sizes, key=lambda place: sizes[place])
@@ -176,8 +165,8 @@ class Rehearsal:
     def field(self, c: int, n: int) -> str | None:
         """The state field that a tensor of a call of `flow` is in every round, if it is one untouched."""
         names = {id(v): name for name, v in self.state.items()}
-        found = {names.get(id(calls[c][n])) for calls in self.rounds}
-        return found.pop() if len(found) == 1 else None
+        known = {names.get(id(calls[c][n])) for calls in self.rounds}
+        return known.pop() if len(known) == 1 else None
 
     def check(self, slices: bool) -> None:
         """Refuse a rule that does something else if it is asked again, or if it is asked for slices of the vectors.
@@ -223,8 +212,8 @@ class Rehearsal:
     def rounds(self) -> list[list[Tensors]]:
         """What goes into the calls of `flow` in several rounds, which must be the same calls in each."""
         rounds = [self.calls(t=t, silent=silent) for t, silent in TRIALS]
-        for (t, silent), found in zip(TRIALS, rounds, strict=True):
-            if [*map(len, found)] != [*map(len, rounds[0])]:
+        for (t, silent), calls in zip(TRIALS, rounds, strict=True):
+            if [*map(len, calls)] != [*map(len, rounds[0])]:
                 other = "a silent round" if silent else f"round {t}"
                 raise ValueError(
                     f"{self._rule.name} does not call flow in {other} as in round 1; neighbours must know what to wait "
@@ -232,6 +221,11 @@ class Rehearsal:
                     "zeros and sends nothing"
                 )
         return rounds
+
+    @property
+    def sent(self) -> list[tuple[int, int, Tensor]]:
+        """Calls of `flow`, places there and tensors."""
+        return [(c, n, v) for c, tensors in enumerate(self.rounds[0]) for n, v in enumerate(tensors)]
 
     def is_wide(self, v: Tensor) -> bool:
         """Whether a tensor is as long as the vectors are."""
@@ -245,7 +239,7 @@ class Rehearsal:
         """The calls of `flow` that need what some others return, in any round."""
         stained = set(calls)
         rounds = [self.calls(stained, t, silent) for t, silent in TRIALS]
-        return {c for found in rounds for c, vs in enumerate(found) if any(isinstance(v, _Stained) for v in vs)}
+        return {c for calls in rounds for c, vs in enumerate(calls) if any(isinstance(v, _Stained) for v in vs)}
 
     def change(self, field: str, c: int, n: int) -> float:
         """By what a field changes if one flow is 1, the others are 0 and so is the field; 0 if other things count."""
@@ -280,11 +274,11 @@ class Rehearsal:
 
     def calls(self, stained: Collection[int] = (), t: int = 1, silent: bool = False) -> list[Tensors]:
         """What goes into the calls of `flow` in a round, where some of them return stained tensors."""
-        found: list[Tensors] = []
+        calls: list[Tensors] = []
 
         def mix(*tensors: Tensor) -> Tensors:
-            found.append(tensors)
-            return tuple(v.clone().as_subclass(_Stained) if len(found) - 1 in stained else v.clone() for v in tensors)
+            calls.append(tensors)
+            return tuple(v.clone().as_subclass(_Stained) if len(calls) - 1 in stained else v.clone() for v in tensors)
 
         new = self._rule.update(dict(self.state), self._grad, Flow(mix, mix, silent), t, self._rate(t))
         if not isinstance(new, dict) or new.keys() != self.state.keys():
@@ -299,7 +293,7 @@ class Rehearsal:
                     f"{self._rule.name}.update returns {shape} as {name}, which began as shape "
                     f"{tuple(self.state[name].shape)}; fields keep their shapes (flow returns a tuple: (f,) = flow(v))"
                 )
-        return found
+        return calls
 
 
 def _alike(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
