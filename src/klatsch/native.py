@@ -28,32 +28,27 @@ from klatsch.files import write_atomically
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("rounds.c", "wire.c"))
 FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
 
-NUMBERS = (
-    "rounds nodes columns dim rank registers buffers scratch_rows operations coefs "
-    "query gradient before period first_phase"
-)
+COUNT, ADDRESS = ctypes.c_int64, ctypes.c_void_p
+NUMBERS = "rounds nodes columns dim rank registers buffers scratch_rows operations coefs query gradient before period"
 POINTERS = "H rows mult noise sigma coef op first neighbour weight buffer_of turn buffer"
 
 
 class Job(ctypes.Structure):
     """The struct `job` of rounds.c."""
 
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in NUMBERS.split()),
-        *((name, ctypes.c_void_p) for name in POINTERS.split()),
-    ]
+    _fields_ = [(name, COUNT) for name in f"{NUMBERS} first_phase".split()] + [(p, ADDRESS) for p in POINTERS.split()]
 
 
 def library() -> ctypes.CDLL:
     """The kernel; an OSError with the reason if it cannot be built or loaded."""
-    if isinstance(found := _library(), str):
-        raise OSError(found)
-    return found
+    if isinstance(kernel := _library(), str):
+        raise OSError(kernel)
+    return kernel
 
 
 def why_not() -> str | None:
     """Why there is no kernel, or None if there is one."""
-    return found if isinstance(found := _library(), str) else None
+    return reason if isinstance(reason := _library(), str) else None
 
 
 @functools.cache
@@ -69,13 +64,12 @@ def _library() -> ctypes.CDLL | str:
             _build(compiler, folder, key)
             if (kernel := _loaded(folder, key)) is None:
                 return f"the kernel in {folder} is damaged right after the build"
-        for function in (kernel.klatsch_rounds_f32, kernel.klatsch_rounds_f64):
-            function.argtypes, function.restype = [ctypes.POINTER(Job)], ctypes.c_int
-        address, count = ctypes.c_void_p, ctypes.c_int64
-        for function in (kernel.klatsch_quantize_f32, kernel.klatsch_quantize_f64):
-            function.argtypes = [address, count, count, address, address]
-        for function in (kernel.klatsch_restore_f32, kernel.klatsch_restore_f64):
-            function.argtypes = [address, address, count, count, address]
+        for rounds in (kernel.klatsch_rounds_f32, kernel.klatsch_rounds_f64):
+            rounds.argtypes = [ctypes.POINTER(Job)]
+        for quantize in (kernel.klatsch_quantize_f32, kernel.klatsch_quantize_f64):
+            quantize.argtypes = [ADDRESS, COUNT, COUNT, ADDRESS, ADDRESS]
+        for restore in (kernel.klatsch_restore_f32, kernel.klatsch_restore_f64):
+            restore.argtypes = [ADDRESS, ADDRESS, COUNT, COUNT, ADDRESS]
     except subprocess.TimeoutExpired as error:
         return f"{error.cmd[0]} took more than {error.timeout:.0f} seconds"
     except (OSError, AttributeError) as error:
@@ -96,27 +90,22 @@ def _compiler() -> list[str]:
 
 
 def _loaded(folder: Path, key: str) -> ctypes.CDLL | None:
-    """The cached kernel, or None if none is whole and ours."""
+    """The cached kernel, or None if none matches the checksum in its name, or others could have written it."""
     for path in sorted(folder.glob(f"rounds-{key}-*.so")):
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:  # a link, or gone
             continue
-        if _whole(file, path.stem):
-            # By its number: another file may take the name now. It stays open as long as it is used.
-            same = Path(f"/proc/self/fd/{file}")
-            return ctypes.CDLL(str(same if same.exists() else path))
+        status = os.fstat(file)
+        if stat.S_ISREG(status.st_mode) and _ours(status):
+            with os.fdopen(os.dup(file), "rb") as content:
+                whole = path.stem.endswith(f"-{_checksum(content.read())}")
+            if whole:
+                # By its number: another file may take the name now. It stays open as long as it is used.
+                same = Path(f"/proc/self/fd/{file}")
+                return ctypes.CDLL(str(same if same.exists() else path))
         os.close(file)
     return None
-
-
-def _whole(file: int, name: str) -> bool:
-    """Whether an open file matches the checksum in its name, and nobody else could have written it."""
-    status = os.fstat(file)
-    if not stat.S_ISREG(status.st_mode) or not _ours(status):
-        return False
-    with os.fdopen(os.dup(file), "rb") as content:
-        return name.endswith(f"-{_checksum(content.read())}")
 
 
 def _build(compiler: list[str], folder: Path, key: str) -> None:

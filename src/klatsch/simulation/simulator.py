@@ -150,32 +150,27 @@ def simulate_together(
         identity = identity | length(rates, points, run.now, nodes.name) | ({"per node": True} if per_node else {})
     each = rules if len(rules) > 1 else rules * len(problems)
     sent = None if params is None else whole_number(params, "params", 1)
-    # Before the run, which a clock that does not fit would waste.
-    told = (
-        []
-        if clock is None
-        else [
-            _seconds(clock, one, graph, sent or problem.dim, points, parts.meets)
-            for one, graph, problem in zip(each, topologies, problems, strict=True)
-        ]
-    )
+    told = [  # before the run, which a clock that does not fit would waste
+        _seconds(clock, one, graph, sent or problem.dim, points, parts.meets)
+        for one, graph, problem in zip(each, topologies, problems, strict=True)
+    ]
     saver = Saver(checkpoint, checkpoint_every, identity, checkpoint_at_end)
     run = saver.restored(nodes.start) or run
     run.per_node, run.watch = per_node, watch
     with progress_bar(progress, rates.steps, run.now.rounds, title) as tell:
         run.drive(nodes, points, rates.steps, saver, tell)
-    results = run.results(nodes, points, origins)
-    return [
-        replace(result, elapsed=seconds[: len(result.steps)])
-        for result, seconds in zip(results, told or [[]] * len(results), strict=True)
-    ]
+    results = zip(run.results(nodes, points, origins), told, strict=True)
+    return [replace(result, elapsed=seconds[: len(result.steps)]) for result, seconds in results]
 
 
-def _seconds(clock: Clock, rule: Rule, graph: Topology, params: int, points: list[int], meets: str) -> list[float]:
+def _seconds(
+    clock: Clock | None, rule: Rule, graph: Topology, params: int, points: list[int], meets: str
+) -> list[float]:
     """When all nodes have done so many rounds; nodes that do not meet in rounds have a clock of their own."""
-    if not meets:
-        return clock.seconds(rule, graph, params, points)
-    return [scheduled(rule, graph, params, meets).seconds(step) for step in points]
+    if clock is None or not meets:
+        return [] if clock is None else clock.seconds(rule, graph, params, points)
+    schedule = scheduled(rule, graph, params, meets)
+    return [schedule.seconds(step) for step in points]
 
 
 def _fastest(engine: str, problem: Problem, parts: Prepared) -> Stack:
