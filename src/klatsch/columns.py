@@ -50,17 +50,14 @@ def hyper(name: str, value: Given, holds: Callable[[Any], Any], wanted: str) -> 
 
 def count(*objects: object) -> int:
     """The number of columns C that these objects (rules, problems...) have together."""
-    found, first = 1, ""
-    for name, tensor in (pair for each in objects for pair in _tensors(each)):
-        C = tensor.shape[0]
-        if C != 1:
-            if found not in (1, C):
-                raise ValueError(
-                    f"{first} has {found} columns but {name} has {C}; "
-                    "give every list the same length, or a single number"
-                )
-            found, first = C, name
-    return found
+    lists = [(name, len(v)) for each in objects for name, v in _tensors(each) if len(v) != 1]
+    for name, C in lists:
+        if C != lists[0][1]:
+            raise ValueError(
+                f"{lists[0][0]} has {lists[0][1]} columns but {name} has {C}; "
+                "give every list the same length, or a single number"
+            )
+    return lists[0][1] if lists else 1
 
 
 def mapped(thing: Object, function: Callable[[Tensor], Tensor]) -> Object:
@@ -140,10 +137,10 @@ def flattened(name: str, thing: object, spelled: bool = False) -> dict[str, obje
         return {name: described(thing)}
     if spelled and not is_rule and type(thing).__str__ is not object.__str__:
         return {name: str(thing)}
-    found: dict[str, object] = {name: type(thing).__name__}
+    facts: dict[str, object] = {name: type(thing).__name__}
     for part, value in (_parts(thing) if is_made else vars(thing)).items():  # a user's rule may be any object
-        found |= flattened(part if is_rule else f"{name} {part}", value, spelled)
-    return found
+        facts |= flattened(part if is_rule else f"{name} {part}", value, spelled)
+    return facts
 
 
 def _tensors(thing: object) -> Iterator[tuple[str, Tensor]]:
@@ -160,11 +157,11 @@ def _parts(thing: object) -> dict[str, object]:
     """The fields of a dataclass; a list where a user's rule says `float` is one number per column."""
     if not is_dataclass(thing) or isinstance(thing, type):
         return {}
-    found = {}
+    parts = {}
     for field in fields(thing):
         value, kind = getattr(thing, field.name), str(field.type)
         several = isinstance(value, list | tuple | np.ndarray) or (isinstance(value, Tensor) and value.ndim == 1)
         if several and "[" not in kind and "float" in re.split(r"\W+", kind):
             value = hyper(field.name, value, lambda v: v == v, "a finite number")
-        found[field.name] = value
-    return found
+        parts[field.name] = value
+    return parts
