@@ -52,7 +52,7 @@ def count(*objects: object) -> int:
     """The number of columns C that these objects (rules, problems...) have together."""
     lists = [(name, len(v)) for each in objects for name, v in _tensors(each) if len(v) != 1]
     for name, C in lists:
-        if C != lists[0][1]:
+        if lists[0][1] != C:
             raise ValueError(
                 f"{lists[0][0]} has {lists[0][1]} columns but {name} has {C}; "
                 "give every list the same length, or a single number"

@@ -54,25 +54,23 @@ class Gradients:
     def drawn(self, done: int, until: int) -> Tensor:
         """The draws of rounds done + 1 to until, which lie in one chunk."""
         number = done // self.chunk
-        if number not in self._chunks:
-            chunk: Future[Tensor] = Future()
-            chunk.set_result(self._draw(number))
-            self._keep(number, chunk)
-        return self._chunks[number].result()[done - number * self.chunk : until - number * self.chunk]
+        return self._chunk(number).result()[done - number * self.chunk : until - number * self.chunk]
 
     def draw_next(self, done: int, executor: Executor) -> None:
         """Draw the chunk after that of round done + 1 in the background."""
-        number = done // self.chunk + 1
+        self._chunk(done // self.chunk + 1, executor)
+
+    def _chunk(self, number: int, executor: Executor | None = None) -> Future[Tensor]:
+        """The draws of a chunk, which are kept with those of the one before."""
         if number not in self._chunks:
-            self._keep(number, executor.submit(self._draw, number))
-
-    def _keep(self, number: int, chunk: Future[Tensor]) -> None:
-        """Keep this chunk and the previous one."""
-        self._chunks = {k: v for k, v in self._chunks.items() if k == number - 1} | {number: chunk}
-
-    def _draw(self, number: int) -> Tensor:
-        first = number * self.chunk + 1
-        return self.problem.draw(torch.arange(first, first + self.chunk))
+            rounds = torch.arange(number * self.chunk + 1, (number + 1) * self.chunk + 1)
+            if executor is not None:
+                drawing = executor.submit(self.problem.draw, rounds)
+            else:
+                drawing = Future()
+                drawing.set_result(self.problem.draw(rounds))
+            self._chunks = {k: v for k, v in self._chunks.items() if k == number - 1} | {number: drawing}
+        return self._chunks[number]
 
 
 class Stack:
