@@ -243,7 +243,7 @@ class Notes:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._own, self._place = dist.get_rank(group), Note(), ("in", 0)
-        self._heard: dict[int, tuple[Note, float]] = {}  # by rank: its last note, and when it was found to be new
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: the number of its last note, and when that was new
         self._store: Store | None = None
         with suppress(AttributeError, RuntimeError, ValueError):
             store, name = dist.distributed_c10d._get_default_store(), group.group_name
@@ -291,8 +291,8 @@ class Notes:
             return None
         notes = {int(rank): Note(*json.loads(text)) for rank, text in told.items()}
         for rank, note in notes.items():
-            before, since = self._heard.get(rank, (note, 0.0))
-            self._heard[rank] = note, since if note == before else time.monotonic()
+            number, since = self._heard.get(rank, (0, 0.0))
+            self._heard[rank] = note.number, since if note.number == number else time.monotonic()
         return notes
 
     def since(self, rank: int) -> float:
