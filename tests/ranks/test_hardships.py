@@ -18,6 +18,7 @@ import klatsch
 from klatsch.ranks.membership import Membership, lag
 from klatsch.ranks.message import is_sound
 from klatsch.wire.rehearsal import sums_of_flows
+from tests.support.processes import Ranks
 from tests.support.rank_hardships import LR
 from tests.support.rank_scenarios import problem_of
 
@@ -324,74 +325,83 @@ def test_on_a_directed_ring_nobody_hears_of_everybody_once_one_is_lost():
 # --- few batches ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "graph, rule, order",
-    [
-        ("ring", "dat", "atc"),
-        ("ring", "dat", "cta"),
-        ("one_peer_exponential", "dsgd", None),
-        ("ring/4", "dsgd", None),
-        ("ring/4", "dat", "atc"),
-        ("base_graph/3", "dat", "cta"),
-    ],
-)
-def test_ranks_with_fewer_batches_gossip_on_until_all_are_done(tmp_path, launch, graph, rule, order):
-    steps = [12, 30, 5, 17, 21]
-    options = {} if order is None else {"order": order}
-    ranks = launch(SIZE, "rank_hardships.uneven", steps=steps, graph=graph, rule=rule, **options)
-    ranks.succeed()
-    last = 30 + 1 + lag(klatsch.topology.make(graph, SIZE))
-    wanted = expected(last, lambda node, t: t > steps[node], graph, rule=rule, **options)
-    for rank, end in enumerate(ends(tmp_path)):
-        assert end["rounds"] == last == steps[rank] + int(ranks.wait_for(f"idle-{rank}"))
-        torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
-        assert ranks.errors(rank) == ""
+BATCHES, FEW, FIVE = [12, 30, 5, 17, 21], [6, 9, 2, 4, 7], [5, 30, 30, 30, 30]  # by rank
+FEWER = [
+    ("ring", "dat", {"order": "atc"}),
+    ("ring", "dat", {"order": "cta"}),
+    ("one_peer_exponential", "dsgd", {}),
+    ("ring/4", "dsgd", {}),
+    ("ring/4", "dat", {"order": "atc"}),
+    ("base_graph/3", "dat", {"order": "cta"}),
+]
+ON_THEIR_WAY = [
+    ("ring", {"every": 2, "late": 3, "wire": "int8"}, []),
+    ("one_peer_exponential", {"late": 2, "wire": "bfloat16"}, []),
+    ("ring", {"late": 2}, [2]),
+]
+UNEVEN = [
+    *({"steps": BATCHES, "graph": graph, "rule": rule, **options} for graph, rule, options in FEWER),
+    *(
+        {"steps": FEW, "graph": g, "rule": "dsgd", "leave": leave, "travel": travel}
+        for g, travel, leave in ON_THEIR_WAY
+    ),
+    {"steps": BATCHES, "join": True},
+    *({"steps": FIVE, "graph": f"ring/{every}", "rule": "dsgd", "leave": [0]} for every in (1, 3)),
+]
 
 
-@pytest.mark.parametrize(
-    "graph, travel, leave",
-    [
-        ("ring", {"every": 2, "late": 3, "wire": "int8"}, []),
-        ("one_peer_exponential", {"late": 2, "wire": "bfloat16"}, []),
-        ("ring", {"late": 2}, [2]),
-    ],
-)
-def test_ranks_end_at_different_times_with_messages_on_their_way(tmp_path, launch, graph, travel, leave):
-    steps = [6, 9, 2, 4, 7]
-    ranks = launch(SIZE, "rank_hardships.uneven", steps=steps, graph=graph, rule="dsgd", leave=leave, travel=travel)
+def all_at_once(prepared, folder, scenario, cases):
+    """Run a scenario with all of these options in one group of ranks, without a word; gives the folder of one."""
+    ranks = Ranks(prepared, folder, SIZE, "rank_hardships.one_after_the_other", scenario=scenario, cases=cases)
     ranks.succeed()
     assert [ranks.errors(rank) for rank in range(SIZE)] == [""] * SIZE
+    return lambda **options: folder / str(cases.index(options))
+
+
+@pytest.fixture(scope="module")
+def uneven(prepared, tmp_path_factory):
+    return all_at_once(prepared, tmp_path_factory.mktemp("uneven"), "uneven", UNEVEN)
+
+
+@pytest.mark.parametrize("graph, rule, options", FEWER)
+def test_ranks_with_fewer_batches_gossip_on_until_all_are_done(uneven, graph, rule, options):
+    folder = uneven(steps=BATCHES, graph=graph, rule=rule, **options)
+    last = 30 + 1 + lag(klatsch.topology.make(graph, SIZE))
+    wanted = expected(last, lambda node, t: t > BATCHES[node], graph, rule=rule, **options)
+    for rank, end in enumerate(ends(folder)):
+        assert end["rounds"] == last == BATCHES[rank] + int((folder / f"idle-{rank}").read_text())
+        torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
+
+
+@pytest.mark.parametrize("graph, travel, leave", ON_THEIR_WAY)
+def test_ranks_end_at_different_times_with_messages_on_their_way(uneven, graph, travel, leave):
+    folder = uneven(steps=FEW, graph=graph, rule="dsgd", leave=leave, travel=travel)
     last = 9 + 1 + lag(klatsch.topology.make(graph, SIZE, **travel))
     if not leave:
-        wanted = expected(last, lambda node, t: t > steps[node], graph, rule="dsgd", travel=travel)
-        for rank, end in enumerate(ends(tmp_path)):
+        wanted = expected(last, lambda node, t: t > FEW[node], graph, rule="dsgd", travel=travel)
+        for rank, end in enumerate(ends(folder)):
             assert end["rounds"] == last
             torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
 
 
-def test_join_of_torch(tmp_path, launch):
-    steps = [12, 30, 5, 17, 21]
-    ranks = launch(SIZE, "rank_hardships.uneven", steps=steps, join=True)
-    ranks.succeed()
-    wanted = expected(30, lambda node, t: t > steps[node])
-    for rank, end in enumerate(ends(tmp_path)):
+def test_join_of_torch(uneven):
+    wanted = expected(30, lambda node, t: t > BATCHES[node])
+    for rank, end in enumerate(ends(uneven(steps=BATCHES, join=True))):
         assert end["rounds"] == 30
         torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_rank_that_leaves_is_missed_by_nobody(tmp_path, launch, every):
+def test_a_rank_that_leaves_is_missed_by_nobody(uneven, every):
     """Its neighbours keep the weight that it had, from the round on that it had named."""
-    steps = [5, 30, 30, 30, 30]
-    ranks = launch(SIZE, "rank_hardships.uneven", steps=steps, graph=f"ring/{every}", rule="dsgd", leave=[0])
-    ranks.succeed()
-    found, left = ends(tmp_path), 5 + 1 + (SIZE - 1) * every
+    found = ends(uneven(steps=FIVE, graph=f"ring/{every}", rule="dsgd", leave=[0]))
+    left = 5 + 1 + (SIZE - 1) * every
     assert [end["rounds"] for end in found] == [left] + 4 * [30 + 1 + (SIZE - 1) * every]
     problem, x = problem_of(SIZE), problem_of(SIZE).start().expand(SIZE, -1).clone()
     P = torch.tensor(klatsch.topology.ring(SIZE).matrix(1).toarray())
     for t in range(1, found[1]["rounds"] + 1):
         grad = problem.grad(x, t, range(SIZE))
-        grad[[node for node in range(SIZE) if t > steps[node]]] = 0.0
+        grad[[node for node in range(SIZE) if t > FIVE[node]]] = 0.0
         if t == left + 1:
             P[0], P[:, 0] = 0, 0
             P += torch.diag(1 - P.sum(1))
@@ -399,7 +409,6 @@ def test_a_rank_that_leaves_is_missed_by_nobody(tmp_path, launch, every):
         x = P @ x if t % every == 0 else x
     for rank, end in enumerate(found[1:], start=1):
         torch.testing.assert_close(end["x"], x[rank], rtol=1e-9, atol=1e-12)  # sums in another order
-        assert ranks.errors(rank) == ""
 
 
 # --- what remains when ranks go -------------------------------------------------------------------------------------
@@ -564,30 +573,37 @@ def test_a_timeout_is_about_silence_and_not_about_size(slow_network, launch):
 # --- ranks that fall behind -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "rule, graph, travel",
-    [
+BEHIND = [
+    {"slow": [1], "rounds": 40, "rule": rule, "graph": graph, "travel": travel, "every": 5}
+    for rule, graph, travel in (
         ("dat", "ring", {"late": 7}),
         ("d2", "ring", {"every": 4, "late": 7, "wire": "int8"}),
         ("gt", "one_peer_exponential", {"late": 7}),
-    ],
-)
-def test_a_slow_rank_catches_up_and_the_numbers_are_those_of_the_simulation(tmp_path, launch, rule, graph, travel):
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def behind(prepared, tmp_path_factory):
+    return all_at_once(prepared, tmp_path_factory.mktemp("behind"), "behind", BEHIND)
+
+
+@pytest.mark.parametrize("case", BEHIND, ids=lambda case: case["rule"])
+def test_a_slow_rank_catches_up_and_the_numbers_are_those_of_the_simulation(behind, case):
     """Whichever rounds it takes without a gradient: the simulation leaves out the same gradients."""
-    ranks = launch(SIZE, "rank_hardships.behind", slow=[1], rounds=40, travel=travel, rule=rule, graph=graph, every=5)
-    ranks.succeed()
-    found = ends(tmp_path)
+    folder = behind(**case)
+    found = ends(folder)
     assert min(len(end["taken"]) for rank, end in enumerate(found) if rank != 1) > 30  # finish() may run ahead
     assert len(found[1]["taken"]) <= 40 // 3
     last = found[0]["rounds"]
-    wanted = expected(last, lambda node, t: t not in found[node]["taken"], graph, rule=rule, travel=travel)
+    options = {name: case[name] for name in ("graph", "rule", "travel")}
+    wanted = expected(last, lambda node, t: t not in found[node]["taken"], **options)
     for rank, end in enumerate(found):
         assert end["rounds"] == last
-        assert ranks.errors(rank) == ""
         torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
-    saved = {path.name.partition("-")[2] for path in (tmp_path / "checkpoints").glob("rank00000-*")}
+    saved = {path.name.partition("-")[2] for path in (folder / "checkpoints").glob("rank00000-*")}
     for rank in range(SIZE):  # in rounds without a gradient, too
-        assert {path.name.partition("-")[2] for path in (tmp_path / "checkpoints").glob(f"rank{rank:05d}-*")} == saved
+        assert {path.name.partition("-")[2] for path in (folder / "checkpoints").glob(f"rank{rank:05d}-*")} == saved
 
 
 def test_a_slow_rank_is_killed_and_all_resume_or_go_on(tmp_path, launch):

@@ -154,27 +154,27 @@ def test_ranks_that_end_at_different_times(launch, order):
     launch(4, "last_words", order=order).succeed()
 
 
-@pytest.mark.parametrize(
-    "what, error",
-    [
-        ("rule", "rule: ranks 0, 1 have dat; rank 2 has dsgd;"),
-        ("lr", "lr of the rule: ranks 0, 1 have 0.1; rank 2 has 0.2;"),
-        ("topology", r"topology: ranks 0, 1 have <Topology ring.*; rank 2 has <Topology star"),
-        ("wire", r"topology: ranks 0, 1 have <Topology ring: 3.*; rank 2 has <Topology ring int8: 3"),
-        ("number", r"number of parameters: ranks 0, 1 have 1 tensors, 6 numbers; rank 2 has 2 tensors, 7 numbers"),
-        ("shapes", r"shapes: ranks 0, 1 have \[\[2, 3\]\]; rank 2 has \[\[3, 2\]\]"),
-        ("dtypes", r"dtypes: ranks 0, 1 have \['torch.float32'\]; rank 2 has \['torch.float64'\]"),
-    ],
-)
-def test_disagreement_names_ranks_and_field(launch, what, error):
-    ranks = launch(3, "disagree", what=what)
-    assert ranks.codes() == [1, 1, 1]
+DISAGREEMENTS = {
+    "rule": "rule: ranks 0, 1 have dat; rank 2 has dsgd;",
+    "lr": "lr of the rule: ranks 0, 1 have 0.1; rank 2 has 0.2;",
+    "topology": r"topology: ranks 0, 1 have <Topology ring.*; rank 2 has <Topology star",
+    "wire": r"topology: ranks 0, 1 have <Topology ring: 3.*; rank 2 has <Topology ring int8: 3",
+    "number": "number of parameters: ranks 0, 1 have 1 tensors, 6 numbers; rank 2 has 2 tensors, 7 numbers",
+    "shapes": r"shapes: ranks 0, 1 have \[\[2, 3\]\]; rank 2 has \[\[3, 2\]\]",
+    "dtypes": r"dtypes: ranks 0, 1 have \['torch.float32'\]; rank 2 has \['torch.float64'\]",
+}
+
+
+def test_disagreement_names_ranks_and_field(tmp_path, launch):
+    launch(3, "disagree", cases=[*DISAGREEMENTS]).succeed()
     for rank in range(3):
-        assert re.search(f"ValueError: the ranks do not agree on the {error}", ranks.errors(rank))
+        told = torch.load(tmp_path / f"told-{rank}")
+        for what, error in DISAGREEMENTS.items():
+            assert re.match(f"the ranks do not agree on the {error}", told[what]), what
 
 
 def test_a_rank_that_does_not_come(launch):
-    ranks = launch(3, "disagree", what="absent")
+    ranks = launch(3, "absent")
     assert ranks.codes() == [1, 1, 0]
     assert re.search(r"rank 1: not all of the 3 ranks came to the same place within 4 s", ranks.errors(1))
 

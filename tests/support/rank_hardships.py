@@ -23,7 +23,8 @@ HARMS = {"nan": torch.nan, "inf": -torch.inf, "absurd": 1e25}
 
 
 def begin(graph="ring", rule="dat", dtype=torch.float64, **options):
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     problem = problem_of(dist.get_world_size())
     x = nn.Parameter(problem.start().to(dtype))
     choices = {name: options.pop(name) for name in ("order",) if name in options}
@@ -37,6 +38,14 @@ def gradient(x, problem, rank, t):
 
 def keep(folder, optimizer, x, **more):
     torch.save({"x": x.detach(), "rounds": optimizer.rounds} | more, folder / f"end-{optimizer.rank}")
+
+
+def one_after_the_other(folder, scenario, cases):
+    """A scenario with several options, in folders by their number, over the same process group."""
+    for k, options in enumerate(cases):
+        (folder / str(k)).mkdir(exist_ok=True)
+        globals()[scenario](folder / str(k), **options)
+        gc.collect()  # the optimizer lets its neighbours go
 
 
 def poison(folder, harm, on_nonfinite="raise", every=None, at=(10,), rounds=30):

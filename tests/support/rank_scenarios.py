@@ -192,21 +192,31 @@ def mass(folder):
     torch.save(torch.stack(kept), folder / f"mass-{rank}")
 
 
-def disagree(folder, what):
-    """The last rank makes something else."""
+def disagree(folder, cases):
+    """The last rank makes something else; what every rank is told, by case."""
     rank, size = group()
-    odd = rank == size - 1
-    rule = klatsch.rules.make("dsgd" if odd and what == "rule" else "dat", lr=0.2 if odd and what == "lr" else 0.1)
-    shape = (3, 2) if odd and what == "shapes" else (2, 3)
-    dtype = torch.float64 if odd and what == "dtypes" else torch.float32
-    params = [nn.Parameter(torch.ones(shape, dtype=dtype))] + [nn.Parameter(torch.ones(1))] * (odd and what == "number")
-    graph = "star" if odd and what == "topology" else "ring"
-    if odd and what == "absent":
-        for other in range(size - 1):  # which end without this one
-            wait_until((folder / f"code-{other}").exists)
-        return
-    wire = "int8" if odd and what == "wire" else "float32"
-    klatsch.Gossip(params, rule, graph, wire=wire, timeout=4 if what == "absent" else 60)
+    told, last = {}, rank == size - 1
+    for what in cases:
+        odd = what if last else None
+        rule = klatsch.rules.make("dsgd" if odd == "rule" else "dat", lr=0.2 if odd == "lr" else 0.1)
+        dtype = torch.float64 if odd == "dtypes" else torch.float32
+        params = [nn.Parameter(torch.ones((3, 2) if odd == "shapes" else (2, 3), dtype=dtype))]
+        params += [nn.Parameter(torch.ones(1))] * (odd == "number")
+        graph, wire = "star" if odd == "topology" else "ring", "int8" if odd == "wire" else "float32"
+        try:
+            klatsch.Gossip(params, rule, graph, wire=wire, timeout=60)
+        except ValueError as error:
+            told[what] = str(error)
+    torch.save(told, folder / f"told-{rank}")
+
+
+def absent(folder):
+    """The last rank makes no optimizer, and ends when the others have."""
+    rank, size = group()
+    if rank < size - 1:
+        klatsch.Gossip([nn.Parameter(torch.ones(2, 3))], klatsch.rules.make("dat", lr=0.1), "ring", timeout=4)
+    for other in range(size - 1):
+        wait_until((folder / f"code-{other}").exists)
 
 
 def weighted(folder):
