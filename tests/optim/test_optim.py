@@ -88,12 +88,12 @@ def test_by_default_dat_on_one_rank_is_schedule_free_sgd():
     torch.testing.assert_close(optimizer.output(), x, rtol=1e-6, atol=1e-7)
 
 
-RULES = {DATSGD: "dat", DSGD: "dsgd", D2: "d2", GradientTracking: "gt", DATD2: "dat-d2", DATAdamW: "dat-adam"}
+NAMED = {DATSGD: "dat", DSGD: "dsgd", D2: "d2", GradientTracking: "gt", DATD2: "dat-d2", DATAdamW: "dat-adam"}
 OURS = {GossipSGD: ("dat", {"beta": 0.9}), GossipAdamW: ("dadam", {"weight_decay": 0.01, "reduced": True})}
 
 
 @pytest.mark.parametrize(
-    "kind, name, own", [*((k, n, {}) for k, n in RULES.items()), *((k, *v) for k, v in OURS.items())]
+    "kind, name, own", [*((k, n, {}) for k, n in NAMED.items()), *((k, *v) for k, v in OURS.items())]
 )
 def test_a_name_has_one_set_of_defaults(kind, name, own):
     rule = kind([nn.Parameter(torch.ones(2))], 0.1).rule

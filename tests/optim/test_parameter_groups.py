@@ -162,7 +162,7 @@ def cycle(model, optimizer, first, last):
         train(model, optimizer, first=t, last=t + 1)
 
 
-@pytest.mark.parametrize("pause", [0, 2, 5, 10])
+@pytest.mark.parametrize("pause", [0, 5])
 def test_a_state_takes_the_momentum_along(pause):
     calm = make_model()
     cycle(calm, GossipSGD(calm.parameters(), lr=0.1), 0, STEPS)
@@ -181,7 +181,7 @@ def test_a_state_takes_the_momentum_along(pause):
     assert same(calm, model)
 
 
-@pytest.mark.parametrize("pause", [0, 2, 5, 10])
+@pytest.mark.parametrize("pause", [0, 5])
 def test_a_checkpoint_takes_the_momentum_along(tmp_path, pause):
     calm = make_model()
     cycle(calm, GossipSGD(calm.parameters(), lr=0.1), 0, STEPS)
