@@ -28,7 +28,7 @@ def group():
         ({"catch_up": "yes", "late": 2}, "catch_up = 'yes'; give True or False"),
         (
             {"rule": klatsch.rules.make("decentlam", 0.1), "topology": tp.make("complete", 1, loss=0.1)},
-            "lost by now, and diverges",
+            "lost, late or silent by now, and diverges",
         ),
         ({"rule": klatsch.rules.make("decentlam", 0.1), "late": 2}, "decentlam on .*use d2 or dat-d2"),
     ],
