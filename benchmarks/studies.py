@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from klatsch.native import cores
-from klatsch.report import targets as paper
+from klatsch.report import installed as paper
 from klatsch.study import Store, execute, expand
 from klatsch.study.batches import Batch, pack, run_batch
 

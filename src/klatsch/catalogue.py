@@ -8,12 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent
-# What klatsch reproduce knows.
-TARGETS = (
-    *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "beyond", "averages", "schedules", "orders"),
-    *("local-steps", "channels", "images-channels", "stragglers", "language-rules", "language-links", "language-sizes"),
-    *("schedule-free", "slow-networks", "language", "table1", "table2"),
-)
 CHANNEL = (
     "NAME/8 of any topology, such as ring/8, or --set every=8, gossips in every 8th round only: local steps "
     "in between. --set late=7 gives a message 7 rounds to travel; --set wire=bfloat16 or wire=int8 sends fewer bytes. "
@@ -110,3 +104,6 @@ NETWORKS = _keys("clock/network.py", "NETWORKS")
 # The functions of which families are made, by their text: to parse so long a file would delay every command.
 _families = (ROOT / "topology" / "families.py").read_text().partition("\nFAMILIES")[2].partition("\n}\n")[0]
 TOPOLOGIES = tuple(re.findall(r"\bFamily\((?: *#.*)?\s*(\w+)", _families))
+# What klatsch reproduce knows: installed studies, several of them at once, and tables.
+STUDIES = tuple(sorted(file.stem for file in (ROOT / "studies").glob("*.toml")))
+TARGETS = (*STUDIES, *_keys("report/installed.py", "GROUPS"), *_keys("report/tables.py", "TABLES"))

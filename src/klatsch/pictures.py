@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from klatsch import files
 
 if TYPE_CHECKING:  # drawing libraries are loaded only to draw
+    import numpy as np
     from matplotlib.figure import Figure
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, NDArray
 
 FORMATS = (".svg", ".png", ".pdf")
 PARTS = {"all nodes": (0, 100), "middle half": (25, 75)}  # of the nodes, in percent
@@ -60,4 +61,23 @@ def spread(steps: Sequence[int], values: ArrayLike, label: str = "") -> Figure:
     axes.plot(steps, np.median(values, axis=1), color="C0", label="median")
     axes.set(xlabel="round", ylabel=label, xscale="log", yscale="log" if (values > 0).all() else "linear")
     axes.legend()
+    return figure
+
+
+def classes_of_nodes(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> Figure:
+    """A bar per node, made of its classes; counts are (nodes, classes)."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    nodes, few = range(len(counts)), len(counts) <= 24
+    figure = Figure(figsize=(7.5, 1.6 + (0.26 if few else 0.14) * len(counts)), layout="constrained")
+    axis, ends = figure.subplots(), counts.cumsum(axis=1)
+    for k, name in enumerate(classes):
+        colour, left = colormaps["tab10"](k % 10), ends[:, k] - counts[:, k]
+        axis.barh(nodes, counts[:, k], left=left, height=0.72, color=colour, label=name)
+    axis.set_yticks(nodes, [str(node) for node in nodes], fontsize=8 if few else 5)
+    axis.set(xlim=(0, float(ends.max())), ylim=(len(counts) - 0.5, -0.5), xlabel="images", ylabel="node")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(title, fontsize=10)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     return figure

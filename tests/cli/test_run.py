@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from dataclasses import replace
 from io import StringIO
 
 import numpy as np
@@ -13,8 +14,9 @@ import klatsch
 from klatsch import pictures, problems, rules
 from klatsch import topology as tp
 from klatsch.cli import terminal
-from klatsch.report import demo, figures
-from klatsch.study import Row, parse, run_study, workers
+from klatsch.report import figures, installed
+from klatsch.report.pages import Script
+from klatsch.study import Row, expand, parse, run_study, workers
 from tests.support.pictures import check_picture
 from tests.support.waiting import HANG, wait_until
 
@@ -201,69 +203,69 @@ def test_a_mistake_is_one_line_and_exit_code_2(case, run_cli):
     assert words in err
 
 
-@pytest.fixture(scope="module")
-def small_demo(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("demo")
-    return demo.demo(demo.study(steps=100, seeds=1), folder), folder
+def small_demo(patch):
+    """The demo with two rules: dsgd, and dat-d2, which a changing graph leaves out."""
+    whole = installed.content_of
+    patch.setattr(installed, "content_of", lambda *names: (content := whole(*names)) | {"rules": content["rules"][::3]})
 
 
-@pytest.mark.slow
-def test_the_demo_runs_the_promised_grid_and_draws(small_demo):
-    found, folder = small_demo
-    assert {(row.rule, row.topology, row.nodes) for row in found.rows} == {
+def test_the_demo_runs_the_promised_grid():
+    study = installed.study_of("demo", "quick")
+    cases, left_out = expand(study)
+    assert {(case.label, case.topology, case.nodes) for case in cases} == {
         (rule, topology, nodes)
         for rule in ("dsgd", "dat", "dat (beta 0.9)", "dat-d2 (beta 0.9)", "dat-gt (beta 0.9)", "gt (cosine)")
         for topology in ("ring", "torus", "one_peer_exponential")
         for nodes in (4, 9, 25)
         if (rule, topology) != ("dat-d2 (beta 0.9)", "one_peer_exponential")
     }
-    assert all("symmetric" in reason for _, reason in found.left_out)
-    assert not any("any_graph" in reason for _, reason in found.left_out)  # which the demo does not have
-    assert {path.name for path in folder.iterdir()} == {"klatsch-demo.png", "klatsch-demo.svg"}
-    for path in found.files:
-        check_picture(path)
+    assert all("symmetric" in reason for _, reason in left_out)
 
 
-def row(rule, topology, nodes, error, steps=demo.ROUNDS):
+def row(rule, topology, nodes, error, steps=10_000):
     curves = np.full((1, 1, 1), error)
     return Row(rule, topology, nodes, lrs=(0.1,), steps=(steps,), curves=curves, consensus=curves, seconds=0.0)
 
 
-def test_the_demos_sentence_tells_the_numbers():
+def test_the_demos_sentences_tell_the_numbers():
+    study = installed.study_of("demo", "full")
+    script = Script.of(study, expand(study)[0])
     rows = [
         *(row("dsgd", "ring", n, e) for n, e in ((4, 1e-4), (9, 7.0), (49, 0.0171))),
-        *(row("dat", "ring", n, e) for n, e in ((4, 3e-5), (9, 7.0), (49, 3.1e-5))),
+        *(row("dat", "ring", n, e) for n, e in ((4, 3e-5), (9, 2e-5), (49, 1e-5))),
         *(row("d2", "ring", n, e) for n, e in ((4, 3e-5), (49, np.inf))),
-        *(row("dsgd", "torus", n, e) for n, e in ((4, 8e-4), (49, 4e-4))),
-        *(row("dat", "torus", n, e) for n, e in ((4, 4.4e-4), (49, 1e-5))),
     ]
-    assert demo.sentence(rows).splitlines() == [
-        "From 4 to 49 machines, the error of",
-        "  dsgd grows 170-fold on ring, falls to 1/2 on torus",
-        "  dat stays on ring, falls to 1/44 on torus",
-        "  d2 diverges on ring",
-        "At 49 machines the best rule is dat on ring (dsgd's error is 550 times as large), dat on torus (dsgd's error "
-        "is 40 times as large).",
-    ]
-    short = [row("dsgd", "ring", n, 1e-4, steps=400) for n in (4, 49)]
-    assert demo.sentence(short).splitlines()[-1].startswith("400 rounds are too few for large rings")
+    told = {verdict.claim: (verdict.word, verdict.figures[0]) for verdict in script.verdicts(rows)}
+    assert told.pop("dsgd improves up to 49 machines on every graph") == (
+        "does not hold",
+        "no, 4: 0.0001, 9: 7, 49: 0.0171",
+    )
+    assert told.pop("dat improves up to 49 machines on every graph")[0] == "holds"
+    assert told.pop("d2 improves up to 49 machines on every graph")[0] == "not decided"
+    ((word, text),) = told.values()
+    assert (word, text[:15]) == ("holds", "yes, in 3 of 3:")
+    assert "ring, M = 49: dat on ring 1e-05 against dsgd on ring 0.0171, 0.000585 times" in text
+    short = [replace(r, steps=(400,)) for r in rows]
+    assert {verdict.figures[0] for verdict in script.verdicts(short)} == {"needs 10,000 rounds, these are 400"}
 
 
 @pytest.mark.slow
 def test_the_same_figure_is_the_same_file(tmp_path):
     for kind in ("svg", "png", "pdf"):
         for name in ("a", "b"):
-            figure = figures.error_against_nodes([row("dat", "ring", n, 1 / n) for n in (4, 9)], "title")
+            figure = figures.plot([row("dat", "ring", n, 1 / n) for n in (4, 9)], "nodes", "title")
             pictures.save(figure, tmp_path / f"{name}.{kind}")
         assert (tmp_path / f"a.{kind}").read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
 
 
 @pytest.mark.slow
 def test_the_demo_on_the_command_line(run_cli, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "RULES", demo.RULES[::3])  # dsgd, and dat-d2, which a changing graph leaves out
+    small_demo(monkeypatch)
     code, out, err = run_cli("demo", "--steps", 60, "--seeds", 1, "--out", tmp_path)
     assert (code, err) == (0, "")
-    assert "klatsch-demo.png" in out
+    assert "not decided: dsgd improves up to 25 machines" in out
+    for suffix in (".png", ".svg"):
+        check_picture(tmp_path / f"klatsch-demo{suffix}")
     assert "--" not in out  # it names no option that it does not have
     code, _, err = run_cli("demo", "--out", tmp_path / "nowhere")
     assert code == 2

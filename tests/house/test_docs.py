@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from klatsch import optim
-from klatsch.report import demo
 from klatsch.study import expand, load
+from tests.cli.test_run import small_demo
 from tests.support.machine import DATA
 from tests.support.on_ranks import assert_same_as_in
 
@@ -72,7 +72,7 @@ def test_the_optimizers_have_the_defaults_that_are_shown():
 @pytest.mark.parametrize("path, commands", COMMANDS, ids=[f"{path.name}-{block[0]}" for path, block in COMMANDS])
 def test_commands_work(path, commands, run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("klatsch.report.demo.RULES", demo.RULES[::3])  # the whole grid is tested elsewhere
+    small_demo(monkeypatch)  # the whole grid is tested elsewhere
     if any(command.startswith("data ") for command in commands):
         if not DATA.is_dir():
             pytest.skip("name the folder with Fashion-MNIST in $KLATSCH_DATA")

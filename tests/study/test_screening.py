@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from klatsch.report.report import page_of
+from klatsch.report.pages import page_of
 from klatsch.study import parse, run_study
 from klatsch.study.cases import expand
 from klatsch.study.store import Origin, Store

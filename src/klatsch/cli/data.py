@@ -61,7 +61,6 @@ def show(
 
     from klatsch import pictures, problems
     from klatsch.problems import FashionMNIST, fashion_mnist
-    from klatsch.report.figures import classes_of_nodes
 
     if draw is not None:
         pictures.check_path(draw)
@@ -71,7 +70,7 @@ def show(
     counts = np.stack([np.bincount(labels[shard], minlength=len(classes)) for shard in shards])
     title = f"Fashion-MNIST over {nodes} nodes, alpha = {alpha:g}, seed {seed}: {shards.shape[1]:,} images each"
     if draw is not None:
-        pictures.save(classes_of_nodes(counts, classes, title), draw, dpi=160)
+        pictures.save(pictures.classes_of_nodes(counts, classes, title), draw, dpi=160)
     if as_json:
         return print_json({"classes": list(classes), "counts": counts.tolist()})
     lines = [

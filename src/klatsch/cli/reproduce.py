@@ -1,4 +1,4 @@
-"""`klatsch reproduce`: the paper's figures and tables, with verdicts on what the paper says about them."""
+"""`klatsch reproduce`: the studies that come with klatsch, with verdicts on what is said about them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
 from klatsch import catalogue
 from klatsch.cli import narration, terminal
 from klatsch.cli.app import command
 from klatsch.cli.data import use_folder
+from klatsch.cli.rows import print_verdicts
 from klatsch.cli.run import Crew
 from klatsch.cli.terminal import AsJson, option, print_json, text
 
 if TYPE_CHECKING:
     from klatsch.report.pages import Page
     from klatsch.study.spec import Study
-
-COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
 
 
 @command(
@@ -47,60 +45,53 @@ def reproduce(
     of: Annotated[str, text("What to show: mean (of the nodes), merged (model) or worst (node).")] = "mean",
     as_json: AsJson = False,
 ) -> None:
-    """Reproduce a figure or table of the paper."""
+    """Reproduce a figure or table of the paper, or a study of ours."""
     from klatsch.arguments import named
     from klatsch.report import pages
-    from klatsch.report.targets import GROUPS, SCALES, TABLES, TARGETS, study_of
+    from klatsch.report.installed import GROUPS, study_of
+    from klatsch.report.tables import TABLES
     from klatsch.study.choices import BESIDE
 
-    named("target", target, dict.fromkeys((*TARGETS, *GROUPS, *TABLES)))
-    named("scale", scale, SCALES)
+    named("target", target, dict.fromkeys(catalogue.TARGETS))
     named("--of", of, dict.fromkeys(("mean", *BESIDE)))
+    parts = GROUPS.get(target, (target,))
+    if target in TABLES and (epochs is not None or crew.data is not None or of != "mean"):
+        raise ValueError(f"{target} trains nothing; leave --epochs, --data and --of out")
+    if len(parts) > 1 and (epochs is not None or dtype is not None):
+        raise ValueError(f"{target} is {', '.join(parts)}; leave --epochs and --dtype out, or give one of these")
+    use_folder(crew.data)
     if target in TABLES:
-        if epochs is not None or crew.data is not None or of != "mean":
-            raise ValueError(f"{target} trains nothing; leave --epochs, --data and --of out")
         _make_folder(out)
-        found = [(TABLES[target](), 0.0)]
+        made = [(TABLES[target](), 0.0)]
     else:
-        parts = GROUPS.get(target, (target,))
-        if len(parts) > 1 and (epochs is not None or dtype is not None):
-            raise ValueError(f"{target} is {', '.join(parts)}; leave --epochs and --dtype out, or give one of these")
-        use_folder(crew.data)
         studies = [study_of(part, scale, crew.device or "cpu", dtype, epochs) for part in parts]
-        found = [_run(*pair, scale, crew, out, of) for pair in zip(parts, studies, strict=True)]
-    written = [(page, seconds, pages.write(page, out)) for page, seconds in found]
+        made = [_run(study, crew, out, None if of == "mean" else of) for study in studies]
+    written = [(page, seconds, pages.write(page, out)) for page, seconds in made]
     if as_json:
         content = [_plain(page, files) for page, _, files in written]
         return print_json(content[0] if len(content) == 1 else {"pages": content})
     for page, seconds, files in written:
-        _print(page, files, seconds, with_table=target in TABLES)  # those of figures are long
+        _print(page, files, seconds, with_table=target in TABLES)  # those of studies are long
 
 
-def _run(target: str, study: Study, scale: str, crew: Crew, out: Path, of: str) -> tuple[Page, float]:
+def _run(study: Study, crew: Crew, out: Path, showing: str | None) -> tuple[Page, float]:
     """Run what the store lacks of a study; its page, and the seconds that it took."""
-    from klatsch.report.report import page_of
+    from klatsch.report.pages import page_of
     from klatsch.study.cases import expand
     from klatsch.study.execute import run_study
     from klatsch.study.store import Origin, Store
 
-    executor = crew.executor(study.device)
-    expanded = expand(study)
+    executor, expanded = crew.executor(study.device), expand(study)
     place = out / "results.sqlite" if crew.store is None else crew.store
     new = crew.store is None and not out.is_dir()  # then there is nothing to look at yet
     with Store(":memory:" if new else place) as opened:
         crew.check(study, expanded[0], opened)
     _make_folder(out)
     with Store(place) as opened:
-        origin = Origin(terminal.command_line(), target, scale)
+        origin = Origin(terminal.command_line())
         with narration.shown() as told, narration.interruptible(opened):
-            found = run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
-        return page_of(found.remembered, opened, None if of == "mean" else of), found.progress.seconds
-
-
-def _plain(page: Page, files: list[Path]) -> dict[str, object]:
-    parts = asdict(replace(page, figures=()))  # which are in the files
-    kept = ("title", "facts", "verdicts", "notes", "header", "table")
-    return {name: parts[name] for name in kept} | {"files": [str(file) for file in files]}
+            done = run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
+        return page_of(done.remembered, opened, showing), done.progress.seconds
 
 
 def _make_folder(folder: Path) -> None:
@@ -108,6 +99,12 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot make the folder {folder}: {error.strerror}; choose another with --out") from None
+
+
+def _plain(page: Page, files: list[Path]) -> dict[str, object]:
+    parts = asdict(replace(page, figures=()))  # which are in the files
+    kept = ("title", "facts", "verdicts", "notes", "header", "table")
+    return {name: parts[name] for name in kept} | {"files": [str(file) for file in files]}
 
 
 def _print(page: Page, files: list[Path], seconds: float, with_table: bool) -> None:
@@ -118,10 +115,7 @@ def _print(page: Page, files: list[Path], seconds: float, with_table: bool) -> N
         lines = [dict(zip(page.header, line, strict=True)) for line in page.table]
         if terminal.print_table("", lines, expendable=page.header[-1:]) != list(page.header):
             terminal.note(terminal.WIDER)
-    for verdict in page.verdicts:
-        terminal.console().print(Text.assemble((verdict.word, COLOURS[verdict.word]), f": {verdict.claim}"))
-        for line in verdict.figures:
-            terminal.note(f"    {line}")
+    print_verdicts(page.verdicts)
     for note in page.notes:
         terminal.note(f"note: {note}")
     if seconds:

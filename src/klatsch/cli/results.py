@@ -144,7 +144,7 @@ def report(
     title: Annotated[str | None, text("Its title.", metavar="TEXT")] = None,
 ) -> None:
     """Write everything that STORE holds as one self-contained HTML page."""
-    from klatsch.report.report import report as write_report
+    from klatsch.report.pages import report as write_report
     from klatsch.study.store import Store
 
     clock = timing.clock()

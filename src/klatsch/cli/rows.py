@@ -7,13 +7,17 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from klatsch.cli import terminal
 
 if TYPE_CHECKING:
+    from klatsch.report.sentences import Verdict
     from klatsch.study.cases import Case, LeftOut
     from klatsch.study.choices import Row
     from klatsch.study.traffic import Exchange
 
+COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
 EXPENDABLE = ("Gamma", "worst", "merged", "to", "from", "nodes")  # what a narrow terminal loses first
 
 
@@ -44,6 +48,14 @@ def print_rows(
         terminal.note(f"left out at {sizes} nodes: {reason}")
     if native.why_not() is not None and device == "cpu":
         terminal.note(f"slower than it could be: {native.why_not()}")
+
+
+def print_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """Print sentences, whether they hold, and the numbers that decide."""
+    for verdict in verdicts:
+        terminal.console().print(Text.assemble((verdict.word, COLOURS[verdict.word]), f": {verdict.claim}"))
+        for line in verdict.figures:
+            terminal.note(f"    {line}")
 
 
 def _lines(rows: Sequence[Row], clocked: bool) -> list[dict[str, str]]:

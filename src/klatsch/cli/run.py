@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,7 @@ from klatsch import catalogue
 from klatsch.cli import narration, terminal
 from klatsch.cli.app import Settings, Timing, check_known, command, parameters_of, setting, split, typed
 from klatsch.cli.data import use_folder
-from klatsch.cli.rows import plain, print_rows
+from klatsch.cli.rows import plain, print_rows, print_verdicts
 from klatsch.cli.terminal import AsJson, Data, option, print_json, text, words
 
 if TYPE_CHECKING:
@@ -153,6 +152,7 @@ def run(
     """Run a study: FILE is a TOML file, or the options name rules, topologies and a grid to compare."""
     from klatsch import pictures
     from klatsch.report import figures
+    from klatsch.report.pages import Script
     from klatsch.study import spec
     from klatsch.study.cases import expand
     from klatsch.study.choices import timed
@@ -168,6 +168,7 @@ def run(
     study = study if crew.device is None else study.model_copy(update={"device": crew.device})
     try:
         expanded = expand(study)
+        script = Script.of(study, expanded[0])
     except ValueError as refusal:
         raise ValueError(f"{file}: {refusal}" if file is not None else str(refusal)) from None
     if plot is not None:
@@ -182,10 +183,14 @@ def run(
         with narration.interruptible(opened):
             found = run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
     rows = timed(found.rows, clock)
+    verdicts = script.verdicts(found.rows)
     if as_json:
-        print_json({"rows": [plain(row) for row in rows], "left_out": [i._asdict() for i in found.left_out]})
+        said = {"verdicts": [asdict(verdict) for verdict in verdicts]} if verdicts else {}
+        left_out = [item._asdict() for item in found.left_out]
+        print_json({"rows": [plain(row) for row in rows], "left_out": left_out, **said})
     else:
         print_rows(rows, found.left_out, title_of(study), study.device, clocked=clock is not None)
+        print_verdicts(verdicts)
         if place is None:
             terminal.note("the results are not kept; --store results.sqlite keeps them")
         else:
@@ -207,15 +212,29 @@ def demo(
     full: Annotated[bool, typer.Option("--full", help="Up to 49 machines, as in README: minutes.")] = False,
 ) -> None:
     """DAT-SGD against D-SGD and others on three graphs: how many machines help? In a minute."""
-    from klatsch.report import demo as demos
+    from klatsch import pictures
+    from klatsch.report.installed import content_of
+    from klatsch.report.pages import Script
+    from klatsch.study import spec, workers
+    from klatsch.study.cases import expand
+    from klatsch.study.execute import run_study
 
-    study = demos.study(steps, seeds, full)
+    changes = {name: value for name, value in (("steps", steps), ("seeds", seeds)) if value is not None}
+    study = spec.parse(content_of("demo", "full" if full else "quick") | changes)
+    files = [out / f"klatsch-demo{suffix}" for suffix in (".png", ".svg")]
+    for file in files:
+        pictures.check_path(file)
+    cases, left_out = expand(study)
     with narration.shown() as told:
-        found = demos.demo(study, out, told)
-    print_rows(found.rows, found.left_out, title_of(study))
-    for line in found.sentence.splitlines():
-        print(terminal.wrapped(line, sys.stdout))
-    print(f"drawn to {' and '.join(str(file) for file in found.files)}")
+        rows = run_study(study, executor=workers.threads, told=told, expanded=(cases, left_out)).rows
+    script = Script.of(study, cases)
+    # The remedies that follow a reason are options of klatsch run, which the demo does not have.
+    print_rows(rows, [item._replace(reason=item.reason.partition(";")[0]) for item in left_out], title_of(study))
+    print_verdicts(script.verdicts(rows))
+    ((_, figure),) = script.drawn(rows, study.name, title_of(study))
+    for file in files:
+        pictures.save(figure, file, dpi=160)
+    print(f"drawn to {' and '.join(map(str, files))}")
 
 
 def title_of(study: Study) -> str:

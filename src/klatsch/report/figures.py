@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from klatsch import rules
 from klatsch.arguments import named, there_are
-from klatsch.report.claims import at_its_best, family
+from klatsch.clock import Clock
+from klatsch.report import selection
+from klatsch.report.selection import Selections, best_of, distinct, grouped, in_words, options_of, selected
+from klatsch.report.sentences import factor, is_behind
 from klatsch.study.choices import Row
+from klatsch.study.spec import Options
 from klatsch.study.traffic import sent_by
-from klatsch.topology.families import split
-from klatsch.units import compact
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,51 +29,69 @@ if TYPE_CHECKING:
 OKABE_ITO = ("#0072B2", "#D55E00", "#999999", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#009E73", "#F0E442")
 TOL = ("#882255", "#AA4499", "#332288", "#44AA99", "#117733", "#999933", "#CC6677", "#661100", "#6699CC")
 COLOURS = (*OKABE_ITO, *TOL)
-GRAPH_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX*h<>pdH8x+1"
+OTHER_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS, REFERENCES = "osD^vPX*h<>pdH8x+1", "*PXdhv^<>"
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 MOST_PANELS = 100
+NAMES = 2  # that fit into a cell
 VALUE = "value: "  # an id that starts with this is a tooltip in the report
-
-ERROR = r"$\frac{1}{M}\sum_i \|x_T^i - x^*\|^2$"
-SYMBOLS = {"noise": r"$\sigma$", "heterogeneity": r"$\zeta$"}
-
-Style = dict[str, Any]  # how matplotlib draws a line
-Text = Callable[[Row], str]
-Look = Callable[[Row], Style]
-Value = TypeVar("Value")
+ERROR = r"error  $\frac{1}{M}\sum_i \|x_%s^i - x^*\|^2$"
+SYMBOLS = {"noise": r"$\sigma$ = %g", "heterogeneity": r"$\zeta$ = %g", "alpha": "alpha = %g", "nodes": "%d machines"}
+UNITS = {"nodes": "machines M", "rounds": "rounds t", "seconds": "seconds", "bytes": "MB sent per node"}
+PARTS = ("rule", "options", "topology", "graph")  # by which a panel has no references of its own
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Rows with one caption share a panel, rows with one label are a line; all panels show the same quantity."""
+class Drawing(selection.Words):
+    """A figure of a study.
 
-    quantity: str
-    caption: Text
-    label: Text
-    look: Look
-    wide: int  # panels side by side
-    legends: bool = False  # one in every panel, not one for all
+    Args:
+        name: what is added to the study's name for its file; nothing for the first.
+        across: "nodes", "rounds" (or epochs), "bytes" or "seconds"; "rules": final values, the best rule on top;
+            "best": a table of the best rules at each point.
+        final: whether final values are shown against the bytes or seconds of the whole run, instead of courses.
+        where: the rows that are shown.
+        panels: options that differ between panels.
+        lines: options that differ between lines: the first decides the colour, the others the kind of line.
+        marker: an option that decides the marker.
+        reference: rows that stand in every panel, in black, such as those with an all-reduce.
+        clock: the name of a clock of the study, for seconds; "all" for panels with each.
+        first_done: whether learning rates are chosen for when the first run of a panel is done.
+        wide: panels side by side; by default those of the last option of `panels`.
+        below: what lies further below the best accuracy is not shown.
+    """
 
+    name: str = ""
+    across: Literal["nodes", "rounds", "seconds", "bytes", "rules", "best"] = "rounds"
+    final: bool = False
+    where: Selections = ({},)
+    panels: tuple[str, ...] | None = None
+    lines: tuple[str, ...] = ()
+    marker: str = ""
+    reference: Selections = ()
+    clock: str = ""
+    first_done: bool = False
+    wide: int | None = None
+    below: float = 1.0
 
-@dataclass(frozen=True)
-class Dress:
-    """Colours and labels of one's own, by the names of rules."""
+    def check_names(self, place: str, known: Mapping[str, None], clocks: Mapping[str, Clock]) -> None:
+        """Refuse options that no run has, and a clock that the study does not have."""
+        names = {name for table in (*self.where, *self.reference) for name in table}
+        selection.check_names(place, (names | {*(self.panels or ()), *self.lines, self.marker}) - {""}, known)
+        if self.clock not in ("", "all"):
+            selection.check_names(place, [self.clock], clocks, "clock")
 
-    colours: Mapping[str, str] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    def __call__(self, layout: Layout) -> Layout:
-        def look(row: Row) -> Style:
-            return layout.look(row) | ({"color": self.colours[row.rule]} if row.rule in self.colours else {})
-
-        def label(row: Row) -> str:
-            return layout.label(replace(row, rule=self.labels.get(row.rule, row.rule)))
-
-        return replace(layout, look=look, label=label)
-
-
-PLAIN = Dress()
+    def draw(self, rows: Sequence[Row], title: str, clocks: Mapping[str, Clock]) -> Figure:
+        """The figure; of all rows where it selects none, as in a study that is not finished."""
+        rows = selected(rows, self.where) or list(rows)
+        if self.clock:
+            chosen = clocks if self.clock == "all" else {self.clock: clocks[self.clock]}
+            rows = [row for name, clock in chosen.items() for row in selection.timed(rows, name, clock)]
+        if self.first_done:
+            panels = grouped(rows, lambda row: row.setting_text).values()
+            rows = [selection.chosen_for(row, selection.first_done(mine))[0] for mine in panels for row in mine]
+        if self.across in ("rules", "best"):
+            return (_dots if self.across == "rules" else _cells)(rows, title)
+        return plot(rows, self.across, title, drawing=self)
 
 
 def plot(
@@ -81,18 +99,20 @@ def plot(
     across: str = "rounds",
     title: str = "",
     *,
+    drawing: Drawing | None = None,
     order: Sequence[str] | None = None,
     colours: Mapping[str, str] = MappingProxyType({}),
     labels: Mapping[str, str] = MappingProxyType({}),
     size: tuple[float, float] | None = None,
     style: str | Path | None = None,
 ) -> Figure:
-    """A figure of rows with a look of your own: the matplotlib figure, to change and save.
+    """A figure of rows: the matplotlib figure, to change and save.
 
     Args:
         rows: of `study.run_study` or `study.summarize`.
         across: "nodes" (final values), "rounds", "seconds" (of rows of `study.timed`) or "bytes".
         title: above it.
+        drawing: what panels and lines are.
         order: names of rules as the rows have them, first to last; others are left out.
         colours: by name of a rule; those of klatsch for others.
         labels: what to call rules, by name.
@@ -102,7 +122,7 @@ def plot(
     import matplotlib
     from matplotlib import style as styles
 
-    named("axis", across, dict.fromkeys(("nodes", "rounds", "seconds", "bytes")))
+    named("axis", across, UNITS)
     known = distinct(rows, lambda row: row.rule)
     for name in (*(order or ()), *colours, *labels):
         if name not in known:
@@ -111,6 +131,10 @@ def plot(
         rows = sorted((row for row in rows if row.rule in order), key=lambda row: list(order).index(row.rule))
     if not rows:
         raise ValueError("there are no rows to draw; run the study first")
+    rows = [row for row in rows if len(_course(row, across)[0])]
+    if not rows:
+        raise ValueError(f"of no run the {across} are known; show rounds")
+    drawing = drawing or Drawing()
     with matplotlib.rc_context():
         if style is not None:
             try:
@@ -119,216 +143,255 @@ def plot(
                 raise ValueError(f"style {style}: {str(error).splitlines()[0]}; give an .mplstyle file") from None
             if tuple(matplotlib.rcParams["figure.figsize"]) != tuple(matplotlib.rcParamsDefault["figure.figsize"]):
                 size = size or tuple(matplotlib.rcParams["figure.figsize"])
-        dress = Dress(colours, labels)
-        if across == "nodes":
-            figure = error_against_nodes(rows, title, dress=dress)
-        else:
-            figure = error_against_rounds(rows, title, across=across, dress=dress)
+        figure = _lines(rows, across, title, drawing, colours, labels)
     if size is not None:
         figure.set_size_inches(*size)
     return figure
 
 
-def error_against_nodes(rows: Sequence[Row], title: str, together: bool = False, dress: Dress = PLAIN) -> Figure:
-    """The best final error against the number of machines: a panel per setting and topology, a line per rule.
-
-    With `together`, all topologies share the panels of their settings.
-    """
-    setting, shown = in_letters(rows), _quantity(rows[0], ERROR)
-    settings = distinct(rows, setting)
-    rows = sorted(rows, key=lambda row: settings.index(setting(row)))
-    if together:
-        layout = Layout(shown, setting, lambda row: f"{row.rule}, {row.topology}", _by_topology(rows), 2)
-        return _against_nodes(rows, title, layout)
-    wide = min(4, len({row.topology for row in rows}))
-    caption = in_letters(rows, lambda row: [row.topology])
-    return _against_nodes(rows, title, dress(Layout(shown, caption, lambda row: row.rule, by_rule(rows), wide)))
-
-
-def error_against_rounds(
-    rows: Sequence[Row], title: str, together: bool = False, across: str = "rounds", dress: Dress = PLAIN
+def _lines(
+    rows: Sequence[Row],
+    across: str,
+    title: str,
+    drawing: Drawing,
+    colours: Mapping[str, str],
+    labels: Mapping[str, str],
 ) -> Figure:
-    """The error round by round at the best learning rate: a panel per setting, topology and size, a line per rule.
-
-    With `together`, all sizes share the panels of their settings; `across` is "rounds", "seconds" or "bytes". What a
-    round costs differs between graphs, so these share a panel then.
-    """
-    setting, shown = in_letters(rows), _quantity(rows[0], ERROR.replace("_T", "_t"))
-    if together:
-        layout = Layout(shown, setting, lambda row: f"{row.rule}, M = {row.nodes}", _by_size(rows), 2)
-        return _against_rounds(rows, title, layout)
-    apart = across == "rounds"
-    caption = in_letters(rows, lambda row: [*([row.topology] if apart else []), f"{row.nodes} machines"])
-    wide = min(3, len(distinct(rows, caption)))
-
-    def label(row: Row) -> str:
-        return f"{row.rule}{'' if apart else f', {row.topology}'}, lr {row.lr:g}"
-
-    layout = Layout(shown, caption, label, by_rule(rows) if apart else _by_family(rows), wide, legends=True)
-    return _against_rounds(rows, title, dress(layout), across)
-
-
-def error_against_seconds(rows: Sequence[Row], title: str, wide: int) -> Figure:
-    """The error against seconds: a panel per setting, so many beside each other, a line per rule and graph."""
-    look = in_letters(rows), lambda row: f"{row.rule}, {row.topology}", _by_family(rows), wide
-    return _against_rounds(rows, title, Layout(_quantity(rows[0], ERROR.replace("_T", "_t")), *look), "seconds")
-
-
-def accuracy_against_epochs(rows: Sequence[Row], title: str) -> Figure:
-    """Figure 2: a row of panels per number of machines, a column per alpha; colours are rules, lines are graphs."""
-    layout = Layout(
-        _accuracy(rows[0]),
-        lambda row: f"{row.nodes} machines, {_alpha(row)}",
-        lambda row: _family_and_graph(row) + " (diverged)" * row.diverged,
-        _by_family(rows),
-        len(distinct(rows, _alpha)),
-    )
-    figure = _against_rounds(sorted(rows, key=lambda row: (row.nodes, row.setting["alpha"])), title, layout)
-    figure.axes[0].set_ylim(*limits([row.curve for row in rows]))  # which all panels share
+    """Panels with lines; a figure of one's own has courses whose legends tell the learning rates."""
+    per_graph = across in ("nodes", "rounds")  # seconds and bytes of a round differ between graphs, which share a panel
+    final, rates = drawing.final or across == "nodes", drawing.panels is None and across != "nodes"
+    look = Look(rows, drawing.lines or (("options",) if per_graph else ("options", "graph")), drawing, colours, labels)
+    names = drawing.panels
+    if names is None:
+        names = (*selection.varying(rows), *["nodes"] * (across != "nodes"), *["graph"] * per_graph)
+    figure, panels = _panelled(look.main, title, names, drawing.wide, "final " * final, "T" if final else "t")
+    for axis, place, mine in panels:
+        shared = {name: value for name, value in place.items() if name not in PARTS}
+        shown = [*mine, *selected(look.references, shared)]
+        if final:
+            _draw_finals(axis, shown, across, look)
+        else:
+            _draw_courses(axis, shown, across, look, rates)
+    if rows[0].largest:
+        least = max(0.0, max(row.value for row in rows) - drawing.below)
+        values = [np.array([row.low, row.high]) if final else row.curve for row in rows]
+        seen = [float(value) for each in values for value in each.flat if value > least]  # diverged ones fall below
+        figure.axes[0].set_ylim(max(0.0, min(seen, default=0.0) - 0.03), min(1.0, max(seen, default=1.0) + 0.02))
+    if not rates:
+        _legend(figure)
     return figure
 
 
-def accuracy_against_nodes(rows: Sequence[Row], title: str) -> Figure:
-    """Figure 3: the final accuracy against the number of machines, a panel per alpha."""
-    layout = Layout(_accuracy(rows[0]), _alpha, _family_and_graph, _by_family(rows), len(distinct(rows, _alpha)))
-    figure = _against_nodes(sorted(rows, key=lambda row: row.setting["alpha"]), title, layout)
-    figure.axes[0].set_ylim(*limits([np.array([row.low, row.high]) for row in rows]))
-    return figure
+class Look:
+    """What lines are called and how they look; a built-in rule has the same colour and marker in every figure."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        lines: Sequence[str] = ("options",),
+        drawing: Drawing | None = None,
+        colours: Mapping[str, str] = MappingProxyType({}),
+        labels: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        from matplotlib import colormaps
+
+        drawing = drawing or Drawing()
+        self.names, self.marker, self.colours, self.labels = lines, drawing.marker, colours, labels
+        self.references = selected(rows, drawing.reference)
+        self.black = {id(row): k for k, row in enumerate(self.references)}
+        self.main = [row for row in rows if id(row) not in self.black] or list(rows)
+        self.kinds, self.markers = distinct(self.main, self._kind), sorted(distinct(self.main, self._marker))
+        values, known = distinct(self.main, self._coloured), list(rules.RULES)
+        if lines[0] in ("rule", "options"):
+            self.table: Sequence[object] = COLOURS
+            free = (k for k in range(len(known) + len(values)) if k >= len(known) or known[k] not in values)
+            self.places = {value: known.index(value) if value in known else next(free) for value in values}
+        else:
+            shades = [colormaps["viridis_r"](0.15 + 0.85 * k / max(1, len(values) - 1)) for k in range(len(values))]
+            self.table = shades if lines[0] == "nodes" else OTHER_COLOURS
+            self.places = {value: k for k, value in enumerate(sorted(values) if lines[0] == "nodes" else values)}
+
+    def _coloured(self, row: Row) -> Any:
+        """What decides the colour."""
+        return row.rule.partition(" (")[0] if self.names[0] == "options" else options_of(row).get(self.names[0])
+
+    def _kind(self, row: Row) -> tuple[object, ...]:
+        """What decides the kind of line."""
+        variant = row.rule.partition(" (")[2] if self.names[0] == "options" else ""
+        return variant, *(options_of(row).get(name) for name in self.names[1:])
+
+    def _marker(self, row: Row) -> Any:
+        return options_of(row).get(self.marker, "")
+
+    def label(self, row: Row) -> str:
+        rule = self.labels.get(row.rule, row.rule)
+        if id(row) in self.black:
+            return f"{rule}, {row.topology}"
+        options = options_of(row) | {"options": rule}
+        return ", ".join(filter(None, (in_words(name, options.get(name)) for name in self.names)))
+
+    def style(self, row: Row) -> Options:
+        """How matplotlib draws its line."""
+        if (place := self.black.get(id(row))) is not None:
+            kind = DASHES[place % len(DASHES)]
+            return {"color": "black", "linestyle": kind, "marker": REFERENCES[place % len(REFERENCES)]}
+        place, line = self.places[self._coloured(row)], self.kinds.index(self._kind(row))
+        mark = self.markers.index(self._marker(row)) if self.marker else place + place // len(self.table)
+        colour = self.colours.get(row.rule, self.table[place % len(self.table)])
+        return {"color": colour, "linestyle": DASHES[line % len(DASHES)], "marker": MARKERS[mark % len(MARKERS)]}
 
 
-def accuracy_against_bytes(rows: Sequence[Row], title: str) -> Figure:
-    """The final accuracy against what a node sends: a panel per alpha, a line per rule and family of graphs.
-
-    Markers are the rounds H between two mixes. Each rule has its best options.
-    """
-    rows = sorted(at_its_best(rows), key=lambda row: (row.setting["alpha"], row.megabytes))
-    names, between = _places(rows), sorted({split(row.topology)[1] for row in rows})
-    graphs = sorted({split(row.topology)[0] for row in rows}, key=lambda graph: graph == "complete")  # dashed
-
-    def label(row: Row) -> str:
-        graph = split(row.topology)[0]
-        return f"{family(row)}, {'all-reduce' if graph == 'complete' else graph}"
-
-    def look(row: Row) -> Style:
-        return _style(names[_named(row)[0]], graphs.index(split(row.topology)[0])) | {"marker": ""}
-
-    layout = Layout(_accuracy(rows[0]), _alpha, label, look, len(distinct(rows, _alpha)))
-    figure, panels = panelled(rows, title, layout)
-    for axis, mine in panels:
-        for name in sorted(distinct(mine, label)):
-            line = [row for row in mine if label(row) == name]
-            ends = np.array([[row.value, row.low, row.high] for row in line]).T
-            line_of_seeds(axis, name, [row.megabytes for row in line], ends, look(line[0]))
-            for row in line:
-                style = look(row) | {"marker": MARKERS[between.index(split(row.topology)[1])]}
-                axis.plot([row.megabytes], [row.value], markersize=5, **style)
-                mark(axis, row, row.megabytes, row.final[:, row.best])
-        for k, H in enumerate(between):
-            axis.plot([], [], MARKERS[k], color="grey", markersize=5, label=f"H = {H}")
-        axis.set_xscale("log")
-        axis.set_xlabel("MB sent per node")
-    legend(figure)
-    figure.axes[0].set_ylim(*limits([np.array([row.low, row.high]) for row in rows]))
-    return figure
+def _draw_finals(axis: Axes, rows: Sequence[Row], across: str, look: Look) -> None:
+    """Final values against machines, or what a whole run costs; of rows with one label, graph and size, the best."""
+    for name, mine in grouped(rows, look.label).items():
+        line = [best_of(same) for same in grouped(mine, lambda row: (row.topology, row.nodes)).values()]
+        line.sort(key=lambda row: _course(row, across)[0][-1])
+        x = [_course(row, across)[0][-1] for row in line]
+        ends = np.array([[row.value, row.low, row.high] for row in line]).T
+        _band(axis, name, x, ends, look.style(line[0]) | ({"marker": ""} if look.marker and len(line) > 1 else {}))
+        for where, row in zip(x, line, strict=True):
+            if look.marker:
+                axis.plot([where], [row.value], markersize=5, **look.style(row))
+            _tooltip(axis, row, where, row.final[:, row.best])
+    for mark, value in zip(MARKERS, look.markers if look.marker else (), strict=False):
+        axis.plot([], [], mark, color="grey", markersize=5, label=in_words(look.marker, value))
+    axis.set_xscale("log")
+    axis.set_xlabel(UNITS[across])
+    if across == "nodes":
+        sizes = sorted({row.nodes for row in look.main})
+        axis.set_xticks(sizes, [str(M) for M in sizes], fontsize=10 if len(sizes) < 8 else 7.5)
+        axis.minorticks_off()
 
 
-def accuracy_of_schedules(rows: Sequence[Row], title: str) -> Figure:
-    """The accuracy over the epochs: panels as in figure 2; a line per rule and graph, black with an all-reduce."""
-    look = by_rule(rows)
-
-    def at_server(row: Row) -> bool:
-        return row.topology == "complete"
-
-    layout = Layout(
-        _accuracy(rows[0]),
-        lambda row: f"{row.nodes} machines, {_alpha(row)}",
-        lambda row: f"{row.rule}, {'all-reduce' if at_server(row) else row.topology}",
-        lambda row: look(row) | ({"color": "black"} if at_server(row) else {}),
-        len(distinct(rows, _alpha)),
-    )
-    figure = _against_rounds(sorted(rows, key=lambda row: (row.nodes, row.setting["alpha"])), title, layout)
-    figure.axes[0].set_ylim(*limits([row.curve for row in rows]))
-    return figure
+def _draw_courses(axis: Axes, rows: Sequence[Row], across: str, look: Look, rates: bool) -> None:
+    """Values while nodes train."""
+    unit = _course(rows[0], across)[1]
+    for row in rows:
+        x, _ = _course(row, across)
+        spread = np.stack((row.curve.mean(0), row.curve.min(0), row.curve.max(0)))
+        _band(axis, f"{look.label(row)}{f', lr {row.lr:g}' * rates}", x, spread, look.style(row) | {"marker": ""})
+        for k in range(len(row.steps) - 1, -1, -3 if unit == "epochs" else -6):  # points with a tooltip
+            after = f"{row.steps[k]:,} rounds" if unit == UNITS["rounds"] else f"{x[k]:.3g} {unit}"
+            _tooltip(axis, row, x[k], row.curve[:, k], f" after {after}")
+    axis.set_xscale("linear" if unit == "epochs" else "log")
+    axis.set_xlabel(unit)
+    if rates:
+        axis.legend(loc="best", frameon=False, fontsize="small")
 
 
-def final_of_rules(rows: Sequence[Row], title: str) -> Figure:
+def _course(row: Row, across: str) -> tuple[Sequence[float], str]:
+    """Where the points of a row lie, and what the axis is called."""
+    if across == "rounds" and row.epochs is not None:
+        return [row.epochs * step / row.steps[-1] for step in row.steps], "epochs"
+    x: Sequence[float] = row.steps if across == "rounds" else [row.nodes]
+    if across == "seconds":
+        x = row.elapsed or ()
+    elif across == "bytes":
+        x = [] if row.case is None or row.sent is None else [sent_by(row.case, t, row.megabytes) for t in row.steps]
+    return x, UNITS[across]
+
+
+def _dots(rows: Sequence[Row], title: str) -> Figure:
     """Final values, the best rule on top: mean of nodes with the range of its seeds, merged model, worst node."""
-    from matplotlib import figure as figures
 
     def label(row: Row) -> str:
         return row.rule if row.topology == rows[0].topology else f"{row.rule}, {row.topology}"
 
-    places = sorted({(row.nodes, row.setting["alpha"]) for row in rows})
-    means = {name: np.mean([row.value for row in rows if label(row) == name]) for name in distinct(rows, label)}
+    means = {name: np.mean([row.value for row in mine]) for name, mine in grouped(rows, label).items()}
     order = sorted(means, key=lambda name: means[name], reverse=not rows[0].largest)
-    wide = len(distinct(rows, _alpha))
-    high = -(-len(places) // wide)
-    size = 2.6 + 3.0 * wide, 1.4 + (0.7 + 0.17 * len(order)) * high
-    figure = figures.Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(high, wide, sharex="col", sharey=True, squeeze=False).flatten()
-    for axis, (nodes, alpha) in zip(axes, places, strict=False):
-        mine = [row for row in rows if (row.nodes, row.setting["alpha"]) == (nodes, alpha) and not row.diverged]
+    names = ["nodes", *selection.varying(rows)]
+    figure, panels = _panelled(rows, title, names, None, "", "T", 0.7 + 0.17 * len(order))
+    for axis, _, here in panels:
+        mine = [row for row in here if not row.diverged]
         y = [order.index(label(row)) for row in mine]
-        axis.hlines(y, [row.low for row in mine], [row.high for row in mine], color="#0072B2", linewidth=1.2)
+        blue, orange, green, *_ = OTHER_COLOURS
+        axis.hlines(y, [row.low for row in mine], [row.high for row in mine], color=blue, linewidth=1.2)
         for text, marker, colour, values in (
-            ("worst node", "v", "#D55E00", [row.beside("worst") for row in mine]),
-            ("merged model", "^", "#009E73", [row.beside("merged") for row in mine]),
-            ("mean of nodes", "o", "#0072B2", [row.value for row in mine]),
+            ("worst node", "v", orange, [row.beside("worst") for row in mine]),
+            ("merged model", "^", green, [row.beside("merged") for row in mine]),
+            ("mean of nodes", "o", blue, [row.value for row in mine]),
         ):
             axis.plot(values, y, marker, color=colour, markersize=3.5, label=text)
         for place, row in zip(y, mine, strict=True):
-            mark(axis, row, row.value, row.final[:, row.best], at=place)
+            _tooltip(axis, row, row.value, row.final[:, row.best], at=place)
+        axis.set(yscale="linear", xlabel=_quantity(rows[0], "T"), ylabel="")
         axis.set_yticks(range(len(order)), map(literal, order), fontsize=7)
         axis.margins(y=0.6 / len(order))
-        axis.grid(alpha=0.25, linewidth=0.5)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_title(f"{nodes} machines, alpha = {alpha:g}", fontsize=10)
-    for axis in axes[len(places) :]:
-        axis.remove()
-    for axis in axes[-wide:]:
-        axis.set_xlabel("test accuracy" if rows[0].largest else quantity(rows[0]))
-    figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=10)
-    legend(figure)
+    _legend(figure)
     return figure
 
 
-def classes_of_nodes(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> Figure:
-    """A bar per node, made of its classes; counts are (nodes, classes)."""
-    from matplotlib import colormaps
+def _cells(rows: Sequence[Row], title: str) -> Figure:
+    """A table of the best rules in their colours: of all, and of those without decay."""
     from matplotlib import figure as figures
 
-    nodes, few = np.arange(len(counts)), len(counts) <= 24
-    figure = figures.Figure(figsize=(7.5, 1.6 + (0.26 if few else 0.14) * len(counts)), layout="constrained")
-    axis = figure.subplots()
-    ends = counts.cumsum(axis=1)
-    for k, name in enumerate(classes):
-        colour, left = colormaps["tab10"](k % 10), ends[:, k] - counts[:, k]
-        axis.barh(nodes, counts[:, k], left=left, height=0.72, color=colour, label=name)
-    axis.set_yticks(nodes, [str(node) for node in nodes], fontsize=8 if few else 5)
-    axis.set_ylim(len(counts) - 0.5, -0.5)
-    axis.set_xlim(0, float(ends.max()))
-    axis.set_xlabel("images")
-    axis.set_ylabel("node")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.set_title(title, fontsize=10)
-    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    points = grouped((row for row in rows if not row.diverged), lambda row: (row.topology, row.setting_text, row.nodes))
+    sizes, places = sorted({row.nodes for row in rows}), distinct(rows, lambda row: (row.topology, row.setting_text))
+    look, order = Look(rows), distinct(rows, lambda row: row.rule)
+    wide = 2 if len(sizes) < 5 else 1  # panels side by side
+    size = 2.4 + 1.55 * len(sizes) * wide, 1.2 + 2 / wide * (0.6 + 0.46 * len(places))
+    figure = figures.Figure(figsize=size, layout="constrained")
+    titles = "the best of all rules, and the next that is not level", "the best without decay, times the smallest error"
+    for axis, text in zip(figure.subplots(2 // wide, wide, sharey=True), titles, strict=True):
+        for (graph, setting, M), here in points.items():
+            mine = here if text == titles[0] else selected(here, {"schedule": "constant"})
+            if not mine:
+                continue
+            best, x, y = best_of(mine), sizes.index(M), places.index((graph, setting))
+            level = sorted((r for r in mine if not is_behind(r, best)), key=lambda row: order.index(row.rule))
+            words = [row.rule for row in level[:NAMES]] + [f"and {len(level) - NAMES} more"] * (len(level) > NAMES)
+            if text != titles[0]:
+                words.append(f"× {factor(best.value / best_of(here).value)}")
+            elif behind := [row for row in mine if is_behind(row, best)]:
+                words.append(f"next × {factor(best_of(behind).value / best.value)}")
+            colour = look.style(level[0])["color"]  # of the first that is level, not the luckiest
+            axis.fill_between([x - 0.48, x + 0.48], y - 0.45, y + 0.45, color=colour, alpha=0.3, linewidth=0)
+            axis.text(x, y, "\n".join(words), ha="center", va="center", fontsize=6.5)
+        axis.set_title(text, fontsize=10)
+        axis.set_xticks(range(len(sizes)), [f"M = {M}" for M in sizes])
+        axis.set_yticks(range(len(places)), [f"{graph}\n{setting}" for graph, setting in places], fontsize=7)
+        axis.set(xlim=(-0.5, len(sizes) - 0.5), ylim=(len(places) - 0.5, -0.5))
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+    figure.suptitle(textwrap.fill(title, int(13 * figure.get_figwidth())), fontsize=10)
     return figure
 
 
-# --- what a row is called and how it looks --------------------------------------------------------------------------
+# --- parts of figures -----------------------------------------------------------------------------------------------
 
 
-def in_letters(rows: Sequence[Row], before: Callable[[Row], list[str]] = lambda row: []) -> Text:
-    """The options that differ between rows, in the paper's letters, after other words."""
-    names = dict.fromkeys(name for row in rows for name in row.setting)
-    varying = [name for name in names if len({row.setting.get(name) for row in rows}) > 1]
+def _panelled(
+    rows: Sequence[Row], title: str, names: Sequence[str], wide: int | None, which: str, when: str, tall: float = 3.0
+) -> tuple[Figure, list[tuple[Axes, Options, list[Row]]]]:
+    """A figure; its panels, each with the values of some options and the rows that have them."""
+    # Not pyplot, which needs a window system and keeps figures alive.
+    from matplotlib import figure as figures
 
-    def text(row: Row) -> str:
-        values = {name: row.setting[name] for name in varying if name in row.setting}
-        letters = (f"{SYMBOLS.get(name) or literal(name)} = {literal(compact(v))}" for name, v in values.items())
-        return ", ".join([*map(literal, before(row)), *letters])
-
-    return text
+    values = {name: list(dict.fromkeys(options_of(row).get(name) for row in rows)) for name in names}
+    told = [name for name in names if len(values[name]) > 1 or name not in rows[0].setting]
+    groups = grouped(rows, lambda row: tuple(options_of(row).get(name) for name in names))
+    places = sorted(groups, key=lambda place: [values[name].index(v) for name, v in zip(names, place, strict=True)])
+    if (count := len(places)) > MOST_PANELS:
+        raise ValueError(f"a figure of {count:,} panels; {MOST_PANELS} are the most: show fewer runs")
+    wide = wide or min(4, count, len(values[names[-1]]) if names else 1)
+    high = -(-count // wide)
+    figure = figures.Figure(figsize=(1.2 + 3.2 * min(wide, count), 0.9 + tall * high), layout="constrained")
+    axes = figure.subplots(high, wide, sharey=True, squeeze=False).flatten()
+    for axis in axes[count:]:
+        axis.remove()
+    panels = []
+    for k, place in enumerate(places):
+        axis, of = axes[k], dict(zip(names, place, strict=True))
+        words = [SYMBOLS[name] % of[name] if name in SYMBOLS else literal(in_words(name, of[name])) for name in told]
+        axis.set_title(", ".join(words), fontsize=10)
+        axis.set_yscale("linear" if rows[0].largest or selection.in_bits(rows[0]) else "log")
+        axis.grid(alpha=0.25, linewidth=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
+        if k % wide == 0:
+            axis.set_ylabel(f"{which}{_quantity(rows[0], when)}")
+        panels.append((axis, of, groups[place]))
+    figure.suptitle(textwrap.fill(literal(title), int(13 * figure.get_figwidth())), fontsize=10)
+    return figure, panels
 
 
 def literal(text: str) -> str:
@@ -336,176 +399,17 @@ def literal(text: str) -> str:
     return f"{' ' * text.startswith('_')}{text}".replace("$", r"\$")
 
 
-def _alpha(row: Row) -> str:
-    return f"alpha = {row.setting['alpha']:g}"
+def _quantity(row: Row, when: str) -> str:
+    """What its values are, at the end ("T") or at any round ("t")."""
+    metric, comma, which = row.metric.partition(",")
+    if row.metric == "distance":
+        return ERROR % when
+    if metric == "accuracy":
+        return f"test {row.metric}" if comma else "test accuracy, mean over nodes"
+    return f"bits per byte{comma}{which}" if metric == "bits" else literal(row.title)
 
 
-def _accuracy(row: Row) -> str:
-    """What its values are: of the mean of nodes, or of what the row shows instead."""
-    return "test accuracy, mean over nodes" if row.metric == "accuracy" else f"test {row.metric}"
-
-
-def _family_and_graph(row: Row) -> str:
-    return f"{family(row)}, {row.topology}"
-
-
-def in_bits(row: Row) -> bool:
-    """Whether its values are bits per byte."""
-    return row.metric.partition(",")[0] == "bits"
-
-
-def _quantity(row: Row, formula: str) -> str:
-    return f"error  {formula}" if row.metric == "distance" else literal(row.title)
-
-
-def quantity(row: Row) -> str:
-    """What its final values are."""
-    if in_bits(row):
-        return f"bits per byte{row.metric.removeprefix('bits')}"
-    return _accuracy(row) if row.largest else _quantity(row, ERROR)
-
-
-def _by_topology(rows: Sequence[Row]) -> Look:
-    """A colour per topology, a kind of line and marker per rule."""
-    topologies, names = distinct(rows, lambda row: row.topology), distinct(rows, lambda row: row.rule)
-    return lambda row: _style(
-        topologies.index(row.topology), names.index(row.rule), names.index(row.rule), GRAPH_COLOURS
-    )
-
-
-def _by_size(rows: Sequence[Row]) -> Look:
-    """One shade per number of machines, dark for many; one kind of line per rule."""
-    from matplotlib import colormaps
-
-    nodes, names = sorted({row.nodes for row in rows}), distinct(rows, lambda row: row.rule)
-    shades = [colormaps["viridis_r"](0.15 + 0.85 * k / max(1, len(nodes) - 1)) for k in range(len(nodes))]
-    return lambda row: _style(nodes.index(row.nodes), names.index(row.rule), colours=shades)
-
-
-def by_rule(rows: Sequence[Row]) -> Look:
-    """The same colour and marker for a rule in every figure; one kind of line per variant: "(cosine)"."""
-    places, variants = _places(rows), distinct(rows, lambda row: _named(row)[1])
-
-    def look(row: Row) -> Style:
-        name, variant = _named(row)
-        return _style(places[name], variants.index(variant))
-
-    return look
-
-
-def _places(rows: Sequence[Row]) -> dict[str, int]:
-    """The places of rules in the tables of looks: custom ones take those that no other rule of the figure has."""
-    names, known = distinct(rows, lambda row: _named(row)[0]), list(rules.RULES)
-    places = {name: known.index(name) for name in names if name in known}
-    free = [k for k in range(len(names) + len(known)) if k not in places.values()]
-    return places | dict(zip((name for name in names if name not in known), free, strict=False))
-
-
-def _named(row: Row) -> tuple[str, str]:
-    """The name of a rule and its options."""
-    name, _, variant = row.rule.partition(" ")
-    return name, variant
-
-
-def _by_family(rows: Sequence[Row]) -> Look:
-    """One colour and marker per rule, one kind of line per graph."""
-    families, graphs = distinct(rows, family), distinct(rows, lambda row: row.topology)
-    return lambda row: _style(families.index(family(row)), graphs.index(row.topology))
-
-
-def _style(colour: int, line: int, marker: int | None = None, colours: Sequence[object] = COLOURS) -> Style:
-    """A line's style by places in the tables above; by default a marker per colour, another one when these recur."""
-    marker = colour + colour // len(colours) if marker is None else marker
-    tables = {"color": (colours, colour), "marker": (MARKERS, marker), "linestyle": (DASHES, line)}
-    return {name: table[k % len(table)] for name, (table, k) in tables.items()}
-
-
-# --- drawing --------------------------------------------------------------------------------------------------------
-
-
-def _against_nodes(rows: Sequence[Row], title: str, layout: Layout) -> Figure:
-    figure, panels = panelled(rows, title, layout, "final ")
-    nodes = sorted({row.nodes for row in rows})
-    for axis, mine in panels:
-        for name in distinct(mine, layout.label):
-            line = [row for row in mine if layout.label(row) == name]
-            ends = np.array([[row.value, row.low, row.high] for row in line]).T
-            line_of_seeds(axis, name, [row.nodes for row in line], ends, layout.look(line[0]))
-            for row in line:
-                mark(axis, row, row.nodes, row.final[:, row.best])
-        axis.set_xscale("log")
-        axis.set_xticks(nodes, [str(n) for n in nodes], fontsize=10 if len(nodes) < 8 else 7.5)
-        axis.minorticks_off()
-        axis.set_xlabel("machines M")
-    legend(figure)
-    return figure
-
-
-def _across(row: Row, across: str) -> tuple[Sequence[float], str]:
-    """Where the points of a row lie on an axis, and what it is called."""
-    share = [step / row.steps[-1] for step in row.steps]
-    if across == "seconds":
-        return row.elapsed or (), "seconds"
-    if across == "bytes":
-        case = row.case
-        return [math.nan if case is None else sent_by(case, t, row.megabytes) for t in row.steps], "MB sent per node"
-    return (row.steps, "rounds t") if row.epochs is None else ([row.epochs * part for part in share], "epochs")
-
-
-def _against_rounds(rows: Sequence[Row], title: str, layout: Layout, across: str = "rounds") -> Figure:
-    rows = [
-        row
-        for row in rows
-        if not ((across == "seconds" and row.elapsed is None) or (across == "bytes" and row.sent is None))
-    ]
-    if not rows:
-        raise ValueError(f"of no run the {across} are known; show rounds")
-    figure, panels = panelled(rows, title, layout)
-    rounds = rows[0].epochs is None or across != "rounds"
-    for axis, mine in panels:
-        for row in mine:
-            when, unit = _across(row, across)
-            spread = np.stack((row.curve.mean(0), row.curve.min(0), row.curve.max(0)))
-            line_of_seeds(axis, layout.label(row), when, spread, layout.look(row) | {"marker": ""})
-            for k in range(len(row.steps) - 1, -1, -6 if rounds else -3):  # points with a tooltip
-                after = f"{row.steps[k]:,} rounds" if unit == "rounds t" else f"{when[k]:.3g} {unit}"
-                mark(axis, row, when[k], row.curve[:, k], f" after {after}")
-        axis.set_xscale("log" if rounds else "linear")
-        axis.set_xlabel(unit)
-        if layout.legends:
-            axis.legend(loc="best", frameon=False, fontsize="small")
-    if not layout.legends:
-        legend(figure)
-    return figure
-
-
-def panelled(
-    rows: Sequence[Row], title: str, layout: Layout, which: str = ""
-) -> tuple[Figure, list[tuple[Axes, list[Row]]]]:
-    """A figure with its panels, and the rows of each."""
-    # Not pyplot, which needs a window system and keeps figures alive.
-    from matplotlib import figure as figures
-
-    captions, wide = distinct(rows, layout.caption), layout.wide
-    if len(captions) > MOST_PANELS:
-        raise ValueError(f"a figure of {len(captions):,} panels; {MOST_PANELS} are the most: show fewer runs")
-    count, high = len(captions), -(-len(captions) // wide)
-    figure = figures.Figure(figsize=(1.2 + 3.2 * min(wide, count), 0.9 + 3.0 * high), layout="constrained")
-    axes = figure.subplots(high, wide, sharey=True, squeeze=False).flatten()
-    for axis in axes[count:]:
-        axis.remove()
-    for axis, text in zip(axes[:count], captions, strict=True):
-        axis.set_yscale("linear" if rows[0].largest or in_bits(rows[0]) else "log")
-        axis.grid(alpha=0.25, linewidth=0.5)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_title(text, fontsize=10)
-    for axis in axes[:count:wide]:
-        axis.set_ylabel(f"{which}{layout.quantity}")
-    figure.suptitle(textwrap.fill(literal(title), int(13 * figure.get_figwidth())), fontsize=10)
-    return figure, [(axes[k], [row for row in rows if layout.caption(row) == text]) for k, text in enumerate(captions)]
-
-
-def line_of_seeds(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.float64], style: Style) -> None:
+def _band(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.float64], style: Options) -> None:
     """A line for the mean of the seeds, and a band from the lowest to the highest; `spread` holds these three."""
     shown = np.isfinite(spread[0])  # diverged values are not drawn
     x, (mean, low, high) = np.asarray(x, dtype=float)[shown], spread[:, shown]
@@ -513,28 +417,17 @@ def line_of_seeds(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.float
     axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
-def mark(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: str = "", at: float | None = None) -> None:
-    """A tooltip for the report: the mean of the seeds and their range."""
+def _tooltip(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: str = "", at: float = np.nan) -> None:
+    """A tooltip for the report: the mean of the seeds and their range; at another height than the mean, if given."""
     if np.isfinite(mean := values.mean()):
         spread = f"{mean:.3g} ({values.min():.3g} to {values.max():.3g})"
         text = f"{row.rule}, {row.topology}, M = {row.nodes}{when}: {spread}, lr {row.lr:g}"
-        axis.plot([x], [mean if at is None else at], "o", markersize=9, alpha=0, gid=f"{VALUE}{text}")
+        axis.plot([x], [mean if np.isnan(at) else at], "o", markersize=9, alpha=0, gid=f"{VALUE}{text}")
 
 
-def legend(figure: Figure) -> None:
+def _legend(figure: Figure) -> None:
     """One legend below all panels, from which a long one takes no room."""
     lines = {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     columns = max(1, min(len(lines), int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, lines))))))
     figure.set_figheight(figure.get_figheight() + 0.21 * max(0, -(-len(lines) // columns) - 3))
     figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns, frameon=False)
-
-
-def limits(curves: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
-    """Limits that show all accuracies; diverged ones fall below."""
-    shown = [float(value) for curve in curves for value in curve.flat if value > 0]
-    return max(0.0, min(shown, default=0.0) - 0.03), min(1.0, max(shown, default=1.0) + 0.02)
-
-
-def distinct(rows: Sequence[Row], of: Callable[[Row], Value]) -> list[Value]:
-    """The distinct values, in order."""
-    return list(dict.fromkeys(of(row) for row in rows))

@@ -1,20 +1,28 @@
-"""`Page`: the figures, numbers and verdicts of one study, figure or table; and how it is written to a folder."""
+"""`Page`: the figures, numbers and verdicts of one study or table, as files in a folder or part of an HTML report."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from klatsch import pictures
-from klatsch.files import save
-from klatsch.report.claims import Verdict
-from klatsch.study.choices import BESIDE, Row
+from klatsch import files, pictures
+from klatsch.clock import Clock
+from klatsch.report import figures
+from klatsch.report.selection import clock_of, options_of
+from klatsch.report.sentences import Sentence, Verdict
+from klatsch.study.cases import Case, headline_of
+from klatsch.study.choices import BESIDE, Row, screened, timed
 from klatsch.study.export import save_csv
-from klatsch.units import compact
+from klatsch.study.spec import Study
+from klatsch.study.store import Remembered, Store
+from klatsch.units import compact, counted
+from klatsch.version import VERSION
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,14 +32,14 @@ FORMATS = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class Page:
-    """The content of one page: a study, figure or table."""
+    """The content of one page: a study or table."""
 
     name: str
     title: str
     facts: tuple[str, ...]  # what was run
-    figures: tuple[tuple[str, Figure], ...]  # with the names of their files
-    header: tuple[str, ...]
-    table: tuple[tuple[str, ...], ...]
+    figures: tuple[tuple[str, Figure], ...] = ()  # with the names of their files
+    header: tuple[str, ...] = ()
+    table: tuple[tuple[str, ...], ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     notes: tuple[str, ...] = ()
     command: str = ""
@@ -44,7 +52,7 @@ def write(page: Page, folder: Path) -> list[Path]:
         pictures.save(figure, file, dpi=160)
     numbers, text = folder / f"{page.name}.csv", folder / f"{page.name}.md"
     save_csv((page.header, *page.table), numbers)
-    save(text, as_markdown(page).encode(), "Markdown")
+    files.save(text, as_markdown(page).encode(), "Markdown")
     return [*drawn, numbers, text]
 
 
@@ -64,6 +72,109 @@ def as_markdown(page: Page) -> str:
     header, *rows = ("| " + " | ".join(row) + " |" for row in (page.header, *page.table))
     parts += ["## Numbers", "\n".join([header, "|---" * len(page.header) + "|", *rows])]
     return "\n\n".join(parts) + "\n"
+
+
+# --- of a study -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a study says about its page, checked: clocks, figures and sentences."""
+
+    clocks: dict[str, Clock]
+    figures: list[figures.Drawing]
+    sentences: list[Sentence]
+
+    @classmethod
+    def of(cls, study: Study, cases: Sequence[Case]) -> Script:
+        """That of a study with these runs, whose options it may name."""
+        clocks = {name: clock_of(options) for name, options in study.clocks.items()}
+        known = {"clock": None} | {name: None for case in cases for name in options_of(case)}
+        drawings = figures.Drawing.read(study.figures, "figures")
+        sentences = Sentence.read(study.sentences, "sentences")
+        for place, words in (drawings | sentences).items():
+            words.check_names(place, known, clocks)
+        return cls(clocks, list(drawings.values()), list(sentences.values()))
+
+    def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
+        return [verdict for sentence in self.sentences for verdict in sentence.check(rows, self.clocks)]
+
+    def drawn(self, rows: Sequence[Row], name: str, title: str) -> list[tuple[str, Figure]]:
+        """The figures, with the names of their files; those of any study, if it does not say."""
+        largest = max(row.nodes for row in rows)  # all sizes would need too many panels
+        usual = [figures.Drawing(name="rounds", where=({"nodes": largest},))]
+        if len({row.nodes for row in rows}) > 1:
+            usual.insert(0, figures.Drawing(name="nodes", across="nodes"))
+        return [
+            (f"{name}{f'-{each.name}' * bool(each.name)}", each.draw(rows, title, self.clocks))
+            for each in self.figures or usual
+        ]
+
+
+def page_of(
+    remembered: Remembered, store: Store, showing: str | None = None, clock: Clock | None = None, across: str = "rounds"
+) -> Page:
+    """The page of a study, from the runs that the store holds so far.
+
+    Figures, numbers and verdicts are those of the mean of nodes, or of what is `showing`: "merged" or "worst". With a
+    clock the numbers have seconds, too, and one more figure shows the course against seconds or bytes (`across`).
+    """
+    study, name = remembered.study, remembered.study.name
+    runs, script = screened(study, remembered.cases, store), Script.of(study, remembered.cases)
+    rows = timed(runs.rows(store), clock)
+    if showing is not None:
+        rows, name = [row.showing(showing) for row in rows], f"{name}-{showing}"
+    facts = _facts(remembered, showing, runs.cases, store)
+    page = Page(name, study.title or study.name, facts, command=remembered.origin.command)
+    if not rows:
+        return page
+    above = f"{study.problem.label}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.choice}"
+    drawn = script.drawn(rows, name, above)
+    if across != "rounds":
+        most = [row for row in rows if row.nodes == max(row.nodes for row in rows)]
+        drawn.append((f"{name}-{across}", figures.plot(most, across, above)))
+    verdicts = script.verdicts(rows)
+    if not {case.key for case in runs.cases} <= store.done():
+        verdicts = [replace(v, holds=None, figures=("not all of its runs are finished", *v.figures)) for v in verdicts]
+    reasons = dict.fromkeys(item.reason.partition(";")[0] for item in remembered.left_out)  # without the remedy
+    notes = (*edge_note(rows), *study.notes, *(f"Left out: {reason}" for reason in reasons))
+    header, table = table_of(rows)
+    return replace(page, figures=tuple(drawn), header=header, table=table, verdicts=tuple(verdicts), notes=notes)
+
+
+def _facts(remembered: Remembered, showing: str | None, cases: Sequence[Case], store: Store) -> tuple[str, ...]:
+    """What was run, what is shown, and where and when it ran."""
+    study = remembered.study
+    grids: dict[tuple[float, ...], dict[str, None]] = {}  # with names of rules, once each
+    for rule, grid in study.grids:
+        grids.setdefault(grid, {})[rule] = None
+    rates = "; ".join(
+        (f"{', '.join(names)}: " if len(grids) > 1 else "") + ", ".join(f"{lr:g}" for lr in grid)
+        for grid, names in grids.items()
+    )
+    headline = headline_of(study.problem.name, remembered.sources.get(study.problem.name))
+    best = f"largest mean final {headline.metric}" if headline.largest else "smallest mean final error"
+    chosen_by = "over the seeds" if study.screen is None else f"of short runs ({study.screen.text})"
+    chosen = f" The one with the {best} {chosen_by} is chosen for each rule, graph, size and setting."
+    values = f"{headline.text[:1].upper()}{headline.text[1:]}" if headline.largest else f"Error: {headline.text}"
+    letters = ["sigma is noise, zeta is heterogeneity"] if study.problem.name == "least-squares" else []
+    bands = ["bands reach from the smallest to the largest seed"] if len(study.seeds) > 1 else []
+    facts = [
+        f"{study.problem.label}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.dtype}. Learning rates "
+        f"{rates}.{chosen * any(len(grid) > 1 for grid in grids)}",
+        f"{'; '.join([values, *letters, *bands])}.",
+    ]
+    if showing is not None:
+        facts.append(f"Shown is the {BESIDE[showing]}, at the learning rates that are chosen for the mean of nodes.")
+    keys = {case.key for case in cases}
+    runs = [run for _, run in store.runs() if run["key"] in keys]
+    if not runs:
+        return (*facts, f"None of its {len(cases):,} runs is finished.")
+    environments = [json.loads(run["environment"]) for run in runs]
+    places = sorted({f"{environment['processor']}, torch {environment['torch']}" for environment in environments})
+    done = f"{len(runs):,} runs" if len(runs) == len(cases) else f"{len(runs):,} of {len(cases):,} runs"
+    seconds, last = sum(run["seconds"] for run in runs), max(run["finished"] for run in runs)
+    return (*facts, f"{done} on {' and '.join(places)}: {seconds:,.0f} s of simulation, finished {_minute(last)}.")
 
 
 def table_of(rows: Sequence[Row]) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
@@ -93,3 +204,67 @@ def edge_note(rows: Sequence[Row]) -> tuple[str, ...]:
     texts = [f"{rule} in {edges[rule]} of {count}" for rule, count in points.items() if edges[rule]]
     note = "The chosen learning rate is the smallest or largest of the grid, so that a better one may lie beyond: "
     return (f"{note}{', '.join(texts)} points.",) if texts else ()
+
+
+def _minute(moment: str) -> str:
+    return f"{moment[:16].replace('T', ' ')} UTC"
+
+
+# --- HTML -----------------------------------------------------------------------------------------------------------
+
+
+def report(
+    store: Store, path: Path, title: str | None = None, clock: Clock | None = None, across: str = "rounds"
+) -> list[Page]:
+    """Write the report of everything in a store; returns its pages."""
+    from jinja2 import Environment, PackageLoader
+
+    studies = store.studies()
+    if not studies:
+        raise ValueError(f"{store.path} holds no study; klatsch run and klatsch reproduce put them there")
+    pages = [page_of(study, store, clock=clock, across=across) for study in studies]
+    runs = [facts for _, facts in store.runs()]
+    needed = (screened(each.study, each.cases, store).cases for each in studies)
+    keys = {case.key for cases in needed for case in cases}
+    times = sorted(facts["finished"] for facts in runs)
+    summary = {
+        "runs": len(runs),
+        "replaced": sum(facts["key"] not in keys for facts in runs),
+        "diverged": sum(facts["diverged"] for facts in runs),
+        "seconds": sum(facts["seconds"] for facts in runs),
+        "first": _minute(times[0]) if times else "",
+        "last": _minute(times[-1]) if times else "",
+        "engines": sorted({f"{facts['engine']} on {facts['device']}" for facts in runs}),
+    }
+    drawn = {
+        page.name: [
+            inline_svg(pictures.render(figure, ".svg").decode(), f"{page.name}-{name}") for name, figure in page.figures
+        ]
+        for page in pages
+    }
+    loader = PackageLoader("klatsch.report")
+    templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    html = templates.get_template("report.html").render(
+        title=title or f"klatsch: {Path(store.path).name}",
+        pages=pages,
+        pictures=drawn,
+        environments=store.environments(),
+        summary=summary,
+        version=VERSION,
+    )
+    files.save(path, html.encode(), "HTML")
+    return pages
+
+
+def inline_svg(text: str, prefix: str) -> str:
+    """An SVG file as part of a page: with unique ids, tooltips, and as wide as the page."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
+    svg = re.sub(rf'<g id="{figures.VALUE}([^"]*)">', r'<g class="value"><title>\1</title>', svg)
+    prefix = re.sub(r"\W", "-", prefix)
+    svg = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\1{prefix}-", svg)
+    tag, rest = svg.split(">", 1)
+    width = re.search(r'width="([\d.]+)pt"', tag)
+    # On a phone a figure scrolls instead of shrinking until it is illegible.
+    least = f' style="min-width: {0.72 * float(width.group(1)):.0f}pt"' if width else ""
+    tag = re.sub(r' (width|height)="[\d.]+pt"', "", tag)
+    return f"{tag}{least}>{rest}"

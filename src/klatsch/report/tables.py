@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from klatsch import theory
 from klatsch import topology as topologies
-from klatsch.report.claims import Verdict
 from klatsch.report.figures import COLOURS
 from klatsch.report.pages import Page
+from klatsch.report.sentences import Verdict
 from klatsch.theory import RATES, Constants
 
 if TYPE_CHECKING:
@@ -173,3 +173,6 @@ def _drawn(x: list[float], lines: Sequence[tuple[str, str, str, Sequence[float]]
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize="small")
     return figure
+
+
+TABLES: dict[str, Callable[[], Page]] = {"table1": table_1, "table2": table_2}

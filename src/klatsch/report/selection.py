@@ -1,0 +1,197 @@
+"""Rows by their options: what the sentences and figures of a study may name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from klatsch import own, rules
+from klatsch.arguments import shown, there_are
+from klatsch.clock import Clock, Links
+from klatsch.study.cases import Case
+from klatsch.study.choices import Row
+from klatsch.study.spec import Options
+from klatsch.study.traffic import elapsed
+from klatsch.units import compact
+
+BOUNDS: dict[str, Callable[..., bool]] = {
+    "above": lambda value, bound: value > bound,
+    "below": lambda value, bound: value < bound,
+    "from": lambda value, bound: value >= bound,
+    "to": lambda value, bound: value <= bound,
+    "starts": lambda value, bound: str(value).startswith(bound),
+}
+NAMES = ("rule", "options", "topology", "graph", "wire", "clock")  # options whose values say what they are
+
+Selection = Options
+Selections = Annotated[
+    tuple[Selection, ...], BeforeValidator(lambda given: [given] if isinstance(given, Mapping) else given)
+]
+Value = TypeVar("Value")
+Table = TypeVar("Table", bound="Words")
+
+
+class Words(BaseModel):
+    """A table of a study file that says what its page shows."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def read(cls: type[Table], tables: Sequence[Options], key: str) -> dict[str, Table]:
+        """Tables of a study by their places, such as "sentences[0]"."""
+        read = {}
+        for k, table in enumerate(tables):
+            try:
+                read[f"{key}[{k}]"] = cls.model_validate(table)
+            except ValidationError as refusal:
+                error = refusal.errors(include_url=False)[0]
+                place = ".".join([f"{key}[{k}]", *map(str, error["loc"])])
+                if error["type"] == "extra_forbidden":
+                    known = [field.alias or name for name, field in cls.model_fields.items()]
+                    raise ValueError(f"unknown key {place!r}; {there_are(str(error['loc'][-1]), known)}") from None
+                given = "" if error["type"] in ("missing", "value_error") else f" = {shown(error['input'])}"
+                message = error["msg"].removeprefix("Value error, ")
+                raise ValueError(f"{place}{given}: {message[:1].lower()}{message[1:]}") from None
+        return read
+
+
+@cache
+def _defaults(rule: str) -> Options:
+    """The defaults of a built-in rule; those of others are in files that a store must not open."""
+    if own.is_own(rule):
+        return {}
+    options = inspect.signature(rules.kind(rule)).parameters.values()
+    known = {option.name: option.default for option in options if option.default is not option.empty}
+    return {name: "none" if value is None else value for name, value in known.items()}  # TOML has no null
+
+
+def options_of(row: Row | Case) -> Options:
+    """All options of a row or run but the learning rate and the seed, defaults included."""
+    if isinstance(row, Row):
+        names = {"rule": row.rule.partition(" (")[0], "topology": row.topology.partition(" (")[0]}
+        of_row = {"options": row.rule, "graph": row.topology, "nodes": row.nodes, **row.setting}
+        return (options_of(row.case) if row.case else names) | of_row
+    return {
+        **_defaults(row.rule),
+        "schedule": "constant",
+        **row.rule_options,
+        **row.channel._asdict(),
+        "meets": row.meets,
+        **row.topology_options,
+        **row.problem_options,
+        "rule": own.label(row.rule),
+        "options": row.label,  # the rule with its options
+        "topology": own.label(row.topology),
+        "graph": row.graph_label,  # the topology with its options
+        "nodes": row.nodes,
+    }
+
+
+def selected(rows: Iterable[Row], wanted: Selection | Sequence[Selection]) -> list[Row]:
+    """The rows that a selection, or one of several, fits."""
+    wanted = [wanted] if isinstance(wanted, Mapping) else wanted
+    return [row for row in rows if any(_fits(options_of(row), each) for each in wanted)]
+
+
+def _fits(options: Options, wanted: Selection) -> bool:
+    return all(name in options and _is(options[name], value) for name, value in wanted.items())
+
+
+def _is(value: object, wanted: object) -> bool:
+    if isinstance(wanted, list | tuple):
+        return any(_is(value, each) for each in wanted)
+    if isinstance(wanted, Mapping):
+        return all(BOUNDS[name](value, bound) for name, bound in wanted.items())
+    return bool(value == wanted and isinstance(value, bool) == isinstance(wanted, bool))
+
+
+def check_names(place: str, names: Iterable[str], known: Collection[str], what: str = "option of its runs") -> None:
+    """Refuse options that no run of a study has, or clocks that it does not have."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{place}: the study has no {what} {name!r}; {there_are(name, known)}")
+
+
+def in_words(name: str, value: object) -> str:
+    """The value of an option; empty if there is nothing to say."""
+    if name == "nodes":
+        return f"M = {value}"
+    if name == "every":
+        return "every round" if value == 1 else f"every {value}th round"
+    if name == "late":
+        return f"late {value}" if value else ""
+    if name == "meets":
+        return str(value).partition(" ")[0]
+    return str(value) if name in NAMES else f"{name} {compact(value)}"
+
+
+def distinct(rows: Iterable[Row], of: Callable[[Row], Value]) -> list[Value]:
+    """The distinct values, in order."""
+    return list(dict.fromkeys(of(row) for row in rows))
+
+
+def grouped(rows: Iterable[Row], by: Callable[[Row], Value]) -> dict[Value, list[Row]]:
+    """Rows by a value."""
+    groups: dict[Value, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(by(row), []).append(row)
+    return groups
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """The problem's options that differ between rows."""
+    names = dict.fromkeys(name for row in rows for name in row.setting)
+    return [name for name in names if len({row.setting.get(name) for row in rows}) > 1]
+
+
+def in_bits(row: Row) -> bool:
+    """Whether its values are bits per byte."""
+    return row.metric.partition(",")[0] == "bits"
+
+
+def best_of(rows: Iterable[Row]) -> Row:
+    """The row with the best value."""
+    return min(rows, key=lambda row: -row.value if row.largest else row.value)
+
+
+# --- time -----------------------------------------------------------------------------------------------------------
+
+
+def clock_of(options: Options) -> Clock:
+    """A clock of a study: options of `Clock`; `network` may be a table with `bandwidth` and `latency`."""
+    if any(str(value).lower().endswith(".csv") for value in options.values()):
+        raise ValueError(f"clocks: {shown(options)} names a file, which a store would not hold; give numbers")
+    network = options.get("network", "10gbe")
+    try:
+        return Clock(**{**options, "network": Links(**network) if isinstance(network, Mapping) else network})
+    except TypeError as error:
+        raise ValueError(f"clocks: {shown(options)} is no clock ({error}); give gradient and network") from None
+
+
+def timed(rows: Iterable[Row], name: str, clock: Clock) -> list[Row]:
+    """Rows beside a clock; those whose runs have schedules made by other clocks are left out."""
+    placed = []
+    for row in rows:
+        meets = row.case.meets if row.case else ""
+        if row.case and (not meets or str(clock.gradient) in meets):
+            seconds = elapsed(row.case, row.exchange, clock, row.steps)
+            placed += [replace(row, setting={**row.setting, "clock": name}, elapsed=seconds)] if seconds else []
+    return placed
+
+
+def first_done(rows: Iterable[Row]) -> float:
+    """The seconds of the run that is done first."""
+    return min(row.elapsed[-1] for row in rows if row.elapsed)
+
+
+def chosen_for(row: Row, seconds: float) -> tuple[Row, int]:
+    """The row with the learning rate that is best after some seconds, and how many points it has by then."""
+    points = sum(when <= seconds * (1 + 1e-9) for when in row.elapsed or ())
+    best = replace(row, curves=row.curves[:, : max(1, points)]).best
+    of_best = {name: vars(row)[name][:, :, [best]] for name in ("curves", "consensus")}
+    return replace(row, lrs=(row.lrs[best],), tried=row.lrs, merged=None, worst=None, **of_best), points

@@ -1,0 +1,151 @@
+"""The studies that come with klatsch: their verdicts are those of the committed pages, and they are what they say."""
+
+import csv
+import re
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from klatsch import catalogue, problems, rules
+from klatsch.report.installed import GROUPS, content_of, study_of
+from klatsch.report.pages import Script
+from klatsch.study import Row, Store, expand
+from klatsch.study.batches import most_numbers, pack
+from klatsch.study.choices import BESIDE, place, screened
+from klatsch.wire.rehearsal import vectors
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+OPTIONS = ("noise", "heterogeneity", "alpha")
+PAGES = [name for name in catalogue.STUDIES if (RESULTS / f"{name}-paper.csv").exists()]
+
+
+@cache
+def cases_of(name, scale="paper"):
+    """One run of each row of a study, by graph, size, rule and setting."""
+    cases, _ = expand(study_of(name, scale, "cuda"))
+    return {(case.graph_label, case.nodes, case.label, case.setting): case for case in cases}
+
+
+def rows_of(name):
+    """The rows of a committed table: final values of the seeds, of which one is known by the mean of all."""
+    study, rows = study_of(name, "paper", "cuda"), []
+    with (RESULTS / f"{name}-paper.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    title = next(title for title in ("accuracy", "error", "bits") if title in lines[0])
+    known = {(*key[:3], by_name(case.problem_options)): case for key, case in cases_of(name).items()}
+    for line in lines:
+        case = known[line["topology"], int(line["M"]), line["rule"], by_name({k: line.get(k) for k in OPTIONS})]
+        mean, low, high = (float(line[key]) for key in (title, "from", "to"))
+        seeds = [low, 3 * mean - low - high, high] if len(study.seeds) == 3 else [mean]
+        beside = {of: np.full((len(seeds), 1, 1), float(line[of])) for of in BESIDE if line.get(of, "-") != "-"}
+        curves = np.clip(seeds, low, high)[:, None, None]
+        rows.append(
+            Row(
+                *(case.label, case.graph_label, case.nodes, (float(line["lr"]),), (case.steps,), curves, curves, 1.0),
+                setting=case.problem_options,
+                metric="distance" if title == "error" else title,
+                largest=title == "accuracy",
+                epochs=case.epochs,
+                sent=1e6 * float(line["MB sent"]),
+                case=case,
+                **beside,
+            )
+        )
+    return rows
+
+
+def by_name(options):
+    """Those options of a problem that differ between the rows of a page, as a table shows them."""
+    return tuple(f"{float(options[name]):g}" if options.get(name) else "" for name in OPTIONS)
+
+
+def is_known(sentence):
+    """Whether final values decide a sentence: tables have no courses."""
+    at = sentence.at
+    return at.share == 1 and at.bytes != "doubled" and not at.clock and sentence.trend != "better early"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES)
+def test_verdicts_of_the_committed_pages_follow_from_their_tables(name):
+    text = (RESULTS / f"{name}-paper.md").read_text()
+    committed = {line.rpartition(" (")[0]: word for word, line in re.findall(r"^- \*\*(.*?)\*\*: (.*)$", text, re.M)}
+    rows, script = rows_of(name), Script.of(study_of(name, "paper", "cuda"), list(cases_of(name).values()))
+    verdicts = [verdict for sentence in script.sentences if is_known(sentence) for verdict in sentence.check(rows)]
+    assert {v.claim: v.word for v in verdicts} == {v.claim: committed[v.claim] for v in verdicts}
+    assert len(verdicts) >= (0 if name == "stragglers" else 3)
+
+
+def test_every_study_has_words_that_fit_it():
+    for name in catalogue.STUDIES:
+        study = study_of(name, "quick")
+        script = Script.of(study, expand(study)[0])
+        assert script.figures
+        assert script.sentences
+        assert study.title.endswith("(quick scale)")
+    assert {name for group in GROUPS.values() for name in group} <= set(catalogue.STUDIES)
+
+
+def test_epochs_and_dtype_of_ones_own():
+    study = study_of("schedules", "paper", epochs=5)
+    assert (study.epochs, study.screen.epochs, study.record) == (5, 5, 6)
+    with pytest.raises(ValueError, match="fig1 has no data set to go through; leave epochs out"):
+        study_of("fig1", "quick", epochs=5)
+    with pytest.raises(ValueError, match="fig2 trains in float32, leave dtype out"):
+        study_of("fig2", "quick", dtype="float64")
+    assert [study_of("fig1", "quick", device).dtype for device in ("cpu", "cuda")] == ["float32", "float64"]
+    assert study_of("fig1", "quick", "cuda", "float32").dtype == "float32"
+
+
+def test_what_the_notes_say_of_messages_is_what_rules_send():
+    send = {name: sum(vectors(rules.make(name, lr=0.1))) for name in ("dsgd", "d2", "gt", "dat", "dat-d2", "dat-gt")}
+    assert send == {"dsgd": 1, "d2": 1, "gt": 2, "dat": 2, "dat-d2": 2, "dat-gt": 3}
+    note = content_of("beyond", "quick")["notes"][-1]
+    assert "dsgd and d2 send one vector per round, gt, dat and dat-d2 two, dat-gt three" in note
+    assert "dat and dat-d2 send twice as much as their bases, dat-gt 1.5 times" in note
+
+
+@pytest.mark.slow
+def test_what_one_study_has_run_the_other_finds():
+    """The learning rates on the ring of 16 are chosen by `averages` already."""
+    study = study_of("schedules", "paper")
+    with Store(":memory:") as store:
+        short = screened(study, expand(study)[0], store).short
+    ring = {case.key for case in short if (case.topology, case.nodes) == ("ring", 16)}
+    assert ring <= {case.key for case in expand(study_of("averages", "paper"))[0]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, least, most", [("local-steps", 700e6, 1.4e9), ("images-channels", 400e6, 500e6)])
+def test_image_studies_fit_their_budgets(name, least, most):
+    study = study_of(name, "paper", "cuda")
+    cases, left_out = expand(study)
+    full = len(cases_of(name)) * len(study.seeds) * study.epochs
+    short = len(cases) // len(study.seeds) * study.screen.epochs
+    assert not left_out
+    assert least < 60_000 * (full + short) < most  # samples
+    assert len(cases_of(name, "quick")) <= 20
+
+
+@pytest.mark.slow
+def test_the_language_study_fits_its_budget():
+    done, trained = set(), 0
+    for name in GROUPS["language"]:
+        study = study_of(name, "paper", "cuda")
+        cases = expand(study)[0]
+        chosen = {place(case): case.lr for case in cases}  # any one: all seeds run it
+        needed = [c for c in cases if c.seed in study.screen.seeds or c.lr == chosen[place(c)]]
+        missing = [case for case in needed if case.key not in done]
+        done |= {case.key for case in missing}
+        options = missing[0].problem_settings
+        trained += sum(case.nodes * case.steps for case in missing) * options["batch"] * options["context"]
+        models = max(sum(case.nodes for case in batch.cases) for batch in pack(missing, "cuda"))
+        numbers = 12 * models * problems.Language.dim_of(8, **missing[0].problem_options)
+        assert numbers <= most_numbers(missing[0], "cuda")
+        grids = {}
+        for case in cases:
+            grids.setdefault(place(case), set()).add(case.lr)
+        assert min(map(len, grids.values())) >= 3  # every grid has an inside
+    assert trained / 4.2e6 < 60 * 25  # bytes per second that three processes train on an H200; seconds

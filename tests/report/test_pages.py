@@ -1,0 +1,320 @@
+"""The command `klatsch reproduce`, pages as files, a report in a real browser, and the figures on them."""
+
+import csv
+import json
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from klatsch import pictures
+from klatsch.report import installed, pages, tables
+from klatsch.report.pages import inline_svg, page_of
+from klatsch.study import Store, execute, expand, parse, run_study, workers
+from klatsch.study.spec import PAPER_GRID
+from klatsch.study.store import Origin
+from tests.support.pictures import check_picture
+
+
+@pytest.mark.parametrize("name, rows", [("table1", 3), ("table2", 11)])
+@pytest.mark.slow
+def test_tables_agree_with_the_paper(name, rows, run_cli, tmp_path):
+    code, out, err = run_cli("reproduce", name, "--out", tmp_path)
+    assert (code, err) == (0, "")
+    assert "does not hold" not in out
+    page = tables.TABLES[name]()
+    assert len(page.table) == rows
+    assert all(verdict.holds for verdict in page.verdicts)
+    for suffix in (".png", ".svg", ".pdf"):
+        check_picture(tmp_path / f"{name}{suffix}")
+
+
+def test_a_wrong_exponent_would_show(monkeypatch):
+    monkeypatch.setitem(tables.TABLE_1, "ring", (2, 1 / 8, 1 / 5))
+    assert [v.holds for v in tables.table_1().verdicts].count(False) == 1
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+RATES = PAPER_GRID[1::2]  # three: one between the others, and both edges
+TINY = {"nodes": (4, 16), "steps": 100, "seeds": 2, "record": 6, "lr": RATES}
+VARIANTS = [case.label for case in expand(installed.study_of("beyond", "quick").model_copy(update={"nodes": (4,)}))[0]]
+VARIANTS = list(dict.fromkeys(VARIANTS))
+FEWER = [rule | {"lr": rule["lr"][::3]} for rule in installed.content_of("beyond", "quick")["rules"]]
+SOME = [
+    {"name": "ring", "wire": ["float32", "bfloat16", "int8"]},
+    {"name": "ring", "every": 8, "wire": ["float32", "int8"]},
+    {"name": "ring", "every": 8, "late": 7, "wire": "int8"},
+]
+TINY_BEYOND = {"nodes": (4, 9), "steps": 100, "seeds": 1, "record": 6, "rules": FEWER}
+CORRECTED = {"name": "dat-d2", "beta": [1.0, 0.9], "lr": RATES}
+TINY_CHANNELS = {"nodes": 9, "steps": 100, "seeds": 1, "record": 6, "rules": CORRECTED, "topologies": SOME}
+TINY_STRAGGLERS = {"steps": 30, "seeds": 1, "record": 8}
+TINIES = {"fig1": TINY, "fig4": TINY, "beyond": TINY_BEYOND, "channels": TINY_CHANNELS, "stragglers": TINY_STRAGGLERS}
+# Without a data set; those of `language` have tests of their own, and figures 5 and 6 are figure 4 on other graphs.
+DRAWN = list(TINIES)
+
+
+def shrink(patch, contents):
+    """Installed studies with other content."""
+    whole = installed.content_of
+    patch.setattr(installed, "content_of", lambda name, scale: whole(name, scale) | contents.get(name, {}))
+
+
+def figures_of(target):
+    return installed.content_of(target, "quick")["figures"]
+
+
+def formats(target):
+    """All of them for one figure: drawing takes seconds, and is the same for the others."""
+    return (".png", ".svg", ".pdf") if target == "fig1" else (".png",)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A folder with every figure at a tiny scale, made by the commands themselves."""
+    folder = tmp_path_factory.mktemp("paper")
+    patch = pytest.MonkeyPatch()
+    shrink(patch, TINIES)
+    patch.setattr(workers, "processes", workers.threads)  # no start-up time: processes are tested elsewhere
+    from klatsch.cli import main
+
+    for target in DRAWN:
+        patch.setattr(pages, "FORMATS", formats(target))
+        patch.setattr("sys.argv", ["klatsch", "reproduce", target, "--out", str(folder)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+    yield folder
+    patch.undo()
+
+
+@pytest.mark.slow
+def test_reproduce_writes_figures_numbers_and_verdicts(results):
+    for target in DRAWN:
+        name = f"{target}-quick"
+        for suffix in formats(target):
+            for figure in figures_of(target):
+                added = f"-{figure['name']}" if "name" in figure else ""
+                check_picture(results / f"{name}{added}{suffix}", most=0.9)  # cells are filled with colour
+        text = (results / f"{name}.md").read_text()
+        assert f"klatsch reproduce {target}" in text
+        assert re.search(r"\*\*(holds|does not hold|not decided)\*\*", text)
+        header = (results / f"{name}.csv").read_text().partition("\n")[0]
+        assert header.startswith("topology,noise,heterogeneity,M,rule,error,from,to,merged,worst,lr,")
+    lines = (results / "fig1-quick.csv").read_text().splitlines()
+    assert len(lines) == 1 + 3 * 4 * 2 * 2
+
+
+@pytest.mark.slow
+def test_figure_4_uses_the_runs_of_figure_1(results):
+    with Store(results / "results.sqlite") as store:
+        studies = {s.study.name for s in store.studies()}
+        runs = store.runs()
+    assert studies == {f"{name}-quick" for name in DRAWN}
+    one = [case for case, _ in runs if case.nodes == 16 and case.steps == TINY["steps"]]
+    assert len(one) == 3 * 2 * 4 * len(RATES) * 2  # once, though two figures ask for some of them
+
+
+@pytest.mark.slow
+def test_beyond_has_all_variants_where_they_are_defined(results):
+    with (results / "beyond-quick.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    on = {
+        t: {line["rule"] for line in lines if line["topology"] == t} for t in ("ring", "torus", "one_peer_exponential")
+    }
+    assert on["ring"] == on["torus"] == set(VARIANTS)
+    assert on["one_peer_exponential"] == {name for name in VARIANTS if "d2" not in name}
+    text = (results / "beyond-quick.md").read_text()
+    ceilings = re.findall(r": (.*) has no ceiling on the ring", text)
+    assert ceilings == VARIANTS  # a sentence for each
+
+
+@pytest.mark.slow
+def test_reproduce_gives_json(results, run_cli):
+    code, out, _ = run_cli("reproduce", "fig1", "--out", results, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert len(found["verdicts"]) == 8
+    assert {v["holds"] for v in found["verdicts"]} <= {True, False, None}
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("fig7",), "unknown target 'fig7'"),
+        (("fig1", "--scale", "huge"), "unknown scale 'huge'"),
+        (("fig1", "--dtype", "float16"), "dtype = 'float16'"),
+        (("fig1", "--device", "quantum"), "device = 'quantum'"),
+        (("fig1", "--workers", "0"), "--workers 0: give a number from 1 to 1,024"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, words, run_cli, tmp_path):
+    code, out, err = run_cli("reproduce", *arguments, "--out", tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert words in err
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+PROBE = """
+<script>
+addEventListener("error", event => document.title += " ERROR " + event.message);
+addEventListener("load", () => {
+  const boxes = [...document.querySelectorAll("figure svg")].map(svg => svg.getBoundingClientRect());
+  document.body.setAttribute("data-probe", JSON.stringify({
+    figures: boxes.map(box => [Math.round(box.width), Math.round(box.height)]),
+    wide: document.documentElement.scrollWidth, window: innerWidth, title: document.title,
+    text: document.querySelector("main").innerText.length,
+    values: document.querySelectorAll("g.value > title").length,
+    twice: (ids => ids.filter((id, k) => ids.indexOf(id) !== k))([...document.querySelectorAll("[id]")].map(e => e.id)),
+  }));
+});
+</script>
+"""
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+
+
+@pytest.fixture
+def browse(prepared, tmp_path):
+    """Open a page in Chromium."""
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0",
+    ]  # fmt: skip
+    return lambda page, *options: prepared.program(*command, *options, page.as_uri()).done()
+
+
+@pytest.fixture
+def report(results, run_cli):
+    """The report of all figures, made once."""
+    file = results / "report.html"
+    if not file.exists():
+        code, out, err = run_cli("report", results / "results.sqlite", "-o", file)
+        assert (code, err) == (0, "")
+        assert f"{len(DRAWN)} pages" in out
+    return file
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_real_browser_shows_the_report(width, report, browse, tmp_path):
+    html = report.read_text()
+    (tmp_path / "probed.html").write_text(html.replace("</head>", PROBE + "</head>"))
+    shown = browse(tmp_path / "probed.html", "--dump-dom", f"--window-size={width},900")
+    assert "CONSOLE" not in shown.stderr, shown.stderr
+    found = json.loads(
+        re.search(r'data-probe="([^"]*)"', shown.stdout).group(1).replace("&quot;", '"').replace("&amp;", "&")
+    )
+    assert len(found["figures"]) == sum(len(figures_of(name)) for name in DRAWN)
+    assert all(w > 250 and h > 150 for w, h in found["figures"])
+    assert found["wide"] <= max(found["window"], 500)  # nothing sticks out: figures and tables scroll by themselves
+    assert found["text"] > 3000
+    assert found["values"] >= 3 * 4 * 2 * 2
+    assert found["twice"] == []
+    assert "ERROR" not in found["title"]
+    for words in ("Verdicts", "All numbers", "Environment", "klatsch reproduce fig1", "torch"):
+        assert words in html
+
+
+@needs_browser
+def test_the_report_prints(report, browse, tmp_path):
+    browse(report, f"--print-to-pdf={tmp_path / 'report.pdf'}")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+    assert (tmp_path / "report.pdf").stat().st_size > 50_000
+
+
+def test_the_report_is_self_contained_and_escapes_what_it_shows(tmp_path, run_cli):
+    study = tmp_path / "s.toml"
+    study.write_text(
+        'name = "<script>alert(1)</script>"\nsteps = 50\nnodes = 4\nrules = ["dat"]\ntopologies = ["ring"]\n'
+    )
+    assert run_cli("run", study)[0] == 0
+    code, out, _ = run_cli("report", tmp_path / "s.sqlite", "-o", tmp_path / "r.html", "--title", "A & B")
+    assert (code, out) == (0, f"1 page of results written to {tmp_path / 'r.html'}\n")
+    html = (tmp_path / "r.html").read_text()
+    assert "<script>alert" not in html
+    assert "A &amp; B" in html
+    assert not re.search(r'(src|href)="https?:', html)
+    assert "@import" not in html
+
+
+def test_svg_in_a_page_has_ids_of_its_own():
+    figure = tables.table_1().figures[0][1]
+    text = pictures.render(figure, ".svg").decode()
+    one, two = (inline_svg(text, name) for name in ("one", "two"))
+    ids = [set(re.findall(r'\bid="([^"]+)"', svg)) for svg in (one, two)]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+    for svg in (one, two):
+        root = ElementTree.fromstring(svg)
+        known = {element.get("id") for element in root.iter()}
+        for reference in re.findall(r'(?:href="#|url\(#)([^")]+)', svg):
+            assert reference in known
+
+
+def test_a_page_without_runs_says_what_to_do(tmp_path, run_cli):
+    cases, _ = expand(parse({"steps": 5, "nodes": 4, "rules": ["dat"], "topologies": ["ring"]}))
+    with Store(tmp_path / "s.sqlite") as store:
+        execute(cases, store, executor=workers.threads)  # runs, but of no study
+    code, _, err = run_cli("report", tmp_path / "s.sqlite", "-o", tmp_path / "r.html")
+    assert code == 2
+    assert "holds no study" in err
+    code, _, err = run_cli("report", tmp_path / "s.sqlite", "-o", tmp_path / "nowhere" / "r.html")
+    assert code == 2
+    assert "folder that exists" in err
+
+
+@pytest.mark.slow
+def test_a_report_shows_what_is_there_of_a_study_that_is_not_finished(tmp_path, run_cli):
+    path = tmp_path / "s.sqlite"
+    content = {"steps": 50, "nodes": [6, 8], "rules": ["dat"], "topologies": ["ring"], "lr": [0.01], "record": 3}
+    done, begun = parse({**content, "name": "done"}), parse({**content, "name": "begun", "steps": 60})
+    half = installed.study_of("fig1", "quick").model_copy(update={"steps": 50, "nodes": (4, 9)})
+    curves = installed.study_of("fig4", "quick").model_copy(update={"steps": 50, "nodes": (6, 8), "name": "odd"})
+    with Store(path) as store:
+        run_study(done, store, executor=workers.threads)
+        store.remember(begun, Origin("klatsch run begun.toml"))
+        store.remember(half, Origin("klatsch reproduce fig1"))
+        execute([case for case in expand(half)[0] if case.rule == "dat"], store, executor=workers.threads)
+        run_study(curves, store, executor=workers.threads, origin=Origin("klatsch reproduce fig4"))
+    code, out, err = run_cli("report", path, "-o", tmp_path / "r.html")
+    assert (code, err) == (0, "")
+    assert "4 pages" in out
+    html = (tmp_path / "r.html").read_text()
+    assert "None of its 6 runs is finished." in html
+    assert f"{len(expand(half)[0]) // 2:,} of {len(expand(half)[0]):,} runs" in html
+    assert "not decided" in html
+
+
+@pytest.mark.slow
+def test_a_wrong_device_does_not_take_the_place_of_what_is_done(results, run_cli):
+    with Store(results / "results.sqlite", read_only=True) as store:
+        before = store.studies()
+    code, _, err = run_cli("reproduce", "fig1", "--out", results, "--device", "tpu", "--dtype", "float64")
+    assert code == 2
+    assert "device = 'tpu'" in err
+    with Store(results / "results.sqlite", read_only=True) as store:
+        assert store.studies() == before
+
+
+def test_a_page_tells_the_learning_rates_that_were_tried(tmp_path):
+    content = {"steps": 50, "nodes": 4, "topologies": ["ring"], "record": 3}
+    study = parse({**content, "rules": [{"name": "dat", "lr": [0.01, 0.02]}, {"name": "dsgd", "lr": 1e-5}]})
+    with Store(tmp_path / "s.sqlite") as store:
+        run_study(study, store, executor=workers.threads)
+        page = page_of(store.studies()[0], store)
+    assert "Learning rates dat: 0.01, 0.02; dsgd: 1e-05. " in page.facts[0]
+    assert study.choice == "best learning rate of each rule's grid"
+
+
+@pytest.mark.parametrize("several", [list, tuple])
+def test_a_grid_is_told_with_the_options_that_all_of_its_runs_share(several):
+    rule = {"name": "dat", "beta": 0.9, "order": several(("atc", "cta")), "lr": 0.01}
+    study = parse({"steps": 50, "nodes": 4, "topologies": ["ring"], "rules": [rule]})
+    assert study.grids == [("dat (beta 0.9)", (0.01,))]
