@@ -352,7 +352,7 @@ UNEVEN = [
 
 def all_at_once(prepared, folder, scenario, cases):
     """Run a scenario with all of these options in one group of ranks, without a word; gives the folder of one."""
-    ranks = Ranks(prepared, folder, SIZE, "rank_hardships.one_after_the_other", scenario=scenario, cases=cases)
+    ranks = Ranks(prepared, folder, SIZE, "rank_hardships.one_after_the_other", of=scenario, cases=cases)
     ranks.succeed()
     assert [ranks.errors(rank) for rank in range(SIZE)] == [""] * SIZE
     return lambda **options: folder / str(cases.index(options))

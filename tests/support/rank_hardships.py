@@ -40,11 +40,11 @@ def keep(folder, optimizer, x, **more):
     torch.save({"x": x.detach(), "rounds": optimizer.rounds} | more, folder / f"end-{optimizer.rank}")
 
 
-def one_after_the_other(folder, scenario, cases):
+def one_after_the_other(folder, of, cases):
     """A scenario with several options, in folders by their number, over the same process group."""
     for k, options in enumerate(cases):
         (folder / str(k)).mkdir(exist_ok=True)
-        globals()[scenario](folder / str(k), **options)
+        globals()[of](folder / str(k), **options)
         gc.collect()  # the optimizer lets its neighbours go
 
 

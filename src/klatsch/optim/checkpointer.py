@@ -28,7 +28,7 @@ from klatsch.optim.gossip import Gossip
 from klatsch.optim.groups import different, names, parameters_of, settings_of
 from klatsch.optim.hosts import cut_along, piece
 from klatsch.ranks import saved
-from klatsch.ranks.agreement import gathered, summed
+from klatsch.ranks.agreement import summed, told
 from klatsch.ranks.failures import NonFiniteError, shown, warn
 from klatsch.ranks.message import is_sound
 from klatsch.ranks.node import PIECE
@@ -249,16 +249,9 @@ class Checkpointer:
 
     def _told(self, value: object) -> list[Any]:
         """What all ranks have to tell, as plain data, host by host."""
-        data = json.dumps(value).encode()
-        longest = max(int(length) for length in self._everybody(torch.tensor([len(data)])))
-        rows = self._everybody(torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
-        return [json.loads(row.numpy().tobytes()) for row in rows]
-
-    def _everybody(self, own: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, host by host."""
-        optimizer, host = self._trained, self._trained.host
-        of_host = gathered(host.group, own) if host.size > 1 else [own.cpu()]
-        return [row for rows in gathered(optimizer.group, torch.stack(of_host)) for row in rows]
+        host = self._trained.host
+        inside = told(host.group, value) if host.size > 1 else [value]
+        return [row for rows in told(self._trained.group, inside) for row in rows]
 
     def _opened(self, files: dict[Seen, SavedFile]) -> tuple[Choice | None, Content | None]:
         """Where to go on from, and the content of this rank's file there, once every rank has read a sound one."""

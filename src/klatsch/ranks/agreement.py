@@ -50,11 +50,10 @@ def group_of(group: Group, timeout: float) -> dist.ProcessGroup:
         ) from None
 
 
-def leave(own: Group, group: Group) -> None:
+def leave(own: dist.ProcessGroup, group: Group) -> None:
     """Close what `group_of(group)` returned, with its connections and threads, unless it is closed already."""
-    # Links over NCCL use everybody's group (`own` is None), which must live on. A group of some ranks is named after
-    # them, so the next one would find the addresses of this one.
-    if group is None and own is not None:
+    # A group of some ranks is named after them, so the next one would find the addresses of this one.
+    if group is None:
         with suppress(AssertionError, KeyError, RuntimeError, ValueError):
             dist.destroy_process_group(own)
 

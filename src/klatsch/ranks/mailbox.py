@@ -191,16 +191,15 @@ class Mailbox:
             self._flight.remove(r)
 
     def apart(self, r: int, k: int, part: int) -> Tensor | None:
-        """The mean squared distance of the neighbours' part of message k of round r from this node's own.
+        """The mean squared distance of the neighbours' part of a message from this node's, after `commit`, if any came.
 
-        It is None if nothing was heard. Of a long vector it is that of a sample, scaled up; after `commit`.
+        Of a long vector it is that of a sample, scaled up.
         """
         heard = self.heard.get(k)
         if heard is None or not heard.voices:
             return None
         own = self._own(k, r, self.links.rank) if heard.own is None else heard.own
-        spoken = [parts[part].numbers[..., self._sample].to(heard.dtype) for parts in (own, *heard.voices.values())]
-        few, *others = spoken
+        few, *others = (p[part].numbers[..., self._sample].to(heard.dtype) for p in (own, *heard.voices.values()))
         distances = [(other - few).square().sum() for other in others]
         return torch.stack(distances).mean() * (self._like.shape[-1] / max(len(self._sample), 1))
 
@@ -213,10 +212,8 @@ class Mailbox:
 
     def _listen(self, r: int, k: int) -> Heard:
         layout, links, topology, dtype = self._layouts[k], self.links, self.links.topology, self._like.dtype
-        spoken = {
-            source: layout.parts(message, self._held_of(k, source))
-            for source, message in links.received(self._tag(k, r), r)
-        }
+        received = links.received(self._tag(k, r), r)
+        spoken = {source: layout.parts(message, self._held_of(k, source)) for source, message in received}
         if self._guarded:
             for source in [source for source, parts in spoken.items() if not all(part.is_sound for part in parts)]:
                 links.lose(MessageError(links.rank, source, r))
@@ -260,8 +257,7 @@ class Mailbox:
     def checks(self) -> Tensor:
         """By node: numbers that sum to 0 over all ranks where neighbours hold of a node what it holds itself.
 
-        A link that is lost leaves different copies at its two ends. If both are saved so and meet again, differences
-        would be added to something else than what they were taken from.
+        A lost link leaves different copies at its ends, and differences would be added to the wrong ones.
         """
         lost, numbers = self.links.lost.keys(), torch.zeros(self.links.topology.size, dtype=torch.int64)
         hearers = len({node for row in self._rows for node in row.away} - lost)
@@ -273,8 +269,8 @@ class Mailbox:
     def _held_of(self, k: int, node: int) -> dict[int, Tensor]:
         """What is held of a node, by part; zero at first."""
         if (k, node) not in self._held and self._layouts[k].differences:
-            zeros = {n: self._like.new_zeros(shape) for n, shape in self._layouts[k].differences.items()}
-            self._held[k, node] = zeros
+            differences = self._layouts[k].differences
+            self._held[k, node] = {n: self._like.new_zeros(shape) for n, shape in differences.items()}
         return self._held.get((k, node), {})
 
 

@@ -124,7 +124,7 @@ class Node:
     """
 
     def __init__(self, rule: Rule, x: Tensor, links: GlooLinks, stream: int = 0, guarded: bool = False) -> None:
-        self.rule, self.links, self.rounds = rule, links, 0
+        self.rule, self.links, self.rounds, self._speaks = rule, links, 0, links.topology.speaks
         Rehearsal(rule, x).check(slices=x.ndim == 1)  # a round may call it twice, and cuts plain vectors
         self._traffic = rehearse(rule, x)
         by_rows = links.topology.row_stochastic and not rule.push
@@ -168,14 +168,10 @@ class Node:
             raise ValueError(f"what the channel held does not fit: {error}") from None
 
     def meet(self, group: Group) -> bool:
-        """After `load`, on all ranks of a group together: begin anew where the two ends of a link differ.
+        """After `load`, on all ranks together: where the ends of a lost link differ, copies begin anew everywhere.
 
-        They do if it was lost, and they meet again after a restart. Copies then begin anew everywhere, with what is on
-        its way; what the two have added to each other's sums is taken out where only one of them had done so. If no
-        rank has a ledger with its state, they make one.
-
-        Returns:
-            Whether copies begin anew.
+        What the two have added to each other's sums is taken out where only one of them had done so. If no rank has a
+        ledger with its state, they make one. Returns whether copies begin anew.
         """
         known, rank, ledger = self.links.membership, self.links.rank, self._ledger
         # Only on undirected graphs both add to the other's sums in the same rounds.
@@ -208,7 +204,7 @@ class Node:
     def balance(self) -> None:
         """Before a round: learn what is missing in sums of flows, such as D2's y, if a rank has left with its part.
 
-        They are zero over the network. All nodes on the same links do this before any of them exchanges messages.
+        All nodes on the same links do this before any of them exchanges messages.
         """
         t = self.rounds + 1
         if self._balances and self.links.membership.heard_out(t):
@@ -243,10 +239,7 @@ class Node:
             mail.wait_until_sent(t, 0)
 
     def advance(self, given: Inputs, arrived: Receiver | None = None, last: bool = False) -> None:
-        """The second half: compute the new state, pass its slices to `arrived`, and begin the next round, if any.
-
-        After the last round nothing is on its way, so that the links can be used again.
-        """
+        """The second half: compute the new state, pass its slices to `arrived`, and begin the next round, if any."""
         t, mail = self.rounds + 1, self._mail
         following = self._fields | self._mail.early_fields(t + 1)
         mail.commit(t - mail.late, self._blocks)
@@ -282,7 +275,7 @@ class Node:
         if mail.late and self._speaks(t):
             mail.dispatch(t)
         if last:
-            self.land()
+            self.land()  # the links can be used again
         else:
             self._begin(t + 1)
 
@@ -291,9 +284,6 @@ class Node:
         self._mail.land()
 
     # --- inside ------------------------------------------------------------------------------------------------
-
-    def _speaks(self, t: int) -> bool:
-        return self.links.topology.speaks(t)
 
     def _begin(self, t: int) -> None:
         """Prepare to receive all messages of round t, and send those that need no gradient."""

@@ -124,18 +124,14 @@ def _file(path: Path, rank: int, place: int, rounds: int) -> SavedFile:
 
 def _check(path: Path, header: dict[str, Any], named: dict[str, int]) -> None:
     """Refuse a header that lacks something, or that another name fits."""
-    kinds = {"training": list, "crew": list, "size": int, "places": int, "run": dict, "topology": str} | dict.fromkeys(
-        named, int
-    )
-    for key, kind in kinds.items():
+    kinds = {"training": list, "crew": list, "size": int, "places": int, "run": dict, "topology": str}
+    for key, kind in (kinds | dict.fromkeys(named, int)).items():
         if type(header.get(key)) is not kind:
             raise CheckpointError(f"{path} is not a checkpoint: its header has {key} = {header.get(key)!r}; {REMEDY}")
     for key, number in named.items():
         if header[key] != number:
-            raise CheckpointError(
-                f"{path} holds {key} {header[key]}, and its name says {number}; give it its own name back, or move it "
-                "away"
-            )
+            remedy = "give it its own name back, or move it away"
+            raise CheckpointError(f"{path} holds {key} {header[key]}, and its name says {number}; {remedy}")
     sound = header["training"] and all(isinstance(part, str) for part in header["training"])
     nodes = range(header["size"])
     crewed = header["crew"] and all(type(node) is int and node in nodes for node in header["crew"])
