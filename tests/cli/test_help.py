@@ -97,9 +97,9 @@ def test_values_have_the_type_that_the_signature_says(given, value):
         (["lazy=perhaps"], "--set lazy=perhaps: give true or false"),
         (
             ["mometum=0.9"],
-            "an option 'mometum'; did you mean momentum? There are momentum, average, lazy, every, late, wire, loss",
+            "an option 'mometum'; did you mean momentum? There are lazy, momentum, average, every, late, wire, loss",
         ),
-        (["xyz=1"], "an option 'xyz'; there are momentum, average, lazy, every, late, wire, loss, one_way"),
+        (["xyz=1"], "an option 'xyz'; there are lazy, momentum, average, every, late, wire, loss, one_way"),
     ],
 )
 def test_settings_that_are_refused(given, message, run_cli):

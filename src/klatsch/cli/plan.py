@@ -46,7 +46,7 @@ class Network:
     gpus: Annotated[int, option("GPUs of a machine, which average their gradients first.")] = 1
 
     def clock(self) -> Clock:
-        """Which times it."""
+        """Its clock."""
         from klatsch.clock import Clock, links
 
         return Clock(self.gradient, links(self.network, self.bandwidth, self.latency), gpus=self.gpus)
