@@ -368,7 +368,7 @@ def test_a_file_name_of_two_lines_is_shown_in_one(tmp_path, run_cli):
 def test_several_mistakes_are_counted_as_such(tmp_path, run_cli):
     file = tmp_path / "s.toml"
     file.write_text("stpes = 3\nnodes = 4\n")
-    refused(run_cli("run", file), "any_graph, leave_out; that is the first of 2 mistakes\n")
+    refused(run_cli("run", file), "unknown key 'stpes'", "; that is the first of 2 mistakes\n")
 
 
 # --- a problem of somebody's own ------------------------------------------------------------------------------------
