@@ -1,6 +1,7 @@
 """Studies of the language problem: a run knows its text, and results are shown where the text is gone."""
 
 import json
+import lzma
 import shutil
 from pathlib import Path
 
@@ -121,3 +122,12 @@ def test_the_command_line_takes_its_options(folder, run_cli):
     assert "bits per byte on held-out text" in out
     code, _, err = run_cli("run", "--problem", "language", "--epochs", 2)
     assert (code, "language has no data set of known size; give steps" in err) == (2, True)
+
+
+def test_the_runs_of_the_documents_can_be_shown(tmp_path, run_cli):
+    """If the format changes, docs/results/language-runs.sqlite.xz has to be converted, too."""
+    packed = Path(__file__).parents[2] / "docs" / "results" / "language-runs.sqlite.xz"
+    (tmp_path / "runs.sqlite").write_bytes(lzma.decompress(packed.read_bytes()))
+    code, out, err = run_cli("results", tmp_path / "runs.sqlite", "--json")
+    assert (code, err) == (0, "")
+    assert {row["rule"].split()[0] for row in json.loads(out)["rows"]} >= {"dadam", "dat-adam", "diloco-adam"}
