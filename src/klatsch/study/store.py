@@ -407,7 +407,7 @@ class Store(Database):
             if key not in wanted:
                 continue
             text, graph = said
-            if (text, graph) not in exchanges:
+            if (text, graph) not in exchanges and self._has_links(graph):
                 with self._readable():
                     self._has_links(graph)  # a run that was sealed here has not been read yet
                     exchanges[text, graph] = Exchange.read(text, self._graphs[graph])
