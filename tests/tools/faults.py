@@ -4,8 +4,11 @@
     .venv/bin/python -m tests.tools.faults rules-gt-sign ...  # some of them
     .venv/bin/python -m tests.tools.faults --check            # only whether every snippet occurs exactly once
 
-A fault is a snippet of a file, what takes its place, and the tests that should find it. The tests run once without any
-fault, where they must pass. A fault whose snippet does not occur exactly once is refused: port it to the new code.
+A fault is a snippet of a file, what takes its place, and the tests that should find it (`faults.toml`). The tests run
+once without any fault, where they must pass. A fault whose snippet does not occur exactly once is refused: port it to
+the new code. Of those tried on the tests of 0.2 before the house became smaller, 82 of 96 were found. Three of the
+others were looked for by the wrong tests, and eleven were holes, such as neighbours with different weights on ranks,
+1 - v in a kernel, and int8 scales that are not finite; each has a test now.
 """
 
 from __future__ import annotations
