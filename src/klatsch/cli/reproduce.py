@@ -68,10 +68,12 @@ def reproduce(
         made = [_run(study, crew, out, None if of == "mean" else of) for study in studies]
     written = [(page, seconds, pages.write(page, out)) for page, seconds in made]
     if as_json:
-        content = [_plain(page, files) for page, _, files in written]
+        kept = ("title", "facts", "verdicts", "notes", "header", "table")
+        plain = [(asdict(replace(page, figures=())), paths) for page, _, paths in written]  # those are in the files
+        content = [{name: page[name] for name in kept} | {"files": list(map(str, paths))} for page, paths in plain]
         return print_json(content[0] if len(content) == 1 else {"pages": content})
-    for page, seconds, files in written:
-        _print(page, files, seconds, with_table=target in TABLES)  # those of studies are long
+    for page, seconds, paths in written:
+        _print(page, paths, seconds, with_table=target in TABLES)  # those of studies are long
 
 
 def _run(study: Study, crew: Crew, out: Path, showing: str | None) -> tuple[Page, float]:
@@ -101,13 +103,7 @@ def _make_folder(folder: Path) -> None:
         raise ValueError(f"cannot make the folder {folder}: {error.strerror}; choose another with --out") from None
 
 
-def _plain(page: Page, files: list[Path]) -> dict[str, object]:
-    parts = asdict(replace(page, figures=()))  # which are in the files
-    kept = ("title", "facts", "verdicts", "notes", "header", "table")
-    return {name: parts[name] for name in kept} | {"files": [str(file) for file in files]}
-
-
-def _print(page: Page, files: list[Path], seconds: float, with_table: bool) -> None:
+def _print(page: Page, paths: list[Path], seconds: float, with_table: bool) -> None:
     terminal.note(page.title, "bold")
     for fact in page.facts:
         terminal.note(fact)
@@ -120,4 +116,4 @@ def _print(page: Page, files: list[Path], seconds: float, with_table: bool) -> N
         terminal.note(f"note: {note}")
     if seconds:
         print(f"{narration.words(seconds)} of running")
-    print(f"written: {', '.join(map(str, files))}")
+    print(f"written: {', '.join(map(str, paths))}")
