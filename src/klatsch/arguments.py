@@ -38,13 +38,13 @@ def named(kind: str, name: object, table: Mapping[str, Thing]) -> Thing:
     if own.is_own(name) and kind in OWN:
         return own.load(kind, str(name))  # type: ignore[no-any-return]
     if not isinstance(name, str) or name not in table:
-        raise ValueError(f"unknown {kind} {name!r}; {there_are(str(name).lower(), table)}")
+        raise ValueError(f"unknown {kind} {name!r}; {there_are(str(name).lower(), table, cutoff=0.4)}")
     return table[name]
 
 
-def there_are(name: str, known: Collection[str]) -> str:
+def there_are(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
     """What a misspelt name may have meant: "did you mean rows? There are rows, cols"."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     hint = f"did you mean {close[0]}? There" if close else "there"
     return f"{hint} are {', '.join(known)}"
 
