@@ -15,7 +15,6 @@ import klatsch
 from klatsch.optim import D2, DATD2, DATSGD, DSGD, DATAdamW, Gossip, GossipAdamW, GossipSGD, GradientTracking
 from klatsch.optim.groups import settings_of
 from klatsch.ranks import node
-from klatsch.ranks.agreement import leave
 from klatsch.ranks.failures import LinkError
 
 
