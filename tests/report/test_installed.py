@@ -58,7 +58,7 @@ def rows_of(name):
 
 def by_name(options):
     """Those options of a problem that differ between the rows of a page, as a table shows them."""
-    return tuple(f"{float(options[name]):g}" if options.get(name) else "" for name in OPTIONS)
+    return tuple("" if options.get(name) is None else f"{float(options[name]):g}" for name in OPTIONS)
 
 
 def is_known(sentence):
