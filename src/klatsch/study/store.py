@@ -407,9 +407,8 @@ class Store(Database):
             if key not in wanted:
                 continue
             text, graph = said
-            if (text, graph) not in exchanges and self._has_links(graph):
+            if (text, graph) not in exchanges and self._has_links(graph):  # which a run stored just now has not read
                 with self._readable():
-                    self._has_links(graph)  # a run that was sealed here has not been read yet
                     exchanges[text, graph] = Exchange.read(text, self._graphs[graph])
             rows = self.execute(METRICS.format(chosen), [number, *(names or ())])
             metrics = {name: np.array([v for *_, v in part]) for name, part in groupby(rows, itemgetter(0))}
