@@ -205,7 +205,7 @@ def test_problems_from_a_file(tmp_path):
         (f"{path}:wrong", "gives a int; give a problem"),
         (f"{path}:fails", r"own\.py, line \d+: RuntimeError: no data"),
         (f"{path}:leaves", "SystemExit: 3"),
-        (f"{path}:Kind", "without"),
+        (f"{path}:Kind", r"a class that derives from klatsch\.problems\.Problem"),
         (f"{path}:misshapen", "does not fit 4 nodes and 50 parameters"),
         (f"{path}:raises", r"own\.py, line \d+: ZeroDivisionError"),
         (f"{path}:thing", "thing in .* is a int"),

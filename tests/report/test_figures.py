@@ -30,7 +30,7 @@ def test_figures_of_installed_studies(name, tmp_path):
     rows = rows_of(name, lambda case: 0.8 + 0.05 * scale * (case.rule != "dsgd"), half=0.7, spread=0.01)
     drawn = dict(script.drawn(rows, name, "a title"))
     for file, figure in drawn.items():
-        figure.savefig(tmp_path / f"{file}.png", dpi=80)
+        figure.savefig(tmp_path / f"{file}.png", dpi=120)
         check_picture(tmp_path / f"{file}.png")
     figure = drawn[name]
     if name == "fig2":

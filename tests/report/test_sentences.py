@@ -345,6 +345,9 @@ def test_every_sentence_of_ours_can_hold_and_can_fail(name):
     assert [claim for claim, verdict in level.items() if verdict.holds is not True] == []
     tried = [lambda c: good if plain(c) else bad, lambda c: bad if plain(c) else good, rules_differ]
     tried += [lambda c: good if c.topology == "complete" else bad]
+    tried += [lambda c: bad if str(c.rule_options.get("schedule")).startswith("constant") else good]
+    tried += [lambda c: bad if c.rule_options.get("reduced") else good]
+    tried += [lambda c: bad if c.topology_options.get("wire") else good]
     worse = [verdicts(name, rows_of(name, value)) for value in tried]
     never = [claim for claim in level if all(each[claim].holds is not False for each in worse)]
     assert all("7 rounds late" in claim for claim in never)  # there both are as bad

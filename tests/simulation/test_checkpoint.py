@@ -111,7 +111,7 @@ def test_interrupted_by_the_keyboard_nothing_is_lost(tmp_path):
 
 
 def test_a_finished_run_is_read_and_not_run_again(tmp_path):
-    first = simulate(tmp_path)
+    first = simulate(tmp_path, problem=Watched(5, dim=4))
     problem = Watched(5, dim=4)
     problem.to = lambda *_: problem
     again = simulate(tmp_path, problem=problem)

@@ -233,7 +233,8 @@ def test_pages_say_what_differs(in_threads, tmp_path, monkeypatch):
         problem={"name": "fashion-mnist", "alpha": 0.1, "batch": 100, "test": 200},
     )
     with Store(tmp_path / "s.sqlite") as store:
-        words = {name: installed.content_of("fig2", "quick")[name] for name in ("title", "notes", "sentences")}
+        content = installed.content_of("fig2", "quick")
+        words = {"title": content["title"], "notes": tuple(content["notes"]), "sentences": tuple(content["sentences"])}
         run_study(tiny.model_copy(update=words), store, origin=Origin("klatsch reproduce fig2"))
         page = page_of(next(iter(store.studies())), store)
     assert page.title.startswith("Figure 2")
@@ -248,7 +249,7 @@ def test_pages_say_what_differs(in_threads, tmp_path, monkeypatch):
         ({"epochs": None}, "neither is given"),
         ({"epochs": 0}, "epochs = 0; give a whole number from 1 up"),
         ({"problem": "least-squares"}, "least-squares has no data set"),
-        ({"nodes": 3000}, "batch = 200, but each of 3000 nodes has 20 of the 60,000 images"),
+        ({"nodes": 3000}, "nodes = 3000 and batch = 200, but there are 60,000 images to learn from; give fewer nodes"),
         ({"problem": {"name": "fashion-mnist", "alpha": -1}}, "alpha = -1"),
         ({"problem": {"name": "fashion-mnist", "batch": 40_000}}, "batch = 40000"),
     ],
@@ -261,7 +262,7 @@ def test_bad_studies(changes, found):
 def test_sizes_that_do_not_fit_can_be_left_out():
     cases, left_out = expand(study(nodes=[64, 3000], leave_out=True))
     assert {case.nodes for case in cases} == {64}
-    assert "batch = 200, but each of 3000 nodes" in left_out[0].reason
+    assert "nodes = 3000 and batch = 200, but there are 60,000 images" in left_out[0].reason
 
 
 def test_a_study_without_its_data_says_so_before_anything_runs(tmp_path, monkeypatch):

@@ -119,9 +119,9 @@ class Language(Sharded):
         return self.bits(models, windows[evenly(len(windows), BRIEF)] if self.brief else windows)
 
     @torch.no_grad()
-    def bits(self, models: Tensor, windows: Tensor) -> Tensor:
-        """Bits per byte of models, (S, d), on windows of text, some at a time."""
-        bits = []
+    def bits(self, models: Tensor, windows: Tensor | None = None) -> Tensor:
+        """Bits per byte of models, (S, d), on windows of text, by default all that are held out, some at a time."""
+        windows, bits = self.data.held_out if windows is None else windows, []
         for some in torch.split(models, EVALUATED_AT_ONCE):
             size = equal_parts(len(windows), max(1, self._at_once(models) // len(some)))
             parts = (part.expand(len(some), -1, -1) for part in torch.split(windows, size))

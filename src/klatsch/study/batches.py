@@ -242,8 +242,11 @@ def _most_columns(case: Case, device: str) -> int:
 
 
 def most_numbers(case: Case, device: str) -> int:
-    """How many numbers the vectors of a stack on a GPU may have; without one to ask, as for 128 GiB."""
-    memory = torch.cuda.get_device_properties(device).total_memory if torch.cuda.is_available() else 128 << 30
+    """How many numbers the vectors of a stack on a GPU may have; if it cannot be asked, as for 128 GiB."""
+    try:
+        memory = torch.cuda.get_device_properties(device).total_memory
+    except (AssertionError, RuntimeError, ValueError):  # no such GPU: the study may be done already
+        memory = 128 << 30
     return memory // GPU_SHARE // DTYPES[case.dtype].itemsize
 
 

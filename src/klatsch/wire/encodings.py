@@ -6,6 +6,7 @@ Only whole vectors are encoded. Single numbers, such as the weight of push-sum, 
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ def _quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
     for _ in range(TIMES):
         below = torch.where(top < rest / OUTLYING, top, 0.0).amax(-1, keepdim=True)
         rest = torch.where(below > 0, below, rest)
-    steep, values = rest < most, STEEP.to(blocks)
+    steep, values = rest < most, _steep(blocks.device, blocks.dtype)
     scales = torch.where(steep, torch.maximum(most / values[LARGEST], rest / EVEN), most / LARGEST).bfloat16()
     steps = blocks / torch.where(scales > 0, scales, 1.0).to(blocks.dtype)
     between = (values[EVEN:LARGEST] + values[EVEN + 1 : LARGEST + 1]) / 2
@@ -83,8 +84,14 @@ def _quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
 def _restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """`restored` without the kernel."""
     blocks, scales = _blocks(codes).to(dtype), scales.to(dtype)[..., None]
-    steep = STEEP.to(blocks)[blocks.abs().int()].copysign_(blocks)
+    steep = _steep(blocks.device, dtype)[blocks.abs().int()].copysign_(blocks)
     return (torch.where(scales < 0, -steep, blocks) * scales).flatten(-2)[..., : codes.shape[-1]]
+
+
+@cache
+def _steep(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`STEEP` on a device: a CUDA graph cannot copy it there while it records."""
+    return STEEP.to(device, dtype)
 
 
 def _blocks(v: Tensor) -> Tensor:
