@@ -467,6 +467,16 @@ def test_an_optimizer_that_ends_takes_its_own_groups_along_and_no_others():
     assert dist.is_initialized()
 
 
+def test_an_optimizer_that_could_not_be_made_leaves_the_model_usable():
+    model, images, _ = model_and_data()
+    with pytest.raises(ValueError, match="ring has 4 nodes") as kept:
+        GossipSGD(model.parameters(), lr=0.1, topology=klatsch.topology.ring(4))
+    with torch.no_grad():
+        model.eval()(images)
+    assert model.state_dict()
+    assert kept.value.__traceback__ is not None  # which keeps the optimizer alive
+
+
 def test_hooks_of_torch_are_called():
     model, images, labels = model_and_data()
     optimizer = GossipSGD(model.parameters(), lr=0.1)

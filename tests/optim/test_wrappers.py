@@ -11,6 +11,7 @@ from tests.support import rank_frameworks
 NO_PARAMETERS = "no parameter of the optimizer has a gradient: FSDP has put others in their place"
 REFUSED = {
     "ddp_before": "DistributedDataParallel is around this model",
+    "ddp_before_and_the_model_evaluated_first": "DistributedDataParallel is around this model",
     "ddp_after": "DistributedDataParallel is around this model",
     "ddp_late": "DistributedDataParallel is around this model",
     "ddp_late_and_silent": "DistributedDataParallel is around this model",
@@ -22,7 +23,7 @@ REFUSED = {
     "fsdp2_before": "fully_shard (FSDP2) has cut the model into pieces over ranks that gossip",
     "fsdp2_after": NO_PARAMETERS,
 }
-ALLOWED = ("plain", "ddp_of_another_model", "ddp_that_is_gone", "ddp_of_one_rank")
+ALLOWED = ("plain", "ddp_of_another_model", "ddp_that_is_gone", "ddp_that_is_gone_since", "ddp_of_one_rank")
 
 
 def found(ranks, size):

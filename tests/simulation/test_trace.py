@@ -136,3 +136,30 @@ def test_our_rules_are_linear_and_short(rule):
 def test_push_sum_is_not(rule):
     with pytest.raises(NotTraceableError):
         traced(rules.make(rule, lr=0.1), torch.zeros(3, 2, 4))
+
+
+def test_rules_that_change_vectors_in_place_run_as_written():
+    """Fields of a state may share memory, which registers of the fused engine do not."""
+
+    class Shared(rules.Rule):
+        def __init__(self, lr, method):
+            self.lr, self.method = lr, method
+
+        def init(self, x):
+            return {"w": x, "a": x}
+
+        def output(self, s):
+            return s["a"]
+
+        def update(self, s, grad, flow, t, lr):
+            w = s["w"]
+            if self.method:
+                w.sub_(lr * grad)
+            else:
+                w -= lr * grad
+            (w,) = flow.mix(w)
+            return {"w": w, "a": 0.9 * s["a"] + 0.1 * w}
+
+    for method in (True, False):
+        run = klatsch.simulate(problems.LeastSquares(4, dim=3), Shared(0.1, method), tp.ring(4), 5, progress=False)
+        assert run.engine == "torch"

@@ -57,6 +57,15 @@ def ddp_before():
     return train(model, gossip(model.parameters()))
 
 
+def ddp_before_and_the_model_evaluated_first():
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = gossip(model.parameters())
+    with torch.no_grad():
+        model(batch(0, 0)[0])
+    return train(wrapped, optimizer)
+
+
 def ddp_after():
     model = make_model()
     optimizer = gossip(model.parameters())
@@ -146,6 +155,15 @@ def ddp_that_is_gone():
     wrapped.__dict__["itself"] = wrapped  # so that it waits for the collector
     del wrapped
     return train(model, gossip(model.parameters()))
+
+
+def ddp_that_is_gone_since():
+    model = make_model()
+    optimizer = gossip(model.parameters())
+    wrapped = DistributedDataParallel(model)
+    wrapped.__dict__["itself"] = wrapped
+    del wrapped
+    return train(model, optimizer)
 
 
 def ddp_of_one_rank():

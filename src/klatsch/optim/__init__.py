@@ -47,7 +47,9 @@ class Named(Gossip):
         shown = {"params": inspect.Parameter.empty, "lr": own["lr"], "topology": "ring"} | own
         kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3 + [inspect.Parameter.KEYWORD_ONLY] * len(own)
         parameters = [inspect.Parameter(n, kind, default=v) for (n, v), kind in zip(shown.items(), kinds, strict=False)]
-        cls.__signature__ = inspect.Signature(parameters)
+        cls.__signature__ = inspect.Signature(
+            [*parameters, inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)]
+        )
         cls._rule, cls._defaults, cls.own_options = rule, defaults, tuple(own)
 
     def __init__(
@@ -58,6 +60,8 @@ class Named(Gossip):
             choices |= zip(BETAS, pair(choices.pop("betas")), strict=True)
         if lr is not None:
             choices["lr"] = lr
+        elif self.__signature__.parameters["lr"].default is inspect.Parameter.empty:
+            raise ValueError(f"there is no learning rate; give {type(self).__name__}(model.parameters(), lr=0.1), say")
         super().__init__(params, rules.make(self._rule, **self._defaults | choices), topology, **options)
 
 

@@ -201,7 +201,7 @@ class Gossip(Points, Joinable, JoinHook):
         self._check_gradients()
         if any(p.requires_grad for p in self._frozen):
             raise ValueError("a parameter was frozen when the optimizer was made and is not now; make a new optimizer")
-        self._watch.check(self.rounds)
+        self._watch.check()
         Join.notify_join_context(self)  # inside torch's Join: this rank is not done
         scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
         self._round(0.0 if float(self.found_inf) > 0 else self._weight / scale)

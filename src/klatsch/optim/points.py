@@ -6,6 +6,7 @@ while it trains, and x, the rule's output, on demand. Evaluating or saving the w
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import warnings
@@ -193,7 +194,7 @@ class Watch:
 
     def __init__(self, optimizer: Points, parameters: Sequence[Tensor], ranks: Sequence[int], apart: bool) -> None:
         self.said: set[str] = set()
-        self.paused = False
+        self.paused, self._first = False, True
         self._sharded: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of FSDP2
         self._optimizer, self._parameters, self._ranks = weakref.ref(optimizer), parameters, set(ranks)
         self._ours = {id(p) for p in parameters}
@@ -226,12 +227,17 @@ class Watch:
         for module in self._sharded:
             module.reshard()
 
-    def check(self, rounds: int) -> None:
-        """Refuse wrappers that were made since, and in the first round FSDP that has put others in our place."""
+    def check(self) -> None:
+        """Refuse wrappers that were made since, and in the first step FSDP that has put others in our place."""
+        if self._wrappers:
+            gc.collect()  # one that nobody uses does no harm
         for wrapper in [*self._wrappers]:
             self._refuse(wrapper)
             self._wrappers.discard(wrapper)  # it does no harm
-        if rounds == 0 and self._fsdp and all(p.grad is None for p in self._parameters):
+        first, self._first = self._first, False
+        if first:
+            self._search.remove()
+        if first and self._fsdp and all(p.grad is None for p in self._parameters):
             what = "no parameter of the optimizer has a gradient: FSDP has put others in their place"
             raise ValueError(f"{what}; train the model without it; {recipe()}")
 
@@ -267,17 +273,19 @@ class Watch:
     @property
     def _has_moved(self) -> bool:
         """Whether the optimizer lives and has taken steps: before, all points are one."""
-        return (optimizer := self._optimizer()) is not None and optimizer.rounds > 0
+        optimizer = self._optimizer()
+        return optimizer is not None and "shares" in vars(optimizer) and optimizer.rounds > 0  # or it could not be made
 
     def _run(self, module: nn.Module, _: object) -> None:
         """A module is run; the outermost ones come first."""
         if torch.compiler.is_compiling() or module in self._known:
             return
-        self._fsdp |= isinstance(module, fsdp("FSDPModule"))
+        self._fsdp |= isinstance(module, (*fsdp("FSDPModule"), *fsdp("FullyShardedDataParallel")))
         if own := {id(p) for p in module.parameters()} & self._ours:
             self.take(module)
             self._missing -= own
-            if not self._missing:
+            # A wrapper may be there that has not run yet, if this is no training.
+            if not self._missing and module.training and torch.is_grad_enabled():
                 self._search.remove()
         self._known.update(module.modules())
 

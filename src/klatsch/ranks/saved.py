@@ -17,7 +17,7 @@ from klatsch import sealed
 from klatsch.ranks.failures import who
 from klatsch.sealed import REMEDY, CheckpointError
 
-FORMAT = "klatsch ranks 3"
+FORMAT = "klatsch ranks 4"
 NAME = re.compile(r"rank(\d+)(?:\.(\d+))?-round(\d+)\.safetensors")
 DAMAGED = "damaged"
 MOST_RANKS = 1_000_000

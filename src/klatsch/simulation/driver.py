@@ -22,7 +22,7 @@ from klatsch.simulation.record import NODES, Facts, Result, Snapshot, measure, m
 from klatsch.simulation.stack import Stack
 
 PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is looked at
-FORMAT = "klatsch simulation 3"  # of checkpoints
+FORMAT = "klatsch simulation 4"  # of checkpoints
 LARGEST_SHARE = 0.03  # of the time may go into saving large states
 SPEED = 5e8  # bytes per second: what saving is expected to do before the first time
 

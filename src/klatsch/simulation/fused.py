@@ -56,6 +56,8 @@ class LinearRule(Tracer):
     register of its own.
     """
 
+    in_place = False  # tensors of a state may share memory, registers do not
+
     def __init__(self, fields: int) -> None:
         self.fields = self.gradient = fields  # how many registers are fields, and the one after them
         self.level = [0] * (fields + 1)  # by register: how many flows come before it

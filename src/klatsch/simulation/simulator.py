@@ -167,8 +167,11 @@ def _seconds(
     clock: Clock | None, rule: Rule, graph: Topology, params: int, points: list[int], meets: str
 ) -> list[float]:
     """When all nodes have done so many rounds; nodes that do not meet in rounds have a clock of their own."""
-    if clock is None or not meets:
-        return [] if clock is None else clock.seconds(rule, graph, params, points)
+    if clock is None:
+        return []
+    if not meets:
+        return clock.seconds(rule, graph, params, points)
+    clock.seconds(rule, graph, params, [1])  # it must fit, all the same
     schedule = scheduled(rule, graph, params, meets)
     return [schedule.seconds(step) for step in points]
 

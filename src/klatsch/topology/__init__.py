@@ -33,7 +33,6 @@ from klatsch.topology.graph import Topology, channel, every, from_matrices, from
 
 __all__ = ["FAMILIES", "TOPOLOGIES", "Family", "Summary", "Topology"]
 __all__ += [
-    "builder",
     "channel",
     "compare",
     "draw",

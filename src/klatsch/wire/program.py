@@ -17,7 +17,10 @@ from torch import Tensor
 OPERATIONS = ("add", "sub", "mul", "truediv", "neg", "square", "sqrt", "abs", "lerp", "maximum", "clone", "zeros_like")
 ALSO = {"radd": "add", "rmul": "mul", "div": "truediv", "true_divide": "truediv"}
 TURNED = {"rsub": "sub", "rtruediv": "truediv", "rdiv": "truediv"}  # with the operands the other way round
-REFUSED = ("eq", "ne", "lt", "le", "gt", "ge", "bool", "len", "iter", "getitem", "float", "int", "abs", "pow", "rpow")
+REFUSED = (
+    *("eq", "ne", "lt", "le", "gt", "ge", "bool", "len", "iter", "getitem", "float", "int", "abs", "pow", "rpow"),
+    *("iadd", "isub", "imul", "itruediv"),  # fields of a state may share memory, symbols do not
+)
 
 
 class NotTraceableError(TypeError):
@@ -26,6 +29,8 @@ class NotTraceableError(TypeError):
 
 class Tracer(ABC):
     """Writes down what is done to vectors."""
+
+    in_place = True  # whether operations on a vector's own memory can be written down
 
     @abstractmethod
     def result(self, operation: str, *inputs: Any) -> Any:
@@ -48,7 +53,7 @@ class Tracer(ABC):
             operation, args = "maximum", (args[0], options.pop("min"))
         if "alpha" in options:
             args = args[0], Symbol(self, self.result("mul", args[1], options.pop("alpha")))
-        if operation not in OPERATIONS or options or (in_place and not isinstance(args[0], Symbol)):
+        if operation not in OPERATIONS or options or (in_place and not (self.in_place and isinstance(args[0], Symbol))):
             raise NotTraceableError(f"{name} of a vector")
         result = self.result(operation, *args)
         if in_place:
