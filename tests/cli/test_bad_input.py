@@ -47,6 +47,10 @@ def test_a_number_of_nodes_that_is_none(name, n):
         (lambda: tp.make("rign", 4), r"unknown topology 'rign'; did you mean ring\?"),
         (lambda: tp.make("exponental", 4), r"did you mean exponential\?"),
         (lambda: tp.make("ring", 4, k=2), r"ring has no option 'k'; it takes every"),
+        (
+            lambda: tp.make("ring", 4, meets="pairwise 0.05 over wan"),
+            r"ring has no option 'meets', which is an argument of simulate: .*meets='pairwise 0.05 over wan'",
+        ),
         (lambda: tp.make("base_graph", 4, seed=2), r"base_graph has no option 'seed'; it takes k"),
         (lambda: tp.ring(4).matrix(0), r"round t = 0; give a whole number from 1 up"),
         (lambda: tp.ring(4).neighbors(4), r"ring: node = 4; give a whole number from 0 to 3"),

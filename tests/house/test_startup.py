@@ -87,7 +87,7 @@ def test_the_catalogue_has_the_first_lines_of_the_docstrings(kind):
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_the_catalogue_has_the_options_that_set_takes(kind):
-    everywhere = {"every", "late", "wire", "loss", "one_way"}  # of every topology, in the line below the list
+    everywhere = {"every", "late", "wire", "loss", "one_way", "meets"}  # of every topology, in the line below the list
     assert all(f"--set {option}=" in catalogue.CHANNEL for option in everywhere)
     parts = catalogue.parts()
     for name, entry in TABLES[kind][0].items():

@@ -192,6 +192,18 @@ def test_what_somebody_else_stored_first_is_not_counted(tmp_path):
         assert (other.save(batch, outcome), store.save(batch, outcome)) == (2, 0)
 
 
+def test_what_was_not_stored_is_stored_by_the_next_save(tmp_path, monkeypatch):
+    """A save that fails after some runs takes their graph back, too."""
+    (batch, *_) = pack(expand(parse(SMALL))[0], "cpu")
+    outcome, seal = workers.run_batch(batch), Store._seal
+    with Store(tmp_path / "s.sqlite") as store:
+        monkeypatch.setattr(Store, "_seal", lambda self, number: seal(self, number) if number == 1 else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            store.save(batch, outcome)
+        monkeypatch.undo()
+        assert store.save(batch, outcome) == len(batch.cases) > 1
+
+
 # --- what kills leave behind ----------------------------------------------------------------------------------------
 
 
@@ -302,6 +314,15 @@ def test_a_checksum_covers_the_environment(store, run_cli):
 
 
 # --- other versions -------------------------------------------------------------------------------------------------
+
+
+def test_an_sqlite_that_is_too_old_is_told(tmp_path, monkeypatch, run_cli):
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
+    monkeypatch.setattr(sqlite3, "sqlite_version", "3.34.1")
+    (tmp_path / "s.toml").write_text(TEXT)
+    words = "klatsch needs SQLite 3.37 or newer, and this Python has 3.34.1; use another Python"
+    refused(run_cli("run", tmp_path / "s.toml"), words)
+    assert [file.name for file in tmp_path.iterdir()] == ["s.toml"]
 
 
 def test_a_store_of_another_format_is_refused_and_left_alone(store, tmp_path, run_cli):

@@ -114,6 +114,7 @@ WRONG = {
     "no seeds": ("seeds = 0\n", "seeds = 0; give a whole number from 1 to 100000"),
     "wrong seeds": ("seeds = [1, -2]\n", "seeds = -2; give how many, or a list of whole numbers from 0 up"),
     "wrong dtype": ('dtype = "float16"\n', 'dtype = \'float16\'; give "float64" or "float32"'),
+    "number for a clock": ("[clocks]\nlr = 5\n", "clocks.lr = 5; give tables, as in docs/studies.md"),
     "no toml": ("steps = = 3\n", "cannot be read as TOML"),
     "size": ("nodes = [4, 7]\ntopologies = ['torus']\n", "s.toml: torus"),
 }

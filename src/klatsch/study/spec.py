@@ -407,7 +407,7 @@ def _explained(error: ErrorDetails) -> str:
     loc = error["loc"]
     field = next((str(part) for part in reversed(loc) if isinstance(part, str)), "")
     if field not in ("rules", "topologies"):  # others are lists of plain values, and the value says which
-        loc = loc[: loc.index(field) + 1] if field else loc
+        loc = loc[: len(loc) - loc[::-1].index(field)] if field else loc
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
     if error["type"] == "extra_forbidden":
         known = Screen if key.startswith("screen.") else Study
@@ -416,7 +416,8 @@ def _explained(error: ErrorDetails) -> str:
         return f"{key} is missing; give it, as in the example of docs/studies.md"
     value, message = error["input"], error["msg"].removeprefix("Value error, ")
     if error["type"] != "value_error":
-        message = f"give {WANTED.get(field, message)}"
+        asked = "clocks" if loc[:1] == ("clocks",) else field  # clocks have names of the user's, such as lr
+        message = f"give {WANTED.get(asked, message)}"
     elif isinstance(value, dict | BaseModel):  # the message shows the option and its value
         return f"{key}: {message}" if key else message
     elif message.startswith(f"{field} = "):

@@ -43,8 +43,10 @@ if TYPE_CHECKING:
     from klatsch.clock import Clock
 
 FORMAT = 4
+OLDEST = (3, 37)  # the SQLite that has STRICT tables
 APPLICATION = 0x6B6C6174  # "klat": tells a store from other SQLite files
 WAIT = 60.0  # seconds to wait for another process's transaction
+# The columns kind and scale of studies are of no use any more, but part of the format.
 TABLES = """
 CREATE TABLE studies (
     name TEXT PRIMARY KEY, kind TEXT NOT NULL, scale TEXT NOT NULL, spec TEXT NOT NULL, command TEXT NOT NULL,
@@ -98,8 +100,6 @@ class Origin:
     """Where a study comes from."""
 
     command: str = ""
-    kind: str = "study"  # or the target that it reproduces
-    scale: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,9 @@ class Database:
     """A store's file in write-ahead mode, created by the first transaction; a refused file is untouched."""
 
     def __init__(self, path: str | Path, read_only: bool = False) -> None:
+        if sqlite3.sqlite_version_info < OLDEST:
+            has = sqlite3.sqlite_version
+            raise ValueError(f"klatsch needs SQLite 3.37 or newer, and this Python has {has}; use another Python")
         self.path = str(path)
         self._ready = read_only  # else the first transaction makes the tables, if there are none
         self._base: sqlite3.Connection | None = None  # none as long as there are no tables
@@ -332,6 +335,7 @@ class Store(Database):
 
     def save(self, batch: Batch, finished: Finished) -> int:
         """Store the results of a batch; returns how many of its runs are new. Only damaged runs are replaced."""
+        new: set[str] = set()  # graphs of this transaction, which are remembered only after its commit
         with self.transaction():
             done, now = self.done(), _now()
             for k, (key, case) in enumerate(zip(finished.keys, batch.cases, strict=True)):
@@ -341,7 +345,8 @@ class Store(Database):
                 self.execute("DELETE FROM runs WHERE key = ?", [key])
                 exchange = finished.exchanges[k]
                 graph = hashlib.sha256(exchange.links.encode()).hexdigest()
-                if not self._has_links(graph):
+                if graph not in new and not self._has_links(graph):
+                    new.add(graph)
                     self.execute("INSERT OR REPLACE INTO graphs VALUES (?, ?)", [graph, exchange.links])
                 run = (
                     *(key, *map(own.label, (case.problem, case.rule, case.topology)), case.nodes, case.seed, case.lr),
@@ -371,9 +376,9 @@ class Store(Database):
         content = json.dumps({**study.model_dump(mode="json"), **beside})
         with self.transaction():
             self.execute(
-                "INSERT INTO studies VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
-                "kind = excluded.kind, scale = excluded.scale, spec = excluded.spec, command = excluded.command",
-                [study.name, origin.kind, origin.scale, content, origin.command, _now()],
+                "INSERT INTO studies VALUES (?, 'study', '', ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
+                "spec = excluded.spec, command = excluded.command",
+                [study.name, content, origin.command, _now()],
             )
         return Remembered(study, origin, sources, tuple(left_out), frozenset(refused))
 
@@ -389,9 +394,9 @@ class Store(Database):
 
     def studies(self) -> list[Remembered]:
         """The studies that were run, oldest first."""
-        rows = self.execute("SELECT spec, command, kind, scale FROM studies ORDER BY begun, rowid")
+        rows = self.execute("SELECT spec, command FROM studies ORDER BY begun, rowid")
         with self._readable():
-            return [Remembered.read(printable(json_of(content)), Origin(*rest)) for content, *rest in rows]
+            return [Remembered.read(printable(json_of(content)), Origin(command)) for content, command in rows]
 
     def outcomes(
         self, keys: Iterable[str], names: Sequence[str] | None = None, last: bool = False

@@ -425,6 +425,9 @@ def split(name: str) -> tuple[str, int]:
 
 def _parted(name: str, choices: Mapping[str, object]) -> tuple[dict[str, object], dict[str, Any]]:
     """The options of the family, and those of the channel, of which the name may hold `every`; no others."""
+    if "meets" in choices and "meets" not in options(name):
+        asked = f"meets={choices['meets']!r}"
+        raise ValueError(f"{name} has no option 'meets', which is an argument of simulate: simulate(..., {asked})")
     check_options(name, choices, options(name))
     kind, between = split(name)
     own = {option: value for option, value in choices.items() if option not in CHANNEL}
