@@ -1,5 +1,7 @@
 """Figures of rows and of installed studies: panels, lines, legends, and looks of one's own."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -119,6 +121,8 @@ def test_every_line_is_in_the_legend():
     rows += [row(rule, "ring", M, 1 / M) for rule in ("dat", "d2") for M in (4, 9)]
     (legend,) = figures.plot(rows, "nodes", "title").legends
     assert [text.get_text() for text in legend.get_texts()] == ["dat", "d2"]
+    marked = [replace(each, setting={"beta": 0.9} if each.rule == "dat" else {}) for each in rows]  # d2 has none
+    assert figures.Look(marked, drawing=figures.Drawing(marker="beta")).markers == [0.9, ""]
 
 
 def test_pages_say_when_a_learning_rate_lies_at_the_edge():

@@ -244,6 +244,43 @@ def test_the_report_is_self_contained_and_escapes_what_it_shows(tmp_path, run_cl
     assert "@import" not in html
 
 
+def test_a_page_that_cannot_be_shown_is_a_line_and_the_others_are_there(tmp_path, run_cli, monkeypatch):
+    content = {"steps": 5, "nodes": 4, "rules": ["dat"], "topologies": ["ring"], "lr": [0.01]}
+    forged = {
+        "wide": {"figures": [{"wide": 10**9}]},
+        "long": {"sentences": [{"claim": "{most:9999999999}", "theirs": {}}]},
+        "odd": {},
+    }
+    with Store(tmp_path / "s.sqlite") as store:
+        for name, words in ({"fine": {}} | forged).items():
+            run_study(parse({**content, "name": name, **words}), store, executor=workers.threads)
+    whole = pages.page_of
+
+    def raises(study, *args, **options):
+        return {}["no such thing"] if study.study.name in odd else whole(study, *args, **options)
+
+    monkeypatch.setattr(pages, "page_of", raises)
+    odd = ["odd"]
+    code, out, err = run_cli("report", tmp_path / "s.sqlite", "-o", tmp_path / "r.html")
+    html = (tmp_path / "r.html").read_text()
+    assert (code, err, html.count("<svg")) == (0, "", 1)
+    for line in ("wide: figures[0].wide = 1000000000", "long: sentences[0]: the claim has a {most}", "odd: what the"):
+        assert line in out
+        assert line in html
+    odd = ["fine", "odd"]
+    code, _, err = run_cli("report", tmp_path / "s.sqlite", "-o", tmp_path / "r.html")
+    assert (code, err.count("\n")) == (2, 1)  # there is nothing to show
+
+
+def test_rows_are_printed_before_what_is_said_of_them(tmp_path, run_cli, monkeypatch):
+    def refuse(*_):
+        raise ValueError("nothing can be said")
+
+    monkeypatch.setattr(pages.Script, "verdicts", refuse)
+    code, out, err = run_cli("run", "--rules", "dat", "-n", 4, "--steps", 5, "--lr", 0.01)
+    assert (code, "dat" in out, "nothing can be said" in err) == (2, True, True)
+
+
 def test_svg_in_a_page_has_ids_of_its_own():
     figure = tables.table_1().figures[0][1]
     text = pictures.render(figure, ".svg").decode()

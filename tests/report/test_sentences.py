@@ -105,6 +105,8 @@ NO_GAIN = {"ours": {"nodes": {"above": 4}}, "theirs": {"nodes": 4}, "by": ["node
         ({"trend": "no ceiling"}, {4: 3.0}, None),
         (NO_GAIN, {4: 1.0, 9: 2.0}, True),
         (NO_GAIN, {4: 2.0, 9: 1.0, 16: 3.0}, False),
+        (NO_GAIN, {4: 1.0, 9: 2.0, 16: np.inf}, None),  # between sizes what diverged decides nothing
+        ({"ours": {"nodes": 16}, "theirs": {"nodes": 4}, "is": "behind"}, {4: 1.0, 16: np.inf}, None),
         ({"ours": {"nodes": 16}, "theirs": {"nodes": 4}, "is": "behind"}, {4: 1.0, 9: 9.0, 16: 2.0}, True),
         ({"ours": {"nodes": 16}, "theirs": {"nodes": 4}, "is": "ahead"}, {4: 1.0, 9: 9.0, 16: 2.0}, False),
     ],
@@ -264,6 +266,9 @@ def test_theirs_that_diverged_decide_nothing_and_ours_that_did_are_behind():
     assert holds([fine, row("dsgd", "ring", 8, np.inf)], **DAT_AND_DSGD) is None
     assert holds([lost, fine, row("dsgd", "ring", 8, 1e-6)], **DAT_AND_DSGD) is True  # the best of ours
     assert holds([fine], **DAT_AND_DSGD) is None
+    for relation, expected in (("behind", True), ("not ahead", True), ("ahead", False), ("not behind", False)):
+        assert holds([lost, row("dsgd", "ring", 8, 1e-6)], **DAT_AND_DSGD, **{"is": relation}) is expected
+    assert holds([lost, row("dsgd", "ring", 8, 1e-6)], **DAT_AND_DSGD, over="median") is None
     assert holds([row("dsgd", "ring", 8, 1e-6), row("dat", "torus", 8, 1e-6)], **DAT_AND_DSGD) is None
 
 
@@ -409,6 +414,8 @@ def test_the_best_at_equal_cost_counts_what_dear_runs_had_by_then():
     assert (found, text[:14]) == (False, "no, in 4 of 6:")  # half of its bytes were enough
     assert "65.4 MB: dat-d2 (beta 0.9) on ring/8 (wire int8) 85.0%" in text
     assert "1,047 MB: dat-d2 (beta 0.9) on ring/8 (wire int8) 85.0%" in text
+    silent = replace(of_case(seldom, 0.85), sent=0.0)  # costs nothing, and counts with all it has
+    assert holds([silent, of_case(plain, 0.88)], **words) is False
 
 
 def test_an_option_that_theirs_fix_may_differ():
@@ -498,12 +505,26 @@ def test_who_is_ahead_at_equal_seconds():
         ({"sentences": [{"claim": "so", "theirs": {}, "tolerance": "much"}]}, "tolerance = 'much'; give a number"),
         ({"sentences": [{"claim": "so", "theirs": {"rul": "dat"}}]}, "no option of its runs 'rul'; did you mean rule"),
         ({"sentences": [{"claim": "{name}", "theirs": {}}]}, "no option of its runs 'name'"),
+        ({"sentences": [{"claim": "{}", "theirs": {}}]}, "the claim has a {}; write {most}"),
+        ({"sentences": [{"claim": "{rule}", "theirs": {}}]}, "the claim has a {rule}; write {most}"),
+        ({"sentences": [{"claim": "{most:9999999999}", "theirs": {}}]}, "the claim has a {most}"),
+        ({"sentences": [{"claim": "{", "theirs": {}}]}, r"sentences\[0\]: single '{'"),
+        ({"sentences": [{"claim": "so", "theirs": {"nodes": {"under": 3}}}]}, "nodes = .* for runs with 4; give above"),
+        ({"sentences": [{"claim": "so", "theirs": {}, "where": {"rule": {"below": 3}}}]}, "for runs with dat; give"),
+        ({"sentences": [{"claim": "so", "theirs": {"of": "wrost"}}]}, "unknown of 'wrost'; did you mean worst"),
+        ({"sentences": [{"claim": "so", "theirs": {}, "at": {"seconds": "{clock}"}}]}, "the study has no clock"),
         ({"sentences": [{"claim": "so", "theirs": {}, "at": {"seconds": "wan"}}]}, "the study has no clock 'wan'"),
         ({"sentences": [{"claim": "so", "theirs": {}, "over": "mean", "is": "not ahead"}]}, "for a mean; give level"),
         ({"figures": [{"across": "time"}]}, r"figures\[0\].across = 'time'"),
         ({"figures": [{"lines": ["wires"]}]}, r"figures\[0\]: the study has no option of its runs 'wires'"),
         ({"figures": [{"clock": "mine"}]}, "the study has no clock 'mine'"),
+        ({"figures": [{"where": {"nodes": {"starts": 4}}}]}, "for runs with 4; give above"),
+        ({"figures": [{"across": "seconds"}]}, "seconds need a clock; give clock = 'all'"),
+        ({"figures": [{"first_done": True}]}, "seconds need a clock; give clock = 'all'"),
+        ({"figures": [{"wide": 10**9}]}, r"figures\[0\].wide = 1000000000: .* less than or equal to 100"),
+        ({"figures": [{"wide": -1}]}, r"figures\[0\].wide = -1"),
         ({"clocks": {"a": {"gradient": 0.1, "speed": 2}}}, "is no clock"),
+        ({"clocks": {"a": {"gradient": 0.1, "network": 5}}}, "is no clock"),
         ({"clocks": {"a": {"gradient": "times.csv"}}}, "names a file"),
     ],
 )  # fmt: skip

@@ -151,6 +151,8 @@ def report(
     files.check_output(out, "HTML", store)
     with Store(store, read_only=True) as opened:
         pages = write_report(opened, out, title, clock, timing.against)
+    for flaw in (page.flaw for page in pages if page.flaw):
+        terminal.note(flaw)
     print(f"{counted(len(pages), 'page')} of results written to {out}")
 
 

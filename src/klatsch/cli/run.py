@@ -183,14 +183,14 @@ def run(
         with narration.interruptible(opened):
             found = run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
     rows = timed(found.rows, clock)
-    verdicts = script.verdicts(found.rows)
     if as_json:
+        verdicts = script.verdicts(found.rows)
         said = {"verdicts": [asdict(verdict) for verdict in verdicts]} if verdicts else {}
         left_out = [item._asdict() for item in found.left_out]
         print_json({"rows": [plain(row) for row in rows], "left_out": left_out, **said})
     else:
         print_rows(rows, found.left_out, title_of(study), study.device, clocked=clock is not None)
-        print_verdicts(verdicts)
+        print_verdicts(script.verdicts(found.rows))
         if place is None:
             terminal.note("the results are not kept; --store results.sqlite keeps them")
         else:

@@ -6,10 +6,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import Field
 
 from klatsch import rules
 from klatsch.arguments import named, there_are
@@ -70,13 +71,15 @@ class Drawing(selection.Words):
     reference: Selections = ()
     clock: str = ""
     first_done: bool = False
-    wide: int | None = None
+    wide: Annotated[int | None, Field(ge=1, le=MOST_PANELS)] = None
     below: float = 1.0
 
-    def check_names(self, place: str, known: Mapping[str, None], clocks: Mapping[str, Clock]) -> None:
-        """Refuse options that no run has, and a clock that the study does not have."""
-        names = {name for table in (*self.where, *self.reference) for name in table}
-        selection.check_names(place, (names | {*(self.panels or ()), *self.lines, self.marker}) - {""}, known)
+    def check_names(self, place: str, known: Mapping[str, Options], clocks: Mapping[str, Clock]) -> None:
+        """Refuse options that no run has, values that none can have, and a clock that the study does not have."""
+        selection.check_tables(place, (*self.where, *self.reference), known)
+        selection.check_names(place, {*(self.panels or ()), *self.lines, self.marker} - {""}, known)
+        if not self.clock and (self.across == "seconds" or self.first_done):
+            raise ValueError(f"{place}: seconds need a clock; give clock = 'all', or the name of one of the study's")
         if self.clock not in ("", "all"):
             selection.check_names(place, [self.clock], clocks, "clock")
 
@@ -200,7 +203,8 @@ class Look:
         self.references = selected(rows, drawing.reference)
         self.black = {id(row): k for k, row in enumerate(self.references)}
         self.main = [row for row in rows if id(row) not in self.black] or list(rows)
-        self.kinds, self.markers = distinct(self.main, self._kind), sorted(distinct(self.main, self._marker))
+        self.kinds, marks = distinct(self.main, self._kind), distinct(self.main, self._marker)
+        self.markers = sorted(marks, key=lambda mark: (isinstance(mark, str), mark))
         values, known = distinct(self.main, self._coloured), list(rules.RULES)
         if lines[0] in ("rule", "options"):
             self.table: Sequence[object] = COLOURS

@@ -19,7 +19,7 @@ from klatsch.report.sentences import Sentence, Verdict
 from klatsch.study.cases import Case, headline_of
 from klatsch.study.choices import BESIDE, Row, screened, timed
 from klatsch.study.export import save_csv
-from klatsch.study.spec import Study
+from klatsch.study.spec import Options, Study
 from klatsch.study.store import Remembered, Store
 from klatsch.units import compact, counted
 from klatsch.version import VERSION
@@ -43,6 +43,7 @@ class Page:
     verdicts: tuple[Verdict, ...] = ()
     notes: tuple[str, ...] = ()
     command: str = ""
+    flaw: str = ""  # why there is no more of it
 
 
 def write(page: Page, folder: Path) -> list[Path]:
@@ -89,7 +90,9 @@ class Script:
     def of(cls, study: Study, cases: Sequence[Case]) -> Script:
         """That of a study with these runs, whose options it may name."""
         clocks = {name: clock_of(options) for name, options in study.clocks.items()}
-        known = {"clock": None} | {name: None for case in cases for name in options_of(case)}
+        known: dict[str, Options] = {"clock": dict(zip(clocks, clocks, strict=True))}
+        for name, value in (pair for case in cases for pair in options_of(case).items()):
+            known.setdefault(name, {})[str(value)] = value
         drawings = figures.Drawing.read(study.figures, "figures")
         sentences = Sentence.read(study.sentences, "sentences")
         for place, words in (drawings | sentences).items():
@@ -222,7 +225,10 @@ def report(
     studies = store.studies()
     if not studies:
         raise ValueError(f"{store.path} holds no study; klatsch run and klatsch reproduce put them there")
-    pages = [page_of(study, store, clock=clock, across=across) for study in studies]
+    drawn = [_drawn(study, store, clock, across) for study in studies]
+    pages = [page for page, _ in drawn]
+    if all(page.flaw for page in pages):
+        raise ValueError(pages[0].flaw)
     runs = [facts for _, facts in store.runs()]
     needed = (screened(each.study, each.cases, store).cases for each in studies)
     keys = {case.key for cases in needed for case in cases}
@@ -236,24 +242,32 @@ def report(
         "last": _minute(times[-1]) if times else "",
         "engines": sorted({f"{facts['engine']} on {facts['device']}" for facts in runs}),
     }
-    drawn = {
-        page.name: [
-            inline_svg(pictures.render(figure, ".svg").decode(), f"{page.name}-{name}") for name, figure in page.figures
-        ]
-        for page in pages
-    }
     loader = PackageLoader("klatsch.report")
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     html = templates.get_template("report.html").render(
         title=title or f"klatsch: {Path(store.path).name}",
         pages=pages,
-        pictures=drawn,
+        pictures={page.name: svgs for page, svgs in drawn},
         environments=store.environments(),
         summary=summary,
         version=VERSION,
     )
     files.save(path, html.encode(), "HTML")
     return pages
+
+
+def _drawn(remembered: Remembered, store: Store, clock: Clock | None, across: str) -> tuple[Page, list[str]]:
+    """The page of a study with its figures; only a line where a store says of it what does not fit its runs."""
+    name, title = remembered.study.name, remembered.study.title or remembered.study.name
+    try:
+        page = page_of(remembered, store, clock=clock, across=across)
+        svgs = [(drawn, pictures.render(figure, ".svg").decode()) for drawn, figure in page.figures]
+        return page, [inline_svg(svg, f"{name}-{drawn}") for drawn, svg in svgs]
+    except ValueError as error:
+        flaw = f"{name}: {error}"
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        flaw = f"{name}: what the store says of it does not fit its runs ({type(error).__name__}); run it again"
+    return Page(name, title, (flaw,), flaw=flaw), []
 
 
 def inline_svg(text: str, prefix: str) -> str:

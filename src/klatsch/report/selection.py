@@ -117,6 +117,18 @@ def check_names(place: str, names: Iterable[str], known: Collection[str], what: 
             raise ValueError(f"{place}: the study has no {what} {name!r}; {there_are(name, known)}")
 
 
+def check_tables(place: str, tables: Iterable[Selection], known: Mapping[str, Options]) -> None:
+    """Refuse selections by options that no run has, or with bounds that do not fit what runs have."""
+    for name, wanted in ((name, wanted) for table in tables for name, wanted in table.items()):
+        check_names(place, [name], known)
+        for text, value in known[name].items():
+            try:
+                _is(value, wanted)
+            except (LookupError, TypeError):
+                bounds = f"{', '.join(BOUNDS)}: a number for numbers, a word for words"
+                raise ValueError(f"{place}: {name} = {shown(wanted)} for runs with {text}; give {bounds}") from None
+
+
 def in_words(name: str, value: object) -> str:
     """The value of an option; empty if there is nothing to say."""
     if name == "nodes":
@@ -169,7 +181,7 @@ def clock_of(options: Options) -> Clock:
     network = options.get("network", "10gbe")
     try:
         return Clock(**{**options, "network": Links(**network) if isinstance(network, Mapping) else network})
-    except TypeError as error:
+    except (AttributeError, TypeError) as error:
         raise ValueError(f"clocks: {shown(options)} is no clock ({error}); give gradient and network") from None
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from klatsch.arguments import shown
+from klatsch.arguments import named, shown
 from klatsch.clock import Clock
 from klatsch.report import selection
 from klatsch.report.selection import Selection, Selections, best_of, distinct, grouped, in_words, options_of, selected
@@ -121,10 +121,10 @@ class Moment(selection.Words):
             yield f"after {seconds:,.0f} s", [row.stopped(row.steps[n - 1] / row.steps[-1]) for row, n in known]
         elif self.bytes or self.seconds:
             costs = [row.elapsed[-1] if self.seconds and row.elapsed else row.megabytes for row in rows]
-            budget = min(costs, default=math.inf) / 2
+            budget = min((cost for cost in costs if cost > 0), default=math.inf) / 2
             while budget < max(costs, default=0.0):
                 budget *= 2
-                cut = [_within(row, budget / cost) for row, cost in zip(rows, costs, strict=True)]
+                cut = [_within(row, budget / cost if cost else 1.0) for row, cost in zip(rows, costs, strict=True)]
                 yield f"{factor(budget)} {'s' if self.seconds else 'MB'}", [row for row in cut if row is not None]
         else:
             yield "", [row.stopped(self.share) for row in rows] if self.share < 1 else rows
@@ -200,17 +200,25 @@ class Sentence(selection.Words):
             raise ValueError(f"trend = {self.trend!r}; there are {', '.join(TRENDS)}")
         if not self.trend and not self.theirs:
             raise ValueError("it compares nothing; give theirs, or a trend")
+        list(string.Formatter().parse(self.claim))  # which refuses a single brace
+        for table in self.theirs:
+            named("of", table.get("of", "mean"), dict.fromkeys(("mean", *BESIDE)))
         if self.over != "all" and self.is_.startswith("not"):
             raise ValueError(f"is = {self.is_!r} for a {self.over}; give level, ahead or behind")
         return self
 
-    def check_names(self, place: str, known: Mapping[str, None], clocks: Mapping[str, Clock]) -> None:
-        """Refuse options that no run has, and a clock that the study does not have."""
-        tables = [*self.where, *self.ours, *self.theirs, *([self.at.bytes] if isinstance(self.at.bytes, dict) else [])]
-        told = [name for _, name, _, _ in string.Formatter().parse(self.claim) if name]
-        names = {*(name for table in tables for name in table), *self.by, *told, self.each}
-        selection.check_names(place, names - {"", "of", "most"}, known)
-        if self.at.clock and self.at.clock != "{clock}":
+    def check_names(self, place: str, known: Mapping[str, Options], clocks: Mapping[str, Clock]) -> None:
+        """Refuse options that no run has, values that none can have, and a clock that the study does not have."""
+        theirs = [{name: value for name, value in table.items() if name != "of"} for table in self.theirs]
+        tables = [*self.where, *self.ours, *theirs, *([self.at.bytes] if isinstance(self.at.bytes, dict) else [])]
+        selection.check_tables(place, tables, known)
+        told = [(name, form, how) for _, name, form, how in string.Formatter().parse(self.claim) if name is not None]
+        names = {*self.by, self.each, *(name for name, _, _ in told if name != "most")} - {""}
+        selection.check_names(place, names, known)
+        for name, form, how in told:
+            if name not in ("most", self.each or "most") or form or how:
+                raise ValueError(f"{place}: the claim has a {{{name}}}; write {{most}}, or {{rule}} with each = 'rule'")
+        if self.at.clock and (self.at.clock, self.each) != ("{clock}", "clock"):
             selection.check_names(place, [self.at.clock], clocks, "clock")
 
     def check(self, rows: Sequence[Row], clocks: Mapping[str, Clock] | None = None) -> list[Verdict]:
@@ -227,7 +235,8 @@ class Sentence(selection.Words):
         claim = self.claim.format(most=max((row.nodes for row in rows), default="most"), **told)
         if not rows:
             return Verdict(claim, self.source, None, ("was not run",))
-        clock = clocks[self.at.clock.format(**told)] if self.at.clock else None
+        name = told["clock"] if self.at.clock == "{clock}" else self.at.clock
+        clock = clocks[name] if name else None
         names = selection.varying(rows)
         panels = grouped(rows, lambda row: ", ".join(in_words(name, row.setting.get(name)) for name in names))
         answers = {panel: self._answer(mine, clock) for panel, mine in panels.items()}
@@ -300,13 +309,19 @@ def compare(
     over: str = "all",
     clock: Clock | None = None,
 ) -> Answer:
-    """Compare some rows with others; see `Sentence`. Theirs that diverged decide nothing, ours that did are behind."""
+    """Compare some rows with others; see `Sentence`. Theirs that diverged decide nothing; ours that did are behind.
+
+    Between numbers of machines ours that diverged decide nothing either.
+    """
     met, gaps, texts, rivals = list[bool](), list[float](), list[str](), Counter[str]()
     for when, known in at.moments(rows, clock):
         for place, group, other in _pairs(known, ours, theirs, by):
             tolerance, one = tolerance or usual(other), best_of(group)
             gap = tolerance.gap(one, other)
-            met.append(not one.diverged and any(RELATIONS[is_](row, other, tolerance) for row in group))
+            if one.diverged and one.nodes != other.nodes and over == "all":  # as in a trend
+                return None, f"{told(one)} at M = {one.nodes}"
+            behind = is_ in ("behind", "not ahead")
+            met.append(behind if one.diverged else any(RELATIONS[is_](row, other, tolerance) for row in group))
             gaps += [gap] if math.isfinite(gap) else []
             rivals[other.rule] += 1
             words = [f"{told(one)} against {told(other)}", *([tolerance.told(gap)] if math.isfinite(gap) else [])]
@@ -314,7 +329,7 @@ def compare(
     if tolerance is None or not met:
         return None, "was not run"
     if not gaps:
-        return over == "all" and all(met), "all diverged"
+        return (all(met) if over == "all" else None), "all diverged"
     middle, low, high = (tolerance.told(gap) for gap in (median(gaps), min(gaps), max(gaps)))
     summary = f"{middle} in the middle, {tolerance.told(mean(gaps))} in the mean, from {low} to {high}"
     if over == "all":
