@@ -252,7 +252,7 @@ class Averaged(Around):
         average: weights: constant (all alike), linear, polynomial(p), fixed(gamma) or lr(p).
     """
 
-    average: Averaging = "constant"  # type: ignore[assignment]  # or a text, which is parsed
+    average: Averaging  # or a text, which is parsed
     short: ClassVar[str] = "averaged"
 
     def __post_init__(self) -> None:
