@@ -106,5 +106,5 @@ NETWORKS = _keys("clock/network.py", "NETWORKS")
 _families = (ROOT / "topology" / "families.py").read_text().partition("\nFAMILIES")[2].partition("\n}\n")[0]
 TOPOLOGIES = tuple(re.findall(r"\bFamily\((?: *#.*)?\s*(\w+)", _families))
 # What klatsch reproduce knows: installed studies, several of them at once, and tables.
-STUDIES = tuple(sorted(file.stem for file in (ROOT / "studies").glob("*.toml")))
+STUDIES = tuple(sorted({file.stem for file in (ROOT / "studies").glob("*.toml")} - {"demo"}))  # a command of its own
 TARGETS = (*STUDIES, *_keys("report/installed.py", "GROUPS"), *_keys("report/tables.py", "TABLES"))

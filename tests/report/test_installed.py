@@ -79,7 +79,7 @@ def test_verdicts_of_the_committed_pages_follow_from_their_tables(name):
 
 
 def test_every_study_has_words_that_fit_it():
-    for name in catalogue.STUDIES:
+    for name in (*catalogue.STUDIES, "demo"):
         study = study_of(name, "quick")
         script = Script.of(study, expand(study)[0])
         assert script.figures
@@ -91,6 +91,9 @@ def test_every_study_has_words_that_fit_it():
 def test_epochs_and_dtype_of_ones_own():
     study = study_of("schedules", "paper", epochs=5)
     assert (study.epochs, study.screen.epochs, study.record) == (5, 5, 6)
+    assert [study_of("fig2", scale, epochs=5).record for scale in ("quick", "paper")] == [5, 5]
+    assert [study_of("fig3", "quick", epochs=n).record for n in (1, 20)] == [3, 10]
+    assert study_of("averages", "paper", epochs=5).record == 2  # a number of its own
     with pytest.raises(ValueError, match="fig1 has no data set to go through; leave epochs out"):
         study_of("fig1", "quick", epochs=5)
     with pytest.raises(ValueError, match="fig2 trains in float32, leave dtype out"):

@@ -144,7 +144,9 @@ def test_reproduce_gives_json(results, run_cli):
     "arguments, words",
     [
         (("fig7",), "unknown target 'fig7'"),
+        (("demo",), "unknown target 'demo'"),
         (("fig1", "--scale", "huge"), "unknown scale 'huge'"),
+        (("table1", "--scale", "huge"), "unknown scale 'huge'"),
         (("fig1", "--dtype", "float16"), "dtype = 'float16'"),
         (("fig1", "--device", "quantum"), "device = 'quantum'"),
         (("fig1", "--workers", "0"), "--workers 0: give a number from 1 to 1,024"),

@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from klatsch.clock import Clock
 from klatsch.report.installed import GROUPS, study_of
 from klatsch.report.pages import Script
 from klatsch.report.selection import chosen_for, options_of, timed
@@ -140,6 +141,23 @@ def test_where_accuracy_drops_most(accuracies, expected):
     assert holds([replace(r, curves=0 * r.curves + 0.9) for r in rows], **words) is None  # nothing drops
 
 
+def test_trends_of_accuracies_and_of_other_rounds():
+    def course(values, steps=(1, 100, 1000)):
+        return {"curves": np.array(values)[None, :, None], "steps": steps, "largest": True, "metric": "accuracy"}
+
+    few, many = row("dat", "ring", 4, 1.0), row("dat", "ring", 16, 1.0)
+    slow, fast = course([0.1, 0.3, 0.9]), course([0.1, 0.5, 0.9])
+    assert holds([replace(few, **slow), replace(many, **fast)], trend="better early") is True
+    assert holds([replace(few, **fast), replace(many, **slow)], trend="better early") is False
+    fast = course([0.5, 0.9], (100, 1000))
+    assert holds([replace(few, **slow), replace(many, **fast)], trend="better early") is True
+    fast = course([0.5, 0.9], (99, 999))
+    assert holds([replace(few, **slow), replace(many, **fast)], trend="better early") is None
+    for last, expected in ((0.105, True), (0.12, False)):  # by 0.01, not by a hundredth
+        ends = [replace(few, **course([0.1, 0.1, 0.1])), replace(many, **course([0.1, 0.1, last]))]
+        assert holds(ends, trend="stays within") is expected
+
+
 def as_the_paper_says():
     """Numbers for which every sentence of the paper holds."""
     rows = []
@@ -270,6 +288,8 @@ def test_theirs_that_diverged_decide_nothing_and_ours_that_did_are_behind():
         assert holds([lost, row("dsgd", "ring", 8, 1e-6)], **DAT_AND_DSGD, **{"is": relation}) is expected
     assert holds([lost, row("dsgd", "ring", 8, 1e-6)], **DAT_AND_DSGD, over="median") is None
     assert holds([row("dsgd", "ring", 8, 1e-6), row("dat", "torus", 8, 1e-6)], **DAT_AND_DSGD) is None
+    (verdict,) = said(**DAT_AND_DSGD | {"claim": "{options} is level", "each": "options"}).check([])
+    assert (verdict.claim, verdict.holds, verdict.figures) == ("options is level", None, ("was not run",))
 
 
 def test_the_median_and_the_mean_of_all_points():
@@ -414,6 +434,9 @@ def test_the_best_at_equal_cost_counts_what_dear_runs_had_by_then():
     assert (found, text[:14]) == (False, "no, in 4 of 6:")  # half of its bytes were enough
     assert "65.4 MB: dat-d2 (beta 0.9) on ring/8 (wire int8) 85.0%" in text
     assert "1,047 MB: dat-d2 (beta 0.9) on ring/8 (wire int8) 85.0%" in text
+    swapped = said(ours={"wire": "float32"}, theirs={}, at={"bytes": "doubled"})
+    (verdict,) = swapped.check([of_case(seldom, 0.85), of_case(plain, 0.95)])
+    assert verdict.figures[0].startswith("no, in 2 of 6: 65.4 MB: none of ours has a value by then; 131 MB: none")
     silent = replace(of_case(seldom, 0.85), sent=0.0)  # costs nothing, and counts with all it has
     assert holds([silent, of_case(plain, 0.88)], **words) is False
 
@@ -465,6 +488,13 @@ def test_each_clock_has_rows_of_its_own_and_who_waits_takes_longer():
         assert set(seconds) == {"late 0", "late 2", "stale", "pairwise", "all-reduce"}
         assert seconds["pairwise"] < seconds["late 2"] <= seconds["late 0"] <= seconds["all-reduce"] * (1 + 1e-3)
         assert seconds["pairwise"] == pytest.approx(100, rel=0.2)  # 1,000 gradients of 0.1 s each, nobody waits
+
+
+@pytest.mark.slow
+def test_a_clock_is_no_other_whose_times_begin_or_end_alike():
+    clocks, rows = straggling()
+    alike = Clock("0.4"), Clock(clocks["exponential"].gradient, "wan")
+    assert not [r for clock in alike for r in timed(rows, "a", clock) if r.case.meets]
 
 
 @pytest.mark.slow

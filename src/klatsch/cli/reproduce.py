@@ -54,6 +54,7 @@ def reproduce(
 
     named("target", target, dict.fromkeys(catalogue.TARGETS))
     named("--of", of, dict.fromkeys(("mean", *BESIDE)))
+    named("scale", scale, dict.fromkeys(("quick", "paper")))
     parts = GROUPS.get(target, (target,))
     if target in TABLES and (epochs is not None or crew.data is not None or of != "mean"):
         raise ValueError(f"{target} trains nothing; leave --epochs, --data and --of out")

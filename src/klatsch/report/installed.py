@@ -24,6 +24,11 @@ def content_of(name: str, scale: str) -> Options:
     return {"name": f"{name}-{scale}", "title": title, **content, **chosen}
 
 
+def _points(epochs: int) -> int:
+    """How many points are recorded of so many epochs, where a study has no number of its own."""
+    return max(3, min(epochs, 10))
+
+
 def study_of(name: str, scale: str, device: str = "cpu", dtype: str | None = None, epochs: int | None = None) -> Study:
     """An installed study; in float32 on a CPU, where that is twice as fast, and in float64 on a GPU, unless it says so.
 
@@ -38,6 +43,8 @@ def study_of(name: str, scale: str, device: str = "cpu", dtype: str | None = Non
     if epochs is not None:
         if "epochs" not in content:
             raise ValueError(f"epochs = {epochs}, but {name} has no data set to go through; leave epochs out")
+        if content["record"] == _points(content["epochs"]):
+            content["record"] = _points(epochs)
         content["epochs"] = epochs
         if short := content.get("screen", {}).get("epochs"):
             content["screen"] |= {"epochs": min(epochs, short)}

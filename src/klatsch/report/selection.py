@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -189,8 +190,10 @@ def timed(rows: Iterable[Row], name: str, clock: Clock) -> list[Row]:
     """Rows beside a clock; those whose runs have schedules made by other clocks are left out."""
     placed = []
     for row in rows:
-        meets = row.case.meets if row.case else ""
-        if row.case and (not meets or str(clock.gradient) in meets):
+        meets = row.case.meets.strip() if row.case else ""
+        said = re.fullmatch(r"\w+\s+(.+?)(?:\s+over\s+(\S+))?", meets)  # as in `clock.rounds.scheduled`
+        own_clock = said and (said[1], said[2] or "10gbe") == (str(clock.gradient), clock.network)
+        if row.case and (not meets or own_clock):
             seconds = elapsed(row.case, row.exchange, clock, row.steps)
             placed += [replace(row, setting={**row.setting, "clock": name}, elapsed=seconds)] if seconds else []
     return placed

@@ -56,7 +56,10 @@ class Tolerance(NamedTuple):
 
     def gap(self, one: Row, other: Row) -> float:
         """By how much a row is behind another; negative if it is ahead."""
-        low, high = (one.value, other.value) if one.largest else (other.value, one.value)
+        return self.between(*((one.value, other.value) if one.largest else (other.value, one.value)))
+
+    def between(self, low: float, high: float) -> float:
+        """How far apart two values are."""
         if self.is_share:
             return high / low - 1 if low else math.inf
         return high - low
@@ -224,11 +227,13 @@ class Sentence(selection.Words):
     def check(self, rows: Sequence[Row], clocks: Mapping[str, Clock] | None = None) -> list[Verdict]:
         """Its verdicts: one, or one for each value of an option."""
         clocks, rows = clocks or {}, selected(rows, self.where)
-        if self.each == "clock":
-            return [self._verdict(rows, clocks, {"clock": name}) for name in clocks]
         if not self.each:
             return [self._verdict(rows, clocks, {})]
+        if self.each == "clock" and clocks:
+            return [self._verdict(rows, clocks, {"clock": name}) for name in clocks]
         values = distinct(selected(rows, self.ours), lambda row: options_of(row).get(self.each))
+        if not values:
+            return [self._verdict([], clocks, {self.each: self.each})]
         return [self._verdict(selected(rows, {self.each: value}), clocks, {self.each: value}) for value in values]
 
     def _verdict(self, rows: Sequence[Row], clocks: Mapping[str, Clock], told: Options) -> Verdict:
@@ -315,7 +320,11 @@ def compare(
     """
     met, gaps, texts, rivals = list[bool](), list[float](), list[str](), Counter[str]()
     for when, known in at.moments(rows, clock):
-        for place, group, other in _pairs(known, ours, theirs, by):
+        pairs = list(_pairs(known, ours, theirs, by))
+        if not pairs and (at.bytes == "doubled" or at.seconds) and selected(rows, ours) and _rivals(known, theirs):
+            met.append(False)
+            texts.append(f"{when}: none of ours has a value by then")
+        for place, group, other in pairs:
             tolerance, one = tolerance or usual(other), best_of(group)
             gap = tolerance.gap(one, other)
             if one.diverged and one.nodes != other.nodes and over == "all":  # as in a trend
@@ -345,7 +354,7 @@ def _pairs(
     rows: Sequence[Row], ours: Sequence[Selection], theirs: Sequence[Selection], by: Sequence[str]
 ) -> Iterator[tuple[list[str], list[Row], Row]]:
     """Where ours are compared, in words, ours there, and the best of theirs."""
-    rivals = [rival for table in theirs for rival in _shown(rows, table) if not rival.diverged]
+    rivals = _rivals(rows, theirs)
     fixed = {name for table in theirs for name in table}
     fixed |= {whole for part, whole in (("rule", "options"), ("topology", "graph")) if part in fixed}
     groups = grouped(selected(rows, ours), lambda row: tuple(options_of(row).get(name) for name in by))
@@ -354,6 +363,10 @@ def _pairs(
         if against := selected(rivals, {name: value for name, value in place.items() if name not in fixed}):
             words = [in_words(name, value) for name, value in place.items()]
             yield words, [row for row in group if not row.diverged] or group, best_of(against)
+
+
+def _rivals(rows: Sequence[Row], theirs: Sequence[Selection]) -> list[Row]:
+    return [rival for table in theirs for rival in _shown(rows, table) if not rival.diverged]
 
 
 def _shown(rows: Sequence[Row], table: Selection) -> list[Row]:
@@ -407,9 +420,10 @@ class Trend(NamedTuple):
 
 
 def _stays(trend: Trend) -> Answer:
-    values = [row.value for row in trend.points.values()]
-    ratio = max(values) / min(values)
-    return ratio <= 1 + trend.tolerance.value, f"largest over smallest {ratio:.3g}"
+    values, tolerance = [row.value for row in trend.points.values()], trend.tolerance
+    gap = tolerance.between(min(values), max(values))
+    text = f"over smallest {1 + gap:.3g}" if tolerance.is_share else f"less smallest {gap:.3g}"
+    return gap <= tolerance.value, f"largest {text}"
 
 
 def _no_ceiling(trend: Trend) -> Answer:
@@ -450,7 +464,11 @@ def _better_early(trend: Trend) -> Answer:
     first, last = few.curve.mean(axis=0), many.curve.mean(axis=0)
     if trend.relative:
         first, last = first / first[0], last / last[0]
-    better = [t for t, a, b in zip(few.steps, first, last, strict=True) if b < a / (1 + trend.tolerance.value)]
+    early, late = dict(zip(few.steps, first, strict=True)), dict(zip(many.steps, last, strict=True))
+    if not (both := [t for t in few.steps if t in late]):
+        return None, f"M = {many.nodes} and {few.nodes} have no recorded round in common"
+    ends = {t: (early[t], late[t]) if few.largest else (late[t], early[t]) for t in both}
+    better = [t for t in both if trend.tolerance.between(*ends[t]) > trend.tolerance.value]
     text = f"better from round {better[0]:,} to {better[-1]:,}" if better else "never better"
     return bool(better) and better[0] <= EARLY * few.steps[-1], f"M = {many.nodes} against {few.nodes}: {text}"
 
