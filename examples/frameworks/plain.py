@@ -10,7 +10,7 @@ import klatsch
 
 dist.init_process_group("gloo")
 model = network()
-torch.manual_seed(dist.get_rank())  # every rank has data of its own
+torch.manual_seed(dist.get_rank())  # every rank has its own data
 loader = DataLoader(spirals(), batch_size=64, shuffle=True)
 optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=1.0, topology="ring", order="cta")
 for epoch in range(5):

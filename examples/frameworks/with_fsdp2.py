@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import klatsch
 
-dist.init_process_group("gloo")  # two hosts of half of the ranks each; "cuda" with NCCL on GPUs
+dist.init_process_group("gloo")  # two hosts, half of the ranks each; on GPUs NCCL and "cuda"
 mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("host", "gpu"))
 model = network()
 for layer in [*model, model]:  # the blocks of a transformer, then the whole

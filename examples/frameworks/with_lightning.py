@@ -24,7 +24,7 @@ class Classifier(lightning.LightningModule):
         self.log("loss", self.training_step(batch, _), sync_dist=True)
 
     def on_validation_epoch_end(self):
-        consensus = self.trainer.optimizers[0].consensus()  # all processes ask
+        consensus = self.trainer.optimizers[0].consensus()  # on all processes
         self.print(f"epoch {self.current_epoch}: loss {self.trainer.callback_metrics['loss']:.3f}, {consensus=:.2e}")
 
     def configure_optimizers(self):
@@ -33,7 +33,7 @@ class Classifier(lightning.LightningModule):
 
 if __name__ == "__main__":
     lightning.seed_everything(0)
-    data = [DataLoader(spirals(count), batch_size=64) for count in (8192, 1024)]  # Lightning shares them out
+    data = [DataLoader(spirals(count), batch_size=64) for count in (8192, 1024)]  # Lightning splits them
     trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=GossipStrategy(), max_epochs=5)
     trainer.fit(Classifier(), *data)  # saves the merged model once per epoch
     trainer.save_checkpoint("model.ckpt")

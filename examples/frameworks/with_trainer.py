@@ -28,4 +28,4 @@ arguments = TrainingArguments("trainer", num_train_epochs=5, lr_scheduler_type="
 how = (klatsch.optim.DATAdamW, {"lr": 0.02, "topology": "ring", "order": "cta"})
 trainer = GossipTrainer(Classifier(), arguments, None, *data, optimizer_cls_and_kwargs=how)
 trainer.train()
-trainer.save_model("model")  # the merged one
+trainer.save_model("model")  # the merged model
