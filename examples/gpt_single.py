@@ -10,14 +10,14 @@ from torch.nn import functional as F  # noqa: N812
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--steps", type=int, default=1000)
-parser.add_argument("--save", type=Path, default="gpt.pt", help="where the model goes")
+parser.add_argument("--save", type=Path, default="gpt.pt", help="file for the model")
 given = parser.parse_args()
 WIDTH, HEADS, LAYERS, CONTEXT, BATCH = 128, 4, 2, 64, 16
 REPORT = max(1, given.steps // 10)
 
 
 class Block(nn.Module):
-    """Attention to the bytes before, then a network for each byte."""
+    """Attention to earlier bytes, then an MLP for each byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT on bytes, with one matrix for the bytes that come in and those that go out."""
+    """A GPT on bytes, with one matrix for embedding and output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class GPT(nn.Module):
 
 
 def windows(text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Pieces of a text."""
+    """Windows of a text, with the byte that follows each."""
     return text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
 
 
@@ -61,8 +61,8 @@ root = Path(sysconfig.get_paths()["stdlib"])
 packages = sorted(path for path in root.iterdir() if path.is_dir() and path.name.isalpha() and path.name != "test")
 files = {package: sorted(package.rglob("*.py")) for package in packages}
 held_out = b"".join(each.read_bytes() for some in files.values() for each in some[::10])
-mine = b"".join(each.read_bytes() for some in files.values() for k, each in enumerate(some) if k % 10)
-text, held_out = (torch.frombuffer(bytearray(some), dtype=torch.uint8) for some in (mine, held_out))
+own_text = b"".join(each.read_bytes() for some in files.values() for k, each in enumerate(some) if k % 10)
+text, held_out = (torch.frombuffer(bytearray(some), dtype=torch.uint8) for some in (own_text, held_out))
 
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1)

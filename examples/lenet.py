@@ -100,7 +100,7 @@ def main():
         if t % given.report == 0 or t == given.rounds:
             with torch.no_grad(), optimizer.averaged():  # the model holds x in here, and trains on afterwards
                 accuracy = (model(test_images).argmax(1) == test_labels).float().mean().cpu()
-                klatsch.average_(model, parameters=True)  # the mean of all machines' models
+                klatsch.average_(model, parameters=True)  # the merged model
                 merged = (model(test_images).argmax(1) == test_labels).float().mean().cpu()
             worst, mean = accuracy.clone(), accuracy.clone()
             dist.all_reduce(worst, dist.ReduceOp.MIN)

@@ -1,4 +1,4 @@
-"""Rules from the literature as rules of one's own: K-GT, NIDS and ProxSkip. docs/own.md says what a rule may do."""
+"""Rules from the literature, written as your own: K-GT, NIDS and ProxSkip. docs/own.md says what a rule may do."""
 
 from dataclasses import dataclass, replace
 
@@ -42,7 +42,7 @@ class KGT(Rule):
 
 @dataclass(frozen=True)
 class NIDS(Rule):
-    """NIDS: minimises the mean of f_i(x) + l1 |x|_1, with the optimum of all nodes' data whatever their differences.
+    """NIDS: minimises the mean of f_i(x) + l1 |x|_1, exactly even on heterogeneous data.
 
         v = 2 w - z - lr g - y;   y <- y - flow(v) / 2;   z <- w - lr g - y;   w <- prox(z)
 
@@ -71,7 +71,7 @@ class NIDS(Rule):
 
 @dataclass(frozen=True)
 class ProxSkip(Rule):
-    """Decentralised ProxSkip: gossip in rounds that a coin chooses, the same for all nodes, with a share p of them.
+    """Decentralized ProxSkip: gossip in a share p of the rounds, chosen by a coin that all nodes share.
 
         u = w - lr (g - h);   f = flow(u) / 2;   w <- u + f;   h <- h + p f / lr
 
@@ -96,7 +96,7 @@ class ProxSkip(Rule):
 
 
 def coins(n, p=0.2, rounds=500, seed=0):
-    """A ring that gossips in a share p of the rounds, drawn for so many rounds, which then repeat."""
+    """A ring that gossips in a random share p of the rounds; the draw repeats after `rounds` rounds."""
     ring, alone = topology.ring(n).matrix(1).toarray(), np.eye(n)
     heads = np.random.default_rng(seed).random(rounds) < p
     return topology.from_matrices([ring if head else alone for head in heads], name="coins")
