@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from klatsch.study import workers
 from klatsch.study.workers import Pool, no_ctrl_c
 from tests.support.waiting import HANG, wait_until
 
@@ -68,7 +67,7 @@ def pool_of():
     for pool in pools:
         pool.close()
     for pool in pools:
-        assert not [worker for worker in pool._workers.values() if worker._process.is_alive()]
+        assert not [process for process, _ in pool._workers.values() if process.is_alive()]
 
 
 def test_results_belong_to_what_was_asked(pool_of):
@@ -127,9 +126,9 @@ def test_an_error_of_the_task_arrives_with_its_traceback(pool_of):
 def test_one_that_cannot_be_replaced_is_a_loss(pool_of, monkeypatch):
     pool = pool_of(double)
     assert pool.work(1) == 2
-    monkeypatch.setattr(workers, "_Worker", lambda task: (_ for _ in ()).throw(BlockingIOError("no room")))
-    (worker,) = pool._workers.values()
-    os.kill(worker._process.pid, signal.SIGKILL)
+    ((process, _),) = pool._workers.values()
+    monkeypatch.setattr(type(process), "start", lambda _: (_ for _ in ()).throw(BlockingIOError("no room")))
+    os.kill(process.pid, signal.SIGKILL)
     for _ in range(2):
         with pytest.raises(ValueError, match="worker processes died 6 times in a row"):
             pool.work(1)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -30,7 +30,9 @@ from klatsch.study.batches import Batch, Finished, run_batch
 MOST_WORKERS = 1024  # on one machine
 MOST_LOSSES = 5  # how often in a row workers may die of a batch
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-STOP = b""  # sent instead of work
+STOP = (
+    signal.SIGUSR1 if os.name == "posix" else signal.SIGTERM
+)  # asks a worker to save its batch and end; ends one that is just starting
 
 Task = Callable[..., Any]  # its last argument is a threading.Event that asks it to save itself and end
 
@@ -133,26 +135,25 @@ def ctrl_c_kept() -> Iterator[Callable[[], None]]:
 
     It does so in finalizers and weak references, of which Dask has many.
     """
-    heard: list[int] = []
-
-    def check() -> None:
-        if heard:
-            raise KeyboardInterrupt
-
-    usual = signal.getsignal(signal.SIGINT)
-    if usual is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield check  # somebody else handles it
-        return
+    heard = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        heard.set()
         signal.default_int_handler(number, frame)
 
-    signal.signal(signal.SIGINT, handle)
+    def check() -> None:
+        if heard.is_set():
+            raise KeyboardInterrupt
+
+    usual = signal.getsignal(signal.SIGINT)  # another one than Python's is somebody else's, who handles it
+    is_ours = usual is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if is_ours:
+        signal.signal(signal.SIGINT, handle)
     try:
         yield check
     finally:
-        signal.signal(signal.SIGINT, usual)
+        if is_ours:
+            signal.signal(signal.SIGINT, usual)
 
 
 # --- worker processes ----------------------------------------------------------------------------------------------
@@ -172,8 +173,8 @@ class Pool:
     def __init__(self, task: Task) -> None:
         self._task = task
         self._stopped = False
-        self._starting = threading.Lock()  # none is started unheard by `stop`
-        self._workers: dict[int, _Worker] = {}  # by thread
+        self._changing = threading.Lock()  # none is started unheard by `stop`
+        self._workers: dict[int, tuple[BaseProcess, Connection]] = {}  # by thread
         resource_tracker.ensure_running()  # its start would let Ctrl-C through
 
     def work(self, *arguments: Any) -> Any:
@@ -181,11 +182,12 @@ class Pool:
         content, thread = pickle.dumps(arguments), threading.get_ident()
         for _ in range(MOST_LOSSES + 1):
             try:
-                answer = self._worker(thread).ask(content)
+                pipe = self._pipe_of(thread)
+                pipe.send_bytes(content)
+                answer = pipe.recv_bytes()
                 break
             except (EOFError, OSError):  # it is dead, or there is no room for another one
-                if worker := self._workers.pop(thread, None):
-                    worker.end()
+                self._end(thread)
         else:
             raise keep_dying(MOST_LOSSES + 1)
         value, error = pickle.loads(answer)
@@ -195,51 +197,41 @@ class Pool:
 
     def stop(self) -> None:
         """Ask for the end of all that runs."""
-        with self._starting:
+        with self._changing:
             self._stopped = True
-            workers = list(self._workers.values())
-        for worker in workers:
-            with suppress(OSError):  # it has ended already
-                worker.send(STOP)
+            for process, _ in self._workers.values():
+                with suppress(ProcessLookupError):  # it has ended already
+                    os.kill(process.pid or 0, STOP)
 
     def close(self) -> None:
         """Stop all that runs, and wait until the processes are gone."""
         self.stop()
-        for worker in list(self._workers.values()):
-            worker.end()
+        for thread in list(self._workers):
+            self._end(thread)
 
-    def _worker(self, thread: int) -> _Worker:
-        with self._starting:
+    def _pipe_of(self, thread: int) -> Connection:
+        """The pipe to the worker of a thread, which is started if there is none."""
+        with self._changing:
             if self._stopped:
                 raise KeyboardInterrupt
             if thread not in self._workers:
-                self._workers[thread] = _Worker(self._task)
-            return self._workers[thread]
+                # Not forked: a fork would copy the locks of torch's threads in whatever state they are.
+                context = mp.get_context("spawn")
+                pipe, far_end = context.Pipe()
+                process = context.Process(target=_serve, args=(far_end, self._task))
+                try:
+                    process.start()
+                finally:
+                    far_end.close()  # now the pipe ends with the process
+                self._workers[thread] = process, pipe
+            return self._workers[thread][1]
 
-
-class _Worker:
-    def __init__(self, task: Task) -> None:
-        # Not forked: a fork would copy the locks of torch's threads in whatever state they are.
-        context = mp.get_context("spawn")
-        self._pipe, far_end = context.Pipe()
-        self._sending = threading.Lock()
-        self._process = context.Process(target=_serve, args=(far_end, task))
-        try:
-            self._process.start()
-        finally:
-            far_end.close()  # now the pipe ends with the process
-
-    def ask(self, content: bytes) -> bytes:
-        self.send(content)
-        return self._pipe.recv_bytes()
-
-    def send(self, content: bytes) -> None:
-        with self._sending:
-            self._pipe.send_bytes(content)
-
-    def end(self) -> None:
-        self._pipe.close()
-        self._process.join()
+    def _end(self, thread: int) -> None:
+        with self._changing:  # no signal to a process of the same number
+            if thread in self._workers:
+                process, pipe = self._workers.pop(thread)
+                pipe.close()
+                process.join()
 
 
 def no_ctrl_c() -> None:
@@ -261,41 +253,37 @@ def keep_dying(times: int) -> ValueError:
 
 
 def _serve(pipe: Connection, task: Task) -> None:
+    stop = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(STOP, lambda *_: stop.set())
     with suppress(OSError, AttributeError):  # not the GNU library
         # Keep freed memory: taking it from the system again costs a third of the time.
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, 1 << 30)
         mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
-    stop, asked = threading.Event(), SimpleQueue[bytes]()
-    threading.Thread(target=_listen, args=(pipe, asked, stop), daemon=True).start()
-    while True:
-        pipe.send_bytes(_answer(task, asked.get(), stop))
-
-
-def _listen(pipe: Connection, asked: SimpleQueue[bytes], stop: threading.Event) -> None:
-    """Take what the driver sends; exit when it is gone, as workers left behind would write the same files."""
-    with suppress(EOFError, OSError):
+    threading.Thread(target=_end_with_driver, daemon=True).start()
+    with suppress(EOFError, OSError):  # the driver has closed it
         while True:
-            if (content := pipe.recv_bytes()) == STOP:
-                stop.set()
-            else:
-                asked.put(content)
+            pipe.send_bytes(_answer(task, pipe.recv_bytes(), stop))
     os._exit(0)
+
+
+def _end_with_driver() -> None:
+    """Exit when the driver is gone: workers left behind would write the same files."""
+    if driver := mp.parent_process():
+        driver.join()
+        os._exit(0)
 
 
 def _answer(task: Task, content: bytes, stop: threading.Event) -> bytes:
     """The task's value or its error, with its traceback."""
     try:
         return pickle.dumps((task(*pickle.loads(content), stop), None))
-    except BaseException as error:
-        told = f"In a worker process:\n{traceback.format_exc()}"
-        error.add_note(told)
+    except BaseException as raised:
+        error: BaseException = raised
         try:
-            answer = pickle.dumps((None, error))
-            pickle.loads(answer)
+            pickle.loads(pickle.dumps(error))
         except Exception:  # one of a user's own kind, which does not come through
-            plain = RuntimeError(f"{type(error).__name__}: {error}")
-            plain.add_note(told)
-            answer = pickle.dumps((None, plain))
-        return answer
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
+        error.add_note(f"In a worker process:\n{traceback.format_exc()}")
+        return pickle.dumps((None, error))
