@@ -34,7 +34,7 @@ def figure_1(device: str, dtype: str, rounds: int) -> None:
         began = time.monotonic()
         progress = execute(cases, store, device=device, told=lambda p: told.append((time.monotonic(), p.work_done)))
         wall = time.monotonic() - began
-        simulated = sum(facts["seconds"] for _, facts in store.runs())
+        simulated = sum(outcome.seconds for outcome in store.outcomes(store.done(), names=()).values())
     # From the first batch to the last: without the start of the workers.
     (first, done), (last, all_done) = told[1], told[-1]
     pace = (all_done - done) / max(last - first, 1e-9)

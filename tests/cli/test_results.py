@@ -11,7 +11,6 @@ import pytest
 
 from klatsch.cli.rows import _in_latex
 from klatsch.study import Store, parse, run_study, workers
-from klatsch.study.store import Origin
 
 STUDY = {
     "steps": 60,
@@ -129,7 +128,7 @@ def test_a_store_that_is_not_there(run_cli, tmp_path):
     assert code == 2
     assert "there is no store" in err
     with Store(tmp_path / "e.sqlite") as begun:
-        begun.remember(parse({"steps": 5, "nodes": 4, "rules": ["dat"], "topologies": ["ring"]}), Origin())
+        begun.remember(parse({"steps": 5, "nodes": 4, "rules": ["dat"], "topologies": ["ring"]}))
     assert "holds no finished run yet" in run_cli("results", tmp_path / "e.sqlite")[2]
 
 
@@ -220,7 +219,7 @@ def test_a_frame_has_options_as_columns(store, monkeypatch):
     pytest.importorskip("pandas")
     with Store(store, read_only=True) as opened:
         frame, curves = opened.frame(), opened.frame(curves=True)
-        cases = [case for case, _ in opened.runs()]
+        cases = [case for _, case in opened.runs()]
     assert len(frame) == len(cases)
     assert len(curves) > len(frame)
     for name in {name for case in cases for name in (*case.rule_options, *case.topology_options)}:

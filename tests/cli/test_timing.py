@@ -82,7 +82,7 @@ def test_exports_have_bytes_and_with_a_clock_seconds(store, run_cli, tmp_path):
 )
 def test_figures_against_seconds_and_bytes(store, across, label):
     with Store(store, read_only=True) as opened:
-        found = timed(summarize([(facts["key"], case) for case, facts in opened.runs()], opened), Clock(0.05, "wan"))
+        found = timed(summarize(opened.runs(), opened), Clock(0.05, "wan"))
     figure = figures.plot(found, across, "a title")
     assert {axis.get_xlabel() for axis in figure.axes} == {label}
     assert len(figure.axes) == (3 if across == "rounds" else 1)  # by graph, or all together

@@ -13,7 +13,6 @@ from klatsch.report import installed, pages, tables
 from klatsch.report.pages import inline_svg, page_of
 from klatsch.study import Store, execute, expand, parse, run_study, workers
 from klatsch.study.spec import PAPER_GRID
-from klatsch.study.store import Origin
 from tests.support.pictures import check_picture
 
 
@@ -113,7 +112,7 @@ def test_figure_4_uses_the_runs_of_figure_1(results):
         studies = {s.study.name for s in store.studies()}
         runs = store.runs()
     assert studies == {f"{name}-quick" for name in DRAWN}
-    one = [case for case, _ in runs if case.nodes == 16 and case.steps == TINY["steps"]]
+    one = [case for _, case in runs if case.nodes == 16 and case.steps == TINY["steps"]]
     assert len(one) == 3 * 2 * 4 * len(RATES) * 2  # once, though two figures ask for some of them
 
 
@@ -318,10 +317,10 @@ def test_a_report_shows_what_is_there_of_a_study_that_is_not_finished(tmp_path, 
     curves = installed.study_of("fig4", "quick").model_copy(update={"steps": 50, "nodes": (6, 8), "name": "odd"})
     with Store(path) as store:
         run_study(done, store, executor=workers.threads)
-        store.remember(begun, Origin("klatsch run begun.toml"))
-        store.remember(half, Origin("klatsch reproduce fig1"))
+        store.remember(begun, "klatsch run begun.toml")
+        store.remember(half, "klatsch reproduce fig1")
         execute([case for case in expand(half)[0] if case.rule == "dat"], store, executor=workers.threads)
-        run_study(curves, store, executor=workers.threads, origin=Origin("klatsch reproduce fig4"))
+        run_study(curves, store, executor=workers.threads, command="klatsch reproduce fig4")
     code, out, err = run_cli("report", path, "-o", tmp_path / "r.html")
     assert (code, err) == (0, "")
     assert "4 pages" in out

@@ -33,8 +33,7 @@ def cluster(prepared, tmp_path):
 
 def errors(store):
     with Store(store) as opened:
-        runs = opened.runs()
-        found = opened.outcomes(facts["key"] for _, facts in runs)
+        found = opened.outcomes(opened.done())
         return {key: outcome.metrics["distance"] for key, outcome in found.items()}
 
 

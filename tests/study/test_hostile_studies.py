@@ -323,7 +323,7 @@ def test_a_table_that_is_missing_is_damage(table, study_file, tmp_path, run_cli)
     run_study(load(study_file), store, executor=workers.threads)
     changed(store, f"DROP TABLE {table}")
     for command in (("run", study_file), ("results", store)):
-        refused(run_cli(*command), f"no table '{table}'", "damaged or was edited", "restore a copy")
+        refused(run_cli(*command), f"its table '{table}' is missing", "damaged or was edited", "restore a copy")
 
 
 @pytest.mark.parametrize(

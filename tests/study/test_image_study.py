@@ -14,7 +14,6 @@ from klatsch.report import installed
 from klatsch.report.pages import Script, page_of
 from klatsch.study import Row, Store, expand, parse, run_study
 from klatsch.study.batches import pack
-from klatsch.study.store import Origin
 from tests.support.machine import DATA, needs_data
 from tests.support.on_ranks import assert_same_as_in
 from tests.support.pictures import check_picture
@@ -235,7 +234,7 @@ def test_pages_say_what_differs(in_threads, tmp_path, monkeypatch):
     with Store(tmp_path / "s.sqlite") as store:
         content = installed.content_of("fig2", "quick")
         words = {"title": content["title"], "notes": tuple(content["notes"]), "sentences": tuple(content["sentences"])}
-        run_study(tiny.model_copy(update=words), store, origin=Origin("klatsch reproduce fig2"))
+        run_study(tiny.model_copy(update=words), store, command="klatsch reproduce fig2")
         page = page_of(next(iter(store.studies())), store)
     assert page.title.startswith("Figure 2")
     assert any("32 images per node" in note for note in page.notes)

@@ -95,7 +95,7 @@ def folder(tmp_path, monkeypatch):
 def errors(store, rule="mine.py:Extra"):
     """The course of the error by learning rate and seed."""
     with Store(store, read_only=True) as opened:
-        keys = {(case.lr, case.seed): facts["key"] for case, facts in opened.runs() if case.label == rule}
+        keys = {(case.lr, case.seed): key for key, case in opened.runs() if case.label == rule}
         found = opened.outcomes(keys.values())
         metric = next(name for name in ("distance", "off") if name in next(iter(found.values())).metrics)
         return {run: found[key].metrics[metric] for run, key in keys.items()}
@@ -154,7 +154,7 @@ def test_a_problem_and_a_topology_in_a_file(folder, run_cli):
     assert "parts.py:Wishes: distance from the mean of all wishes" in out
     assert str(folder) not in out
     with Store("s.sqlite", read_only=True) as store:
-        assert {case.graph_label for case, _ in store.runs()} == {"parts.py:band"}
+        assert {case.graph_label for _, case in store.runs()} == {"parts.py:band"}
     file = folder / "own.toml"
     file.write_text(
         'steps = 50\nnodes = 6\nseeds = 1\nlr = 0.1\nrules = ["gt"]\n'

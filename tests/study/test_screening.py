@@ -7,7 +7,7 @@ import pytest
 from klatsch.report.pages import page_of
 from klatsch.study import parse, run_study
 from klatsch.study.cases import expand
-from klatsch.study.store import Origin, Store
+from klatsch.study.store import Store
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def test_the_best_of_the_short_runs_runs_in_full_and_nothing_else(store):
     study = parse({**CONTENT, "screen": {"steps": 20}})
     found = run_study(study, store)
     assert found.progress.runs_done == PLACES * RATES + PLACES * SEEDS
-    lengths = [(case.steps, case.seed) for case, _ in store.runs()]
+    lengths = [(case.steps, case.seed) for _, case in store.runs()]
     assert lengths.count((20, 0)) == PLACES * RATES
     assert [lengths.count((60, seed)) for seed in range(SEEDS)] == [PLACES] * SEEDS
     short = run_study(parse({**CONTENT, "name": "short", "steps": 20, "seeds": 1}), store).rows
@@ -63,7 +63,7 @@ def test_short_runs_of_the_full_length_are_not_repeated(store):
 
 def test_several_seeds_may_choose_and_record_may_differ(store):
     run_study(parse({**CONTENT, "screen": {"steps": 20, "seeds": [5, 6], "record": 1}}), store)
-    assert {(case.seed, case.record) for case, _ in store.runs() if case.steps == 20} == {(5, 1), (6, 1)}
+    assert {(case.seed, case.record) for _, case in store.runs() if case.steps == 20} == {(5, 1), (6, 1)}
 
 
 def test_its_page_says_what_chose_and_counts_all_runs(store):
@@ -76,7 +76,7 @@ def test_its_page_says_what_chose_and_counts_all_runs(store):
 
 
 def test_a_page_before_the_short_runs_are_done_shows_no_numbers(store):
-    store.remember(study := parse({**CONTENT, "screen": {"steps": 20}}), Origin())
+    store.remember(study := parse({**CONTENT, "screen": {"steps": 20}}))
     page = page_of(store.studies()[0], store)
     assert page.table == ()
     assert f"None of its {PLACES * RATES} runs" in page.facts[-1]

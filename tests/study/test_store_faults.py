@@ -11,7 +11,7 @@ import pytest
 from klatsch.study import Store, execute, expand, load, parse, run_study, workers
 from klatsch.study.batches import pack
 from klatsch.study.execute import Claims, checkpoint
-from klatsch.study.store import FORMAT, Origin
+from klatsch.study.store import FORMAT
 from tests.support.studies import PAPER, SMALL
 from tests.support.waiting import wait_until
 
@@ -145,7 +145,7 @@ def test_one_that_finds_all_taken_waits_for_the_results(tmp_path, start):
 
 def claim_elsewhere(store, cases):
     """A process on another machine, which is at all these runs."""
-    store.remember(parse(SMALL), Origin())
+    store.remember(parse(SMALL))
     with store.transaction():
         store.execute("INSERT INTO owners VALUES ('far', 'another machine', 1, 7)")
         store.execute_many("INSERT INTO claims VALUES (?, ?, 'far')", [(case.key, "batch") for case in cases])

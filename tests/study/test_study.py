@@ -14,7 +14,6 @@ from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.study import Store, execute, expand, load, parse, run_study, summarize, workers
 from klatsch.study.batches import pack, run_batch
-from klatsch.study.store import Origin
 from tests.support.comparisons import assert_same_to_rounding
 
 SMALL = {
@@ -252,28 +251,25 @@ def test_what_shares_a_problem_instance_is_one_batch():
 def test_a_batch_gives_what_each_run_gives_alone():
     cases, _ = expand(study(rules=[{"name": "dsgd", "momentum": [0.0, 0.5]}, {"name": "dat", "averaging": "linear"}]))
     for batch in pack(cases, "cpu"):
-        finished = run_batch(batch)
-        for k, case in enumerate(batch.cases):
+        for case, outcome in zip(batch.cases, run_batch(batch), strict=True):
             problem = problems.LeastSquares(case.nodes, seed=case.seed, **case.problem_options)
             graph = tp.make(case.topology, case.nodes, **case.topology_options)
             alone = klatsch.simulate(problem, rules.make(case.rule, **case.rule_options), graph, 60, record=3)
-            assert finished.keys[k] == case.key
-            assert finished.steps == alone.steps
+            assert outcome.steps.tolist() == alone.steps
             for name, values in alone.metrics.items():
-                np.testing.assert_allclose(finished.metrics[name][:, k], values[:, 0], rtol=1e-9, atol=1e-14)
+                np.testing.assert_allclose(outcome.metrics[name], values[:, 0], rtol=1e-9, atol=1e-14)
 
 
 def test_a_stack_for_a_gpu_gives_the_same():
     cases, _ = expand(study())
     expected = {}
     for batch in pack(cases, "cpu"):
-        finished = run_batch(batch)
-        expected |= {key: finished.metrics["distance"][:, k] for k, key in enumerate(finished.keys)}
+        expected |= {
+            case: outcome.metrics["distance"] for case, outcome in zip(batch.cases, run_batch(batch), strict=True)
+        }
     for batch in pack(cases, "cuda"):
-        finished = run_batch(dataclasses.replace(batch, device="cpu"))
-        assert finished.keys == [case.key for case in batch.cases]
-        for k, key in enumerate(finished.keys):
-            np.testing.assert_allclose(finished.metrics["distance"][:, k], expected[key], rtol=1e-9)
+        for case, outcome in zip(batch.cases, run_batch(dataclasses.replace(batch, device="cpu")), strict=True):
+            np.testing.assert_allclose(outcome.metrics["distance"], expected[case], rtol=1e-9)
 
 
 def test_stacks_are_cut_where_the_common_period_is_long():
@@ -504,7 +500,7 @@ def test_a_study_needs_graphs_that_some_rule_uses():
     with pytest.raises(ValueError, match="every rule has graphs of its own, and none uses these; leave them out"):
         parse({**content, "rules": [baseline], "topologies": "ring"})
     with Store(":memory:") as store:
-        store.remember(parse({**content, "rules": [baseline]}), Origin())
+        store.remember(parse({**content, "rules": [baseline]}))
         assert store.studies()[0].study.topologies == ()
 
 

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from klatsch.study import Store, execute, expand, load, parse, run_study, workers
 from klatsch.study.batches import pack
 from klatsch.study.execute import Claims, checkpoint
-from klatsch.study.store import FORMAT, Origin
+from klatsch.study.store import FORMAT
 from tests.support.studies import PAPER, SMALL
 from tests.support.waiting import HANG, wait_until
 
@@ -195,7 +195,7 @@ def test_what_nobody_can_go_on_from_is_swept_away(tmp_path):
     interrupted = parse({**SMALL, "name": "interrupted", "steps": 60})
     first, second = pack(expand(interrupted)[0], "cpu")[:2]
     with Store(tmp_path / "s.sqlite") as store:
-        store.remember(interrupted, Origin())
+        store.remember(interrupted)
         left = [(case.key, batch.key, None) for batch in (first, second) for case in batch.cases]
         with store.transaction():  # what the claims of a process that has ended look like
             store.execute_many("INSERT INTO claims VALUES (?, ?, ?)", left)

@@ -82,7 +82,7 @@ def _run(study: Study, crew: Crew, out: Path, showing: str | None) -> tuple[Page
     from klatsch.report.pages import page_of
     from klatsch.study.cases import expand
     from klatsch.study.execute import run_study
-    from klatsch.study.store import Origin, Store
+    from klatsch.study.store import Store
 
     executor, expanded = crew.executor(study.device), expand(study)
     place = out / "results.sqlite" if crew.store is None else crew.store
@@ -91,9 +91,9 @@ def _run(study: Study, crew: Crew, out: Path, showing: str | None) -> tuple[Page
         crew.check(study, expanded[0], opened)
     _make_folder(out)
     with Store(place) as opened:
-        origin = Origin(terminal.command_line())
+        command = terminal.command_line()
         with narration.shown() as told, narration.interruptible(opened):
-            done = run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
+            done = run_study(study, opened, executor=executor, told=told, expanded=expanded, command=command)
         return page_of(done.remembered, opened, showing), done.progress.seconds
 
 

@@ -6,7 +6,7 @@ import math
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from klatsch.study.choices import Row
     from klatsch.study.store import Store
 
-    Runs = list[tuple[Case, dict[str, Any]]]
+    Runs = list[tuple[str, Case]]  # with their keys
     Kind = tuple[str, str, str, int, str, str]
 
 
@@ -48,11 +48,11 @@ class Filters:
             name, equals, value = setting.partition("=")
             if not equals:
                 raise ValueError(f"--where {setting}: give a name and a value, such as noise=10")
-            named("setting", name, dict.fromkeys(option for case, _ in runs for option in _settings(case)))
+            named("setting", name, dict.fromkeys(option for _, case in runs for option in _settings(case)))
             tests.append((name, [_value(value)]))
         for name, wanted in tests:
-            known = dict.fromkeys(compact(_spellings(case, name)[-1]) for case, _ in runs)
-            runs = [run for run in runs if any(value in wanted for value in _spellings(run[0], name))]
+            known = dict.fromkeys(compact(_spellings(case, name)[-1]) for _, case in runs)
+            runs = [run for run in runs if any(value in wanted for value in _spellings(run[1], name))]
             if not runs:
                 asked, some = ", ".join(map(compact, wanted)), ", ".join(list(known)[:12])
                 raise ValueError(f"no run has {name} {asked}; there are {some}")
@@ -102,7 +102,7 @@ def results(
     if parquet is not None:
         files.check_output(parquet, "Parquet", store, *filter(None, [csv]))
     with Store(store, read_only=True) as opened:
-        runs = sorted(opened.runs(), key=lambda run: _order(run[0]))
+        runs = sorted(opened.runs(), key=lambda run: _order(run[1]))
         if not runs:
             raise ValueError(f"{store} holds no finished run yet")
         runs = filters.apply(runs)
@@ -116,8 +116,8 @@ def results(
                     write(records, path)
                     print(f"{counted(len(records), 'line')} written to {path}")
             if clock is not None:
-                outcomes = opened.outcomes([facts["key"] for _, facts in runs], last=True)
-                say_unknown((case, outcomes[facts["key"]].exchange) for case, facts in runs)
+                outcomes = opened.outcomes([key for key, _ in runs], last=True)
+                say_unknown((case, outcomes[key].exchange) for key, case in runs)
         elif every and as_json:
             print_json({"runs": export.plain(export.records(opened, runs, curves, clock))})
         elif every:
@@ -191,11 +191,11 @@ def _tables(store: Store, runs: Runs, metric: str | None) -> list[tuple[Kind, li
     """
     from klatsch.study.choices import names_of, rows_by_place, screened_in
 
-    names, (short, tried) = names_of(case for case, _ in runs), screened_in(store)
+    names, (short, tried) = names_of(case for _, case in runs), screened_in(store)
     kinds: dict[Kind, list[tuple[str, Case]]] = {}
-    for case, facts in [run for run in runs if run[1]["key"] not in short] or runs:
+    for key, case in [run for run in runs if run[0] not in short] or runs:
         kind = names(case).problem, case.length, case.dtype, case.record, case.source("problem"), case.data
-        kinds.setdefault(kind, []).append((facts["key"], case))
+        kinds.setdefault(kind, []).append((key, case))
     tables, refusals = [], []
     for kind, cases in kinds.items():
         try:
@@ -253,14 +253,14 @@ def _draw(tables: list[tuple[Kind, list[Row]]], across: str, plot: Path, style: 
 def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
     from klatsch.study.choices import names_of
 
-    names = names_of(case for case, _ in runs)
-    outcomes = store.outcomes([facts["key"] for _, facts in runs], last=True)
-    metrics = {case.problem: metric or case.headline.metric for case, _ in runs}
-    runs = [run for run in runs if metrics[run[0].problem] in outcomes[run[1]["key"]].metrics]
+    names = names_of(case for _, case in runs)
+    outcomes = store.outcomes([key for key, _ in runs], last=True)
+    metrics = {case.problem: metric or case.headline.metric for _, case in runs}
+    runs = [(key, case) for key, case in runs if metrics[case.problem] in outcomes[key].metrics]
     if not runs:
         known = dict.fromkeys(name for outcome in outcomes.values() for name in outcome.metrics)
         raise ValueError(f"no metric {metric!r}; there are {', '.join(known)}")
-    settings = list(dict.fromkeys(name for case, _ in runs for name in case.problem_options))
+    settings = list(dict.fromkeys(name for _, case in runs for name in case.problem_options))
     lines = [
         {
             "topology": names(case).topology,
@@ -270,12 +270,10 @@ def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
             "lr": f"{case.lr:g}",
             "seed": str(case.seed),
             "rounds": f"{case.steps:,}",
-            " / ".join(dict.fromkeys(metrics.values())): short(
-                float(outcomes[facts["key"]].metrics[metrics[case.problem]][-1])
-            ),
-            "seconds": f"{facts['seconds']:.2g}",
-            "engine": facts["engine"],
+            " / ".join(dict.fromkeys(metrics.values())): short(float(outcomes[key].metrics[metrics[case.problem]][-1])),
+            "seconds": f"{outcomes[key].seconds:.2g}",
+            "engine": outcomes[key].engine,
         }
-        for case, facts in runs
+        for key, case in runs
     ]
     terminal.print_table(f"{len(runs):,} runs", lines, ("engine", "seconds", "rounds"))

@@ -157,7 +157,7 @@ def run(
     from klatsch.study.cases import expand
     from klatsch.study.choices import timed
     from klatsch.study.execute import run_study
-    from klatsch.study.store import Origin, Store
+    from klatsch.study.store import Store
     from klatsch.units import counted
 
     use_folder(crew.data)
@@ -178,10 +178,11 @@ def run(
     place = crew.store if crew.store is not None or file is None else file.with_suffix(".sqlite")
     executor = crew.executor(study.device, in_memory=place is None)
     with Store(":memory:" if place is None else place) as opened, narration.shown() as told:
-        origin = Origin(terminal.command_line())
         crew.check(study, expanded[0], opened)
         with narration.interruptible(opened):
-            found = run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
+            found = run_study(
+                study, opened, executor=executor, told=told, expanded=expanded, command=terminal.command_line()
+            )
     rows = timed(found.rows, clock)
     if as_json:
         verdicts = script.verdicts(found.rows)

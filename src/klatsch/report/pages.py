@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -128,7 +127,7 @@ def page_of(
     if showing is not None:
         rows, name = [row.showing(showing) for row in rows], f"{name}-{showing}"
     facts = _facts(remembered, showing, runs.cases, store)
-    page = Page(name, study.title or study.name, facts, command=remembered.origin.command)
+    page = Page(name, study.title or study.name, facts, command=remembered.command)
     if not rows:
         return page
     above = f"{study.problem.label}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.choice}"
@@ -170,13 +169,12 @@ def _facts(remembered: Remembered, showing: str | None, cases: Sequence[Case], s
     if showing is not None:
         facts.append(f"Shown is the {BESIDE[showing]}, at the learning rates that are chosen for the mean of nodes.")
     keys = {case.key for case in cases}
-    runs = [run for _, run in store.runs() if run["key"] in keys]
+    runs = store.outcomes(keys, names=()).values()
     if not runs:
         return (*facts, f"None of its {len(cases):,} runs is finished.")
-    environments = [json.loads(run["environment"]) for run in runs]
-    places = sorted({f"{environment['processor']}, torch {environment['torch']}" for environment in environments})
+    places = sorted({f"{run.environment['processor']}, torch {run.environment['torch']}" for run in runs})
     done = f"{len(runs):,} runs" if len(runs) == len(cases) else f"{len(runs):,} of {len(cases):,} runs"
-    seconds, last = sum(run["seconds"] for run in runs), max(run["finished"] for run in runs)
+    seconds, last = sum(run.seconds for run in runs), max(run.finished for run in runs)
     return (*facts, f"{done} on {' and '.join(places)}: {seconds:,.0f} s of simulation, finished {_minute(last)}.")
 
 
@@ -229,18 +227,18 @@ def report(
     pages = [page for page, _ in drawn]
     if all(page.flaw for page in pages):
         raise ValueError(pages[0].flaw)
-    runs = [facts for _, facts in store.runs()]
+    runs = store.outcomes((key for key, _ in store.runs()), names=())
     needed = (screened(each.study, each.cases, store).cases for each in studies)
     keys = {case.key for cases in needed for case in cases}
-    times = sorted(facts["finished"] for facts in runs)
+    times = sorted(run.finished for run in runs.values())
     summary = {
         "runs": len(runs),
-        "replaced": sum(facts["key"] not in keys for facts in runs),
-        "diverged": sum(facts["diverged"] for facts in runs),
-        "seconds": sum(facts["seconds"] for facts in runs),
+        "replaced": len(runs.keys() - keys),
+        "diverged": sum(run.diverged for run in runs.values()),
+        "seconds": sum(run.seconds for run in runs.values()),
         "first": _minute(times[0]) if times else "",
         "last": _minute(times[-1]) if times else "",
-        "engines": sorted({f"{facts['engine']} on {facts['device']}" for facts in runs}),
+        "engines": sorted({f"{run.engine} on {run.device}" for run in runs.values()}),
     }
     loader = PackageLoader("klatsch.report")
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -248,7 +246,7 @@ def report(
         title=title or f"klatsch: {Path(store.path).name}",
         pages=pages,
         pictures={page.name: svgs for page, svgs in drawn},
-        environments=store.environments(),
+        environments=list({str(run.environment): run.environment for run in runs.values()}.values()),
         summary=summary,
         version=VERSION,
     )

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +40,8 @@ VECTORS = 12  # a run holds about this many vectors of the size of its state
 # What even a slow machine does in a few seconds: batches to build, rounds to run, numbers to multiply.
 QUICK_BATCHES, QUICK_ROUNDS, QUICK_NUMBERS = 64, 20_000, 1 << 30
 
+APART = ("nodes", "seed", "sources", "data", "key")  # what else a run knows than its batch's settings
+
 Columns = tuple[Case, ...]  # the runs on one network, column by column
 
 
@@ -52,12 +55,6 @@ class Batch:
     @property
     def cases(self) -> list[Case]:
         return [case for network in self.networks for case in network]
-
-    @property
-    def names(self) -> tuple[str, str, str]:
-        """Its problem, rule and topology; any of them may be custom."""
-        first = self.networks[0][0]
-        return first.problem, first.rule, first.topology
 
     @property
     def key(self) -> str:
@@ -77,24 +74,25 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """The results of a batch, in the order of its runs."""
+class Outcome:
+    """What a run found, and how."""
 
-    keys: list[str]
-    steps: list[int]
-    metrics: dict[str, NDArray[np.float64]]  # (steps, runs)
-    diverged: list[bool]
+    steps: NDArray[np.int64]  # the recorded rounds
+    metrics: dict[str, NDArray[np.float64]]  # at each of them
+    exchange: Exchange  # what its nodes send
+    diverged: bool
+    device: str
     engine: str
-    seconds: float  # of all runs together
-    environment: dict[str, str]
-    exchanges: list[Exchange]  # what the nodes of each run send
+    seconds: float  # its share of the batch
+    finished: str  # when
+    environment: dict[str, str]  # versions and machine
 
 
 def pack(cases: Iterable[Case], device: str) -> list[Batch]:
     """Runs as batches; on one machine the same runs always make the same batches."""
     networks: dict[str, list[Case]] = {}
     for case in cases:
-        networks.setdefault(_text(_split(case)[0], case.nodes, case.seed), []).append(case)
+        networks.setdefault(_text(_shared(case), case.nodes, case.seed), []).append(case)
     blocks = [
         tuple(columns[k : k + most])
         for columns in networks.values()
@@ -105,7 +103,7 @@ def pack(cases: Iterable[Case], device: str) -> list[Batch]:
         return [Batch((block,), device) for block in blocks]
     stacks: dict[str, list[Columns]] = {}
     for block in blocks:
-        stacks.setdefault(_text(*_in_stack(block)), []).append(block)
+        stacks.setdefault(_in_stack(block), []).append(block)
     return [Batch(tuple(stack), device) for blocks in stacks.values() for stack in _cut(blocks, device)]
 
 
@@ -138,33 +136,30 @@ def simulation_arguments(batch: Batch) -> tuple[list[Problem], list[rules.Rule],
     return [problem(network) for network in batch.networks], made, graphs, first.steps, choices
 
 
-def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Callable[[int], None] | None = None) -> Finished:
-    """Run a batch, from its checkpoint if there is one."""
+def run_batch(
+    batch: Batch, checkpoint: Path | None = None, progress: Callable[[int], None] | None = None
+) -> list[Outcome]:
+    """Run a batch, from its checkpoint if there is one; what each of its runs found."""
     instances, rule, graphs, steps, choices = simulation_arguments(batch)
     if any(problem.fingerprint() is None for problem in instances):
         checkpoint = None  # nothing would tell it from another problem's
     choices |= {"device": batch.device, "checkpoint": checkpoint, "checkpoint_every": CHECKPOINT_EVERY}
     choices |= {"checkpoint_at_end": False, "meets": batch.cases[0].meets}  # the store keeps what is finished
     run = partial(simulate_together, instances, rule, graphs, steps, progress=progress or False, **choices)
-    with own.explained(*batch.names):
+    first = batch.cases[0]
+    with own.explained(first.problem, first.rule, first.topology):
         try:
             results = run()
         except CheckpointError:  # another version's, or damaged; it is ours, so repeat the rounds
             assert checkpoint is not None
             checkpoint.unlink(missing_ok=True)
             results = run()
-    first, pairs = results[0], list(zip(results, batch.networks, strict=True))
-    return Finished(
-        keys=[case.key for case in batch.cases],
-        steps=first.steps,
-        metrics={
-            name: torch.cat([each.metrics[name].expand(-1, len(network)) for each, network in pairs], dim=1).numpy()
-            for name in first.metrics
-        },
-        diverged=torch.cat([each.diverged.expand(len(network)) for each, network in pairs]).tolist(),
-        engine=first.engine,
-        seconds=first.seconds,
-        environment={
+    facts: Options = {
+        "device": batch.device,
+        "engine": results[0].engine,
+        "seconds": results[0].seconds / len(batch.cases),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": {
             "klatsch": VERSION,
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -172,8 +167,16 @@ def run_batch(batch: Batch, checkpoint: Path | None = None, progress: Callable[[
             "system": f"{platform.system()} {platform.machine()}",
             "processor": _processor(batch.device),
         },
-        exchanges=[exchange_of(case, each.output.shape[-1]) for each, network in pairs for case in network],
-    )
+    }
+    outcomes = []
+    for result, network in zip(results, batch.networks, strict=True):
+        curves = {name: v.expand(-1, len(network)).numpy() for name, v in result.metrics.items()}
+        diverged = result.diverged.expand(len(network)).tolist()
+        for k, case in enumerate(network):
+            metrics = {name: values[:, k] for name, values in curves.items()}
+            exchange = exchange_of(case, result.output.shape[-1])
+            outcomes.append(Outcome(np.array(result.steps), metrics, exchange, diverged[k], **facts))
+    return outcomes
 
 
 def _processor(device: str) -> str:
@@ -193,38 +196,38 @@ def _joined(options: list[Options]) -> Options:
     return {name: values[0] if all(v == values[0] for v in values) else values for name, values in together.items()}
 
 
-def _split(case: Case) -> tuple[list[object], list[Options]]:
-    """What all runs of a batch share besides size and seed, and what may differ between its columns."""
-    varying = problems.declared(case.problem).per_column, ("lr",) if own.is_own(case.rule) else rules.PER_COLUMN
-    given = list(zip((case.problem_options, case.rule_options), varying, strict=True))
-    shared: list[object] = [
-        *(case.problem, case.rule, case.topology, case.topology_options, case.lazy),
-        *({name: None if name in names else value for name, value in options.items()} for options, names in given),
-        *(case.steps, case.record, case.epochs, case.dtype, case.any_graph),
-    ]
-    return shared, [{name: options.get(name) for name in names} for options, names in given]
+def _per_column(case: Case) -> dict[str, Collection[str]]:
+    """The options that may differ between the columns of a network."""
+    of_rule = ("lr",) if own.is_own(case.rule) else rules.PER_COLUMN
+    return {"problem_options": problems.declared(case.problem).per_column, "rule_options": of_rule}
 
 
-def _in_stack(block: Columns) -> list[object]:
+def _shared(case: Case) -> Options:
+    """What all runs of a batch share besides size and seed."""
+    facts = {name: value for name, value in vars(case).items() if name not in APART}
+    for kind, names in _per_column(case).items():
+        facts[kind] = {name: None if name in names else value for name, value in facts[kind].items()}
+    return facts
+
+
+def _in_stack(block: Columns) -> str:
     """What all networks of a stack share."""
-    case, columns = block[0], [_split(case)[1] for case in block]
+    case, shared, varying = block[0], _shared(block[0]), _per_column(block[0])
     per_network = problems.declared(case.problem).per_network
+
+    def columns() -> list[list[Options]]:
+        return [[{n: vars(each)[kind].get(n) for n in names} for kind, names in varying.items()] for each in block]
+
     if case.meets:  # whose nodes do not run beside other networks
-        return [_split(case)[0], columns, case.nodes, case.seed]
-    if per_network is None:
-        return [_split(case)[0], columns]
-    case = replace(
-        case,
-        problem_options={name: value for name, value in case.problem_options.items() if name not in per_network},
-        topology="",
-        topology_options={name: v for name, v in case.topology_options.items() if name in CHANNEL},  # which rules see
-        lazy=False,
-    )
-    if own.is_own(case.rule):
-        return [_split(case)[0], columns]
-    # Each network may have its own numbers in the rule, and its own schedule.
-    rule_options = {name: value for name, value in case.rule_options.items() if name != "schedule"}
-    return [_split(replace(case, rule_options=rule_options))[0], [problem for problem, _ in columns]]
+        return _text(shared, columns(), case.nodes, case.seed)
+    if per_network is not None:
+        graph = {name: v for name, v in case.topology_options.items() if name in CHANNEL}  # which rules see
+        problem = {name: v for name, v in shared["problem_options"].items() if name not in per_network}
+        shared |= {"topology": "", "topology_options": graph, "lazy": False, "problem_options": problem}
+        if not own.is_own(case.rule):  # each network may have its own numbers in the rule, and its own schedule
+            shared["rule_options"].pop("schedule", None)
+            del varying["rule_options"]
+    return _text(shared, columns())
 
 
 def _most_columns(case: Case, device: str) -> int:

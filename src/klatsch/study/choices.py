@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from klatsch.clock import Clock
 from klatsch.problems.base import DISTANCE, Headline
+from klatsch.study.batches import Outcome
 from klatsch.study.cases import Case
 from klatsch.study.spec import Options, Study
-from klatsch.study.store import Outcome, Store
+from klatsch.study.store import Store
 from klatsch.study.traffic import Exchange, elapsed
 from klatsch.units import in_words
 

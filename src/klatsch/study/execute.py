@@ -12,18 +12,17 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import itemgetter
 from pathlib import Path
-
-import numpy as np
 
 from klatsch import problems
 from klatsch.simulation.preparation import check_place
 from klatsch.study import workers
-from klatsch.study.batches import DTYPES, Batch, Finished, pack, quick
+from klatsch.study.batches import DTYPES, Batch, Outcome, pack, quick
 from klatsch.study.cases import Case, LeftOut, expand
 from klatsch.study.choices import Row, screened
 from klatsch.study.spec import Study
-from klatsch.study.store import Origin, Remembered, Store
+from klatsch.study.store import Remembered, Store
 from klatsch.study.workers import MOST_LOSSES, Open, Workers, keep_dying
 
 BEAT = 5.0  # seconds between two signs of life
@@ -54,18 +53,18 @@ class Progress:
         self.runs = self.runs_done + sum(len(batch.cases) for batch in missing)
         self.work = self.work_done + sum(batch.work for batch in missing)
 
-    def count(self, batch: Batch, outcome: Finished, new: int) -> None:
+    def count(self, batch: Batch, outcomes: Sequence[Outcome], new: int) -> None:
         """Add a finished batch; `new` is the number of its runs that no other process stored first."""
         self.batches_done += 1
         self.runs_done += new
         self.work_done += batch.work
         self.first = self.first or (time.monotonic(), batch.work)
         headline = batch.cases[0].headline
-        if headline.metric in outcome.metrics:
-            finals, sign = outcome.metrics[headline.metric][-1], -1.0 if headline.largest else 1.0
-            k = int(np.argmin(sign * finals))
-            if self.best is None or sign * finals[k] < sign * self.best[0]:
-                self.best = float(finals[k]), batch.cases[k]
+        if headline.metric in outcomes[0].metrics:
+            finals = [float(outcome.metrics[headline.metric][-1]) for outcome in outcomes]
+            best = max if headline.largest else min
+            found = best(zip(finals, batch.cases, strict=True), key=itemgetter(0))
+            self.best = found if self.best is None else best(self.best, found, key=itemgetter(0))
 
     @property
     def seconds(self) -> float:
@@ -159,7 +158,7 @@ def run_study(
     executor: Executor | Open | None = None,
     told: Told | None = None,
     expanded: tuple[list[Case], list[LeftOut]] | None = None,
-    origin: Origin | None = None,
+    command: str = "",
 ) -> StudyResult:
     """Run what is missing of a study, and choose the learning rates.
 
@@ -169,17 +168,17 @@ def run_study(
         executor: see `execute`.
         told: see `execute`.
         expanded: the result of `expand(study)`, if you have it.
-        origin: where the study comes from, kept in the store for reports.
+        command: that runs it, kept in the store for reports.
     """
     if not isinstance(study, Study):
         raise ValueError(f"study is a {type(study).__name__}; make one with study.parse({{...}}) or study.load(file)")
     if not isinstance(store, Store):
         with Store(store) as opened:
-            return run_study(study, opened, executor=executor, told=told, expanded=expanded, origin=origin)
+            return run_study(study, opened, executor=executor, told=told, expanded=expanded, command=command)
     cases, left_out = expanded or expand(study)
     if executor is None:  # other executors have their own device and data
         check_ready(study, cases, store)
-    remembered = store.remember(study, origin or Origin(), (cases, left_out))
+    remembered = store.remember(study, command, (cases, left_out))
     runs = screened(study, cases, store)
     run = partial(execute, store=store, device=study.device, executor=executor, told=told)
     progress = run(runs.short) if runs.short else None
@@ -212,7 +211,7 @@ def _run(
     check: Callable[[], None],
 ) -> tuple[list[Batch], list[Batch]]:
     """Run claimed batches and all that can still be claimed; returns those whose worker died, and the rest."""
-    running: dict[Future[Finished], Batch] = {}
+    running: dict[Future[list[Outcome]], Batch] = {}
     lost: list[Batch] = []
     store = claims.store
     try:
@@ -240,16 +239,16 @@ def _run(
             for future in done:
                 batch = running.pop(future)
                 try:
-                    outcome = future.result()
+                    outcomes = future.result()
                 except crew.losses:
                     lost.append(batch)
                     continue
                 except (MemoryError, RuntimeError) as error:
                     raise _too_large(batch, error) from None
-                new = store.save(batch, outcome)
+                new = store.save(batch, outcomes)
                 if (file := checkpoint(store, batch)) is not None:
                     file.unlink(missing_ok=True)
-                progress.count(batch, outcome, new)
+                progress.count(batch, outcomes, new)
                 progress.expect([*running.values(), *todo, *lost])
                 tell(progress)
     except BaseException:  # Ctrl-C, or a failed batch: cancel what has not begun; running batches save themselves

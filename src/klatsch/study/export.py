@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from klatsch import files
 from klatsch.clock import Clock
@@ -17,20 +17,7 @@ from klatsch.study.spec import Options
 from klatsch.study.store import Store
 from klatsch.study.traffic import elapsed, sent_by
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-
-Runs = Sequence[tuple[Case, Options]]
-
-
-def frame(store: Store, curves: bool = False, clock: Clock | None = None) -> DataFrame:
-    """The runs of a store for pandas, with every option of problem, rule and graph as a column of its own."""
-    try:
-        import pandas as pd
-    except ModuleNotFoundError:
-        raise ValueError("a frame needs pandas: pip install 'klatsch[pandas]'") from None
-    return pd.DataFrame(records(store, store.runs(), curves, clock, options=True))
+Runs = Sequence[tuple[str, Case]]  # with their keys
 
 
 class Difference(NamedTuple):
@@ -45,14 +32,13 @@ class Difference(NamedTuple):
 
 def differences(one: Store, other: Store, runs: Runs) -> tuple[list[Difference], int, int]:
     """The differences between runs of one store and those of another, and how many only one of them has."""
-    keys_there = {facts["key"] for _, facts in other.runs()}
-    both = [run for run in runs if run[1]["key"] in keys_there]
-    keys, names = [facts["key"] for _, facts in both], names_of(case for case, _ in both)
-    finals = [store.outcomes(keys, last=True) for store in (one, other)]
+    keys_there = {key for key, _ in other.runs()}
+    both = [run for run in runs if run[0] in keys_there]
+    names = names_of(case for _, case in both)
+    finals = [store.outcomes([key for key, _ in both], last=True) for store in (one, other)]
     apart: dict[tuple[str, str, int], list[float]] = {}
-    for case, facts in both:
-        metric = case.headline.metric
-        a, b = (float(outcomes[facts["key"]].metrics[metric][-1]) for outcomes in finals)
+    for key, case in both:
+        a, b = (float(outcomes[key].metrics[case.headline.metric][-1]) for outcomes in finals)
         far = 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))  # inf / inf is nan
         apart.setdefault((names(case).rule, names(case).topology, case.nodes), []).append(far)
     differences = [
@@ -70,11 +56,11 @@ def records(
     `bytes_sent` is what a node has sent up to that round, and with a clock `elapsed` the seconds until it is done. With
     `options`, those of rules and graphs are columns, too; "rule." or "topology." is before a name that is taken.
     """
-    outcomes = store.outcomes([facts["key"] for _, facts in runs], last=not curves)
+    outcomes = store.outcomes([key for key, _ in runs], last=not curves)
     records: list[Options] = []
-    names_by_run = names_of(case for case, _ in runs)
-    for case, facts in runs:
-        outcome, names = outcomes[facts["key"]], names_by_run(case)
+    names_by_run = names_of(case for _, case in runs)
+    for key, case in runs:
+        outcome, names = outcomes[key], names_by_run(case)
         head: Options = {
             "problem": names.problem,
             **case.problem_options,
@@ -85,7 +71,8 @@ def records(
             "seed": case.seed,
             "steps": case.steps,
             "dtype": case.dtype,
-            **{name: facts[name] for name in ("device", "engine", "seconds", "finished", "key")},
+            **{name: vars(outcome)[name] for name in ("device", "engine", "seconds", "finished")},
+            "key": key,
         }
         if options:
             for kind, given in (("rule", case.rule_options), ("topology", case.topology_options)):

@@ -6,12 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter
-from torch import Tensor
 
 from klatsch import problems
 from klatsch.clock import Clock
@@ -19,7 +18,6 @@ from klatsch.clock.network import Nodes
 from klatsch.clock.rounds import Sending, Talk, scheduled, talk_of
 from klatsch.files import json_of
 from klatsch.rules import Flow, Rule
-from klatsch.rules.base import Tensors
 from klatsch.simulation.record import record_points
 from klatsch.study.cases import Case, Channel
 from klatsch.study.spec import Count, Options
@@ -79,23 +77,39 @@ def exchange_of(case: Case, numbers: int | None = None) -> Exchange:
     A graph that is an all-reduce counts as one along a ring: 2 (M - 1) / M vectors per node. Where that makes all
     nodes equal in every round, one vector is enough, the gradient, whatever else the rule keeps.
     """
-    numbers = dim_of(case) if numbers is None else numbers
-    alike, channel = _alike(case), case.channel
+    options = {name: value for name, value in case.rule_options.items() if name not in ("lr", "schedule")}
+    problem: Options = {"problem": "least-squares", "problem_options": {}, "data": ""}
+    alike = replace(case, rule_options={**options, "lr": 1.0}, seed=0, **problem)
+    return _exchange(alike, dim_of(case) if numbers is None else numbers)
+
+
+@lru_cache(maxsize=4096)
+def _exchange(case: Case, numbers: int) -> Exchange:
+    """Found once for all learning rates, seeds and settings of the problem."""
+    every, links, unknown = case.channel.every, "", ""
+    when: tuple[tuple[int, float], ...] = ()
     try:
-        messages, all_reduce, links, unknown = _said(alike)
-        points = tuple(record_points(case.points, case.steps))
-        when = _when(alike, numbers, points) if case.meets else ()
+        rule, graph = case.make_rule(), case.make_graph()
+        talk = talk_of(rule, graph)
+        if case.meets:
+            meetings = scheduled(rule, graph, numbers, case.meets)
+            when = tuple((step, meetings.seconds(step)) for step in record_points(case.points, case.steps))
     except ValueError as reason:
         return Exchange(numbers, unknown=str(reason))
-    all_reduce = all_reduce and not case.meets
-    every, vectors = channel.every, sum(message.vectors for message in messages)
-    copies = 2 * (case.nodes - 1) / case.nodes if all_reduce else case.make_graph().messages * every
+    if graph.all_reduce:
+        links = json.dumps([])
+    elif (count := sum(len(sender) for sender, _ in talk.links)) <= MOST_LINKS:
+        links = json.dumps([(sender.tolist(), receiver.tolist()) for sender, receiver in talk.links])
+    else:
+        unknown = f"{graph.name} has {count:,} links in a period; seconds are known up to {MOST_LINKS:,}"
+    all_reduce = graph.all_reduce and not case.meets
+    copies = 2 * (case.nodes - 1) / case.nodes if all_reduce else graph.messages * every
     if case.meets.startswith("pairwise"):
         copies = 2.0 * (case.nodes > 1)  # to the neighbour that it asks, and to the one that asks it, on average
-    if all_reduce and every == 1 and _stay_equal(alike):
-        vectors = 1
-    sent = float(encoded_bytes(channel.wire, numbers) * vectors * copies * (case.steps // every))
-    return Exchange(numbers, sent, messages, all_reduce, links, when, unknown)
+    equal = all_reduce and every == 1 and stay_equal(rule)
+    vectors = 1 if equal else sum(message.vectors for message in talk.messages)
+    sent = float(encoded_bytes(case.channel.wire, numbers) * vectors * copies * (case.steps // every))
+    return Exchange(numbers, sent, tuple(talk.messages), all_reduce, links, when, unknown)
 
 
 def sent_by(case: Case, step: int, total: float) -> float:
@@ -134,7 +148,6 @@ def _elapsed(
     return tuple(clock.seconds_of(talk, exchange.numbers, steps))
 
 
-@lru_cache(maxsize=64)
 def _pairs(text: str, nodes: int) -> list[tuple[Nodes, Nodes]]:
     """The links of a graph from JSON."""
     try:
@@ -154,58 +167,22 @@ def _pairs(text: str, nodes: int) -> list[tuple[Nodes, Nodes]]:
 
 def dim_of(case: Case) -> int:
     """How many numbers a vector of a run has."""
-    return _dim(replace(case, rule="dsgd", rule_options={}, topology="ring", topology_options={}, seed=0, steps=1))
+    return _dim(case.problem, tuple(case.problem_options.items()), case.nodes, case.source("problem"))
 
 
 @cache
-def _dim(case: Case) -> int:
+def _dim(problem: str, options: tuple[tuple[str, Any], ...], nodes: int, source: str) -> int:
     """Counted once: a model is built for it."""
-    known = problems.declared(case.problem).dim_of
-    options = case.problem_options
-    return int(known(case.nodes, **options) if known else problems.make(case.problem, case.nodes, **options).dim)
+    known = problems.declared(problem).dim_of
+    return int(known(nodes, **dict(options)) if known else problems.make(problem, nodes, **dict(options)).dim)
 
 
-def _alike(case: Case) -> Case:
-    """The run without what its messages do not depend on: they are found once for many runs."""
-    options = {name: value for name, value in case.rule_options.items() if name not in ("lr", "schedule")}
-    problem: Options = {"problem": "least-squares", "problem_options": {}, "data": "", "epochs": None}
-    return replace(case, rule_options={**options, "lr": 1.0}, seed=0, steps=1, record=1, **problem)
-
-
-@lru_cache(maxsize=4096)
-def _said(case: Case) -> tuple[tuple[Sending, ...], bool, str, str]:
-    """The messages of a round, whether nodes use an all-reduce, the links, and why these are unknown."""
-    graph = case.make_graph()
-    talk = talk_of(case.make_rule(), graph)
-    if graph.all_reduce:
-        return tuple(talk.messages), True, json.dumps([]), ""
-    if (count := sum(len(sender) for sender, _ in talk.links)) > MOST_LINKS:
-        unknown = f"{graph.name} has {count:,} links in a period; seconds are known up to {MOST_LINKS:,}"
-        return tuple(talk.messages), False, "", unknown
-    pairs = [(sender.tolist(), receiver.tolist()) for sender, receiver in talk.links]
-    return tuple(talk.messages), False, json.dumps(pairs), ""
-
-
-@lru_cache(maxsize=256)
-def _when(case: Case, numbers: int, steps: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
-    meetings = scheduled(case.make_rule(), case.make_graph(), numbers, case.meets)
-    return tuple((step, meetings.seconds(step)) for step in steps)
-
-
-@cache
-def _stay_equal(case: Case) -> bool:
-    return equal(case.make_rule())
-
-
-def equal(rule: Rule) -> bool:
+def stay_equal(rule: Rule) -> bool:
     """Whether an average over all nodes in every round leaves them with one model, where they take their gradients."""
     nodes, rounds = 2, 3
     state = rule.init(torch.zeros(nodes, 1, dtype=torch.float64))
+    flow = Flow(lambda *tensors: tuple(v.mean(0) - v for v in tensors))
     for t in range(1, rounds + 1):
         gradients = torch.tensor([[1.0], [t]], dtype=torch.float64) - 5.0  # of nodes whose data differ
-        state = rule.update(state, gradients, Flow(_to_the_mean), t, 1.0)
+        state = rule.update(state, gradients, flow, t, 1.0)
     return all(torch.allclose(point[0], point[1]) for point in (rule.query(state), rule.output(state)))
-
-
-def _to_the_mean(*tensors: Tensor) -> Tensors:
-    return tuple(v.mean(0) - v for v in tensors)

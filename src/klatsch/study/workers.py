@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from klatsch.native import cores, quiet_threads
-from klatsch.study.batches import Batch, Finished, run_batch
+from klatsch.study.batches import Batch, Outcome, run_batch
 
 MOST_WORKERS = 1024  # on one machine
 MOST_LOSSES = 5  # how often in a row workers may die of a batch
@@ -42,7 +42,7 @@ class Workers:
     """An executor in use."""
 
     executor: Executor
-    task: Callable[[Batch, Path | None], Finished]  # takes a batch and the path of its checkpoint
+    task: Callable[[Batch, Path | None], list[Outcome]]  # takes a batch and the path of its checkpoint
     count: int  # batches that run at the same time
     stop: Callable[[], None] | None = None  # tells running batches to save and end; None where that is impossible
     shares_files: bool = True  # whether workers see this machine's files, and so its checkpoints
@@ -53,7 +53,7 @@ class Workers:
 Open = Callable[[], AbstractContextManager[Workers]]
 
 
-def work(batch: Batch, checkpoint: Path | None, stop: threading.Event | None = None) -> Finished:
+def work(batch: Batch, checkpoint: Path | None, stop: threading.Event | None = None) -> list[Outcome]:
     """Run a batch on one thread; on a request to stop it saves itself and raises KeyboardInterrupt."""
     torch.set_num_threads(1)
 
