@@ -14,7 +14,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
@@ -363,7 +363,7 @@ class Store:
             raise ValueError(f"{self.path}: {text}; {remedy}") from None
 
     def _is_file(self, must_exist: bool) -> bool:
-        """Whether there is a file to open; a foreign one is refused after a look, since opening it may change it."""
+        """Whether there is a file to open; a foreign one is refused unopened, since opening may change a file."""
         path = Path(self.path)
         if path.is_dir():
             raise ValueError(f"{path} is a folder; give the name of a file")
@@ -377,15 +377,15 @@ class Store:
             if must_exist:
                 raise ValueError(f"there is no store {path}; klatsch run and klatsch reproduce create one")
             return False
-        with closing(self._connected("ro&immutable=1")) as base:
-            self._is_made(base)
+        with path.open("rb") as file:
+            head = file.read(100)
+        if len(head) < 100 or not head.startswith(b"SQLite format 3\0"):
+            raise sqlite3.DatabaseError("file is not a database")
+        self._is_made(*(int.from_bytes(head[k : k + 4], "big") for k in (68, 60)))
         return True
 
-    def _is_made(self, base: sqlite3.Connection) -> bool:
+    def _is_made(self, application: int, version: int) -> bool:
         """Whether a file says that it is a store; one that says nothing is empty, or its content shows what it is."""
-        ((application,),), ((version,),) = (
-            base.execute(f"PRAGMA {name}").fetchall() for name in ("application_id", "user_version")
-        )
         if application == version == 0:
             return False
         if application != APPLICATION:
@@ -405,7 +405,9 @@ class Store:
         """Whether an open file holds tables, or will; refuses another schema and damage, and closes it."""
         try:
             base.execute("BEGIN")  # one moment for all that follows: another process may be making the file
-            is_made = self._is_made(base)
+            is_made = self._is_made(
+                *(base.execute(f"PRAGMA {n}").fetchone()[0] for n in ("application_id", "user_version"))
+            )
             entries = base.execute("SELECT type, name, rootpage, sql FROM sqlite_master").fetchall()
             if entries and not is_made:
                 raise ValueError(f"{self.path} is a database, but not a klatsch store; give another name")
