@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klatsch.files import json_of, write_atomically
+from klatsch.version import VERSION
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 REMEDY = "move the file away or choose another checkpoint path"
+OTHER = "of another version"
 LARGEST_HEADER = 100_000_000  # bytes: that of safetensors
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is damaged, or belongs to another run."""
+    """A checkpoint that is damaged, of another version, or belongs to another run; `trouble` says it in short."""
+
+    def __init__(self, text: str, trouble: str = "damaged") -> None:
+        super().__init__(text)
+        self.trouble = trouble
 
 
 def write(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -27,7 +33,8 @@ def write(path: Path, header: dict[str, Any], tensors: dict[str, Tensor]) -> Non
 
     # clone: safetensors refuses tensors that share memory, as w and x do at the start
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    header = header | {"sha256": digest(tensors, header)}
+    header = header | {"version": VERSION}
+    header |= {"sha256": digest(tensors, header)}
     try:
         write_atomically(path, pack(tensors, metadata={"klatsch": json.dumps(header)}))
     except OSError as error:
@@ -73,8 +80,12 @@ def header_of(path: Path, format_: str) -> dict[str, Any]:
         raise _damaged(path, error) from None
     except (TypeError, KeyError, IndexError, AttributeError):
         raise _damaged(path, "its header is of another kind") from None
-    if not isinstance(header, dict) or header.get("format") != format_:
-        raise CheckpointError(f"{path} is not a checkpoint of this version of klatsch; {REMEDY}")
+    if not isinstance(header, dict) or not isinstance(header.get("format"), str):
+        raise _damaged(path, "it is not of klatsch")
+    if header["format"] != format_:
+        versions = f"{header['format']!r:.60} of klatsch {header.get('version')!r:.60}; {VERSION} reads {format_!r}"
+        remedy = f"go on with the version that wrote it, or {REMEDY}"
+        raise CheckpointError(f"{path} is a checkpoint of another kind or version ({versions}); {remedy}", OTHER)
     return header
 
 

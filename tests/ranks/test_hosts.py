@@ -86,8 +86,8 @@ def test_checkpoints_kill_9_and_the_same_end(prepared, tmp_path, run_cli, kind):
     assert not torch.equal(straight[0]["shown"], straight[2]["shown"])
     folder, model = tmp_path / "straight" / f"files-{kind}", tmp_path / "model.safetensors"
     assert run_cli("checkpoint", folder, "--export", model)[0] == 0
-    names, exported = saved.files(folder)[-1].header["export"]["names"], load_file(model)
-    values = torch.cat([exported[name].reshape(-1) for name, *_ in names])
+    trained, exported = saved.files(folder)[-1].header["export"]["trained"], load_file(model)
+    values = torch.cat([exported[place["names"][0]].reshape(-1) for place in trained])
     torch.testing.assert_close(values, straight[0]["merged"].reshape(-1), rtol=0, atol=1e-6)  # one sum in double
 
 

@@ -33,14 +33,14 @@ from klatsch.ranks.failures import NonFiniteError, shown, warn
 from klatsch.ranks.message import is_sound
 from klatsch.ranks.node import PIECE
 from klatsch.ranks.saved import FORMAT, Round, SavedFile, Seen, Training
-from klatsch.rules import State
 from klatsch.sealed import REMEDY, CheckpointError
 from klatsch.wire.rehearsal import FEW, sums_of_flows
 
 FORGED = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
-AVERAGED = ("state.", "groups.", "others.")  # tensors that a fresh rank gets the means of
+CONTENT = ("vectors", "groups", "scales", "memories", "counted", "others", "generators")
+AVERAGED = ("vectors.", "groups.", "others.")  # tensors that a fresh rank gets the means of
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-Content = tuple[Path, dict[str, Any], dict[str, Tensor]]  # a file, its header and its tensors
+Read = tuple[Path, dict[str, Any], dict[str, Tensor]]  # a file, its header and its tensors
 OUT_OF_SIGHT = 1 << 40  # what it costs to give a rank a file that it does not see: more than all other choices together
 
 
@@ -115,7 +115,7 @@ class Checkpointer:
         for path in self.folder.glob(f".{self._file(0).name.partition('-')[0]}-*.safetensors.*"):
             path.unlink(missing_ok=True)  # half written when it was killed
         files = {file.seen: file for file in saved.files(self.folder) if file.place == optimizer.host.place}
-        choice, content = self._opened(files)
+        choice, read = self._opened(files)
         drawn = str(self._told(secrets.token_hex(8))[0])
         if choice is None:
             self._training, self._began = (drawn,), 0
@@ -126,9 +126,9 @@ class Checkpointer:
         self._training = choice.round.training
         if not choice.unbroken:
             self._training = (*self._training, drawn)
-            content = self._carried_over(choice, content)
-        assert content is not None
-        self._load(content, anew=not choice.unbroken)
+            read = self._carried_over(choice, read)
+        assert read is not None
+        self._load(read, anew=not choice.unbroken)
         own = {self._file(seen.rounds) for seen in files}
         for seen, file in files.items():
             if seen.rounds > began and file.path in own:  # these rounds are trained again
@@ -155,17 +155,17 @@ class Checkpointer:
             NonFiniteError: the state is not finite. Nothing is written, and the older files stay.
         """
         optimizer, rounds = self._trained, self._trained.rounds
-        tensors = {f"state.{k}.{name}": v for k, fields in enumerate(optimizer.vectors()) for name, v in fields.items()}
-        if not _is_finite(tensors.values()):
+        content = optimizer.content()
+        if not _is_finite(v for fields in content["vectors"] for v in fields.values()):
             remedy = f"not saved; resume from the files of before in {self.folder}, with a smaller learning rate"
             raise NonFiniteError(optimizer.rank, rounds, "the state is not finite", remedy)
         if not optimizer.topology.late:  # what is late is in the file, and would keep this rank waiting
             optimizer.drain()
-        groups = [{name: v for name, v in g.items() if name != "params"} for g in optimizer.param_groups]
-        others = {name: _state(name, other, optimizer) for name, other in self._others.items()}
-        outputs = [_output(k, optimizer.rule.output(v), tensors) for k, v in enumerate(optimizer.vectors())]
-        path = self._file(rounds)
-        header = {
+        content["others"] = {name: _state(name, other, optimizer) for name, other in self._others.items()}
+        content["generators"] = get_generators(optimizer.device)
+        tensors: dict[str, Tensor] = {}
+        path, header = self._file(rounds), {kind: packed(part, tensors, kind) for kind, part in content.items()}
+        header |= {
             "format": FORMAT,
             "training": self._training,
             "rounds": rounds,
@@ -175,14 +175,8 @@ class Checkpointer:
             "size": optimizer.topology.size,
             "crew": optimizer.crew,
             "topology": self._topology,
-            "scales": dict(optimizer.rule.scales),
             "run": self._identity(),
-            "export": {"outputs": outputs, "layout": optimizer.layout(), **self._names()},
-            "counted": [optimizer.bytes_sent, optimizer.seconds_waited, optimizer.skipped, optimizer.caught_up],
-            "channel": packed([share.node.memory for share in optimizer.shares], tensors, "channel"),
-            "groups": packed(groups, tensors, "groups"),
-            "others": packed(others, tensors, "others"),
-            "generators": packed(get_generators(optimizer.device), tensors, "generators"),
+            "export": self._export(tensors),
         }
         sealed.write(path, header, tensors)
         # A rank that has begun round r + 1 has saved round r.
@@ -223,27 +217,27 @@ class Checkpointer:
             "others": sorted(self._others),
         }
 
-    def _names(self) -> dict[str, object]:
-        """What an export needs to know of the model: names of parameters, and of what else is whole in this file."""
-        optimizer = self._trained
+    def _export(self, tensors: dict[str, Tensor]) -> dict[str, object]:
+        """What an export needs to know: by trained parameter its names, the tensor with x, and where it lies in it."""
+        optimizer, parameters = self._trained, parameters_of(self._trained.param_groups)
         models = {name: other for name, other in self._others.items() if isinstance(other, nn.Module)}
         before = {name: f"{name}." if len(models) > 1 else "" for name in models}
-        given, trained = names(optimizer.param_groups), parameters_of(optimizer.param_groups)
-        named: list[tuple[str, Tensor]] = [
-            (before[model] + key, p)
-            for model, module in models.items()
-            for key, p in module.named_parameters(remove_duplicate=False)
-        ]
-        in_models = {id(p) for _, p in named}
-        named += [(str(given[id(p)]), p) for p in trained if id(p) not in in_models]
-        own: dict[int, list[str]] = {}
-        for name, p in named:
-            own.setdefault(id(p), []).append(name)
-        return {
-            "names": [own[id(p)] for p in trained],
-            "cut": {name: axis for name, p in named if (axis := cut_along(p)) is not None},  # by FSDP2, into pieces
-            "models": before,
-        }
+        known: dict[int, list[str]] = {}
+        for model, module in models.items():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                known.setdefault(id(parameter), []).append(before[model] + name)
+                parameters.append(parameter)
+        for place, given in names(optimizer.param_groups).items():
+            known.setdefault(place, [str(given)])
+        trained = []
+        for k, share in enumerate(optimizer.shares):
+            x = share.rule.output(share.node.state)
+            source = next((f"vectors.{k}.{name}" for name, v in share.node.state.items() if v is x), f"output.{k}")
+            tensors[source] = x
+            for p, view in zip(share.flat.parameters, share.flat.layout, strict=True):
+                trained.append({"names": known[id(p)], "tensor": source, "dtype": str(p.dtype), "view": view})
+        cut = {name: axis for p in parameters if (axis := cut_along(p)) is not None for name in known[id(p)]}
+        return {"trained": trained, "models": before, "cut": cut}  # cut by FSDP2, into pieces
 
     # --- which files -------------------------------------------------------------------------------------------
 
@@ -253,36 +247,36 @@ class Checkpointer:
         inside = told(host.group, value) if host.size > 1 else [value]
         return [row for rows in told(self._trained.group, inside) for row in rows]
 
-    def _opened(self, files: dict[Seen, SavedFile]) -> tuple[Choice | None, Content | None]:
+    def _opened(self, files: dict[Seen, SavedFile]) -> tuple[Choice | None, Read | None]:
         """Where to go on from, and the content of this rank's file there, once every rank has read a sound one."""
         optimizer, places = self._trained, self._trained.host.size
         for seen, file in files.items():
-            if seen.trouble == saved.DAMAGED and seen.rank % optimizer.topology.size == optimizer.rank:
+            if seen.trouble and seen.rank % optimizer.topology.size == optimizer.rank:
                 warn(file.error)
         while True:
-            told = ([Seen(*row) for row in rows] for rows in self._told([*files]))
-            rows = [[each._replace(training=(*each.training,), crew=(*each.crew,)) for each in row] for row in told]
+            rows = [
+                {Seen(rank, rounds, (*training,), (*crew,), *rest) for rank, rounds, training, crew, *rest in row}
+                for row in self._told([*files])
+            ]
             choice = self._choice([rows[k : k + places] for k in range(0, len(rows), places)])
-            taken = None if choice is None else choice.takes[optimizer.rank]
-            content, trouble = None, False
-            if choice is not None and taken is not None:
+            read, failed = None, False
+            if choice is not None and (taken := choice.takes[optimizer.rank]) is not None:
                 where = (taken, choice.round.rounds, choice.round.training)
                 seen, file = next((seen, file) for seen, file in files.items() if seen[:3] == where)
                 try:
-                    content = self._read(file.path)
+                    read = self._read(file.path)
                 except CheckpointError as error:
                     warn(f"{error}")
-                    files[seen._replace(trouble=saved.DAMAGED)], trouble = files.pop(seen), True
-            if not any(self._told(trouble)):
-                return choice, content
+                    files[seen._replace(trouble=error.trouble)], failed = files.pop(seen), True
+            if not any(self._told(failed)):
+                return choice, read
 
-    def _choice(self, by_place: list[list[list[Seen]]]) -> Choice | None:
+    def _choice(self, by_node: list[list[set[Seen]]]) -> Choice | None:
         """Where to go on from, by what the ranks of every node see; None if no rank has anything yet."""
-        started = len(by_place)
-        everything = {seen for places in by_place for rows in places for seen in rows}
+        started, everything = len(by_node), {seen for ranks in by_node for rows in ranks for seen in rows}
         if not any(seen.rounds for seen in everything):  # none, or round 0 alone
             return None
-        sees = [set.intersection(*map(set, places)) for places in by_place]
+        sees = [set.intersection(*ranks) for ranks in by_node]
         rounds = saved.rounds_of(set.union(*sees))
         enough = [each for each in rounds if each.lacks(started) <= 0]
         if len({each.training[0] for each in enough}) > 1:
@@ -293,7 +287,7 @@ class Checkpointer:
         for each in [*enough, *(rounds if self.fresh else ())]:
             takes = _takes(each, sees)
             if sum(taken is not None for taken in takes) >= (1 if self.fresh else min(len(each.crew), started)):
-                return self._chosen(each, takes, everything)
+                return _chosen(each, takes, everything)
         listed = saved.inventory(everything, range(started), rounds[0].training if rounds else ())
         raise ValueError(
             f"the ranks have no checkpoint in common in {self.folder}: {listed}; use a folder that outlives the "
@@ -301,26 +295,9 @@ class Checkpointer:
             "(Checkpointer(..., fresh=True)), or empty it on all machines to start anew"
         )
 
-    def _chosen(self, each: Round, takes: list[int | None], everything: set[Seen]) -> Choice:
-        everyone = list(range(each.size))
-        crews = [sorted(seen.crew) for seen in everything if (seen.training, seen.rounds) == each[:2]]
-        unbroken = takes == everyone and all(crew == everyone for crew in crews)
-        if not unbroken:
-            fresh = [rank for rank, taken in enumerate(takes) if taken is None]
-            gone = sorted({*everyone} - {*takes})
-            told = [f"what {shown(gone)} held is written off"] if gone else []
-            told += [f"rank {n} takes the file of rank {o}" for n, o in enumerate(takes) if o not in (n, None)]
-            if fresh:
-                told.append(f"{shown(fresh)} start{'s' * (len(fresh) == 1)} from the mean of the others")
-            details = ", ".join(told) or "some of them had lost each other"
-            warn(f"going on from round {each.rounds} with {len(takes)} ranks: {details}; channels begin anew")
-        elif any(seen.trouble or seen.rounds > each.rounds for seen in everything):
-            warn(f"going on from round {each.rounds}: {saved.inventory(everything, everyone, each.training)}")
-        return Choice(each, takes, unbroken)
-
     # --- what is in them ---------------------------------------------------------------------------------------
 
-    def _read(self, path: Path) -> Content:
+    def _read(self, path: Path) -> Read:
         """The content of a file that fits this training and can be loaded."""
         header, tensors = sealed.read(path, FORMAT)
         for name, ours in json.loads(json.dumps(self._identity())).items():
@@ -332,51 +309,38 @@ class Checkpointer:
                     f"the checkpoints in {self.folder} are of another training: {name} is {theirs!s:.200} there and "
                     f"{ours!s:.200} here; make it the same, or choose another folder"
                 )
-        if not _is_finite(v for name, v in tensors.items() if name.startswith("state.")):
-            raise CheckpointError(f"{path} holds a state that is not finite")
         try:
-            self._parts(header, tensors)
+            vectors = self._content(header, tensors)["vectors"]
         except FORGED as error:
             raise CheckpointError(f"{path} does not hold what a checkpoint holds ({_line(error)}); {REMEDY}") from None
+        if not _is_finite(v for fields in vectors for v in fields.values()):
+            raise CheckpointError(f"{path} holds a state that is not finite")
         return path, header, tensors
 
-    def _parts(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[list[State], Any, Any, Any, Any]:
-        """All that `_load` needs: vectors, groups, others, channel, generators; any error says that it is not there."""
-        optimizer, begins = self._trained, [f"state.{k}." for k in range(len(self._trained.shares))]
-        vectors = [{n.removeprefix(b): v for n, v in tensors.items() if n.startswith(b)} for b in begins]
-        kinds = ("groups", "others", "channel", "generators")
-        groups, others, channel, generators = (unpacked(header[kind], tensors) for kind in kinds)
-        for share, fields in zip(optimizer.shares, vectors, strict=True):
-            share.check(fields)
-        if not (len(header["counted"]) == 4 and all(number >= 0 for number in header["counted"])):
-            raise ValueError(f"counted is {header['counted']}")
-        for _, group in zip(optimizer.param_groups, groups, strict=True):
-            if "params" in group or not optimizer.defaults.keys() <= group.keys():
-                raise ValueError(f"a group of parameters has {', '.join(group)}")
-        if others.keys() != self._others.keys():
+    def _content(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """All that `save` packed; any error says that something is missing."""
+        content = {kind: unpacked(header[kind], tensors) for kind in CONTENT}
+        self._trained.check_content(content)
+        if content["others"].keys() != self._others.keys():
             raise ValueError("the states of the others are missing")
-        if not all(header["scales"][field] > 0 for field in optimizer.rule.scales):
-            raise ValueError(f"scales are {header['scales']}")
-        if len(channel) != len(optimizer.shares):
-            raise ValueError("the memory of the channel is missing")
-        if not {"torch", "python", "numpy"} <= generators.keys():
+        if not {"torch", "python", "numpy"} <= content["generators"].keys():
             raise ValueError("random generators are missing")
-        return vectors, groups, others, channel, generators
+        return content
 
-    def _carried_over(self, choice: Choice, content: Content | None) -> Content:
+    def _carried_over(self, choice: Choice, read: Read | None) -> Read:
         """What this rank goes on with in another crew: sums of flows are zero again, and a fresh rank gets means.
 
         They are means over the ranks that have a file, of all that is no random generator and no channel.
         """
-        optimizer, fresh = self._trained, content is None
-        path, header, tensors = content or (self.folder, {}, {})
+        optimizer, fresh = self._trained, read is None
+        path, header, tensors = read or (self.folder, {}, {})
         lists = {name: [list(v.shape), str(v.dtype)] for name, v in tensors.items() if name.startswith(AVERAGED)}
         told = self._told(None if fresh else [header, lists])[optimizer.host.place :: optimizer.host.size]
         header, lists = next(each for each in told if each is not None) if fresh else (header, lists)
         count = sum(taken is not None for taken in choice.takes)
         sums = {entry.field for entry in sums_of_flows(optimizer.rule, torch.zeros(FEW))}
         for name, (shape, dtype) in sorted(lists.items()):
-            is_sum = name.startswith("state.") and name.split(".", 2)[2] in sums
+            is_sum = name.startswith("vectors.") and name.split(".", 2)[2] in sums
             if count == len(choice.takes) and not is_sum:  # nobody needs the mean
                 continue
             own = torch.zeros(shape, dtype=DTYPES[dtype]) if fresh else tensors[name]
@@ -389,27 +353,20 @@ class Checkpointer:
             elif is_sum:
                 tensors[name] = (own - mean).to(own.dtype)
         if fresh:
-            chance = packed(get_generators(optimizer.device), tensors, "generators")
-            empty = packed([{}] * len(optimizer.shares), tensors, "channel")
-            header = header | {"counted": [0, 0.0, 0, 0], "generators": chance, "channel": empty}
+            empty = {"memories": [{}] * len(optimizer.shares), "counted": [0, 0.0, 0, 0]}
+            begins = empty | {"generators": get_generators(optimizer.device)}
+            header = header | {kind: packed(part, tensors, kind) for kind, part in begins.items()}
         return path, header, tensors
 
-    def _load(self, content: Content, anew: bool) -> None:
-        """Go on from the content of a file; where the crew or the graph is another one, channels begin anew."""
-        optimizer, (path, header, tensors) = self._trained, content
-        vectors, groups, others, channel, generators = self._parts(header, tensors)
-        for group, saved_group in zip(optimizer.param_groups, groups, strict=True):
-            group.update(saved_group)
-        for field, scale in optimizer.rule.scales.items():
-            for fields in vectors:
-                fields[field] = fields[field] * (scale / header["scales"][field])
-        anew = anew or header["topology"] != self._topology
+    def _load(self, read: Read, anew: bool) -> None:
+        """Go on from what was read; where the crew or the graph is another one, channels begin anew."""
+        optimizer, (path, header, tensors) = self._trained, read
+        content = self._content(header, tensors)
         try:
-            optimizer.load_vectors(vectors, header["rounds"], None if anew else channel)
+            optimizer.load_content(content, header["rounds"], anew or header["topology"] != self._topology)
         except ValueError as error:
             raise CheckpointError(f"{path} cannot be loaded ({_line(error)}); {REMEDY}") from None
-        optimizer.count_from(*header["counted"])
-        for name, state in others.items():
+        for name, state in content["others"].items():
             other = self._others[name]
             if isinstance(other, nn.Module) and (lacking := set(_state(name, other, optimizer)) ^ set(state)):
                 raise ValueError(f"{name} has other buffers than its checkpoint: {', '.join(sorted(lacking))}")
@@ -422,7 +379,7 @@ class Checkpointer:
                 what = f"{name} cannot load its state from {path}"
                 raise CheckpointError(f"{what} ({type(error).__name__}: {_line(error)}); {REMEDY}") from None
         try:
-            set_generators(generators, optimizer.device)
+            set_generators(content["generators"], optimizer.device)
         except FORGED as error:
             raise CheckpointError(f"{path} holds no random generators ({_line(error)}); {REMEDY}") from None
 
@@ -444,11 +401,23 @@ def _takes(each: Round, sees: Sequence[set[Seen]]) -> list[int | None]:
     return takes
 
 
-def _output(k: int, x: Tensor, tensors: dict[str, Tensor]) -> str:
-    """The name of the tensor that is x, which is added if no field of the state is."""
-    name = next((name for name, v in tensors.items() if v is x), f"output.{k}")
-    tensors[name] = x
-    return name
+def _chosen(each: Round, takes: list[int | None], everything: set[Seen]) -> Choice:
+    """The choice of a round, in words if it is not what was expected."""
+    everyone = list(range(each.size))
+    crews = [sorted(seen.crew) for seen in everything if (seen.training, seen.rounds) == each[:2]]
+    unbroken = takes == everyone and all(crew == everyone for crew in crews)
+    if not unbroken:
+        fresh = [rank for rank, taken in enumerate(takes) if taken is None]
+        gone = sorted({*everyone} - {*takes})
+        told = [f"what {shown(gone)} held is written off"] if gone else []
+        told += [f"rank {n} takes the file of rank {o}" for n, o in enumerate(takes) if o not in (n, None)]
+        if fresh:
+            told.append(f"{shown(fresh)} start{'s' * (len(fresh) == 1)} from the mean of the others")
+        details = ", ".join(told) or "some of them had lost each other"
+        warn(f"going on from round {each.rounds} with {len(takes)} ranks: {details}; channels begin anew")
+    elif any(seen.trouble or seen.rounds > each.rounds for seen in everything):
+        warn(f"going on from round {each.rounds}: {saved.inventory(everything, everyone, each.training)}")
+    return Choice(each, takes, unbroken)
 
 
 def _line(error: Exception) -> str:
@@ -567,24 +536,24 @@ def merged_of(files: Sequence[SavedFile], best: Round) -> dict[str, Tensor]:
 
 def _model_of(parts: list[tuple[dict[str, Any], dict[str, Tensor]]]) -> dict[str, Tensor]:
     """The parameters and buffers of one node, whose ranks have one part each."""
-    exports = [header["export"] for header, _ in parts]
-    vectors = [[tensors[name] for name in header["export"]["outputs"]] for header, tensors in parts]
-    names, cut, models = (exports[0][key] for key in ("names", "cut", "models"))
+    header, tensors = parts[0]
+    models, cut = header["export"]["models"], header["export"]["cut"]
     if not cut:  # with DDP every rank trains a slice of the whole
-        exports, vectors = exports[:1], [[torch.cat(slices) for slices in zip(*vectors, strict=True)]]
-    pieces: dict[str, list[Tensor]] = {}
-    for export, outputs in zip(exports, vectors, strict=True):
-        for place in export["layout"]:
-            vector = outputs[place["vector"]]
-            view = vector.as_strided(place["shape"], place["stride"], place["start"])
+        sources = {place["tensor"] for place in header["export"]["trained"]}
+        parts = [(header, tensors | {name: torch.cat([each[name] for _, each in parts]) for name in sources})]
+    pieces = []
+    for header, tensors in parts:
+        others = unpacked(header["others"], tensors)  # buffers and frozen parameters
+        named = {before + key: v for model, before in models.items() for key, v in others[model].items()}
+        named = {name: v for name, v in named.items() if isinstance(v, Tensor)}
+        for place in header["export"]["trained"]:
+            vector = tensors[place["tensor"]]
+            view = vector.as_strided(*place["view"])
             if view.numel() > vector.numel():
                 raise IndexError("a parameter is larger than the vector that holds it")
-            for name in names[place["parameter"]]:
-                pieces.setdefault(name, []).append(view.to(DTYPES[place["dtype"]]))
-    model = {name: torch.cat(some, cut[name]) if name in cut else some[0] for name, some in pieces.items()}
-    others = [unpacked(header["others"], tensors) for header, tensors in parts]
-    for key, before in models.items():  # buffers and frozen parameters
-        for own, v in others[0][key].items():
-            if isinstance(v, Tensor) and (name := before + own) not in model:
-                model[name] = torch.cat([each[key][own] for each in others], cut[name]) if name in cut else v
-    return {name: v.contiguous() for name, v in model.items()}
+            named |= dict.fromkeys(place["names"], view.to(DTYPES[place["dtype"]]))
+        pieces.append(named)
+    return {
+        name: torch.cat([named[name] for named in pieces], cut[name]) if name in cut else v.contiguous()
+        for name, v in pieces[0].items()
+    }

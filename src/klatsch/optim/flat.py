@@ -36,10 +36,10 @@ class Flat:
         pieces = [piece(p).detach() for p in self.parameters]
         step = ALIGNED // pieces[0].element_size()
         *starts, _ = accumulate((-(-v.numel() // step) * step for v in pieces), initial=0)
-        self._layout = [(v.shape, _strides(v), start) for v, start in zip(pieces, starts, strict=True)]
+        self.layout = [(v.shape, _strides(v), start) for v, start in zip(pieces, starts, strict=True)]
         self.places = {
             id(p): slice(start, start + shape.numel())
-            for p, (shape, _, start) in zip(self.parameters, self._layout, strict=True)
+            for p, (shape, _, start) in zip(self.parameters, self.layout, strict=True)
         }
         length = self.places[id(self.parameters[-1])].stop
         self.own = self.host.slice_of(length)
@@ -166,13 +166,13 @@ class Flat:
 
     def _place(self, k: int) -> Tensor:
         """Parameter k in the buffer, with a storage that is this part of it."""
-        shape, strides, start = self._layout[k]
+        shape, strides, start = self.layout[k]
         size = self.values.element_size()
         part = self.values.untyped_storage()[start * size : (start + shape.numel()) * size]
         return self.values.new_empty(0).set_(part, 0, shape, strides)
 
     def _view(self, vector: Tensor, k: int) -> Tensor:
-        shape, strides, start = self._layout[k]
+        shape, strides, start = self.layout[k]
         return vector.as_strided(shape, strides, vector.storage_offset() + start)
 
     def _gradient_buffer(self) -> Tensor:
@@ -185,7 +185,7 @@ class Flat:
 
     def _elsewhere(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[int]:
         size, begin = buffer.element_size(), buffer.data_ptr()
-        pairs = enumerate(zip(tensors, self._layout, strict=True))
+        pairs = enumerate(zip(tensors, self.layout, strict=True))
         return [k for k, (v, (*_, start)) in pairs if v.data_ptr() != begin + start * size and v.numel()]
 
     def _versions(self) -> int:

@@ -29,7 +29,6 @@ from klatsch.ranks.agreement import agree, group_of, leave, members, summed
 from klatsch.ranks.assembly import Assembly, assembled
 from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError, reason, shown, warn
 from klatsch.ranks.links import GlooLinks, OnFailure, backend, open_links
-from klatsch.ranks.mailbox import Memory
 from klatsch.rules import Rule, State
 from klatsch.rules.base import checked, rate
 from klatsch.topology import Topology
@@ -38,7 +37,7 @@ from klatsch.version import VERSION
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-FORMAT = 5  # of a state_dict
+FORMAT = 6  # of a state_dict
 
 
 class Gossip(Points, Joinable, JoinHook):
@@ -462,7 +461,7 @@ class Gossip(Points, Joinable, JoinHook):
             by_parameter = super().state_dict()
         finally:
             self.state.clear()
-        shares = self.shares
+        content = self.content()
         rest = {
             "format": FORMAT,
             "rank": self.rank,
@@ -470,10 +469,13 @@ class Gossip(Points, Joinable, JoinHook):
             "rounds": self.rounds,
             "rule": self.given.name,
             "options": groups.options_of(self.given),
-            "single": [{name: share.node.state[name].clone() for name in sorted(share.singles)} for share in shares],
+            "single": [
+                {name: share.node.state[name].clone() for name in sorted(share.singles)} for share in self.shares
+            ],
             "topology": self.topology.fingerprint,
+            "scales": content["scales"],
             # A host's may be loaded by another number of ranks, which have other parts of the channel's memory.
-            "memories": [share.node.memory for share in shares] if self.host.group is None else None,
+            "memories": content["memories"] if self.host.group is None else None,
         }
         return by_parameter | {"gossip": rest}
 
@@ -507,37 +509,50 @@ class Gossip(Points, Joinable, JoinHook):
         parameters = groups.parameters_of(self.param_groups)
         entries = {id(p): state_dict["state"].get(k, {}) for p, k in zip(parameters, numbers, strict=True)}
         vectors = [share.joined(entries, one) for share, one in zip(self.shares, saved["single"], strict=True)]
-        for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in other.items() if name != "params"})
+        content = saved | {"vectors": vectors, "groups": _without_parameters(state_dict["param_groups"])}
         same = saved["topology"] == self.topology.fingerprint and self.host.group is None
-        self.load_vectors(vectors, saved["rounds"], saved["memories"] if same else None)
+        self.load_content(content, saved["rounds"], anew=not same)
 
     def vectors(self) -> list[State]:
         """The fields of the state as flat vectors, by dtype of the parameters: this optimizer's own memory."""
         return [share.node.state for share in self.shares]
 
-    def layout(self) -> list[dict[str, object]]:
-        """Where the trained parameters lie in the whole of `vectors`: which of them, the dtype, and the view."""
-        numbers = {id(p): n for n, p in enumerate(groups.parameters_of(self.param_groups))}
-        return [
-            {
-                "parameter": numbers[id(p)],
-                "vector": k,
-                "dtype": str(p.dtype),
-                "shape": list(view.shape),
-                "stride": list(view.stride()),
-                "start": view.storage_offset(),
-            }
-            for k, flat in enumerate(share.flat for share in self.shares)
-            for p, view in zip(flat.parameters, flat.views(torch.empty_like(flat.values, device="meta")), strict=True)
-        ]
+    def content(self) -> dict[str, Any]:
+        """All that this rank goes on from: plain data, and tensors that may be its own memory."""
+        return {
+            "vectors": self.vectors(),
+            "groups": _without_parameters(self.param_groups),
+            "scales": dict(self.rule.scales),
+            "memories": [share.node.memory for share in self.shares],
+            "counted": [self.bytes_sent, self.seconds_waited, self.skipped, self.caught_up],
+        }
+
+    def check_content(self, content: dict[str, Any]) -> None:
+        """Refuse a content that cannot be loaded; whatever the error, it is not what `content` gave."""
+        for share, fields in zip(self.shares, content["vectors"], strict=True):
+            share.check(fields)
+        for _, group in zip(self.param_groups, content["groups"], strict=True):
+            if "params" in group or not self.defaults.keys() <= group.keys():
+                raise ValueError(f"a group of parameters has {', '.join(group)}")
+        if not all(content["scales"][field] > 0 for field in self.rule.scales):
+            raise ValueError(f"scales are {content['scales']}")
+        if len(content["memories"]) != len(self.shares):
+            raise ValueError("the memory of the channel is missing")
+        if not (len(content["counted"]) == 4 and all(number >= 0 for number in content["counted"])):
+            raise ValueError(f"counted is {content['counted']}")
 
     @torch.no_grad()
-    def load_vectors(self, vectors: list[State], rounds: int, memories: list[Memory] | None = None) -> None:
-        """Go on from what `vectors` and `memories` returned after some rounds, on all ranks.
+    def load_content(self, content: dict[str, Any], rounds: int, anew: bool = False) -> None:
+        """Go on from a content of some rounds, on all ranks.
 
-        Without memories channels begin anew: what was on its way is lost, the same at both ends.
+        Channels may begin anew: what was on its way is lost, the same at both ends.
         """
+        vectors, memories = content["vectors"], [{}] * len(self.shares) if anew else content["memories"]
+        for group, other in zip(self.param_groups, content["groups"], strict=True):
+            group.update(other)
+        for field, scale in self.rule.scales.items():
+            for fields in vectors:
+                fields[field] = fields[field] * (scale / content["scales"][field])
         agree(self.group, {"round to go on from": str(rounds), "rounds done before": str(self.rounds)})
         if self.rounds > 0:  # messages of the rounds before are on their way
             before, links = self._links, self._new_links()
@@ -546,7 +561,7 @@ class Gossip(Points, Joinable, JoinHook):
             self._train_over(links, [share.flat for share in self.shares])
         failure: ValueError | None = None
         try:
-            for share, fields, memory in zip(self.shares, vectors, memories or [{}] * len(vectors), strict=True):
+            for share, fields, memory in zip(self.shares, vectors, memories, strict=True):
                 share.load(fields, rounds, memory)
         except ValueError as error:
             failure = error
@@ -560,11 +575,9 @@ class Gossip(Points, Joinable, JoinHook):
         self._finished, self._met = False, rounds
         if self._follow:
             self._scheduled = self._follow[0]["lr"]
-
-    def count_from(self, bytes_sent: int, seconds_waited: float, skipped: int = 0, caught_up: int = 0) -> None:
-        """Go on counting from what was counted before a restart."""
-        self._links.bytes_sent, self._links.seconds_waited = bytes_sent, seconds_waited
-        self.skipped, self.caught_up = skipped, caught_up
+        if "counted" in content:  # as before a restart
+            links = self._links
+            links.bytes_sent, links.seconds_waited, self.skipped, self.caught_up = content["counted"]
 
     def drain(self) -> None:
         """Wait until all that this rank has sent has left, at most for the timeout."""
@@ -582,3 +595,7 @@ class Gossip(Points, Joinable, JoinHook):
 def _end(links: GlooLinks, group: dist.ProcessGroup | None) -> None:
     links.close()
     leave(links.group, group)
+
+
+def _without_parameters(param_groups: list[groups.Group]) -> list[groups.Group]:
+    return [{name: v for name, v in group.items() if name != "params"} for group in param_groups]

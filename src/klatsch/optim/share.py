@@ -83,6 +83,10 @@ class Share:
             for k, p in enumerate(flat.parameters)
         }
 
+    def single(self) -> State:
+        """The fields that are one number for all parameters."""
+        return {name: v for name, v in self.node.state.items() if name in self.singles}
+
     def joined(self, by_parameter: Mapping[int, State], single: State) -> State:
         """The fields as flat vectors, from those of the parameters by id, and from single numbers."""
         flat, entries = self.flat, [by_parameter[id(p)] for p in self.flat.parameters]

@@ -17,9 +17,8 @@ from klatsch import sealed
 from klatsch.ranks.failures import who
 from klatsch.sealed import REMEDY, CheckpointError
 
-FORMAT = "klatsch ranks 4"
+FORMAT = "klatsch ranks 5"
 NAME = re.compile(r"rank(\d+)(?:\.(\d+))?-round(\d+)\.safetensors")
-DAMAGED = "damaged"
 MOST_RANKS = 1_000_000
 
 Training = tuple[str, ...]  # an identity: drawn at the start, and one part more for every other crew
@@ -33,7 +32,7 @@ class Seen(NamedTuple):
     training: Training = ()
     crew: tuple[int, ...] = ()
     size: int = 0  # nodes at the start
-    trouble: str = ""  # or DAMAGED
+    trouble: str = ""  # in short, such as "damaged"
 
 
 class SavedFile(NamedTuple):
@@ -117,7 +116,7 @@ def _file(path: Path, rank: int, place: int, rounds: int) -> SavedFile:
         header = sealed.header_of(path, FORMAT)
         _check(path, header, {"rank": rank, "place": place, "rounds": rounds})
     except CheckpointError as error:
-        return SavedFile(path, place, Seen(rank, rounds, trouble=DAMAGED), {}, str(error))
+        return SavedFile(path, place, Seen(rank, rounds, trouble=error.trouble), {}, str(error))
     seen = Seen(rank, rounds, tuple(header["training"]), tuple(header["crew"]), header["size"])
     return SavedFile(path, place, seen, header)
 
