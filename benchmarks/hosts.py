@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import klatsch
-from klatsch.optim.flat import Flat
+from klatsch.optim.hosts import Host
+from klatsch.optim.share import Share
 from ranks import LR, MODELS, NETWORKS, model_of, namespaces
 
 METHODS = ("no gossip", "slices", "all by each", "fsdp2", "all by one")  # the last one has more groups on some ranks
@@ -57,7 +58,7 @@ class Training:
         else:
             if mesh.get_local_rank("gpu") == 0:
                 self.optimizer = klatsch.optim.GossipSGD(parameters, LR, group=across)
-            self.flat = Flat(parameters, {}) if self.optimizer is None else self.optimizer.shares[0].flat
+            self.flat = self.optimizer.shares[0] if self.optimizer else Share(parameters, {}, Host(), lambda: None)
 
     def steps(self, count: int) -> float:
         """Seconds per step of so many."""

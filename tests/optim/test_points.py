@@ -244,7 +244,7 @@ def test_states_do_not_know_the_mode(saved_in, loaded_in, how, tmp_path):
         warnings.simplefilter("error")  # of a state_dict() that klatsch takes itself
         keeper.resume(optimizer, model=model)
         train(model, optimizer)
-        optimizer.recalibrated()
+        optimizer.watch.said.add("statistics")
         getattr(optimizer, saved_in)()
         keeper.save()
     state = optimizer.state_dict()
@@ -252,7 +252,7 @@ def test_states_do_not_know_the_mode(saved_in, loaded_in, how, tmp_path):
     again = make_model(nn.BatchNorm1d(7, affine=False), seed=1)
     resumed = APART["dat"](again.parameters())
     train(again, resumed, 0, 2)
-    resumed.recalibrated()
+    resumed.watch.said.add("statistics")
     getattr(resumed, loaded_in)()
     if how == "state_dict":
         resumed.load_state_dict(state)

@@ -36,7 +36,7 @@ def average_(model: nn.Module, *, parameters: bool = False, group: ProcessGroup 
             averaged place by place.
     """
     for optimizer in Gossip.living:
-        optimizer.reshard()
+        optimizer.watch.reshard()
     whole = [*model.buffers(), *(model.parameters() if parameters else ())]
     tensors, trainers = [piece(v) for v in whole if v.is_floating_point()], _trainers(model)
     group = trainers[0].process_group if group is None and trainers else group
@@ -92,7 +92,7 @@ def recalibrate(model: nn.Module, batches: Iterable[object]) -> nn.Module:
     statistics = [(buffer, buffer.clone()) for m in layers for buffer in m.buffers(recurse=False)]
     with ExitStack() as stack:
         for optimizer in _trainers(model):
-            optimizer.recalibrated()
+            optimizer.watch.said.add("statistics")  # somebody takes care of them
             stack.enter_context(optimizer.averaged())
         try:
             model.eval()

@@ -234,7 +234,7 @@ class Checkpointer:
             x = share.rule.output(share.node.state)
             source = next((f"vectors.{k}.{name}" for name, v in share.node.state.items() if v is x), f"output.{k}")
             tensors[source] = x
-            for p, view in zip(share.flat.parameters, share.flat.layout, strict=True):
+            for p, view in zip(share.parameters, share.layout, strict=True):
                 trained.append({"names": known[id(p)], "tensor": source, "dtype": str(p.dtype), "view": view})
         cut = {name: axis for p in parameters if (axis := cut_along(p)) is not None for name in known[id(p)]}
         return {"trained": trained, "models": before, "cut": cut}  # cut by FSDP2, into pieces
@@ -432,7 +432,7 @@ def _state(name: str, other: Any, optimizer: Gossip) -> Any:
     """The state of one of the others; of a model, only what the optimizer does not save."""
     if not all(hasattr(other, method) for method in ("state_dict", "load_state_dict")):
         raise ValueError(f"{name} is a {type(other).__name__} without state_dict(); leave it out, or give it one")
-    with optimizer.unwatched():
+    with optimizer.watch.paused():
         state = other.state_dict()
     if isinstance(other, nn.Module):
         others = {key: v for key, v in state.items() if not (isinstance(v, Tensor) and optimizer.owns(v))}
@@ -442,7 +442,7 @@ def _state(name: str, other: Any, optimizer: Gossip) -> Any:
 
 def _load_module(module: nn.Module, state: dict[str, Any], optimizer: Gossip) -> None:
     """Load what `_state` gave: buffers and frozen parameters, since the others are the optimizer's."""
-    with optimizer.unwatched(), torch.no_grad():
+    with optimizer.watch.paused(), torch.no_grad():
         cut = {key: piece(v) for key, v in module.state_dict().items() if isinstance(v, Tensor) and piece(v) is not v}
         for key in cut.keys() & state.keys():
             cut[key].copy_(state[key])

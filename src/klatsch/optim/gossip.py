@@ -21,7 +21,6 @@ from torch.optim.optimizer import ParamsT, StateDict
 from klatsch import topology as topologies
 from klatsch.arguments import named
 from klatsch.optim import groups, hosts
-from klatsch.optim.flat import Flat, Pieces
 from klatsch.optim.groups import OnNonFinite
 from klatsch.optim.points import Points, Watch, model_of
 from klatsch.optim.share import Share
@@ -119,13 +118,12 @@ class Gossip(Points, Joinable, JoinHook):
         groups.refuse(type(self), self.own_options, Gossip.__init__, unknown)
         rule = checked(rule)
         defaults = groups.defaults_of(rule, weight_decay)
-        groups.check_failures(timeout, on_failure, quorum, on_nonfinite)
-        groups.check_weight(weight, rule)
+        groups.check_options(rule, timeout, on_failure, quorum, on_nonfinite, weight)
         model = model_of(params)
         super().__init__(params, defaults)
         Joinable.__init__(self)
         self._made = True
-        self.on_nonfinite, self.survives = on_nonfinite, on_failure == "continue"
+        self.on_nonfinite = on_nonfinite
         self.skipped, self.caught_up, self._finished = 0, 0, False
         self._lost_by_host: set[int] = set()
         self.idle_hooks: list[weakref.WeakMethod[Callable[[], None]]] = []  # called after rounds without gradient
@@ -136,12 +134,11 @@ class Gossip(Points, Joinable, JoinHook):
 
         group, inside = hosts.groups_of(mesh, group)
         ranks = members(group)
-        self.host = hosts.host_of(trained, ranks, inside)
-        self.host.open(timeout)
+        self.host = hosts.host_of(trained, ranks, inside, timeout)
         self._apart = rule.apart
-        self._watch = Watch(self, trained, ranks, self._apart)
+        self.watch = Watch(self, trained, ranks, self._apart)
         if model is not None:
-            self._watch.take(model)
+            self.watch.take(model)
         graph = groups.sized(topologies.make(topology, len(ranks)) if isinstance(topology, str) else topology, ranks)
         self.topology = topologies.channel(graph, every, late, graph.wire if wire == "float32" else wire)
         self.catches_up = groups.catching_up(catch_up, self.topology)
@@ -149,22 +146,21 @@ class Gossip(Points, Joinable, JoinHook):
             rule.check_graph(self.topology)
         self.given = rule  # the rule before it is put on the graph, on which a state does not depend
         self.rule, self.device = rule.on(self.topology), trained[0].device
-        self.process_group = group
-        self.group = group_of(group, timeout)
+        self.process_group, self.group = group, group_of(group, timeout)
         self.rank = dist.get_rank(self.group)
         agree(self.group, {"version of klatsch": VERSION, "rule": rule.name})
         settings = {"on_failure": on_failure, "quorum": f"{quorum:g}", "start_equal": str(start_equal)}
         settings |= {"weight": "left out" if weight is None else "given", "catch_up": str(catch_up)}
-        facts = groups.facts(self.rule, self.topology, self.param_groups)
-        agree(self.group, facts | settings | {"backend": backend(group, self.device)})
+        settings |= {"backend": backend(group, self.device)}
+        agree(self.group, groups.facts(self.rule, self.topology, self.param_groups) | settings)
         self._weight = 1.0
         if weight is not None:
             total = summed(self.group, torch.tensor([float(weight)], dtype=torch.float64))
             self._weight = float(weight) * len(ranks) / float(total)
         names, dtypes = groups.names(self.param_groups), dict.fromkeys(p.dtype for p in trained)
-        kind = partial(Pieces, self._watch.reshard) if self.host.sharded else Flat
-        flats = [kind([p for p in trained if p.dtype == dtype], names, self.host) for dtype in dtypes]
-        starts = [*(flat.values for flat in flats), *(hosts.piece(p.data) for p in self._frozen)]
+        by_dtype = [[p for p in trained if p.dtype == dtype] for dtype in dtypes]
+        shares = [Share(parameters, names, self.host, self.watch.reshard) for parameters in by_dtype]
+        starts = [*(share.values for share in shares), *(hosts.piece(p.data) for p in self._frozen)]
         for tensor in starts:
             self.host.start(tensor)
         # A group of their own: a collective that fails closes all connections of its group.
@@ -178,9 +174,9 @@ class Gossip(Points, Joinable, JoinHook):
                     first = everyone.copy(flat_copy.view(torch.uint8))  # as bytes: gloo does not know every dtype
                     tensor.copy_(first.view(flat_copy.dtype).reshape(tensor.shape))
             links.bytes_sent = 0
-        for flat in flats:
-            flat.mark_written()
-        self._train_over(links, flats)
+        for share in shares:
+            share.mark_written()
+        self._train_over(links, shares)
         weakref.finalize(self, leave, self.group, group)
         Gossip.living.add(self)
 
@@ -200,7 +196,7 @@ class Gossip(Points, Joinable, JoinHook):
         self._check_gradients()
         if any(p.requires_grad for p in self._frozen):
             raise ValueError("a parameter was frozen when the optimizer was made and is not now; make a new optimizer")
-        self._watch.check()
+        self.watch.check()
         Join.notify_join_context(self)  # inside torch's Join: this rank is not done
         scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
         self._round(0.0 if float(self.found_inf) > 0 else self._weight / scale)
@@ -258,7 +254,7 @@ class Gossip(Points, Joinable, JoinHook):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to zero. They stay where they are, in one buffer, whatever `set_to_none` says."""
         for share in self.shares:
-            share.flat.zero_gradients()
+            share.zero_gradients()
         self._gradients_at_x = False
         for parameter in self._frozen:
             parameter.grad = None
@@ -316,11 +312,10 @@ class Gossip(Points, Joinable, JoinHook):
         self._follow_schedule()
         for group in self.param_groups:
             groups.check_values(group, self.defaults)
-        for share in self.shares:
-            share.take_in(self.param_groups, factor)
-        self._wrong = next((text for share in self.shares if (text := share.not_finite()) is not None), None)
+        wrong = [share.take_in(self.param_groups, factor) for share in self.shares]
+        self._wrong = next(filter(None, wrong), None)
         looks = self.host.slices and str(self.rounds + 1).strip("0") == "1" and factor and not self._wrong
-        sums = [float(share.flat.bind_gradients().sum(dtype=torch.float64)) for share in self.shares if looks]
+        sums = [float(share.bind_gradients().sum(dtype=torch.float64)) for share in self.shares if looks]
         return float(self._wrong is not None), sum(sums)
 
     def _exchange(self) -> list[float]:
@@ -456,7 +451,7 @@ class Gossip(Points, Joinable, JoinHook):
         If nodes are hosts, all ranks of a host must ask together.
         """
         for share in self.shares:
-            self.state.update(share.per_parameter())
+            self.state.update(share.by_parameter())
         try:
             by_parameter = super().state_dict()
         finally:
@@ -558,7 +553,7 @@ class Gossip(Points, Joinable, JoinHook):
             before, links = self._links, self._new_links()
             self._close()
             links.succeed(before)
-            self._train_over(links, [share.flat for share in self.shares])
+            self._train_over(links, self.shares)
         failure: ValueError | None = None
         try:
             for share, fields, memory in zip(self.shares, vectors, memories, strict=True):
@@ -583,10 +578,11 @@ class Gossip(Points, Joinable, JoinHook):
         """Wait until all that this rank has sent has left, at most for the timeout."""
         self._links.drain()
 
-    def _train_over(self, links: GlooLinks, flats: list[Flat]) -> None:
+    def _train_over(self, links: GlooLinks, shares: list[Share]) -> None:
         """Begin at round 0 over some links."""
-        self._links = links
-        self.shares = [Share(flat, self.rule, links, k) for k, flat in enumerate(flats)]
+        for k, share in enumerate(shares):
+            share.train_over(links, self.rule, k)
+        self._links, self.shares = links, shares
         self._met = 0
         # Neighbours need the last messages: they leave before the optimizer or the process ends.
         self._close = weakref.finalize(self, _end, links, self.process_group)

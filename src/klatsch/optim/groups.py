@@ -57,18 +57,16 @@ def refuse(kind: type, own: Collection[str], base: Callable[..., None], given: C
         raise ValueError(f"{kind.__name__} has no option {name!r}; {hint}")
 
 
-def check_failures(timeout: float, on_failure: OnFailure, quorum: float, on_nonfinite: OnNonFinite) -> None:
-    """Check the options that say what to do when something goes wrong."""
+def check_options(
+    rule: Rule, timeout: float, on_failure: str, quorum: float, on_nonfinite: str, weight: float | None
+) -> None:
+    """Check the options that say what to do when something goes wrong, and how much a rank counts."""
     single("timeout", timeout)
     for name, value, known in (("on_failure", on_failure, OnFailure), ("on_nonfinite", on_nonfinite, OnNonFinite)):
         if value not in get_args(known):
             raise ValueError(f"{name} = {value!r}; choose from {', '.join(get_args(known))}")
     if single("quorum", quorum) and on_failure == "raise":
         raise ValueError(f"quorum = {quorum} needs on_failure='continue': else the first failure ends the training")
-
-
-def check_weight(weight: float | None, rule: Rule) -> None:
-    """Check how much a rank counts, and that the rule takes notice of it."""
     if weight is not None and single("weight", weight) and rule.ignores_scale:
         raise ValueError(
             f"weight = {weight} has no effect on {rule.name}, where every rank divides its gradients by their own "

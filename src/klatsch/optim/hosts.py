@@ -31,16 +31,13 @@ PATIENCE = 5  # timeouts that a rank waits for others of its host, which wait fo
 class Host:
     """The ranks of one host; by default this rank alone."""
 
-    def __init__(self, group: Group = None, *, sharded: bool = False) -> None:
+    def __init__(self, group: Group = None, timeout: float = 0.0, *, sharded: bool = False) -> None:
         self.group, self.sharded = group, sharded  # sharded: each has its pieces; else all have everything
         self.size = 1 if group is None else dist.get_world_size(group)
         self.place = 0 if group is None else dist.get_rank(group)
-        self._control: Group = None
-
-    def open(self, timeout: float) -> None:
-        """Prepare for `together` and `total`, over a group of our own: small messages on the CPU."""
-        if self.size > 1:
-            self._control = group_of(self.group, PATIENCE * timeout)
+        self.slices = self.size > 1 and not sharded  # whether vectors are cut into slices
+        # For small messages on the CPU.
+        self._control = group_of(group, PATIENCE * timeout) if self.size > 1 else None
 
     def together(self, t: int, work: Callable[[], Sequence[float]], width: int) -> list[list[float]]:
         """Do something that may fail, and gather the numbers it returns; if one rank of the host fails, all do."""
@@ -90,11 +87,6 @@ class Host:
         """The sum of numbers over the ranks of the host."""
         return summed(self._control, numbers) if self.size > 1 else numbers
 
-    @property
-    def slices(self) -> bool:
-        """Whether vectors are cut into slices."""
-        return self.size > 1 and not self.sharded
-
     def _part(self, length: int) -> int:
         return -(-length // (self.size * BLOCK)) * BLOCK
 
@@ -126,11 +118,11 @@ def groups_of(mesh: DeviceMesh | None, group: Group) -> tuple[Group, Group]:
     return mesh.get_group(), whole.get_group(inside[0])
 
 
-def host_of(parameters: Sequence[Tensor], ranks: Sequence[int], inside: Group) -> Host:
+def host_of(parameters: Sequence[Tensor], ranks: Sequence[int], inside: Group, timeout: float) -> Host:
     """The host of this rank, whose parameters are gossiped with these ranks; refuse shards that cannot be."""
     pieces = [sharded for p in parameters if (sharded := _sharded(p)) is not None]
     if not pieces:
-        return Host(inside)
+        return Host(inside, timeout)
     if len(pieces) < len(parameters):
         some = f"{len(pieces)} of {len(parameters)} parameters are DTensors"
         raise ValueError(f"{some}; shard the whole model, fully_shard(model) ({RECIPE})")
@@ -146,13 +138,22 @@ def host_of(parameters: Sequence[Tensor], ranks: Sequence[int], inside: Group) -
             "fully_shard (FSDP2) has cut the model into pieces over ranks that gossip, and averages their gradients; "
             f"shard it over the GPUs of a host, and gossip between hosts: mesh=mesh['host'] ({RECIPE})"
         )
-    return Host(group, sharded=True)
+    return Host(group, timeout, sharded=True)
 
 
 def piece(tensor: Tensor) -> Tensor:
     """The piece of a DTensor on this rank; any other tensor as it is."""
     sharded = _sharded(tensor)
     return tensor if sharded is None else sharded._local_tensor
+
+
+def like(tensor: Tensor, local: Tensor) -> Tensor:
+    """A piece on this rank as a DTensor like another; as it is where that is none."""
+    if (sharded := _sharded(tensor)) is None:
+        return local
+    shape, stride = sharded.shape, sharded.stride()
+    kind, mesh, placements = type(sharded), sharded.device_mesh, sharded.placements
+    return kind.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def cut_along(tensor: Tensor) -> int | None:

@@ -54,9 +54,9 @@ class Points(Optimizer):
     """The part of an optimizer that puts one point or another into the model."""
 
     shares: list[Share]
+    watch: Watch
     _apart: bool  # whether the rule's output is another point than the one where gradients are taken
     _holds: Point = "query"
-    _watch: Watch
     _gradients_at_x = False  # whether the last ones were taken there, and dropped
 
     @property
@@ -71,7 +71,7 @@ class Points(Optimizer):
         gradients are taken at x, as with beta = 1.
         """
         self._show_output()
-        self._watch.warn_of_statistics()
+        self.watch.warn_of_statistics()
 
     def train(self) -> None:
         """Put the point back at which gradients are taken, after `eval()` or `average_`."""
@@ -94,18 +94,13 @@ class Points(Optimizer):
         """The rule's output, shaped like the trained parameters: x, or the average of iterates if it keeps one."""
         outputs: dict[int, Tensor] = {}
         for share in self.shares:
-            flat = share.flat
-            views = flat.views(flat.whole(share.rule.output(share.node.state).to(flat.values.dtype)))
-            outputs |= {id(p): flat.shaped(k, views[k].clone()) for k, p in enumerate(flat.parameters)}
+            x = share.rule.output(share.node.state).to(share.values.dtype)
+            outputs |= zip(map(id, share.parameters), share.copies(x), strict=True)
         return [outputs[id(p)] for p in parameters_of(self.param_groups) if id(p) in outputs]
-
-    def reshard(self) -> None:
-        """Have FSDP2 show its pieces again, if a forward pass without a backward pass has left whole parameters."""
-        self._watch.reshard()
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the memory of the parameters that are trained here."""
-        return any(share.flat.holds(tensor) for share in self.shares)
+        return any(share.holds(tensor) for share in self.shares)
 
     @contextmanager
     def merging(self) -> Iterator[None]:
@@ -123,22 +118,9 @@ class Points(Optimizer):
         self._holds = "merged"
         if self._apart:
             for share in self.shares:
-                share.flat.accept()
+                share.accept()
             if before == "query":
-                self._watch.warn("merged")
-
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Take the model's state_dict() inside without a warning, for what else is in it."""
-        self._watch.paused = True
-        try:
-            yield
-        finally:
-            self._watch.paused = False
-
-    def recalibrated(self) -> None:
-        """Do not warn of statistics such as BatchNorm's any more: somebody takes care of them."""
-        self._watch.said.add("statistics")
+                self.watch.warn("merged")
 
     def _check_training(self) -> None:
         if self._apart and self._holds != "query":
@@ -149,7 +131,7 @@ class Points(Optimizer):
 
     def _check_gradients(self) -> None:
         self._check_training()  # again, since a closure may call eval()
-        if self._gradients_at_x and not any(share.flat.has_gradients for share in self.shares):
+        if self._gradients_at_x and not any(share.has_gradients for share in self.shares):
             raise ValueError(
                 "the gradients were taken while the model held x, to evaluate or save, and a step needs them where the "
                 "model trains; call optimizer.train() before the forward pass"
@@ -176,43 +158,45 @@ class Points(Optimizer):
     def _show(self, point: Point) -> None:
         for share in self.shares:
             if point != "query":
-                share.flat.watch_gradients()
+                share.watch_gradients()
             elif self.rounds > 0:  # before, all points are one
-                self._gradients_at_x |= share.flat.drop_gradients()
+                self._gradients_at_x |= share.drop_gradients()
             share.show(point)
         self._holds = point
-        self._watch.attach(point == "query")
+        self.watch.attach(point == "query")
 
 
 class Watch:
     """Watches the models that own the parameters: refuses wrappers that average gradients, warns once of each mistake.
 
     An optimizer knows parameters only. `model.parameters()` tells which model it is of; otherwise a global hook finds
-    the outermost modules that are run, and is then removed. Another one sees wrappers that are made later. Hooks on a
-    few modules notice when the model is run, saved or copied.
+    the outermost modules that are run, and is removed in the first step at the latest. Another one sees wrappers that
+    are made later. Hooks on a few modules notice when the model is run, saved or copied.
     """
 
     def __init__(self, optimizer: Points, parameters: Sequence[Tensor], ranks: Sequence[int], apart: bool) -> None:
-        self.said: set[str] = set()
-        self.paused, self._first = False, True
-        self._sharded: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of FSDP2
+        self.said: set[str] = set()  # the warnings
         self._optimizer, self._parameters, self._ranks = weakref.ref(optimizer), parameters, set(ranks)
         self._ours = {id(p) for p in parameters}
-        self._missing, self._fsdp, self._apart, self._on = set(self._ours), False, apart, True
+        self._missing, self._fsdp, self._first, self._paused = set(self._ours), False, True, False
+        self._apart, self._on = apart, True
         self._known, self._modules, self._wrappers = (weakref.WeakSet[nn.Module]() for _ in range(3))
+        self._sharded: weakref.WeakSet[Any] = weakref.WeakSet()  # modules of FSDP2
         self._normed: str | None = None  # the first layer that keeps statistics
-        # torch.compile warns of every global hook; this one is gone when the model runs.
-        warnings.filterwarnings("ignore", "Using `torch.compile.*when there are global hooks")
-        self._hooks, self._search = ExitStack(), register_module_forward_pre_hook(self._run)
+        self._hooks, self._search = ExitStack(), ExitStack()
+        self._search.enter_context(register_module_forward_pre_hook(self._run))
+        # torch.compile warns of every global hook, as long as it is there; this one is gone when the model runs.
+        warnings.filterwarnings("ignore", f"Using `torch.compile.*when there are global hooks(?#{id(self)})")
+        self._search.callback(_forget, warnings.filters[0])
         later = register_module_module_registration_hook(self._registered)
-        for close in (self._hooks.close, self._search.remove, later.remove):
+        for close in (self._hooks.close, self._search.close, later.remove):
             weakref.finalize(optimizer, close)
 
     def take(self, root: nn.Module) -> None:
         """Take in a model, or a part of one, that owns some of the parameters."""
         modules = [*root.modules()]
         for module in modules:
-            if isinstance(module, (DistributedDataParallel, *fsdp("FullyShardedDataParallel"))):
+            if isinstance(module, _wrappers()):
                 self._refuse(module)
         self._sharded.update(m for m in modules if isinstance(m, fsdp("FSDPModule")))
         # A few are enough: even a part of a model runs its first or its last layer.
@@ -223,7 +207,7 @@ class Watch:
         self.attach(self._on)
 
     def reshard(self) -> None:
-        """Have FSDP2 drop whole parameters."""
+        """Have FSDP2 show its pieces again, if a forward pass without a backward pass has left whole parameters."""
         for module in self._sharded:
             module.reshard()
 
@@ -236,10 +220,10 @@ class Watch:
             self._wrappers.discard(wrapper)  # it does no harm
         first, self._first = self._first, False
         if first:
-            self._search.remove()
-        if first and self._fsdp and all(p.grad is None for p in self._parameters):
-            what = "no parameter of the optimizer has a gradient: FSDP has put others in their place"
-            raise ValueError(f"{what}; train the model without it; {recipe()}")
+            self._search.close()
+            if self._fsdp and all(p.grad is None for p in self._parameters):
+                what = "no parameter of the optimizer has a gradient: FSDP has put others in their place"
+                raise ValueError(f"{what}; train the model without it; {recipe()}")
 
     def attach(self, on: bool) -> None:
         """Put the hooks in place while the model holds the query point, or remove them, so that it can be pickled."""
@@ -249,15 +233,23 @@ class Watch:
             self._hooks.enter_context(module.register_forward_pre_hook(_Hook(self, "run")))
             self._hooks.enter_context(module.register_state_dict_pre_hook(_Hook(self, "saved")))  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the model's state_dict() inside without a warning, for what else is in it."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
     def noticed(self, module: nn.Module | None, how: str) -> None:
         """Judge what a hook saw: a module that is run, saved or copied."""
-        if self.paused or how in self.said or not self._has_moved:
+        if self._paused or how in self.said or not self._has_moved:
             return
         if how == "run" and torch.is_grad_enabled() and any(m.training for m in self._modules):
             return
-        if module is not None and not any(id(p) in self._ours for p in module.parameters()):  # run with others' values
-            return
-        self.warn(how)
+        if module is None or any(id(p) in self._ours for p in module.parameters()):  # else run with others' values
+            self.warn(how)
 
     def warn_of_statistics(self) -> None:
         """Warn of running statistics that were gathered at the query point, not at x."""
@@ -286,12 +278,12 @@ class Watch:
             self._missing -= own
             # A wrapper may be there that has not run yet, if this is no training.
             if not self._missing and module.training and torch.is_grad_enabled():
-                self._search.remove()
+                self._search.close()
         self._known.update(module.modules())
 
     def _registered(self, parent: nn.Module, _name: str, _child: nn.Module | None) -> None:
         """A module becomes part of another one, which may be a wrapper."""
-        if isinstance(parent, (DistributedDataParallel, *fsdp("FullyShardedDataParallel"))):
+        if isinstance(parent, _wrappers()):
             self._wrappers.add(parent)
             self._fsdp |= not isinstance(parent, DistributedDataParallel)
 
@@ -347,6 +339,15 @@ def fsdp(name: str) -> tuple[type[nn.Module], ...]:
     """A class of FSDP if it is imported, which takes a while; else it has no objects."""
     module = sys.modules.get("torch.distributed.fsdp")
     return (vars(module)[name],) if module is not None and name in vars(module) else ()
+
+
+def _wrappers() -> tuple[type[nn.Module], ...]:
+    return (DistributedDataParallel, *fsdp("FullyShardedDataParallel"))
+
+
+def _forget(ignored: Any) -> None:
+    with suppress(ValueError):  # somebody else has reset all filters
+        warnings.filters.remove(ignored)  # type: ignore[attr-defined]
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
