@@ -346,16 +346,16 @@ def test_going_back_to_an_earlier_state():
 @pytest.mark.parametrize(
     "make, error",
     [
-        (lambda p: DSGD(p, 0.1), "has the rule dat, but this optimizer dsgd; make it with the same"),
+        (lambda p: DSGD(p, 0.1), "of another optimizer: rule is dat there and dsgd here; make it with the same"),
         (
             lambda p: GossipSGD(p, 0.1, beta=1.0),
-            r"has the options beta=0\.9, but this optimizer beta=1\.0; make it",
+            r"options is beta=0\.9 there and beta=1\.0 here; make it",
         ),
         (
             lambda p: GossipSGD(p, 0.1, averaging="fixed(0.9)", order="cta"),
-            r"options order=atc, averaging=constant, but this optimizer order=cta, averaging=fixed\(0\.9\); make",
+            r"options is order=atc, averaging=constant there and order=cta, averaging=fixed\(0\.9\) here; make",
         ),
-        (lambda p: GossipSGD(list(p)[:4], 0.1), r"groups of size \[8\], but this optimizer \[4\]"),
+        (lambda p: GossipSGD(list(p)[:4], 0.1), r"sizes of parameter groups is \[8\] there and \[4\] here"),
         (
             lambda p: GossipSGD([torch.nn.Parameter(torch.ones(2)) for _ in p], 0.1),
             r"has {'w': \(4, 1, 3, 3\), 'x': .* this optimizer keeps {'w': \(2,\)",
@@ -380,7 +380,7 @@ def test_a_state_of_something_else_is_refused(make, error):
 def test_a_state_with_an_average_is_refused_without():
     x = nn.Parameter(torch.ones(2))
     saved = Gossip([x], klatsch.rules.make("dsgd", lr=0.1, average="linear")).state_dict()
-    with pytest.raises(ValueError, match=r"has the options base=Plain, average=linear, but this optimizer none"):
+    with pytest.raises(ValueError, match=r"options is base=Plain, average=linear there and none here"):
         DSGD([x], 0.1).load_state_dict(saved)
 
 
@@ -397,17 +397,21 @@ class Halving(klatsch.averaging.Averaging):
 def test_a_state_with_weights_of_ones_own_can_be_loaded():
     saved = GossipSGD([nn.Parameter(torch.ones(2))], 0.1, averaging=Halving()).state_dict()
     GossipSGD([nn.Parameter(torch.ones(2))], 0.1, averaging=Halving()).load_state_dict(saved)
-    with pytest.raises(ValueError, match="averaging=Halving, but this optimizer averaging=constant;"):
+    with pytest.raises(ValueError, match="averaging=Halving there and averaging=constant here;"):
         GossipSGD([nn.Parameter(torch.ones(2))], 0.1).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("make", [D2, DATD2])
 def test_a_state_goes_from_graph_to_graph(make):
+    """D2's y grows with the rounds between two mixes."""
     optimizer = make([nn.Parameter(torch.ones(2))], 0.1, "ring")
     optimizer.step()
+    state = optimizer.state_dict()
+    state["state"][0]["y"].fill_(0.5)
     other = make([nn.Parameter(torch.zeros(2))], 0.1, "ring/4")
-    other.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(state)
     assert other.rounds == 1
+    assert other.vectors()[0]["y"].tolist() == [2.0, 2.0]
 
 
 def test_a_state_of_another_rank_is_refused():

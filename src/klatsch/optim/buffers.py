@@ -88,15 +88,17 @@ def recalibrate(model: nn.Module, batches: Iterable[object]) -> nn.Module:
     if not layers:
         return model
     first = next(model.parameters(), None)
-    modes, momenta = [(m, m.training) for m in model.modules()], [(m, m.momentum) for m in layers]
     statistics = [(buffer, buffer.clone()) for m in layers for buffer in m.buffers(recurse=False)]
     with ExitStack() as stack:
         for optimizer in _trainers(model):
             optimizer.watch.said.add("statistics")  # somebody takes care of them
             stack.enter_context(optimizer.averaged())
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
         try:
-            model.eval()
             for layer in layers:
+                stack.callback(setattr, layer, "momentum", layer.momentum)
                 layer.reset_running_stats()
                 layer.momentum = None  # a mean over all batches
                 layer.training = True
@@ -110,11 +112,6 @@ def recalibrate(model: nn.Module, batches: Iterable[object]) -> nn.Module:
             for buffer, old in statistics:
                 buffer.copy_(old)
             raise
-        finally:
-            for layer, momentum in momenta:
-                layer.momentum = momentum
-            for module, training in modes:
-                module.training = training
     return model
 
 
@@ -126,13 +123,9 @@ def _trainers(model: nn.Module) -> list[Gossip]:
 def _mean(tensors: Sequence[Tensor], trainers: Sequence[Gossip], group: ProcessGroup | None) -> list[Tensor]:
     """The means over ranks of some tensors, as vectors."""
     kinds = str([[str(v.dtype), list(v.shape)] for v in tensors])
-    with ExitStack() as stack:
-        mean: Callable[[Tensor], Tensor]
-        if trainers and group is trainers[0].process_group:
-            mean = stack.enter_context(trainers[0].together("average_", kinds)).mean
-        else:
-            mean = stack.enter_context(_collective(group, kinds))
-        sent_as = [torch.float64 if v.dtype is torch.float64 else torch.float32 for v in tensors]
+    sent_as = [torch.float64 if v.dtype is torch.float64 else torch.float32 for v in tensors]
+    along_links = bool(trainers) and group is trainers[0].process_group
+    with trainers[0].together("average_", kinds) if along_links else _collective(group, kinds) as mean:
         means: dict[torch.dtype, Iterator[Tensor]] = {}
         for dtype in dict.fromkeys(sent_as):
             same = [v for v, other in zip(tensors, sent_as, strict=True) if other is dtype]

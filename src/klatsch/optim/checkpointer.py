@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from klatsch import sealed
 from klatsch.arguments import whole
+from klatsch.optim import groups
 from klatsch.optim.gossip import Gossip
-from klatsch.optim.groups import different, names, parameters_of, settings_of
 from klatsch.optim.hosts import cut_along, piece
 from klatsch.ranks import saved
 from klatsch.ranks.agreement import summed, told
@@ -211,15 +211,15 @@ class Checkpointer:
         return {
             "ranks of a host": optimizer.host.size,
             "rule": optimizer.given.name,
-            "settings of the rule": {k: v for k, v in settings_of(optimizer.given).items() if k != "lr"},
+            "settings of the rule": {k: v for k, v in groups.settings_of(optimizer.given).items() if k != "lr"},
             "groups of parameters": [len(group["params"]) for group in optimizer.param_groups],
-            "parameters": [[list(p.shape), str(p.dtype)] for p in parameters_of(optimizer.param_groups)],
+            "parameters": [[list(p.shape), str(p.dtype)] for p in groups.parameters_of(optimizer.param_groups)],
             "others": sorted(self._others),
         }
 
     def _export(self, tensors: dict[str, Tensor]) -> dict[str, object]:
         """What an export needs to know: by trained parameter its names, the tensor with x, and where it lies in it."""
-        optimizer, parameters = self._trained, parameters_of(self._trained.param_groups)
+        optimizer, parameters = self._trained, groups.parameters_of(self._trained.param_groups)
         models = {name: other for name, other in self._others.items() if isinstance(other, nn.Module)}
         before = {name: f"{name}." if len(models) > 1 else "" for name in models}
         known: dict[int, list[str]] = {}
@@ -227,7 +227,7 @@ class Checkpointer:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 known.setdefault(id(parameter), []).append(before[model] + name)
                 parameters.append(parameter)
-        for place, given in names(optimizer.param_groups).items():
+        for place, given in groups.names(optimizer.param_groups).items():
             known.setdefault(place, [str(given)])
         trained = []
         for k, share in enumerate(optimizer.shares):
@@ -300,15 +300,11 @@ class Checkpointer:
     def _read(self, path: Path) -> Read:
         """The content of a file that fits this training and can be loaded."""
         header, tensors = sealed.read(path, FORMAT)
-        for name, ours in json.loads(json.dumps(self._identity())).items():
-            theirs = header["run"].get(name)
-            if theirs != ours:
-                if isinstance(theirs, dict) and isinstance(ours, dict):
-                    theirs, ours = different(theirs, ours)
-                raise ValueError(
-                    f"the checkpoints in {self.folder} are of another training: {name} is {theirs!s:.200} there and "
-                    f"{ours!s:.200} here; make it the same, or choose another folder"
-                )
+        if difference := groups.difference(header["run"], json.loads(json.dumps(self._identity()))):
+            raise ValueError(
+                f"the checkpoints in {self.folder} are of another training: {difference}; make it the same, or choose "
+                "another folder"
+            )
         try:
             vectors = self._content(header, tensors)["vectors"]
         except FORGED as error:

@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim.optimizer import ParamsT, StateDict
 
-from klatsch import topology as topologies
 from klatsch.arguments import named
 from klatsch.optim import groups, hosts
 from klatsch.optim.groups import OnNonFinite
 from klatsch.optim.points import Points, Watch, model_of
 from klatsch.optim.share import Share
 from klatsch.ranks.agreement import agree, group_of, leave, members, summed
-from klatsch.ranks.assembly import Assembly, assembled
+from klatsch.ranks.assembly import assembled
 from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError, reason, shown, warn
 from klatsch.ranks.links import GlooLinks, OnFailure, backend, open_links
 from klatsch.rules import Rule, State
@@ -139,9 +138,8 @@ class Gossip(Points, Joinable, JoinHook):
         self.watch = Watch(self, trained, ranks, self._apart)
         if model is not None:
             self.watch.take(model)
-        graph = groups.sized(topologies.make(topology, len(ranks)) if isinstance(topology, str) else topology, ranks)
-        self.topology = topologies.channel(graph, every, late, graph.wire if wire == "float32" else wire)
-        self.catches_up = groups.catching_up(catch_up, self.topology)
+        self.topology = groups.on_channel(topology, len(ranks), every, late, wire, catch_up)
+        self.catches_up = catch_up
         if not any_graph:
             rule.check_graph(self.topology)
         self.given = rule  # the rule before it is put on the graph, on which a state does not depend
@@ -413,22 +411,22 @@ class Gossip(Points, Joinable, JoinHook):
             apart = sum(torch.tensor(torch.nan) if one is None else one.double().cpu() for one in heard)
             total = float(self.host.total(torch.as_tensor(apart, dtype=torch.float64).reshape(1)))
             return (size - 1) / (2 * size) * total if size > 1 else 0.0
-        with self.together("consensus()") as everyone:
+        with self.together("consensus()") as mean:
             distance = torch.zeros(1, dtype=torch.float64)
             for share in self.shares:
                 x = share.output().detach().cpu().to(share.dtype)
-                distance += (x.double() - everyone.mean(x)).square().sum()
-            return float(self.host.total(everyone.mean(distance)))
+                distance += (x.double() - mean(x)).square().sum()
+            return float(self.host.total(mean(distance)))
 
     @contextmanager
-    def together(self, what: str, of: str = "") -> Iterator[Assembly]:
-        """All ranks, or those within reach, for a mean over them of something that they all describe alike."""
+    def together(self, what: str, of: str = "") -> Iterator[Callable[[Tensor], Tensor]]:
+        """A mean over all ranks, or those within reach, of something that they all describe alike."""
         try:
             with assembled(self._links, self.rounds, what + of) as everyone:
                 if len(everyone.ranks) < self.topology.size:
                     some = f"{len(everyone.ranks)} of {self.topology.size} ranks ({shown(everyone.ranks)})"
                     warn(f"{what} is that of {some}; the others are gone or out of reach")
-                yield everyone
+                yield everyone.mean
         except QuorumError:
             raise
         except RuntimeError as error:
@@ -457,16 +455,14 @@ class Gossip(Points, Joinable, JoinHook):
         finally:
             self.state.clear()
         content = self.content()
+        single = [{n: share.node.state[n].clone() for n in sorted(share.singles)} for share in self.shares]
         rest = {
             "format": FORMAT,
             "rank": self.rank,
             "size": self.topology.size,
             "rounds": self.rounds,
-            "rule": self.given.name,
-            "options": groups.options_of(self.given),
-            "single": [
-                {name: share.node.state[name].clone() for name in sorted(share.singles)} for share in self.shares
-            ],
+            "run": self._run,
+            "single": single,
             "topology": self.topology.fingerprint,
             "scales": content["scales"],
             # A host's may be loaded by another number of ranks, which have other parts of the channel's memory.
@@ -483,16 +479,9 @@ class Gossip(Points, Joinable, JoinHook):
         saved = state_dict.get("gossip") if isinstance(state_dict, dict) else None
         if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             raise ValueError("this is not a state_dict of a Gossip optimizer of this version; give its state_dict()")
-        sizes = [[len(group["params"]) for group in some] for some in (state_dict["param_groups"], self.param_groups)]
-        for what, theirs, ours in (
-            ("the rule", saved["rule"], self.given.name),
-            ("the options", *groups.different(saved["options"], groups.options_of(self.given))),
-            ("parameter groups of size", *sizes),
-            ("a number of dtypes of", len(saved["single"]), len(self.shares)),
-        ):
-            if theirs != ours:
-                remedy = "make it with the same rule, options and parameters"
-                raise ValueError(f"the state_dict has {what} {theirs}, but this optimizer {ours}; {remedy}")
+        if difference := groups.difference(saved["run"], self._run):
+            remedy = "make it with the same rule, options and parameters"
+            raise ValueError(f"the state_dict is of another optimizer: {difference}; {remedy}")
         # Corrections and tracked gradients sum to zero over the ranks, and so they must come back; those of one rank
         # alone are zero.
         rank, size = saved["rank"], saved["size"]
@@ -507,6 +496,16 @@ class Gossip(Points, Joinable, JoinHook):
         content = saved | {"vectors": vectors, "groups": _without_parameters(state_dict["param_groups"])}
         same = saved["topology"] == self.topology.fingerprint and self.host.group is None
         self.load_content(content, saved["rounds"], anew=not same)
+
+    @property
+    def _run(self) -> dict[str, object]:
+        """What an optimizer and a state that it loads must share."""
+        return {
+            "rule": self.given.name,
+            "options": groups.options_of(self.given),
+            "sizes of parameter groups": [len(group["params"]) for group in self.param_groups],
+            "number of dtypes": len(self.shares),
+        }
 
     def vectors(self) -> list[State]:
         """The fields of the state as flat vectors, by dtype of the parameters: this optimizer's own memory."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from klatsch import topology as topologies
 from klatsch.arguments import there_are
 from klatsch.columns import count, flattened, hyper
 from klatsch.optim.hosts import piece
@@ -74,27 +75,24 @@ def check_options(
         )
 
 
-def catching_up(catch_up: object, topology: Topology) -> bool:
-    """Whether ranks that fall behind catch up."""
+def on_channel(topology: object, size: int, every: int, late: int, wire: str, catch_up: object) -> Topology:
+    """A topology with one node per rank, and how its messages travel."""
+    graph = topologies.make(topology, size) if isinstance(topology, str) else topology
+    if not isinstance(graph, Topology):
+        hint = f"; a momentum goes by name: momentum={graph}" if isinstance(graph, float) else ""
+        raise ValueError(f"topology is a {type(graph).__name__}; give a Topology, or a name such as 'ring'{hint}")
+    if graph.size != size:
+        remedy = f"give its name alone, or start {graph.size} processes (torchrun --nproc-per-node {graph.size})"
+        raise ValueError(f"{graph.name} has {graph.size} nodes but there are {size} ranks; {remedy}")
+    graph = topologies.channel(graph, every, late, graph.wire if wire == "float32" else wire)
     if not isinstance(catch_up, bool):
         raise ValueError(f"catch_up = {catch_up!r}; give True or False")
-    if catch_up and not topology.late:
+    if catch_up and not graph.late:
         raise ValueError(
-            f"catch_up = True on {topology.name}: neighbours wait for every message at once; say for how many rounds "
+            f"catch_up = True on {graph.name}: neighbours wait for every message at once; say for how many rounds "
             "they may go on, such as every=8, late=7"
         )
-    return catch_up
-
-
-def sized(topology: object, ranks: list[int]) -> Topology:
-    """A topology with one node per rank."""
-    if not isinstance(topology, Topology):
-        hint = f"; a momentum goes by name: momentum={topology}" if isinstance(topology, float) else ""
-        raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, or a name such as 'ring'{hint}")
-    if topology.size != len(ranks):
-        remedy = f"give its name alone, or start {topology.size} processes (torchrun --nproc-per-node {topology.size})"
-        raise ValueError(f"{topology.name} has {topology.size} nodes but there are {len(ranks)} ranks; {remedy}")
-    return topology
+    return graph
 
 
 # --- parameter groups ------------------------------------------------------------------------------------------------
@@ -191,8 +189,13 @@ def options_of(rule: Rule) -> dict[str, object]:
     return {name: v for name, v in flattened("rule", rule, spelled=True).items() if not of_groups & {*name.split()}}
 
 
-def different(first: dict[str, object], second: dict[str, object]) -> tuple[str, str]:
-    """What two dictionaries do not share, as "beta=0.9, order=atc"; "none" where one has nothing."""
-    pairs = ((first, second), (second, first))
-    texts = [", ".join(f"{k}={v}" for k, v in one.items() if (k, v) not in other.items()) for one, other in pairs]
-    return texts[0] or "none", texts[1] or "none"
+def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+    """The first fact that two sides do not share: "rule is dat there and dsgd here"; of a dictionary, its entries."""
+    for name, here in ours.items():
+        there = theirs.get(name)
+        if there != here and isinstance(there, dict) and isinstance(here, dict):
+            pairs = ((there, here), (here, there))
+            there, here = (", ".join(f"{k}={v}" for k, v in a.items() if (k, v) not in b.items()) for a, b in pairs)
+        if there != here:
+            return f"{name} is {there or 'none'!s:.200} there and {here or 'none'!s:.200} here"
+    return ""
