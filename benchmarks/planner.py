@@ -125,9 +125,9 @@ def exhaustive(task: Task, images: bool) -> list[Trial]:
             runner.steps, runner.errors = task.run(
                 runner.way._replace(wire="float32"), runner.problem, max(2, most), rates
             )
-            there = runner.reached(goal)
-            best = min(best, there * runner.each)
-            if there < math.inf:
+            seconds = runner.seconds(goal)
+            best = min(best, seconds)
+            if seconds < math.inf:
                 trials.append(runner.trial(goal))
             elif most == rounds:
                 going.append(runner)

@@ -97,7 +97,7 @@ class Known:
     def __init__(self, *best):
         self.best, self.asked = list(best), []
 
-    def run(self, way, problem, rounds, rates, timer):
+    def run(self, way, problem, rounds, rates, tick):
         self.asked.append((way, rounds, list(rates)))
         best = self.best.pop(0)
         errors = [1 + abs(LEARNING_RATES.index(r) - best) for r in rates]
@@ -122,7 +122,7 @@ def test_rates_around_the_best_stay_in_the_race(best):
         (exact, 1024, around(best[1])),
     ]
     assert (runner.steps, runner.rates) == ([1, 1024], around(best[1]))
-    assert runner.rates[runner.best_after(1024)] == LEARNING_RATES[best[2]]
+    assert runner.best_after(1024) == LEARNING_RATES[best[2]]
 
 
 def test_ways_begin_with_the_rates_near_those_of_one_machine():

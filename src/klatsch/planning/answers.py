@@ -26,8 +26,8 @@ def lines(task: Task, answer: Answer) -> list[str]:
         said = _no(answer, goal)
     elif best.way.machines == 1:
         enough = "one machine, as far as was tried" if answer.stopped else "one machine is enough"
-        said = [f"{enough}: {best.way.named_rule}, {effort(best)}, learning rate {best.lr:.2g}"]
-        said.append(_why_alone(task, answer))
+        what = f"{enough}: {best.way.named_rule}, {effort(best)}, learning rate {best.lr:.2g}"
+        said = [what, _why_alone(task, answer)]
     else:
         said = [f"take {best.way}, learning rate {best.lr:.2g}", f"  time: {effort(best)}"]
         if math.isfinite(alone.seconds):
@@ -114,14 +114,10 @@ def curves(answer: Answer) -> Figure:
     for rule, graph, every in dict.fromkeys(t.way[1:4] for t in trials):
         line = sorted((t for t in trials if t.way[1:4] == (rule, graph, every)), key=lambda t: -t.seconds)
         fastest = dict(sorted({t.way.machines: t.seconds for t in line}.items()))
-        axis.plot(
-            *(list(fastest), list(fastest.values())),
-            color=COLOURS[rule],
-            marker=MARKERS[graph],
-            linestyle=LINES[silence.index(every) % len(LINES)],
-            markersize=4,
-            label=f"{rule}, {'all-reduce' if line[0].way.reduces else graph}" + (f"/{every}" if every > 1 else ""),
-        )
+        label = f"{rule}, {'all-reduce' if line[0].way.reduces else graph}" + f"/{every}" * (every > 1)
+        dashes = LINES[silence.index(every) % len(LINES)]
+        (drawn,) = axis.plot([*fastest], [*fastest.values()], MARKERS[graph] + dashes, markersize=4, label=label)
+        drawn.set_color(COLOURS[rule])
     best, alone = answer.best, answer.alone
     if math.isfinite(alone.seconds):
         axis.axhline(alone.seconds, color="#999999", linestyle=":", linewidth=1.2, label="one machine")
@@ -131,8 +127,8 @@ def curves(answer: Answer) -> Figure:
         axis.errorbar(*point, fmt="k*", markersize=14, capsize=3, label="recommended")
     axis.set(xlabel="machines M", ylabel=f"seconds to {answer.metric} {answer.target:.3g}", yscale="log")
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter("{x:,g}")
-    axis.yaxis.set_major_formatter("{x:,g}")
+    for scale in (axis.xaxis, axis.yaxis):
+        scale.set_major_formatter("{x:,g}")
     axis.yaxis.set_minor_formatter(LogFormatter())  # 60, and not 6 x 10¹
     axis.grid(True, linewidth=0.4, alpha=0.5)
     axis.spines[["top", "right"]].set_visible(False)

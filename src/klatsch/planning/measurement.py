@@ -101,13 +101,11 @@ def probe(problem: Problem, *, rounds: int = 200, samples: int = 64) -> Probe:
     return Probe(name, problem.nodes, problem.dim, sigma, zeta, L, D1, stages, seconds)
 
 
-@dataclass
 class _Gradients:
     """Gradients of all nodes, from a new round each time."""
 
-    problem: Problem
-    taken: int = 0  # gradients of single nodes
-    round: int = 0
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.taken, self.round = problem, 0, 0  # of single nodes, and of the last round
 
     def new_rounds(self, count: int) -> list[int]:
         """Numbers of rounds that were not used before."""

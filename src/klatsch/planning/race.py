@@ -30,6 +30,7 @@ from klatsch.units import duration
 
 Array = NDArray[np.float64]
 Told = Callable[[str, float], None]  # hears what is done, and how much of the time
+Tick = bool | Callable[[int], object]  # hears of the rounds that a simulation has done; False for nobody
 
 FIRST, LONGER = 64, 4  # rounds that all ways run, and by what factor the next stretch is longer
 SEEDS = 3
@@ -95,18 +96,13 @@ class Task:
         return self.device != "cpu" or isinstance(problem, Sharded)
 
     def run(
-        self, way: Way, problem: Problem, rounds: int, rates: Sequence[float], timer: Timer | None = None
+        self, way: Way, problem: Problem, rounds: int, rates: Sequence[float], tick: Tick = False
     ) -> tuple[list[int], Array]:
         """The rounds at which errors are taken, and the errors, (len(steps), len(rates))."""
-        points = np.geomspace(1, rounds, 1 + max(1, round(math.log(rounds) / math.log(POINTS))))
-        rule, graph = way.made(rates)
-        result = simulate(
-            *(problem, rule, graph, rounds, sorted({int(p) for p in points.round()})),
-            dtype=torch.float32 if self.in_float32(problem) else torch.float64,
-            device=self.device,
-            progress=timer.tick if timer else False,
-            any_graph=way.reduces,
-        )
+        points, (rule, graph) = 1 + max(1, round(math.log(rounds) / math.log(POINTS))), way.made(rates)
+        dtype = torch.float32 if self.in_float32(problem) else torch.float64
+        given = problem, rule, graph, rounds, points
+        result = simulate(*given, dtype=dtype, device=self.device, progress=tick, any_graph=way.reduces)
         return result.steps, smoothed(errors_of(problem, result))
 
 
@@ -175,40 +171,43 @@ class Runner:
     steps: list[int] = field(default_factory=list)
     errors: Array = field(default_factory=lambda: np.empty((0, 0)))  # (len(steps), len(rates))
 
-    def run(self, task: Task, rounds: int, timer: Timer | None = None) -> None:
+    def run(self, task: Task, rounds: int, tick: Tick = False) -> None:
         """So many rounds from the start, at the learning rates around the best of those before."""
-        rates = self.rates
-        if self.steps:
-            best = LEARNING_RATES.index(rates[self.best_after(rounds)])
-            rates = LEARNING_RATES[max(0, best - BELOW) : best + ABOVE + 1]
+        rates = around(self.best_after(rounds)) if self.steps else self.rates
         exact = self.way._replace(wire="float32")  # faster to simulate, and nearly the same; winners run as they are
-        self.steps, self.errors = task.run(exact, self.problem, rounds, rates, timer)
+        self.steps, self.errors = task.run(exact, self.problem, rounds, rates, tick)
         self.rates = rates
 
     def crossings(self, target: float) -> list[float]:
         """The rounds to the target, by learning rate; inf where it is not there yet."""
         return [crossing(self.steps, errors, target) for errors in self.errors.T]
 
-    def reached(self, target: float) -> float:
-        """The rounds to the target at the best learning rate."""
-        return min(self.crossings(target))
+    def seconds(self, target: float) -> float:
+        """To the target at the best learning rate."""
+        return min(self.crossings(target)) * self.each
 
     def heading(self, target: float) -> float:
-        """The rounds to the target as errors are heading."""
-        return min(self.reached(target), *(fitted(self.steps, errors, target) for errors in self.errors.T))
+        """Seconds to the target as errors are heading."""
+        rounds = [*self.crossings(target), *(fitted(self.steps, errors, target) for errors in self.errors.T)]
+        return min(rounds) * self.each
 
-    def best_after(self, rounds: int) -> int:
+    def best_after(self, rounds: int) -> float:
         """The learning rate with the smallest error after so many rounds, or all that were run."""
         last = max(k for k, step in enumerate(self.steps) if step <= rounds)
-        return int(np.nan_to_num(self.errors[last], nan=np.inf).argmin())
+        return self.rates[int(np.nan_to_num(self.errors[last], nan=np.inf).argmin())]
 
     def trial(self, target: float) -> Trial:
         """What it has found."""
         rounds, tried = self.crossings(target), self.steps[-1]
-        fastest = min(rounds)
-        lr = self.rates[rounds.index(fastest) if fastest < math.inf else self.best_after(tried)]
-        error = float(np.nanmin(self.errors))
+        fastest, error = min(rounds), float(np.nanmin(self.errors))
+        lr = self.rates[rounds.index(fastest)] if fastest < math.inf else self.best_after(tried)
         return Trial(self.way, lr, fastest, self.each, error, fastest, fastest, tried=tried)
+
+
+def around(best: float, more: int = 0) -> list[float]:
+    """The learning rates around one of them, and some more above."""
+    k = LEARNING_RATES.index(best)
+    return LEARNING_RATES[max(0, k - BELOW) : k + ABOVE + 1 + more]
 
 
 @dataclass(frozen=True)
@@ -249,24 +248,24 @@ def _race(task: Task, timer: Timer) -> Answer:
     trials = in_order(r.trial(target) for r in runners if r.steps)
     winners = chosen(trials)
     repeated = _again(task, winners, problems, target, timer)
-    arrived = [(t, repeated.get(t.way, t)) for t in winners if math.isfinite(t.rounds)]
-    again_in_time = all(later is not t and later.seeds == task.seeds for t, later in arrived)
+    for trial in [t for t in winners if math.isfinite(t.rounds)]:
+        later = repeated.get(trial.way, trial)
+        in_time &= later is not trial and later.seeds == task.seeds
     trials = in_order(repeated.get(trial.way, trial) for trial in trials)
     sure = in_order(t for t in repeated.values() if math.isfinite(t.seconds))
     one = next(t for t in in_order(repeated.values()) if t.way.machines == 1)
     best, reduced = enough(sure, one), next((t for t in sure if t.way.reduces and t.way.machines > 1), None)
     others = tuple(t for t in sure if t not in (best, reduced) and t.way.machines > 1)[:2]
     untried = tuple(sorted(sizes - {t.way.machines for t in trials}))
-    return Answer(
-        *(headline.metric, 1.0 - target if headline.largest else target, best, one, reduced, others, tuple(trials)),
-        *(headline.largest, most, not (in_time and again_in_time), untried),
-    )
+    shown = 1.0 - target if headline.largest else target
+    who = best, one, reduced, others, tuple(trials)
+    return Answer(headline.metric, shown, *who, headline.largest, most, not in_time, untried)
 
 
 def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
     """One machine with each rule; the problem on 1, 2, 4, ... machines; and why there are not more."""
-    problems, most, machines, nodes = {}, "", 1, task.clock.nodes or task.machines
-    while machines <= task.machines:
+    problems, most, machines, nodes = dict[int, Problem](), "", 1, task.clock.nodes or task.machines
+    while machines <= task.machines and not most:
         try:
             problem = task.problem(machines)
         except ValueError as error:
@@ -276,12 +275,11 @@ def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
             break
         if problem.samples is not None and machines > whole(problem.samples, "samples", 1):
             most = f"there are {problem.samples:,} samples, not one for each of {machines:,} machines"
-            break
-        if machines > nodes:
+        elif machines > nodes:
             most = f"the network, or the times of gradients, are for {nodes:,} node{'s' * (nodes > 1)}"
-            break
-        problems[machines] = problem
-        machines *= 2
+        else:
+            problems[machines] = problem
+            machines *= 2
     each = round_seconds(task.clock, Way(1), task.params or problems[1].dim)
     return [Runner(Way(1, rule), problems[1], each, LEARNING_RATES) for rule in ("dsgd", "dat")], problems, most
 
@@ -291,7 +289,7 @@ def _target(task: Task, alone: Sequence[Runner], timer: Timer) -> float:
     problem = alone[0].problem
     try:
         for runner in alone:
-            runner.run(task, FIRST, timer)
+            runner.run(task, FIRST, timer.tick)
         timer.tick()
     except TimeUpError:
         needed = timer.share / ALONE * len(alone) * FIRST / max(1, timer.rounds)  # times the time that was given
@@ -306,7 +304,7 @@ def _target(task: Task, alone: Sequence[Runner], timer: Timer) -> float:
     for stretch in [FIRST * LONGER**k for k in (1, 2) if timer.share * (1 + LONGER**k) <= ALONE][-1:]:
         with suppress(TimeUpError):
             for runner in alone:
-                runner.run(task, stretch, timer)
+                runner.run(task, stretch, timer.tick)
     late = np.array(alone[0].steps) > LATE * alone[0].steps[-1]
     with np.errstate(divide="ignore"):  # it may begin at the optimum
         target = float(np.exp(np.log(alone[0].errors[late]).mean(0)).min())
@@ -318,18 +316,17 @@ def _target(task: Task, alone: Sequence[Runner], timer: Timer) -> float:
 
 def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem]) -> list[Runner]:
     """All ways with several machines, at the learning rates around those of one machine."""
-    best = {r.way.rule: LEARNING_RATES.index(r.rates[r.best_after(FIRST)]) for r in alone}
+    rates = {runner.way.rule: around(runner.best_after(FIRST), more=1) for runner in alone}
     groups, missing = defaultdict[tuple[int, str], list[Runner]](list), None
-    for machines, problem in [pair for pair in problems.items() if pair[0] > 1]:
+    for machines, problem in [*problems.items()][1:]:
         try:
             ways = ways_of(task.clock, machines, task.params or problem.dim, alone[0].each)
         except NoLinkError as error:
             missing = missing or error
             continue
         for way, each in ways.items():
-            k = best["dsgd" if way.rule == "dsgd" else "dat"]
-            rates = LEARNING_RATES[max(0, k - BELOW) : k + ABOVE + 2]
-            groups[machines, way.rule].append(Runner(way, problem, each, rates))
+            runner = Runner(way, problem, each, rates["dsgd" if way.rule == "dsgd" else "dat"])
+            groups[machines, way.rule].append(runner)
     if missing and not groups:
         raise missing
     # All sizes and rules take turns: the time may end.
@@ -339,36 +336,34 @@ def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem
 def _run_on(task: Task, runners: Sequence[Runner], target: float, timer: Timer) -> bool:
     """Run all until they are there or hopeless; returns whether there was time for it."""
     rounds, racing = FIRST, list(runners)
-    best = min(r.reached(target) * r.each for r in runners if r.steps)
-    try:
+    best = min(r.seconds(target) for r in runners if r.steps)
+    with suppress(TimeUpError):
         while racing:
             for runner in [r for r in racing if not r.steps or r.steps[-1] < rounds]:
                 limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
                 if not runner.steps or limit > runner.steps[-1]:
                     timer.turn_to(f"{len(racing)} ways, {rounds:,} rounds", RACING)
-                    runner.run(task, max(2, math.ceil(min(rounds, limit))), timer)
-                best = min(best, runner.reached(target) * runner.each)
+                    runner.run(task, max(2, math.ceil(min(rounds, limit))), timer.tick)
+                best = min(best, runner.seconds(target))
             racing, rounds = still_racing(racing, runners, target, rounds), rounds * LONGER
-    except TimeUpError:
-        return False
-    return True
+        return True
+    return False
 
 
 def still_racing(racing: Sequence[Runner], runners: Sequence[Runner], target: float, rounds: int) -> list[Runner]:
     """Those that have not arrived and may be first, and to compare one machine and an all-reduce; none if hopeless."""
-    run = [r for r in runners if r.steps]
-    best = min(r.reached(target) * r.each for r in run)
-    going = [r for r in racing if r.steps and r.reached(target) == math.inf]
-    hoped = {r.way: r.heading(target) * r.each for r in going}
+    seconds = {r.way: r.seconds(target) for r in runners if r.steps}
+    going = [r for r in racing if r.steps and seconds[r.way] == math.inf]
+    best, hoped = min(seconds.values()), {r.way: r.heading(target) for r in going}
     limit = HOPELESS * min(best, *hoped.values(), math.inf)
     if rounds >= MOST or (limit == math.inf and rounds >= PATIENCE):
         return []
     early = rounds == FIRST  # too early to say where errors are heading
     kept = {r.way for r in going if rounds * r.each < best and (early or hoped[r.way] <= limit)}
     for several in (False, True):
-        kind = [r for r in run if r.way.reduces and (r.way.machines > 1) is several]
-        left = [r for r in kind if r.way in hoped]
-        if left and all(r.reached(target) == math.inf for r in kind):
+        kind = [way for way in seconds if way.reduces and (way.machines > 1) is several]
+        left = [r for r in going if r.way in kind]
+        if left and all(seconds[way] == math.inf for way in kind):
             kept.add(min(left, key=lambda r: (hoped[r.way], np.nanmin(r.errors) * r.each)).way)
     return sorted((r for r in going if r.way in kept), key=lambda r: hoped[r.way])  # the time may end
 
@@ -402,11 +397,11 @@ def _again(
         if latest is trial or latest.seeds < task.seeds:  # also once more, if the others left some time
             with suppress(TimeUpError):
                 timer.turn_to(f"{trial.way.machines} machines again, with other seeds", limit)
-                known[trial.way] = again(task, trial, problems[trial.way.machines], target, timer)
+                known[trial.way] = again(task, trial, problems[trial.way.machines], target, timer.tick)
     return known
 
 
-def again(task: Task, trial: Trial, problem: Problem, target: float, timer: Timer | None = None) -> Trial:
+def again(task: Task, trial: Trial, problem: Problem, target: float, tick: Tick = False) -> Trial:
     """The same way with other seeds, at its learning rate and the two beside it."""
     rates, tried, by_seed = [trial.lr * factor for factor in FINER], 0, list[list[float]]()
     instances = [problem, *(task.problem(trial.way.machines, seed) for seed in range(1, task.seeds))]
@@ -414,7 +409,7 @@ def again(task: Task, trial: Trial, problem: Problem, target: float, timer: Time
         rounds, crossings = max(2, math.ceil(longer * trial.rounds)), list[list[float]]()
         with suppress(TimeUpError):  # the seeds that are done count
             for instance in instances:
-                steps, errors = task.run(trial.way, instance, rounds, rates, timer)
+                steps, errors = task.run(trial.way, instance, rounds, rates, tick)
                 crossings.append([crossing(steps, column, target) for column in errors.T])
         done = len(crossings) == len(instances)
         if done or not by_seed:

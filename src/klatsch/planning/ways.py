@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from klatsch.columns import Given
 from klatsch.problems import Problem
 from klatsch.rules import Rule
 from klatsch.topology import Topology
+from klatsch.topology.channel import CHANNEL
 
 NODES, MOST_NODES = 16, 1 << 16  # of a problem, by default and at most
 ALL_REDUCE = "complete"
@@ -54,21 +55,19 @@ class Way(NamedTuple):
         return self.graph == ALL_REDUCE
 
     @property
-    def options(self) -> Mapping[str, Given]:
+    def options(self) -> dict[str, Given]:
         """The rule's options that are not its defaults."""
         return RULES[self.rule]
 
     @property
-    def channel(self) -> dict[str, int | str]:
+    def channel(self) -> dict[str, Given]:
         """How messages travel, where it is not the default."""
-        usual = {"every": 1, "late": 0, "wire": "float32"}
-        return {name: value for name, value in self._asdict().items() if value != usual.get(name, value)}
+        return {name: value for name, value in self._asdict().items() if value != CHANNEL.get(name, value)}
 
     @property
     def named_rule(self) -> str:
         """The rule with its options: "dat (beta=0.9)"."""
-        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.rule} ({options})" if options else self.rule
+        return f"{self.rule} ({_listed(self.options)})" if self.options else self.rule
 
     def made(self, lr: Sequence[float]) -> tuple[Rule, Topology]:
         """The rule and the graph."""
@@ -86,8 +85,9 @@ class Way(NamedTuple):
 
     def python(self, lr: float) -> str:
         """The optimizer that does the same on ranks."""
-        rule = _call("klatsch.rules.make", f'"{self.rule}"', lr=float(f"{lr:.6g}"), **self.options)
-        return _call("klatsch.optim.Gossip", "model.parameters()", rule, f'"{self.graph}"', **self.channel)
+        rule = f'klatsch.rules.make("{self.rule}", {_listed({"lr": float(f"{lr:.6g}"), **self.options})})'
+        channel = f", {_listed(self.channel)}" if self.channel else ""
+        return f'klatsch.optim.Gossip(model.parameters(), {rule}, "{self.graph}"{channel})'
 
     def __str__(self) -> str:
         if self.machines == 1:
@@ -100,9 +100,8 @@ class Way(NamedTuple):
         return f"{self.machines:,} machines, {self.named_rule} on {self.graph}{seldom}{late}{wire}"
 
 
-def _call(function: str, *words: str, **options: Given) -> str:
-    arguments = [*words, *(f"{name}={json.dumps(value)}" for name, value in options.items())]
-    return f"{function}({', '.join(arguments)})"
+def _listed(options: dict[str, Given]) -> str:
+    return ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
 
 
 def round_seconds(clock: Clock, way: Way, params: int) -> float:
@@ -164,7 +163,7 @@ def problem_of(text: str, nodes: int | None = None, /, **options: Any) -> Proble
         if math.prod(shape) != math.prod(wanted):
             sizes = f"{problem.nodes} nodes and {problem.dim} parameters"
             raise ValueError(f"{text}: {asked} of {type(problem).__name__} does not fit {sizes}; see problems.Problem")
-    if nodes is not None and problem.nodes != nodes:
+    if nodes not in (None, problem.nodes):
         made = f"{function}({nodes}) gives a problem with nodes = {problem.nodes}"
         raise ValueError(f"{made}; let it use the number it is given")
     return problem
@@ -187,8 +186,8 @@ def of_any_size(text: str, machines: int, /, **options: Any) -> tuple[Callable[[
             problems.check_headline(text, problem, problem.headline)
         seeded = "seed" in takes
         return lambda nodes, seed: problem_of(text, nodes, **options, **{"seed": seed} if seeded else {}), seeded
-    most = 1 << (machines.bit_length() - 1)
-    largest = problem_of(text, most, **options) if problems.declared(text).on_fewer is not None else None
-    if largest is not None and largest.on_fewer is not None:
-        return largest.on_fewer, True
-    return lambda nodes, seed: problem_of(text, nodes, **{**options, "seed": seed}), True
+    if problems.declared(text).on_fewer is None:
+        return lambda nodes, seed: problem_of(text, nodes, **{**options, "seed": seed}), True
+    largest = problem_of(text, 1 << (machines.bit_length() - 1), **options)
+    assert largest.on_fewer is not None
+    return largest.on_fewer, True
