@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -270,7 +271,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
     header, _ = sealed.read(path, driver.FORMAT)
     fresh = rules.make("dat", 0.1).init(torch.zeros(5, 3, 4))
     with pytest.raises(ValueError, match=r"damaged: the field w"):
-        driver.Saver(path, 0.0, header["run"]).restored(fresh)
+        driver.Saver(path, 0.0, header["run"]).restore(SimpleNamespace(now=SimpleNamespace(state=fresh)))
 
 
 def test_a_problem_that_cannot_be_told_apart_cannot_be_saved(tmp_path):

@@ -12,8 +12,8 @@ from klatsch.ranks.node import Given, Node
 from klatsch.rules import Flow, Rule
 from klatsch.rules.base import each
 from klatsch.simulation.driver import Run, Saver
-from klatsch.simulation.preparation import prepared
-from klatsch.simulation.record import Network, Snapshot
+from klatsch.simulation.record import Network
+from klatsch.simulation.simulator import prepared
 from klatsch.wire.carried import bare
 
 TIMEOUT = 300.0  # seconds to wait for a neighbour in a round
@@ -65,7 +65,7 @@ def simulate_on_ranks(
     Arguments and numbers are those of `simulate`, up to rounding. Rank 0 returns the result, the others None. A
     neighbour that is gone or late is a LinkError.
     """
-    parts = prepared([problem], [rule], [topology], steps, record, dtype, device, any_graph)
+    parts = prepared([problem], rule, [topology], steps, record, dtype, device, any_graph)
     rates, size = parts.rates, dist.get_world_size(group)
     if topology.size != size:
         raise ValueError(f"{topology.name} has {topology.size} nodes but the group has {size} ranks; use one per node")
@@ -73,9 +73,9 @@ def simulate_on_ranks(
         problem = parts.networks[0].problem
         node = Node(rates.placed(bare(parts.rule)), rates.start(problem).contiguous(), links)
         nodes = RankNodes(node, problem, rates, group)
-        run = Run(Snapshot({}, nodes.begun))
-        run.drive(nodes, parts.points, rates.steps, Saver(None, 0.0, {}), lambda rounds: None)
-    return next(iter(run.results(nodes, parts.points, parts.origins)), None)
+        run = Run(nodes, parts.points, rates.steps)
+        run.drive(Saver(None, 0.0, {}), lambda rounds: None)
+    return next(iter(run.results(parts.origins)), None)
 
 
 class Watched(Rule):
@@ -118,6 +118,7 @@ class RankNodes:
         self.node, self.rule, self.problem, self.rates, self.group = node, node.rule, problem, rates, group
         self.device, self.rank = rates.device, dist.get_rank(group)
         self.networks = [Network(problem, slice(None))] if self.rank == 0 else []
+        self.start = {}
         self.begun = torch.full((rates.columns, 2), -1)
         self._watched = Watched(self.rule)
         self._lost = torch.full((rates.columns,), NEVER)  # by column: when this node was first not finite

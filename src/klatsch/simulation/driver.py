@@ -7,9 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,7 +16,7 @@ from klatsch import sealed
 from klatsch.arguments import number
 from klatsch.rules import State
 from klatsch.sealed import REMEDY, CheckpointError
-from klatsch.simulation.record import NODES, Facts, Result, Snapshot, measure, measure_nodes
+from klatsch.simulation.record import NODES, Facts, Result, Snapshot, measured
 from klatsch.simulation.stack import Stack
 
 PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is looked at
@@ -30,68 +28,72 @@ Advance = Callable[[int], object]  # called with the number of rounds just done
 Watch = Callable[[int, State, dict[str, Tensor]], object]  # of a round, its state and metrics: whether to stop there
 
 
-@dataclass
 class Run:
-    """A run in progress: where it stands, and what was measured."""
+    """A run in progress: where it stands, and what was measured at which points."""
 
-    now: Snapshot
-    rows: list[dict[str, Tensor]] = field(default_factory=list)  # one number per column; `now.points` rows count
-    size: int = 64  # rounds per piece, doubled until a piece takes PIECE_SECONDS
-    per_node: bool = False  # whether metrics of every node are kept, too, as "name@nodes"
-    watch: Watch | None = None
+    def __init__(
+        self, nodes: Stack, points: list[int], steps: int, per_node: bool = False, watch: Watch | None = None
+    ) -> None:
+        self.nodes, self.points, self.steps, self.per_node, self.watch = nodes, points, steps, per_node, watch
+        self.now = Snapshot(nodes.start, torch.full((len(nodes.networks) * nodes.rates.columns, 2), -1))
+        self.rows: list[dict[str, Tensor]] = []  # one number per column; `now.points` rows count
+        self.size = 64  # rounds per piece, doubled until a piece takes PIECE_SECONDS
 
-    @classmethod
-    def resumed(cls, now: Snapshot, metrics: dict[str, Tensor]) -> Self:
-        """A run that continues from a snapshot and its metrics, (points, columns) each."""
-        return cls(now, [{name: values[k] for name, values in metrics.items()} for k in range(now.points)])
+    def resume(self, now: Snapshot, metrics: dict[str, Tensor]) -> None:
+        """Go on from a snapshot and its metrics, (points, columns) each."""
+        self.now, self.rows = now, [{name: v[k] for name, v in metrics.items()} for k in range(now.points)]
 
-    @classmethod
-    def continued(cls, after: Result, origin: Facts, state: State, steps: int, per_node: bool) -> Self:
-        """A run that continues a result; refuse that of another."""
+    def go_on(self, after: Result, origin: Facts) -> None:
+        """Go on from a result; refuse that of another run."""
         if not isinstance(after, Result):
             raise ValueError(f"after is a {type(after).__name__}; give a result of simulate")
         for name in {**after.origin, **origin}:
             if after.origin.get(name) != origin.get(name):
                 raise ValueError(f"after is a result of another {name}; give one of the same run")
-        if steps <= after.rounds:
-            raise ValueError(f"steps = {steps}, but {after.rounds} rounds are done; steps counts all rounds, give more")
-        if per_node != bool(after.per_node):
+        if self.steps <= after.rounds:
+            done = f"steps = {self.steps}, but {after.rounds} rounds are done"
+            raise ValueError(f"{done}; steps counts all rounds, give more")
+        if self.per_node != bool(after.per_node):
             done, wanted = ("with", "without") if after.per_node else ("without", "with")
             raise ValueError(f"after was recorded {done} per_node, and this run is {wanted} it; give both the same")
-        fields = {name: after.state[name].to(new) for name, new in state.items()}
-        now = Snapshot(fields, after.diverged_at, after.rounds, after.seconds, len(after.steps))
-        return cls.resumed(now, after.metrics | {name + NODES: v for name, v in after.per_node.items()})
+        state = {name: after.state[name].to(new) for name, new in self.now.state.items()}
+        now = Snapshot(state, after.diverged_at, after.rounds, after.seconds, len(after.steps))
+        self.resume(now, after.metrics | {name + NODES: v for name, v in after.per_node.items()})
+        self.points = [*after.steps, *(p for p in self.points if p > after.rounds)]
 
     @property
     def metrics(self) -> dict[str, Tensor]:
         rows = self.rows[: self.now.points]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
 
-    def drive(self, nodes: Stack, points: list[int], steps: int, saver: Saver, tell: Advance) -> None:
+    @torch.no_grad()
+    def drive(self, saver: Saver, tell: Advance) -> None:
         """Finish the run: in large pieces between points; in a single round at each, unless gradients do not matter."""
-        with torch.no_grad():
-            try:
-                for point in [p for p in dict.fromkeys([*points, steps]) if p > self.now.rounds]:
-                    while (done := self.now.rounds) < point:
-                        single = not nodes.brief and done == point - 1
-                        new, grad = self._advanced(nodes, point if single or nodes.brief else point - 1, single)
-                        if new.rounds == point and point in points and len(nodes.networks) > 0:
-                            self.rows[new.points :] = [_row(nodes, new, grad, self.per_node)]
-                            new = new._replace(points=new.points + 1)
-                        measured, self.now = new.points > self.now.points, new
-                        tell(self.now.rounds - done)
-                        saver.perhaps(self)
-                        if measured and self.watch is not None and self.watch(point, dict(new.state), self._last()):
-                            saver.end(self)
-                            return
-            except KeyboardInterrupt:
-                saver.now(self)
-                raise
+        brief = self.nodes.brief
+        try:
+            for point in [p for p in dict.fromkeys([*self.points, self.steps]) if p > self.now.rounds]:
+                while (done := self.now.rounds) < point:
+                    single = not brief and done == point - 1
+                    new, grad = self._advanced(point if single or brief else point - 1, single)
+                    measures = new.rounds == point and point in self.points and bool(self.nodes.networks)
+                    if measures:
+                        self.rows[new.points :] = [self._row(new, grad)]
+                        new = new._replace(points=new.points + 1)
+                    self.now = new
+                    tell(new.rounds - done)
+                    saver.perhaps(self)
+                    if measures and self.watch is not None:
+                        last = {name: v for name, v in self.rows[new.points - 1].items() if NODES not in name}
+                        if self.watch(point, dict(new.state), last):
+                            return saver.end(self)
+        except KeyboardInterrupt:
+            saver.now(self)
+            raise
         saver.end(self)
 
-    def _advanced(self, nodes: Stack, until: int, single: bool) -> tuple[Snapshot, Tensor | None]:
+    def _advanced(self, until: int, single: bool) -> tuple[Snapshot, Tensor | None]:
         """The next snapshot, and the gradients of its round if it is a single one."""
-        now, grad, began = self.now, None, time.perf_counter()
+        nodes, now, grad, began = self.nodes, self.now, None, time.perf_counter()
         goal = min(until, now.rounds + self.size)
         if single:
             state, grad = nodes.one(now.state, goal)
@@ -104,19 +106,26 @@ class Run:
             self.size *= 2
         return Snapshot(state, nodes.beginnings(now, state, goal), goal, now.seconds + took, now.points), grad
 
-    def _last(self) -> dict[str, Tensor]:
-        return {name: v for name, v in self.rows[self.now.points - 1].items() if NODES not in name}
+    def _row(self, now: Snapshot, grad: Tensor | None) -> dict[str, Tensor]:
+        """The metrics of a step, of all columns of all networks."""
+        rule, state, networks = self.nodes.rule, now.state, self.nodes.networks  # numbers may differ between these
+        points = [rule.output(state), *([] if grad is None else [rule.query(state), rule.iterate(state), grad])]
+        each = [
+            measured(network.problem, diverged, self.per_node, *(v[network.nodes] for v in points))
+            for network, diverged in zip(networks, now.diverged.view(len(networks), -1), strict=True)
+        ]
+        return {name: torch.cat([row[name] for row in each]) for name in each[0]}
 
-    def results(self, nodes: Stack, points: list[int], origins: Sequence[Facts]) -> list[Result]:
+    def results(self, origins: Sequence[Facts]) -> list[Result]:
         """The result of each network; `seconds` is the time of all of them."""
         now, metrics, results = self.now, self.metrics, []
-        C, outputs = len(now.diverged) // len(origins), nodes.rule.output(now.state)
+        C, outputs = len(now.diverged) // len(origins), self.nodes.rule.output(now.state)
         by_node = {name.removesuffix(NODES): v for name, v in metrics.items() if NODES in name}
-        for k, network in enumerate(nodes.networks):
+        for k, network in enumerate(self.nodes.networks):
             own, output = slice(k * C, (k + 1) * C), outputs[network.nodes]
             results.append(
                 Result(
-                    steps=points[: now.points],
+                    steps=self.points[: now.points],
                     metrics={name: v[:, own] for name, v in metrics.items() if NODES not in name},
                     per_node={name: v[:, network.nodes] for name, v in by_node.items()},
                     headline=network.problem.headline.metric,
@@ -125,33 +134,13 @@ class Run:
                     diverged=now.diverged[own],
                     diverged_at=now.diverged_at[own],
                     seconds=now.seconds,
-                    engine=nodes.name,
+                    engine=self.nodes.name,
                     state=network.part(now.state),
                     rounds=now.rounds,
                     origin=origins[k],
                 )
             )
         return results
-
-
-def _row(nodes: Stack, now: Snapshot, grad: Tensor | None, per_node: bool) -> dict[str, Tensor]:
-    """The metrics of a step; where a column diverged, the worst value: inf, unless the problem has another."""
-    rule, state, diverged = nodes.rule, now.state, now.diverged  # numbers may differ between the networks
-    points = [rule.output(state)]
-    if grad is not None:
-        points += [rule.query(state), rule.iterate(state), grad]
-    each = [measure(n.problem, *(v[n.nodes] for v in points)) for n in nodes.networks]
-    worst_of = nodes.networks[0].problem.worst_of
-    row = {
-        name: torch.cat([metrics[name] for metrics in each]).masked_fill(diverged, worst_of(name)) for name in each[0]
-    }
-    if per_node:
-        each = [measure_nodes(n.problem, points[0][n.nodes]) for n in nodes.networks]
-        lost = diverged.view(len(each), -1)
-        for name in each[0]:
-            parts = [metrics[name].masked_fill(lost[k], worst_of(name)) for k, metrics in enumerate(each)]
-            row[name + NODES] = torch.cat(parts)
-    return row
 
 
 class Saver:
@@ -190,10 +179,10 @@ class Saver:
             self._last, self._rounds = time.monotonic(), now.rounds
             self._took = self._last - began
 
-    def restored(self, fresh: State) -> Run | None:
-        """The run in the file, if there is one; `fresh` is a state with the right names and shapes."""
+    def restore(self, run: Run) -> None:
+        """Go on from the file, if there is one."""
         if self.path is None or not self.path.exists():
-            return None
+            return
         header, tensors = sealed.read(self.path, FORMAT)
         wanted, saved = json.loads(json.dumps(self.identity)), header["run"]
         for name in {**wanted, **saved}:
@@ -202,14 +191,14 @@ class Saver:
                     f"{self.path} belongs to another run: {name} is {_short(saved.get(name))} there "
                     f"and {_short(wanted.get(name))} here; {REMEDY}"
                 )
-        for name, value in fresh.items():
-            if f"state.{name}" not in tensors or value.shape != tensors[f"state.{name}"].shape:
+        for name, fresh in run.now.state.items():
+            if f"state.{name}" not in tensors or fresh.shape != tensors[f"state.{name}"].shape:
                 raise CheckpointError(f"{self.path} is damaged: the field {name} of the state does not fit; {REMEDY}")
-        state = {name: tensors[f"state.{name}"].to(value) for name, value in fresh.items()}
+        state = {name: tensors[f"state.{name}"].to(fresh) for name, fresh in run.now.state.items()}
         metrics = {name.removeprefix("metric."): v for name, v in tensors.items() if name.startswith("metric.")}
         self._rounds = header["rounds"]
         now = Snapshot(state, tensors["diverged_at"], self._rounds, header["seconds"], header["points"])
-        return Run.resumed(now, metrics)
+        run.resume(now, metrics)
 
 
 def _short(value: object) -> str:

@@ -22,11 +22,9 @@ from torch import Tensor
 import klatsch.columns as cols
 from klatsch import native
 from klatsch.columns import Number
-from klatsch.problems import Problem
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import Silent
-from klatsch.simulation.preparation import Prepared
-from klatsch.simulation.stack import Stack
+from klatsch.simulation.stack import Prepared, Stack
 from klatsch.topology import Topology
 from klatsch.topology.matrix import exact_weights, mapped
 from klatsch.wire.program import NotTraceableError, Symbol, Tracer
@@ -162,15 +160,15 @@ class FusedStack(Stack):
 
     name, place = "fused", "cpu"
 
-    def __init__(self, problem: Problem, parts: Prepared) -> None:
-        super().__init__(problem, parts)
-        (topology, *others), quadratic = parts.topologies, problem.quadratic()
+    def __init__(self, parts: Prepared) -> None:
+        super().__init__(parts)
+        (topology, *others), quadratic = parts.topologies, self.problem.quadratic()
         if self.device.type != "cpu":
             raise ValueError("it runs on the CPU only")
         if others:
             raise ValueError("it runs one network at a time")
-        if quadratic is None or not problem.draws_ahead:
-            raise ValueError(f"the gradients of {type(problem).__name__} are not those of a quadratic problem")
+        if quadratic is None or not self.problem.draws_ahead:
+            raise ValueError(f"the gradients of {type(self.problem).__name__} are not those of a quadratic problem")
         if topology.loss:
             raise ValueError(f"{topology.name} loses other messages in every round")
         if not topology.row_stochastic:

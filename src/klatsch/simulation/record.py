@@ -78,7 +78,7 @@ class Result:
         these, those = self._tensors(), other._tensors()
         if (self.steps, self.elapsed, these.keys()) != (other.steps, other.elapsed, those.keys()):
             return False
-        return all(_equal(v.cpu(), those[name].cpu()) for name, v in these.items())
+        return all(np.array_equal(v.cpu(), those[name].cpu(), equal_nan=True) for name, v in these.items())
 
     def _tensors(self) -> dict[str, Tensor]:
         kinds = {"metrics": self.metrics, "per_node": self.per_node, "state": self.state}
@@ -124,16 +124,17 @@ def record_points(record: int | Sequence[int], steps: int) -> list[int]:
     return whole
 
 
-def measure(problem: Problem, output: Tensor, *inner: Tensor) -> dict[str, Tensor]:
+def measured(problem: Problem, diverged: Tensor, per_node: bool, output: Tensor, *inner: Tensor) -> dict[str, Tensor]:
     """The metrics of one step, per column, in float64; the worst value where a number is not finite.
 
     `inner` are the query points, iterates and gradients of the nodes, whose distances from consensus are metrics too;
-    nothing, where a problem is brief.
+    nothing, where a problem is brief. With `per_node` there are also those of every node, (M, C), that the problem
+    measures so, and its headline; their names end in NODES.
     """
     M, C, _ = output.shape
     metrics = dict(problem.metrics(output))
     metrics |= {name: _spread(v) for name, v in zip(("Gamma", "Xi", "Psi"), inner, strict=False)}
-    by_column = {}
+    row, by_node = dict[str, Tensor](), problem.by_node(output) if per_node else {}
     for name, value in metrics.items():
         v = torch.as_tensor(value).double().cpu()
         if v.shape not in ((), (1,), (C,), (M, C)):
@@ -141,22 +142,12 @@ def measure(problem: Problem, output: Tensor, *inner: Tensor) -> dict[str, Tenso
                 f"the metric {name} of {type(problem).__name__} has shape {tuple(v.shape)}; give one number per "
                 f"column, ({C},), or one per node and column, ({M}, {C})"
             )
-        by_column[name] = v.mean(0) if v.shape == (M, C) else v.expand(C)
-    return _finite(problem, by_column)
-
-
-def measure_nodes(problem: Problem, output: Tensor) -> dict[str, Tensor]:
-    """The metrics of every node, (M, C) each: those that the problem measures so, and its headline."""
-    metrics = problem.by_node(output) | {k: v for k, v in problem.metrics(output).items() if np.ndim(v) == 2}
-    return _finite(problem, {name: value.double().cpu() for name, value in metrics.items()})
-
-
-def _finite(problem: Problem, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: v.where(v.isfinite(), problem.worst_of(name)) for name, v in metrics.items()}
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+        row[name] = v.mean(0) if v.shape == (M, C) else v.expand(C)
+        by_node |= {name: v} if v.shape == (M, C) else {}
+    if per_node:
+        row |= {name + NODES: v.double().cpu() for name, v in by_node.items()}
+    worst = {name: problem.worst_of(name.removesuffix(NODES)) for name in row}
+    return {name: v.where(v.isfinite() & ~diverged, worst[name]) for name, v in row.items()}
 
 
 def _spread(v: Tensor) -> Tensor:

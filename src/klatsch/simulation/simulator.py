@@ -5,25 +5,30 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from klatsch.arguments import whole as whole_number
+import klatsch.columns as cols
+from klatsch.arguments import whole
 from klatsch.clock import Clock
-from klatsch.clock.rounds import scheduled
+from klatsch.clock.rounds import check_meets, scheduled
 from klatsch.problems import Problem
+from klatsch.problems import checked as checked_problem
 from klatsch.rules import Rule
+from klatsch.rules.base import checked, each, rate
 from klatsch.sealed import digest
 from klatsch.simulation.driver import Advance, Run, Saver, Watch, progress_bar
 from klatsch.simulation.fused import FusedStack
-from klatsch.simulation.preparation import Prepared, length, prepared
-from klatsch.simulation.record import Result, Snapshot
-from klatsch.simulation.stack import GraphStack, PairwiseStack, Stack, StaleStack
+from klatsch.simulation.record import Facts, Network, Result, record_points
+from klatsch.simulation.stack import GraphStack, PairwiseStack, Prepared, Rates, Stack, StaleStack
 from klatsch.topology import Topology
+from klatsch.wire.carried import carried
 from klatsch.wire.program import NotTraceableError
-from klatsch.wire.rehearsal import NotAlikeError
+from klatsch.wire.rehearsal import NotAlikeError, Rehearsal
 
 PARTS = ("problem", "rule", "topology")
 ENGINES = ("auto", *(kind.name for kind in (Stack, FusedStack, GraphStack)))
@@ -118,49 +123,149 @@ def simulate_together(
     Returns:
         One result per problem; `seconds` is the time of all of them.
     """
-    if not problems or len(problems) != len(topologies):
-        raise ValueError(f"{len(problems)} problems and {len(topologies)} topologies; give one topology per problem")
+    parts = prepared(problems, rule, topologies, steps, record, dtype, device, any_graph, meets)
+    rates, origins, networks = parts.rates, parts.origins, len(problems)
+    identity, title = origins[0], f"{parts.rule.name} on {topologies[0].name}, {topologies[0].size} nodes"
+    if networks > 1:
+        identity, title = {"networks": digest({}, {"each": origins})}, f"{parts.rule.name} on {networks} networks"
+        if after is not None:
+            raise ValueError(f"after continues one result, but there are {networks} problems; give one problem")
+    run = Run(_fastest(engine, parts), parts.points, rates.steps, per_node, watch)
+    if after is not None:
+        run.go_on(after, origins[0])
+    if checkpoint is not None:  # hashing large states takes seconds
+        if any(origin["problem"] is None for origin in origins):
+            raise ValueError(
+                f"a checkpoint needs to tell problems apart: give {type(parts.problem).__name__} a method "
+                "fingerprint() that returns a text which differs where the gradients differ"
+            )
+        identity = identity | _length(run, rates) | ({"per node": True} if per_node else {})
+    sent = None if params is None else whole(params, "params", 1)
+    told = [  # before the run, which a clock that does not fit would waste
+        _seconds(clock, own, graph, sent or problem.dim, run.points, parts.meets)
+        for own, graph, problem in zip(_for_each(rule, problems), topologies, problems, strict=True)
+    ]
+    saver = Saver(checkpoint, checkpoint_every, identity, checkpoint_at_end)
+    saver.restore(run)
+    with progress_bar(progress, rates.steps, run.now.rounds, title) as tell:
+        run.drive(saver, tell)
+    results = zip(run.results(origins), told, strict=True)
+    return [replace(result, elapsed=seconds[: len(result.steps)]) for result, seconds in results]
+
+
+def _for_each(rule: Rule | list[Rule], problems: Sequence[Problem]) -> list[Rule]:
+    """A rule for each problem, of which there may be one for all."""
     rules = [*rule] if isinstance(rule, list) else [rule]
     if len(rules) not in (1, len(problems)):
         raise ValueError(f"{len(rules)} rules for {len(problems)} problems; give one rule, or one for each problem")
+    return rules if len(rules) > 1 else rules * len(problems)
+
+
+def prepared(
+    problems: Sequence[Problem],
+    rule: Rule | list[Rule],
+    topologies: Sequence[Topology],
+    steps: int,
+    record: int | Sequence[int],
+    dtype: torch.dtype,
+    device: str | torch.device,
+    any_graph: bool,
+    meets: str = "",
+) -> Prepared:
+    """Check that the parts of a run, of one network or several, fit together."""
+    if not problems or len(problems) != len(topologies):
+        raise ValueError(f"{len(problems)} problems and {len(topologies)} topologies; give one topology per problem")
+    rules, several = _for_each(rule, problems), isinstance(rule, list) and len(rule) > 1
     meets = meets.strip() if isinstance(meets, str) else meets
-    parts = prepared(problems, rules, topologies, steps, record, dtype, device, any_graph, meets)
-    rates, points, origins, whole = parts.rates, parts.points, parts.origins, parts.networks[0].problem
-    identity, title = origins[0], f"{parts.rule.name} on {topologies[0].name}, {topologies[0].size} nodes"
+    problems = [checked_problem(problem) for problem in problems]
+    fitted = [_fitted(*trio, any_graph, meets) for trio in zip(problems, rules, topologies, strict=True)]
+    rules, columns, nodes = [own for own, _, _ in fitted], max(C for _, C, _ in fitted), [p.nodes for p in problems]
+    if not several and len({str(cols.flattened("rule", own)) for own in rules}) > 1:
+        name = rules[0].name
+        raise ValueError(f"{name} differs between these graphs; give graphs with the same every, late and wire")
+    if len({problem.brief for problem in problems}) > 1:
+        raise ValueError("some of these problems measure their headline alone, others more; give all or none `briefly`")
+    if len({graph.every for graph in topologies if graph.wire == "int8"}) > 1:  # its memory rests in silent rounds
+        raise ValueError("graphs with wire = 'int8' differ in every; give those that run together the same")
+    if meets and len(problems) > 1:
+        raise ValueError(f"meets = {meets!r} is for one network, but there are {len(problems)}; call simulate for each")
+    steps = whole(steps, "steps", 1)
+    points, where = record_points(record, steps), check_place(dtype, device)
+    origins = [
+        {
+            "problem": None if (told := problem.fingerprint()) is None else f"{problem!r} {told}",
+            **cols.flattened("rule", own),
+            "topology": f"{graph!r} {graph.fingerprint}",
+            "columns": columns,
+            "dtype": str(dtype),
+            **({"meets": meets} if meets else {}),
+            **({"choice of metrics": "headline"} if problem.brief else {}),
+        }
+        for problem, own, graph in zip(problems, rules, topologies, strict=True)
+    ]
+    rows = pairwise(accumulate(nodes, initial=0))
+    networks = [Network(problem.to(dtype, where), slice(*own)) for problem, own in zip(problems, rows, strict=True)]
+    together = networks[0].problem
     if len(problems) > 1:
         kinds = {type(problem) for problem in problems}
-        if len(kinds) > 1 or whole.joined is None:
+        if len(kinds) > 1 or together.joined is None:
             names = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise ValueError(f"problems of type {names} cannot be run in one stack; call simulate for each of them")
-        if after is not None:
-            raise ValueError(f"after continues one result, but there are {len(problems)} problems; give one problem")
-        whole = whole.joined(problems).to(dtype, rates.device)
-        identity, title = {"networks": digest({}, {"each": origins})}, f"{parts.rule.name} on {len(problems)} networks"
-    nodes = _fastest(engine, whole, parts)
-    run = Run(Snapshot(nodes.start, torch.full((len(origins) * rates.columns, 2), -1)))
-    if after is not None:
-        run = Run.continued(after, origins[0], nodes.start, rates.steps, per_node)
-        points = [*after.steps, *(p for p in points if p > after.rounds)]
-    if checkpoint is not None and any(origin["problem"] is None for origin in origins):
+        together = together.joined(problems).to(dtype, where)
+    rates = Rates([own.lr for own in (rules if several else rules[:1])], nodes, steps, columns, dtype, where)
+    joined = cols.joined(rules, nodes) if several else rules[0]
+    return Prepared(together, networks, topologies, joined, rates, points, origins, fitted[0][2], meets)
+
+
+def _fitted(
+    problem: Problem, rule: Rule, topology: Topology, any_graph: bool, meets: str
+) -> tuple[Rule, int, Rehearsal]:
+    """The rule as it runs on the graph, the number of columns C, and its rehearsal; refuse parts that do not fit."""
+    if not isinstance(topology, Topology):
+        raise ValueError(f"topology is a {type(topology).__name__}; give a Topology, such as topology.make('ring', 16)")
+    rule = checked(rule)
+    if topology.size != problem.nodes:
         raise ValueError(
-            f"a checkpoint needs to tell problems apart: give {type(whole).__name__} a method fingerprint() that "
-            "returns a text which differs where the gradients differ"
+            f"{topology.name} has {topology.size} nodes but the problem has {problem.nodes}; give both the same number"
         )
-    if checkpoint is not None:  # hashing large states takes seconds
-        identity = identity | length(rates, points, run.now, nodes.name) | ({"per node": True} if per_node else {})
-    each = rules if len(rules) > 1 else rules * len(problems)
-    sent = None if params is None else whole_number(params, "params", 1)
-    told = [  # before the run, which a clock that does not fit would waste
-        _seconds(clock, one, graph, sent or problem.dim, points, parts.meets)
-        for one, graph, problem in zip(each, topologies, problems, strict=True)
-    ]
-    saver = Saver(checkpoint, checkpoint_every, identity, checkpoint_at_end)
-    run = saver.restored(nodes.start) or run
-    run.per_node, run.watch = per_node, watch
-    with progress_bar(progress, rates.steps, run.now.rounds, title) as tell:
-        run.drive(nodes, points, rates.steps, saver, tell)
-    results = zip(run.results(nodes, points, origins), told, strict=True)
-    return [replace(result, elapsed=seconds[: len(result.steps)]) for result, seconds in results]
+    check_meets(topology.name, meets, topology.every, topology.late, topology.wire, topology.loss)
+    if not any_graph:
+        rule.check_graph(topology)
+    C, own = cols.count(rule, rate(rule.lr, 1)), problem.columns
+    if own != C and 1 not in (C, own):
+        raise ValueError(f"the rule has {C} columns but the problem has {own}; give both the same number, or one")
+    rehearsal = Rehearsal(rule, torch.zeros(1, C, problem.dim, dtype=torch.float64))
+    return carried(rule.on(topology), topology, meets), max(C, own), rehearsal
+
+
+def check_place(dtype: torch.dtype, device: str | torch.device) -> torch.device:
+    """The device; refuse a dtype or device that this machine does not have."""
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype = {dtype}; choose torch.float32 or torch.float64")
+    try:
+        where = torch.device(device)
+        if where.type not in ("cpu", "cuda"):  # torch's own error is long
+            raise RuntimeError(f"{where.type} is not supported")
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        remedy = "choose cpu, or cuda where there is one"
+        raise ValueError(f"device = {device!r} cannot be used ({reason}); {remedy}") from None
+    return where
+
+
+def _length(run: Run, rates: Rates) -> Facts:
+    """What else determines a result to the last bit: length, schedule, points, start, device and engine."""
+    rounds = sorted({1, *run.points, rates.steps})
+    told = [[cols.described(torch.as_tensor(lr(t))) for t in rounds] if callable(lr) else None for lr in rates.lrs]
+    return {
+        "steps": rates.steps,
+        "record": run.points,
+        "learning rates": told[0] if len(told) == 1 else told,
+        "begun": digest(each(Tensor.cpu, run.now.state), {"rounds": run.now.rounds}),
+        "device": rates.device.type,
+        "engine": run.nodes.name,
+    }
 
 
 def _seconds(
@@ -176,21 +281,21 @@ def _seconds(
     return [schedule.seconds(step) for step in points]
 
 
-def _fastest(engine: str, problem: Problem, parts: Prepared) -> Stack:
+def _fastest(engine: str, parts: Prepared) -> Stack:
     """The nodes with this engine; for "auto", with the fastest that can run them."""
     if engine not in ENGINES:
         raise ValueError(f"engine = {engine!r}; choose from {', '.join(ENGINES)}")
     if parts.meets:
         if engine not in ("auto", "torch"):
             raise ValueError(f"engine = {engine!r} cannot run meets = {parts.meets!r}; use engine='auto'")
-        return (PairwiseStack if parts.meets.startswith("pairwise") else StaleStack)(problem, parts)
+        return (PairwiseStack if parts.meets.startswith("pairwise") else StaleStack)(parts)
     for kind in (FusedStack, GraphStack):
         if engine == kind.name or (engine == "auto" and parts.rates.device.type == kind.place):
             try:
-                return kind(problem, parts)
+                return kind(parts)
             except (ValueError, OSError, RuntimeError, NotTraceableError) as reason:
                 if engine == kind.name:
                     raise ValueError(f"engine = {engine!r} cannot run this: {reason}; use engine='auto'") from None
                 if isinstance(reason, NotAlikeError):  # others, such as push-sum, are no surprise
                     warnings.warn(f"it runs with plain operations: {reason}", RuntimeWarning, stacklevel=4)
-    return Stack(problem, parts)
+    return Stack(parts)

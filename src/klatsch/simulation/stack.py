@@ -7,27 +7,90 @@ dozen rounds at once; nodes that do not wait for each other meet in a `PairwiseS
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+import klatsch.columns as cols
 from klatsch.clock.meetings import Pairwise, Staleness
 from klatsch.clock.rounds import scheduled
 from klatsch.problems import Problem
-from klatsch.rules import Flow, State
-from klatsch.rules.base import Tensors, each
+from klatsch.rules import Flow, Rule, State
+from klatsch.rules.base import LearningRate, Tensors, each, rate
 from klatsch.simulation.mixing import StackedMix
-from klatsch.simulation.preparation import Prepared
-from klatsch.simulation.record import Snapshot
+from klatsch.simulation.record import Facts, Network, Snapshot
+from klatsch.topology import Topology
 from klatsch.wire.carried import bare
+from klatsch.wire.rehearsal import Rehearsal
 
 MOST_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 24}  # drawn at once: a cache's worth, or enough to hide the launches
 ROUNDS, MOST_ROUNDS = 32, 512  # per CUDA graph, rounded up to whole periods: capturing takes memory and time
 ASKED, LAST = "asked@", "last@"  # fields: where a node's gradient is being taken, and its last gradient
+
+
+@dataclass
+class Rates:
+    """The learning rates of a run, round by round, and where it computes."""
+
+    lrs: Sequence[LearningRate]  # one for all networks, or one for each
+    nodes: Sequence[int]  # of each network
+    steps: int  # the last round: engines look ahead, but never ask a schedule beyond it
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.change = any(map(callable, self.lrs))
+        self._fixed = None if self.change else self._placed(self._of(1))
+
+    def __call__(self, t: int) -> cols.Number:
+        """The learning rate of round t: a number, or a tensor (columns, 1), or (nodes, columns, 1) if they differ."""
+        return self._placed(self._of(t)) if self._fixed is None else self._fixed
+
+    def between(self, done: int, until: int) -> Tensor:
+        """The learning rates of rounds done + 1 to until, as tensors."""
+        rounds = (torch.as_tensor(self._of(t), dtype=self.dtype) for t in range(done + 1, until + 1))
+        rates = [v if v.ndim == 3 else v.reshape(-1, 1).expand(self.columns, 1) for v in rounds]
+        # One transfer for all rounds: on a GPU one for each would take longer than the rounds themselves.
+        return torch.stack(rates).to(self.device)
+
+    def _of(self, t: int) -> cols.Number:
+        rates: list[cols.Number] = [rate(lr, min(t, self.steps)) for lr in self.lrs]
+        for lr, one in zip(self.lrs, rates, strict=True):
+            if callable(lr) and isinstance(one, Tensor) and len(one) != self.columns:
+                raise ValueError(f"lr({t}) has {len(one)} columns; return one number, or {self.columns} at every round")
+        return rates[0] if len(rates) == 1 else cols.spread(rates, self.nodes)
+
+    def _placed(self, rates: cols.Number) -> cols.Number:
+        return rates.to(self.device, self.dtype) if isinstance(rates, Tensor) else rates
+
+    def placed(self, rule: Rule) -> Rule:
+        """The rule with its per-column hyper-parameters on the device of the run."""
+        return cols.mapped(rule, lambda v: v.to(self.device, self.dtype))
+
+    def start(self, problem: Problem) -> Tensor:
+        """Where every node of a problem starts, (C, d)."""
+        return torch.as_tensor(problem.start()).to(self.device, self.dtype).expand(self.columns, problem.dim)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The parts of a run, checked, with the problems on its device."""
+
+    problem: Problem  # of all networks together
+    networks: list[Network]
+    topologies: Sequence[Topology]  # one per network
+    rule: Rule  # as it runs on them
+    rates: Rates
+    points: list[int]
+    origins: list[Facts]  # by network: what tells it from others, whatever its length
+    rehearsal: Rehearsal  # of the rule, without a channel
+    meets: str = ""  # when nodes mix, if not all together in rounds
 
 
 class Gradients:
@@ -37,7 +100,7 @@ class Gradients:
         self.problem, self.draws_ahead = problem, problem.draws_ahead
         numbers = problem.nodes * (problem.drawn or problem.dim)  # per round
         self.chunk = max(1, min(1000, steps, MOST_NUMBERS[device] // numbers))  # rounds drawn at once
-        self._chunks: dict[int, Future[Tensor]] = {}
+        self._chunks: dict[int, Callable[[], Tensor]] = {}
 
     def __call__(self, x: Tensor, t: int) -> Tensor:
         if self.draws_ahead:
@@ -54,36 +117,32 @@ class Gradients:
     def drawn(self, done: int, until: int) -> Tensor:
         """The draws of rounds done + 1 to until, which lie in one chunk."""
         number = done // self.chunk
-        return self._chunk(number).result()[done - number * self.chunk : until - number * self.chunk]
+        self._draw(number)
+        return self._chunks[number]()[done - number * self.chunk : until - number * self.chunk]
 
     def draw_next(self, done: int, executor: Executor) -> None:
         """Draw the chunk after that of round done + 1 in the background."""
-        self._chunk(done // self.chunk + 1, executor)
+        self._draw(done // self.chunk + 1, executor)
 
-    def _chunk(self, number: int, executor: Executor | None = None) -> Future[Tensor]:
-        """The draws of a chunk, which are kept with those of the one before."""
+    def _draw(self, number: int, executor: Executor | None = None) -> None:
+        """Draw a chunk, which is kept with the one before."""
         if number not in self._chunks:
-            rounds = torch.arange(number * self.chunk + 1, (number + 1) * self.chunk + 1)
-            if executor is not None:
-                drawing = executor.submit(self.problem.draw, rounds)
-            else:
-                drawing = Future()
-                drawing.set_result(self.problem.draw(rounds))
-            self._chunks = {k: v for k, v in self._chunks.items() if k == number - 1} | {number: drawing}
-        return self._chunks[number]
+            draw = partial(self.problem.draw, torch.arange(number * self.chunk + 1, (number + 1) * self.chunk + 1))
+            drawn = cache(draw) if executor is None else executor.submit(draw).result
+            self._chunks = {k: v for k, v in self._chunks.items() if k == number - 1} | {number: drawn}
 
 
 class Stack:
-    """The nodes of a simulation, advanced by plain torch operations; `problem` covers all of them."""
+    """The nodes of a simulation, advanced by plain torch operations."""
 
     name: ClassVar[str] = "torch"
     place: ClassVar[str] = ""  # the device where it is the fastest
 
-    def __init__(self, problem: Problem, parts: Prepared) -> None:
-        self.problem, self.networks, self.rates, self.device = problem, parts.networks, parts.rates, parts.rates.device
-        self.parts, self.rule = parts, parts.rates.placed(parts.rule)
+    def __init__(self, parts: Prepared) -> None:
+        self.parts, self.problem, self.networks, self.rates = parts, parts.problem, parts.networks, parts.rates
+        self.device, self.rule = self.rates.device, self.rates.placed(parts.rule)
         self.brief = all(own.problem.brief for own in parts.networks)
-        self.gradients = Gradients(problem, self.rates.steps, self.device.type)
+        self.gradients = Gradients(self.problem, self.rates.steps, self.device.type)
         starts = [self.rates.start(own).expand(own.nodes, -1, -1) for own, _ in self.networks]
         self.start = self.rule.init(torch.cat(starts))
 
@@ -162,8 +221,8 @@ class GraphStack(Stack):
 
     name, place = "cuda graph", "cuda"
 
-    def __init__(self, problem: Problem, parts: Prepared) -> None:
-        super().__init__(problem, parts)
+    def __init__(self, parts: Prepared) -> None:
+        super().__init__(parts)
         if self.device.type != "cuda":
             raise ValueError("it runs on a GPU only, with device='cuda'")
         if not self.gradients.draws_ahead:
@@ -242,9 +301,9 @@ class AsynchronousStack(Stack):
 class PairwiseStack(AsynchronousStack):
     """Nodes that average in pairs, and step when their gradients are there, from where these began."""
 
-    def __init__(self, problem: Problem, parts: Prepared) -> None:
-        super().__init__(problem, parts)
-        schedule = scheduled(self.rule, parts.topologies[0], problem.dim, parts.meets)
+    def __init__(self, parts: Prepared) -> None:
+        super().__init__(parts)
+        schedule = scheduled(self.rule, parts.topologies[0], self.problem.dim, parts.meets)
         assert isinstance(schedule, Pairwise)
         self.schedule, asked = schedule, self.rule.query(self.start)
         self.start = self.start | {ASKED: asked, LAST: torch.zeros_like(asked)}
@@ -276,9 +335,9 @@ class PairwiseStack(AsynchronousStack):
 class StaleStack(AsynchronousStack):
     """Nodes whose neighbours' values, of what was sent in the last rounds, arrive as soon as they are there."""
 
-    def __init__(self, problem: Problem, parts: Prepared) -> None:
-        super().__init__(problem, parts)
-        schedule = scheduled(bare(self.rule), parts.topologies[0], problem.dim, parts.meets)
+    def __init__(self, parts: Prepared) -> None:
+        super().__init__(parts)
+        schedule = scheduled(bare(self.rule), parts.topologies[0], self.problem.dim, parts.meets)
         assert isinstance(schedule, Staleness)
         self.schedule = schedule
         self._weights = torch.tensor(schedule.weights, dtype=self.rates.dtype, device=self.device)

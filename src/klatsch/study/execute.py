@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from klatsch import problems
-from klatsch.simulation.preparation import check_place
+from klatsch.simulation.simulator import check_place
 from klatsch.study import workers
 from klatsch.study.batches import DTYPES, Batch, Outcome, pack, quick
 from klatsch.study.cases import Case, LeftOut, expand
