@@ -59,14 +59,8 @@ class Pairwise(Schedule[list[Meeting]]):
 
     A node asks a neighbour while it computes its gradient. When the answer is there, both have the mean of their
     vectors; when the gradient is there as well, it takes its step and begins again. So a gradient is of the point at
-    which it began. A round counts M steps of the network, whoever takes them.
-
-    Args:
-        gradients: the seconds of all nodes' gradients, one after the other.
-        weights: how likely a node (row) asks another one (column).
-        answers: seconds from asking a node to its answer, likewise.
-        work: seconds to handle a message.
-        seed: of who asks whom.
+    which it began. A round counts M steps of the network, whoever takes them. `weights` say how likely a node (row)
+    asks another one (column), `answers` how many seconds pass until the answer; `work` is to handle a message.
     """
 
     def __init__(self, gradients: Iterator[Array], weights: Array, answers: Array, work: float, seed: int) -> None:
@@ -78,32 +72,28 @@ class Pairwise(Schedule[list[Meeting]]):
 
     def _grouped(self) -> Iterator[tuple[list[Meeting], float]]:
         """Rounds of M steps; each event is in the first meeting that keeps the order of every node's events."""
-        M, number = self.nodes, 1
-        steps, pairs = defaultdict[int, list[int]](list), defaultdict[int, list[tuple[int, int]]](list)
-        may_step, may_meet = [0] * M, [0] * M  # from which meeting of the round on
-        for taken, when, node, other in self._events():
-            if other < 0:
+        M, number, events = self.nodes, 1, self._events()
+        while True:
+            steps, pairs = defaultdict[int, list[int]](list), defaultdict[int, list[tuple[int, int]]](list)
+            may_step, may_meet = [0] * M, [0] * M  # from which meeting of the round on
+            for taken, when, node, other in events:
+                if other >= 0:
+                    k = max(may_meet[node], may_meet[other])
+                    pairs[k].append((node, other))
+                    for one in (node, other):
+                        may_step[one] = may_meet[one] = k + 1
+                    continue
                 k = may_step[node]
                 steps[k].append(node)
                 may_step[node], may_meet[node] = k + 1, k
-            else:
-                k = max(may_meet[node], may_meet[other])
-                pairs[k].append((node, other))
-                for one in (node, other):
-                    may_step[one] = may_meet[one] = k + 1
-            if other < 0 and taken % M == 0:
-                count = 1 + max((*steps, *pairs))
-                yield (
-                    [
+                if taken % M == 0:
+                    meetings = [
                         Meeting(number + k, np.array(steps[k], np.int64), np.array(pairs[k], np.int64).reshape(-1, 2))
-                        for k in range(count)
-                    ],
-                    when,
-                )
-                number += count
-                steps.clear()
-                pairs.clear()
-                may_step, may_meet = [0] * M, [0] * M
+                        for k in range(1 + max((*steps, *pairs)))
+                    ]
+                    number += len(meetings)
+                    yield meetings, when
+                    break
 
     def _events(self) -> Iterator[tuple[int, float, int, int]]:
         """Steps so far, when, which node, and whom it meets, in the order of time; -1 where it takes its step."""
@@ -132,13 +122,8 @@ class Pairwise(Schedule[list[Meeting]]):
 class Staleness(Schedule[dict[int, Flags]]):
     """Which messages, (degree, M), nodes use in a round, by how many rounds old they are.
 
-    Each is used as soon as it is there; after `late` rounds nodes wait for it.
-
-    Args:
-        rounds: one after the other.
-        sources: whom each node hears, (degree, M).
-        weights: of these messages, (degree, M).
-        late: the most rounds.
+    Each is used as soon as it is there; after `late` rounds nodes wait for it. `sources` are those whom each node
+    hears, with the weights of their messages.
     """
 
     def __init__(self, rounds: Iterator[Late], sources: Numbers, weights: Array, late: int) -> None:

@@ -63,7 +63,7 @@ class Times:
         """Seconds of the gradients of some rounds, (rounds, nodes)."""
         raise NotImplementedError(f"{type(self).__name__} has no draw(rounds, nodes, numbers)")
 
-    def drawing(self, nodes: int, seed: int) -> Callable[[int, int], Array]:
+    def drawing(self, nodes: int, seed: int | Generator) -> Callable[[int, int], Array]:
         """A function of a first round and how many, to be called for one piece of a run after the other."""
         numbers = np.random.default_rng(seed)
         return lambda first, rounds: self.draw(rounds, nodes, numbers)
@@ -150,19 +150,17 @@ class Trace(ByContent, Times):
         return Trace(self.rows[:, :nodes], self.name)
 
     def draw(self, rounds: int, nodes: int, numbers: Generator) -> Array:
-        return self._rows(numbers.integers(len(self.rows), size=nodes), 0, rounds)
+        return self.drawing(nodes, numbers)(0, rounds)
 
-    def drawing(self, nodes: int, seed: int) -> Callable[[int, int], Array]:
-        begin = np.random.default_rng(seed).integers(len(self.rows), size=nodes)
-        return lambda first, rounds: self._rows(begin, first, rounds)
-
-    def _rows(self, begin: Nodes, first: int, rounds: int) -> Array:
-        """Some rounds of nodes that began at these rows."""
-        rows = np.broadcast_to(self.rows, (len(self.rows), len(begin)))
-        if len(rows) == 1:
-            return np.broadcast_to(rows, (rounds, len(begin)))
-        picked: Array = rows[(np.arange(first, first + rounds)[:, None] + begin) % len(rows), np.arange(len(begin))]
-        return picked
+    def drawing(self, nodes: int, seed: int | Generator) -> Callable[[int, int], Array]:
+        count, each = len(self.rows), np.arange(nodes)
+        rows, begin = (
+            np.broadcast_to(self.rows, (count, nodes)),
+            np.random.default_rng(seed).integers(count, size=nodes),
+        )
+        if count == 1:
+            return lambda first, rounds: np.broadcast_to(rows, (rounds, nodes))
+        return lambda first, rounds: rows[(np.arange(first, first + rounds)[:, None] + begin) % count, each]
 
 
 def times(given: Times | float | str | Sequence[float]) -> Times:

@@ -127,14 +127,13 @@ class Clock:
             vectors = 1 if talk.every == 1 else sum(sent.vectors for sent in talk.messages)
             done = self.all_reduce(talk.nodes, params, steps, talk.every, vectors)
         else:
-            rounds = self._gossip(talk, params)
-            done = _at(self._checked(talk.nodes, steps), (round_.done for round_ in rounds))
+            done = self._at(talk.nodes, steps, (one.done for one in self._gossip(talk, params)))
         return [float(seconds) for seconds in done.max(1)]
 
     def gossip(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> Array:
         """When each node has done so many rounds of gossip, in seconds, (len(steps), M)."""
         rounds = self._gossip(talk_of(rule, topology, params), params)
-        return _at(self._checked(topology.size, steps), (round_.done for round_ in rounds))
+        return self._at(topology.size, steps, (one.done for one in rounds))
 
     def _gossip(self, talk: Talk, params: int) -> Iterator[Late]:
         """Rounds of gossip without end; `arrivals` are those of all messages of a node."""
@@ -187,22 +186,21 @@ class Clock:
         They go along a ring in pieces, in the order of the nodes, or along a tree and back, whichever is faster. In
         every round it is an all-reduce of gradients, in buckets, which travel as soon as they are finished.
         """
-        steps, size = self._checked(nodes, steps), float(encoded_bytes("float32", params))
-        extra = self._all_reduce(nodes, vectors * size, hides=every == 1) + vectors * size * self.handling * (nodes > 1)
 
         def rounds() -> Iterator[Array]:
-            done = np.zeros(nodes)
+            size, done = vectors * float(encoded_bytes("float32", params)), np.zeros(nodes)
+            extra = self._all_reduce(nodes, size, hides=every == 1) + size * self.handling * (nodes > 1)
             for t, gradient in enumerate(self.gradients(nodes, params), 1):
                 done = done + gradient
                 if t % every == 0:
                     done = np.full(nodes, done.max() + extra)
                 yield done
 
-        return _at(steps, rounds())
+        return self._at(nodes, steps, rounds())
 
     def pairwise(self, rule: Rule, topology: Topology, params: int) -> Pairwise:
         """Who meets whom, if nodes average in pairs and do not wait for each other."""
-        self._checked(topology.size, [1])
+        self._check(topology.size)
         whole(topology.size, f"{topology.name}: nodes that meet in pairs", 1, MOST_IN_PAIRS)
         weights = sum(topology.speaking[1:], start=topology.speaking[0]).toarray()
         np.fill_diagonal(weights, 0.0)
@@ -216,21 +214,25 @@ class Clock:
 
     def staleness(self, rule: Rule, topology: Topology, params: int) -> Staleness:
         """How many rounds late messages are used, if nodes wait only for those that are `topology.late` rounds old."""
-        self._checked(topology.size, [1])
+        self._check(topology.size)
         everyone, talk = np.arange(topology.size), talk_of(rule, topology, params)
         sources = self._hearing(talk.links[0], talk, 0.0).sources
         weights = np.where(sources == everyone, 0.0, topology.speaking[0].toarray()[everyone, sources])
         return Staleness(self._gossip(talk, params), sources, weights, topology.late)
 
-    def _checked(self, nodes: int, steps: Sequence[int]) -> Sequence[int]:
+    def _check(self, nodes: int) -> None:
         for part in (self.times, self.links):
             if part.nodes not in (None, nodes):
                 raise ValueError(f"{part.name} is for {part.nodes} nodes, but there are {nodes}; make them equal")
+
+    def _at(self, nodes: int, steps: Sequence[int], rounds: Iterator[Array]) -> Array:
+        """What there is at some rounds, (len(steps), M)."""
+        self._check(nodes)
         if not len(steps):
             raise ValueError("steps is empty; give the rounds at which to look at the clock, such as [1000]")
-        for step in steps:
-            whole(step, "steps", 1)
-        return steps
+        wanted = {whole(step, "steps", 1) for step in steps}
+        at = {t: done for t, done in enumerate(islice(rounds, max(wanted)), 1) if t in wanted}
+        return np.array([at[step] for step in steps])
 
     def gradients(self, nodes: int, params: int) -> Iterator[Array]:
         """The seconds of every node's gradient, round by round, with what its GPUs do among themselves."""
@@ -273,12 +275,7 @@ class Clock:
         if nodes == 1:
             return 0.0
         ring_order = np.arange(nodes)
-        rate, latency = self.links.between(ring_order, np.roll(ring_order, -1))
-        if (rate <= 0).any():
-            raise NoLinkError(
-                f"an all-reduce along a ring needs a link from node {int(np.argmax(rate <= 0))} to the next one, and "
-                "the network has none; give it a bandwidth"
-            )
+        rate, latency = self._between(ring_order, np.roll(ring_order, -1), "an all-reduce along a ring")
         ring = 2 * (nodes - 1) * float((latency + self.per_message + size / nodes / rate).max())
         tree = 2 * np.ceil(np.log2(nodes)) * float((latency + self.per_message + size / rate).max())
         travel = min(ring, float(tree))
@@ -323,13 +320,6 @@ def scheduled(rule: Rule, topology: Topology, params: int, meets: str) -> Pairwi
         asked = f"{topology.name} with meets = {meets!r}"
         raise ValueError(f"{asked}: the graph changes from round to round; use a static one, such as ring")
     return clock.staleness(rule, topology, params)
-
-
-def _at(steps: Sequence[int], rounds: Iterator[Array]) -> Array:
-    """What there is at some rounds, (len(steps), M)."""
-    wanted = set(steps)
-    at = {t: done for t, done in enumerate(islice(rounds, max(steps)), 1) if t in wanted}
-    return np.array([at[step] for step in steps])
 
 
 def talk_of(rule: Rule, topology: Topology, params: int = FEW) -> Talk:
