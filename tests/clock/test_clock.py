@@ -212,7 +212,7 @@ def plainly(one, rule, topology, params, drawn):
 
 
 GRAPHS = [("ring", {}), ("star", {}), ("one_peer_exponential", {}), ("ring", {"every": 3})]
-GRAPHS += [("ring", {"every": 2, "late": 3})]
+GRAPHS += [("ring", {"every": 2, "late": 3}), ("random_matching", {"every": 2, "late": 3})]
 
 
 @pytest.mark.parametrize("name", ["dsgd", "dat", "gt", "dat-gt"])

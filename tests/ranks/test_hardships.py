@@ -316,6 +316,30 @@ def test_the_last_round_is_the_same_for_all_whatever_the_number_of_rounds():
     assert {one.last_round() for one in nodes} == {many + 1 + lag(graph)}
 
 
+@pytest.mark.parametrize("late", [0, 3])
+def test_random_pairs_go_on_until_all_know_that_all_have_finished(late):
+    """Which takes other times from other rounds; the first message after the end may have left before it."""
+    graph = klatsch.topology.make("random_matching/2", 9, late=late)
+    for last in range(20, 40):
+        nodes, sent = [Membership(graph, rank) for rank in range(9)], {}
+        for rank, one in enumerate(nodes):
+            one.finish(last - rank, leave=False)
+        ends = []
+        for t in range(last + 2, last + 200):
+            tails = []
+            for one in nodes:
+                tails.append(torch.empty(len(one), dtype=torch.uint8))
+                one.tell(tails[-1])
+            sent[t] = tails if graph.speaks(t) else None
+            if sent.get(t - late):
+                for rank, one in enumerate(nodes):
+                    one.learn(sent[t - late][peer] for peer in graph.neighbors(rank, t - late))
+            if all(known := [one.last_round() for one in nodes]):
+                ends = [*known, t]
+                break
+        assert len(set(ends)) == 1  # the same for all, and no round too many
+
+
 def test_on_a_directed_ring_nobody_hears_of_everybody_once_one_is_lost():
     third = Membership(klatsch.topology.directed_ring(4), 2)
     third.lose(1)
@@ -333,10 +357,13 @@ FEWER = [
     ("ring/4", "dsgd", {}),
     ("ring/4", "dat", {"order": "atc"}),
     ("base_graph/3", "dat", {"order": "cta"}),
+    ("random_matching", "dat", {"order": "atc"}),
 ]
 ON_THEIR_WAY = [
     ("ring", {"every": 2, "late": 3, "wire": "int8"}, []),
     ("one_peer_exponential", {"late": 2, "wire": "bfloat16"}, []),
+    ("random_matching", {"late": 2, "wire": "bfloat16"}, []),
+    ("random_matching", {}, [2]),
     ("ring", {"late": 2}, [2]),
 ]
 UNEVEN = [
@@ -363,10 +390,19 @@ def uneven(prepared, tmp_path_factory):
     return all_at_once(prepared, tmp_path_factory.mktemp("uneven"), "uneven", UNEVEN)
 
 
+def last_round(rounds, graph):
+    """The last round of all, where all have taken their last gradient by a round."""
+    nodes = [Membership(graph, rank) for rank in range(SIZE)]
+    for one in nodes:
+        one.finish(rounds, leave=False)
+    news(*nodes)
+    return nodes[0].last_round()
+
+
 @pytest.mark.parametrize("graph, rule, options", FEWER)
 def test_ranks_with_fewer_batches_gossip_on_until_all_are_done(uneven, graph, rule, options):
     folder = uneven(steps=BATCHES, graph=graph, rule=rule, **options)
-    last = 30 + 1 + lag(klatsch.topology.make(graph, SIZE))
+    last = last_round(30, klatsch.topology.make(graph, SIZE))
     wanted = expected(last, lambda node, t: t > BATCHES[node], graph, rule=rule, **options)
     for rank, end in enumerate(ends(folder)):
         assert end["rounds"] == last == BATCHES[rank] + int((folder / f"idle-{rank}").read_text())
@@ -376,7 +412,7 @@ def test_ranks_with_fewer_batches_gossip_on_until_all_are_done(uneven, graph, ru
 @pytest.mark.parametrize("graph, travel, leave", ON_THEIR_WAY)
 def test_ranks_end_at_different_times_with_messages_on_their_way(uneven, graph, travel, leave):
     folder = uneven(steps=FEW, graph=graph, rule="dsgd", leave=leave, travel=travel)
-    last = 9 + 1 + lag(klatsch.topology.make(graph, SIZE, **travel))
+    last = last_round(9, klatsch.topology.make(graph, SIZE, **travel))
     if not leave:
         wanted = expected(last, lambda node, t: t > FEW[node], graph, rule="dsgd", travel=travel)
         for rank, end in enumerate(ends(folder)):

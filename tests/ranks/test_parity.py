@@ -14,7 +14,7 @@ from tests.support.processes import Ranks
 from tests.support.rank_scenarios import LR, RANK_CASES, RANK_RULES, ROUNDS, lr_of, problem_of
 
 PATTERNS = ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp")  # one rule of each
-ON_SIX = ("torus", "one_peer_exponential", "base_graph", "base_graph/3")  # which is no power of 2
+ON_SIX = ("torus", "one_peer_exponential", "base_graph", "base_graph/3", "random_matching")  # which is no power of 2
 CASES = {4: RANK_CASES, 6: dict.fromkeys(PATTERNS, ON_SIX)}
 
 

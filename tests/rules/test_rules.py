@@ -233,6 +233,7 @@ def test_refused_with_the_reason(rule, graph):
     with pytest.raises(ValueError, match=rule.split(",")[0]) as error:
         klatsch.simulate(problems.LeastSquares(graph.size), RULES[rule](0.01), graph, 10)
     reasons = {"ring": "-0.3333.*lazy", "base_graph(k=1)": "time-varying", "directed_ring": "directed"}
+    reasons["random_matching"] = "time-varying"
     reasons["one_peer_exponential"] = "directed and time-varying"
     assert re.search(reasons[graph.name], str(error.value))
     assert klatsch.simulate(problems.LeastSquares(graph.size), RULES[rule](1e-4), graph, 5, any_graph=True)

@@ -37,13 +37,16 @@ GRAPHS = {
     "one peer": tp.one_peer_exponential(6),
     "base graph": tp.base_graph(6),
     "directed ring": tp.directed_ring(5),
+    "random pairs": tp.random_matching(5),
     "one node": tp.ring(1),
     "two nodes": tp.ring(2),
 }
 STATIC_ONLY = {
     name for name in RULES if name.partition(",")[0] in ("d2", "dat-d2", "decentlam", "d2-adam", "dat-d2-adam")
 }
-UNDEFINED = {(rule, graph) for rule in STATIC_ONLY for graph in ("one peer", "base graph", "directed ring")} | {
+UNDEFINED = {
+    (rule, graph) for rule in STATIC_ONLY for graph in ("one peer", "base graph", "directed ring", "random pairs")
+} | {
     ("d2, published", "ring")  # the even ring sits at -1/3
 }
 TABLE = [(rule, graph) for rule in RULES for graph in GRAPHS if (rule, graph) not in UNDEFINED]

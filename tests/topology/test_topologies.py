@@ -53,6 +53,7 @@ DEGREES = {
     "base_graph": lambda n: min(n - 1, 1),
     "directed_ring": lambda n: min(n - 1, 1),
     "random_regular": lambda n: min(4, n - 1),
+    "random_matching": lambda n: min(n - 1, 1),
 }
 
 

@@ -30,7 +30,7 @@ from klatsch.clock.network import times as times_of
 from klatsch.rules import Rule
 from klatsch.topology import Topology
 from klatsch.topology.channel import encoded_bytes
-from klatsch.topology.matrix import Matrix, mapped
+from klatsch.topology.matrix import Matrix, mapped, places
 from klatsch.wire.rehearsal import FEW, rehearse
 
 FEW_ROUNDS, CHUNK = 64, 1 << 22  # rounds whose times are drawn at first, and times that are drawn at once later
@@ -62,6 +62,7 @@ class Talk(NamedTuple):
     all_reduce: bool
     messages: Sequence[Sending]  # of a round
     links: Sequence[tuple[Nodes, Nodes]]  # senders and receivers, for each round with gossip of a period
+    shuffle: int | None = None  # the seed by which nodes change places before every round
 
 
 class Hearing(NamedTuple):
@@ -140,23 +141,30 @@ class Clock:
         size = float(encoded_bytes("float32", params))
         encoded = float(encoded_bytes(talk.wire, params))
         sendings = talk.messages
-        hearings = [
-            mapped(talk.links, partial(self._hearing, talk=talk, size=sent.vectors * encoded)) for sent in sendings
-        ]
+        sizes = [sent.vectors * encoded for sent in sendings]
+        hearings = [mapped(talk.links, partial(self._hearing, talk=talk, size=each)) for each in sizes]
         work = sum(sent.vectors for sent in sendings) * size * self.handling
         free = np.zeros(talk.nodes)  # when a node's link has sent all that it was given
         on_the_way: deque[tuple[int, Array]] = deque()  # the round that waits for it, and when it has arrived
 
-        def sent_from(begin: Array, ready: Array, phase: int) -> Array:
+        def heard_in(t: int) -> list[Hearing]:
+            """Who waits for whom in round t, by message."""
+            phase = (t // talk.every - 1) % len(talk.links)
+            if talk.shuffle is None:
+                return [hearing[phase] for hearing in hearings]
+            sender, receiver = (places(talk.nodes, talk.shuffle, t)[ends] for ends in talk.links[phase])
+            return [self._hearing((sender, receiver), talk, each) for each in sizes]
+
+        def sent_from(begin: Array, ready: Array, t: int) -> Array:
             """When each node has the messages of each neighbour; the early ones leave at the beginning."""
             nonlocal free
             arrivals: list[Array] = []
-            last = np.full(hearings[0][phase].delays.shape, -np.inf)
-            for sent, hearing in zip(sendings, hearings, strict=True):
+            in_round = heard_in(t)
+            last = np.full(in_round[0].delays.shape, -np.inf)
+            for sent, (sources, delays, sending) in zip(sendings, in_round, strict=True):
                 start = np.maximum(begin if sent.early else ready, free)
                 for k in sent.needs:
                     start = np.maximum(start, arrivals[k])
-                sources, delays, sending = hearing[phase]
                 free = start + sending
                 each = start[sources] + delays
                 arrivals.append(each.max(0))
@@ -166,9 +174,9 @@ class Clock:
         done, nothing = np.zeros(talk.nodes), np.full((1, talk.nodes), -np.inf)
         for t, gradient in enumerate(self.gradients(talk.nodes, params), 1):
             ready, arrivals = done + gradient, nothing
-            speaks, phase = t % talk.every == 0 and talk.nodes > 1, (t // talk.every - 1) % len(talk.links)
+            speaks = t % talk.every == 0 and talk.nodes > 1
             if speaks and not talk.late:
-                arrivals = sent_from(done, ready, phase)
+                arrivals = sent_from(done, ready, t)
                 done = np.maximum(ready, arrivals.max(0)) + work
             else:
                 done = ready
@@ -176,7 +184,7 @@ class Clock:
                     done = np.maximum(done, on_the_way.popleft()[1])
                 if speaks:
                     done = done + work
-                    arrivals = sent_from(done, done, phase)
+                    arrivals = sent_from(done, done, t)
                     on_the_way.append((t + talk.late, arrivals.max(0)))
             yield Late(ready, arrivals, done)
 
@@ -202,7 +210,7 @@ class Clock:
         """Who meets whom, if nodes average in pairs and do not wait for each other."""
         self._check(topology.size)
         whole(topology.size, f"{topology.name}: nodes that meet in pairs", 1, MOST_IN_PAIRS)
-        weights = sum(topology.speaking[1:], start=topology.speaking[0]).toarray()
+        weights = topology.union.toarray()
         np.fill_diagonal(weights, 0.0)
         size = sum(sent.vectors for sent in messages_of(rule, params)) * float(encoded_bytes("float32", params))
         asks, answers = np.nonzero(weights)
@@ -326,7 +334,7 @@ def talk_of(rule: Rule, topology: Topology, params: int = FEW) -> Talk:
     """What nodes say to each other."""
     channel = topology.every, topology.late, topology.wire, topology.all_reduce
     links = mapped(topology.speaking, _links)
-    return Talk(topology.name, topology.size, *channel, messages_of(rule, params), links)
+    return Talk(topology.name, topology.size, *channel, messages_of(rule, params), links, topology.shuffle)
 
 
 def _links(P: Matrix) -> tuple[Nodes, Nodes]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from klatsch.ranks.agreement import Group, members
@@ -53,9 +56,9 @@ class GlooLinks:
         self.in_vain: dict[int, Exception] = {}  # by round: why not all ranks came together after it
         self.bytes_sent, self.seconds_waited = 0, 0.0
         self.notes = Notes(group)
-        rounds = range(1, topology.period + 1)
-        self._sources = [topology.neighbors(self.rank, t).tolist() for t in rounds]
-        self._targets = [topology.receivers(self.rank, t).tolist() for t in rounds]
+        self._sources, self._targets = (
+            lru_cache(1024)(partial(peers, self.rank)) for peers in (topology.neighbors, topology.receivers)
+        )
         self._memory: dict[tuple[int, int], Tensor] = {}
         self._rooms: dict[int, list[tuple[int, Tensor]]] = {}  # by tag: where messages arrive, by neighbour
         self._arriving: dict[tuple[int, int], list[Transfer]] = {}  # by tag and round
@@ -133,9 +136,10 @@ class GlooLinks:
             self._memory[key] = torch.empty_like(like)
         return [(source, self._memory[tag, k]) for k, source in enumerate(sources)]
 
-    def _present(self, peers: list[list[int]], t: int) -> list[int]:
+    def _present(self, peers: Callable[[int], NDArray[np.int64]], t: int) -> list[int]:
         absent = self.absent(t)
-        return [peer for peer in peers[(t - 1) % len(peers)] if peer not in absent]
+        phase = (t - 1) % self.topology.period + 1 if self.topology.shuffle is None else t
+        return [peer for peer in peers(phase).tolist() if peer not in absent]
 
     def _pieces(self, incoming: bool, tag: int, messages: list[tuple[int, Tensor]]) -> list[Transfer]:
         """The transfers of messages, by neighbour: a long one moves in pieces, so that one can see that it does."""

@@ -220,7 +220,7 @@ class Mailbox:
         # The weight of a lost neighbour goes to this node's own value, so rows still sum to 1; in push-sum this node
         # keeps what it would have passed on to it, so columns still do.
         absent, row = links.absent(r), self._rows[(r - 1) % len(self._rows)]
-        if topology.loss:
+        if topology.loss or topology.shuffle is not None:
             row = _row(topology.matrix(r), links.rank, dtype)
         away = None if self._by_rows else sum(w for node, w in row.away.items() if node not in absent)
         voices = {j: parts for j, parts in spoken.items() if j not in absent and j in row.links}

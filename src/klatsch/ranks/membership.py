@@ -12,11 +12,13 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, connected_components, shortest_path
 from torch import Tensor
 
 from klatsch.topology import Topology
+from klatsch.topology.matrix import moved
 
 WORD = 8  # bytes of a round's number
 
@@ -26,7 +28,7 @@ class Membership:
 
     def __init__(self, topology: Topology, rank: int) -> None:
         self.topology, self.rank, self.size = topology, rank, topology.size
-        heard = sum((abs(P) for P in topology.speaking), start=csr_array((self.size, self.size))).tocoo()
+        heard = topology.union.tocoo()
         ways = zip(heard.coords[1].tolist(), heard.coords[0].tolist(), strict=True)
         self._ways = [(source, target) for source, target in ways if source != target]
         pairs = sorted({(min(way), max(way)) for way in self._ways})
@@ -147,7 +149,11 @@ class Membership:
     def _end(self, nodes: list[int]) -> int:
         """The round by which all know that these ranks have finished; an upper bound if links are lost."""
         rounds = int(self._finished[nodes].max()) - 1
-        return rounds + (1 + self.lag if self.size > 1 else 0)
+        if self.size == 1:
+            return rounds
+        if self.topology.shuffle is not None and not self._gone.any():
+            return rounds + 1 + _spread(self.topology, rounds + 2)
+        return rounds + 1 + self.lag
 
     @property
     def lag(self) -> int:
@@ -156,8 +162,25 @@ class Membership:
 
 
 def _longest(topology: Topology) -> int:
-    """The rounds that news takes at most, if it waits a whole period at every hop."""
+    """The rounds that news takes at most, if it waits a whole period at every hop.
+
+    Among random pairs of which half are gone, that it takes longer than this has a probability below 1e-9.
+    """
+    if topology.shuffle is not None:
+        return (100 + topology.size) * (topology.every + topology.late)
     return (topology.size - 1) * (topology.period + topology.late)
+
+
+@lru_cache(maxsize=64)
+def _spread(topology: Topology, start: int) -> int:
+    """The rounds, from one on, after which news of every rank has reached all, where nodes are shuffled."""
+    known, arriving, t = np.eye(topology.size, dtype=np.float32), dict[int, NDArray[np.float32]](), start
+    while not known.all():
+        if topology.speaks(t):
+            heard = moved(topology.speaking[0], topology.places(t))
+            arriving[t + topology.late] = heard.astype(np.float32) @ known
+        known, t = np.sign(known + arriving.pop(t, 0)), t + 1
+    return t - start
 
 
 @lru_cache(maxsize=8)
@@ -169,7 +192,9 @@ def lag(topology: Topology) -> int:
     if not topology.changes:
         hops = shortest_path(topology.speaking[0], unweighted=True)
         return int(hops[np.isfinite(hops)].max()) * (topology.every + topology.late)
-    if topology.late:  # news that has arrived may wait a whole period for the link that passes it on
+    if (
+        topology.late or topology.shuffle is not None
+    ):  # news that has arrived may wait a whole period for the link that passes it on
         return _longest(topology)
     worst, itself = 0, np.eye(topology.size, dtype=np.float32)  # products of floats are fast
     heard = [np.maximum(itself, P.toarray() != 0).astype(np.float32) for P in topology.speaking]

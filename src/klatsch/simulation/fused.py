@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 from torch import Tensor
 
 import klatsch.columns as cols
@@ -199,6 +200,7 @@ class FusedStack(Stack):
         self._drawer = native.quiet_threads(1)
 
     def advance(self, state: State, done: int, until: int) -> State:
+        topology = self.parts.topologies[0]
         used = [state[name].contiguous().numpy() for name in self.start]  # a round may reorder the fields
         # NumPy copies, here and below: torch would start threads for them, which slow the kernel down.
         for block in self._blocks:
@@ -209,7 +211,10 @@ class FusedStack(Stack):
             end = min(until, drawn_to)
             table = self._table(done, end)
             drawn = np.ascontiguousarray(self.gradients.drawn(done, end).numpy())
-            running = [self._pool.submit(block.run, table, drawn, done) for block in self._blocks]
+            links = (
+                None if topology.shuffle is None else _links_of(range(done + 1, end + 1), topology, self.rates.dtype)
+            )
+            running = [self._pool.submit(block.run, table, drawn, done, links) for block in self._blocks]
             if drawn_to < self.rates.steps:
                 self.gradients.draw_next(done, self._drawer)  # while the blocks run
             for run in running:
@@ -273,11 +278,17 @@ class ColumnBlock:
             **{name: array.ctypes.data for name, array in self._arrays.items()},
         )
 
-    def run(self, table: Array, drawn: Array, done: int) -> None:
-        """Run the rounds after `done`; `table` is (rounds, coefficients, all columns), `drawn` is (rounds, M, d)."""
+    def run(self, table: Array, drawn: Array, done: int, links: dict[str, Array] | None = None) -> None:
+        """Run the rounds after `done`; `table` is (rounds, coefficients, all columns), `drawn` is (rounds, M, d).
+
+        `links` are those of these rounds, if they do not repeat.
+        """
         own = np.ascontiguousarray(table[:, :, self.part])
         job = self._job
         job.rounds, job.first_phase = len(own), done % self.period
+        if links is not None:
+            job.period, job.first_phase = len(own), 0
+            job.first, job.neighbour, job.weight = (v.ctypes.data for v in links.values())
         job.coef, job.noise = own.ctypes.data, drawn.ctypes.data
         if self.kernel(ctypes.byref(job)):
             raise MemoryError("not enough memory for a simulation of this size; choose fewer nodes or columns")
@@ -342,6 +353,20 @@ def encoded(rule: LinearRule) -> NDArray[np.int32]:
         line[4 : 4 + len(inputs)] = inputs
         line[4 + MOST_INPUTS : 4 + MOST_INPUTS + len(coefficients)] = coefficients
     return table
+
+
+def _links_of(rounds: range, topology: Topology, dtype: torch.dtype) -> dict[str, Array]:
+    """The matrices of rounds before which nodes are shuffled, as one list of links."""
+    size, (links, _) = topology.size, exact_weights(topology.speaking[0], dtype)
+    orders, speaks = np.array([topology.places(t) for t in rounds]), np.array([[topology.speaks(t)] for t in rounds])
+    with_silence = csr_array((links.data, links.indices, [*links.indptr, links.nnz]), shape=(size + 1, size))
+    rows = with_silence[np.where(speaks, np.argsort(orders, axis=1), size).ravel()]
+    number = np.repeat(np.arange(len(rounds)), np.diff(rows.indptr[::size]))  # of each link's round
+    return {
+        "first": rows.indptr[np.arange(len(rounds))[:, None] * size + np.arange(size + 1)].astype(np.int32),
+        "neighbour": np.append(orders[number, rows.indices], 0).astype(np.int32),
+        "weight": np.append(rows.data, 0.0).astype(str(dtype).removeprefix("torch.")),
+    }
 
 
 def _links(topology: Topology, dtype: torch.dtype) -> dict[str, Array]:

@@ -18,7 +18,7 @@ from scipy.sparse import block_diag, csr_array, diags_array
 from torch import Tensor
 
 from klatsch.rules import Flow
-from klatsch.rules.base import Silent
+from klatsch.rules.base import Silent, Tensors
 from klatsch.topology import Topology
 from klatsch.topology.matrix import exact_weights, mapped
 
@@ -27,11 +27,15 @@ WIDEST = 1 << 19  # columns of a sparse product: with some millions of them cuSP
 
 
 class StackedMix:
-    """The gossip of a topology, or of several side by side, on tensors (M, ...), for every round of its period."""
+    """The gossip of a topology, or of several side by side, on tensors (M, ...), for every round.
+
+    Nodes that are shuffled take their places, mix with the matrix of their phase, and go back.
+    """
 
     def __init__(self, *topologies: Topology, dtype: torch.dtype, device: torch.device) -> None:
         matrices = side_by_side(topologies)
-        self._lossy = topologies if any(topology.loss for topology in topologies) else ()
+        self._topologies, self._lossy = topologies, any(topology.loss for topology in topologies)
+        self._shuffled = not self._lossy and any(topology.shuffle is not None for topology in topologies)
         self.period, size = len(matrices), matrices[0].shape[0]
         dense = size <= DENSE_NODES[device.type] or 4 * max(P.nnz for P in matrices) > size**2
         dense &= len(topologies) == 1  # 0 times the inf of a network that diverges would reach the others
@@ -50,12 +54,27 @@ class StackedMix:
 
         self._made: Callable[[int, csr_array], Flow] = lambda t, P: flow(t, product(P))
         self._flows = [] if self._lossy else [flow(t, Q) for t, Q in enumerate(mapped(matrices, product), 1)]
+        self._device = device
 
-    def in_round(self, t: int) -> Flow:
-        """The flow of round t."""
+    def in_round(self, t: int, places: Tensor | None = None) -> Flow:
+        """The flow of round t; `places` are those of this round, where nodes are shuffled."""
         if self._lossy:
-            return self._made(t, csr_array(block_diag([topology.matrix(t) for topology in self._lossy])))
-        return self._flows[(t - 1) % self.period]
+            return self._made(t, csr_array(block_diag([topology.matrix(t) for topology in self._topologies])))
+        flow = self._flows[(t - 1) % self.period]
+        if not self._shuffled or flow.silent is True:
+            return flow
+        there, back = self._places(t - 1, t)[0] if places is None else places
+        return Flow(partial(_moved, flow, there, back), partial(_moved, flow.mix, there, back), flow.silent)
+
+    def places(self, done: int, until: int) -> Tensor | None:
+        """Who stands where in rounds done + 1 to until, and the way back, (rounds, 2, M); None if all nodes stay."""
+        return self._places(done, until) if self._shuffled else None
+
+    def _places(self, done: int, until: int) -> Tensor:
+        first = np.cumsum([0, *(topology.size for topology in self._topologies)])
+        networks = [*zip(first[:-1], self._topologies, strict=True)]
+        orders = [np.concatenate([k + own.places(t) for k, own in networks]) for t in range(done + 1, until + 1)]
+        return torch.tensor(np.array([(order, np.argsort(order)) for order in orders]), device=self._device)
 
 
 def _silent(topologies: Sequence[Topology], t: int, sizes: Tensor, dtype: torch.dtype) -> Silent:
@@ -64,6 +83,10 @@ def _silent(topologies: Sequence[Topology], t: int, sizes: Tensor, dtype: torch.
     if len(set(silent)) == 1:
         return silent[0]
     return torch.tensor(silent, dtype=dtype, device=sizes.device).repeat_interleave(sizes)[:, None, None]
+
+
+def _moved(function: Callable[..., Tensors], there: Tensor, back: Tensor, *tensors: Tensor) -> Tensors:
+    return tuple(v[back] for v in function(*(v[there] for v in tensors)))
 
 
 def _flow(Q: Tensor | None, alike: slice | Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -96,10 +119,10 @@ def common_period(topologies: Sequence[Topology]) -> int:
 
 
 def side_by_side(topologies: Sequence[Topology]) -> list[csr_array]:
-    """The joint gossip matrices of several separate networks, over their common period."""
+    """The joint gossip matrices of several separate networks, over their common period, by places."""
     if len(topologies) == 1:
         return list(topologies[0].matrices)
-    rounds = [[topology.matrix(t) for topology in topologies] for t in range(1, common_period(topologies) + 1)]
+    rounds = [[own.matrices[t % own.period] for own in topologies] for t in range(common_period(topologies))]
     keys = [tuple(map(id, parts)) for parts in rounds]
     joined = {key: csr_array(block_diag(parts)) for key, parts in dict(zip(keys, rounds, strict=True)).items()}
     return [joined[key] for key in keys]  # equal rounds, such as silent ones, share a matrix

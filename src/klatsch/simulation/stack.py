@@ -241,6 +241,7 @@ class GraphStack(Stack):
         self._drawn = self.gradients.drawn(0, self.rounds).clone()
         self._state = each(torch.clone, self.start)
         self._rates = self.rates.between(0, self.rounds) if self.rates.change else None
+        self._places = self.mix.places(0, self.rounds)
         with torch.cuda.device(self.device):
             self._graph = self._capture()
 
@@ -274,7 +275,8 @@ class GraphStack(Stack):
         for k in range(self.rounds):
             grad = self.problem.gradient(self.rule.query(state), self._drawn[k])
             lr = self._rates[k] if self._rates is not None else self.rates(1)
-            state = self.rule.update(state, grad, self.mix.in_round(k + 1), self._t[k], lr)  # type: ignore[arg-type]
+            flow = self.mix.in_round(k + 1, None if self._places is None else self._places[k])
+            state = self.rule.update(state, grad, flow, self._t[k], lr)  # type: ignore[arg-type]
         self._copy(state)
 
     def _fill(self, done: int) -> None:
@@ -282,6 +284,8 @@ class GraphStack(Stack):
         self._drawn.copy_(self.gradients.drawn(done, done + self.rounds))
         if self._rates is not None:
             self._rates.copy_(self.rates.between(done, done + self.rounds))
+        if (places := self.mix.places(done, done + self.rounds)) is not None and self._places is not None:
+            self._places.copy_(places)
 
     def _copy(self, source: State) -> None:
         # Late flows move from field to field: what is still in its old place must not be overwritten before it moves.

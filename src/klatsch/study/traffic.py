@@ -38,6 +38,7 @@ class Exchange:
         messages: of a round with gossip.
         all_reduce: whether nodes use one.
         links: senders and receivers in each round with gossip of the graph's period, as JSON.
+        shuffle: the seed by which nodes change places before every round, if they do.
         when: round and seconds of each recorded point, where nodes do not meet in rounds: the run's own clock.
         unknown: why something is not known.
     """
@@ -49,6 +50,7 @@ class Exchange:
     messages: tuple[Sending, ...] = ()
     all_reduce: bool = False
     links: str = ""
+    shuffle: Annotated[int, Field(ge=0)] | None = None
     when: tuple[tuple[Count, Seconds], ...] = ()
     unknown: str = ""
 
@@ -109,7 +111,7 @@ def _exchange(case: Case, numbers: int) -> Exchange:
     equal = all_reduce and every == 1 and stay_equal(rule)
     vectors = 1 if equal else sum(message.vectors for message in talk.messages)
     sent = float(encoded_bytes(case.channel.wire, numbers) * vectors * copies * (case.steps // every))
-    return Exchange(numbers, sent, tuple(talk.messages), all_reduce, links, when, unknown)
+    return Exchange(numbers, sent, tuple(talk.messages), all_reduce, links, graph.shuffle, when, unknown)
 
 
 def sent_by(case: Case, step: int, total: float) -> float:
@@ -144,7 +146,7 @@ def _elapsed(
 ) -> tuple[float, ...]:
     """Computed once for all learning rates and seeds."""
     links = () if exchange.all_reduce else _pairs(exchange.links, nodes)
-    talk = Talk(name, nodes, *channel[:3], exchange.all_reduce, exchange.messages, links)
+    talk = Talk(name, nodes, *channel[:3], exchange.all_reduce, exchange.messages, links, exchange.shuffle)
     return tuple(clock.seconds_of(talk, exchange.numbers, steps))
 
 

@@ -23,6 +23,7 @@ from klatsch.topology.families import (
     nth_size,
     one_peer_exponential,
     options,
+    random_matching,
     random_regular,
     ring,
     spectral_gap,
@@ -45,4 +46,4 @@ __all__ += [
 ]
 __all__ += ["options", "spectral_gap", "summarize"]
 __all__ += ["base_graph", "complete", "directed_ring", "erdos_renyi", "exponential", "grid", "hypercube"]
-__all__ += ["near_complete", "one_peer_exponential", "random_regular", "ring", "star", "torus"]
+__all__ += ["near_complete", "one_peer_exponential", "random_matching", "random_regular", "ring", "star", "torus"]

@@ -25,7 +25,7 @@ class Summary:
     nodes: int
     edges: int
     degree: int
-    period: int
+    period: int | None  # none where the graph is drawn anew in every round
     every: int
     late: int
     wire: str
@@ -58,7 +58,7 @@ def summarize(topology: Topology, params: int = 1_000_000, *, rho: float | None 
         nodes=topology.size,
         edges=topology.edges,
         degree=topology.degree,
-        period=topology.period,
+        period=topology.period if topology.shuffle is None else None,
         every=topology.every,
         late=topology.late,
         wire=topology.wire,

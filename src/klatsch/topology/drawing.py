@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # loaded only to draw
 LARGEST = 2000  # nodes; more cannot be told apart
 MOST_LINKS = 100_000  # per round, for files of a few megabytes
 MOST_PATCHES = 1000  # links per round that have arrows and bends; more are plain lines
+FEW_ROUNDS = 5  # of a graph that never repeats
 NODE, LINK = "#c2410c", "#334155"
 
 Positions = NDArray[np.float64]
@@ -42,7 +43,7 @@ def figure(topology: Topology) -> Figure:
     """The picture as a matplotlib figure."""
     from matplotlib.figure import Figure
 
-    graphs = len(topology.speaking)
+    graphs = len(topology.speaking) if topology.shuffle is None else FEW_ROUNDS
     columns = min(5, graphs)
     rows = math.ceil(graphs / columns)
     side = 3.0 if topology.changes else 4.5
@@ -63,7 +64,8 @@ def figure(topology: Topology) -> Figure:
         low, high = where.min(axis=0) - 0.14 * span, where.max(axis=0) + 0.14 * span
         panel.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]))
         if topology.changes:
-            panel.set_title(f"round {t} of {topology.period}", fontsize=10)
+            of = f" of {topology.period}" if topology.shuffle is None else ""
+            panel.set_title(f"round {t}{of}", fontsize=10)
     result.suptitle(f"{topology.name}, {topology.size} nodes, ρ = {topology.spectral_gap:.4g}", fontsize=12)
     return result
 

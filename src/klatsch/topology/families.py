@@ -45,8 +45,8 @@ class Family:
     gap: Callable[..., float] | None = None  # the spectral gap in closed form, if there is one
     refusal: Callable[[int], str] = lambda n: ""  # why there is no graph of n nodes, and the remedy
     nth_size: Callable[[int], int] = lambda s: s  # the s-th size (from 1) at which it keeps its shape
-    changes: bool = False  # whether several matrices are used in turn
-    dense: bool = False  # whether (nearly) all nodes are linked with each other
+    changes: bool = False  # whether several matrices are used
+    dense: bool = False  # whether (nearly) all nodes are linked with each other, now or later
     lattice: bool = False  # whether the nodes form rows and columns
 
     @property
@@ -186,6 +186,20 @@ def random_regular(n: int, *, degree: int | None = None, seed: int = 0) -> Topol
         raise ValueError(f"random_regular: degree = {degree} cannot connect {n} nodes; choose 2 or more")
     draw = partial(nx.random_regular_graph, degree, n)
     return _drawn("random_regular", n, f"degree = {degree:,}", n * degree / 2, draw, seed, "choose degree 3 or more")
+
+
+def random_matching(n: int, *, seed: int = 0) -> Topology:
+    """In every round, each node averages with one other: random pairs, drawn anew; if n is odd, one node rests.
+
+    Over time everyone meets everyone, with one message per node and round; the pairs of NoLoCo.
+
+    References:
+        Kolehmainen et al., "NoLoCo: No-all-reduce low communication training method for large models", 2025.
+        Boyd et al., "Randomized gossip algorithms", 2006, for the contraction by E[P^T P].
+    """
+    n, seed = FAMILIES["random_matching"].checked(n), whole(seed, "random_matching: seed", 0)
+    i = np.arange(0, n - 1, 2)
+    return _undirected("random_matching", n, i, i + 1, shuffle=seed if n > 2 else None)
 
 
 def node_count(n: object, name: str, most: int = LARGEST) -> int:
@@ -335,6 +349,12 @@ def _near_complete_gap(n: int) -> float:
     return 1.0 if n == 1 else 1 - (1 / (n - 1) if n % 2 == 0 else (n + 1) / (n * (n - 1)))
 
 
+def _matching_gap(n: int, seed: int = 0) -> float:
+    """1 - sqrt((tr E[P^T P] - 1) / (n - 1)); P is a projection on the pairs' means, and its trace is their number."""
+    whole(seed, "random_matching: seed", 0)
+    return 1.0 if n == 1 else 1 - math.sqrt((n - n // 2 - 1) / (n - 1))
+
+
 def _base_graph_gap(n: int, k: int = 1) -> float:
     """One period is the mean."""
     if min(whole(k, "base_graph: k", 1), n) > LARGEST:  # divisors up to k are tried one by one
@@ -365,6 +385,7 @@ FAMILIES: dict[str, Family] = {
         Family(directed_ring, lambda n: 1.0 if n == 1 else 2 * math.sin(math.pi / (2 * n)) ** 2),
         Family(erdos_renyi),
         Family(random_regular),
+        Family(random_matching, _matching_gap, changes=True, dense=True),
     )
 }
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {name: family.build for name, family in FAMILIES.items()}

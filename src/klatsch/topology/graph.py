@@ -26,10 +26,13 @@ from klatsch.topology.matrix import (
     check_averaging,
     check_connected,
     check_matrices,
+    even,
     identity,
     lossy,
     mapped,
     metropolis_hastings,
+    moved,
+    places,
     split_rounds,
     sums_to_one,
     with_self_weights,
@@ -53,6 +56,7 @@ class Topology:
             "columns" (directed graphs for push-sum).
         lattice: rows and columns where the nodes form a lattice; for drawing only.
         every, late, wire, loss, one_way: how messages travel; see `channel`. Silent rounds have the identity.
+        shuffle: a seed, by which nodes change places before every round; without it they stay. See `places`.
         all_reduce: whether nodes average by an all-reduce, in which every weight is 1 / M; false wherever messages are
             rounded, late or lost.
     """
@@ -67,6 +71,7 @@ class Topology:
     loss: float = 0.0
     one_way: bool = False
     all_reduce: bool = False
+    shuffle: int | None = None
 
     def __post_init__(self) -> None:
         if self.stochastic not in (known := get_args(Stochastic)):
@@ -75,9 +80,11 @@ class Topology:
         numbers = {id(P): k for k, P in reversed(list(enumerate(given, 1)))}
         matrices = tuple(mapped(given, lambda P: canonical(P, f"{self.name}, matrix {numbers[id(P)]}")))
         every = whole(self.every, "every", 1, channels.LONGEST)
-        check_matrices(self.name, matrices, self.stochastic, every)
+        if self.shuffle is not None:
+            vars(self).update(shuffle=whole(self.shuffle, f"{self.name}: seed", 0))
+        check_matrices(self.name, matrices, self.stochastic, every, self.shuffle is not None)
         late = channels.rounds_late(self.late)
-        channels.check_wire(self.name, self.wire, changes=len(matrices) > every)
+        channels.check_wire(self.name, self.wire, changes=len(matrices) > every or self.shuffle is not None)
         loss = channels.check_loss(self.name, self.loss, self.one_way, self.wire)
         all_reduce = bool(self.all_reduce) and not (late or self.wire != channels.WIRES[0] or loss)
         if all_reduce:
@@ -94,7 +101,7 @@ class Topology:
 
     @property
     def period(self) -> int:
-        """Rounds after which the matrices repeat; 1 for a static graph without silent rounds."""
+        """Rounds after which the matrices repeat, but for places and losses, which are drawn anew in every round."""
         return len(self.matrices)
 
     @cached_property
@@ -109,20 +116,29 @@ class Topology:
     def matrix(self, t: int) -> Matrix:
         """The gossip matrix P of round t = 1, 2, 3, ..., without the messages that are lost in it."""
         P = self.matrices[self._phase(t)]
+        P = P if self.shuffle is None else moved(P, self.places(t))
         return P if not self.loss else lossy(P, self.loss, self.one_way, t, by_rows=self.stochastic != "columns")
 
     def neighbors(self, i: int, t: int = 1) -> NDArray[np.int64]:
         """The nodes that node i hears in round t, without itself, in ascending order."""
-        return _others(self.matrices[self._phase(t)], i, self.name)
+        return self._others(self.matrices, i, t)
 
     def receivers(self, i: int, t: int = 1) -> NDArray[np.int64]:
         """The nodes that hear node i in round t; equal to `neighbors` unless the graph is directed."""
-        return _others(self._transposed[self._phase(t)], i, self.name)
+        return self._others(self._transposed, i, t)
+
+    def places(self, t: int) -> NDArray[np.int64]:
+        """Who stands in which place in round t: the k-th one does what the matrix of this phase says of node k.
+
+        A random order by `shuffle` and t alone, so that all ranks draw the same, and any round can be the first.
+        """
+        whole(t, "round t", 1)
+        return np.arange(self.size) if self.shuffle is None else places(self.size, self.shuffle, t)
 
     @property
     def changes(self) -> bool:
         """Whether nodes mix with different matrices over time; silent rounds do not count."""
-        return len(self.speaking) > 1
+        return len(self.speaking) > 1 or self.shuffle is not None
 
     @cached_property
     def symmetric(self) -> bool:
@@ -154,9 +170,15 @@ class Topology:
         return self.row_stochastic and self.column_stochastic
 
     @cached_property
+    def union(self) -> Matrix:
+        """The matrices of a period added up: who ever hears whom; the mean of them where nodes are shuffled."""
+        total = sum(self.speaking[1:], start=self.speaking[0])
+        return total if self.shuffle is None else even(self.size, total.trace())
+
+    @cached_property
     def edges(self) -> int:
         """Distinct links used over one period: pairs of nodes, or arrows if the graph is directed."""
-        arrows = _arrows(sum(self.speaking[1:], start=self.speaking[0]))
+        arrows = _arrows(self.union)
         return arrows if self.directed else arrows // 2
 
     @cached_property
@@ -180,7 +202,8 @@ class Topology:
         There lambda_2 is that of the product P_tau ... P_1 (Koloskova et al. 2020, Assumption 4): a period that
         averages exactly has rho = 1 / tau, and gossip in every H-th round has 1 / H of the gap. Property 2.6 holds for
         symmetric and circulant graphs and their products; other directed graphs may start more slowly. Where messages
-        are lost, it is the gap of the mean matrix.
+        are lost, it is the gap of the mean matrix. Where nodes are shuffled, lambda_2 is the root of the second
+        eigenvalue of E[P^T P]: by this factor a round shrinks the disagreement in the mean square, from every start.
         """
         # An exact mean has lambda_2 = 0, which a solver finds only to the root of a rounding error.
         return (1.0 - (0.0 if self.exact_after is not None else self._second_modulus)) / self.period
@@ -196,7 +219,7 @@ class Topology:
     @cached_property
     def exact_after(self) -> int | None:
         """Rounds after which every node holds the exact mean, or None if mixing only tends to it."""
-        mixes = spectrum.exact_after(self.speaking) if self.doubly_stochastic and not self.loss else None
+        mixes = spectrum.exact_after(self._expected) if self.doubly_stochastic and not self.loss else None
         return None if mixes is None else mixes * self.every
 
     @property
@@ -228,7 +251,7 @@ class Topology:
     def fingerprint(self) -> str:
         """SHA-256 of the matrices and the channel: equal for equal graphs on every machine."""
         silence = f" every {self.every}" if self.every > 1 else ""
-        digest = hashlib.sha256(f"{self.size} {self.period}{silence}{self._travel}".encode())
+        digest = hashlib.sha256(f"{self.size} {self.period}{silence}{self._travel}{self._shuffled}".encode())
         for P in self.speaking:
             digest.update(P.indptr.astype("<i8").tobytes())
             digest.update(P.indices.astype("<i8").tobytes())
@@ -246,7 +269,7 @@ class Topology:
         return type(self), tuple(vars(self)[field.name] for field in fields(self))
 
     def __repr__(self) -> str:
-        period = f", period {self.period}" if self.changes else ""
+        period = f", period {self.period}" if len(self.speaking) > 1 else self._shuffled
         silence = f", every {self.every} rounds" if self.every > 1 else ""
         return f"<Topology {self.name}: {self.size} nodes, {self.edges} edges{period}{silence}{self._travel}>"
 
@@ -257,21 +280,40 @@ class Topology:
         loss = f", loss {self.loss:g}{' one way' * self.one_way}" * bool(self.loss)
         return late + wire + loss
 
+    @property
+    def _shuffled(self) -> str:
+        return "" if self.shuffle is None else f", shuffled by seed {self.shuffle}"
+
     @cached_property
     def _second_modulus(self) -> float:
         return spectrum.second_modulus(self._expected)
 
     @cached_property
     def _expected(self) -> tuple[Matrix, ...]:
-        """The matrices of rounds with gossip, or their means where messages are lost."""
-        if not self.loss:
-            return self.speaking
-        kept = self.loss * identity(self.size)
-        return tuple(mapped(self.speaking, lambda P: canonical(kept + (1 - self.loss) * P, self.name)))
+        """The matrices of rounds with gossip, or their means where messages are lost.
+
+        Where nodes are shuffled, the root of E[P^T P], which mixes as fast: 1 for the mean, one value for the rest.
+        """
+        matrices = self.speaking
+        if self.loss:
+            kept = self.loss * identity(self.size)
+            matrices = tuple(mapped(matrices, lambda P: canonical(kept + (1 - self.loss) * P, self.name)))
+        if self.shuffle is None:
+            return matrices
+        second = max(0.0, np.square(matrices[0].data).sum() - 1) / (self.size - 1)
+        return (even(self.size, 1 + (self.size - 1) * math.sqrt(second)),)
 
     @cached_property
     def _transposed(self) -> tuple[Matrix, ...]:
         return tuple(mapped(self.matrices, lambda P: canonical(P.T, self.name)))
+
+    def _others(self, matrices: tuple[Matrix, ...], i: int, t: int) -> NDArray[np.int64]:
+        """The columns of node i's row in round t, without i."""
+        i, P = whole(i, f"{self.name}: node", 0, self.size - 1), matrices[self._phase(t)]
+        place = i if self.shuffle is None else int(np.flatnonzero(self.places(t) == i)[0])
+        others = P.indices[P.indptr[place] : P.indptr[place + 1]].astype(np.int64)
+        others = others if self.shuffle is None else np.sort(self.places(t)[others])
+        return np.delete(others, np.flatnonzero(others == i))
 
     def _phase(self, t: int) -> int:
         return (whole(t, "round t", 1) - 1) % self.period
@@ -494,10 +536,3 @@ def check_topology(taker: str, topology: object) -> None:
 def _arrows(P: Matrix) -> int:
     """Entries off the diagonal: messages of one round."""
     return int(P.nnz - np.count_nonzero(P.diagonal()))
-
-
-def _others(P: Matrix, i: int, name: str) -> NDArray[np.int64]:
-    """The columns of row i, without i."""
-    i = whole(i, f"{name}: node", 0, P.shape[0] - 1)
-    row = np.asarray(P.indices[P.indptr[i] : P.indptr[i + 1]], dtype=np.int64)
-    return np.delete(row, np.flatnonzero(row == i))

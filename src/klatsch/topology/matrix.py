@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -83,6 +84,26 @@ def lossy(P: Matrix, loss: float, one_way: bool, t: int, by_rows: bool = True) -
     return with_self_weights(size, i, j, weight) if by_rows else csr_array(with_self_weights(size, j, i, weight).T)
 
 
+@lru_cache(maxsize=1024)
+def places(size: int, seed: int, t: int) -> Nodes:
+    """Who stands in which place in round t: a random order of the nodes, the same on all machines."""
+    order = np.argsort(np.random.PCG64([seed, t]).random_raw(size), kind="stable")
+    order.flags.writeable = False
+    return order
+
+
+def moved(P: Matrix, order: Nodes) -> Matrix:
+    """The matrix if node order[k] does what P says of node k."""
+    entries = P.tocoo()
+    return csr_array((entries.data, (order[entries.coords[0]], order[entries.coords[1]])), shape=P.shape)
+
+
+def even(size: int, trace: float) -> Matrix:
+    """The doubly stochastic matrix of this trace in which all nodes are alike: the mean of P over all their orders."""
+    apart = (size - trace) / (size * (size - 1))
+    return csr_array(np.full((size, size), apart) + (trace / size - apart) * np.eye(size))
+
+
 def exact_weights(P: Matrix, dtype: torch.dtype, by_rows: bool = True) -> tuple[Matrix, Weights]:
     """The weights of the links, and each node's sum of them (of rows, or of columns for push-sum), without rounding.
 
@@ -142,8 +163,11 @@ def canonical(P: Any, name: str) -> Matrix:
     return result
 
 
-def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str, every: int) -> None:
-    """Check sizes, silent rounds and sums, that all nodes are connected, and that mixing settles."""
+def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str, every: int, shuffled: bool) -> None:
+    """Check sizes, silent rounds and sums, that all nodes are connected, and that mixing settles.
+
+    Nodes that are shuffled meet all others, and settle wherever a round brings some of them closer together.
+    """
     if not matrices:
         raise ValueError(f"{name}: no matrix given; a topology has at least one")
     if len(sizes := sorted({int(P.shape[0]) for P in matrices})) > 1:
@@ -164,6 +188,16 @@ def check_matrices(name: str, matrices: Sequence[Matrix], stochastic: str, every
             _check_sums(where, P, 1)
         if stochastic in ("doubly", "columns"):
             _check_sums(where, P, 0)
+    if shuffled:
+        if (
+            stochastic != "doubly"
+            or len(matrices) > 1
+            or np.square(matrices[0].data).sum() > matrices[0].shape[0] - 1e-9
+        ):
+            raise ValueError(
+                f"{name}: nodes are shuffled; give one doubly stochastic matrix with weights between nodes"
+            )
+        return
     check_connected(name, matrices)
     # A connected graph with self-weights settles; without them it may swap values forever.
     if not all((P.diagonal() > ROUNDING).all() for P in matrices) and not _settles(matrices):
