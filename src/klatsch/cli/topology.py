@@ -87,7 +87,12 @@ def _print_summary(s: Summary) -> None:
     table.add_column(style="dim")
     for row in (
         ("nodes", f"{s.nodes:,}", ""),
-        ("edges", f"{s.edges:,}", "distinct links over one period" + ("" if s.symmetric else ", one way each")),
+        (
+            "edges",
+            f"{s.edges:,}",
+            ("distinct links over one period" if s.period else "distinct links over time")
+            + ("" if s.symmetric else ", one way each"),
+        ),
         ("degree", f"{s.degree:,}", "most neighbours in one round"),
         *([("every", f"{s.every:,}", "rounds from one with messages to the next")] if s.every > 1 else []),
         *([("late", f"{s.late:,}", "rounds that a message may travel")] if s.late else []),
