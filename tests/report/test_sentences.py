@@ -200,7 +200,7 @@ def test_every_sentence_of_the_paper_can_fail():
     steep = [row("dsgd", "one_peer_exponential", M, 1e-6 * M, s, early=float(M)) for s in SETTINGS for M in SIZES]
     steep += [row("dat", "one_peer_exponential", M, 1e-6 * M, s) for s in SETTINGS for M in SIZES]
     assert {claim: v.holds for claim, v in verdicts("fig6", steep).items() if v.holds is not False} == {
-        "D-SGD does not end better with more machines than 9, on the exponential graph": True
+        "D-SGD does not end better with more than 9 machines, on the exponential graph": True
     }
 
 
