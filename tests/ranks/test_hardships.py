@@ -493,6 +493,7 @@ def check_those_who_remain(folder, size, case, label, gone=None):
 
 def test_a_rank_that_leaves_does_not_take_the_balance_of_the_others_with_it(tmp_path, launch):
     cases = {rule: parting(rule) for rule in klatsch.rules.RULES}
+    cases |= {f"{rule} one way": parting(rule, "exponential", [1]) for rule in ("dsgd", "gt", "dat-gt")}
     launch(4, "rank_hardships.departures", cases=cases, rounds=70).succeed()
     for label, case in cases.items():
         check_those_who_remain(tmp_path, 4, case, label)

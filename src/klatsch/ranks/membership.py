@@ -13,14 +13,15 @@ from functools import lru_cache
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, diags_array
 from scipy.sparse.csgraph import breadth_first_order, connected_components, shortest_path
 from torch import Tensor
 
 from klatsch.topology import Topology
-from klatsch.topology.matrix import moved
+from klatsch.topology.matrix import Matrix, moved
 
 WORD = 8  # bytes of a round's number
+MOST_TURNS = 10_000  # of scaling; it takes a few dozen
 
 
 class Membership:
@@ -128,6 +129,18 @@ class Membership:
         """All neighbours, in any round and direction, whose link to this rank holds."""
         return sorted(sum(pair) - self.rank for pair in self._holding(self._number, t) if self.rank in pair)
 
+    def rebalanced(self, t: int) -> Matrix | None:
+        """The gossip matrix of a directed graph without the links that do not hold in round t; None if all do.
+
+        A rank that takes over the weight of a lost neighbour keeps rows summing to 1; columns then do only if links go
+        both ways. A graph that changes is left alone: in a single round too few links may be left.
+        """
+        topology = self.topology
+        if not self._gone.any() or topology.changes or topology.symmetric or not topology.doubly_stochastic:
+            return None
+        kept = self._holding(self._ways, t)
+        return _balanced(topology, tuple(kept)) if len(kept) < len(self._ways) else None
+
     def _leavers(self) -> list[int]:
         return self._leaving.nonzero()[:, 0].tolist()
 
@@ -159,6 +172,27 @@ class Membership:
     def lag(self) -> int:
         """See `lag`; an upper bound if links are lost or ranks leave."""
         return _longest(self.topology) if bool(self._gone.any()) else lag(self.topology)
+
+
+@lru_cache(maxsize=8)
+def _balanced(topology: Topology, ways: tuple[tuple[int, int], ...]) -> Matrix:
+    """Weights for some links of a static graph, from speaker to hearer, such that rows and columns sum to 1.
+
+    What is left of the matrix is scaled, rows and columns in turn (Sinkhorn). A link without a way back gets 0.
+    """
+    P, ends = topology.speaking[0], np.array(ways, dtype=int).reshape(-1, 2).T[::-1]
+    held = csr_array((np.ones(len(ways)), tuple(ends)), shape=P.shape)
+    groups = connected_components(held, connection="strong")[1]
+    held.data = held.data * (groups[held.nonzero()[0]] == groups[held.nonzero()[1]])
+    left = csr_array(P.multiply(held))
+    left = csr_array(left + diags_array(1.0 - left.sum(axis=1)))
+    rows = np.ones(topology.size)
+    for _ in range(MOST_TURNS):
+        columns = 1.0 / (left.T @ rows)
+        before, rows = rows, 1.0 / (left @ columns)
+        if np.allclose(before, rows, rtol=1e-14, atol=0.0):
+            break
+    return csr_array(diags_array(rows) @ left @ diags_array(columns))
 
 
 def _longest(topology: Topology) -> int:
