@@ -26,10 +26,10 @@ SIZE = 5
 
 
 class Idle(klatsch.problems.Problem):
-    """A problem whose nodes have no gradient in some rounds."""
+    """A problem whose gradients count, by node and round, for nothing, for one or for more."""
 
-    def __init__(self, problem, idle):
-        self.problem, self.idle = problem, idle
+    def __init__(self, problem, counts):
+        self.problem, self.counts = problem, counts
         self.nodes, self.dim = problem.nodes, problem.dim
 
     def start(self):
@@ -39,17 +39,14 @@ class Idle(klatsch.problems.Problem):
         return self.problem.metrics(x)
 
     def grad(self, x, t, nodes=None):
-        found = self.problem.grad(x, t)
-        for node in range(self.problem.nodes):
-            if self.idle(node, t):
-                found[node] = 0.0
-        return found
+        counts = torch.tensor([float(self.counts(node, t)) for node in range(self.problem.nodes)], dtype=x.dtype)
+        return self.problem.grad(x, t) * counts.view(-1, *[1] * (x.ndim - 1))
 
 
-def expected(steps, idle, graph="ring", size=SIZE, rule="dat", travel=None, **options):
-    """The output of the simulation in which some gradients are zero."""
+def expected(steps, counts, graph="ring", size=SIZE, rule="dat", travel=None, **options):
+    """The output of the simulation in which gradients count as they are said to."""
     made = klatsch.rules.make(rule, lr=LR, **options)
-    problem, topology = Idle(problem_of(size), idle), klatsch.topology.make(graph, size, **travel or {})
+    problem, topology = Idle(problem_of(size), counts), klatsch.topology.make(graph, size, **travel or {})
     return klatsch.simulate(problem, made, topology, steps, engine="torch").output[:, 0]
 
 
@@ -80,14 +77,14 @@ def test_a_gradient_that_is_not_finite_ends_the_training_before_anything_is_sent
         again.succeed()
         assert {int(again.wait_for(f"resumed-{rank}")) for rank in range(SIZE)} <= {6, 9}
         for rank, end in enumerate(ends(tmp_path)):
-            wanted = expected(30, lambda node, t: False)[rank]
+            wanted = expected(30, lambda node, t: True)[rank]
             torch.testing.assert_close(end["x"].double(), wanted, rtol=1e-4, atol=1e-5)  # float32 against float64
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_counted_and_warned_of_once(tmp_path, launch):
     ranks = launch(SIZE, "rank_hardships.poison", harm="nan", on_nonfinite="skip", every=3, at=(10, 20))
     ranks.succeed()
-    wanted = expected(30, lambda node, t: node == 2 and t in (10, 20))
+    wanted = expected(30, lambda node, t: node != 2 or t not in (10, 20))
     for rank, end in enumerate(ends(tmp_path)):
         torch.testing.assert_close(end["x"].double(), wanted[rank], rtol=1e-4, atol=1e-5)  # float32 against float64
         assert end["skipped"] == (2 if rank == 2 else 0)
@@ -403,7 +400,7 @@ def last_round(rounds, graph):
 def test_ranks_with_fewer_batches_gossip_on_until_all_are_done(uneven, graph, rule, options):
     folder = uneven(steps=BATCHES, graph=graph, rule=rule, **options)
     last = last_round(30, klatsch.topology.make(graph, SIZE))
-    wanted = expected(last, lambda node, t: t > BATCHES[node], graph, rule=rule, **options)
+    wanted = expected(last, lambda node, t: t <= BATCHES[node], graph, rule=rule, **options)
     for rank, end in enumerate(ends(folder)):
         assert end["rounds"] == last == BATCHES[rank] + int((folder / f"idle-{rank}").read_text())
         torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
@@ -414,14 +411,14 @@ def test_ranks_end_at_different_times_with_messages_on_their_way(uneven, graph, 
     folder = uneven(steps=FEW, graph=graph, rule="dsgd", leave=leave, travel=travel)
     last = last_round(9, klatsch.topology.make(graph, SIZE, **travel))
     if not leave:
-        wanted = expected(last, lambda node, t: t > FEW[node], graph, rule="dsgd", travel=travel)
+        wanted = expected(last, lambda node, t: t <= FEW[node], graph, rule="dsgd", travel=travel)
         for rank, end in enumerate(ends(folder)):
             assert end["rounds"] == last
             torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
 
 
 def test_join_of_torch(uneven):
-    wanted = expected(30, lambda node, t: t > BATCHES[node])
+    wanted = expected(30, lambda node, t: t <= BATCHES[node])
     for rank, end in enumerate(ends(uneven(steps=BATCHES, join=True))):
         assert end["rounds"] == 30
         torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
@@ -552,7 +549,7 @@ def test_kill_9_while_some_are_done_already_loses_nothing(tmp_path, launch):
             f"resumed-{rank}-{done}" for done in (0, 16, 20)
         }
     # The rank that was done says so again, at the round that it resumes from.
-    wanted = expected(ends(tmp_path)[1]["rounds"], lambda node, t: t > steps[node])
+    wanted = expected(ends(tmp_path)[1]["rounds"], lambda node, t: t <= steps[node])
     for rank, end in enumerate(ends(tmp_path)):
         torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order
 
@@ -627,14 +624,18 @@ def behind(prepared, tmp_path_factory):
 
 @pytest.mark.parametrize("case", BEHIND, ids=lambda case: case["rule"])
 def test_a_slow_rank_catches_up_and_the_numbers_are_those_of_the_simulation(behind, case):
-    """Whichever rounds it takes without a gradient: the simulation leaves out the same gradients."""
+    """Whichever rounds it takes without a gradient: the simulation leaves out the same, and stretches the others."""
     folder = behind(**case)
     found = ends(folder)
     assert min(len(end["taken"]) for rank, end in enumerate(found) if rank != 1) > 30  # finish() may run ahead
     assert len(found[1]["taken"]) <= 40 // 3
+    for end in found:  # one rank of five takes about a quarter of its gradients, counted over some 30 rounds
+        stretch = [*end["taken"].values()]
+        assert stretch[0] == 1.0
+        assert 1.07 < stretch[-1] < 1.25
     last = found[0]["rounds"]
     options = {name: case[name] for name in ("graph", "rule", "travel")}
-    wanted = expected(last, lambda node, t: t not in found[node]["taken"], **options)
+    wanted = expected(last, lambda node, t: found[node]["taken"].get(t, 0.0), **options)
     for rank, end in enumerate(found):
         assert end["rounds"] == last
         torch.testing.assert_close(end["x"], wanted[rank], rtol=1e-9, atol=1e-12)  # sums in another order

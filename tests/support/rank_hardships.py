@@ -331,7 +331,8 @@ def behind(folder, slow, rounds, travel, rule="dat", graph="ring", every=None, d
     checkpointer = None if every is None else klatsch.Checkpointer(folder / "checkpoints", every=every)
     resumed = 0 if checkpointer is None else checkpointer.resume(optimizer)
     before = optimizer.caught_up
-    done, taken = optimizer._links._pace.done, []  # by neighbour that is there, its rounds; own rounds with a gradient
+    done = optimizer._links._pace.done  # by neighbour that is there, its rounds
+    taken = {}  # by own round with a gradient, what that counts
     others = [peer for peer in done if peer not in slow]
 
     def all_have(needed):
@@ -344,7 +345,7 @@ def behind(folder, slow, rounds, travel, rule="dat", graph="ring", every=None, d
             wait_until(partial(all_have, ahead if optimizer.rank in slow else t - 2))
         if death == [optimizer.rank, len(taken)] and resumed == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        taken.append(t)
+        taken[t] = optimizer.stretch
         optimizer.step()
         if checkpointer is not None:
             checkpointer.step()

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 FORMAT = 6  # of a state_dict
+WINDOW = 32  # rounds over which the gradients that a rank takes are counted
+LONGEST_STRETCH = 2.0  # of gradients, where others are missing
 
 
 class Gossip(Points, Joinable, JoinHook):
@@ -81,6 +83,7 @@ class Gossip(Points, Joinable, JoinHook):
         rank: which node of the topology this is.
         skipped: rounds without gradient, because it was not finite.
         caught_up: rounds without gradient, to catch up.
+        stretch: what gradients are multiplied by, since those are missing that others leave out to catch up.
     """
 
     own_options: ClassVar[tuple[str, ...]] = ()  # of a rule by name
@@ -151,10 +154,11 @@ class Gossip(Points, Joinable, JoinHook):
         settings |= {"weight": "left out" if weight is None else "given", "catch_up": str(catch_up)}
         settings |= {"backend": backend(group, self.device)}
         agree(self.group, groups.facts(self.rule, self.topology, self.param_groups) | settings)
-        self._weight = 1.0
+        self._weight, self.stretch = 1.0, 1.0
         if weight is not None:
             total = summed(self.group, torch.tensor([float(weight)], dtype=torch.float64))
             self._weight = float(weight) * len(ranks) / float(total)
+        self._taken = self._weight  # the mean weight of this rank's gradients in the last rounds, 0 where it left one out
         names, dtypes = groups.names(self.param_groups), dict.fromkeys(p.dtype for p in trained)
         by_dtype = [[p for p in trained if p.dtype == dtype] for dtype in dtypes]
         shares = [Share(parameters, names, self.host, self.watch.reshard) for parameters in by_dtype]
@@ -197,7 +201,8 @@ class Gossip(Points, Joinable, JoinHook):
         self.watch.check()
         Join.notify_join_context(self)  # inside torch's Join: this rank is not done
         scale = 1.0 if self.grad_scale is None else float(self.grad_scale)
-        self._round(0.0 if float(self.found_inf) > 0 else self._weight / scale)
+        self._count(self._weight)
+        self._round(0.0 if float(self.found_inf) > 0 else self._weight / scale * self.stretch)
         if self.catches_up:
             self._catch_up()
         return loss
@@ -278,7 +283,7 @@ class Gossip(Points, Joinable, JoinHook):
         self._lost_by_host = {node for row in lost for node, gone in enumerate(row) if gone}
         for share in self.shares:
             share.advance()
-        self._links.tell_pace(self.rounds)
+        self._links.tell_pace(self.rounds, self._taken)
 
     def _catch_up(self) -> None:
         """Catch up with the foremost neighbour, if it would have to wait for this rank during the next gradient.
@@ -286,19 +291,26 @@ class Gossip(Points, Joinable, JoinHook):
         If that takes as long as the last one, the neighbour does as many rounds meanwhile; `late` rounds after this
         rank's next message it waits.
         """
-        foremost, behind = self._foremost(), self.rounds
+        (foremost, _), behind = self._paces(), self.rounds
         next_message = behind + 1 + (-behind - 1) % self.topology.every
         if 2 * foremost - self._met + 1 >= next_message + self.topology.late:
             while self.rounds < foremost:
                 self._save_idle()  # of the round before
+                self._count(0.0)
                 self._round(0.0)
         self.caught_up += self.rounds - behind
-        self._met = max(self.rounds, self._foremost())
+        foremost, taken = self._paces()
+        self._met = max(self.rounds, foremost)
+        self.stretch = 1.0 / min(max(taken, 1.0 / LONGEST_STRETCH), 1.0)
 
-    def _foremost(self) -> int:
-        """The most rounds that a neighbour has done, as the ranks of this host know."""
-        told = self.host.together(self.rounds + 1, lambda: [float(self._links.foremost(self.rounds + 1))], 1)
-        return int(max(rounds for (rounds,) in told))
+    def _count(self, weight: float) -> None:
+        """Count the weight of a gradient; 0 for a round without one, to catch up."""
+        self._taken += (weight - self._taken) / WINDOW
+
+    def _paces(self) -> tuple[int, float]:
+        """See `GlooLinks.paces`; the same on all ranks of a host."""
+        told = self.host.together(self.rounds + 1, lambda: self._links.paces(self.rounds + 1), 2)
+        return int(max(rounds for rounds, _ in told)), max(taken for _, taken in told)
 
     def _take_in(self, factor: float) -> tuple[float, float]:
         """Take the gradients: whether they are wrong, and in some rounds their sum, if a host's must be the same."""
@@ -564,7 +576,7 @@ class Gossip(Points, Joinable, JoinHook):
         differ = [share.node.meet(self.group) for share in self.shares]
         if any(differ) and self.rank == 0:
             warn(f"round {rounds}: ranks had lost each other when they were saved; their int8 copies begin anew")
-        self._links.tell_pace(rounds)
+        self._links.tell_pace(rounds, self._taken)
         self._show("output" if self._apart and self._holds != "query" else "query")
         self._finished, self._met = False, rounds
         if self._follow:

@@ -70,7 +70,10 @@ class GlooLinks:
         self._failure: LinkError | QuorumError | None = None
         self._has_warned = False  # of a network in several pieces
         self._stage = Stage(device) if device.type != "cpu" else None
-        self._pace = Pace(partial(self._transfer, tag=PACE_TAG), self.membership.beside()) if catch_up else None
+        self._pace: Pace | None = None
+        if catch_up:
+            tell = partial(self._transfer, tag=PACE_TAG)
+            self._pace = Pace(tell, self.membership.beside(), self.rank, topology.size)
 
     # --- messages of rounds -------------------------------------------------------------------------------------
 
@@ -168,15 +171,21 @@ class GlooLinks:
         self.bytes_sent += 0 if incoming else memory.nbytes
         return transfer
 
-    def tell_pace(self, rounds: int) -> None:
-        """Tell the neighbours how many rounds this rank has done, where ranks catch up with each other."""
+    def tell_pace(self, rounds: int, taken: float) -> None:
+        """Tell the neighbours how many rounds this rank has done, and how much of its gradients it takes."""
         if self._pace is not None:
-            self._pace.tell(rounds)
+            self._pace.tell(rounds, taken)
 
-    def foremost(self, t: int) -> int:
-        """The most rounds that a neighbour that is not absent in round t has told; 0 where nobody tells."""
-        told = {} if self._pace is None else self._pace.done.copy()
-        return max((rounds for peer, rounds in told.items() if peer not in self.absent(t)), default=0)
+    def paces(self, t: int) -> tuple[float, float]:
+        """The most rounds that a neighbour has done who is there in round t, and how much of its gradients a rank takes.
+
+        That is the mean of all within reach. Where nobody tells, they are 0 and 1.
+        """
+        if self._pace is None:
+            return 0.0, 1.0
+        absent, told = self.absent(t), self._pace.done.copy()
+        foremost = max((rounds for peer, rounds in told.items() if peer not in absent), default=0)
+        return float(foremost), float(self._pace.taken()[self.membership.within_reach(t)].mean())
 
     # --- waiting ------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ FOREVER = timedelta(days=3650)
 ANSWER_WITHIN = 1.0  # seconds; a store on a stopped host never answers
 MADE: Counter[str] = Counter()  # notes by the name of their group
 END = -1  # instead of a number of rounds: this rank listens no more
+ROUND, WHOLE = 1 << 32, 1 << 16  # what a round and a gradient in every round are in the news of a pace
 LAST_WORDS = 1.0  # seconds for a neighbour to answer that it has heard this; its thread answers at once
 
 
@@ -174,25 +175,40 @@ class Stage:
 class Pace:
     """How far neighbours have come, in small messages: those of rounds only arrive when their receiver is there, too.
 
+    They also pass on how much of its gradients each rank of the network takes.
+
     There are two threads per neighbour; one listens, and one tells it the newest round, leaving out those it had no
     time for. When one end closes, the other answers and closes as well, so that no connection breaks in between.
     """
 
-    def __init__(self, transfer: Callable[[bool, Tensor, int], Transfer], peers: Iterable[int]) -> None:
+    def __init__(
+        self, transfer: Callable[[bool, Tensor, int], Transfer], peers: Iterable[int], rank: int, size: int
+    ) -> None:
         self.done = dict.fromkeys(peers, 0)  # by neighbour that is there: the rounds that it has done
+        # By rank: its rounds, times ROUND, and how much of its gradients it takes, times WHOLE.
+        self._known, self._rank, self._lock = torch.full((size,), WHOLE), rank, threading.Lock()
         self._transfer, self._running = transfer, dict[tuple[int, bool], Transfer]()
         self._news = {peer: queue.SimpleQueue[int]() for peer in self.done}
         work = [partial(run, peer) for peer in self._news for run in (self._listen, self._tell)]
         self._threads = [in_background("pace", run) for run in work]
 
-    def tell(self, rounds: int) -> None:
-        """Tell all neighbours that this rank has done some rounds; returns at once."""
+    def tell(self, rounds: int, taken: float) -> None:
+        """Tell all neighbours how many rounds this rank has done, and how much of its gradients it takes; at once."""
+        with self._lock:
+            self._known[self._rank] = rounds * ROUND + int(taken * WHOLE)
+        self._put(rounds)
+
+    def taken(self) -> Tensor:
+        """By rank: how much of its gradients it takes, as far as this rank knows; 1 if it leaves none out."""
+        return (self._known % ROUND) / WHOLE
+
+    def _put(self, rounds: int) -> None:
         for news in self._news.values():
             news.put(rounds)
 
     def end(self) -> None:
         """End the threads; those of a neighbour that does not answer end when its connection closes."""
-        self.tell(END)
+        self._put(END)
         deadline = time.monotonic() + LAST_WORDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -205,13 +221,16 @@ class Pace:
             rounds = news.get()
             while rounds != END and not news.empty():
                 rounds = news.get()
-            if not self._passes(False, torch.tensor([rounds]), peer):
+            told = self._known.clone() if rounds != END else torch.full_like(self._known, END)
+            if not self._passes(False, told, peer):
                 return
 
     def _listen(self, peer: int) -> None:
-        box = torch.zeros(1, dtype=torch.int64)
-        while self._passes(True, box, peer) and (rounds := int(box)) != END:
-            self.done[peer] = rounds
+        box = torch.empty_like(self._known)
+        while self._passes(True, box, peer) and int(box[peer]) != END:
+            self.done[peer] = int(box[peer]) // ROUND
+            with self._lock:
+                torch.maximum(self._known, box, out=self._known)
         del self.done[peer]
         self._news[peer].put(END)
 
