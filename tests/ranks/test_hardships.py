@@ -17,7 +17,7 @@ from torch import nn
 import klatsch
 from klatsch.ranks.membership import Membership, lag
 from klatsch.ranks.message import is_sound
-from klatsch.wire.rehearsal import sums_of_flows
+from klatsch.wire.rehearsal import Rehearsal
 from tests.support.processes import Ranks
 from tests.support.rank_hardships import LR
 from tests.support.rank_scenarios import problem_of
@@ -475,7 +475,7 @@ def check_those_who_remain(folder, size, case, label, gone=None):
     graph.remove_nodes_from(gone)
     for group in nx.connected_components(graph):
         kept = [torch.load(folder / f"kept-{rank}", weights_only=True)[label] for rank in group]
-        for entry in sums_of_flows(rule, torch.zeros(3)):
+        for entry in Rehearsal(rule, torch.zeros(3)).sums:
             total = sum(end[entry.field] for end in kept)
             assert float(total.abs().max()) < 1e-6, f"{label}: {entry.field} of {group}"
         outputs = torch.stack([end["output"] for end in kept])

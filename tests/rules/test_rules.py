@@ -11,7 +11,7 @@ import klatsch
 from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.rules import averaging
-from klatsch.wire.rehearsal import rehearse
+from klatsch.wire.rehearsal import Rehearsal
 from tests.support.comparisons import assert_same_to_rounding
 from tests.support.table import ALONE, GRAPHS, RULES, TABLE, UNDEFINED, ZeroGradients, trajectory
 
@@ -263,7 +263,7 @@ def test_what_needs_no_gradient_may_travel_early(rule):
     """Found by the engine, not written down by the rule: fields that flows take as they are, of all parts together."""
     expected = EARLY.get(rule.split(",")[0], set()) | ({"w"} if "cta" in rule else set())
     expected |= {"v"} if "shared" in rule else set()
-    assert set(rehearse(RULES[rule](0.01), torch.zeros(5)).early) == expected
+    assert set(Rehearsal(RULES[rule](0.01), torch.zeros(5)).traffic.early) == expected
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -7,7 +7,7 @@ import torch
 
 import klatsch
 from klatsch import rules
-from klatsch.wire.rehearsal import MOST_MESSAGES, Rehearsal, rehearse, sums_of_flows, vectors
+from klatsch.wire.rehearsal import MOST_MESSAGES, Rehearsal, vectors
 
 X = torch.zeros(5)
 # By rule: the fields that travel early, and what the other messages of a round carry: fields, numbers, needed before.
@@ -31,7 +31,7 @@ TRAFFIC = {
 @pytest.mark.parametrize("label", TRAFFIC)
 def test_what_travels_early(label):
     (name, options), early, late = TRAFFIC[label]
-    found = rehearse(rules.make(name, lr=0.1, **options), X)
+    found = Rehearsal(rules.make(name, lr=0.1, **options), X).traffic
     assert found.early == early
     messages = found.messages[1:] if early else found.messages
     assert [(m.fields, [s.numel() for s in m.shapes], m.needs) for m in messages] == late
@@ -62,7 +62,7 @@ class Own(rules.Rule):
 
 
 def test_a_rule_of_ones_own():
-    found = rehearse(Own(), X)
+    found = Rehearsal(Own(), X).traffic
     assert found.early == ("u", "v")
     assert [(m.fields, len(m.shapes), m.needs) for m in found.messages] == [
         (("u", "v"), 2, ()),
@@ -73,7 +73,7 @@ def test_a_rule_of_ones_own():
 
 
 def test_fields_that_start_as_one_tensor_are_told_apart():
-    found = rehearse(rules.make("dat", lr=0.1, order="cta"), X)
+    found = Rehearsal(rules.make("dat", lr=0.1, order="cta"), X).traffic
     assert found.calls == (((0, 0, "x"),), ((0, 1, "w"),))
 
 
@@ -92,10 +92,10 @@ class Chatty(rules.Rule):
 
 
 def test_silent_and_chatty_rules():
-    assert rehearse(Chatty(0), X).messages == ()
-    assert [m.needs for m in rehearse(Chatty(3), X).messages] == [(), (0,), (0, 1)]
+    assert Rehearsal(Chatty(0), X).traffic.messages == ()
+    assert [m.needs for m in Rehearsal(Chatty(3), X).traffic.messages] == [(), (0,), (0, 1)]
     with pytest.raises(ValueError, match=rf"Chatty sends {MOST_MESSAGES + 1} messages per round; {MOST_MESSAGES} at"):
-        rehearse(Chatty(MOST_MESSAGES + 1), X)
+        _ = Rehearsal(Chatty(MOST_MESSAGES + 1), X).traffic
 
 
 class Later(rules.Rule):
@@ -129,17 +129,17 @@ class Signs(Later):
 
 
 def test_what_only_later_rounds_need_is_waited_for():
-    assert rehearse(LaterNeeds(), X).messages[1].needs == (0,)
+    assert Rehearsal(LaterNeeds(), X).traffic.messages[1].needs == (0,)
 
 
 def test_what_is_not_untouched_in_every_round_does_not_travel_early():
-    found = rehearse(LaterTouched(), X)
+    found = Rehearsal(LaterTouched(), X).traffic
     assert found.early == ()
     assert len(found.messages) == 1
 
 
 def test_a_need_is_seen_through_any_operation():
-    assert rehearse(Signs(), X).messages[1].needs == (0,)
+    assert Rehearsal(Signs(), X).traffic.messages[1].needs == (0,)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_state_that_changes_its_fields_is_refused(changed, error):
 
     graph = klatsch.topology.ring(3)
     with pytest.raises(ValueError, match=error):
-        rehearse(Forgetful(), X)
+        _ = Rehearsal(Forgetful(), X).traffic
     with pytest.raises(ValueError, match=error.split(", which")[0]):
         klatsch.simulate(klatsch.problems.LeastSquares(3, dim=5), Forgetful(), graph, 5)
 
@@ -168,7 +168,7 @@ def test_sums_of_flows(name):
     """Corrections and tracked gradients, which are zero over the network; push-sum's weight starts at 1 and is not."""
     wanted = {"d2": ("y", -0.5), "dat-d2": ("y", -0.5), "gt": ("z", 1.0), "dat-gt": ("z", 1.0)}
     wanted |= {f"{name}-adam": entry for name, entry in wanted.items()}
-    found = sums_of_flows(rules.make(name, lr=0.1), X)
+    found = Rehearsal(rules.make(name, lr=0.1), X).sums
     assert [(entry.field, entry.factor) for entry in found] == ([wanted[name]] if name in wanted else [])
 
 
@@ -189,4 +189,4 @@ def test_a_field_that_changes_by_more_than_flows_is_no_sum_of_them():
         def update(self, s, grad, flow, t, lr):
             return {"w": s["w"] - lr * grad, "y": s["y"] + flow(s["w"])[0] + 0.1 * s["w"]}
 
-    assert sums_of_flows(Leaning(), X) == []
+    assert Rehearsal(Leaning(), X).sums == []

@@ -31,7 +31,7 @@ from klatsch.rules import Rule
 from klatsch.topology import Topology
 from klatsch.topology.channel import encoded_bytes
 from klatsch.topology.matrix import Matrix, mapped, places
-from klatsch.wire.rehearsal import FEW, rehearse
+from klatsch.wire.rehearsal import FEW, Rehearsal
 
 FEW_ROUNDS, CHUNK = 64, 1 << 22  # rounds whose times are drawn at first, and times that are drawn at once later
 MOST_IN_PAIRS = 4096  # nodes: a schedule of pairs looks at all of them at once
@@ -347,7 +347,7 @@ def _links(P: Matrix) -> tuple[Nodes, Nodes]:
 def messages_of(rule: Rule, params: int = FEW) -> list[Sending]:
     """The messages of a round of a rule for so many parameters."""
     wide = params if params > 1 else FEW  # one number could be a vector or a weight
-    traffic = rehearse(rule, torch.zeros(1, 1).expand(columns.count(rule), wide))
+    traffic = Rehearsal(rule, torch.zeros(1, 1).expand(columns.count(rule), wide)).traffic
     early = 0 if traffic.early else None
     return [
         Sending(k == early, sum(shape[-1] == wide for shape in sent.shapes), sent.needs)

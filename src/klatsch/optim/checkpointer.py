@@ -34,7 +34,7 @@ from klatsch.ranks.message import is_sound
 from klatsch.ranks.node import PIECE
 from klatsch.ranks.saved import FORMAT, Round, SavedFile, Seen, Training
 from klatsch.sealed import REMEDY, CheckpointError
-from klatsch.wire.rehearsal import FEW, sums_of_flows
+from klatsch.wire.rehearsal import FEW, Rehearsal
 
 FORGED = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 CONTENT = ("vectors", "groups", "scales", "memories", "counted", "others", "generators")
@@ -334,7 +334,7 @@ class Checkpointer:
         told = self._told(None if fresh else [header, lists])[optimizer.host.place :: optimizer.host.size]
         header, lists = next(each for each in told if each is not None) if fresh else (header, lists)
         count = sum(taken is not None for taken in choice.takes)
-        sums = {entry.field for entry in sums_of_flows(optimizer.rule, torch.zeros(FEW))}
+        sums = {entry.field for entry in Rehearsal(optimizer.rule, torch.zeros(FEW)).sums}
         for name, (shape, dtype) in sorted(lists.items()):
             is_sum = name.startswith("vectors.") and name.split(".", 2)[2] in sums
             if count == len(choice.takes) and not is_sum:  # nobody needs the mean

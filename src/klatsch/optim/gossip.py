@@ -158,7 +158,7 @@ class Gossip(Points, Joinable, JoinHook):
         if weight is not None:
             total = summed(self.group, torch.tensor([float(weight)], dtype=torch.float64))
             self._weight = float(weight) * len(ranks) / float(total)
-        self._taken = self._weight  # the mean weight of this rank's gradients in the last rounds, 0 where it left one out
+        self._taken = self._weight  # the mean weight of its gradients in the last rounds, 0 where it left one out
         names, dtypes = groups.names(self.param_groups), dict.fromkeys(p.dtype for p in trained)
         by_dtype = [[p for p in trained if p.dtype == dtype] for dtype in dtypes]
         shares = [Share(parameters, names, self.host, self.watch.reshard) for parameters in by_dtype]
@@ -305,7 +305,7 @@ class Gossip(Points, Joinable, JoinHook):
 
     def _count(self, weight: float) -> None:
         """Count the weight of a gradient; 0 for a round without one, to catch up."""
-        self._taken += (weight - self._taken) / WINDOW
+        self._taken += (weight - self._taken) / min(self.rounds + 1, WINDOW)
 
     def _paces(self) -> tuple[int, float]:
         """See `GlooLinks.paces`; the same on all ranks of a host."""

@@ -177,9 +177,9 @@ class GlooLinks:
             self._pace.tell(rounds, taken)
 
     def paces(self, t: int) -> tuple[float, float]:
-        """The most rounds that a neighbour has done who is there in round t, and how much of its gradients a rank takes.
+        """The most rounds that a neighbour has done, and how much of its gradients a rank takes, in the mean of all.
 
-        That is the mean of all within reach. Where nobody tells, they are 0 and 1.
+        Where nobody tells, they are 0 and 1.
         """
         if self._pace is None:
             return 0.0, 1.0

@@ -218,7 +218,7 @@ class Mailbox:
             for source in [source for source, parts in spoken.items() if not all(part.is_sound for part in parts)]:
                 links.lose(MessageError(links.rank, source, r))
         # The weight of a lost neighbour goes to this node's own value, so rows still sum to 1; in push-sum this node
-        # keeps what it would have passed on to it, so columns still do. On a static directed graph weights are made anew.
+        # keeps what it would have passed on to it, so columns still do.
         absent, row = links.absent(r), self._rows[(r - 1) % len(self._rows)]
         if topology.loss or topology.shuffle is not None:
             row = _row(topology.matrix(r), links.rank, dtype)

@@ -186,10 +186,10 @@ def _balanced(topology: Topology, ways: tuple[tuple[int, int], ...]) -> Matrix:
     held.data = held.data * (groups[held.nonzero()[0]] == groups[held.nonzero()[1]])
     left = csr_array(P.multiply(held))
     left = csr_array(left + diags_array(1.0 - left.sum(axis=1)))
-    rows = np.ones(topology.size)
+    rows = columns = np.ones(topology.size)
     for _ in range(MOST_TURNS):
-        columns = 1.0 / (left.T @ rows)
-        before, rows = rows, 1.0 / (left @ columns)
+        columns = np.reciprocal(np.asarray(left.T @ rows))
+        before, rows = rows, np.reciprocal(np.asarray(left @ columns))
         if np.allclose(before, rows, rtol=1e-14, atol=0.0):
             break
     return csr_array(diags_array(rows) @ left @ diags_array(columns))

@@ -27,7 +27,7 @@ from klatsch.ranks.message import Block
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import each
 from klatsch.topology import Topology
-from klatsch.wire.rehearsal import Place, Rehearsal, Sum, carries_output, rehearse, sums_of_flows
+from klatsch.wire.rehearsal import Place, Rehearsal, Sum
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 26}  # numbers per slice: a cache's worth, or enough to hide the launches
 PIECE = 1 << 20  # numbers of a sum that travel at a time
@@ -125,12 +125,13 @@ class Node:
 
     def __init__(self, rule: Rule, x: Tensor, links: GlooLinks, stream: int = 0, guarded: bool = False) -> None:
         self.rule, self.links, self.rounds, self._speaks = rule, links, 0, links.topology.speaks
-        Rehearsal(rule, x).check(slices=x.ndim == 1)  # a round may call it twice, and cuts plain vectors
-        self._traffic = rehearse(rule, x)
+        rehearsal = Rehearsal(rule, x)
+        rehearsal.check(slices=x.ndim == 1)  # a round may call it twice, and cuts plain vectors
+        self._traffic = rehearsal.traffic
         by_rows = links.topology.row_stochastic and not rule.push
         self._mail = Mailbox(self._traffic, x, links, by_rows, stream, guarded)
-        self._ledger = Ledger(sums_of_flows(rule, x) if links.survives and by_rows else [], x)
-        self._output = carries_output(rule, x)
+        self._ledger = Ledger(rehearsal.sums if links.survives and by_rows else [], x)
+        self._output = rehearsal.output
         self.apart: Tensor | None = None  # see Mailbox.apart, of x if it travels, in the last mix
         self._balances = by_rows and not links.survives  # when ranks leave, without a ledger
         self._excess: State = {}
@@ -208,7 +209,7 @@ class Node:
         """
         t = self.rounds + 1
         if self._balances and self.links.membership.heard_out(t):
-            sums = {entry.field for entry in sums_of_flows(self.rule, self.rule.query(self._fields))}
+            sums = {entry.field for entry in Rehearsal(self.rule, self.rule.query(self._fields)).sums}
             for name in sorted(sums):
                 with assembled(self.links, self.rounds, name, leavers=True) as everyone:
                     own = self._fields[name].cpu()

@@ -66,68 +66,6 @@ class Sum(NamedTuple):
     factor: float
 
 
-def rehearse(rule: Rule, x: Tensor) -> Traffic:
-    """The messages of a round of a rule that starts at x; it must do the same in every round."""
-    rehearsal = Rehearsal(rule, x)
-    first = rehearsal.rounds[0]
-    fields = [[rehearsal.field(c, n) for n, _ in enumerate(tensors)] for c, tensors in enumerate(first)]
-    early = dict.fromkeys(name for names in fields for name in names if name is not None)
-    late = [c for c, names in enumerate(fields) if None in names]
-    beside = None
-    if not any(rehearsal.is_wide(rehearsal.state[name]) for name in early):
-        # A few numbers, such as push-sum's weight, are not worth their own message.
-        needy = rehearsal.after(c for c, names in enumerate(fields) if any(names))
-        beside = next((c for c in late if c not in needy), None)
-
-    # What travels in each message: a field by its name, any other tensor by its call and its place there.
-    inside: list[list[str | tuple[int, int]]] = [[*early]] if early and beside is None else []
-    for c in late:
-        own = [(c, n) for n, name in enumerate(fields[c]) if name is None]
-        inside.append([*own, *(early if c == beside else ())])
-    if len(inside) > MOST_MESSAGES:
-        raise ValueError(f"{rule.name} sends {len(inside)} messages per round; {MOST_MESSAGES} at most")
-    place = {what: (k, n) for k, parts in enumerate(inside) for n, what in enumerate(parts)}
-    calls = [tuple(Place(*place[f or (c, n)], f) for n, f in enumerate(names)) for c, names in enumerate(fields)]
-    after = [
-        rehearsal.after(c for c, places in enumerate(calls) if any(p.message == k for p in places))
-        for k in range(len(inside))
-    ]
-    messages = []
-    for k, parts in enumerate(inside):
-        named = tuple(what for what in parts if isinstance(what, str))
-        tensors = [rehearsal.state[what] if isinstance(what, str) else first[what[0]][what[1]] for what in parts]
-        call = next((what[0] for what in parts if not isinstance(what, str)), None)
-        needs = tuple(j for j in range(k) if call in after[j])
-        messages.append(Sent(named, call, tuple(map(rehearsal.full, tensors)), needs))
-    return Traffic(tuple(messages), tuple(calls))
-
-
-def vectors(rule: Rule) -> tuple[int, int]:
-    """How many whole vectors a node sends to each neighbour in a round: early, and once there is a gradient."""
-    traffic = rehearse(rule, torch.zeros(FEW))
-    whole = [sum(shape[-1] == FEW for shape in sent.shapes) for sent in traffic.messages]
-    early = whole[0] if traffic.early else 0
-    return early, sum(whole) - early
-
-
-def sums_of_flows(rule: Rule, x: Tensor) -> list[Sum]:
-    """The fields that start at zero and change by a multiple of a flow, and by nothing else."""
-    rehearsal = Rehearsal(rule, x)
-    zero = [name for name, v in rehearsal.state.items() if rehearsal.is_wide(v) and not v.any()]
-    sums = (Sum(name, c, n, rehearsal.change(name, c, n)) for name in zero for c, n, _ in rehearsal.sent)
-    return [entry for entry in sums if entry.factor]
-
-
-def carries_output(rule: Rule, x: Tensor) -> Place | None:
-    """The tensor that travels and moves the rule's output most: x itself, if it travels, else the iterate."""
-    rehearsal = Rehearsal(rule, x)
-    sizes = {(c, n): rehearsal.pulls_output(c, n) for c, n, v in rehearsal.sent if rehearsal.is_wide(v)}
-    if not sizes or rule.push:  # what push-sum sends has another scale on every node
-        return None
-    c, n = max(sizes, key=lambda place: sizes[place])
-    return rehearse(rule, x).calls[c][n]
-
-
 class _Stained(Tensor):
     """A tensor that depends on what some call of `flow` returned, as does whatever is computed from it."""
 
@@ -162,7 +100,55 @@ class Rehearsal:
         self.state = each(torch.clone, start)
         self.calls()
 
-    def field(self, c: int, n: int) -> str | None:
+    @cached_property
+    def traffic(self) -> Traffic:
+        """The messages of a round; the rule must do the same in every round."""
+        calls = range(len(self.rounds[0]))
+        fields = [[self._field(c, n) for n in range(len(self.rounds[0][c]))] for c in calls]
+        early = dict.fromkeys(name for names in fields for name in names if name is not None)
+        late = [c for c in calls if None in fields[c]]
+        beside = None
+        if not any(self.is_wide(self.state[name]) for name in early):
+            # A few numbers, such as push-sum's weight, are not worth their own message.
+            needy = self._after(c for c in calls if any(fields[c]))
+            beside = next((c for c in late if c not in needy), None)
+
+        # What travels in each message: a field by its name, any other tensor by its call and its place there.
+        inside: list[list[str | tuple[int, int]]] = [[*early]] if early and beside is None else []
+        for c in late:
+            own = [(c, n) for n, name in enumerate(fields[c]) if name is None]
+            inside.append([*own, *(early if c == beside else ())])
+        if len(inside) > MOST_MESSAGES:
+            raise ValueError(f"{self._rule.name} sends {len(inside)} messages per round; {MOST_MESSAGES} at most")
+        place = {what: (k, n) for k, parts in enumerate(inside) for n, what in enumerate(parts)}
+        places = [tuple(Place(*place[f or (c, n)], f) for n, f in enumerate(fields[c])) for c in calls]
+        after = [self._after(c for c in calls if any(p.message == k for p in places[c])) for k in range(len(inside))]
+        messages = []
+        for k, parts in enumerate(inside):
+            named = tuple(what for what in parts if isinstance(what, str))
+            tensors = [self.state[w] if isinstance(w, str) else self.rounds[0][w[0]][w[1]] for w in parts]
+            call = next((what[0] for what in parts if not isinstance(what, str)), None)
+            needs = tuple(j for j in range(k) if call in after[j])
+            messages.append(Sent(named, call, tuple(map(self.full, tensors)), needs))
+        return Traffic(tuple(messages), tuple(places))
+
+    @cached_property
+    def sums(self) -> list[Sum]:
+        """The fields that start at zero and change by a multiple of a flow, and by nothing else."""
+        zero = [name for name, v in self.state.items() if self.is_wide(v) and not v.any()]
+        sums = (Sum(name, c, n, self._change(name, c, n)) for name in zero for c, n, _ in self.sent)
+        return [entry for entry in sums if entry.factor]
+
+    @property
+    def output(self) -> Place | None:
+        """The tensor that travels and moves the rule's output most: x itself, if it travels, else the iterate."""
+        sizes = {(c, n): self._pulls_output(c, n) for c, n, v in self.sent if self.is_wide(v)}
+        if not sizes or self._rule.push:  # what push-sum sends has another scale on every node
+            return None
+        c, n = max(sizes, key=lambda place: sizes[place])
+        return self.traffic.calls[c][n]
+
+    def _field(self, c: int, n: int) -> str | None:
         """The state field that a tensor of a call of `flow` is in every round, if it is one untouched."""
         names = {id(v): name for name, v in self.state.items()}
         known = {names.get(id(calls[c][n])) for calls in self.rounds}
@@ -235,27 +221,27 @@ class Rehearsal:
         """The shape of a tensor in a real round."""
         return torch.Size([*v.shape[:-1], self._length if self.is_wide(v) else v.shape[-1]])
 
-    def after(self, calls: Iterable[int]) -> set[int]:
+    def _after(self, calls: Iterable[int]) -> set[int]:
         """The calls of `flow` that need what some others return, in any round."""
         stained = set(calls)
         rounds = [self.calls(stained, t, silent) for t, silent in TRIALS]
         return {c for calls in rounds for c, vs in enumerate(calls) if any(isinstance(v, _Stained) for v in vs)}
 
-    def change(self, field: str, c: int, n: int) -> float:
+    def _change(self, field: str, c: int, n: int) -> float:
         """By what a field changes if one flow is 1, the others are 0 and so is the field; 0 if other things count."""
         start = {name: v * 0.0 + (0.0 if name == field else 0.3) for name, v in self.state.items()}
-        still = [self._after(start, c, n, 0.0, grad, t)[field] for grad in (0.0, 1.7) for t in (1, 4)]
-        moved = [self._after(start, c, n, 1.0, grad, t)[field] for grad in (0.0, 1.7) for t in (1, 4)]
+        still = [self._moved(start, c, n, 0.0, grad, t)[field] for grad in (0.0, 1.7) for t in (1, 4)]
+        moved = [self._moved(start, c, n, 1.0, grad, t)[field] for grad in (0.0, 1.7) for t in (1, 4)]
         alike = all(torch.allclose(v, moved[0]) for v in moved)
         return float(moved[0].flatten()[0]) if alike and not any(v.any() for v in still) else 0.0
 
-    def pulls_output(self, c: int, n: int) -> float:
+    def _pulls_output(self, c: int, n: int) -> float:
         """By how much the rule's output changes if one flow is 1 and the others are 0, late in a training."""
         start = {name: v * 0.0 + 0.3 for name, v in self.state.items()}
-        moved, still = (self._rule.output(self._after(start, c, n, flow, 0.0, 1000)) for flow in (1.0, 0.0))
+        moved, still = (self._rule.output(self._moved(start, c, n, flow, 0.0, 1000)) for flow in (1.0, 0.0))
         return float((moved - still).abs().max())
 
-    def _after(self, start: State, c: int, n: int, flow: float, grad: float, t: int) -> State:
+    def _moved(self, start: State, c: int, n: int, flow: float, grad: float, t: int) -> State:
         """The state after a round t in which one flow is `flow` and the others are 0."""
         count = iter(range(len(self.state) * MOST_MESSAGES))
 
@@ -294,6 +280,14 @@ class Rehearsal:
                     f"{tuple(self.state[name].shape)}; fields keep their shapes (flow returns a tuple: (f,) = flow(v))"
                 )
         return calls
+
+
+def vectors(rule: Rule) -> tuple[int, int]:
+    """How many whole vectors a node sends to each neighbour in a round: early, and once there is a gradient."""
+    traffic = Rehearsal(rule, torch.zeros(FEW)).traffic
+    whole = [sum(shape[-1] == FEW for shape in sent.shapes) for sent in traffic.messages]
+    early = whole[0] if traffic.early else 0
+    return early, sum(whole) - early
 
 
 def _alike(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
