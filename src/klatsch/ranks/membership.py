@@ -226,9 +226,7 @@ def lag(topology: Topology) -> int:
     if not topology.changes:
         hops = shortest_path(topology.speaking[0], unweighted=True)
         return int(hops[np.isfinite(hops)].max()) * (topology.every + topology.late)
-    if (
-        topology.late or topology.shuffle is not None
-    ):  # news that has arrived may wait a whole period for the link that passes it on
+    if topology.late or topology.shuffle is not None:  # news may wait a whole period for the link that passes it on
         return _longest(topology)
     worst, itself = 0, np.eye(topology.size, dtype=np.float32)  # products of floats are fast
     heard = [np.maximum(itself, P.toarray() != 0).astype(np.float32) for P in topology.speaking]
