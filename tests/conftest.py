@@ -112,7 +112,7 @@ def run_cli(monkeypatch, capsys):
     """Run the command line in this process; gives the exit code, stdout and stderr."""
     from klatsch.cli import main
 
-    monkeypatch.setattr("klatsch.cli.narration.LONG", math.inf)  # else slow machines tell of progress on stderr
+    monkeypatch.setattr("klatsch.cli.run.LONG", math.inf)  # else slow machines tell of progress on stderr
 
     def run(*arguments):
         monkeypatch.setattr("sys.argv", ["klatsch", *map(str, arguments)])

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from klatsch.cli.rows import _in_latex
+from klatsch.cli.results import _in_latex
 from klatsch.study import Store, parse, run_study, workers
 
 STUDY = {

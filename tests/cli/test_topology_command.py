@@ -12,10 +12,16 @@ from klatsch import __version__
 from klatsch import topology as tp
 
 
+def cells_of(table):
+    """The values of the properties that a table shows."""
+    rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
+    return {name: value for name, value, *_ in (row for row in rows if len(row) > 1)}
+
+
 def test_one_table(run_cli):
     code, out, err = run_cli("topology", "base_graph", "-n", 25, "--set", "k=1", "--params", 44_426)
     assert (code, err) == (0, "")
-    cells = {row.split("│")[1].strip(): row.split("│")[2].strip() for row in out.splitlines() if row.startswith("│")}
+    cells = cells_of(out)
     graph = tp.base_graph(25)
     assert cells["nodes"] == "25"
     assert cells["edges"] == str(graph.edges)
@@ -34,7 +40,7 @@ def test_a_channel_shows_what_it_costs(run_cli):
     channel = ("--set", "late=9", "--set", "wire=int8")
     code, out, err = run_cli("topology", "ring/8", "-n", 16, *channel)
     assert (code, err) == (0, "")
-    cells = {row.split("│")[1].strip(): row.split("│")[2].strip() for row in out.splitlines() if row.startswith("│")}
+    cells = cells_of(out)
     graph = tp.make("ring", 16, every=8, late=9, wire="int8")
     assert (cells["every"], cells["late"], cells["wire"]) == ("8", "9", "int8")
     assert float(cells["rho"]) == pytest.approx(graph.spectral_gap, rel=1e-4)
@@ -57,7 +63,7 @@ def test_a_comparison_over_a_channel_leaves_out_graphs_that_change(run_cli):
             "unknown wire 'int4'; did you mean int8? There are float32, bfloat16",
         ),
         (("--compare", "-n", 4, "--set", "wire=int4"), "unknown wire 'int4'; did you mean int8?"),
-        (("ring", "-n", 4, "--set", "late=soon"), "--set late: 'soon' is not a whole number"),
+        (("ring", "-n", 4, "--set", "late=soon"), "late = 'soon'; give a whole number from 0 to 10000"),
         (("ring", "-n", 4, "--set", "late=-1"), "late = -1; give a whole number from 0 to 10000"),
         (("base_graph", "-n", 4, "--set", "wire=int8"), "the graph changes from round to round"),
         (("ring", "-n", 200_000, "--set", "late=3"), "late ring: no closed form of its spectral gap is known"),

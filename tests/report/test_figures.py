@@ -7,7 +7,7 @@ import pytest
 
 from klatsch import rules
 from klatsch.report import figures, pages
-from klatsch.report.figures import Drawing
+from klatsch.report.figures import StudyFigure
 from klatsch.study import Row
 from tests.report.test_sentences import of_case, row, rows_of, script_of
 from tests.support.pictures import check_picture
@@ -63,7 +63,7 @@ def test_figures_of_installed_studies(name, tmp_path):
 
 def test_the_best_rule_is_on_top():
     errors = {"dat": 1.0, "dsgd": 3.0, "gt": 2.0}
-    figure = Drawing(across="rules").draw([row(rule, "ring", 4, e) for rule, e in errors.items()], "t", {})
+    figure = StudyFigure(across="rules").draw([row(rule, "ring", 4, e) for rule, e in errors.items()], "t", {})
     assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["dsgd", "gt", "dat"]
 
 
@@ -74,7 +74,7 @@ def test_the_figure_of_the_best_names_those_that_are_level_and_the_factor_of_the
     }
 
     def cells(errors):
-        figure = Drawing(across="best").draw(
+        figure = StudyFigure(across="best").draw(
             [of_case(known[key], e, spread=0.01) for key, e in errors.items()], "b", {}
         )
         return [[text.get_text() for text in axis.texts] for axis in figure.axes]
@@ -94,7 +94,7 @@ def test_points_lie_at_what_they_cost_and_references_stand_in_every_panel():
     cases = [
         c for c in script_of("channels")[1].values() if c.rule in ("dsgd", "dat") and not c.topology_options.get("late")
     ]
-    drawing = Drawing(
+    drawing = StudyFigure(
         across="bytes", final=True, panels=("options",), lines=("every",), reference=({"topology": "complete"},)
     )
     figure = drawing.draw([of_case(c, 1e-6) for c in cases], "t", {})
@@ -122,7 +122,7 @@ def test_every_line_is_in_the_legend():
     (legend,) = figures.plot(rows, "nodes", "title").legends
     assert [text.get_text() for text in legend.get_texts()] == ["dat", "d2"]
     marked = [replace(each, setting={"beta": 0.9} if each.rule == "dat" else {}) for each in rows]  # d2 has none
-    assert figures.Look(marked, drawing=figures.Drawing(marker="beta")).markers == [0.9, ""]
+    assert figures.Look(marked, words=figures.StudyFigure(marker="beta")).markers == [0.9, ""]
 
 
 def test_pages_say_when_a_learning_rate_lies_at_the_edge():

@@ -10,7 +10,7 @@ import pytest
 
 from klatsch import catalogue, problems, rules
 from klatsch.report.installed import GROUPS, content_of, study_of
-from klatsch.report.pages import Script
+from klatsch.report.pages import Outline
 from klatsch.study import Row, Store, expand
 from klatsch.study.batches import most_numbers, pack
 from klatsch.study.choices import BESIDE, place, screened
@@ -72,7 +72,7 @@ def is_known(sentence):
 def test_verdicts_of_the_committed_pages_follow_from_their_tables(name):
     text = (RESULTS / f"{name}-paper.md").read_text()
     committed = {line.rpartition(" (")[0]: word for word, line in re.findall(r"^- \*\*(.*?)\*\*: (.*)$", text, re.M)}
-    rows, script = rows_of(name), Script.of(study_of(name, "paper", "cuda"), list(cases_of(name).values()))
+    rows, script = rows_of(name), Outline.of(study_of(name, "paper", "cuda"), list(cases_of(name).values()))
     verdicts = [verdict for sentence in script.sentences if is_known(sentence) for verdict in sentence.check(rows)]
     assert {v.claim: v.word for v in verdicts} == {v.claim: committed[v.claim] for v in verdicts}
     assert len(verdicts) >= (0 if name == "stragglers" else 3)
@@ -81,7 +81,7 @@ def test_verdicts_of_the_committed_pages_follow_from_their_tables(name):
 def test_every_study_has_words_that_fit_it():
     for name in (*catalogue.STUDIES, "demo"):
         study = study_of(name, "quick")
-        script = Script.of(study, expand(study)[0])
+        script = Outline.of(study, expand(study)[0])
         assert script.figures
         assert script.sentences
         assert study.title.endswith("(quick scale)")

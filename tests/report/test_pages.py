@@ -277,7 +277,7 @@ def test_rows_are_printed_before_what_is_said_of_them(tmp_path, run_cli, monkeyp
     def refuse(*_):
         raise ValueError("nothing can be said")
 
-    monkeypatch.setattr(pages.Script, "verdicts", refuse)
+    monkeypatch.setattr(pages.Outline, "verdicts", refuse)
     code, out, err = run_cli("run", "--rules", "dat", "-n", 4, "--steps", 5, "--lr", 0.01)
     assert (code, "dat" in out, "nothing can be said" in err) == (2, True, True)
 

@@ -8,7 +8,7 @@ import pytest
 
 from klatsch.clock import Clock
 from klatsch.report.installed import GROUPS, study_of
-from klatsch.report.pages import Script
+from klatsch.report.pages import Outline
 from klatsch.report.selection import chosen_for, options_of, timed
 from klatsch.report.sentences import Sentence, Tolerance, factor, is_behind
 from klatsch.study import Row, expand, parse
@@ -42,7 +42,7 @@ def holds(rows, clocks=None, **words):
 def script_of(name, scale="paper"):
     study = study_of(name, scale, "cuda")
     cases, _ = expand(study)
-    return Script.of(study, cases), {place(case): case for case in cases}
+    return Outline.of(study, cases), {place(case): case for case in cases}
 
 
 def of_case(case, value, half=None, spread=0.0, beside=None):
@@ -561,5 +561,5 @@ def test_who_is_ahead_at_equal_seconds():
 def test_mistakes_in_a_study_file_are_one_line(words, message):
     study = parse({"steps": 5, "nodes": 4, "rules": ["dat"], "topologies": ["ring"], **words})
     with pytest.raises(ValueError, match=message) as refusal:
-        Script.of(study, expand(study)[0])
+        Outline.of(study, expand(study)[0])
     assert "\n" not in str(refusal.value)

@@ -11,7 +11,7 @@ import torch
 from klatsch import problems
 from klatsch.problems import classification, fashion_mnist
 from klatsch.report import installed
-from klatsch.report.pages import Script, page_of
+from klatsch.report.pages import Outline, page_of
 from klatsch.study import Row, Store, expand, parse, run_study
 from klatsch.study.batches import pack
 from tests.support.machine import DATA, needs_data
@@ -110,12 +110,12 @@ def check_a_store_of_two_problems(start, store, folder):
 
 def verdicts(target, rows):
     content = installed.study_of(target, "paper")
-    return Script.of(content, expand(content)[0]).verdicts(rows)
+    return Outline.of(content, expand(content)[0]).verdicts(rows)
 
 
 def drawn(target, rows):
     content = installed.study_of(target, "paper")
-    ((_, figure),) = Script.of(content, expand(content)[0]).drawn(rows, target, "a title")
+    ((_, figure),) = Outline.of(content, expand(content)[0]).drawn(rows, target, "a title")
     return figure
 
 

@@ -4,7 +4,7 @@ A command loads what it works with when it is called, so that help and the versi
 """
 
 # Importing a file adds its commands.
-from klatsch.cli import checkpoints, data, plan, reproduce, results, run, topology
+from klatsch.cli import checkpoints, data, plan, results, run, topology
 from klatsch.cli.app import main
 
-__all__ = ["checkpoints", "data", "main", "plan", "reproduce", "results", "run", "topology"]
+__all__ = ["checkpoints", "data", "main", "plan", "results", "run", "topology"]

@@ -1,16 +1,17 @@
 """The command line: thin commands over the library. A user's mistake is one short message and exit code 2.
 
-Options that commands share stand here: `--set NAME=VALUE`, typed by the signatures of rules, graphs and problems, and
-those of a clock.
+Options that commands share stand here: `--set NAME=VALUE`, which goes to the rules, graphs and problems that have such
+an option and check its value, and those of a clock.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, get_type_hints
 
@@ -18,18 +19,19 @@ import typer
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from klatsch import catalogue
+from klatsch import catalogue, own, pictures
 from klatsch.cli import terminal
-from klatsch.cli.terminal import option, text, words
+from klatsch.cli.terminal import Plot, option, text, words
 from klatsch.version import VERSION
 
 if TYPE_CHECKING:
     from klatsch.clock import Clock
+    from klatsch.study.choices import Row
 
 Call = TypeVar("Call", bound=Callable[..., None])
 Settings = list[str] | None
+Owner = tuple[str, str]  # a kind, such as "rule", and a name
 Parameters = Mapping[str, inspect.Parameter]
-TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 
 
 class _Flags:
@@ -51,27 +53,26 @@ class Group(_Flags, TyperGroup):
     """A group of commands."""
 
 
-def _after_help(examples: tuple[str, ...]) -> str:
-    return "\n\n".join(("Examples:", *(f"klatsch {example}" for example in examples)))
+def examples(*lines: str) -> str:
+    """What a help ends with."""
+    return "\n\n".join(("Examples:", *(f"klatsch {line}" for line in lines)))
 
 
 app = typer.Typer(
     name="klatsch",
     cls=Group,
-    help="Train models over a network of machines that talk only to their neighbours.",
-    epilog=_after_help(("demo", "list", "run --rules dat,dsgd --topology ring -n 16 --set heterogeneity=10")),
+    epilog=examples("demo", "list", "run --rules dat,dsgd --topology ring -n 16 --set heterogeneity=10"),
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-def command(*examples: str, more: str = "", name: str | None = None, to: typer.Typer = app) -> Callable[[Call], Call]:
+def command(*lines: str, more: str = "", name: str | None = None, to: typer.Typer = app) -> Callable[[Call], Call]:
     """Register a command, whose help is its docstring, `more` and examples; its dataclasses are groups of options."""
 
     def register(function: Call) -> Call:
         help_ = "\n\n".join(filter(None, (function.__doc__, more)))
-        title, after = name or function.__name__, _after_help(examples)
-        to.command(name=title, cls=Command, help=help_, epilog=after)(_flat(function))
+        to.command(name=name or function.__name__, cls=Command, help=help_, epilog=examples(*lines))(_flat(function))
         return function
 
     return register
@@ -81,22 +82,22 @@ def _flat(function: Callable[..., None]) -> Callable[..., None]:
     """The same function with the fields of its dataclasses as parameters."""
     hints = get_type_hints(function, include_extras=True)
     groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
-    flat = []
+    defaults: dict[str, object] = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        options = {name: parameter.default}
         if name in groups:
-            options = {field.name: field.default for field in fields(groups[name])}
             hints |= get_type_hints(groups[name], include_extras=True)
-        flat += [
-            inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[option])
-            for option, default in options.items()
-        ]
+            defaults |= {field.name: field.default for field in fields(groups[name])}
+        else:
+            defaults[name] = parameter.default
 
     def called(**given: object) -> None:
         for group, kind in groups.items():
             given[group] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        function(**given)
+        with terminal.for_programs() if given.get("as_json") else nullcontext():
+            function(**given)
 
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    flat = [inspect.Parameter(name, keyword, default=v, annotation=hints[name]) for name, v in defaults.items()]
     called.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
     return called
 
@@ -123,10 +124,36 @@ class Timing:
         named("axis", self.against, dict.fromkeys(("rounds", "seconds", "bytes")))
         if self.gradient is not None:
             return Clock(self.gradient, self.network or "10gbe", gpus=self.gpus)
-        if self.network is not None or self.gpus != 1 or self.against == "seconds":
-            what = "--against seconds" if self.against == "seconds" else "--network" if self.network else "--gpus"
+        asked = {"--against seconds": self.against == "seconds", "--network": self.network, "--gpus": self.gpus != 1}
+        if what := next((flag for flag, given in asked.items() if given), ""):
             raise ValueError(f"{what} needs to know how long a gradient takes; give --gradient 0.05, in seconds")
         return None
+
+
+@dataclass(frozen=True)
+class Plotting(Timing):
+    """The same, with a figure."""
+
+    plot: Plot = None
+    style: Annotated[Path | None, text("With --plot: a style file of matplotlib.", metavar="FILE")] = None
+
+    def __post_init__(self) -> None:
+        if self.plot is not None:
+            pictures.check_path(self.plot)
+        elif self.style is not None:
+            raise ValueError("--style is for a figure; give --plot FILE as well")
+
+    def draw(self, rows: Sequence[Row], title: str, across: str = "") -> None:
+        """Draw the curves, if a file is given; stdout may be a table for programs."""
+        from klatsch.report import figures
+
+        if self.plot is not None:
+            figure = figures.plot(rows, across or self.against, title, style=self.style)
+            pictures.save(figure, self.plot, dpi=160)
+            print(f"drawn to {self.plot}", file=sys.stderr)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
 
 
 def setting(help_: str) -> Any:
@@ -134,7 +161,7 @@ def setting(help_: str) -> Any:
     return text(f"{help_}; klatsch list names all.", "--set", metavar="NAME=VALUE")
 
 
-def split(given: Sequence[str] | None) -> dict[str, str]:
+def split(given: Settings) -> dict[str, str]:
     """The settings by name, each as text."""
     values: dict[str, str] = {}
     for word in given or ():
@@ -147,29 +174,29 @@ def split(given: Sequence[str] | None) -> dict[str, str]:
     return values
 
 
-def typed(given: Mapping[str, str], parameters: Parameters) -> dict[str, object]:
-    """The settings that are among the parameters, as values of their types."""
-    return {name: _values(name, text, parameters[name]) for name, text in given.items() if name in parameters}
-
-
-def chosen(given: Sequence[str] | None, owner: str, parameters: Parameters) -> dict[str, object]:
-    """The settings of a single owner, as values of their types."""
-    check_known(split(given), {owner: parameters})
-    return typed(split(given), parameters)
-
-
-def check_known(
-    given: Collection[str], owners: Mapping[str, Parameters], reasons: Mapping[str, str] = MappingProxyType({})
-) -> None:
-    """Refuse a setting that no owner has; `reasons` explains some of the refusals."""
+def assigned(
+    given: Settings, owners: Mapping[Owner, Parameters], reasons: Mapping[str, str] = MappingProxyType({})
+) -> dict[Owner, dict[str, object]]:
+    """The settings of each owner that has such options; `reasons` explains why nobody has some of the others."""
     from klatsch.arguments import there_are
 
-    known = dict.fromkeys(option for parameters in owners.values() for option in parameters)
-    who = f"{', '.join(owners)} has no" if len(owners) == 1 else f"none of {', '.join(owners)} has an"
-    for name in given:
-        if name not in known:
-            why = f": {reasons[name]}" if name in reasons else f"; {there_are(name, known)}" if known else ""
+    texts = split(given)
+    options = dict.fromkeys(option for known in owners.values() for option in known)
+    names = ", ".join(own.label(name) for _, name in owners)
+    who = f"{names} has no" if len(owners) == 1 else f"none of {names} has an"
+    for name in texts:
+        if name not in options:
+            why = f": {reasons[name]}" if name in reasons else f"; {there_are(name, options)}" if options else ""
             raise ValueError(f"--set {name}: {who} option {name!r}{why}")
+    return {
+        owner: {name: _values(text, known[name].default) for name, text in texts.items() if name in known}
+        for owner, known in owners.items()
+    }
+
+
+def chosen(given: Settings, kind: str, name: str) -> dict[str, Any]:
+    """The settings of a single owner."""
+    return assigned(given, {(kind, name): parameters_of(kind, name)})[kind, name] if given else {}
 
 
 def parameters_of(kind: str, name: str) -> Parameters:
@@ -179,58 +206,54 @@ def parameters_of(kind: str, name: str) -> Parameters:
     from klatsch.topology.families import family
     from klatsch.topology.graph import channel
 
-    makers: dict[str, Callable[[str], Callable[..., object]]]
-    makers = {"rule": rules.kind, "problem": problems.kind, "topology": lambda name: family(name).build}
-    options = list(inspect.signature(makers[kind](name)).parameters.values())
-    if kind == "topology":
-        options += [option for option in inspect.signature(channel).parameters.values() if option.name in CHANNEL]
-    elsewhere = {"rule": "lr", "problem": "seed", "topology": ""}[kind]  # which another flag gives
-    # The first one of a graph and of a problem is the number of nodes.
-    return {option.name: option for option in options[kind != "rule" :] if option.name != elsewhere}
+    if kind == "rule":
+        return {k: v for k, v in inspect.signature(rules.kind(name)).parameters.items() if k != "lr"}
+    make = problems.kind(name) if kind == "problem" else family(name).build
+    own_options = list(inspect.signature(make).parameters.items())[1:]  # the first one is the number of nodes
+    if kind == "problem":
+        return {k: v for k, v in own_options if k != "seed"}
+    return dict(own_options) | {k: v for k, v in inspect.signature(channel).parameters.items() if k in CHANNEL}
 
 
-def _values(name: str, text: str, parameter: inspect.Parameter) -> object:
-    hint, kind = parameter.annotation, type(parameter.default)
-    first = hint.__name__ if isinstance(hint, type) else str(hint).split(" | ")[0]
-    kind = TYPES.get(first) or (kind if kind in (bool, float, str) else object)  # object: nothing says what it takes
-    values = [_value(name, word, kind) for word in words(text)]
+def _values(text: str, default: object) -> object:
+    """One value, or several: texts where the default is one, else numbers and truths where they look like it."""
+    values = [word if isinstance(default, str) else _value(word) for word in words(text)]
     return values[0] if len(values) == 1 else values
 
 
-def _value(name: str, word: str, kind: type) -> object:
-    truth = {"true": True, "false": False}.get(word.lower())
-    if kind is bool and truth is None:
-        raise ValueError(f"--set {name}={word}: give true or false")
-    if kind is bool or (kind is object and truth is not None):
-        return truth
-    for read in {int: (int,), float: (float,), str: (str,)}.get(kind, (int, float, str)):
+def _value(word: str) -> object:
+    for read in (int, float):
         with suppress(ValueError):
             return read(word)
-    raise ValueError(f"--set {name}: {word!r} is not a {'whole ' * (kind is int)}number")
+    return {"true": True, "false": False}.get(word.lower(), word)
+
+
+# --- the command itself -----------------------------------------------------------------------------------------------
 
 
 def main() -> NoReturn:
     """Run the command line; every error that a user can cause ends in a message and exit code 2."""
     try:
         code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
     except (ValueError, OSError) as error:
-        code = _complain(str(error))
+        terminal.complain(str(error))
     except MemoryError:
-        code = _complain("not enough memory for a graph of that size; choose fewer nodes")
+        terminal.complain("not enough memory for a graph of that size; choose fewer nodes")
     except (KeyboardInterrupt, typer.Abort):
-        code = 130
+        sys.exit(130)
     except Exception as error:  # a usage error; typer brings its own copy of click, or click's, so ask what it can do
         if not hasattr(error, "format_message"):
             raise
         context = getattr(error, "ctx", None)
-        code = _complain(f"{error.format_message()} (see {context.command_path if context else 'klatsch'} --help)")
-    sys.exit(code if isinstance(code, int) else 0)
+        terminal.complain(f"{error.format_message()} (see {context.command_path if context else 'klatsch'} --help)")
+    sys.exit(2)
 
 
-def _complain(message: str) -> int:
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)  # names of files may hold anything
-    print(terminal.wrapped(f"klatsch: error: {line}", sys.stderr), file=sys.stderr)
-    return 2
+def show_help(context: typer.Context) -> None:
+    """The help of a group whose commands are not named."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.callback(invoke_without_command=True)
@@ -242,14 +265,12 @@ def root(
     if version:
         print(f"klatsch {VERSION}")
         raise typer.Exit
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+    show_help(context)
 
 
 @command("list", "run --rules gt,dat-gt --set momentum=0.9", name="list")
 def list_names() -> None:
     """List the rules, topologies and problems, each with the options that --set takes and their defaults."""
-    console = terminal.console()
     tables = {
         "rules, each a product of parts": catalogue.rules(),
         "parts of rules, and their options": catalogue.parts(),
@@ -263,5 +284,5 @@ def list_names() -> None:
         table.add_column(style="dim")
         for name, entry in entries.items():
             table.add_row(name, *entry)
-        console.print(table, "")
+        terminal.console().print(table, "")
     terminal.note(catalogue.CHANNEL)

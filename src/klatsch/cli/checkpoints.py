@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,9 +13,6 @@ from klatsch.cli import terminal
 from klatsch.cli.app import command
 from klatsch.cli.terminal import AsJson, print_json, text
 from klatsch.units import size
-
-if TYPE_CHECKING:
-    from klatsch.ranks.saved import Round, SavedFile
 
 KIND = "safetensors"
 
@@ -70,25 +67,20 @@ def checkpoint(
         print_json({"rounds": lines, "errors": errors, "newest": None if best is None else best.rounds})
     elif lines:
         terminal.print_table(f"{folder}", lines, ["training", "topology", "gone", "size"])
-    if not as_json:
-        for error in errors:
-            terminal.note(error, "yellow")
-    if export is not None:
-        if best is None:
-            raise ValueError(f"no round in {folder} is complete; bring the files of all its ranks together first")
-        _write(export, held, best, as_json)
-    elif best is not None and not as_json:
-        terminal.note(f"klatsch checkpoint {folder} --export model.{KIND} writes the model of round {best.rounds}")
-
-
-def _write(path: Path, held: list[SavedFile], best: Round, as_json: bool) -> None:
+    for error in errors:
+        terminal.note(error, "yellow")
+    if export is None:
+        if best is not None:
+            terminal.note(f"klatsch checkpoint {folder} --export model.{KIND} writes the model of round {best.rounds}")
+        return
     from safetensors.torch import save
 
     from klatsch.optim.checkpointer import merged_of
 
+    if best is None:
+        raise ValueError(f"no round in {folder} is complete; bring the files of all its ranks together first")
     model, ranks = merged_of(held, best), sorted(best.crew & best.held)
     facts = {"rounds": best.rounds, "ranks": ranks, "training": best.training[0]}
-    files.save(path, save(model, {"format": "pt", "klatsch": json.dumps(facts)}), KIND)
-    if not as_json:
-        numbers = f"{len(model)} tensors with {sum(v.numel() for v in model.values()):,} numbers"
-        print(f"written to {path}: {numbers}, the mean of {len(ranks)} ranks after round {best.rounds}")
+    files.save(export, save(model, {"format": "pt", "klatsch": json.dumps(facts)}), KIND)
+    numbers = f"{len(model)} tensors with {sum(v.numel() for v in model.values()):,} numbers"
+    print(f"written to {export}: {numbers}, the mean of {len(ranks)} ranks after round {best.rounds}")

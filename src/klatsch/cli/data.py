@@ -9,23 +9,17 @@ from typing import Annotated
 import typer
 
 from klatsch.cli import terminal
-from klatsch.cli.app import Group, app, command
+from klatsch.cli.app import Group, app, command, examples, show_help
 from klatsch.cli.terminal import AsJson, Data, number, option, print_json
 
 SHOW = "data show -n 8 --alpha 0.1 --draw classes.png"
 data = typer.Typer(
     cls=Group,
     help="Fashion-MNIST: where it is, and how it is split over nodes.",
-    epilog=f"Examples:\n\nklatsch data fetch\n\nklatsch {SHOW}",
+    epilog=examples("data fetch", SHOW),
 )
 app.add_typer(data, name="data")
-
-
-@data.callback(invoke_without_command=True)
-def overview(context: typer.Context) -> None:
-    """Fashion-MNIST: where it is, and how it is split over nodes."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+data.callback(invoke_without_command=True)(show_help)
 
 
 def use_folder(folder: Path | None) -> None:

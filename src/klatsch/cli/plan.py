@@ -14,9 +14,9 @@ import typer
 
 from klatsch import catalogue, files, pictures
 from klatsch.cli import terminal
-from klatsch.cli.app import Settings, chosen, command, parameters_of, setting
+from klatsch.cli.app import Settings, chosen, command, setting
 from klatsch.cli.data import use_folder
-from klatsch.cli.terminal import AsJson, Data, number, option, print_json, text
+from klatsch.cli.terminal import AsJson, Data, Plot, number, option, print_json, text
 from klatsch.own import label
 from klatsch.units import duration
 
@@ -36,7 +36,7 @@ MEANINGS = {
 
 
 @dataclass(frozen=True)
-class Network:
+class Machines:
     """The network, and the work of a machine in a round."""
 
     network: Annotated[str, text(f"One of {', '.join(catalogue.NETWORKS)}, or a CSV file of links.")] = "10gbe"
@@ -58,7 +58,7 @@ class Network:
 )
 def plan(
     problem: Annotated[str, typer.Argument(help="A problem's name, or FILE.py:FUNCTION.")],
-    network: Network,
+    hardware: Machines,
     target: Annotated[float | None, option("Value of the problem's metric to reach.", parser=number)] = None,
     machines: Annotated[int, option("Most machines to consider.", "-n", "--machines")] = MACHINES,
     settings: Annotated[Settings, setting("An option of the problem")] = None,
@@ -67,7 +67,7 @@ def plan(
     device: Annotated[str, text("Where to simulate: cpu, cuda, cuda:1...")] = "cpu",
     everything: Annotated[bool, typer.Option("--all", help="Show all that was tried.")] = False,
     folder: Data = None,
-    draw: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.png, .svg or .pdf.")] = None,
+    plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how many machines are worth using, on which graph and with which rule.
@@ -77,23 +77,23 @@ def plan(
     from klatsch import arguments
     from klatsch.planning import answers, of_any_size, race
 
-    if draw is not None:
-        pictures.check_path(draw)
+    if plot is not None:
+        pictures.check_path(plot)
     arguments.number("--minutes", minutes, lambda v: v > 0, "a positive number of minutes")
     use_folder(folder)
-    options, clock = _options(problem, settings), network.clock()
+    options, clock = chosen(settings, "problem", problem), hardware.clock()
     make, seeded = of_any_size(problem, machines, **options)
     task = race.Task(make, clock, target, machines, params, race.SEEDS if seeded else 1, 60 * minutes, device)
     with terminal.bar() as told:
         answer = race.race(task, told)
-    if draw is not None:
-        pictures.save(answers.curves(answer), draw, dpi=120)
+    if plot is not None:
+        pictures.save(answers.curves(answer), plot, dpi=120)
     again = _again(task, problem, options, folder)
     if as_json:
         return print_json(_plain(answer, again))
     terminal.note(
         f"{label(problem)} to {answer.metric} {answer.target:.3g}, {params or make(1, 0).dim:,} parameters, "
-        f"{network.network}, gradient {duration(clock.times.mean)}, up to {machines:,} machine{'s' * (machines > 1)}"
+        f"{hardware.network}, gradient {duration(clock.times.mean)}, up to {machines:,} machine{'s' * (machines > 1)}"
     )
     first, *others = answers.lines(task, answer)
     terminal.note(first, "bold")
@@ -104,8 +104,8 @@ def plan(
         print(f"  on ranks: {answer.best.way.python(answer.best.lr)}")
     if everything:
         terminal.print_table("all that was tried", [_cells(trial) for trial in answer.trials])
-    if draw is not None:
-        print(f"drawn to {draw}")
+    if plot is not None:
+        print(f"drawn to {plot}")
 
 
 @command(
@@ -131,7 +131,7 @@ def probe(
     if out is not None:
         files.check_output(out, "JSON")
     use_folder(folder)
-    options = ({} if seed is None else {"seed": seed}) | _options(problem, settings)
+    options = ({} if seed is None else {"seed": seed}) | chosen(settings, "problem", problem)
     measured = planning.probe(planning.problem_of(problem, nodes, **options), rounds=rounds, samples=samples)
     if out is not None:
         files.save(out, json.dumps(asdict(measured), indent=2, allow_nan=False).encode(), "JSON")
@@ -142,7 +142,7 @@ def probe(
         estimates |= {f"sigma, {stage.place}": stage.sigma, f"zeta, {stage.place}": stage.zeta}
     lines = [
         {
-            "constant": name,
+            "property": name,
             "value": f"{estimate.value:.4g}",
             "from": f"{estimate.low:.4g}",
             "to": f"{estimate.high:.4g}",
@@ -155,11 +155,6 @@ def probe(
     terminal.note(f"one node's gradient takes {duration(measured.gradient_seconds)} here")
     if out is not None:
         print(f"written to {out}")
-
-
-def _options(problem: str, settings: Settings) -> dict[str, Any]:
-    """What --set says, for a problem."""
-    return chosen(settings, label(problem), parameters_of("problem", problem)) if settings else {}
 
 
 def _again(task: Task, problem: str, options: dict[str, Any], folder: Path | None) -> Again:
@@ -176,7 +171,6 @@ def _again(task: Task, problem: str, options: dict[str, Any], folder: Path | Non
 
 
 def _cells(trial: Trial) -> dict[str, str]:
-
     way, reached = trial.way, math.isfinite(trial.rounds)
     graph = "-" if way.machines == 1 else "all-reduce" if way.reduces else way.graph
     return {
@@ -193,7 +187,7 @@ def _cells(trial: Trial) -> dict[str, str]:
 
 
 def _plain(answer: Answer, again: Again) -> dict[str, object]:
-    """An answer as JSON can hold it: what is not reached is null."""
+    """An answer for JSON."""
 
     def plain(trial: Trial | None) -> dict[str, object] | None:
         if trial is None:
@@ -202,7 +196,7 @@ def _plain(answer: Answer, again: Again) -> dict[str, object]:
         numbers = asdict(trial) | {"way": way, "seconds": trial.seconds}
         if math.isfinite(trial.rounds):
             numbers |= {"command": again(trial), "python": trial.way.python(trial.lr)}
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
+        return numbers
 
     return {
         "metric": answer.metric,

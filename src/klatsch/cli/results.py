@@ -1,29 +1,36 @@
-"""`klatsch results` and `klatsch report`: what a store holds."""
+"""`klatsch results` and `klatsch report`: what a store holds; and how rows and verdicts are printed."""
 
 from __future__ import annotations
 
 import math
-import sys
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
-from klatsch import files, own, pictures
+from klatsch import files, own
 from klatsch.cli import terminal
-from klatsch.cli.app import Timing, command
-from klatsch.cli.rows import as_latex, finite, plain, print_rows, say_unknown, short
+from klatsch.cli.app import Plotting, Timing, command
 from klatsch.cli.terminal import AsJson, print_json, text
-from klatsch.units import compact, counted
+from klatsch.units import compact, counted, duration, size
 
 if TYPE_CHECKING:
-    from klatsch.study.cases import Case
+    from klatsch.report.sentences import Verdict
+    from klatsch.study.cases import Case, LeftOut
     from klatsch.study.choices import Row
     from klatsch.study.store import Store
+    from klatsch.study.traffic import Exchange
 
     Runs = list[tuple[str, Case]]  # with their keys
     Kind = tuple[str, str, str, int, str, str]
+
+COLOURS = {"holds": "green", "does not hold": "red", "not decided": "yellow"}
+EXPENDABLE = ("Gamma", "worst", "merged", "to", "from", "nodes")  # what a narrow terminal loses first
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,29 @@ class Filters:
         return runs
 
 
+def _settings(case: Case) -> dict[str, object]:
+    """Everything about a run that has a name."""
+    plain = {name: value for name, value in asdict(case).items() if not isinstance(value, dict)}
+    return {**plain, **case.topology_options, "schedule": "constant", **case.rule_options, **case.problem_options}
+
+
+def _spellings(case: Case, name: str) -> tuple[object, ...]:
+    """What a filter may call a setting of a run; the last one is shown."""
+    if name == "rule":
+        return own.label(case.rule), case.label
+    if name == "topology":
+        return own.label(case.topology), case.graph_label
+    return (_value(str(_settings(case).get(name, "-"))),)
+
+
+def _value(text: str) -> object:
+    """A number however it is written, else the text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 @command(
     "results results.sqlite --rule dat --where noise=10",
     "results results.sqlite --all --csv runs.csv",
@@ -67,18 +97,14 @@ class Filters:
 def results(
     store: Annotated[Path, typer.Argument(help="A store of klatsch run or klatsch reproduce.")],
     filters: Filters,
-    timing: Timing,
+    figure: Plotting,
     metric: Annotated[str | None, text("What learning rates are chosen by (the problem's own metric).")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every run instead of the best learning rates.")] = False,
     curves: Annotated[bool, typer.Option("--curves", help="Export every recorded round, not only the last.")] = False,
     csv: Annotated[Path | None, text("Write the runs to FILE.csv.", metavar="FILE")] = None,
     parquet: Annotated[Path | None, text("Write the runs to FILE.parquet.", metavar="FILE")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curves to FILE.png, .svg or .pdf.")] = None,
-    style: Annotated[Path | None, text("With --plot: a style file of matplotlib.", metavar="FILE")] = None,
     latex: Annotated[bool, typer.Option("--latex", help="Print the table for LaTeX (with booktabs).")] = False,
-    compare: Annotated[
-        Path | None, text("How far the same runs in another store are apart.", "--compare", metavar="STORE")
-    ] = None,
+    compare: Annotated[Path | None, text("How far the same runs in another store are apart.", metavar="STORE")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print, filter and export the results in STORE: the best learning rates, or every run."""
@@ -86,15 +112,12 @@ def results(
     from klatsch.study.choices import timed
     from klatsch.study.store import Store
 
-    if curves and csv is None and parquet is None and not (every and as_json):
+    exports = csv is not None or parquet is not None
+    if curves and not exports and not (every and as_json):
         raise ValueError("--curves is for exports: give --csv FILE, --parquet FILE, or --all --json as well")
-    clock = timing.clock()
-    if plot is not None:
-        if every or csv is not None or parquet is not None:
-            raise ValueError("--plot draws the best learning rates; leave --all, --csv and --parquet out")
-        pictures.check_path(plot)
-    if style is not None and plot is None:
-        raise ValueError("--style is for a figure; give --plot FILE as well")
+    clock = figure.clock()
+    if figure.plot is not None and (every or exports):
+        raise ValueError("--plot draws the best learning rates; leave --all, --csv and --parquet out")
     if latex and (as_json or every):
         raise ValueError("--latex prints the best learning rates; leave --json and --all out")
     if csv is not None:
@@ -109,7 +132,7 @@ def results(
         if compare is not None:
             with Store(compare, read_only=True) as other:
                 return _compare(opened, other, runs, as_json)
-        if csv is not None or parquet is not None:
+        if exports:
             records = export.records(opened, runs, curves, clock)
             for path, write in ((csv, export.to_csv), (parquet, export.to_parquet)):
                 if path is not None:
@@ -119,13 +142,16 @@ def results(
                 outcomes = opened.outcomes([key for key, _ in runs], last=True)
                 say_unknown((case, outcomes[key].exchange) for key, case in runs)
         elif every and as_json:
-            print_json({"runs": export.plain(export.records(opened, runs, curves, clock))})
+            print_json({"runs": export.records(opened, runs, curves, clock)})
         elif every:
             _print_runs(opened, runs, metric)
         else:
             tables = [(kind, timed(rows, clock)) for kind, rows in _tables(opened, runs, metric)]
-            if plot is not None:
-                _draw(tables, timing.against, plot, style)
+            if figure.plot is not None and len(tables) > 1:
+                kinds = "; ".join(", ".join(kind[:3]) for kind, _ in tables)
+                raise ValueError(f"--plot draws one kind of runs, not {kinds}; filter them, as with --where")
+            (problem, length, *_), rows = tables[0]
+            figure.draw(rows, f"{problem}, {length}")
             if as_json:
                 told = [(kind, row) for kind, rows in tables for row in rows]
                 return print_json({"rows": [{"problem": k[0]} | plain(row) | {"dtype": k[2]} for k, row in told]})
@@ -154,30 +180,6 @@ def report(
     for flaw in (page.flaw for page in pages if page.flaw):
         terminal.note(flaw)
     print(f"{counted(len(pages), 'page')} of results written to {out}")
-
-
-def _settings(case: Case) -> dict[str, object]:
-    """Everything about a run that has a name."""
-    plain = {name: value for name, value in asdict(case).items() if not isinstance(value, dict)}
-    options = {"schedule": "constant"} | case.rule_options
-    return {**plain, **case.topology_options, **options, **case.problem_options}
-
-
-def _spellings(case: Case, name: str) -> tuple[object, ...]:
-    """What a filter may call a setting of a run; the last one is shown."""
-    if name == "rule":
-        return own.label(case.rule), case.label
-    if name == "topology":
-        return own.label(case.topology), case.graph_label
-    return (_value(str(_settings(case).get(name, "-"))),)
-
-
-def _value(text: str) -> object:
-    """A number however it is written, else the text."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _order(case: Case) -> tuple[object, ...]:
@@ -217,63 +219,158 @@ def _compare(one: Store, other: Store, runs: Runs, as_json: bool) -> None:
 
     pairs, only_one, only_other = differences(one, other, runs)
     if as_json:
-        rows = [row._asdict() | {"largest": finite(row.largest)} for row in pairs]
+        rows = [row._asdict() for row in pairs]
         return print_json({"differences": rows, "only_here": only_one, "only_there": only_other})
     alone = f"{counted(only_one, 'run')} only in {one.path}, {only_other:,} only in {other.path}"
     if not pairs:
         raise ValueError(f"the stores have no run in common: {alone}")
     lines = [
-        {
-            "topology": row.topology,
-            "nodes": str(row.nodes),
-            "rule": row.rule,
-            "runs": f"{row.runs:,}",
-            "largest difference": "one diverged" if math.isnan(row.largest) else f"{row.largest:.2g}",
-        }
+        {name: str(value) for name, value in row._asdict().items() if name != "largest"}
+        | {"largest difference": "one diverged" if math.isnan(row.largest) else f"{row.largest:.2g}"}
         for row in pairs
     ]
     terminal.print_table(f"{sum(row.runs for row in pairs):,} runs in both stores", lines, section="topology")
     terminal.note(f"difference of final values, as a share of the larger one; {alone}")
 
 
-def _draw(tables: list[tuple[Kind, list[Row]]], across: str, plot: Path, style: Path | None) -> None:
-    """The curves of one kind of runs."""
-    from klatsch.report import figures
-
-    if len(tables) > 1:
-        kinds = "; ".join(f"{problem}, {length}, {dtype}" for (problem, length, dtype, *_), _ in tables)
-        raise ValueError(
-            f"--plot draws one kind of runs, and there are several ({kinds}); filter them, as with --where"
-        )
-    (((problem, length, *_), rows),) = tables
-    pictures.save(figures.plot(rows, across, f"{problem}, {length}", style=style), plot, dpi=160)
-    print(f"drawn to {plot}", file=sys.stderr)
-
-
 def _print_runs(store: Store, runs: Runs, metric: str | None) -> None:
-    from klatsch.study.choices import names_of
+    from klatsch.study.export import records
 
-    names = names_of(case for _, case in runs)
-    outcomes = store.outcomes([key for key, _ in runs], last=True)
-    metrics = {case.problem: metric or case.headline.metric for _, case in runs}
-    runs = [(key, case) for key, case in runs if metrics[case.problem] in outcomes[key].metrics]
-    if not runs:
-        known = dict.fromkeys(name for outcome in outcomes.values() for name in outcome.metrics)
-        raise ValueError(f"no metric {metric!r}; there are {', '.join(known)}")
-    settings = list(dict.fromkeys(name for _, case in runs for name in case.problem_options))
+    settings = dict.fromkeys(name for _, case in runs for name in case.problem_options)
+    measured = dict.fromkeys(metric or case.headline.metric for _, case in runs)
+    known = [record for record in records(store, runs) if any(record.get(name) is not None for name in measured)]
+    if not known:
+        (outcome,) = store.outcomes([runs[0][0]], last=True).values()
+        raise ValueError(f"no metric {metric!r}; there are {', '.join(outcome.metrics)}")
     lines = [
-        {
-            "topology": names(case).topology,
-            **{name: compact(case.problem_options.get(name, "-")) for name in settings},
-            "nodes": str(case.nodes),
-            "rule": names(case).rule,
-            "lr": f"{case.lr:g}",
-            "seed": str(case.seed),
-            "rounds": f"{case.steps:,}",
-            " / ".join(dict.fromkeys(metrics.values())): short(float(outcomes[key].metrics[metrics[case.problem]][-1])),
-            "seconds": f"{outcomes[key].seconds:.2g}",
-            "engine": outcomes[key].engine,
+        {"topology": record["topology"]}
+        | {name: "-" if record[name] is None else compact(record[name]) for name in settings}
+        | {
+            "nodes": str(record["nodes"]),
+            "rule": record["rule"],
+            "lr": f"{record['lr']:g}",
+            "seed": str(record["seed"]),
         }
-        for key, case in runs
+        | {"rounds": f"{record['steps']:,}", "engine": record["engine"], "seconds": f"{record['seconds']:.2g}"}
+        | {name: "-" if record[name] is None else short(record[name]) for name in measured}
+        for record in known
     ]
-    terminal.print_table(f"{len(runs):,} runs", lines, ("engine", "seconds", "rounds"))
+    terminal.print_table(f"{len(lines):,} runs", lines, ("engine", "seconds", "rounds"))
+
+
+# --- rows and verdicts, also of `klatsch run` -------------------------------------------------------------------------
+
+
+def print_rows(
+    rows: Sequence[Row], left_out: Sequence[LeftOut], title: str, device: str = "cpu", clocked: bool = False
+) -> None:
+    """Print one line per row, then notes; with what it takes and sends where there is a clock."""
+    from klatsch import native
+
+    lines, counts = _lines(rows, clocked), sorted({len(row.curves) for row in rows})
+    kept = terminal.print_table(title, lines, EXPENDABLE, section="topology")
+    notes = {
+        "from": f"from, to: smallest and largest of {' or '.join(map(str, counts))} seeds",
+        "merged": "merged: mean of all models",
+        "worst": "worst: worst node",
+        "Gamma": "Gamma: consensus distance of the points where gradients are taken",
+        "time": "time: by the clock, until all nodes are done",
+        "sent": "sent: by a node",
+    }
+    wider = [terminal.WIDER] if len(kept) < len(lines[0]) else []
+    terminal.note("; ".join([note for name, note in notes.items() if name in kept] + wider))
+    if clocked:
+        say_unknown((row.case, row.exchange) for row in rows if row.case is not None)
+    if any(row.at_edge for row in rows):
+        terminal.note("* the smallest or largest learning rate tried: a better one may lie beyond")
+    for reason in dict.fromkeys(item.reason for item in left_out):
+        sizes = ", ".join(str(item.nodes) for item in left_out if item.reason == reason)
+        terminal.note(f"left out at {sizes} nodes: {reason}")
+    if native.why_not() is not None and device == "cpu":
+        terminal.note(f"slower than it could be: {native.why_not()}")
+
+
+def print_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """Print sentences, whether they hold, and the numbers that decide."""
+    for verdict in verdicts:
+        terminal.console().print(Text.assemble((verdict.word, COLOURS[verdict.word]), f": {verdict.claim}"))
+        for line in verdict.figures:
+            terminal.note(f"    {line}")
+
+
+def say_unknown(runs: Iterable[tuple[Case, Exchange | None]]) -> None:
+    """Say of which runs bytes or seconds are not known, and why."""
+    from klatsch.study.traffic import why_unknown
+
+    reasons = {(case.label, case.graph_label): why_unknown(case, exchange) for case, exchange in runs}
+    for (rule, graph), reason in reasons.items():
+        if reason:
+            terminal.note(f"no time of {rule} on {graph}: {reason}")
+
+
+def _lines(rows: Sequence[Row], clocked: bool) -> list[dict[str, str]]:
+    """The cells of a table by their headings."""
+    from klatsch.report.selection import varying
+    from klatsch.study.choices import BESIDE
+
+    if not rows:
+        raise ValueError("no run is finished yet")
+    spread = {len(row.curves) for row in rows} != {1}  # of the seeds
+    measured = [name for name in BESIDE if not all(math.isnan(row.beside(name)) for row in rows)]
+    return [
+        {
+            "topology": row.topology,
+            **{name: compact(row.setting.get(name, "-")) for name in varying(rows)},
+            "nodes": str(row.nodes),
+            "rule": row.rule,
+            row.title: "diverged" if row.diverged else short(row.value),
+            "lr": f"{row.lr:g}" + ("*" if row.at_edge else ""),
+            **({"from": short(row.low), "to": short(row.high)} if spread else {}),
+            **{name: "-" if math.isnan(v := row.beside(name)) else short(v) for name in measured},
+            "Gamma": short(float(row.consensus[:, -1, row.best].mean())),
+            **({"time": "-" if row.elapsed is None else duration(row.elapsed[-1])} if clocked else {}),
+            **({"sent": "-" if row.sent is None else size(row.sent)} if clocked else {}),
+        }
+        for row in rows
+    ]
+
+
+def short(value: float) -> str:
+    """A number for a table."""
+    return f"{value:.3g}" if math.isfinite(value) else "diverged"
+
+
+def as_latex(rows: Sequence[Row], clocked: bool = False) -> str:
+    """The same table for LaTeX."""
+    lines = _lines(rows, clocked)
+    columns = "".join("l" if heading in terminal.LEFT else "r" for heading in lines[0])
+    table = [list(lines[0]), *(list(line.values()) for line in lines)]
+    head, *body = (" & ".join(map(_in_latex, cells)) + r" \\" for cells in table)
+    return "\n".join(
+        [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"]
+    )
+
+
+def _in_latex(text: str) -> str:
+    """A text whose characters LaTeX prints as they are, and numbers as 10^-3."""
+    if power := re.fullmatch(r"(-?[\d.]+)e([+-]\d+)(\*?)", text):
+        return rf"${power[1]} \cdot 10^{{{int(power[2])}}}${power[3]}"
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return "".join(special.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
+
+
+def plain(row: Row) -> dict[str, object]:
+    """A row for JSON."""
+    from klatsch.study.choices import BESIDE
+
+    same = ("rule", "topology", "nodes", "setting", "lr", "low", "high", "seconds", "steps", "elapsed")
+    return {
+        **dict(zip(same, attrgetter(*same)(row), strict=True)),
+        "lr_at_edge": row.at_edge,
+        row.title: row.value,
+        **{name: row.beside(name) for name in BESIDE},
+        "Gamma": float(row.consensus[:, -1, row.best].mean()),
+        "bytes_sent": row.sent,
+        "curve": row.curve.mean(axis=0).tolist(),
+        "final_by_lr": {f"{lr:g}": value for lr, value in zip(row.lrs, row.final.mean(axis=0).tolist(), strict=True)},
+    }

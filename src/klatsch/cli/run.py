@@ -1,30 +1,39 @@
-"""`klatsch run` and `klatsch demo`: a study from a file, or rules side by side from a few options."""
+"""`klatsch run`, `demo` and `reproduce`: studies from a few options, from a file, and those that come with klatsch."""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import json
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from klatsch import catalogue
-from klatsch.cli import narration, terminal
-from klatsch.cli.app import Settings, Timing, check_known, command, parameters_of, setting, split, typed
+from klatsch import catalogue, pictures
+from klatsch.cli import terminal
+from klatsch.cli.app import Plotting, Settings, assigned, command, parameters_of, setting
 from klatsch.cli.data import use_folder
-from klatsch.cli.rows import plain, print_rows, print_verdicts
+from klatsch.cli.results import plain, print_rows, print_verdicts
 from klatsch.cli.terminal import AsJson, Data, option, print_json, text, words
+from klatsch.units import counted, duration
 
 if TYPE_CHECKING:
+    from klatsch.report.pages import Page
     from klatsch.study import workers
-    from klatsch.study.cases import Case
+    from klatsch.study.cases import Case, LeftOut
+    from klatsch.study.execute import Progress, StudyResult, Told
     from klatsch.study.spec import Study
     from klatsch.study.store import Store
 
 GRID = "0.0001,0.0005,0.001,0.005,0.01,0.05,0.1"  # the paper's
+LONG = 60.0  # seconds from which a study is worth a line in a log
+TENTHS = 10  # lines in the log of a long study
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class Comparison:
         """Refuse options that belong in the file."""
         given = [field.name for field in fields(self) if vars(self)[field.name] != field.default]
         if given:
-            flag = {"settings": "set", "any_graph": "any-graph"}.get(given[0], given[0])
+            flag = {"settings": "set"}.get(given[0], given[0]).replace("_", "-")
             raise ValueError(f"--{flag} does not go with a study file; write it into the file")
 
     def study(self) -> Study:
@@ -64,21 +73,20 @@ class Comparison:
         from klatsch.study import spec
 
         rules, topologies = words(self.rules or "dat,dsgd"), words(self.topology or "ring")
-        problem, given = self.problem or "least-squares", split(self.settings)
         owners = [("rule", name) for name in rules] + [("topology", name) for name in topologies]
-        options = {(kind, name): dict(parameters_of(kind, name)) for kind, name in [*owners, ("problem", problem)]}
+        owners.append(("problem", self.problem or "least-squares"))
+        options = {owner: dict(parameters_of(*owner)) for owner in owners}
         for name in topologies:
             options["topology", name]["meets"] = inspect.signature(simulate).parameters["meets"]
-        check_known(given, {label(name): known for (_, name), known in options.items()}, WHY_NOT)
-        entry = {owner: {"name": owner[1], **typed(given, known)} for owner, known in options.items()}
+        chosen = assigned(self.settings, options, WHY_NOT)
+        entry = {owner: {"name": owner[1], **chosen[owner]} for owner in owners}
         steps = 10_000 if self.steps is None and self.epochs is None else self.steps
-        length = {"steps": steps, "epochs": self.epochs}
         content = {
-            "problem": entry["problem", problem],
+            "problem": entry[owners[-1]],
             "nodes": [terminal.whole(word) for word in words(self.nodes or "16")],
             "lr": [terminal.number(word) for word in words(self.lr or GRID)],
             **({"schedule": words(self.schedule)} if self.schedule else {}),
-            **{name: count for name, count in length.items() if count is not None},
+            **{name: n for name, n in (("steps", steps), ("epochs", self.epochs)) if n is not None},
             "seeds": 3 if self.seeds is None else self.seeds,
             "dtype": "float32" if self.float32 else "float64",
             "any_graph": self.any_graph,
@@ -102,7 +110,34 @@ class Crew:
     dask: Annotated[str | None, text("Run on the Dask cluster at ADDRESS.", metavar="ADDRESS")] = None
     data: Data = None
 
-    def executor(self, device: str, in_memory: bool = False) -> workers.Open | None:
+    @contextmanager
+    def finished(
+        self, study: Study, expanded: tuple[list[Case], list[LeftOut]], place: Path | None, folder: Path | None = None
+    ) -> Iterator[tuple[StudyResult, Store]]:
+        """Run what is missing of a study; the result, and the store in a file or in memory.
+
+        What cannot run is refused before anything is written; then the folder is made.
+        """
+        from klatsch.study import workers
+        from klatsch.study.execute import check_ready, is_unfinished, run_study
+        from klatsch.study.store import Store
+
+        executor = self._executor(study.device, in_memory=place is None)
+        with Store(place if place is not None and place.exists() else ":memory:") as store:
+            if self.dask is None:
+                check_ready(study, expanded[0], store)
+            elif is_unfinished(study, expanded[0], store):  # finished runs can be shown without the cluster
+                with workers.dask(self.dask):
+                    pass
+        if folder is not None:
+            make_folder(folder)
+        with Store(":memory:" if place is None else place) as store:
+            command = shlex.join(["klatsch", *sys.argv[1:]])
+            with narrated(store) as told:
+                done = run_study(study, store, executor=executor, told=told, expanded=expanded, command=command)
+            yield done, store
+
+    def _executor(self, device: str, in_memory: bool) -> workers.Open | None:
         """What runs the batches."""
         from klatsch.study import workers
 
@@ -117,16 +152,49 @@ class Crew:
             return lambda: workers.threads(count)  # which start at once
         return None if count is None else lambda: workers.processes(count)
 
-    def check(self, study: Study, cases: list[Case], store: Store) -> None:
-        """Refuse what cannot run before anything is written; finished runs can be shown anywhere."""
-        from klatsch.study import workers
-        from klatsch.study.execute import check_ready, is_unfinished
 
-        if self.dask is None:
-            check_ready(study, cases, store)
-        elif is_unfinished(study, cases, store):
-            with workers.dask(self.dask):
-                pass
+@contextmanager
+def narrated(store: Store) -> Iterator[Told]:
+    """A function to call with the progress of a study: a bar on a terminal, a few lines in the log of a long one.
+
+    On Ctrl-C it says what is saved and how to continue.
+    """
+    printed: list[int] = []
+
+    def log(progress: Progress) -> None:
+        left = progress.seconds_left
+        if left is None or progress.seconds + left < LONG:
+            return
+        if not printed:
+            total = duration(progress.seconds + left)
+            print(f"projected: {total} for {progress.runs:,} runs in {progress.batches:,} batches", file=sys.stderr)
+        if (tenth := TENTHS * progress.work_done // max(progress.work, 1)) not in printed:
+            print(_facts(progress), file=sys.stderr, flush=True)
+            printed.append(tenth)
+
+    try:
+        with terminal.bar() as bar:
+            yield log if bar is None else lambda p: bar(_facts(p), p.work_done / max(p.work, 1))
+    except KeyboardInterrupt:
+        if store.path != ":memory:":
+            done = len(store.done())
+            print(f"stopped; {store.path} holds {done:,} runs; the same command continues from here", file=sys.stderr)
+        raise
+
+
+def _facts(progress: Progress) -> str:
+    """Batches done, runs per second, time left, best so far."""
+    parts = [f"{progress.batches_done}/{progress.batches} batches"]
+    if progress.runs_done:
+        parts.append(f"{progress.runs_per_second:.3g} runs/s")
+    if (left := progress.seconds_left) is not None and left > 0:
+        parts.append(f"{duration(left)} left")
+    if progress.elsewhere:
+        parts.append(f"waiting for {progress.elsewhere} that other processes run")
+    if progress.best is not None:
+        error, case = progress.best
+        parts.append(f"best {error:.2g} ({case.label}, {case.graph_label}, M={case.nodes}, lr {case.lr:g})")
+    return ", ".join(parts)
 
 
 @command(
@@ -143,66 +211,47 @@ class Crew:
 def run(
     comparison: Comparison,
     crew: Crew,
-    timing: Timing,
+    figure: Plotting,
     file: Annotated[Path | None, typer.Argument(help="A study file, instead of options that say what to run.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curves to FILE.png, .svg or .pdf.")] = None,
-    style: Annotated[Path | None, text("With --plot: a style file of matplotlib.", metavar="FILE")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a study: FILE is a TOML file, or the options name rules, topologies and a grid to compare."""
-    from klatsch import pictures
-    from klatsch.report import figures
-    from klatsch.report.pages import Script
+    from klatsch.report.pages import Outline
     from klatsch.study import spec
     from klatsch.study.cases import expand
     from klatsch.study.choices import timed
-    from klatsch.study.execute import run_study
-    from klatsch.study.store import Store
-    from klatsch.units import counted
 
     use_folder(crew.data)
-    clock = timing.clock()
+    clock = figure.clock()
     if file is not None and file.exists():  # load names one that does not
         comparison.refuse_beside_a_file()
     study = comparison.study() if file is None else spec.load(file)
     study = study if crew.device is None else study.model_copy(update={"device": crew.device})
     try:
         expanded = expand(study)
-        script = Script.of(study, expanded[0])
+        outline = Outline.of(study, expanded[0])
     except ValueError as refusal:
         raise ValueError(f"{file}: {refusal}" if file is not None else str(refusal)) from None
-    if plot is not None:
-        pictures.check_path(plot)
-    elif style is not None:
-        raise ValueError("--style is for a figure; give --plot FILE as well")
     place = crew.store if crew.store is not None or file is None else file.with_suffix(".sqlite")
-    executor = crew.executor(study.device, in_memory=place is None)
-    with Store(":memory:" if place is None else place) as opened, narration.shown() as told:
-        crew.check(study, expanded[0], opened)
-        with narration.interruptible(opened):
-            found = run_study(
-                study, opened, executor=executor, told=told, expanded=expanded, command=terminal.command_line()
-            )
-    rows = timed(found.rows, clock)
+    with crew.finished(study, expanded, place) as (done, _):
+        rows = timed(done.rows, clock)
     if as_json:
-        verdicts = script.verdicts(found.rows)
-        said = {"verdicts": [asdict(verdict) for verdict in verdicts]} if verdicts else {}
-        left_out = [item._asdict() for item in found.left_out]
-        print_json({"rows": [plain(row) for row in rows], "left_out": left_out, **said})
+        content: dict[str, object] = {"rows": list(map(plain, rows)), "left_out": [i._asdict() for i in done.left_out]}
+        try:
+            if verdicts := outline.verdicts(done.rows):
+                content["verdicts"] = list(map(asdict, verdicts))
+        finally:  # rows are told whatever can be said of them
+            print_json(content)
     else:
-        print_rows(rows, found.left_out, title_of(study), study.device, clocked=clock is not None)
-        print_verdicts(script.verdicts(found.rows))
+        print_rows(rows, done.left_out, title_of(study), study.device, clocked=clock is not None)
+        print_verdicts(outline.verdicts(done.rows))
         if place is None:
             terminal.note("the results are not kept; --store results.sqlite keeps them")
         else:
-            damaged = found.progress.damaged
+            damaged = done.progress.damaged
             again = f" ({damaged:,} {'was' if damaged == 1 else 'were'} damaged)" if damaged else ""
-            print(f"{counted(found.progress.runs_done, 'run')} new{again}, results in {place}")
-    if plot is not None:
-        across = "nodes" if len(study.nodes) > 1 and timing.against == "rounds" else timing.against
-        pictures.save(figures.plot(rows, across, title_of(study), style=style), plot, dpi=160)
-        if not as_json:
-            print(f"drawn to {plot}")
+            print(f"{counted(done.progress.runs_done, 'run')} new{again}, results in {place}")
+    figure.draw(rows, title_of(study), "nodes" if len(study.nodes) > 1 and figure.against == "rounds" else "")
 
 
 @command("demo", "demo --full", "demo --steps 2000")
@@ -213,26 +262,24 @@ def demo(
     full: Annotated[bool, typer.Option("--full", help="Up to 49 machines, as in README: minutes.")] = False,
 ) -> None:
     """DAT-SGD against D-SGD and others on three graphs: how many machines help? In a minute."""
-    from klatsch import pictures
     from klatsch.report.installed import content_of
-    from klatsch.report.pages import Script
-    from klatsch.study import spec, workers
+    from klatsch.report.pages import Outline
+    from klatsch.study import spec
     from klatsch.study.cases import expand
-    from klatsch.study.execute import run_study
 
     changes = {name: value for name, value in (("steps", steps), ("seeds", seeds)) if value is not None}
     study = spec.parse(content_of("demo", "full" if full else "quick") | changes)
     files = [out / f"klatsch-demo{suffix}" for suffix in (".png", ".svg")]
     for file in files:
         pictures.check_path(file)
-    cases, left_out = expand(study)
-    with narration.shown() as told:
-        rows = run_study(study, executor=workers.threads, told=told, expanded=(cases, left_out)).rows
-    script = Script.of(study, cases)
-    # The remedies that follow a reason are options of klatsch run, which the demo does not have.
-    print_rows(rows, [item._replace(reason=item.reason.partition(";")[0]) for item in left_out], title_of(study))
-    print_verdicts(script.verdicts(rows))
-    ((_, figure),) = script.drawn(rows, study.name, title_of(study))
+    expanded = expand(study)
+    outline = Outline.of(study, expanded[0])
+    with Crew().finished(study, expanded, None) as (done, _):
+        # The remedies that follow a reason are options of klatsch run, which the demo does not have.
+        left_out = [item._replace(reason=item.reason.partition(";")[0]) for item in done.left_out]
+    print_rows(done.rows, left_out, title_of(study))
+    print_verdicts(outline.verdicts(done.rows))
+    ((_, figure),) = outline.drawn(done.rows, study.name, title_of(study))
     for file in files:
         pictures.save(figure, file, dpi=160)
     print(f"drawn to {' and '.join(map(str, files))}")
@@ -244,3 +291,91 @@ def title_of(study: Study) -> str:
 
     measured = problems.declared(study.problem.name).headline.text
     return f"{study.problem.label}: {measured}, {study.length}, {study.choice}"
+
+
+@command(
+    "reproduce table1",
+    "reproduce fig1 --out results",
+    "reproduce fig2 --scale paper --device cuda --data ~/fashion-mnist",
+    "reproduce fig2 --of worst",
+    more=f"TARGET is one of {', '.join(catalogue.TARGETS)}. "
+    "Runs what the store does not hold yet, draws PNG, SVG and PDF, writes the numbers as CSV and Markdown, and checks "
+    "each sentence of the paper. `beyond` adds rules, beta and decay to figure 1. `averages` tries weights and query "
+    "points, `schedules` compares the best of them and baselines with and without decay, `orders` mixes after or "
+    "before the step, `local-steps` is accuracy against bytes; `schedule-free` is averages, schedules and beyond. "
+    "`channels` (least squares) and `images-channels`, together `slow-networks`, tell what few bytes, late messages "
+    "and local steps cost and save. `stragglers` compares ways not to wait for slow nodes. `language` trains small "
+    "GPTs with Adam: all rules, then links and sizes.",
+)
+def reproduce(
+    target: Annotated[str, typer.Argument(help="What to reproduce.")],
+    crew: Crew,
+    scale: Annotated[str, text("quick: minutes on two cores; paper: all sizes and rounds, 3 seeds.")] = "quick",
+    out: Annotated[Path, text("Folder for figures and tables.", metavar="FOLDER")] = Path("klatsch-paper"),
+    dtype: Annotated[str | None, text("float32 (the default on a CPU) or float64 (on a GPU).")] = None,
+    epochs: Annotated[int | None, option("Epochs of the image studies (50 at paper scale).")] = None,
+    of: Annotated[str, text("What to show: mean (of the nodes), merged (model) or worst (node).")] = "mean",
+    as_json: AsJson = False,
+) -> None:
+    """Reproduce a figure or table of the paper, or a study of ours."""
+    from klatsch.arguments import named
+    from klatsch.report import pages
+    from klatsch.report.installed import GROUPS, study_of
+    from klatsch.report.tables import TABLES
+    from klatsch.study.cases import expand
+    from klatsch.study.choices import BESIDE
+
+    named("target", target, dict.fromkeys(catalogue.TARGETS))
+    named("--of", of, dict.fromkeys(("mean", *BESIDE)))
+    named("scale", scale, dict.fromkeys(("quick", "paper")))
+    parts = GROUPS.get(target, (target,))
+    if target in TABLES and (epochs is not None or crew.data is not None or of != "mean"):
+        raise ValueError(f"{target} trains nothing; leave --epochs, --data and --of out")
+    if len(parts) > 1 and (epochs is not None or dtype is not None):
+        raise ValueError(f"{target} is {', '.join(parts)}; leave --epochs and --dtype out, or give one of these")
+    use_folder(crew.data)
+    made: list[tuple[Page, float]] = []
+    if target in TABLES:
+        make_folder(out)
+        made.append((TABLES[target](), 0.0))
+    else:
+        for study in [study_of(part, scale, crew.device or "cpu", dtype, epochs) for part in parts]:
+            place = out / "results.sqlite" if crew.store is None else crew.store
+            with crew.finished(study, expand(study), place, out) as (done, store):
+                page = pages.page_of(done.remembered, store, None if of == "mean" else of)
+            made.append((page, done.progress.seconds))
+    written = [(page, seconds, pages.write(page, out)) for page, seconds in made]
+    if as_json:
+        kept = ("title", "facts", "verdicts", "notes", "header", "table")
+        contents = [
+            {name: vars(page)[name] for name in kept}
+            | {"verdicts": list(map(asdict, page.verdicts)), "files": list(map(str, paths))}
+            for page, _, paths in written
+        ]
+        return print_json(contents[0] if len(contents) == 1 else {"pages": contents})
+    for page, seconds, paths in written:
+        _print(page, paths, seconds, with_table=target in TABLES)  # those of studies are long
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder for results."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {folder}: {error.strerror}; choose another with --out") from None
+
+
+def _print(page: Page, paths: list[Path], seconds: float, with_table: bool) -> None:
+    terminal.note(page.title, "bold")
+    for fact in page.facts:
+        terminal.note(fact)
+    if with_table:
+        lines = [dict(zip(page.header, line, strict=True)) for line in page.table]
+        if terminal.print_table("", lines, expendable=page.header[-1:]) != list(page.header):
+            terminal.note(terminal.WIDER)
+    print_verdicts(page.verdicts)
+    for note in page.notes:
+        terminal.note(f"note: {note}")
+    if seconds:
+        print(f"{duration(seconds)} of running")
+    print(f"written: {', '.join(map(str, paths))}")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-import shlex
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -21,8 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 # Headings of words; all others are of numbers.
-LEFT = ("topology", "rule", "engine", "constant", "meaning", "term", "paper", "klatsch.theory")
-STRONG = {"rule": "bold", "constant": "bold"}
+LEFT = ("topology", "rule", "engine", "property", "meaning", "term", "paper", "klatsch.theory")
+STRONG = ("rule", "property")
+_stdout: list[TextIO] = []  # that programs read
 WIDER = "a wider terminal shows more columns"
 
 
@@ -62,12 +61,13 @@ def text(help_: str, *names: str, metavar: str = "NAME") -> Any:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Data = Annotated[Path | None, text("Folder of Fashion-MNIST's four files (else searched).", "--data", metavar="DIR")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the curves to FILE.png, .svg or .pdf.")]
 
 
 def console() -> Console:
     """Where tables go."""
     # Into a pipe or a file rich would squeeze everything into 80 columns.
-    return Console(width=None if sys.stdout.isatty() else 140)
+    return Console(width=None if sys.stdout.isatty() else 140, emoji=False)
 
 
 def note(line: str, style: str = "dim") -> None:
@@ -75,23 +75,35 @@ def note(line: str, style: str = "dim") -> None:
     console().print(line, style=style, markup=False, highlight=False)
 
 
-def wrapped(line: str, stream: TextIO) -> str:
-    """A line, wrapped if it goes to a terminal; logs and programs get one line."""
-    if not stream.isatty():
-        return line
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
-    width = shutil.get_terminal_size().columns
-    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+def complain(message: str) -> None:
+    """Print an error, wrapped on a terminal; logs and programs get one line."""
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)  # names of files may hold anything
+    screen = Console(stderr=True, emoji=False, soft_wrap=not sys.stderr.isatty())
+    screen.print(f"klatsch: error: {line}", markup=False, highlight=False)
 
 
-def command_line() -> str:
-    """What was typed, to keep with the results."""
-    return shlex.join(["klatsch", *sys.argv[1:]])
+@contextmanager
+def for_programs() -> Iterator[None]:
+    """Leave stdout to `print_json`: whatever else is said goes to stderr."""
+    _stdout.append(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _stdout.pop()
 
 
 def print_json(content: Mapping[str, object]) -> None:
-    """Print JSON for programs."""
-    print(json.dumps(content, indent=2, allow_nan=False))
+    """Print JSON, in which null is what diverged: it has no infinity."""
+    print(json.dumps(_finite(content), indent=2, allow_nan=False), file=_stdout[-1])
+
+
+def _finite(content: object) -> object:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 @contextmanager
@@ -117,14 +129,11 @@ def print_table(
     kept, screen = list(lines[0]), console()
 
     def table() -> Table:
-        shown = Table(
-            title=Text(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-        )
+        shown = Table(title=Text(title, style="bold"), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for heading in kept:
-            justify: JustifyMethod = "left" if heading in LEFT else "right"
-            shown.add_column(
-                Text(heading), justify=justify, style=STRONG.get(heading, ""), no_wrap=heading != "meaning"
-            )
+            align: JustifyMethod = "left" if heading in LEFT else "right"
+            style = "bold" if heading in STRONG else ""
+            shown.add_column(Text(heading), justify=align, style=style, no_wrap=heading != "meaning")
         for line, following in zip(lines, [*lines[1:], lines[-1]], strict=True):
             last = line.get(section) != following.get(section)
             shown.add_row(*(Text(line[heading]) for heading in kept), end_section=last)  # not markup

@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from klatsch import catalogue
 from klatsch.cli import terminal
-from klatsch.cli.app import Settings, chosen, command, parameters_of, setting, split
+from klatsch.cli.app import Settings, assigned, chosen, command, parameters_of, setting, split
 from klatsch.cli.terminal import AsJson, option, print_json
 from klatsch.units import size
 
 if TYPE_CHECKING:
     from klatsch.topology import Summary
+
+COMPARED = (
+    *("topology", "edges", "degree", "period", "symmetric", "doubly stochastic", "rho", "rounds to halve"),
+    *("exact after", "messages", "bytes, DAT-SGD"),
+)
+EXPENDABLE = ("doubly stochastic", "symmetric", "edges", "messages", "period", "exact after", "degree")
 
 
 @command(
@@ -51,15 +56,15 @@ def topology(
             raise ValueError(f"--compare looks at all topologies and does not go with {wrong[0]}; leave one out")
         if nodes is None:
             raise ValueError("--compare needs the number of nodes, for example -n 16")
-        families = [dict(parameters_of("topology", family)) for family in topologies.TOPOLOGIES]
-        choices = chosen(settings, "topologies", ChainMap(*families))
+        families = ChainMap(*(dict(parameters_of("topology", family)) for family in topologies.TOPOLOGIES))
+        (choices,) = assigned(settings, {("", "topologies"): families}).values()
         summaries, left_out = topologies.compare(nodes, params, **choices)
         if as_json:
             return print_json({"topologies": [_plain(s) for s in summaries], "left_out": left_out})
         return _print_comparison(summaries, left_out)
     if name is None:
         raise ValueError("name a topology, for example klatsch topology ring -n 16, or give --compare")
-    choices = chosen(settings, name, parameters_of("topology", name))
+    choices = chosen(settings, "topology", name)
     if nodes is None and not {"rows", "cols"} & choices.keys():
         raise ValueError(f"{name} needs the number of nodes, for example -n 16")
     from_sides = prod(side for side in (choices.get("rows"), choices.get("cols")) if isinstance(side, int))
@@ -72,66 +77,43 @@ def topology(
     summary = topologies.summarize(graph, params, rho=rho)
     if as_json:
         return print_json(_plain(summary))
-    _print_summary(summary)
+    known = _cells(summary).items()
+    lines = [{"property": name, "value": cell, "meaning": meaning} for name, (cell, meaning) in known]
+    terminal.print_table(f"{summary.name}, {summary.nodes:,} nodes", lines)
     if draw is not None:
         print(f"drawn to {draw}")
 
 
-def _print_summary(s: Summary) -> None:
+def _cells(s: Summary) -> dict[str, tuple[str, str]]:
+    """What is known of a graph, and what that means, by its name."""
     from klatsch.topology.comparison import GAMMA
 
-    sent = _bytes(s)
-    table = Table(title=f"{s.name}, {s.nodes:,} nodes", show_header=False, title_justify="left", title_style="bold")
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
-    for row in (
-        ("nodes", f"{s.nodes:,}", ""),
-        (
-            "edges",
-            f"{s.edges:,}",
-            ("distinct links over one period" if s.period else "distinct links over time")
-            + ("" if s.symmetric else ", one way each"),
-        ),
-        ("degree", f"{s.degree:,}", "most neighbours in one round"),
-        *([("every", f"{s.every:,}", "rounds from one with messages to the next")] if s.every > 1 else []),
-        *([("late", f"{s.late:,}", "rounds that a message may travel")] if s.late else []),
-        *([("wire", s.wire, "how numbers travel")] if s.wire != "float32" else []),
-        ("period", _number(s.period), "rounds until the graphs repeat" if s.period else "drawn anew in every round"),
-        ("symmetric", _yes(s.symmetric), ""),
-        ("doubly stochastic", _yes(s.doubly_stochastic), "keeps the network mean"),
-        ("rho", f"{s.rho:.6g}", "spectral gap per round" + ("" if s.period else ", in the mean square")),
-        ("rounds to halve", _number(s.rounds_to_halve), "the disagreement, from the worst start"),
-        ("exact after", "never" if s.exact_after is None else f"{s.exact_after:,}", "rounds until all hold the mean"),
-        ("smallest eigenvalue", _number(s.smallest_eigenvalue), "D2 as published needs more than -1/3"),
-        ("effective neighbours", _number(s.effective_neighbors), f"for memory gamma = {GAMMA}"),
-        ("messages", f"{s.messages_per_round:.4g}", "sent per node and round, on average"),
-        ("bytes, D-SGD", size(sent["dsgd"]), f"per node and round, {s.params:,} parameters"),
-        ("bytes, DAT-SGD", size(sent["dat"]), f"the same; DAT sends {_vectors('dat')} vectors"),
-    ):
-        table.add_row(*row)
-    terminal.console().print(table)
+    sent, period = _bytes(s), "one period" if s.period else "time"
+    return {
+        "nodes": (f"{s.nodes:,}", ""),
+        "edges": (f"{s.edges:,}", f"distinct links over {period}" + ("" if s.symmetric else ", one way each")),
+        "degree": (f"{s.degree:,}", "most neighbours in one round"),
+        **({"every": (f"{s.every:,}", "rounds from one with messages to the next")} if s.every > 1 else {}),
+        **({"late": (f"{s.late:,}", "rounds that a message may travel")} if s.late else {}),
+        **({"wire": (s.wire, "how numbers travel")} if s.wire != "float32" else {}),
+        "period": (_number(s.period), "rounds until the graphs repeat" if s.period else "drawn anew in every round"),
+        "symmetric": (_yes(s.symmetric), ""),
+        "doubly stochastic": (_yes(s.doubly_stochastic), "keeps the network mean"),
+        "rho": (f"{s.rho:.6g}", "spectral gap per round" + ("" if s.period else ", in the mean square")),
+        "rounds to halve": (_number(s.rounds_to_halve), "the disagreement, from the worst start"),
+        "exact after": (_number(s.exact_after, "never"), "rounds until all hold the mean"),
+        "smallest eigenvalue": (_number(s.smallest_eigenvalue), "D2 as published needs more than -1/3"),
+        "effective neighbours": (_number(s.effective_neighbors), f"for memory gamma = {GAMMA}"),
+        "messages": (f"{s.messages_per_round:,.4g}", "sent per node and round, on average"),
+        "bytes, D-SGD": (size(sent["dsgd"]), f"per node and round, {s.params:,} parameters"),
+        "bytes, DAT-SGD": (size(sent["dat"]), f"the same; DAT sends {_vectors('dat')} vectors"),
+    }
 
 
 def _print_comparison(summaries: list[Summary], left_out: dict[str, str]) -> None:
-
-    lines = [
-        {
-            "topology": s.name,
-            "edges": f"{s.edges:,}",
-            "degree": f"{s.degree:,}",
-            "period": _number(s.period),
-            "sym-\nmetric": _yes(s.symmetric),
-            "doubly\nstoch.": _yes(s.doubly_stochastic),
-            "rho": f"{s.rho:.4g}",
-            "rounds\nto halve": _number(s.rounds_to_halve),
-            "exact\nafter": _number(s.exact_after),
-            "messages\n/round": f"{s.messages_per_round:,.4g}",
-            "bytes\n/round": size(_bytes(s)["dat"]),
-        }
-        for s in summaries
-    ]
-    expendable = ["doubly\nstoch.", "sym-\nmetric", "edges", "messages\n/round", "period", "exact\nafter", "degree"]
+    known = [{"topology": (s.name, ""), **_cells(s)} for s in summaries]
+    lines = [{heading.replace(" ", "\n"): cells[heading][0] for heading in COMPARED} for cells in known]
+    expendable = [heading.replace(" ", "\n") for heading in EXPENDABLE]
     kept = terminal.print_table(f"{summaries[0].nodes:,} nodes, largest spectral gap rho first", lines, expendable)
     terminal.note(
         f"per node, with {summaries[0].params:,} parameters as {summaries[0].wire}; bytes for DAT-SGD, which sends "
@@ -164,5 +146,5 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+def _number(value: float | None, unknown: str = "-") -> str:
+    return unknown if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

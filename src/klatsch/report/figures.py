@@ -42,7 +42,7 @@ UNITS = {"nodes": "machines M", "rounds": "rounds t", "seconds": "seconds", "byt
 PARTS = ("rule", "options", "topology", "graph")  # by which a panel has no references of its own
 
 
-class Drawing(selection.Words):
+class StudyFigure(selection.Words):
     """A figure of a study.
 
     Args:
@@ -91,10 +91,10 @@ class Drawing(selection.Words):
             rows = [row for name, clock in chosen.items() for row in selection.timed(rows, name, clock)]
         if self.first_done:
             panels = grouped(rows, lambda row: row.setting_text).values()
-            rows = [selection.chosen_for(row, selection.first_done(mine))[0] for mine in panels for row in mine]
+            rows = [selection.chosen_for(row, selection.first_done(panel))[0] for panel in panels for row in panel]
         if self.across in ("rules", "best"):
             return (_dots if self.across == "rules" else _cells)(rows, title)
-        return plot(rows, self.across, title, drawing=self)
+        return plot(rows, self.across, title, words=self)
 
 
 def plot(
@@ -102,7 +102,7 @@ def plot(
     across: str = "rounds",
     title: str = "",
     *,
-    drawing: Drawing | None = None,
+    words: StudyFigure | None = None,
     order: Sequence[str] | None = None,
     colours: Mapping[str, str] = MappingProxyType({}),
     labels: Mapping[str, str] = MappingProxyType({}),
@@ -115,7 +115,7 @@ def plot(
         rows: of `study.run_study` or `study.summarize`.
         across: "nodes" (final values), "rounds", "seconds" (of rows of `study.timed`) or "bytes".
         title: above it.
-        drawing: what panels and lines are.
+        words: what panels and lines are; by default courses in panels whose legends tell the learning rates.
         order: names of rules as the rows have them, first to last; others are left out.
         colours: by name of a rule; those of klatsch for others.
         labels: what to call rules, by name.
@@ -137,7 +137,13 @@ def plot(
     rows = [row for row in rows if len(_course(row, across)[0])]
     if not rows:
         raise ValueError(f"of no run the {across} are known; show rounds")
-    drawing = drawing or Drawing()
+    words = words or StudyFigure()
+    per_graph = across in ("nodes", "rounds")  # seconds and bytes of a round differ between graphs, which share a panel
+    final, rates = words.final or across == "nodes", words.panels is None and across != "nodes"
+    names = words.panels
+    if names is None:
+        names = (*selection.varying(rows), *["nodes"] * (across != "nodes"), *["graph"] * per_graph)
+    look = Look(rows, words.lines or (("options",) if per_graph else ("options", "graph")), words, colours, labels)
     with matplotlib.rc_context():
         if style is not None:
             try:
@@ -146,42 +152,23 @@ def plot(
                 raise ValueError(f"style {style}: {str(error).splitlines()[0]}; give an .mplstyle file") from None
             if tuple(matplotlib.rcParams["figure.figsize"]) != tuple(matplotlib.rcParamsDefault["figure.figsize"]):
                 size = size or tuple(matplotlib.rcParams["figure.figsize"])
-        figure = _lines(rows, across, title, drawing, colours, labels)
+        figure, panels = _panelled(look.main, title, names, words.wide, "final " * final, "T" if final else "t")
+        for axis, place, of_panel in panels:
+            shared = {name: value for name, value in place.items() if name not in PARTS}
+            shown = [*of_panel, *selected(look.references, shared)]
+            if final:
+                _draw_finals(axis, shown, across, look)
+            else:
+                _draw_courses(axis, shown, across, look, rates)
+        if rows[0].largest:
+            least = max(0.0, max(row.value for row in rows) - words.below)
+            values = [np.array([row.low, row.high]) if final else row.curve for row in rows]
+            seen = [float(value) for each in values for value in each.flat if value > least]  # diverged ones fall below
+            figure.axes[0].set_ylim(max(0.0, min(seen, default=0.0) - 0.03), min(1.0, max(seen, default=1.0) + 0.02))
+        if not rates:
+            _legend(figure)
     if size is not None:
         figure.set_size_inches(*size)
-    return figure
-
-
-def _lines(
-    rows: Sequence[Row],
-    across: str,
-    title: str,
-    drawing: Drawing,
-    colours: Mapping[str, str],
-    labels: Mapping[str, str],
-) -> Figure:
-    """Panels with lines; a figure of one's own has courses whose legends tell the learning rates."""
-    per_graph = across in ("nodes", "rounds")  # seconds and bytes of a round differ between graphs, which share a panel
-    final, rates = drawing.final or across == "nodes", drawing.panels is None and across != "nodes"
-    look = Look(rows, drawing.lines or (("options",) if per_graph else ("options", "graph")), drawing, colours, labels)
-    names = drawing.panels
-    if names is None:
-        names = (*selection.varying(rows), *["nodes"] * (across != "nodes"), *["graph"] * per_graph)
-    figure, panels = _panelled(look.main, title, names, drawing.wide, "final " * final, "T" if final else "t")
-    for axis, place, mine in panels:
-        shared = {name: value for name, value in place.items() if name not in PARTS}
-        shown = [*mine, *selected(look.references, shared)]
-        if final:
-            _draw_finals(axis, shown, across, look)
-        else:
-            _draw_courses(axis, shown, across, look, rates)
-    if rows[0].largest:
-        least = max(0.0, max(row.value for row in rows) - drawing.below)
-        values = [np.array([row.low, row.high]) if final else row.curve for row in rows]
-        seen = [float(value) for each in values for value in each.flat if value > least]  # diverged ones fall below
-        figure.axes[0].set_ylim(max(0.0, min(seen, default=0.0) - 0.03), min(1.0, max(seen, default=1.0) + 0.02))
-    if not rates:
-        _legend(figure)
     return figure
 
 
@@ -192,15 +179,15 @@ class Look:
         self,
         rows: Sequence[Row],
         lines: Sequence[str] = ("options",),
-        drawing: Drawing | None = None,
+        words: StudyFigure | None = None,
         colours: Mapping[str, str] = MappingProxyType({}),
         labels: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         from matplotlib import colormaps
 
-        drawing = drawing or Drawing()
-        self.names, self.marker, self.colours, self.labels = lines, drawing.marker, colours, labels
-        self.references = selected(rows, drawing.reference)
+        words = words or StudyFigure()
+        self.names, self.marker, self.colours, self.labels = lines, words.marker, colours, labels
+        self.references = selected(rows, words.reference)
         self.black = {id(row): k for k, row in enumerate(self.references)}
         self.main = [row for row in rows if id(row) not in self.black] or list(rows)
         self.kinds, marks = distinct(self.main, self._kind), distinct(self.main, self._marker)

@@ -78,21 +78,21 @@ def as_markdown(page: Page) -> str:
 
 
 @dataclass(frozen=True)
-class Script:
+class Outline:
     """What a study says about its page, checked: clocks, figures and sentences."""
 
     clocks: dict[str, Clock]
-    figures: list[figures.Drawing]
+    figures: list[figures.StudyFigure]
     sentences: list[Sentence]
 
     @classmethod
-    def of(cls, study: Study, cases: Sequence[Case]) -> Script:
+    def of(cls, study: Study, cases: Sequence[Case]) -> Outline:
         """That of a study with these runs, whose options it may name."""
         clocks = {name: clock_of(options) for name, options in study.clocks.items()}
         known: dict[str, Options] = {"clock": dict(zip(clocks, clocks, strict=True))}
         for name, value in (pair for case in cases for pair in options_of(case).items()):
             known.setdefault(name, {})[str(value)] = value
-        drawings = figures.Drawing.read(study.figures, "figures")
+        drawings = figures.StudyFigure.read(study.figures, "figures")
         sentences = Sentence.read(study.sentences, "sentences")
         for place, words in (drawings | sentences).items():
             words.check_names(place, known, clocks)
@@ -104,9 +104,9 @@ class Script:
     def drawn(self, rows: Sequence[Row], name: str, title: str) -> list[tuple[str, Figure]]:
         """The figures, with the names of their files; those of any study, if it does not say."""
         largest = max(row.nodes for row in rows)  # all sizes would need too many panels
-        usual = [figures.Drawing(name="rounds", where=({"nodes": largest},))]
+        usual = [figures.StudyFigure(name="rounds", where=({"nodes": largest},))]
         if len({row.nodes for row in rows}) > 1:
-            usual.insert(0, figures.Drawing(name="nodes", across="nodes"))
+            usual.insert(0, figures.StudyFigure(name="nodes", across="nodes"))
         return [
             (f"{name}{f'-{each.name}' * bool(each.name)}", each.draw(rows, title, self.clocks))
             for each in self.figures or usual
@@ -122,7 +122,7 @@ def page_of(
     clock the numbers have seconds, too, and one more figure shows the course against seconds or bytes (`across`).
     """
     study, name = remembered.study, remembered.study.name
-    runs, script = screened(study, remembered.cases, store), Script.of(study, remembered.cases)
+    runs, outline = screened(study, remembered.cases, store), Outline.of(study, remembered.cases)
     rows = timed(runs.rows(store), clock)
     if showing is not None:
         rows, name = [row.showing(showing) for row in rows], f"{name}-{showing}"
@@ -131,11 +131,11 @@ def page_of(
     if not rows:
         return page
     above = f"{study.problem.label}, {study.length}, {counted(len(study.seeds), 'seed')}, {study.choice}"
-    drawn = script.drawn(rows, name, above)
+    drawn = outline.drawn(rows, name, above)
     if across != "rounds":
         most = [row for row in rows if row.nodes == max(row.nodes for row in rows)]
         drawn.append((f"{name}-{across}", figures.plot(most, across, above)))
-    verdicts = script.verdicts(rows)
+    verdicts = outline.verdicts(rows)
     if not {case.key for case in runs.cases} <= store.done():
         verdicts = [replace(v, holds=None, figures=("not all of its runs are finished", *v.figures)) for v in verdicts]
     reasons = dict.fromkeys(item.reason.partition(";")[0] for item in remembered.left_out)  # without the remedy

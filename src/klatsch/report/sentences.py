@@ -262,12 +262,74 @@ class Sentence(selection.Words):
                 return None, f"{self.of} was not measured"
             rows = [row.showing(self.of) for row in rows]
         if not self.trend:
-            return compare(rows, self.ours, self.theirs, self.by, self.at, self.tolerance, self.is_, self.over, clock)
+            return self._compared(rows, clock)
         lines = grouped(selected(rows, self.ours), lambda row: f"{row.rule} on {row.topology}")
-        answers = {line: self._course({row.nodes: row for row in mine}, rows) for line, mine in lines.items()}
+        answers = {line: self._course({row.nodes: row for row in of_line}, rows) for line, of_line in lines.items()}
         holds = [answer for answer, _ in answers.values()]
         texts = [text if len(lines) == 1 else f"{line} {text}" for line, (_, text) in answers.items()]
         return None if None in holds or not holds else all(holds), "; ".join(texts) or "was not run"
+
+    def _compared(self, rows: Sequence[Row], clock: Clock | None) -> Answer:
+        """Compare ours with theirs. Theirs that diverged decide nothing; ours that did are behind.
+
+        Between numbers of machines ours that diverged decide nothing either.
+        """
+        at, tolerance = self.at, self.tolerance
+        met, gaps, texts, rivals = list[bool](), list[float](), list[str](), Counter[str]()
+        for when, known in at.moments(rows, clock):
+            pairs = list(self._pairs(known))
+            if (
+                not pairs
+                and (at.bytes == "doubled" or at.seconds)
+                and selected(rows, self.ours)
+                and self._rivals(known)
+            ):
+                met.append(False)
+                texts.append(f"{when}: none of ours has a value by then")
+            for place, group, other in pairs:
+                tolerance, one = tolerance or usual(other), best_of(group)
+                gap = tolerance.gap(one, other)
+                if one.diverged and one.nodes != other.nodes and self.over == "all":  # as in a trend
+                    return None, f"{told(one)} at M = {one.nodes}"
+                behind = self.is_ in ("behind", "not ahead")
+                met.append(behind if one.diverged else any(RELATIONS[self.is_](row, other, tolerance) for row in group))
+                gaps += [gap] if math.isfinite(gap) else []
+                rivals[other.rule] += 1
+                words = [f"{told(one)} against {told(other)}", *([tolerance.told(gap)] if math.isfinite(gap) else [])]
+                texts.append(": ".join(filter(None, (", ".join(filter(None, (when, *place))), ", ".join(words)))))
+        if tolerance is None or not met:
+            return None, "was not run"
+        if not gaps:
+            return (all(met) if self.over == "all" else None), "all diverged"
+        middle, low, high = (tolerance.told(gap) for gap in (median(gaps), min(gaps), max(gaps)))
+        summary = f"{middle} in the middle, {tolerance.told(mean(gaps))} in the mean, from {low} to {high}"
+        if self.over == "all":
+            best = ", ".join(f"{rule} at {count}" for rule, count in rivals.most_common())
+            text = "; ".join(texts) if len(met) <= FEW else f"{summary}; the best of theirs is {best}"
+            return all(met), f"in {sum(met)} of {len(met)}: {text}"
+        value, most = median(gaps) if self.over == "median" else mean(gaps), tolerance.value
+        return {"level": value <= most, "ahead": value < -most, "behind": value > most}[self.is_], summary
+
+    def _pairs(self, rows: Sequence[Row]) -> Iterator[tuple[list[str], list[Row], Row]]:
+        """Where ours are compared, in words, ours there, and the best of theirs."""
+        rivals = self._rivals(rows)
+        fixed = {name for table in self.theirs for name in table}
+        fixed |= {whole for part, whole in (("rule", "options"), ("topology", "graph")) if part in fixed}
+        groups = grouped(selected(rows, self.ours), lambda row: tuple(options_of(row).get(name) for name in self.by))
+        for values, group in groups.items():
+            place = dict(zip(self.by, values, strict=True))
+            if against := selected(rivals, {name: value for name, value in place.items() if name not in fixed}):
+                words = [in_words(name, value) for name, value in place.items()]
+                yield words, [row for row in group if not row.diverged] or group, best_of(against)
+
+    def _rivals(self, rows: Sequence[Row]) -> list[Row]:
+        """Theirs that did not diverge, each showing what its selection asks for."""
+        rivals = []
+        for table in self.theirs:
+            of = table.get("of", "mean")
+            chosen = selected(rows, {name: value for name, value in table.items() if name != "of"})
+            rivals += chosen if of == "mean" else [row.showing(of) for row in chosen if vars(row)[of] is not None]
+        return [row for row in rivals if not row.diverged]
 
     def _course(self, points: Points, rows: Sequence[Row]) -> Answer:
         """Whether one rule on one graph has the trend; `rows` are all of the panel."""
@@ -284,9 +346,6 @@ class Sentence(selection.Words):
         return holds, "; ".join(filter(None, (text, course)))
 
 
-# --- comparisons ----------------------------------------------------------------------------------------------------
-
-
 def is_behind(one: Row, other: Row, tolerance: Tolerance | None = None) -> bool:
     """Whether a row is behind another by more than the tolerance, and by more than the seeds scatter."""
     tolerance = tolerance or usual(one)
@@ -301,79 +360,6 @@ RELATIONS: dict[str, Callable[[Row, Row, Tolerance], bool]] = {
     "not ahead": lambda one, other, tolerance: not is_behind(other, one, tolerance),
     "not behind": lambda one, other, tolerance: not is_behind(one, other, tolerance),
 }
-
-
-def compare(
-    rows: Sequence[Row],
-    ours: Sequence[Selection],
-    theirs: Sequence[Selection],
-    by: Sequence[str],
-    at: Moment,
-    tolerance: Tolerance | None,
-    is_: str = "level",
-    over: str = "all",
-    clock: Clock | None = None,
-) -> Answer:
-    """Compare some rows with others; see `Sentence`. Theirs that diverged decide nothing; ours that did are behind.
-
-    Between numbers of machines ours that diverged decide nothing either.
-    """
-    met, gaps, texts, rivals = list[bool](), list[float](), list[str](), Counter[str]()
-    for when, known in at.moments(rows, clock):
-        pairs = list(_pairs(known, ours, theirs, by))
-        if not pairs and (at.bytes == "doubled" or at.seconds) and selected(rows, ours) and _rivals(known, theirs):
-            met.append(False)
-            texts.append(f"{when}: none of ours has a value by then")
-        for place, group, other in pairs:
-            tolerance, one = tolerance or usual(other), best_of(group)
-            gap = tolerance.gap(one, other)
-            if one.diverged and one.nodes != other.nodes and over == "all":  # as in a trend
-                return None, f"{told(one)} at M = {one.nodes}"
-            behind = is_ in ("behind", "not ahead")
-            met.append(behind if one.diverged else any(RELATIONS[is_](row, other, tolerance) for row in group))
-            gaps += [gap] if math.isfinite(gap) else []
-            rivals[other.rule] += 1
-            words = [f"{told(one)} against {told(other)}", *([tolerance.told(gap)] if math.isfinite(gap) else [])]
-            texts.append(": ".join(filter(None, (", ".join(filter(None, (when, *place))), ", ".join(words)))))
-    if tolerance is None or not met:
-        return None, "was not run"
-    if not gaps:
-        return (all(met) if over == "all" else None), "all diverged"
-    middle, low, high = (tolerance.told(gap) for gap in (median(gaps), min(gaps), max(gaps)))
-    summary = f"{middle} in the middle, {tolerance.told(mean(gaps))} in the mean, from {low} to {high}"
-    if over == "all":
-        best = ", ".join(f"{rule} at {count}" for rule, count in rivals.most_common())
-        text = "; ".join(texts) if len(met) <= FEW else f"{summary}; the best of theirs is {best}"
-        return all(met), f"in {sum(met)} of {len(met)}: {text}"
-    value = median(gaps) if over == "median" else mean(gaps)
-    holds = {"level": value <= tolerance.value, "ahead": value < -tolerance.value, "behind": value > tolerance.value}
-    return holds[is_], summary
-
-
-def _pairs(
-    rows: Sequence[Row], ours: Sequence[Selection], theirs: Sequence[Selection], by: Sequence[str]
-) -> Iterator[tuple[list[str], list[Row], Row]]:
-    """Where ours are compared, in words, ours there, and the best of theirs."""
-    rivals = _rivals(rows, theirs)
-    fixed = {name for table in theirs for name in table}
-    fixed |= {whole for part, whole in (("rule", "options"), ("topology", "graph")) if part in fixed}
-    groups = grouped(selected(rows, ours), lambda row: tuple(options_of(row).get(name) for name in by))
-    for values, group in groups.items():
-        place = dict(zip(by, values, strict=True))
-        if against := selected(rivals, {name: value for name, value in place.items() if name not in fixed}):
-            words = [in_words(name, value) for name, value in place.items()]
-            yield words, [row for row in group if not row.diverged] or group, best_of(against)
-
-
-def _rivals(rows: Sequence[Row], theirs: Sequence[Selection]) -> list[Row]:
-    return [rival for table in theirs for rival in _shown(rows, table) if not rival.diverged]
-
-
-def _shown(rows: Sequence[Row], table: Selection) -> list[Row]:
-    """The rows of a selection, as it shows them."""
-    of = table.get("of", "mean")
-    chosen = selected(rows, {name: value for name, value in table.items() if name != "of"})
-    return chosen if of == "mean" else [row.showing(of) for row in chosen if vars(row)[of] is not None]
 
 
 def told(row: Row) -> str:
@@ -418,68 +404,62 @@ class Trend(NamedTuple):
         back = any(is_behind(earlier, later) for earlier, later in combinations(line, 2))
         return len(line) > 1 and not back and ERRORS.gap(line[-1], line[0]) >= CHANGE - 1, ""
 
+    def improves(self) -> Answer:
+        return self.worsens(backwards=True)
 
-def _stays(trend: Trend) -> Answer:
-    values, tolerance = [row.value for row in trend.points.values()], trend.tolerance
-    gap = tolerance.between(min(values), max(values))
-    text = f"over smallest {1 + gap:.3g}" if tolerance.is_share else f"less smallest {gap:.3g}"
-    return gap <= tolerance.value, f"largest {text}"
+    def stays_within(self) -> Answer:
+        values, tolerance = [row.value for row in self.points.values()], self.tolerance
+        gap = tolerance.between(min(values), max(values))
+        text = f"over smallest {1 + gap:.3g}" if tolerance.is_share else f"less smallest {gap:.3g}"
+        return gap <= tolerance.value, f"largest {text}"
 
+    def no_ceiling(self) -> Answer:
+        """The most machines are about the best."""
+        most = max(self.points)
+        times = 1 + ERRORS.gap(self.points[most], self.points[self.best])
+        beyond = "" if self.best == most else f", {factor(times)} times that at {most}"
+        return times <= CHANGE, f"best at M = {self.best}{beyond}"
 
-def _no_ceiling(trend: Trend) -> Answer:
-    """The most machines are about the best."""
-    most = max(trend.points)
-    times = 1 + ERRORS.gap(trend.points[most], trend.points[trend.best])
-    beyond = "" if trend.best == most else f", {factor(times)} times that at {most}"
-    return times <= CHANGE, f"best at M = {trend.best}{beyond}"
+    def turns(self) -> Answer:
+        """The best number lies between the two, and values get worse beyond."""
+        no_ceiling, text = self.no_ceiling()
+        return self.first <= self.best < self.last and not no_ceiling, text
 
+    def drops_most(self) -> Answer:
+        """No step between neighbouring sizes costs more than the one between the two."""
+        steps = pairwise(sorted(self.points))
+        drops = {(few, many): OTHERS.gap(self.points[many], self.points[few]) for few, many in steps}
+        worst = max(drops, key=lambda step: drops[step])
+        if drops[worst] <= self.tolerance.value:
+            return None, f"no drop of more than {self.tolerance.value:g}"
+        return worst == (self.first, self.last), f"largest drop from {worst[0]} to {worst[1]}"
 
-def _turns(trend: Trend) -> Answer:
-    """The best number lies between the two, and values get worse beyond."""
-    no_ceiling, text = _no_ceiling(trend)
-    return trend.first <= trend.best < trend.last and not no_ceiling, text
+    def larger_best(self) -> Answer:
+        """The best number of machines is larger than that of theirs on the same graph."""
+        if not self.others:
+            return None, "has nothing to compare with"
+        other = best_of(self.others)
+        return self.best > other.nodes, f"best at M = {self.best}, {other.rule} at {other.nodes}"
 
-
-def _drops_most(trend: Trend) -> Answer:
-    """No step between neighbouring sizes costs more than the one between the two."""
-    steps = pairwise(sorted(trend.points))
-    drops = {(few, many): OTHERS.gap(trend.points[many], trend.points[few]) for few, many in steps}
-    worst = max(drops, key=lambda step: drops[step])
-    if drops[worst] <= trend.tolerance.value:
-        return None, f"no drop of more than {trend.tolerance.value:g}"
-    return worst == (trend.first, trend.last), f"largest drop from {worst[0]} to {worst[1]}"
-
-
-def _larger_best(trend: Trend) -> Answer:
-    """The best number of machines is larger than that of theirs on the same graph."""
-    if not trend.others:
-        return None, "has nothing to compare with"
-    theirs = best_of(trend.others)
-    return trend.best > theirs.nodes, f"best at M = {trend.best}, {theirs.rule} at {theirs.nodes}"
-
-
-def _better_early(trend: Trend) -> Answer:
-    """The most machines are ahead of the fewest at some early round, each at its own learning rate."""
-    few, many = trend.points[min(trend.points)], trend.points[max(trend.points)]
-    first, last = few.curve.mean(axis=0), many.curve.mean(axis=0)
-    if trend.relative:
-        first, last = first / first[0], last / last[0]
-    early, late = dict(zip(few.steps, first, strict=True)), dict(zip(many.steps, last, strict=True))
-    if not (both := [t for t in few.steps if t in late]):
-        return None, f"M = {many.nodes} and {few.nodes} have no recorded round in common"
-    ends = {t: (early[t], late[t]) if few.largest else (late[t], early[t]) for t in both}
-    better = [t for t in both if trend.tolerance.between(*ends[t]) > trend.tolerance.value]
-    text = f"better from round {better[0]:,} to {better[-1]:,}" if better else "never better"
-    return bool(better) and better[0] <= EARLY * few.steps[-1], f"M = {many.nodes} against {few.nodes}: {text}"
+    def better_early(self) -> Answer:
+        """The most machines are ahead of the fewest at some early round, each at its own learning rate."""
+        few, many = self.points[min(self.points)], self.points[max(self.points)]
+        first, last = few.curve.mean(axis=0), many.curve.mean(axis=0)
+        if self.relative:
+            first, last = first / first[0], last / last[0]
+        early, late = dict(zip(few.steps, first, strict=True)), dict(zip(many.steps, last, strict=True))
+        if not (both := [t for t in few.steps if t in late]):
+            return None, f"M = {many.nodes} and {few.nodes} have no recorded round in common"
+        ends = {t: (early[t], late[t]) if few.largest else (late[t], early[t]) for t in both}
+        better = [t for t in both if self.tolerance.between(*ends[t]) > self.tolerance.value]
+        text = f"better from round {better[0]:,} to {better[-1]:,}" if better else "never better"
+        return bool(better) and better[0] <= EARLY * few.steps[-1], f"M = {many.nodes} against {few.nodes}: {text}"
 
 
 TRENDS: dict[str, Callable[[Trend], Answer]] = {
-    "worsens": Trend.worsens,
-    "improves": lambda trend: trend.worsens(backwards=True),
-    "stays within": _stays,
-    "no ceiling": _no_ceiling,
-    "turns": _turns,
-    "drops most": _drops_most,
-    "larger best": _larger_best,
-    "better early": _better_early,
+    method.__name__.replace("_", " "): method
+    for method in (
+        *(Trend.worsens, Trend.improves, Trend.stays_within, Trend.no_ceiling, Trend.turns),
+        *(Trend.drops_most, Trend.larger_best, Trend.better_early),
+    )
 }

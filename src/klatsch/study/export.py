@@ -121,11 +121,3 @@ def to_parquet(records: Sequence[Options], path: Path) -> None:
     data = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(list(records)), data)
     files.save(path, data.getvalue().to_pybytes(), "Parquet")
-
-
-def plain(records: Sequence[Options]) -> list[Options]:
-    """Records for JSON: None instead of inf."""
-    return [
-        {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        for record in records
-    ]
