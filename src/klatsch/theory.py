@@ -91,7 +91,7 @@ class Constants:
 UNIT = Constants()
 
 
-class Rate(NamedTuple):
+class ExcessLoss(NamedTuple):
     """An expected excess loss as the sum of its parts."""
 
     statistical: Number  # what averaging N = M T noisy samples leaves
@@ -124,28 +124,28 @@ def dat_learning_rate(M: int, T: int, rho: float, constants: Constants = UNIT) -
     )
 
 
-def dat_bound(M: Number, T: Number, rho: Number, constants: Constants = UNIT) -> Rate:
+def dat_bound(M: Number, T: Number, rho: Number, constants: Constants = UNIT) -> ExcessLoss:
     """Theorem 4.1 with the constants of its proof (Appendix B): E f(x-bar_T) - f* with `dat_learning_rate`.
 
     8 sqrt(3) D1 sigma / sqrt(M T) + 8 sqrt(2) D1^(3/2) sqrt(K sigma~) / (rho T) + 96 L D1^2 / T + 4 K D1^2 / (rho T)^2.
     """
     check_network(M, T, rho)
     c = constants
-    return Rate(
+    return ExcessLoss(
         8 * math.sqrt(3) * c.D1 * c.sigma / (M**0.5 * T**0.5),
         8 * math.sqrt(2) * c.D1**1.5 * math.sqrt(c.K * c.sigma_tilde) / (rho * T) + 4 * c.K * c.D1**2 / (rho * T) ** 2,
         96 * c.L * c.D1**2 / T,
     )
 
 
-def dat_local_bound(M: Number, T: Number, rho: Number, constants: Constants = UNIT) -> Rate:
+def dat_local_bound(M: Number, T: Number, rho: Number, constants: Constants = UNIT) -> ExcessLoss:
     """Corollary 4.2 with the constants of its proof (Appendix B.1): E f(x_T^i) - f* at every single machine.
 
     Twice `dat_bound` plus 8 sqrt(5) M D1 sigma~ / (rho T)^2 for the distance from the mean.
     """
     statistical, network, optimization = dat_bound(M, T, rho, constants)
     apart = 8 * math.sqrt(5) * M * constants.D1 * constants.sigma_tilde / (rho * T) ** 2
-    return Rate(2 * statistical, 2 * network + apart, 2 * optimization)
+    return ExcessLoss(2 * statistical, 2 * network + apart, 2 * optimization)
 
 
 def consensus_bound(eta: float, rho: float, constants: Constants = UNIT) -> float:
@@ -157,21 +157,21 @@ def consensus_bound(eta: float, rho: float, constants: Constants = UNIT) -> floa
     return 2560 * constants.sigma_tilde**2 * eta**2 / rho**4
 
 
-def dat_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNIT) -> Rate:
+def dat_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNIT) -> ExcessLoss:
     """DAT-SGD (Theorem 4.1; the last term from Appendix B).
 
     sigma D1 / sqrt(M T) + D1^(3/2) sqrt(L sigma~) / (rho T) + L D1^2 / T + L D1^2 / (rho T)^2.
     """
     check_network(M, T, rho)
     c = constants
-    return Rate(
+    return ExcessLoss(
         c.D1 * c.sigma / (M**0.5 * T**0.5),
         c.D1**1.5 * math.sqrt(c.L * c.sigma_tilde) / (rho * T) + c.L * c.D1**2 / (rho * T) ** 2,
         c.L * c.D1**2 / T,
     )
 
 
-def dsgd_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNIT) -> Rate:
+def dsgd_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNIT) -> ExcessLoss:
     """D-SGD (Eq. 3, with L and D1 as in the original).
 
     sigma D1 / sqrt(M T) + L^(1/3) D1^(4/3) (sigma^(2/3) rho^(1/3) + zeta^(2/3)) / (rho T)^(2/3) + L D1^2 / (rho T).
@@ -183,14 +183,14 @@ def dsgd_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UN
     check_network(M, T, rho)
     c = constants
     spread = c.sigma ** (2 / 3) * rho ** (1 / 3) + c.zeta ** (2 / 3)
-    return Rate(
+    return ExcessLoss(
         c.D1 * c.sigma / (M**0.5 * T**0.5),
         c.L ** (1 / 3) * c.D1 ** (4 / 3) * spread / (rho * T) ** (2 / 3),
         c.L * c.D1**2 / (rho * T),
     )
 
 
-def gt_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNIT) -> Rate:
+def gt_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNIT) -> ExcessLoss:
     """Gradient tracking (Table 2): D-SGD's rate without the heterogeneity zeta.
 
     References:
@@ -199,7 +199,7 @@ def gt_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNIT
     return dsgd_rate(M, T, rho, replace(constants, zeta=0.0))
 
 
-def minibatch_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNIT) -> Rate:
+def minibatch_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants = UNIT) -> ExcessLoss:
     """Mini-batch SGD with a server (Section 2.1): sigma D1 / sqrt(M T) + L D1^2 / T; rho plays no part.
 
     References:
@@ -208,10 +208,15 @@ def minibatch_rate(M: Number, T: Number, rho: Number = 1.0, constants: Constants
     check_network(M, T, rho)
     c = constants
     statistical = c.D1 * c.sigma / (M**0.5 * T**0.5)
-    return Rate(statistical, 0.0 * statistical, c.L * c.D1**2 / T)
+    return ExcessLoss(statistical, 0.0 * statistical, c.L * c.D1**2 / T)
 
 
-RATES: dict[str, Callable[..., Rate]] = {"dat": dat_rate, "dsgd": dsgd_rate, "gt": gt_rate, "minibatch": minibatch_rate}
+RATES: dict[str, Callable[..., ExcessLoss]] = {
+    "dat": dat_rate,
+    "dsgd": dsgd_rate,
+    "gt": gt_rate,
+    "minibatch": minibatch_rate,
+}
 
 
 def parallelism_bound(rule: str, N: float, rho: float, *, heterogeneous: bool = False) -> float:

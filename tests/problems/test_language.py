@@ -121,6 +121,7 @@ def test_a_brief_look_is_at_some_windows_from_everywhere(small, monkeypatch):
     x, windows = points(problem, columns=2), problem.data.held_out
     monkeypatch.setattr(prediction, "BRIEF", 2)
     found = problem.briefly().metrics(x)
+    assert_same_to_rounding(problem.briefly().by_node(x)["bits"], problem.by_node(x)["bits"])  # on all text
     some = windows[[0, len(windows) // 2]]
     assert list(found) == ["bits"]
     assert_same_to_rounding(found["bits"], problem.bits(x.view(-1, problem.dim), some).view(3, 2).mean(0))

@@ -328,3 +328,19 @@ def test_problems_of_ones_own_are_never_brief():
 
     for problem in (Wide(2, dim=3), Passing()):
         assert problem.briefly() is problem
+
+
+def test_a_function_says_what_it_makes(tmp_path):
+    """Its class has the headline."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from klatsch import problems\n"
+        "class Own(problems.LeastSquares):\n"
+        "    headline = problems.Headline('loss_gap', 'loss')\n"
+        "def made(nodes: int) -> Own:\n    return Own(nodes, 3)\n"
+        "def silent(nodes):\n    return made(nodes)\n"
+        "def odd(nodes) -> nonsense:\n    return made(nodes)\n"
+    )
+    assert problems.declared(f"{file}:made").headline.metric == "loss_gap"
+    for name in ("silent", "odd"):
+        assert problems.declared(f"{file}:{name}") is problems.Problem

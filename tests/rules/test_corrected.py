@@ -1,5 +1,7 @@
 """Corrected gossip: D2 written with what flows took away, also with local steps, and free of drift."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -136,3 +138,9 @@ def test_silent_rounds_have_no_flow():
         (f,), (mixed,) = flows.in_round(t)(v), flows.in_round(t).mix(v)
         assert (f.abs().max() > 0) == (t % 3 == 0)
         assert torch.equal(mixed, v) == (t % 3 != 0)  # bits: a copy
+
+
+def test_a_copy_keeps_the_rounds_between_two_mixes():
+    rule = rules.make("d2", 0.1).on(tp.make("ring/4", 6))
+    assert (rule.every, replace(rule, lr=0.2).every) == (4, 4)
+    assert "every" not in rules.options("d2")  # that of the graph

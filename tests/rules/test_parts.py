@@ -158,6 +158,8 @@ def test_a_name_is_the_product_of_its_parts_and_options_go_to_the_part_that_has_
     assert rule.name == product.name
     assert columns.described(rules.make(rule.name, 0.1, **options)) == columns.described(rule)
     assert rules.kind(name)(0.1, **options).name == rule.name
+    averaged = rules.make("plain+averaged", 0.1)
+    assert columns.described(averaged) == columns.described(rules.Averaged(rules.Plain(0.1), "constant"))
     with pytest.raises(TypeError, match="speed"):
         rules.kind(name)(0.1, speed=1)
 
@@ -184,6 +186,10 @@ def test_a_name_is_the_product_of_its_parts_and_options_go_to_the_part_that_has_
         (lambda: rules.make("dta", lr=0.1), "unknown rule 'dta'; did you mean dat"),
         (lambda: rules.make("plain+addam", lr=0.1), "unknown part 'addam' of the rule 'plain.addam'; write a pattern"),
         (lambda: rules.make("qg+adam", lr=0.1), "unknown part 'adam' of .* if the pattern has no momentum of its own"),
+        (
+            lambda: rules.make("sgp+adam", lr=0.1),
+            r"unknown part 'sgp' of the rule 'sgp.adam'; write a pattern \(.*push",
+        ),
         (lambda: rules.make("plain+anytime+adam", lr=0.1), "unknown part 'anytime' of the rule"),
         (lambda: rules.make("push+adam", lr=0.1, shared=True), "push.adam with shared = true: .* leave shared out"),
         (lambda: rules.make("dat"), r"lr = None; dat needs a learning rate, .*: make\('dat', lr=0.01\)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -48,10 +49,12 @@ def kind(name: str) -> Callable[..., Problem]:
 
 
 def declared(name: str) -> type[Problem]:
-    """The class of a problem, known before one is made; what a function makes counts as a plain `Problem`."""
+    """The class of a problem, known before one is made; of a function, the one that it says it returns."""
     maker = kind(name)
     if not isinstance(maker, type):
-        return Problem
+        with suppress(Exception):  # an annotation may be anything
+            maker = inspect.signature(maker, eval_str=True).return_annotation
+        return maker if isinstance(maker, type) and issubclass(maker, Problem) else Problem
     if not issubclass(maker, Problem):
         raise ValueError(f"{label(name)} is no problem; let the class derive from klatsch.problems.Problem")
     return maker
@@ -85,9 +88,10 @@ def check_headline(name: str, problem: Problem, headline: Headline) -> None:
         metrics = problem.metrics(torch.as_tensor(problem.start()).double().reshape(-1).expand(M, C, -1))
         wanted = headline.metric if isinstance(headline, Headline) else headline
         if wanted not in metrics or not isinstance(headline, Headline):
+            says = "" if isinstance(kind(name), type) else f", and let the function say that it returns one: -> {own}"
             raise ValueError(
                 f"{label(name)} has no metric {wanted!r} to choose learning rates by; give {own} headline = "
-                f"problems.Headline({next(iter(metrics), 'loss')!r}, 'what it is')"
+                f"problems.Headline({next(iter(metrics), 'loss')!r}, 'what it is'){says}"
             )
         value = metrics[headline.metric]
         if np.shape(value) != (C,):

@@ -91,7 +91,8 @@ class Sharded(core.Drawing):
         return {f"{self.score}{name}": value for name, value in summary.items()}
 
     def by_node(self, x: Tensor) -> dict[str, Tensor]:
-        return {self.score: self.scores(x.reshape(-1, self.dim)).view(x.shape[:2])}
+        in_full = replaced(self, brief=False)
+        return {self.score: in_full.scores(x.reshape(-1, self.dim)).view(x.shape[:2])}
 
     @property
     def epoch(self) -> int:

@@ -55,21 +55,24 @@ class Product:
 
     def __init__(self, parts: str, defaults: Mapping[str, object] = MappingProxyType({}), line: str = "") -> None:
         pattern, *others = parts.split("+")
-        self.__doc__, self.pattern, self.anytime = line, PATTERNS[pattern], others[-1:] == ["anytime"]
-        others = others[:-1] if self.anytime else others
+        self.__doc__, self.pattern, self.anytime = line, PATTERNS.get(pattern, Rule), others[-1:] == ["anytime"]
+        # Without an average, the option `average` puts one around the rest.
+        defaults = {"average": "constant" if others[-1:] == [Averaged.short] else None} | dict(defaults)
+        others = others[:-1] if others[-1:] in (["anytime"], [Averaged.short]) else others
         self.direction: type[Direction] | None = Momentum if issubclass(self.pattern, Pattern) else None
         if self.direction and others and others[0] in DIRECTIONS:
             self.direction = DIRECTIONS[others.pop(0)]
-        if others:
+        if others or pattern not in PATTERNS:
             raise ValueError(
-                f"unknown part {others[0]!r} of the rule {parts!r}; write a pattern ({', '.join(PATTERNS)}), after it "
-                f"{' or '.join(DIRECTIONS)} if the pattern has no momentum of its own, and anytime if it shall average"
+                f"unknown part {(others if pattern in PATTERNS else [pattern])[0]!r} of the rule {parts!r}; write a "
+                f"pattern ({', '.join(PATTERNS)}), after it {' or '.join(DIRECTIONS)} if the pattern has no momentum "
+                "of its own, and anytime or averaged if it shall average"
             )
-        # Without an anytime part, the option `average` puts an average around the rest.
-        defaults = {"average": None} | dict(defaults)
         options: dict[str, inspect.Parameter] = {}
         for part in filter(None, (self.pattern, self.direction, Anytime if self.anytime else Averaged)):
-            options |= {k: v for k, v in inspect.signature(part).parameters.items() if k not in ("direction", "base")}
+            options |= {
+                k: v for k, v in inspect.signature(part).parameters.items() if k not in ("direction", "base", "every")
+            }
         self.__signature__ = inspect.Signature(
             [option.replace(default=defaults.get(name, option.default)) for name, option in options.items()]
         )
@@ -96,7 +99,7 @@ RULES: dict[str, Callable[..., Rule]] = {name: Product(*alias) for name, alias i
 
 def kind(name: str) -> Callable[..., Rule]:
     """What makes a rule of lr and its options: by a name, by its parts, or "file.py:Name", which is executed."""
-    by_parts = isinstance(name, str) and name not in RULES and name.partition("+")[0] in PATTERNS
+    by_parts = isinstance(name, str) and name not in RULES and not is_own(name) and ("+" in name or name in PATTERNS)
     return Product(name) if by_parts else named("rule", name, RULES)
 
 

@@ -265,7 +265,7 @@ class Corrected(Pattern):
     """
 
     lazy: bool = True
-    every: int = field(default=1, init=False)
+    every: int = field(default=1, kw_only=True)  # H, which `on` sets
     short: ClassVar[str] = "corrected"
 
     def __post_init__(self) -> None:
