@@ -108,13 +108,13 @@ class Timing:
 
     gradient: Annotated[
         str | None,
-        text("Shows how long runs would take: seconds of a gradient, 0.05 or 'lognormal(0.05, 0.5)'.", metavar="X"),
+        text("Show how long runs would take; seconds per gradient: 0.05, or 'lognormal(0.05, 0.5)'.", metavar="X"),
     ] = None
     network: Annotated[
         str | None, text(f"With --gradient: {', '.join(catalogue.NETWORKS)}, or a CSV file of links (10gbe).")
     ] = None
-    gpus: Annotated[int, option("With --gradient: GPUs of a node, if nodes are hosts.")] = 1
-    against: Annotated[str, text("Across in figures: rounds, seconds (with --gradient) or bytes.")] = "rounds"
+    gpus: Annotated[int, option("With --gradient: GPUs per node, if nodes are hosts.")] = 1
+    against: Annotated[str, text("The x axis of figures: rounds, seconds (with --gradient) or bytes.")] = "rounds"
 
     def clock(self) -> Clock | None:
         """The clock, if there is one."""
@@ -135,7 +135,7 @@ class Plotting(Timing):
     """The same, with a figure."""
 
     plot: Plot = None
-    style: Annotated[Path | None, text("With --plot: a style file of matplotlib.", metavar="FILE")] = None
+    style: Annotated[Path | None, text("With --plot: a matplotlib style file.", metavar="FILE")] = None
 
     def __post_init__(self) -> None:
         if self.plot is not None:
@@ -158,7 +158,7 @@ class Plotting(Timing):
 
 def setting(help_: str) -> Any:
     """The option --set."""
-    return text(f"{help_}; klatsch list names all.", "--set", metavar="NAME=VALUE")
+    return text(f"{help_}; klatsch list shows all.", "--set", metavar="NAME=VALUE")
 
 
 def split(given: Settings) -> dict[str, str]:

@@ -30,7 +30,7 @@ def checkpoint(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the checkpoints of a training on ranks, or write the merged model in them, without its script."""
+    """Show the checkpoints of a training, or export the merged model, without the training script."""
     from klatsch.ranks import saved
     from klatsch.ranks.failures import shown
 

@@ -50,7 +50,7 @@ def show(
     draw: Annotated[Path | None, typer.Option(help="Draw the histogram to FILE.png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how many images of each class every node gets, as a table and, with --draw, as a picture."""
+    """Show how many images of each class every node gets, as a table or, with --draw, also as a picture."""
     import numpy as np
 
     from klatsch import pictures, problems

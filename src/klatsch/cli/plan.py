@@ -42,8 +42,8 @@ class Machines:
     network: Annotated[str, text(f"One of {', '.join(catalogue.NETWORKS)}, or a CSV file of links.")] = "10gbe"
     bandwidth: Annotated[float | None, option("Bytes per second of a machine's link.", parser=number)] = None
     latency: Annotated[float | None, option("Seconds until a message arrives.", parser=number)] = None
-    gradient: Annotated[str, text("Seconds of one gradient, or 'lognormal(0.05, 0.5)'.", metavar="X")] = "0.1"
-    gpus: Annotated[int, option("GPUs of a machine, which average their gradients first.")] = 1
+    gradient: Annotated[str, text("Seconds per gradient: 0.05, or 'lognormal(0.05, 0.5)'.", metavar="X")] = "0.1"
+    gpus: Annotated[int, option("GPUs per machine, which average their gradients first.")] = 1
 
     def clock(self) -> Clock:
         """Its clock."""
@@ -62,17 +62,17 @@ def plan(
     target: Annotated[float | None, option("Value of the problem's metric to reach.", parser=number)] = None,
     machines: Annotated[int, option("Most machines to consider.", "-n", "--machines")] = MACHINES,
     settings: Annotated[Settings, setting("An option of the problem")] = None,
-    params: Annotated[int | None, option("Parameters of the model, if not those of the problem.")] = None,
-    minutes: Annotated[float, option("How long it may take.", parser=number)] = MINUTES,
+    params: Annotated[int | None, option("Parameters of the model (the problem's).")] = None,
+    minutes: Annotated[float, option("How long planning may take.", parser=number)] = MINUTES,
     device: Annotated[str, text("Where to simulate: cpu, cuda, cuda:1...")] = "cpu",
-    everything: Annotated[bool, typer.Option("--all", help="Show all that was tried.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show everything that was tried.")] = False,
     folder: Data = None,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """Say how many machines are worth using, on which graph and with which rule.
 
-    The problem runs itself, with 1, 2, 4, ... machines beside a clock.
+    Runs the problem itself with 1, 2, 4, ... simulated machines, beside a clock.
     """
     from klatsch import arguments
     from klatsch.planning import answers, of_any_size, race
@@ -119,13 +119,13 @@ def probe(
     nodes: Annotated[int | None, option("Number of nodes (16).", "-n", "--nodes")] = None,
     settings: Annotated[Settings, setting("An option of the problem: noise=10 of least-squares")] = None,
     seed: Annotated[int | None, option("Seed of the problem (0).")] = None,
-    rounds: Annotated[int, option("Rounds of the run that looks for an optimum that is not known.")] = 200,
+    rounds: Annotated[int, option("Rounds of the run that looks for an unknown optimum.")] = 200,
     samples: Annotated[int, option("Gradients per node for each estimate of noise.")] = 64,
     folder: Data = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the JSON to FILE.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what the theory needs to know of a problem: noise, heterogeneity, smoothness and distance."""
+    """Measure the constants of a problem that the theory needs: noise, heterogeneity, smoothness, distance."""
     from klatsch import planning
 
     if out is not None:

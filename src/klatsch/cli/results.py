@@ -42,7 +42,7 @@ class Filters:
     nodes: Annotated[str | None, text("Only these sizes.", "-n", "--nodes", metavar="N,...")] = None
     seed: Annotated[str | None, text("Only these seeds.", metavar="N,...")] = None
     lr: Annotated[str | None, text("Only these learning rates.", metavar="X,...")] = None
-    where: Annotated[list[str] | None, text("Only this setting, such as noise=10.", metavar="NAME=VALUE")] = None
+    where: Annotated[list[str] | None, text("Only with this setting, such as noise=10.", metavar="NAME=VALUE")] = None
 
     def apply(self, runs: Runs) -> Runs:
         """The runs that pass every filter."""
@@ -95,16 +95,16 @@ def _value(text: str) -> object:
     "results results.sqlite --gradient 0.05 --network wan --plot curves.png --against seconds",
 )
 def results(
-    store: Annotated[Path, typer.Argument(help="A store of klatsch run or klatsch reproduce.")],
+    store: Annotated[Path, typer.Argument(help="A store written by klatsch run or klatsch reproduce.")],
     filters: Filters,
     figure: Plotting,
-    metric: Annotated[str | None, text("What learning rates are chosen by (the problem's own metric).")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every run instead of the best learning rates.")] = False,
+    metric: Annotated[str | None, text("Choose learning rates by this metric (the problem's own).")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Show every run, not only the best learning rates.")] = False,
     curves: Annotated[bool, typer.Option("--curves", help="Export every recorded round, not only the last.")] = False,
     csv: Annotated[Path | None, text("Write the runs to FILE.csv.", metavar="FILE")] = None,
     parquet: Annotated[Path | None, text("Write the runs to FILE.parquet.", metavar="FILE")] = None,
-    latex: Annotated[bool, typer.Option("--latex", help="Print the table for LaTeX (with booktabs).")] = False,
-    compare: Annotated[Path | None, text("How far the same runs in another store are apart.", metavar="STORE")] = None,
+    latex: Annotated[bool, typer.Option("--latex", help="Print a LaTeX table (with booktabs).")] = False,
+    compare: Annotated[Path | None, text("Compare with the same runs in another store.", metavar="STORE")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print, filter and export the results in STORE: the best learning rates, or every run."""
@@ -164,10 +164,10 @@ def results(
 
 @command("report results.sqlite", "report results.sqlite -o ring.html --title 'How far a ring goes'")
 def report(
-    store: Annotated[Path, typer.Argument(help="A store of klatsch run or klatsch reproduce.")],
+    store: Annotated[Path, typer.Argument(help="A store written by klatsch run or klatsch reproduce.")],
     timing: Timing,
-    out: Annotated[Path, text("The page.", "-o", "--out", metavar="FILE")] = Path("report.html"),
-    title: Annotated[str | None, text("Its title.", metavar="TEXT")] = None,
+    out: Annotated[Path, text("File for the page.", "-o", "--out", metavar="FILE")] = Path("report.html"),
+    title: Annotated[str | None, text("Title of the page.", metavar="TEXT")] = None,
 ) -> None:
     """Write everything that STORE holds as one self-contained HTML page."""
     from klatsch.report.pages import report as write_report

@@ -51,12 +51,12 @@ class Comparison:
     epochs: Annotated[int | None, option("Epochs, instead of rounds (fashion-mnist).")] = None
     lr: Annotated[str | None, text("Learning rates to choose from (the paper's seven).", metavar="X,...")] = None
     schedule: Annotated[
-        str | None, text("How learning rates change: constant, cosine, linear (constant).", metavar="NAMES")
+        str | None, text("Learning rate schedules: constant, cosine, linear (constant).", metavar="NAMES")
     ] = None
     seeds: Annotated[int | None, option("Number of seeds: 0, 1, 2 (3).", "--seeds")] = None
-    lazy: Annotated[bool, typer.Option("--lazy", help="Graphs mix with (I + P) / 2.")] = False
-    any_graph: Annotated[bool, typer.Option("--any-graph", help="Run even where a rule refuses the graph.")] = False
-    float32: Annotated[bool, typer.Option("--float32", help="Compute in float32: faster.")] = False
+    lazy: Annotated[bool, typer.Option("--lazy", help="Mix with (I + P) / 2.")] = False
+    any_graph: Annotated[bool, typer.Option("--any-graph", help="Run even if a rule refuses the graph.")] = False
+    float32: Annotated[bool, typer.Option("--float32", help="Compute in float32, which is faster.")] = False
 
     def refuse_beside_a_file(self) -> None:
         """Refuse options that belong in the file."""
@@ -202,20 +202,20 @@ def _facts(progress: Progress) -> str:
     "run --rules dat,dsgd --topology ring,torus -n 4,9 --steps 1000",
     "run --rules dat -t ring/8 --set late=7 --set wire=float32,int8",
     "run --problem logistic --set batch=8 --rules dat,gt --lr 0.1,0.5 -n 8",
-    more="Each rule gets the best learning rate of the grid on each graph and size. "
+    more="For each rule, topology and size, the best learning rate of the grid is shown. "
     f"Rules: {', '.join(catalogue.RULES)}. Problems: {', '.join(catalogue.PROBLEMS)}. "
-    "Names and numbers in lists are separated by commas; topology ring/8 gossips in every 8th round only; "
-    "late and wire say how messages travel. "
-    "FILE.py:NAME is a rule, topology or problem of your own; the file is executed.",
+    "Separate names and numbers by commas. Topology ring/8 gossips only in every 8th round; "
+    "late and wire set how messages travel. "
+    "FILE.py:NAME is your own rule, topology or problem; the file is executed.",
 )
 def run(
     comparison: Comparison,
     crew: Crew,
     figure: Plotting,
-    file: Annotated[Path | None, typer.Argument(help="A study file, instead of options that say what to run.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="A study file; without one, options say what to run.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a study: FILE is a TOML file, or the options name rules, topologies and a grid to compare."""
+    """Run a study from a TOML file, or compare rules on topologies by a few options."""
     from klatsch.report.pages import Outline
     from klatsch.study import spec
     from klatsch.study.cases import expand
@@ -259,9 +259,9 @@ def demo(
     out: Annotated[Path, text("Folder for the figure.", metavar="FOLDER")] = Path(),
     steps: Annotated[int | None, option("Rounds (10,000; 20,000 with --full).", "--steps")] = None,
     seeds: Annotated[int | None, option("Number of seeds (1; 2 with --full).", "--seeds")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Up to 49 machines, as in README: minutes.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Up to 49 machines, as in the README; takes minutes.")] = False,
 ) -> None:
-    """DAT-SGD against D-SGD and others on three graphs: how many machines help? In a minute."""
+    """Compare DAT-SGD with D-SGD and others on three graphs: how many machines help? Takes a minute."""
     from klatsch.report.installed import content_of
     from klatsch.report.pages import Outline
     from klatsch.study import spec
@@ -300,10 +300,10 @@ def title_of(study: Study) -> str:
     "reproduce fig2 --of worst",
     more=f"TARGET is one of {', '.join(catalogue.TARGETS)}. "
     "Runs what the store does not hold yet, draws PNG, SVG and PDF, writes the numbers as CSV and Markdown, and checks "
-    "each sentence of the paper. `beyond` adds rules, beta and decay to figure 1. `averages` tries weights and query "
+    "each sentence. `beyond` adds rules, beta and decay to figure 1. `averages` tries weights and query "
     "points, `schedules` compares the best of them and baselines with and without decay, `orders` mixes after or "
     "before the step, `local-steps` is accuracy against bytes; `schedule-free` is averages, schedules and beyond. "
-    "`channels` (least squares) and `images-channels`, together `slow-networks`, tell what few bytes, late messages "
+    "`channels` (least squares) and `images-channels`, together `slow-networks`, show what fewer bytes, late messages "
     "and local steps cost and save. `stragglers` compares ways not to wait for slow nodes. `language` trains small "
     "GPTs with Adam: all rules, then links and sizes.",
 )

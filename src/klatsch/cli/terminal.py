@@ -60,7 +60,7 @@ def text(help_: str, *names: str, metavar: str = "NAME") -> Any:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-Data = Annotated[Path | None, text("Folder of Fashion-MNIST's four files (else searched).", "--data", metavar="DIR")]
+Data = Annotated[Path | None, text("Folder with Fashion-MNIST's four files (or search).", "--data", metavar="DIR")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="Draw the curves to FILE.png, .svg or .pdf.")]
 
 

@@ -32,8 +32,8 @@ EXPENDABLE = ("doubly stochastic", "symmetric", "edges", "messages", "period", "
     "topology torus --set rows=3 --set cols=5 --draw torus.svg",
     "topology ring/8 -n 16 --set late=7 --set wire=int8",
     "topology --compare -n 16",
-    more=f"NAME is one of {', '.join(catalogue.TOPOLOGIES)}; ring/8 gossips in every 8th round only; late and wire "
-    "say how messages travel.",
+    more=f"NAME is one of {', '.join(catalogue.TOPOLOGIES)}; ring/8 gossips only in every 8th round; late and wire "
+    "set how messages travel.",
 )
 def topology(
     name: Annotated[str | None, typer.Argument(help="The graph to show.")] = None,
@@ -42,7 +42,7 @@ def topology(
     settings: Annotated[Settings, setting("An option of the graph: rows=3 of torus, k=2 of base_graph")] = None,
     lazy: Annotated[bool, typer.Option("--lazy", help="Mix with (I + P) / 2.")] = False,
     params: Annotated[int, option("Parameters of the model, for the message size.")] = 1_000_000,
-    draw: Annotated[Path | None, typer.Option(help="Draw every round with messages to FILE.svg, .png or .pdf.")] = None,
+    draw: Annotated[Path | None, typer.Option(help="Draw the rounds with messages to FILE.svg, .png or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show how fast a communication graph mixes and what a round of it costs."""
