@@ -104,10 +104,10 @@ def test_small_messages_take_less():
     assert full / quarter == pytest.approx(4 / (1 + 2 / 256), rel=1e-6)
 
 
-@pytest.mark.parametrize("nodes", [2, 16, 64])
+@pytest.mark.parametrize("nodes", [2, 16])
 def test_exponential_times_with_an_all_reduce_are_harmonic(nodes):
-    found = free("exponential(0.1)").seconds(rule(), klatsch.topology.complete(nodes), 10, [40_000])
-    assert found[0] / 40_000 == pytest.approx(0.1 * sum(1 / k for k in range(1, nodes + 1)), rel=0.02)
+    found = free("exponential(0.1)").seconds(rule(), klatsch.topology.complete(nodes), 10, [20_000])
+    assert found[0] / 20_000 == pytest.approx(0.1 * sum(1 / k for k in range(1, nodes + 1)), rel=0.02)
 
 
 def test_a_graph_says_whether_it_is_an_all_reduce():

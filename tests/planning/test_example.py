@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from klatsch import simulate
 from klatsch.clock import Clock
@@ -15,6 +16,7 @@ DOCS = Path(__file__).parents[2]
 SEEDS = range(101, 108)  # that the race has not seen
 
 
+@pytest.mark.soak
 def test_the_example_keeps_its_promise():
     text = (DOCS / "docs/planning.md").read_text()
     example = (DOCS / "README.md").read_text()

@@ -17,24 +17,32 @@ from klatsch.problems import LeastSquares
 from tests.support.pictures import check_picture
 
 SMALL = ("-n", 4, "--minutes", 60)
-SQUARES = ("least-squares", "--set", "dim=30", "--set", "noise=10", *SMALL)
+TINY = ("least-squares", "--set", "dim=5", "--set", "noise=10", "--target", "0.2", "--minutes", 60)
 
 
+@pytest.mark.slow
 def test_the_answer_fits_a_screen(run_cli, tmp_path):
     picture = tmp_path / "plan.png"
     network = ("--network", "wan", "--gradient", "0.05", "--params", 10_000)
-    code, out, err = run_cli("plan", *SQUARES, *network, "--target", "0.02", "--plot", picture)
+    code, out, err = run_cli("plan", *TINY, "-n", 4, *network, "--plot", picture)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert len(lines) <= 12
-    assert lines[0].startswith("least-squares to distance 0.02, 10,000 parameters, wan, gradient 50 ms, up to 4")
+    assert lines[0].startswith("least-squares to distance 0.2, 10,000 parameters, wan, gradient 50 ms, up to 4")
     assert lines[1].startswith(("take ", "one machine is enough"))
     assert "learning rate" in lines[1]
     assert lines[-1] == f"drawn to {picture}"
     check_picture(picture)
 
 
-@pytest.mark.parametrize("problem", ["least-squares --set dim=30 --set noise=10", "lab.py:blobs --set noise=10"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "problem",
+    [
+        pytest.param("least-squares --set dim=30 --set noise=10", marks=pytest.mark.soak),
+        "lab.py:blobs --set noise=10",
+    ],
+)
 def test_what_is_recommended_is_what_has_raced(problem, run_cli, tmp_path, monkeypatch):
     """The command and the optimizer of an answer reach the target in its rounds; without beta they do not."""
     (tmp_path / "lab.py").write_text(
@@ -67,15 +75,16 @@ def test_what_is_recommended_is_what_has_raced(problem, run_cli, tmp_path, monke
     )
 
 
+@pytest.mark.slow
 def test_a_problem_of_ones_own(run_cli, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "from klatsch.problems import LeastSquares\n"
-        "def problem(nodes, seed=0):\n    return LeastSquares(4, dim=30, noise=9.0).on_fewer(nodes, seed)\n"
+        "def problem(nodes, seed=0):\n    return LeastSquares(4, dim=5, noise=9.0).on_fewer(nodes, seed)\n"
         "def unseeded(nodes):\n    return LeastSquares(2, dim=5, noise=9.0).on_fewer(nodes, 0)\n"
         "def fixed():\n    return LeastSquares(4, dim=2)\n"
     )
     monkeypatch.chdir(tmp_path)
-    given = ("--minutes", 60, "--gradient", "0.05", "--target", "0.02")
+    given = ("--minutes", 60, "--gradient", "0.05", "--target", "0.2")
     code, out, _ = run_cli("plan", "mine.py:problem", "-n", 4, *given)
     assert code == 0
     assert "3 seeds" in out
@@ -220,8 +229,7 @@ def test_a_network_that_does_not_connect_the_graph(run_cli, tmp_path):
 def test_a_table_of_links_is_that_of_the_first_machines(run_cli, tmp_path):
     links = tmp_path / "links.csv"
     links.write_text("\n".join(",".join("0" if i == j else "1e7" for j in range(4)) for i in range(4)))
-    given = ("--set", "dim=30", "--set", "noise=10", "--minutes", 60, "--network", links, "--gradient", "3*0.05, 0.2")
-    code, out, err = run_cli("plan", "least-squares", *given)
+    code, out, err = run_cli("plan", *TINY, "--network", links, "--gradient", "3*0.05, 0.2")
     assert (code, err) == (0, "")
     assert "not more: the network, or the times of gradients, are for 4 nodes" in out
 
@@ -231,27 +239,27 @@ def links_of(pairs, nodes):
 
 
 def test_graphs_without_their_links_are_left_out(run_cli, tmp_path):
-    links, given = tmp_path / "links.csv", ("--set", "dim=30", "--set", "noise=10", "--minutes", 60, "--json")
+    links = tmp_path / "links.csv"
     links.write_text(links_of([{0, 1}, {1, 2}, {2, 3}, {3, 0}], 4))  # a ring, and no more
-    code, out, err = run_cli("plan", "least-squares", *given, "-n", 4, "--network", links)
+    code, out, err = run_cli("plan", *TINY, "--json", "-n", 4, "--network", links)
     assert (code, err) == (0, "")
     ways = [trial["way"] for trial in json.loads(out)["trials"]]
     assert {way["graph"] for way in ways if way["machines"] == 4} == {"ring", "complete"}  # an all-reduce along it
 
 
 def test_machines_that_are_not_connected_are_not_taken(run_cli, tmp_path):
-    links, given = tmp_path / "links.csv", ("--set", "dim=30", "--set", "noise=10", "--minutes", 60)
+    links = tmp_path / "links.csv"
     links.write_text(links_of([{0, 1}, {2, 3}], 4))
-    code, out, err = run_cli("plan", "least-squares", *given, "-n", 4, "--network", links)
+    code, out, err = run_cli("plan", *TINY, "-n", 4, "--network", links)
     assert (code, err) == (0, "")
     assert "not more: the network does not have the links of any graph of 4 machines" in out
 
 
 def test_more_machines_may_be_connected_where_fewer_are_not(run_cli, tmp_path):
     """A ring of 8, whose first four nodes are a line."""
-    links, given = tmp_path / "links.csv", ("--set", "dim=30", "--set", "noise=10", "--minutes", 60, "--json")
+    links = tmp_path / "links.csv"
     links.write_text(links_of([{k, (k + 1) % 8} for k in range(8)], 8))
-    code, out, err = run_cli("plan", "least-squares", *given, "-n", 8, "--network", links)
+    code, out, err = run_cli("plan", *TINY, "--json", "-n", 8, "--network", links)
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert {trial["way"]["machines"] for trial in found["trials"]} == {1, 2, 8}

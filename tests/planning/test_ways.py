@@ -1,6 +1,7 @@
 """Ways to train: what they are called, how long a round takes, and which of them a clock leaves a chance."""
 
 import math
+from functools import cache
 
 import pytest
 
@@ -12,6 +13,7 @@ FAR = Clock(0.05, Links(1e7, 0.05))
 NEAR = Clock(1.0, "100gbe")
 
 
+@cache
 def found_by(clock, machines=4, params=100_000):
     """The ways, and the seconds of a round of one machine."""
     alone = round_seconds(clock, Way(1), params)

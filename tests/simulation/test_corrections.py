@@ -14,11 +14,11 @@ def best(name, every=1, **options):
     return float(result.metrics["distance"][-1].min())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_query_point_between_w_and_x_is_worth_a_hundredfold():
     assert best("dat-d2", beta=0.9) < best("dat-d2") / 100
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_correction_is_worth_a_hundredfold_with_local_steps():
     assert best("dat-d2", every=16) < best("dat", every=16) / 100

@@ -9,15 +9,14 @@ from klatsch import topology as tp
 from klatsch.simulation import simulate_together
 from tests.support.machine import CUDA, ENGINES
 from tests.support.rank_scenarios import Poisoned, problem_of
-from tests.support.table import RULES, trajectory
+from tests.support.table import RULES, sampled, trajectory
 
 HERE = [Poisoned.NODE, Poisoned.ROUND]
 FINITE = [-1, -1]
 
 
-@pytest.mark.parametrize("size", [6, 30])  # dense and sparse mixing
-@pytest.mark.parametrize("record", [[45], range(30, 40)])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size, record", [(6, range(30, 40)), (30, [45])])  # dense and sparse mixing
+@pytest.mark.parametrize("rule", sampled(RULES))
 def test_the_node_whose_gradient_is_not_a_number_is_named(rule, record, size):
     """Not those of its neighbours that come first in the list, nor all, which a dense product reaches at once."""
     result = klatsch.simulate(Poisoned(size), RULES[rule]([1e-3, 2e-3]), tp.lazy(tp.ring(size)), 45, record=record)
@@ -43,11 +42,11 @@ def test_overflow_is_found_in_the_round_of_the_plain_loop(rule, device):
     A[3] = 30.0
     problem, graph = problems.LeastSquares.from_arrays(A, torch.ones(6, 1)), tp.lazy(tp.ring(6))
     rates = [1e-4, 0.5, 5.0, 50.0]
-    result = klatsch.simulate(problem, rule(rates), graph, 400, record=[400], device=device)
+    result = klatsch.simulate(problem, rule(rates), graph, 250, record=[250], device=device)
     assert result.diverged.tolist() == [False, True, True, True]
     assert len(set(result.diverged_at[:, 1].tolist())) == 4
     for c in (1, 2, 3):
-        nodes, t = reference(problem, rule(rates[c]), graph, 400)
+        nodes, t = reference(problem, rule(rates[c]), graph, int(result.diverged_at[c, 1]) + 1)
         assert result.diverged_at[c].tolist() == [nodes[0] if nodes else 3, t]
         assert nodes in ([], [3])
 
@@ -67,7 +66,7 @@ def test_engines_agree(engine, dtype):
 
 
 @ENGINES
-@pytest.mark.parametrize("moment", [20, 60, 400])
+@pytest.mark.parametrize("moment", [20, 400])
 def test_a_run_that_was_stopped_or_continued_still_knows(engine, moment, tmp_path):
     call = problems.LeastSquares(6, dim=5), rules.make("dsgd", [0.001, 1.0, 0.5]), tp.ring(6)
     whole = klatsch.simulate(*call, 900, record=[900], engine=engine)
@@ -136,5 +135,5 @@ def test_a_run_that_stays_finite_computes_nothing_twice():
     calm, wild = Counted(6), Counted(6)
     klatsch.simulate(calm, rules.make("dsgd", [0.1, 0.2]), tp.ring(6), 36, record=[36])
     assert calm.asked == 36
-    klatsch.simulate(wild, rules.make("dsgd", [0.1, 0.2]), tp.ring(6), 5000, record=[5000])
-    assert wild.asked <= 5000 + 64  # the piece in which it happened, once more
+    klatsch.simulate(wild, rules.make("dsgd", [0.1, 0.2]), tp.ring(6), 1500, record=[1500])
+    assert wild.asked <= 1500 + 64  # the piece in which it happened, once more

@@ -1,5 +1,6 @@
 """One table, rule x topology, and the plain loop that every engine must equal."""
 
+import pytest
 import torch
 
 from klatsch import problems, rules
@@ -27,6 +28,7 @@ RULES = {
     "dat-gt-adam, shared": lambda lr: rules.make("dat-gt-adam", lr, beta1=0.5, shared=True),
     "dadam, reduced": lambda lr: rules.make("dadam", lr, reduced=True),
 }
+FEW = ("dsgd", "dat", "gt", "dat-d2", "sgp", "dadam", "dat, momentum")  # that `make quick` tries
 LINEAR = [name for name in RULES if "sgp" not in name and "adam" not in name]  # in their vectors: without divisions
 GRAPHS = {
     "ring": tp.ring(6),
@@ -41,6 +43,13 @@ GRAPHS = {
     "one node": tp.ring(1),
     "two nodes": tp.ring(2),
 }
+
+
+def sampled(names, *others):
+    """Parameters of a test, of which `make quick` runs those of a few rules; `others` go with each."""
+    return [pytest.param(name, *others, marks=[] if name in FEW else pytest.mark.slow) for name in names]
+
+
 STATIC_ONLY = {
     name for name in RULES if name.partition(",")[0] in ("d2", "dat-d2", "decentlam", "d2-adam", "dat-d2-adam")
 }

@@ -361,9 +361,9 @@ def still_racing(racing: Sequence[Runner], runners: Sequence[Runner], target: fl
     early = rounds == FIRST  # too early to say where errors are heading
     kept = {r.way for r in going if rounds * r.each < best and (early or hoped[r.way] <= limit)}
     for several in (False, True):
-        kind = [way for way in seconds if way.reduces and (way.machines > 1) is several]
-        left = [r for r in going if r.way in kind]
-        if left and all(seconds[way] == math.inf for way in kind):
+        kind = [r for r in runners if r.steps and r.way.reduces and (r.way.machines > 1) is several]
+        left = [r for r in kind if r.way in hoped]
+        if left and all(seconds[r.way] == math.inf for r in kind):
             kept.add(min(left, key=lambda r: (hoped[r.way], np.nanmin(r.errors) * r.each)).way)
     return sorted((r for r in going if r.way in kept), key=lambda r: hoped[r.way])  # the time may end
 

@@ -36,6 +36,7 @@ MOST_INPUTS, MOST_REGISTERS = 6, 64  # the kernel's limits
 CACHE = 2 << 20  # bytes of a core's second-level cache on current machines
 
 Array = NDArray[Any]
+Kernel = Callable[[object], int]
 Terms = dict[int, Number]  # a combination of registers: coefficients by register
 
 
@@ -190,8 +191,7 @@ class FusedStack(Stack):
         H[...] = quadratic.H.numpy()
         shared = {"H": H, "rows": quadratic.rows.numpy(), **_links(topology, self.rates.dtype)}
         scale, noise = quadratic.scale.expand(self.columns, -1), quadratic.noise.expand(self.columns)
-        threads = torch.get_num_threads()
-        self._blocks = []
+        threads, self._blocks = torch.get_num_threads(), list[ColumnBlock]()
         for part in column_blocks(self.columns, nodes, dim, first.element_size(), threads):
             own = {"mult": scale[part].contiguous().numpy(), "sigma": noise[part].contiguous().numpy()}
             shape = nodes, part.stop - part.start, dim
@@ -249,13 +249,7 @@ class ColumnBlock:
     """A block of columns: its buffers and its kernel job."""
 
     def __init__(
-        self,
-        kernel: Callable[[object], int],
-        rule: LinearRule,
-        shape: tuple[int, int, int],
-        arrays: dict[str, Array],
-        part: slice,
-        period: int,
+        self, kernel: Kernel, rule: LinearRule, shape: Sequence[int], arrays: dict[str, Array], part: slice, period: int
     ) -> None:
         self.kernel, self.part, self.fields, self.period = kernel, part, rule.fields, period
         buffer_of, turn, buffers, scratch_rows = assigned(rule)
@@ -263,20 +257,11 @@ class ColumnBlock:
         self._table = np.array([v.ctypes.data for v in self._buffers], dtype=np.uintp)
         places = {"buffer_of": np.array(buffer_of, dtype=np.int32), "turn": np.array(turn, dtype=np.int32)}
         self._arrays = {**arrays, **places, "op": encoded(rule), "buffer": self._table}  # the job points to them
-        self._job = native.Job(
-            **dict(zip(("nodes", "columns", "dim"), shape, strict=True)),
-            rank=arrays["rows"].shape[1],
-            registers=len(rule.level),
-            buffers=buffers,
-            scratch_rows=scratch_rows,
-            operations=len(rule.operations),
-            coefs=len(rule.coefficients),
-            query=rule.query,
-            before=rule.before,
-            gradient=rule.gradient,
-            period=period,
-            **{name: array.ctypes.data for name, array in self._arrays.items()},
-        )
+        sizes = {"nodes": shape[0], "columns": shape[1], "dim": shape[2], "rank": arrays["rows"].shape[1]}
+        sizes |= {"buffers": buffers, "scratch_rows": scratch_rows, "registers": len(rule.level), "period": period}
+        sizes |= {"operations": len(rule.operations), "coefs": len(rule.coefficients)}
+        sizes |= {"query": rule.query, "before": rule.before, "gradient": rule.gradient}
+        self._job = native.Job(**sizes, **{name: array.ctypes.data for name, array in self._arrays.items()})
 
     def run(self, table: Array, drawn: Array, done: int, links: dict[str, Array] | None = None) -> None:
         """Run the rounds after `done`; `table` is (rounds, coefficients, all columns), `drawn` is (rounds, M, d).
@@ -349,9 +334,8 @@ def encoded(rule: LinearRule) -> NDArray[np.int32]:
     """Operations as the kernel reads them: kind, level, out, number of inputs, six inputs, six coefficients."""
     table = np.zeros((len(rule.operations), 4 + 2 * MOST_INPUTS), dtype=np.int32)
     for line, (kind, out, inputs, coefficients) in zip(table, rule.by_level(), strict=True):
-        line[:4] = kind, rule.level[out], out, len(inputs)
-        line[4 : 4 + len(inputs)] = inputs
-        line[4 + MOST_INPUTS : 4 + MOST_INPUTS + len(coefficients)] = coefficients
+        line[: 4 + len(inputs)] = kind, rule.level[out], out, len(inputs), *inputs
+        line[4 + MOST_INPUTS :][: len(coefficients)] = coefficients
     return table
 
 
