@@ -1,7 +1,6 @@
 """Options of parameter groups: none is ignored, and the momentum that a group or a scheduler sets acts as in torch."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -205,12 +204,3 @@ def test_a_state_of_a_rule_with_momentum_brings_it():
         train(net, each, first=5)
     assert optimizer.param_groups[0]["momentum"] == 0.9
     assert same(calm, model)
-
-
-def test_ranks_agree_on_the_momentum_of_groups(launch):
-    ranks = launch(3, "rank_frameworks.momentum_of_a_group")
-    ranks.succeed()
-    for rank in range(3):
-        said = json.loads(ranks.wait_for(f"found-{rank}"))
-        assert said.startswith("the ranks do not agree on the parameter groups: ranks 0, 1 have 4 tensors with lr 0.05")
-        assert "momentum 0.9; rank 2 has 4 tensors with lr 0.05, weight_decay 0, momentum 0.5" in said

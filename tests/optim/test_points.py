@@ -407,6 +407,7 @@ def test_models_are_found_when_they_run_and_not_looked_for_any_more():
             mistake(nn.Sequential(part))  # also around it
 
 
+@pytest.mark.slow
 def test_models_compiled_in_place():
     model = make_model()
     optimizer = APART["dat"](model.parameters())

@@ -1,4 +1,4 @@
-"""DDP and FSDP around a model that gossips on the same ranks are refused, also in frameworks; in nodes they stay."""
+"""DDP and FSDP around a model that gossips on the same ranks are refused; in nodes they stay."""
 
 import json
 
@@ -7,6 +7,7 @@ import torch
 
 import klatsch
 from tests.support import rank_frameworks
+from tests.support.processes import Ranks
 
 NO_PARAMETERS = "no parameter of the optimizer has a gradient: FSDP has put others in their place"
 REFUSED = {
@@ -26,18 +27,28 @@ REFUSED = {
 ALLOWED = ("plain", "ddp_of_another_model", "ddp_that_is_gone", "ddp_that_is_gone_since", "ddp_of_one_rank")
 
 
-def found(ranks, size):
-    return [json.loads(ranks.wait_for(f"found-{rank}")) for rank in range(size)]
-
-
-def test_wrappers_that_average_before_gossip_are_refused_and_others_are_not(launch):
-    ranks = launch(3, "rank_frameworks.wrapped", cases=[*REFUSED, *ALLOWED])
+@pytest.fixture(scope="module")
+def answers(prepared, tmp_path_factory):
+    """What every rank is answered, by case."""
+    cases = [*REFUSED, *ALLOWED, "momentum_of_a_group"]
+    ranks = Ranks(prepared, tmp_path_factory.mktemp("wrapped"), 3, "rank_frameworks.wrapped", cases=cases)
     ranks.succeed()
-    for answers in found(ranks, 3):
+    return [json.loads(ranks.wait_for(f"found-{rank}")) for rank in range(3)]
+
+
+def test_wrappers_that_average_before_gossip_are_refused_and_others_are_not(answers):
+    for own in answers:
         for case, start in REFUSED.items():
-            assert str(answers[case]).startswith(start), (case, answers[case])
-            assert "train the model without it" in answers[case] or "shard it over the GPUs of a host" in answers[case]
-        assert all(answers[case] > 1e-6 for case in ALLOWED), answers  # ranks with other data stay apart
+            assert str(own[case]).startswith(start), (case, own[case])
+            assert "train the model without it" in own[case] or "shard it over the GPUs of a host" in own[case]
+        assert all(own[case] > 1e-6 for case in ALLOWED), own  # ranks with other data stay apart
+
+
+def test_ranks_agree_on_the_momentum_of_groups(answers):
+    for own in answers:
+        said = own["momentum_of_a_group"]
+        assert said.startswith("the ranks do not agree on the parameter groups: ranks 0, 1 have 4 tensors with lr 0.05")
+        assert "momentum 0.9; rank 2 has 4 tensors with lr 0.05, weight_decay 0, momentum 0.5" in said
 
 
 def inside_nodes_one_by_one():
@@ -58,12 +69,10 @@ def inside_nodes_one_by_one():
     return [rank_frameworks.flat(model) for model in models]
 
 
-@pytest.mark.parametrize("kind", ["ddp before", "ddp after", "fsdp"])
-def test_inside_a_node_they_do_what_they_are_made_for(launch, tmp_path, kind):
-    ranks = launch(4, "rank_frameworks.inside_nodes", kind=kind)
-    ranks.succeed()
+def test_inside_a_node_they_do_what_they_are_made_for(launch, tmp_path):
+    launch(4, "rank_frameworks.inside_nodes", kinds=["ddp before", "ddp after", "fsdp"]).succeed()
     expected = inside_nodes_one_by_one()
-    for rank, consensus in enumerate(found(ranks, 4)):
-        assert consensus > 1e-6
-        x = torch.load(tmp_path / f"x-{rank}", weights_only=True)
-        torch.testing.assert_close(x, expected[rank // 2], rtol=1e-5, atol=1e-6)  # gradients are added in another order
+    for rank in range(4):
+        for kind, (x, consensus) in torch.load(tmp_path / f"inside-{rank}", weights_only=True).items():
+            assert consensus > 1e-6, kind
+            torch.testing.assert_close(x, expected[rank // 2], rtol=1e-5, atol=1e-6)  # sums are in another order

@@ -173,6 +173,13 @@ def ddp_of_one_rank():
     return train(wrapped, gossip(model.parameters()))
 
 
+def momentum_of_a_group():
+    """The last rank gives a group another momentum."""
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    groups = [{"params": list(make_model().parameters()), "momentum": 0.5 if odd else 0.9}]
+    return klatsch.optim.DSGD(groups, lr=LR).rounds
+
+
 def wrapped(folder, cases):
     """One after the other: what each is answered."""
     dist.init_process_group("gloo")
@@ -185,14 +192,18 @@ def wrapped(folder, cases):
     keep(folder, found)
 
 
-def inside_nodes(folder, kind):
-    """Two nodes of two ranks: DDP or FSDP between the ranks of a node, gossip between nodes."""
+def inside_nodes(folder, kinds):
+    """Two nodes of two ranks: DDP or FSDP between the ranks of a node, gossip between nodes; by kind, x and Gamma."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     nodes = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     across = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    node, partners = nodes[rank // 2], across[rank % 2]
-    model = make_model(seed=0 if kind == "fsdp" else rank)  # FSDP cannot spread a start on the CPU
+    found = {kind: inside_a_node(kind, nodes[rank // 2], across[rank % 2]) for kind in kinds}
+    torch.save(found, folder / f"inside-{rank}")
+
+
+def inside_a_node(kind, node, partners):
+    model = make_model(seed=0 if kind == "fsdp" else dist.get_rank())  # FSDP cannot spread a start on the CPU
     if kind == "ddp before":
         model = DistributedDataParallel(model, process_group=node)
         optimizer = gossip(model.parameters(), partners)
@@ -210,19 +221,7 @@ def inside_nodes(folder, kind):
             x = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()[: len(flat(make_model()))]
     else:
         x = flat(model)
-    torch.save(x, folder / f"x-{rank}")
-    keep(folder, consensus)
-
-
-def momentum_of_a_group(folder):
-    """The last rank gives a group another momentum."""
-    dist.init_process_group("gloo")
-    odd = dist.get_rank() == dist.get_world_size() - 1
-    groups = [{"params": list(make_model().parameters()), "momentum": 0.5 if odd else 0.9}]
-    try:
-        klatsch.optim.DSGD(groups, lr=LR)
-    except ValueError as error:
-        keep(folder, str(error))
+    return x, consensus
 
 
 def flat(model):

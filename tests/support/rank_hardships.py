@@ -5,7 +5,9 @@ import gc
 import os
 import signal
 import time
+from collections import deque
 from functools import partial
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -216,7 +218,15 @@ def uneven(
     keep(folder, optimizer, x, consensus=optimizer.consensus() if not leave else 0.0, lost=optimizer.lost)
 
 
-def crew(
+def crew(folder, cases=({},), **options):
+    """Trainings side by side over the same process group, in folders by their number if there are several."""
+    dist.init_process_group("gloo")
+    folders = [folder / str(k) for k in range(len(cases))] if len(cases) > 1 else [folder]
+    trainings = [rounds_of_a_crew(own, **options | case) for own, case in zip(folders, cases, strict=True)]
+    deque(zip_longest(*trainings), maxlen=0)
+
+
+def rounds_of_a_crew(
     folder,
     rounds,
     rule="d2",
@@ -230,7 +240,7 @@ def crew(
     **options,
 ):
     """f_i(x) = (x - i)^2 / 2 on rank i, from its checkpoints; ranks die or leave in some rounds, as (rank, round)."""
-    dist.init_process_group("gloo")
+    folder.mkdir(exist_ok=True)
     rank, die, leave = dist.get_rank(), dict(die), dict(leave)
     model = nn.Linear(300, 1, bias=False)
     nn.init.constant_(model.weight, 9.0)
@@ -241,6 +251,7 @@ def crew(
     done = checkpointer.resume(optimizer, model=model)
     say(folder, f"resumed-{rank}", f"{done} {float(optimizer.output()[0].mean()):.3f}")
     for t in range(done + 1, rounds + 1):
+        yield
         if t == die.get(rank):
             os.kill(os.getpid(), signal.SIGKILL)
         if t == leave.get(rank):

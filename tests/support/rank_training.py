@@ -20,7 +20,7 @@ rank = dist.get_rank()
 torch.manual_seed(rank)
 model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
 optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=0.05, momentum=0.9, topology="one_peer_exponential")
-scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [30, 60], 0.5)
+scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [15, 30], 0.5)
 checkpointer = klatsch.Checkpointer(folder / "checkpoints", every=7)
 done = checkpointer.resume(optimizer, model=model, scheduler=scheduler)
 with (folder / f"log-{rank}").open("a") as log:
