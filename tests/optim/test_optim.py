@@ -566,8 +566,8 @@ class Meta(nn.Module):
         ),
         (lambda: DSGD([nn.Parameter(torch.ones(2))], lr=0.1, timeout=[1, 2]), r"timeout = \[1, 2\]; give a number"),
         (lambda: DSGD([nn.Parameter(torch.ones(2))], lr=0.1, timeout=1e18), "at most 2,592,000"),
-        (lambda: DSGD([{"params": [nn.Parameter(torch.ones(2))], "lr": [1, 2]}], lr=0.1), "a single one"),
-        (lambda: DSGD([nn.Parameter(torch.ones(2))], lr=lambda t: [0.1, 0.2]), "a single one"),
+        (lambda: DSGD([{"params": [nn.Parameter(torch.ones(2))], "lr": [1, 2]}], lr=0.1), r"= \[1, 2\]; give a number"),
+        (lambda: DSGD([nn.Parameter(torch.ones(2))], lr=lambda t: [0.1, 0.2]), r"lr\(1\) = .*; give a number"),
         (lambda: DSGD([nn.Parameter(torch.ones(2, device="meta"))], lr=0.1), "device meta, without memory"),
     ],
 )

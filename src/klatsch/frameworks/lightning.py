@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch import Callback, Trainer, callbacks
+from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -44,7 +44,7 @@ class GossipStrategy(DDPStrategy):
         super().__init__(**options)
         self._merges = merge
         self._at_x = ExitStack()
-        self._end_of_epochs = _EndOfEpochs()
+        self._end_of_epochs = callbacks.LambdaCallback(on_train_batch_end=_end_epoch)
         self._saved_as: dict[str, str] = {}  # by this process's name of a checkpoint, that of the first one
 
     def configure_ddp(self) -> None:
@@ -108,8 +108,7 @@ class GossipStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The merged model, or the first process's x; all processes ask together."""
         with ExitStack() as stack:
-            points = [merged(self.lightning_module)] if self._merges else [o.averaged() for o in self.optimizers]
-            for point in points:
+            for point in [merged(self.lightning_module)] if self._merges else [o.averaged() for o in self.optimizers]:
                 stack.enter_context(point)
             return {name: value.detach().clone() for name, value in super().lightning_module_state_dict().items()}
 
@@ -157,10 +156,8 @@ class GossipStrategy(DDPStrategy):
         return f"{path}.rank{self.global_rank}"
 
 
-class _EndOfEpochs(Callback):
-    """Waits for processes with more batches, before anything is validated or saved."""
-
-    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        if trainer.is_last_batch:
-            for optimizer in trainer.optimizers:
-                optimizer.end_epoch()
+def _end_epoch(trainer: Trainer, *_: object) -> None:
+    """Wait for processes with more batches, before anything is validated or saved."""
+    if trainer.is_last_batch:
+        for optimizer in trainer.optimizers:
+            optimizer.end_epoch()

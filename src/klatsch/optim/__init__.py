@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 from torch.optim.optimizer import ParamsT as Params
 
 from klatsch import rules
-from klatsch.optim.buffers import average_, merged, recalibrate
 from klatsch.optim.checkpointer import Checkpointer
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.groups import BETAS, pair
+from klatsch.optim.points import average_, merged, recalibrate
 from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError
 from klatsch.rules.base import LearningRate
 from klatsch.topology import Topology

@@ -87,7 +87,6 @@ class Gossip(Points, Joinable, JoinHook):
     """
 
     own_options: ClassVar[tuple[str, ...]] = ()  # of a rule by name
-    living: ClassVar[weakref.WeakSet[Gossip]] = weakref.WeakSet()  # all in this process, to be found from a model
     _step_supports_amp_scaling = True  # a GradScaler must not skip a round, or neighbours would wait for it
     grad_scale: Tensor | float | None = 1.0  # it sets this and the next during a step
     found_inf: Tensor | float = 0.0

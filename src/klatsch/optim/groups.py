@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from klatsch import topology as topologies
-from klatsch.arguments import there_are
-from klatsch.columns import count, flattened, hyper
+from klatsch.arguments import number, there_are
+from klatsch.columns import count, flattened
 from klatsch.optim.hosts import piece
 from klatsch.ranks.links import OnFailure
 from klatsch.rules import Rule
@@ -42,11 +42,9 @@ CHECKS: dict[str, Check] = {  # of single numbers
 
 def single(option: str, value: object, called: str = "") -> float:
     """Check a number that must not differ between columns."""
-    holds, wanted = CHECKS[option]
-    number = hyper(called or option, value, holds, wanted)
-    if isinstance(number, Tensor):
-        raise ValueError(f"{called or option} = {value!r}; give {wanted}, a single one")
-    return number
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else value.tolist()
+    return number(called or option, value, *CHECKS[option])
 
 
 def refuse(kind: type, own: Collection[str], base: Callable[..., None], given: Collection[str]) -> None:
@@ -127,8 +125,8 @@ def check_values(group: Group, defaults: Group) -> None:
     """Check the numbers of a parameter group, which schedulers may have set; those of the rule are checked."""
     for name in [name for name in defaults if name in CHECKS]:
         if name in ("lr", "weight_decay") or group[name] != defaults[name]:
-            for number in pair(group[name]) if name == "betas" else (group[name],):
-                single(name, number, f"{'a beta' if name == 'betas' else name} of a parameter group")
+            for given in pair(group[name]) if name == "betas" else (group[name],):
+                single(name, given, f"{'a beta' if name == 'betas' else name} of a parameter group")
 
 
 def parameters_of(groups: Sequence[Group]) -> list[Tensor]:
