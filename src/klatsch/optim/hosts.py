@@ -60,16 +60,12 @@ class Host:
             raise failure
         return [row[1:].tolist() for row in rows]
 
-    def room(self, length: int) -> int:
-        """The length of a vector with the padding that makes all slices equally long."""
-        return self._part(length) * self.size if self.slices else length
-
-    def slice_of(self, length: int) -> slice:
-        """The part of a vector that this rank trains."""
+    def cut(self, length: int) -> tuple[int, slice]:
+        """The length of a vector whose slices are equally long, with padding, and the slice that this rank trains."""
         if not self.slices:
-            return slice(0, length)
-        part = self._part(length)
-        return slice(min(self.place * part, length), min((self.place + 1) * part, length))
+            return length, slice(0, length)
+        part = -(-length // (self.size * BLOCK)) * BLOCK
+        return part * self.size, slice(min(self.place * part, length), min((self.place + 1) * part, length))
 
     def join(self, padded: Tensor) -> None:
         """Put all ranks' slices of a padded vector in their places."""
@@ -86,9 +82,6 @@ class Host:
     def total(self, numbers: Tensor) -> Tensor:
         """The sum of numbers over the ranks of the host."""
         return summed(self._control, numbers) if self.size > 1 else numbers
-
-    def _part(self, length: int) -> int:
-        return -(-length // (self.size * BLOCK)) * BLOCK
 
 
 def groups_of(mesh: DeviceMesh | None, group: Group) -> tuple[Group, Group]:
@@ -151,9 +144,8 @@ def like(tensor: Tensor, local: Tensor) -> Tensor:
     """A piece on this rank as a DTensor like another; as it is where that is none."""
     if (sharded := _sharded(tensor)) is None:
         return local
-    shape, stride = sharded.shape, sharded.stride()
-    kind, mesh, placements = type(sharded), sharded.device_mesh, sharded.placements
-    return kind.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    mesh, placements, shape, stride = sharded.device_mesh, sharded.placements, sharded.shape, sharded.stride()
+    return type(sharded).from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def cut_along(tensor: Tensor) -> int | None:

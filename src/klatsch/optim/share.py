@@ -56,8 +56,8 @@ class Share:
         starts = accumulate((-(-v.numel() // step) * step for v in pieces), initial=0)
         self.layout = [(v.shape, _strides(v), start) for v, start in zip(pieces, starts, strict=False)]
         length = self.layout[-1][2] + pieces[-1].numel()
-        self.own = host.slice_of(length)
-        self._padded = pieces[0].new_zeros(host.room(length))
+        padded, self.own = host.cut(length)
+        self._padded = pieces[0].new_zeros(padded)
         self.values = self._padded[:length]
         # Averages with small weights would stand still in half precision, so states are kept in float32 there.
         self.dtype = torch.float32 if self.values.element_size() < 4 else self.values.dtype
