@@ -83,7 +83,9 @@ def header_of(path: Path, format_: str) -> dict[str, Any]:
     if not isinstance(header, dict) or not isinstance(header.get("format"), str):
         raise _damaged(path, "it is not of klatsch")
     if header["format"] != format_:
-        versions = f"{header['format']!r:.60} of klatsch {header.get('version')!r:.60}; {VERSION} reads {format_!r}"
+        versions = (
+            f"{header['format']!r:.60} of klatsch {header.get('version', '?')!r:.60}; {VERSION} reads {format_!r}"
+        )
         remedy = f"go on with the version that wrote it, or {REMEDY}"
         raise CheckpointError(f"{path} is a checkpoint of another kind or version ({versions}); {remedy}", OTHER)
     return header
