@@ -132,10 +132,17 @@ def test_results_that_never_come_are_not_waited_for(monkeypatch):
 
     @contextmanager
     def gone():
-        yield workers.Workers(Silent(), None, 1, alive=lambda: False)
+        yield workers.Workers(Silent(), None, 1, check=check)
+
+    looks = []
+
+    def check():
+        looks.append("alive")
+        if len(looks) == 3:
+            raise ValueError("the scheduler is gone")
 
     monkeypatch.setattr(sys.modules["klatsch.study.execute"], "BEAT", 0.01)
-    with pytest.raises(ValueError, match="died 6 times in a row"):
+    with pytest.raises(ValueError, match="the scheduler is gone"):
         run_study(parse(SMALL), executor=gone)
 
 

@@ -7,6 +7,7 @@ import platform
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -104,39 +105,69 @@ def execute(
         cases: the runs, from `expand(study)`.
         store: where results go; other processes may share it and the work.
         device: "cpu", "cuda", ...
-        executor: any `concurrent.futures.Executor`, or a function such as `workers.processes` that opens one (again if
-            its workers die). By default one process per core (threads for a few seconds of work), or one thread for a
-            GPU.
+        executor: any `concurrent.futures.Executor`, or a function such as `workers.processes` that opens one. By
+            default one process per core (threads for a few seconds of work), or one thread for a GPU.
         told: called with the progress at the start and after every batch.
         earlier: of runs before these, to be counted in.
     """
-    done, damaged = store.done(), store.damaged()
-    todo = [left for batch in pack(cases, device) for left in batch.without(done)]
+    stored, damaged = store.done(), store.damaged()
+    todo = [left for batch in pack(cases, device) for left in batch.without(stored)]
     todo.sort(key=lambda batch: -batch.work)  # largest first, so that none is left to the end
     progress = earlier or Progress(began=time.monotonic())
     progress.damaged += sum(case.key in damaged for case in cases)
     progress.expect(todo)
     tell = told or (lambda progress: None)
     tell(progress)
-    losses = 0
-    with Claims(store) as claims:
-        while todo:
-            claimed, todo = claims.take(todo, 1)
-            if not claimed:  # other processes work on everything missing: wait for their results, or their death
-                if progress.elsewhere != len(todo):
-                    progress.elsewhere = len(todo)
+    running: dict[Future[list[Outcome]], Batch] = {}
+    losses: Counter[str] = Counter()  # of workers, by batch
+    with Claims(store) as claims, _opened(executor, device, todo) as crew, workers.ctrl_c_kept() as check:
+        progress.workers = crew.count
+        try:
+            while todo or running:
+                crew.check()
+                # A few ahead keep workers busy; other processes take the rest. Workers elsewhere may grow in number.
+                room = 2 * crew.count - len(running) if crew.shares_files else len(todo)
+                claimed, todo = claims.take(todo, room) if todo and room > 0 else ([], todo)
+                for batch in claimed:
+                    file = checkpoint(store, batch) if crew.shares_files else None
+                    try:
+                        running[crew.executor.submit(crew.task, batch, file)] = batch
+                    except crew.losses:
+                        raise keep_dying(1) from None
+                elsewhere = 0 if running else len(todo)
+                if progress.elsewhere != elsewhere:
+                    progress.elsewhere = elsewhere
                     tell(progress)
-                time.sleep(POLL)
-                continue
-            before, progress.elsewhere = progress.batches_done, 0
-            with _opened(executor, device, claimed + todo) as crew, workers.ctrl_c_kept() as check:
-                progress.workers = crew.count
-                lost, todo = _run(claimed, todo, crew, claims, progress, tell, check)
-            if lost:
-                losses = losses + 1 if progress.batches_done == before else 1
-                if losses > MOST_LOSSES or isinstance(executor, Executor):
-                    raise keep_dying(losses)
-                todo = lost + todo
+                if elsewhere:  # other processes work on everything missing: wait for their results, or their death
+                    time.sleep(POLL)
+                    continue
+                done = wait(running, timeout=BEAT, return_when=FIRST_COMPLETED).done
+                claims.beat()
+                check()
+                for future in done:
+                    batch = running.pop(future)
+                    try:
+                        outcomes = future.result()
+                    except crew.losses:
+                        crew.check()
+                        losses[batch.key] += 1
+                        if losses[batch.key] > MOST_LOSSES or isinstance(executor, Executor):
+                            raise keep_dying(losses[batch.key]) from None
+                        todo.insert(0, batch)
+                        continue
+                    except (MemoryError, RuntimeError) as error:
+                        raise _too_large(batch, error) from None
+                    new = store.save(batch, outcomes)
+                    if (file := checkpoint(store, batch)) is not None:
+                        file.unlink(missing_ok=True)
+                    progress.count(batch, outcomes, new)
+                    progress.expect([*running.values(), *todo])
+                    tell(progress)
+        except BaseException:  # Ctrl-C, or a failed batch: cancel what has not begun; running batches save themselves
+            for future in running:
+                future.cancel()
+            crew.stop()
+            raise
         claims.sweep()
     return progress
 
@@ -201,64 +232,6 @@ def check_ready(study: Study, cases: Sequence[Case], store: Store) -> None:
             fetch()
 
 
-def _run(
-    claimed: list[Batch],
-    todo: list[Batch],
-    crew: Workers,
-    claims: Claims,
-    progress: Progress,
-    tell: Told,
-    check: Callable[[], None],
-) -> tuple[list[Batch], list[Batch]]:
-    """Run claimed batches and all that can still be claimed; returns those whose worker died, and the rest."""
-    running: dict[Future[list[Outcome]], Batch] = {}
-    lost: list[Batch] = []
-    store = claims.store
-    try:
-        while True:
-            # A few ahead keep workers busy; other processes take the rest. Workers elsewhere may grow in number.
-            room = 2 * crew.count - len(running) - len(claimed) if crew.shares_files else len(todo)
-            if todo and room > 0 and not lost:
-                more, todo = claims.take(todo, room)
-                claimed = claimed + more
-            for batch in claimed:
-                file = checkpoint(store, batch) if crew.shares_files else None
-                try:
-                    running[crew.executor.submit(crew.task, batch, file)] = batch
-                except crew.losses:
-                    lost.append(batch)
-            claimed = []
-            if not running:
-                return lost, todo
-            done = wait(running, timeout=BEAT, return_when=FIRST_COMPLETED).done
-            claims.beat()
-            check()
-            if not done and not crew.alive():
-                lost += running.values()
-                running.clear()
-            for future in done:
-                batch = running.pop(future)
-                try:
-                    outcomes = future.result()
-                except crew.losses:
-                    lost.append(batch)
-                    continue
-                except (MemoryError, RuntimeError) as error:
-                    raise _too_large(batch, error) from None
-                new = store.save(batch, outcomes)
-                if (file := checkpoint(store, batch)) is not None:
-                    file.unlink(missing_ok=True)
-                progress.count(batch, outcomes, new)
-                progress.expect([*running.values(), *todo, *lost])
-                tell(progress)
-    except BaseException:  # Ctrl-C, or a failed batch: cancel what has not begun; running batches save themselves
-        for future in running:
-            future.cancel()
-        if crew.stop is not None:
-            crew.stop()
-        raise
-
-
 def _too_large(batch: Batch, error: MemoryError | RuntimeError) -> Exception:
     """A lack of memory as one line; any other error as it is."""
     if isinstance(error, RuntimeError) and "memory" not in str(error):
@@ -271,6 +244,8 @@ def _too_large(batch: Batch, error: MemoryError | RuntimeError) -> Exception:
 
 
 def _opened(executor: Executor | Open | None, device: str, todo: Sequence[Batch]) -> AbstractContextManager[Workers]:
+    if not todo:
+        return workers.threads(1)  # which do nothing
     if isinstance(executor, Executor):
         return nullcontext(Workers(executor, workers.work, 1, shares_files=False))  # it stays open
     if executor is not None:

@@ -29,6 +29,7 @@ from klatsch.study.batches import Batch, Outcome, run_batch
 
 MOST_WORKERS = 1024  # on one machine
 MOST_LOSSES = 5  # how often in a row workers may die of a batch
+SAFE = "what was stored is safe"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 STOP = (
     signal.SIGUSR1 if os.name == "posix" else signal.SIGTERM
@@ -44,10 +45,10 @@ class Workers:
     executor: Executor
     task: Callable[[Batch, Path | None], list[Outcome]]  # takes a batch and the path of its checkpoint
     count: int  # batches that run at the same time
-    stop: Callable[[], None] | None = None  # tells running batches to save and end; None where that is impossible
+    stop: Callable[[], None] = lambda: None  # tells running batches to save and end, where that is possible
     shares_files: bool = True  # whether workers see this machine's files, and so its checkpoints
     losses: tuple[type[BaseException], ...] = (BrokenExecutor,)  # errors that mean a dead worker
-    alive: Callable[[], bool] = lambda: True  # whether results can still arrive
+    check: Callable[[], None] = lambda: None  # raises if no result can arrive any more
 
 
 Open = Callable[[], AbstractContextManager[Workers]]
@@ -102,6 +103,11 @@ def dask(address: str) -> Iterator[Workers]:
             raise ValueError(
                 f"no Dask scheduler answers at {address} ({reason}); start one (dask scheduler), or check its address"
             ) from None
+
+        def check() -> None:  # a result that is on its way when the scheduler dies neither arrives nor raises
+            if client.status == "closed":
+                raise ValueError(f"the Dask scheduler at {address} is gone; start one and run again: {SAFE}")
+
         with client:
             yield Workers(
                 client.get_executor(pure=False),  # not as a context, which would wait for cancelled batches
@@ -110,8 +116,7 @@ def dask(address: str) -> Iterator[Workers]:
                 shares_files=False,
                 # KilledWorker: several workers died of this batch. CancelledError: the scheduler is gone.
                 losses=(BrokenExecutor, CancelledError, KilledWorker),
-                # A result that is on its way when the scheduler dies neither arrives nor raises.
-                alive=lambda: client.status != "closed",
+                check=check,
             )
 
 
@@ -160,7 +165,7 @@ def ctrl_c_kept() -> Iterator[Callable[[], None]]:
 
 
 class Pool:
-    """Processes that may be killed at any moment: one for every thread that asks for work, replaced when it dies.
+    """Processes that may be killed at any moment: one for every thread that asks for work, replaced at the next.
 
     Each has a pipe of its own, whose end tells that it has died. The pool of the standard library shares pipes and
     locks among its processes: if one is killed while another one starts, or while it hands over a result, the rest
@@ -180,16 +185,13 @@ class Pool:
     def work(self, *arguments: Any) -> Any:
         """What the task returns for these arguments, or raises."""
         content, thread = pickle.dumps(arguments), threading.get_ident()
-        for _ in range(MOST_LOSSES + 1):
-            try:
-                pipe = self._pipe_of(thread)
-                pipe.send_bytes(content)
-                answer = pipe.recv_bytes()
-                break
-            except (EOFError, OSError):  # it is dead, or there is no room for another one
-                self._end(thread)
-        else:
-            raise keep_dying(MOST_LOSSES + 1)
+        try:
+            pipe = self._pipe_of(thread)
+            pipe.send_bytes(content)
+            answer = pipe.recv_bytes()
+        except (EOFError, OSError) as loss:
+            self._end(thread)
+            raise BrokenExecutor("a worker is dead, or there is no room for another one") from loss
         value, error = pickle.loads(answer)
         if error is not None:
             raise error
@@ -245,7 +247,7 @@ def keep_dying(times: int) -> ValueError:
     return ValueError(
         f"worker processes died {times} times in a row, perhaps for lack of memory, or because a "
         "script lacks `if __name__ == '__main__':`, without which each worker starts it again; run "
-        "again with fewer workers (--workers), or with that line: what was stored is safe"
+        f"again with fewer workers (--workers), or with that line: {SAFE}"
     )
 
 
