@@ -11,10 +11,10 @@ def test_what_one_has_after_a_share_of_the_rounds():
     first, second = [[1.0, 9.0], [1.0, 8.0], [1.0, 2.0], [1.0, 0.5]], [[1.0, 7.0], [1.0, 6.0], [1.0, 4.0], [1.0, 0.1]]
     curves = np.array([first, second])
     row = Row("dat", "ring", 4, (0.1, 0.2), (1, 10, 45, 100), curves, curves, 1.0)
-    assert [row.at(share) for share in (0.5, 0.1, 0.01, 1)] == [3.0, 7.0, 8.0, row.value]
+    assert [row.stopped(share).value for share in (0.5, 0.1, 0.01, 1)] == [3.0, 7.0, 8.0, row.value]
     for share in (0, 1.5, np.nan):
         with pytest.raises(ValueError, match=f"share = {share}; give a number above 0 and up to 1"):
-            row.at(share)
+            row.stopped(share)
 
 
 @pytest.mark.parametrize("best, at_edge", [(0, True), (1, False), (2, True)])

@@ -15,7 +15,7 @@ from klatsch.clock import Clock
 from klatsch.report import figures
 from klatsch.report.selection import clock_of, options_of
 from klatsch.report.sentences import Sentence, Verdict
-from klatsch.study.cases import Case, headline_of
+from klatsch.study.cases import Case
 from klatsch.study.choices import BESIDE, Row, screened, timed
 from klatsch.study.export import save_csv
 from klatsch.study.spec import Options, Study
@@ -154,7 +154,7 @@ def _facts(remembered: Remembered, showing: str | None, cases: Sequence[Case], s
         (f"{', '.join(names)}: " if len(grids) > 1 else "") + ", ".join(f"{lr:g}" for lr in grid)
         for grid, names in grids.items()
     )
-    headline = headline_of(study.problem.name, remembered.sources.get(study.problem.name))
+    headline = remembered.cases[0].headline
     best = f"largest mean final {headline.metric}" if headline.largest else "smallest mean final error"
     chosen_by = "over the seeds" if study.screen is None else f"of short runs ({study.screen.text})"
     chosen = f" The one with the {best} {chosen_by} is chosen for each rule, graph, size and setting."

@@ -82,7 +82,7 @@ class Case:
         number("lr", case.rule_options["lr"], lambda lr: lr > 0, "a number above 0")
         check_channel(*case.channel)
         check_meets("a graph", case.meets, *case.channel[:3], case.channel.loss)
-        check_sources({kind: name for kind, (name, _) in case._parts.items()}, case.sources)
+        check_sources("problem", {kind: name for kind, (name, _) in case._parts.items()}, case.sources)
         return case
 
     @cached_property
@@ -144,14 +144,15 @@ class Case:
         given = {name: value for name, value in self.rule_options.items() if name != "lr"}
         if given.get("lazy") is True and "rule" not in self.sources:  # the default
             del given["lazy"]
-        return _called(own.label(self.rule), ", ".join(_word(name, value) for name, value in given.items()))
+        words = f" ({', '.join(_word(name, value) for name, value in given.items())})" if given else ""
+        return own.label(self.rule) + words
 
     @property
     def graph_label(self) -> str:
         """The graph's name and given options, such as "ring/8" or "base_graph (k 2)"."""
         given = dict(self.topology_options)
         every = f"/{given.pop('every')}" if "every" in given else ""
-        return _called(("lazy " if self.lazy else "") + own.label(self.topology) + every, in_words(given))
+        return "lazy " * self.lazy + own.label(self.topology) + every + (f" ({in_words(given)})" if given else "")
 
     @property
     def channel(self) -> Channel:
@@ -175,7 +176,8 @@ class Case:
     @property
     def headline(self) -> Headline:
         """The metric that chooses learning rates."""
-        return headline_of(self.problem, self.sources.get("problem"))
+        source = self.sources.get("problem")
+        return problems.declared(self.problem).headline if source is None else Headline(*source["headline"])
 
     @property
     def large_is_good(self) -> Collection[str]:
@@ -283,22 +285,16 @@ def sources_of(study: Study) -> Sources:
     return sources
 
 
-def check_sources(parts: Mapping[str, str], sources: Mapping[str, Any]) -> None:
-    """Refuse parts, by the names under which `sources` has what a store keeps of them, that it does not know."""
+def check_sources(problem: str, parts: Mapping[str, str], sources: Mapping[str, Any]) -> None:
+    """Refuse parts of which a store does not keep what it should: under `problem` and these keys of `sources`."""
     SOURCES.validate_python(sources)
     for key, name in parts.items():
         if own.is_own(name):
             _ = own.part_of(name), sources[key]["source"]
-    key, name = next(iter(parts.items()))  # the problem
-    if own.is_own(name):
-        _ = headline_of(name, sources[key]), sources[key]["large_is_good"]
+    if own.is_own(name := parts[problem]):
+        _ = Headline(*sources[problem]["headline"]), sources[problem]["large_is_good"]
     else:
         named("problem", name, problems.PROBLEMS)
-
-
-def headline_of(problem: str, source: Options | None = None) -> Headline:
-    """The metric that chooses a problem's learning rates; `source` if its file may be gone."""
-    return problems.declared(problem).headline if source is None else Headline(*source["headline"])
 
 
 def _refusal(case: Case) -> str | None:
@@ -336,10 +332,6 @@ def _rule(name: str, options: tuple[tuple[str, Any], ...], steps: int, source: s
     return make_rule(name, dict(options), steps)
 
 
-def _called(name: str, words: str) -> str:
-    return f"{name} ({words})" if words else name
-
-
 def _word(option: str, value: object) -> str:
     if option == "lazy" and value is False:
         return "not lazy"
@@ -350,11 +342,9 @@ def _word(option: str, value: object) -> str:
 def _defaults(kind: str, name: str) -> Options:
     """The options of a built-in part that have a default; seeds come from the study."""
     makers = {"problem": problems.kind, "rule": rules.kind, "topology": topologies.TOPOLOGIES.__getitem__}
-    options = {name: option.default for name, option in inspect.signature(makers[kind](name)).parameters.items()}
-    without = ("seed",) if kind == "problem" else ()
-    return {
-        name: value for name, value in options.items() if value is not inspect.Parameter.empty and name not in without
-    }
+    options = inspect.signature(makers[kind](name)).parameters.values()
+    known = {option.name: option.default for option in options if option.default is not option.empty}
+    return {name: value for name, value in known.items() if (kind, name) != ("problem", "seed")}
 
 
 def _form(option: str, value: Any) -> Any:

@@ -62,6 +62,11 @@ class Row:
         return self.lrs[self.best]
 
     @property
+    def curve(self) -> NDArray[np.float64]:
+        """The values at the chosen learning rate, (seeds, steps)."""
+        return np.asarray(self.curves[:, :, self.best])
+
+    @property
     def title(self) -> str:
         """The name of its values."""
         metric, comma, which = self.metric.partition(",")
@@ -90,53 +95,9 @@ class Row:
         """What a node sends over the run; nan if that is not known."""
         return np.nan if self.sent is None else self.sent / 1e6
 
-    def at(self, share: float) -> float:
-        """The mean over the seeds after a share of the rounds, at the recorded round nearest to it.
-
-        The learning rate is the one chosen for the end.
-        """
-        return self.stopped(share).value
-
-    def stopped(self, share: float) -> Row:
-        """The same row as if its runs had been stopped after a share of the rounds; not chosen anew."""
-        if not 0 < share <= 1:
-            raise ValueError(f"share = {share}; give a number above 0 and up to 1, such as 0.5")
-        last = int(np.abs(np.array(self.steps) - share * self.steps[-1]).argmin()) + 1
-        return self._cut(last)
-
-    def showing(self, which: str) -> Row:
-        """The same row with its `merged` model or its `worst` node in place of the mean of nodes; not chosen anew."""
-        chosen = self._cut(len(self.steps))
-        if which not in BESIDE or (curves := vars(chosen)[which]) is None:
-            raise ValueError(f"{which!r} was not measured; choose from {', '.join(BESIDE)}")
-        return replace(chosen, curves=curves, metric=f"{self.metric}, {BESIDE[which]}", merged=None, worst=None)
-
-    def _cut(self, points: int) -> Row:
-        """The row of the chosen learning rate alone, up to some recorded point."""
-
-        def cut(curves: NDArray[np.float64]) -> NDArray[np.float64]:
-            return curves[:, :points, [self.best]]
-
-        return replace(
-            self,
-            lrs=(self.lr,),
-            tried=self.tried or self.lrs,
-            steps=self.steps[:points],
-            elapsed=None if self.elapsed is None else self.elapsed[:points],
-            curves=cut(self.curves),
-            consensus=cut(self.consensus),
-            merged=None if self.merged is None else cut(self.merged),
-            worst=None if self.worst is None else cut(self.worst),
-        )
-
     @property
     def setting_text(self) -> str:
         return in_words(self.setting)
-
-    @property
-    def curve(self) -> NDArray[np.float64]:
-        """The values at the chosen learning rate, (seeds, steps)."""
-        return np.asarray(self.curves[:, :, self.best])
 
     @property
     def at_edge(self) -> bool:
@@ -148,6 +109,30 @@ class Row:
     def diverged(self) -> bool:
         """Whether every learning rate diverged."""
         return self.value == 0.0 if self.largest else not np.isfinite(self.value)
+
+    def stopped(self, share: float) -> Row:
+        """As if its runs had been stopped at the recorded round nearest to a share of them; not chosen anew."""
+        if not 0 < share <= 1:
+            raise ValueError(f"share = {share}; give a number above 0 and up to 1, such as 0.5")
+        points = int(np.abs(np.array(self.steps) - share * self.steps[-1]).argmin()) + 1
+        measured: Options = {name: vars(self)[name] for name in ("curves", "consensus", *BESIDE)}
+        for name, curves in measured.items():
+            measured[name] = None if curves is None else curves[:, :points, [self.best]]
+        return replace(
+            self,
+            lrs=(self.lr,),
+            tried=self.tried or self.lrs,
+            steps=self.steps[:points],
+            elapsed=None if self.elapsed is None else self.elapsed[:points],
+            **measured,
+        )
+
+    def showing(self, which: str) -> Row:
+        """The same row with its `merged` model or its `worst` node in place of the mean of nodes; not chosen anew."""
+        chosen = self.stopped(1)
+        if which not in BESIDE or (curves := vars(chosen)[which]) is None:
+            raise ValueError(f"{which!r} was not measured; choose from {', '.join(BESIDE)}")
+        return replace(chosen, curves=curves, metric=f"{self.metric}, {BESIDE[which]}", merged=None, worst=None)
 
 
 RowKey = tuple[str, str, str, int, str, str]
@@ -198,17 +183,17 @@ def rows_by_place(
     names: Callable[[Case], Names] | None = None,
 ) -> dict[RowKey, Row]:
     """The same, with the place of each row; `names` of these runs beside others, if there are any."""
-    runs = list(runs)
-    headline = runs[0][1].headline if runs else DISTANCE
-    metric = headline.metric if metric is None else metric
-    headline = headline if metric == headline.metric else Headline(metric, "")
-    outcomes = store.outcomes((key for key, _ in runs), (metric, "Gamma", headline.of_mean, headline.of_worst))
-    if outcomes and not any(metric in outcome.metrics for outcome in outcomes.values()):
+    cases = dict(runs)
+    headline = next(iter(cases.values())).headline if cases else DISTANCE
+    if metric is not None and metric != headline.metric:
+        headline = Headline(metric, "")
+    outcomes = store.outcomes(cases, (headline.metric, "Gamma", headline.of_mean, headline.of_worst))
+    if outcomes and not any(headline.metric in outcome.metrics for outcome in outcomes.values()):
         some = next(iter(store.outcomes([next(iter(outcomes))]).values()))
-        raise ValueError(f"no metric {metric!r}; there are {', '.join(some.metrics)}")
-    names = names or names_of(case for _, case in runs)
+        raise ValueError(f"no metric {headline.metric!r}; there are {', '.join(some.metrics)}")
+    names = names or names_of(cases.values())
     groups: dict[RowKey, list[tuple[Case, Outcome]]] = {}
-    for key, case in runs:
+    for key, case in cases.items():
         if key in outcomes:
             groups.setdefault(place(case), []).append((case, outcomes[key]))
     return {place: _row(group, headline, names(group[0][0])) for place, group in groups.items()}

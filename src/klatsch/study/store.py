@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -99,8 +99,8 @@ class Remembered:
         """From what a store holds of it, which may be forged."""
         sources, left_out, refused = (content.pop(name) for name in ("sources", "left_out", "refused"))
         study = spec.parse(content, stored=True)
-        names = [study.problem.name, *(entry.name for pair in study.pairs for entry in pair)]
-        check_sources({name: name for name in names}, sources)
+        names = {entry.name for entry in (study.problem, *chain(*study.pairs))}
+        check_sources(study.problem.name, {name: name for name in names}, sources)
         if not all(isinstance(text, str) for text in sources.get("data", {}).values()):
             raise ValueError("data are no texts")
         reasons = tuple(LeftOut(nodes, str(reason)) for nodes, reason in left_out)
