@@ -34,6 +34,7 @@ def expanded(topologies, **changes):
     return cases.expand(study(topologies, **changes))
 
 
+@pytest.mark.slow
 def test_a_grid_of_channels_runs_and_equals_simulate():
     with Store(":memory:") as store:
         found = run_study(study([GRID]), store)
@@ -148,6 +149,7 @@ def test_the_page_shows_a_study_that_can_be_run_and_gaps_that_are_right(tmp_path
         assert float(gap) == pytest.approx(tp.make(name, 16, late=int(late or 0)).spectral_gap, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_grid_of_channels(run_cli):
     given = ["--rules", "dat", "-t", "ring/8", "-n", 4, "--steps", 20, "--seeds", 1, "--lr", 0.01]
     code, out, _ = run_cli("run", *given, "--set", "late=0,7", "--set", "wire=float32,int8", "--json")

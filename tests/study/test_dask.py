@@ -15,7 +15,7 @@ from tests.support.waiting import wait_until
 Client = pytest.importorskip("distributed", reason="needs Dask: pip install 'klatsch[dask]'").Client
 
 STUDY = """
-steps = 5000
+steps = 2000
 nodes = [9, 16]
 seeds = 2
 record = 5
@@ -71,7 +71,7 @@ def test_a_scheduler_that_is_gone_ends_the_study_with_one_line(cluster, start, t
 
 def test_ctrl_c_ends_it_at_once(cluster, start, tmp_path):
     file = tmp_path / "s.toml"
-    file.write_text(STUDY.replace("5000", "400000"))
+    file.write_text(STUDY.replace("2000", "400000"))
     process = start("run", file, "--dask", cluster.address)
     with Client(cluster.address, set_as_default=False) as client:
         wait_until(lambda: any(client.processing().values()), process)  # with minutes of work ahead

@@ -89,6 +89,7 @@ def told(result):
     return code, out, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["rule", "topology", "problem"])
 @pytest.mark.parametrize("sources", ["none", "known", "no checksum"])
 def test_a_part_that_a_run_names_is_not_executed(part, sources, place, run_cli):
@@ -114,6 +115,7 @@ def test_a_part_that_a_study_names_is_not_executed(part, known, place, run_cli):
     assert not (place / "marker").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["rule", "topology", "problem"])
 def test_a_study_runs_its_own_parts_into_a_forged_store(part, place, run_cli, in_threads, monkeypatch):
     """Checkpoints beside the store are looked at when a study ends, by the studies that the store names."""
@@ -163,6 +165,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", HOSTILE)
 def test_absurd_settings_are_one_line_or_plain_text(case, place, run_cli):
     forge(HOSTILE[case])
@@ -187,6 +190,7 @@ SPECS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SPECS)
 def test_absurd_studies_are_one_line_or_plain_text(case, place, run_cli):
     forge(study=SPECS[case])
@@ -198,6 +202,7 @@ def test_absurd_studies_are_one_line_or_plain_text(case, place, run_cli):
         told(run_cli(command, "s.sqlite"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "columns",
     [
@@ -215,6 +220,7 @@ def test_absurd_facts_are_one_line(columns, place, run_cli):
         assert code == 2, err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit",
     [
@@ -280,6 +286,7 @@ def test_links_of_a_graph_are_checked(place, run_cli):
         assert code == 2, (links, err)
 
 
+@pytest.mark.slow
 def test_names_are_texts_in_tables_and_pages(place, run_cli):
     """Markup of rich, of HTML and of matplotlib is shown, not obeyed."""
     markup = "[red]x[/red] <script>alert(1)</script> $\\frac{1}$"
@@ -306,6 +313,7 @@ def test_cells_that_a_spreadsheet_would_compute_are_quoted(text, place, run_cli)
             assert line["offset"] == "-2.5"
 
 
+@pytest.mark.slow
 def test_a_store_writes_nowhere_but_beside_itself(place, run_cli):
     forge({"topology": f"{place}/../elsewhere.py:part", "sources": {"topology": KNOWN}}, batch="../../elsewhere")
     before = sorted(os.listdir(place.parent))

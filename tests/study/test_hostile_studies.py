@@ -203,6 +203,7 @@ DEEP = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DEEP)
 def test_a_study_that_is_nested_deeply_is_one_line(case, tmp_path, run_cli):
     file = tmp_path / "s.toml"
@@ -326,6 +327,7 @@ def test_a_table_that_is_missing_is_damage(table, study_file, tmp_path, run_cli)
         refused(run_cli(*command), f"its table '{table}' is missing", "damaged or was edited", "restore a copy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit",
     [

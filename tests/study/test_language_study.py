@@ -64,6 +64,7 @@ def done_now():
         return run_study(load("study.toml"), store, executor=workers.threads).progress.runs_done
 
 
+@pytest.mark.slow
 def test_runs_of_another_text_are_other_runs(folder, run_cli):
     assert done_now() == 8
     before = keys()
@@ -78,6 +79,7 @@ def test_runs_of_another_text_are_other_runs(folder, run_cli):
     assert all(0 < row["bits"] < 8.5 for row in rows)
 
 
+@pytest.mark.slow
 def test_results_do_not_need_the_text(folder, run_cli):
     assert done_now() == 8
     shutil.rmtree("text")
@@ -111,6 +113,7 @@ def test_a_stack_on_a_gpu_fits_its_memory(folder):
     assert {len(batch.cases) for batch in pack(cases, "cuda")} == {1}  # 50 M parameters on three nodes, 12 vectors
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_its_options(folder, run_cli):
     options = {"folder": "text", "pattern": "*.txt", "context": 12, "width": 8, "depth": 1, "heads": 2, "batch": 2}
     words = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]

@@ -204,6 +204,7 @@ def test_schedule_is_the_studys_word(folder, run_cli):
     assert "mine.py:Extra has an option schedule, which is the study's word; give it another name" in err
 
 
+@pytest.mark.slow
 def test_a_key_knows_the_source_and_not_the_place(folder, run_cli):
     keys = [case.key for case in expand(load("study.toml"))[0]]
     (folder / "elsewhere").mkdir()

@@ -16,7 +16,7 @@ from tests.support.studies import PAPER, SMALL
 from tests.support.waiting import wait_until
 
 TEXT = 'steps = 50\nnodes = [4, 6]\nseeds = 2\nrecord = 5\nlr = [0.001, 0.01]\nrules = ["dat"]\ntopologies = ["ring"]\n'
-LONG = PAPER.replace("100000", "2000").replace("seeds = 1", "seeds = 2")
+LONG = PAPER.replace("100000", "400").replace("seeds = 1", "seeds = 2")
 RUNS = 224  # of LONG, in 8 batches
 
 
@@ -82,6 +82,7 @@ def test_three_processes_share_the_work(tmp_path, start):
     assert [path.name for path in tmp_path.iterdir() if path != file] == ["s.sqlite"]
     assert asked(tmp_path / "s.sqlite", "SELECT count(*) FROM runs") == [(RUNS,)]
     assert asked(tmp_path / "s.sqlite", "SELECT count(*) FROM owners") == [(0,)]
+    assert new_runs(start("run", file)) == 0
 
 
 TOGETHER = """
@@ -89,7 +90,7 @@ import os, sys
 from klatsch.study import Store
 from klatsch.study.execute import Claims
 
-for number in range(20):
+for number in range(8):
     ready, go = os.pipe()
     crew = []
     for _ in range(6):
@@ -109,7 +110,7 @@ for number in range(20):
 
 
 def test_processes_that_make_a_store_together_do_not_take_it_for_damaged(tmp_path, python):
-    """Each looks at a file that another is just making; twenty times, since it is a matter of moments."""
+    """Each looks at a file that another is just making; several times, since it is a matter of moments."""
     done = python("-c", TOGETHER, cwd=tmp_path).done()
     assert done.returncode == 0, done.stderr
 
@@ -277,6 +278,7 @@ def test_a_flipped_bit_in_a_value_is_found_and_the_run_done_again(store, tmp_pat
     assert run_cli("results", store)[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit",
     [
@@ -294,6 +296,7 @@ def test_a_checksum_covers_all_that_is_stored_of_a_run(edit, store, run_cli):
     refused(run_cli("results", store), "1 of 8 runs is damaged (number 3 does not match its checksum)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit, flaw",
     [

@@ -260,6 +260,7 @@ def test_a_batch_gives_what_each_run_gives_alone():
                 np.testing.assert_allclose(outcome.metrics[name], values[:, 0], rtol=1e-9, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_a_stack_for_a_gpu_gives_the_same():
     cases, _ = expand(study())
     expected = {}
@@ -278,6 +279,7 @@ def test_stacks_are_cut_where_the_common_period_is_long():
     assert sizes == [[4, 9, 25, 49, 100], [256]]  # periods 2, 4, 5, 6, 7: 420 rounds; with 8 they would be 840
 
 
+@pytest.mark.slow
 def test_problems_without_columns_are_batches_too():
     found = run_study(
         study(problem={"name": "logistic", "batch": [1, 4]}, rules=["dat"], topologies=["ring"], lr=[0.1, 0.5]),
@@ -291,6 +293,7 @@ def test_problems_without_columns_are_batches_too():
 # --- only what is missing -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_running_again_does_nothing_and_an_addition_only_itself(tmp_path):
     path = tmp_path / "s.sqlite"
 
@@ -305,6 +308,7 @@ def test_running_again_does_nothing_and_an_addition_only_itself(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["s.sqlite"]
 
 
+@pytest.mark.slow
 def test_a_batch_that_lacks_a_few_runs_does_only_those(tmp_path):
     with Store(tmp_path / "s.sqlite") as store:
         cases, _ = expand(study())
@@ -332,6 +336,7 @@ def test_rows_are_ordered_and_choose_by_the_mean_over_seeds():
         assert row.lr == row.lrs[row.final.mean(axis=0).argmin()]
 
 
+@pytest.mark.slow
 def test_schedules_are_part_of_a_rule():
     """Each has a row and keys of its own, a rule may have others than the study, and constant is what it always was."""
     common = {"steps": 30, "nodes": 4, "seeds": 1, "lr": [1e-3, 3e-3], "topologies": "ring"}
@@ -379,6 +384,7 @@ def test_any_executor_will_do(tmp_path):
     assert_same_to_rounding([row.value for row in rows], [row.value for row in reference if row.nodes == 4])
 
 
+@pytest.mark.slow
 def test_progress_tells_batches_pace_time_left_and_the_best():
     told = []
     run_study(study(), executor=workers.threads, told=lambda p: told.append(dataclasses.replace(p)))
@@ -409,6 +415,7 @@ def test_after_an_error_nothing_more_is_begun_in_somebody_elses_executor(monkeyp
     assert len(begun) <= 2  # of 16: one failed, one may have been on its way
 
 
+@pytest.mark.slow
 def test_a_batch_that_fails_stops_the_study_and_keeps_what_is_done(tmp_path, monkeypatch):
     real, calls = workers.run_batch, []
 
@@ -447,8 +454,9 @@ def test_a_bug_is_shown_as_one(monkeypatch):
         run_study(study(), executor=workers.threads)
 
 
+@pytest.mark.slow
 def test_two_threads_of_one_process_may_share_a_store(tmp_path):
-    """And two processes: see test_study_faults."""
+    """And three processes: see test_store_faults."""
     path, errors = tmp_path / "s.sqlite", []
 
     def run():

@@ -102,7 +102,7 @@ def test_kill_9_ten_times_and_the_table_is_the_same(tmp_path, start):
 
 def test_a_killed_worker_is_replaced_and_the_study_goes_on(tmp_path, start):
     file = tmp_path / "s.toml"
-    short = PAPER.replace("100000", "30000").replace("[25, 36]", "25")
+    short = PAPER.replace("100000", "5000").replace("[25, 36]", "25")
     file.write_text(short.replace("heterogeneity = [1.0, 10.0]", "heterogeneity = 1.0"))
     process = start("run", file)
     crew = wait_until(lambda: worker_processes(process), process)
@@ -173,18 +173,6 @@ def test_ctrl_c_while_workers_are_starting_is_quiet(tmp_path, start):
     out, err = process.communicate(timeout=HANG)
     assert (process.returncode, out) == (130, "")
     assert re.fullmatch(r"stopped; .*\n", err)
-
-
-def test_two_processes_share_a_store(tmp_path, start):
-    file = tmp_path / "s.toml"
-    file.write_text(PAPER.replace("100000", "1000"))
-    pair = [start("run", file) for _ in range(2)]
-    for process in pair:
-        _, err = process.communicate(timeout=HANG)
-        assert (process.returncode, complaints(err)) == (0, [])
-    with Store(tmp_path / "s.sqlite") as store:
-        assert len(store.runs()) == 112
-    assert start("run", file).done().stdout.splitlines()[-1].startswith("0 runs new")
 
 
 def test_a_checkpoint_that_cannot_be_used_is_thrown_away(tmp_path):
@@ -271,6 +259,7 @@ def test_a_full_disk_is_one_line_and_what_was_stored_is_safe(study_file, tmp_pat
         assert run_study(load(study_file), store, executor=workers.threads).progress.runs_done == 160 - len(kept)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_too_full_for_a_checkpoint_is_one_line(study_file, tmp_path, run_cli, monkeypatch):
     monkeypatch.setattr("klatsch.study.batches.CHECKPOINT_EVERY", 0.0)
     disk = tmp_path / "disk"
@@ -294,6 +283,7 @@ def test_a_place_that_cannot_be_written_is_one_line(study_file, tmp_path, run_cl
     refused(run_cli("reproduce", "table1", "--out", "/proc/results"), "cannot make the folder")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [50, 700, 5_000, 20_000])
 def test_a_truncated_store_is_refused_and_left_as_it_is(keep, study_file, tmp_path, run_cli):
     store = tmp_path / "s.sqlite"
