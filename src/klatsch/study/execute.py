@@ -124,6 +124,7 @@ def execute(
         progress.workers = crew.count
         try:
             while todo or running:
+                check()
                 crew.check()
                 # A few ahead keep workers busy; other processes take the rest. Workers elsewhere may grow in number.
                 room = 2 * crew.count - len(running) if crew.shares_files else len(todo)
@@ -143,7 +144,6 @@ def execute(
                     continue
                 done = wait(running, timeout=BEAT, return_when=FIRST_COMPLETED).done
                 claims.beat()
-                check()
                 for future in done:
                     batch = running.pop(future)
                     try:
@@ -244,14 +244,12 @@ def _too_large(batch: Batch, error: MemoryError | RuntimeError) -> Exception:
 
 
 def _opened(executor: Executor | Open | None, device: str, todo: Sequence[Batch]) -> AbstractContextManager[Workers]:
-    if not todo:
-        return workers.threads(1)  # which do nothing
+    if not todo or (executor is None and device != "cpu"):
+        return workers.threads(1)
     if isinstance(executor, Executor):
         return nullcontext(Workers(executor, workers.work, 1, shares_files=False))  # it stays open
     if executor is not None:
         return executor()
-    if device != "cpu":
-        return workers.threads(1)
     # Threads start at once; processes are faster over hours, and one may die without harm.
     return workers.threads() if quick(todo) else workers.processes()
 
@@ -282,21 +280,17 @@ class Claims(AbstractContextManager["Claims"]):
 
     def take(self, todo: Sequence[Batch], most: int) -> tuple[list[Batch], list[Batch]]:
         """Claim up to `most` batches that no other process works on; returns them, and the others still missing."""
-        taken: list[Batch] = []
-        left: list[Batch] = []
+        taken, left = list[Batch](), list[Batch]()
         with self.store.transaction():
             self._live()
             self._bury()
             done = self.store.done()
             others = {key for (key,) in self.store.execute("SELECT key FROM claims WHERE owner != ?", [self.owner])}
             for part in (part for batch in todo for part in batch.without(done)):
-                keys = [case.key for case in part.cases]
-                if len(taken) == most or not others.isdisjoint(keys):
-                    left.append(part)
-                    continue
-                taken.append(part)
-                rows = [(key, part.key, self.owner) for key in keys]
-                self.store.execute_many("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", rows)
+                is_free = others.isdisjoint(case.key for case in part.cases)
+                (taken if is_free and len(taken) < most else left).append(part)
+            claims = [(case.key, part.key, self.owner) for part in taken for case in part.cases]
+            self.store.execute_many("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", claims)
         return taken, left
 
     def beat(self) -> None:
