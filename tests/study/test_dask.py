@@ -63,7 +63,7 @@ def test_a_scheduler_that_is_gone_ends_the_study_with_one_line(cluster, start, t
     wait_until(lambda: _done(store), process)
     cluster.scheduler.kill()
     out, err = process.communicate()
-    assert (process.returncode, out) == (2, "")
+    assert (process.returncode, out) == (2, ""), err
     assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("klatsch: error: ")
     assert _done(store)

@@ -249,7 +249,8 @@ def test_what_shares_a_problem_instance_is_one_batch():
 
 @pytest.mark.slow
 def test_a_batch_gives_what_each_run_gives_alone():
-    cases, _ = expand(study(rules=[{"name": "dsgd", "momentum": [0.0, 0.5]}, {"name": "dat", "averaging": "linear"}]))
+    entries = [{"name": "dsgd", "momentum": [0.0, 0.5]}, {"name": "dat", "averaging": "linear"}]
+    cases, _ = expand(study(rules=entries, nodes=6, seeds=[1]))
     for batch in pack(cases, "cpu"):
         for case, outcome in zip(batch.cases, run_batch(batch), strict=True):
             problem = problems.LeastSquares(case.nodes, seed=case.seed, **case.problem_options)
@@ -375,12 +376,13 @@ def test_ctrl_c_is_heard_where_python_drops_exceptions():
 
 @pytest.mark.processes
 def test_any_executor_will_do(tmp_path):
-    reference = run_study(study(), executor=workers.threads).rows
+    few = {"topologies": ["ring"], "seeds": 1}
+    reference = run_study(study(**few), executor=workers.threads).rows
     with ThreadPoolExecutor(2) as pool:
-        rows = run_study(study(), tmp_path / "t.sqlite", executor=pool).rows
+        rows = run_study(study(**few), tmp_path / "t.sqlite", executor=pool).rows
     assert_same_to_rounding([row.value for row in rows], [row.value for row in reference])
     with ProcessPoolExecutor(1, mp_context=__import__("multiprocessing").get_context("spawn")) as pool:
-        rows = run_study(study(nodes=4), tmp_path / "p.sqlite", executor=pool).rows
+        rows = run_study(study(**few, nodes=4), tmp_path / "p.sqlite", executor=pool).rows
     assert_same_to_rounding([row.value for row in rows], [row.value for row in reference if row.nodes == 4])
 
 

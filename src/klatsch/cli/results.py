@@ -219,17 +219,16 @@ def _compare(one: Store, other: Store, runs: Runs, as_json: bool) -> None:
 
     pairs, only_one, only_other = differences(one, other, runs)
     if as_json:
-        rows = [row._asdict() for row in pairs]
-        return print_json({"differences": rows, "only_here": only_one, "only_there": only_other})
+        return print_json({"differences": pairs, "only_here": only_one, "only_there": only_other})
     alone = f"{counted(only_one, 'run')} only in {one.path}, {only_other:,} only in {other.path}"
     if not pairs:
         raise ValueError(f"the stores have no run in common: {alone}")
     lines = [
-        {name: str(value) for name, value in row._asdict().items() if name != "largest"}
-        | {"largest difference": "one diverged" if math.isnan(row.largest) else f"{row.largest:.2g}"}
+        {name: str(value) for name, value in row.items() if name != "largest"}
+        | {"largest difference": "one diverged" if math.isnan(row["largest"]) else f"{row['largest']:.2g}"}
         for row in pairs
     ]
-    terminal.print_table(f"{sum(row.runs for row in pairs):,} runs in both stores", lines, section="topology")
+    terminal.print_table(f"{sum(row['runs'] for row in pairs):,} runs in both stores", lines, section="topology")
     terminal.note(f"difference of final values, as a share of the larger one; {alone}")
 
 

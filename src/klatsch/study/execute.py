@@ -133,8 +133,9 @@ def execute(
                     file = checkpoint(store, batch) if crew.shares_files else None
                     try:
                         running[crew.executor.submit(crew.task, batch, file)] = batch
-                    except crew.losses:
-                        raise keep_dying(1) from None
+                    except Exception as error:
+                        crew.check()  # a scheduler that is gone says so in words of its own
+                        raise (keep_dying(1) if isinstance(error, crew.losses) else error) from None
                 elsewhere = 0 if running else len(todo)
                 if progress.elsewhere != elsewhere:
                     progress.elsewhere = elsewhere

@@ -7,7 +7,8 @@ import io
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+import numpy as np
 
 from klatsch import files
 from klatsch.clock import Clock
@@ -20,18 +21,12 @@ from klatsch.study.traffic import elapsed, sent_by
 Runs = Sequence[tuple[str, Case]]  # with their keys
 
 
-class Difference(NamedTuple):
-    """How far runs of two stores with equal settings are apart: a rule on a graph of a size."""
+def differences(one: Store, other: Store, runs: Runs) -> tuple[list[Options], int, int]:
+    """How far runs of one store are from those of another with equal settings, and how many only one of them has.
 
-    rule: str
-    topology: str
-    nodes: int
-    runs: int
-    largest: float  # |a - b| / max(|a|, |b|) of the final values; nan where one diverged alone
-
-
-def differences(one: Store, other: Store, runs: Runs) -> tuple[list[Difference], int, int]:
-    """The differences between runs of one store and those of another, and how many only one of them has."""
+    `largest` is that of |a - b| / max(|a|, |b|) of the final values of a rule on a graph of a size; nan where one
+    diverged alone.
+    """
     keys_there = {key for key, _ in other.runs()}
     both = [run for run in runs if run[0] in keys_there]
     names = names_of(case for _, case in both)
@@ -41,11 +36,11 @@ def differences(one: Store, other: Store, runs: Runs) -> tuple[list[Difference],
         a, b = (float(outcomes[key].metrics[case.headline.metric][-1]) for outcomes in finals)
         far = 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))  # inf / inf is nan
         apart.setdefault((names(case).rule, names(case).topology, case.nodes), []).append(far)
-    differences = [
-        Difference(*where, len(far), math.nan if any(map(math.isnan, far)) else max(far))
-        for where, far in apart.items()
+    rows: list[Options] = [
+        {"rule": rule, "topology": topology, "nodes": nodes, "runs": len(far), "largest": float(np.max(far))}
+        for (rule, topology, nodes), far in apart.items()
     ]
-    return differences, len(runs) - len(both), len(keys_there) - len(both)
+    return rows, len(runs) - len(both), len(keys_there) - len(both)
 
 
 def records(

@@ -14,14 +14,14 @@ import os
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -109,7 +109,7 @@ class Remembered:
         return remembered
 
 
-class Store:
+class Store(AbstractContextManager["Store"]):
     """A store of results; a file that is damaged, foreign or newer than this version is refused and left untouched.
 
     Args:
@@ -132,14 +132,10 @@ class Store:
             base = self._opened(read_only)
             if self._has_tables(base):
                 self._base = base
-            elif read_only:
-                base.close()
+                return
+            base.close()
+            if read_only:
                 raise ValueError(f"{self.path} holds no finished run yet")
-            else:
-                base.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -277,7 +273,8 @@ class Store:
     def _examined(self, keys: Collection[str] | None = None) -> dict[str, str]:
         """What is wrong with each of these runs, or with any, by key; empty if it is whole."""
         runs = self.execute("SELECT id, key, checksum FROM runs ORDER BY id")
-        return {key: self._flaw(number, checksum) for number, key, checksum in runs if keys is None or key in keys}
+        flaws = {key: (n, self._flaw(n, checksum)) for n, key, checksum in runs if keys is None or key in keys}
+        return {key: flaw and f"number {number} {flaw}" for key, (number, flaw) in flaws.items()}
 
     def _check(self, keys: Collection[str] | None = None) -> None:
         """Refuse damaged runs."""
@@ -291,25 +288,25 @@ class Store:
 
     def _flaw(self, number: int, checksum: str | None) -> str:
         if checksum is None:
-            return f"number {number} has no checksum"
+            return "has no checksum"
         if self._sound.get(number) == checksum:
             return ""
         facts, metrics = self._content(number)
         if checksum != _digest(facts, metrics):
-            return f"number {number} does not match its checksum"
+            return "does not match its checksum"
         ((rounds, graph, environment),) = self.execute(
             "SELECT steps, graph, environment FROM runs WHERE id = ?", [number]
         )
         points = {tuple(step for _, step, _ in part) for _, part in groupby(metrics, itemgetter(0))}
         if len(set(map(len, points))) != 1 or {steps[-1] for steps in points} != {rounds}:
-            return f"number {number} lacks metrics"
+            return "lacks metrics"
         if not self._has_links(graph):
-            return f"number {number} lacks the links of its graph"
+            return "lacks the links of its graph"
         try:
             printable([facts, json_of(environment), [name for name, *_ in metrics]])
             _ = [json_of(environment)[name] for name in ("processor", "torch")]
         except (ValueError, LookupError, TypeError) as reason:
-            return f"number {number} cannot be read ({reason})"
+            return f"cannot be read ({reason})"
         self._sound[number] = checksum
         return ""
 

@@ -95,7 +95,7 @@ def dask(address: str) -> Iterator[Workers]:
         from distributed.scheduler import KilledWorker
     except ModuleNotFoundError:
         raise ValueError("--dask needs Dask: pip install 'klatsch[dask]'") from None
-    with _quiet_logs("distributed", "tornado"):  # tornado runs its callbacks
+    with _quiet_logs("distributed", "tornado", "concurrent"):  # which run its callbacks
         try:
             client: Any = Client(address, timeout=10, set_as_default=False)  # type: ignore[no-untyped-call]
         except (OSError, ValueError, TimeoutError) as error:
@@ -105,7 +105,7 @@ def dask(address: str) -> Iterator[Workers]:
             ) from None
 
         def check() -> None:  # a result that is on its way when the scheduler dies neither arrives nor raises
-            if client.status == "closed":
+            if client.status != "running":
                 raise ValueError(f"the Dask scheduler at {address} is gone; start one and run again: {SAFE}")
 
         with client:
