@@ -270,17 +270,6 @@ def test_the_demo_on_the_command_line(run_cli, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_reproduce_prints_a_table_before_its_sentences(run_cli, tmp_path):
-    _, out, _ = run_cli("reproduce", "table1", "--out", tmp_path)
-    table, _, sentences = out.partition("holds")
-    lines = [line.split() for line in table.splitlines()]
-    assert ["torus", "1.000", "(1.000)", "0.167", "(0.167)", "0.251", "(0.250)"] in lines
-    assert ["near_complete", "0.000", "(0.000)", "0.250", "(0.250)", "0.500", "(0.500)"] in lines
-    assert "on the near-complete graph: 0.25" in sentences
-    assert "near_complete" not in sentences
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_tables_fit_the_terminal(width, run_cli, monkeypatch):
     monkeypatch.setattr("klatsch.cli.terminal.console", lambda: Console(width=width))
