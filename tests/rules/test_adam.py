@@ -1,5 +1,7 @@
 """Adam on gossip: where each combination comes to rest, weights that follow the learning rate, and weight decay."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -240,7 +242,7 @@ def test_names_are_products():
         (rules.Plain, "dadam", "dat-adam"),
         (rules.Corrected, "d2-adam", "dat-d2-adam"),
         (rules.Tracked, "gt-adam", "dat-gt-adam"),
-        (rules.DiLoCo, "diloco-adam", "diloco+adam+anytime"),
+        (partial(rules.Plain, outer=rules.outer()), "diloco-adam", "plain+adam+outer+anytime"),
         (rules.Push, "push+adam", "push+adam+anytime"),
     ):
         base = pattern(0.1, rules.adam())

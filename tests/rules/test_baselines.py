@@ -52,6 +52,48 @@ def test_diloco_without_outer_momentum_is_local_sgd(momentum, engine):
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
+def by_hand(problem, graph, options):
+    """Outer steps and shared momentum written out in NumPy: who talks is decided here, not by the engine."""
+    start = np.tile(problem.start().double().numpy(), (NODES, 1))
+    w, anchor, last, m = start.copy(), start.copy(), start.copy(), np.zeros_like(start)
+    mu, shared = options.get("momentum", 0.0), options.get("shared", False)
+    eta, gamma = options.get("outer_lr", 1.0), options.get("outer_momentum", 0.0)
+    for t in range(1, STEPS + 1):
+        talks = t % graph.every == 0
+        P = graph.matrix(t).toarray() if talks else np.eye(NODES)
+        m = mu * m + problem.grad(torch.tensor(w)[:, None], t)[:, 0].numpy()
+        if shared == "first":
+            m = P @ m
+        w = w - LR * m
+        if shared is True:
+            m = P @ m
+        if talks:
+            v = anchor + eta * (w - anchor)
+            mixed, ahead = P @ v, v if options.get("nesterov", True) else anchor
+            w = anchor = mixed + gamma * (ahead - last)
+            last = ahead
+    return w
+
+
+@ENGINES
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("graph", [tp.ring, tp.one_peer_exponential, tp.star])
+def test_outer_steps_and_shared_momentum_are_what_numpy_says(graph, every, engine):
+    """GASLoC, NoLoCo's step and shared momentum in both orders, to rounding."""
+    problem, graph = least_squares(), tp.every(graph(NODES), every)
+    outer = {"outer_lr": 0.8, "outer_momentum": 0.3}
+    for name, options in (
+        ("plain+outer", outer),
+        ("plain+outer", outer | {"nesterov": False}),
+        ("plain+outer", outer | {"momentum": 0.8, "shared": True}),
+        ("plain", {"momentum": 0.8, "shared": True}),
+        ("plain", {"momentum": 0.8, "shared": "first"}),
+    ):
+        run = klatsch.simulate(problem, rules.make(name, lr=LR, **options), graph, STEPS, record=1, engine=engine)
+        expected = torch.tensor(by_hand(problem, graph, options))[:, None]
+        assert torch.allclose(run.output, expected, rtol=1e-12, atol=1e-13), options
+
+
 @ENGINES
 def test_quasi_global_momentum_is_algorithm_1(engine):
     problem, graph, momentum = least_squares(), tp.ring(NODES), 0.8

@@ -23,11 +23,14 @@ PATTERNS = {
     "corrected, published": lambda lr, direction: rules.Corrected(lr, direction, lazy=False),
     "tracked": rules.Tracked,
     "push": rules.Push,
-    "diloco": rules.DiLoCo,
+    "plain, outer": lambda lr, direction: rules.Plain(lr, direction, outer=rules.outer(0.7, 0.8)),
+    "corrected, outer": lambda lr, direction: rules.Corrected(lr, direction, outer=rules.outer(0.9, 0.3)),
+    "tracked, outer": lambda lr, direction: rules.Tracked(lr, direction, outer=rules.outer(0.9, 0.3)),
 }
 DIRECTIONS = {
     "sgd": rules.sgd(),
     "momentum": rules.momentum(0.7),
+    "shared": rules.momentum(0.7, shared=True),
     "adam": rules.adam(0.5, 0.9, 1e-3, weight_decay=0.01),
 }
 AROUND = {
@@ -36,7 +39,7 @@ AROUND = {
     "beta 0.9": lambda base: rules.Anytime(base, "constant", 0.9),
     "averaged": lambda base: rules.Averaged(base, "linear"),
 }
-PRODUCTS = list(itertools.product(PATTERNS, DIRECTIONS, AROUND))
+PRODUCTS = [p for p in itertools.product(PATTERNS, DIRECTIONS, AROUND) if p[:2] != ("push", "shared")]  # sums
 products = pytest.mark.parametrize("pattern, direction, around", PRODUCTS)
 LINEAR = [product for product in PRODUCTS if product[0] != "push" and product[1] != "adam"]
 RING = tp.ring(7)  # odd: D2 as published wants no eigenvalue of -1/3
@@ -53,7 +56,7 @@ def least_squares(graph, **choices):
 @products
 def test_every_product_learns(pattern, direction, around):
     problem = least_squares(RING, noise=0.0)
-    remembers = (direction == "momentum") + (pattern == "diloco")
+    remembers = (direction in ("momentum", "shared")) + ("outer" in pattern)
     lr = (0.02 / 20**remembers if around == "anytime" else 0.02) / problem.L  # steps of linear weights grow with t
     if direction == "adam":  # which divides by the size of gradients
         lr = 3e-4 if around == "anytime" else 0.01

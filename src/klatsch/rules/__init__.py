@@ -1,6 +1,7 @@
-"""Update rules from three parts, and rules by name.
+"""Update rules from four parts, and rules by name.
 
-A direction is what a node makes of a gradient, a pattern how nodes combine; `Anytime` takes gradients at an average:
+A direction is what a node makes of a gradient, a pattern how nodes combine, an outer step what happens beside mixing;
+`Anytime` takes gradients at an average:
 
     >>> from klatsch import rules
     >>> rules.make("dat-d2", lr=0.01, averaging="linear", momentum=0.9).name
@@ -25,16 +26,19 @@ from klatsch.rules.anytime import Anytime, Averaged
 from klatsch.rules.base import PER_COLUMN, SCHEDULES, Decay, Flow, Rule, State, check_schedule, checked
 from klatsch.rules.directions import Adam, Direction, Momentum, adam, momentum, sgd
 from klatsch.rules.names import ALIASES
-from klatsch.rules.patterns import Corrected, DecentLaM, DiLoCo, Pattern, Plain, Push, QuasiGlobal, Tracked
+from klatsch.rules.outer import Outer, outer
+from klatsch.rules.patterns import Corrected, DecentLaM, Pattern, Plain, Push, QuasiGlobal, Tracked
 
 __all__ = ["PER_COLUMN", "RULES", "SCHEDULES", "WHY_NOT", "Adam", "Anytime", "Averaged", "Corrected", "Decay"]
-__all__ += ["DecentLaM", "DiLoCo", "Direction", "Flow", "Momentum", "Pattern", "Plain", "Push", "QuasiGlobal", "Rule"]
-__all__ += ["State", "Tracked", "adam", "averaging", "check_schedule", "kind", "make", "momentum", "options", "sgd"]
+__all__ += ["DecentLaM", "Direction", "Flow", "Momentum", "Outer", "Pattern", "Plain", "Push", "QuasiGlobal"]
+__all__ += ["Rule", "State", "Tracked", "adam", "averaging", "check_schedule", "kind", "make", "momentum"]
+__all__ += ["options", "outer", "sgd"]
 
 PATTERNS: dict[str, type[Rule]] = {
-    part.short: part for part in (Plain, Corrected, Tracked, Push, DecentLaM, QuasiGlobal, DiLoCo)
+    part.short: part for part in (Plain, Corrected, Tracked, Push, DecentLaM, QuasiGlobal)
 }
 DIRECTIONS: dict[str, type[Direction]] = {part.short: part for part in (Momentum, Adam)}
+SET_BY_OTHERS = ("direction", "outer", "base", "every", "together")  # fields that parts and graphs set
 WHY_NOT = {  # an option that only other rules have: the reason
     "average": "it returns x, which is an average already; choose its weights with averaging",
     "averaging": "it takes gradients at its iterate; use dat, dat-gt, dat-d2, dat-sgp or dat-adam, or average",
@@ -51,7 +55,7 @@ WHY_NOT = {  # an option that only other rules have: the reason
 
 
 class Product:
-    """A pattern, a direction and an average as one function of lr and of the options of all three."""
+    """A pattern, a direction, an outer step and an average as one function of lr and of the options of all four."""
 
     def __init__(self, parts: str, defaults: Mapping[str, object] = MappingProxyType({}), line: str = "") -> None:
         pattern, *others = parts.split("+")
@@ -62,17 +66,17 @@ class Product:
         self.direction: type[Direction] | None = Momentum if issubclass(self.pattern, Pattern) else None
         if self.direction and others and others[0] in DIRECTIONS:
             self.direction = DIRECTIONS[others.pop(0)]
+        self.outer = Outer if self.direction and others[:1] == [Outer.short] else None
+        others = others[1:] if self.outer else others
         if others or pattern not in PATTERNS:
             raise ValueError(
                 f"unknown part {(others if pattern in PATTERNS else [pattern])[0]!r} of the rule {parts!r}; write a "
-                f"pattern ({', '.join(PATTERNS)}), after it {' or '.join(DIRECTIONS)} if the pattern has no momentum "
-                "of its own, and anytime or averaged if it shall average"
+                f"pattern ({', '.join(PATTERNS)}), after it {' or '.join(DIRECTIONS)} and outer if the pattern has no "
+                "momentum of its own, and anytime or averaged if it shall average"
             )
         options: dict[str, inspect.Parameter] = {}
-        for part in filter(None, (self.pattern, self.direction, Anytime if self.anytime else Averaged)):
-            options |= {
-                k: v for k, v in inspect.signature(part).parameters.items() if k not in ("direction", "base", "every")
-            }
+        for part in filter(None, (self.pattern, self.direction, self.outer, Anytime if self.anytime else Averaged)):
+            options |= {k: v for k, v in inspect.signature(part).parameters.items() if k not in SET_BY_OTHERS}
         self.__signature__ = inspect.Signature(
             [option.replace(default=defaults.get(name, option.default)) for name, option in options.items()]
         )
@@ -83,6 +87,8 @@ class Product:
         values = given.arguments
         if self.direction:
             values["direction"] = self.direction(**_those_of(self.direction, values))
+        if self.outer:
+            values["outer"] = self.outer(**_those_of(self.outer, values))
         rule = values["base"] = self.pattern(**_those_of(self.pattern, values))
         if self.anytime:
             return Anytime(**_those_of(Anytime, values))

@@ -18,6 +18,7 @@ class Direction:
 
     short: ClassVar[str] = ""  # its name as a part, if not that of its class
     gossips: str = ""  # the option that makes it gossip, if it does
+    travels: tuple[str, ...] = ()  # fields of its state that gossip beside the iterate, in its message
     decays: bool = False  # whether it needs the query point, as s["query"]
     ignores_scale: bool = False  # whether a factor on all gradients of a node changes nothing
 
@@ -32,13 +33,36 @@ class Direction:
 
 @dataclass(frozen=True, eq=False)
 class Momentum(Direction):
-    """m <- momentum m + g on every node, with a momentum from 0 up to but not including 1; 0 is the gradient itself."""
+    """Momentum, on every node or of the network; 0 is the gradient itself.
+
+        m <- momentum m + g;   s = m
+
+    Where data differ, a momentum of one's own runs after one's own data. A shared one gossips: beside the iterate in
+    one message (m <- mix(m) after the step), or before the step in a message of its own ("first": s = m = mix(m)).
+
+    Args:
+        momentum: a number from 0 up to but not including 1.
+        shared: gossip the momentum: true, or "first".
+    """
 
     momentum: Given = 0.0
+    shared: bool | str = False
     short: ClassVar[str] = "sgd"
 
     def __post_init__(self) -> None:
         columns.settle(self, momentum=share("momentum", self.momentum))
+        if self.shared not in (False, True, "first"):
+            raise ValueError(f"shared = {self.shared!r}; give true, false, or first to gossip momentum before the step")
+        if self.shared and is_zero(self.momentum):
+            raise ValueError(f"shared = {self.shared!r} with momentum = 0: nothing to share; give a momentum")
+
+    @property
+    def gossips(self) -> str:  # type: ignore[override]
+        return "shared" if self.shared else ""
+
+    @property
+    def travels(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("m",) if self.shared is True else ()
 
     def init(self, x: Tensor) -> State:
         """A buffer, unless nothing needs to be remembered."""
@@ -52,6 +76,8 @@ class Momentum(Direction):
             m = torch.add(grad, s["m"], alpha=self.momentum)  # in one pass through memory
         else:
             m = self.momentum * s["m"] + grad
+        if self.shared == "first":
+            (m,) = flow.mix(m)
         return m, {"m": m}
 
 

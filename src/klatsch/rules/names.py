@@ -1,7 +1,7 @@
 """The names of rules: each stands for a product of parts, with defaults of its own.
 
-A product is a pattern, maybe a direction, and maybe `anytime`: "corrected+anytime", "push+adam". One that has no name
-here is written like that, wherever a rule has a name. An option goes to the part that has it.
+A product is a pattern, maybe a direction, maybe `outer`, maybe `anytime`: "corrected+anytime", "push+adam". One without
+a name here is written like that, wherever a rule has a name. An option goes to the part that has it.
 """
 
 ROBUST = "robust to heterogeneous data"
@@ -20,13 +20,13 @@ ALIASES: dict[str, tuple[str, dict[str, object], str]] = {
     "dat-d2": ("corrected+anytime", {}, f"DAT over D2, {ROBUST}."),
     "dat-sgp": ("push+anytime", {}, "DAT over push-sum, for directed graphs."),
     "qg": ("qg", {}, "QG-DSGDm: momentum that follows the models after gossip, for heterogeneous data."),
-    "diloco": ("diloco", {}, "DiLoCo: local steps, then outer steps with Nesterov momentum; use it on complete/16."),
+    "diloco": ("plain+outer", {}, "DiLoCo: local steps, then an outer step with Nesterov momentum; use complete/16."),
     "dadam": ("plain+adam", {}, "AdamW on every node, then gossip: for transformers, best with reduced=true."),
     "dat-adam": ("plain+adam+anytime", SCHEDULE_FREE, "Schedule-free AdamW on every node, with gossip of w and x."),
     "d2-adam": ("corrected+adam", {"shared": True}, "AdamW with the correction of D2, on static symmetric graphs."),
     "gt-adam": ("tracked+adam", {}, f"AdamW of the tracked gradient, {ROBUST}."),
     "dat-d2-adam": ("corrected+adam+anytime", SCHEDULE_FREE | {"shared": True}, "Schedule-free d2-adam."),
     "dat-gt-adam": ("tracked+adam+anytime", SCHEDULE_FREE, f"Schedule-free AdamW of the tracked gradient, {ROBUST}."),
-    "diloco-adam": ("diloco+adam", {}, "DiLoCo as published: local steps of AdamW, then outer Nesterov steps."),
+    "diloco-adam": ("plain+adam+outer", {}, "DiLoCo as published: local steps of AdamW, then outer Nesterov steps."),
 }
 NAMES = {product: name for name, (product, _, _) in ALIASES.items()}

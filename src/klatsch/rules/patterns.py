@@ -9,8 +9,9 @@ from torch import Tensor
 
 from klatsch import columns
 from klatsch.columns import Given, Number
-from klatsch.rules.base import Flow, Graph, Rule, State, blend, descend, joined, learning_rate, of, positive, share
+from klatsch.rules.base import Flow, Graph, Rule, State, Tensors, blend, descend, joined, learning_rate, of, share
 from klatsch.rules.directions import Direction, is_zero, sgd
+from klatsch.rules.outer import Outer
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,38 +21,61 @@ class Pattern(Rule):
     Args:
         lr: learning rate: a number, a list with one per column, or a function of t.
         direction: what a node makes of its gradient; the gradient itself by default.
+        outer: what happens beside mixing when nodes talk; nothing by default.
     """
 
     lr: Given
     direction: Direction = field(default_factory=sgd)
+    outer: Outer | None = field(default=None, kw_only=True)
     decays, ignores_scale = of("direction.decays"), of("direction.ignores_scale")
 
     def __post_init__(self) -> None:
         columns.settle(self, lr=learning_rate(self.lr))
         if not isinstance(self.direction, Direction):
             raise ValueError(f"direction = {self.direction!r}; give one, such as rules.momentum(0.9)")
+        if not isinstance(self.outer, Outer | None):
+            raise ValueError(f"outer = {self.outer!r}; give one, such as rules.outer(0.7, 0.9), or none")
 
     @property
     def parts(self) -> tuple[str, ...]:
         direction = self.direction.short or type(self.direction).__name__
-        return super().parts if direction == "sgd" else (*super().parts, direction)
+        others = (direction if direction != "sgd" else "", self.outer.short if self.outer else "")
+        return (*super().parts, *filter(None, others))
 
     def init(self, x: Tensor) -> State:
-        return joined(self.name, {"w": x}, self.direction.init(x))
+        kept = self.direction.init(x)
+        return joined(self.name, {"w": x}, joined(self.name, kept, self.outer.init(x)) if self.outer else kept)
 
     def step(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
         """The direction of a round, and its part of the next state."""
         return self.direction(self.seen(s), grad, flow, t)
 
+    def combine(self, s: State, u: Tensor, kept: State, flow: Flow) -> State:
+        """Gossip of the point u that a step has led to, of what the direction shares, and the outer step."""
+        u = self.outer.proposal(s, u, flow) if self.outer else u
+        names = self.direction.travels
+        (w, *beside), more = self.mix(s, flow, u, *(kept[name] for name in names))
+        kept = kept | more | dict(zip(names, beside, strict=True))
+        return kept | (self.outer.step(s, u, w, flow) if self.outer else {"w": w})
+
+    def mix(self, s: State, flow: Flow, *tensors: Tensor) -> tuple[Tensors, State]:
+        """The iterate and what travels beside it after gossip, and what the pattern remembers of that."""
+        return flow.mix(*tensors), {}
+
     @property
     def settings(self) -> dict[str, Number]:
-        return {name: v for name, v in vars(self.direction).items() if not isinstance(v, bool)}
+        return {name: v for name, v in vars(self.direction).items() if not isinstance(v, bool | str)}
 
     def with_settings(self, **values: Number) -> Self:
         return columns.replaced(self, direction=columns.replaced(self.direction, **values))
 
+    def on(self, graph: Graph) -> Self:
+        return columns.replaced(self, outer=self.outer.on(graph)) if self.outer else self
+
     def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_doubly_stochastic(graph, name or self.name)
+        if self.outer:
+            needs_flows_in_time(graph, name or self.name, self.outer.outer_momentum)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,21 +99,22 @@ class Plain(Pattern):
 
     @property
     def met(self) -> tuple[str, ...]:  # type: ignore[override]
-        return () if self.direction.gossips else ("w",)
+        return () if self.direction.gossips or self.outer else ("w",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.order not in ("atc", "cta"):
             raise ValueError(f"order = {self.order!r}; choose atc (adapt, then combine) or cta (combine, then adapt)")
+        if self.order == "cta" and self.outer:
+            raise ValueError("order = 'cta' with an outer step, which needs the local steps before it mixes; use atc")
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
-        step, kept = self.step(s, grad, flow, t)
         if self.order == "atc":
-            (w,) = flow.mix(descend(s["w"], step, lr))
-        else:
-            (w,) = flow.mix(s["w"])
-            w = descend(w, step, lr)
-        return {"w": w} | kept
+            step, kept = self.step(s, grad, flow, t)
+            return self.combine(s, descend(s["w"], step, lr), kept, flow)
+        mixed = dict(zip(names := ("w", *self.direction.travels), flow.mix(*(s[n] for n in names)), strict=True))
+        step, kept = self.step(self.seen(s) | mixed, grad, flow, t)
+        return kept | {"w": descend(mixed["w"], step, lr)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,57 +188,7 @@ class QuasiGlobal(Remembering):
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_doubly_stochastic(graph, name or self.name)
-        _needs_flows_in_time(graph, name or self.name, self.momentum)
-
-
-@dataclass(frozen=True, eq=False)
-class DiLoCo(Pattern):
-    """Local steps, and every H rounds an outer step with Nesterov momentum along what the network has moved.
-
-        u = w - lr s;   m = u + flow(u);                                            s = direction(g)
-        every H rounds:   gap = anchor - m;   drift <- outer_momentum drift + gap;
-                          anchor <- anchor - outer_lr (gap + outer_momentum drift);   w <- anchor
-        else:             w <- m
-
-    On the complete graph with every = H it is DiLoCo; with outer_lr = 1 and outer_momentum = 0 it is local SGD, which
-    is `Plain` there. On other graphs every node has an anchor of its own.
-
-    Args:
-        outer_lr: learning rate of the outer steps.
-        outer_momentum: a number from 0 up to but not including 1.
-
-    References:
-        Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023, Algorithm 1.
-    """
-
-    outer_lr: Given = 0.7
-    outer_momentum: Given = 0.9
-    short: ClassVar[str] = "diloco"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        columns.settle(
-            self,
-            outer_lr=positive("outer_lr", self.outer_lr, "0.7"),
-            outer_momentum=share("outer_momentum", self.outer_momentum),
-        )
-
-    def init(self, x: Tensor) -> State:
-        return joined(self.name, super().init(x), {"anchor": x, "drift": x * 0.0})
-
-    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
-        step, kept = self.step(s, grad, flow, t)
-        (m,) = flow.mix(descend(s["w"], step, lr))
-        gap = s["anchor"] - m
-        drift = self.outer_momentum * s["drift"] + gap
-        anchor = s["anchor"] - self.outer_lr * (gap + self.outer_momentum * drift)
-        outer = 1.0 - flow.silent  # an `if` would not do: engines hand in many rounds at once
-        fields = {"w": (m, anchor), "anchor": (s["anchor"], anchor), "drift": (s["drift"], drift)}
-        return {name: blend(old, new, outer) for name, (old, new) in fields.items()} | kept
-
-    def check_graph(self, graph: Graph, name: str = "") -> None:
-        super().check_graph(graph, name)
-        _needs_flows_in_time(graph, name or self.name, self.outer_momentum)
+        needs_flows_in_time(graph, name or self.name, self.momentum)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,8 +213,7 @@ class Tracked(Pattern):
         z = s["z"] + flow(s["y"])[0]
         y = grad + z
         step, kept = self.step(s, y, flow, t)
-        (w,) = flow.mix(descend(s["w"], step, lr))
-        return {"w": w, "y": y, "z": z} | kept
+        return self.combine(s, descend(s["w"], step, lr), kept, flow) | {"y": y, "z": z}
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,9 +253,13 @@ class Corrected(Pattern):
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         step, kept = self.step(s, grad, flow, t)
         u = descend(descend(s["w"], step, lr), s["y"], 1.0 / self.every)
-        (f,) = flow(u)
+        return self.combine(s, u, kept, flow)
+
+    def mix(self, s: State, flow: Flow, *tensors: Tensor) -> tuple[Tensors, State]:
+        (u, *beside), (f, *flows) = tensors, flow(*tensors)
         part = 0.5 if self.lazy else 1.0
-        return {"w": descend(u, f, -part), "y": descend(s["y"], f, part)} | kept
+        mixed = (descend(u, f, -part), *(v + g for v, g in zip(beside, flows, strict=True)))
+        return mixed, {"y": descend(s["y"], f, part)}
 
     @property
     def scales(self) -> dict[str, float]:  # type: ignore[override]
@@ -292,10 +270,11 @@ class Corrected(Pattern):
 
     def on(self, graph: Graph) -> Self:
         # y answers flows that are as old as they are late, and would swing ever further with its whole weight.
-        return columns.replaced(self, every=graph.every + 2 * graph.late)
+        return columns.replaced(super().on(graph), every=graph.every + 2 * graph.late)
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         name = name or self.name
+        super().check_graph(graph, name)
         needs_static_symmetric(graph, name)
         # Rounding may lift an even ring's -1/3 above it.
         if not self.lazy and (smallest := graph.smallest_eigenvalue) <= -1 / 3 + 1e-9:
@@ -325,6 +304,8 @@ class Push(Pattern):
         super().__post_init__()
         if option := self.direction.gossips:
             raise ValueError(f"{self.name} with {option} = true: push-sum would gossip sums; leave {option} out")
+        if self.outer:
+            raise ValueError(f"{self.name}: momentum can turn push-sum's weights negative; use plain or tracked")
 
     def init(self, x: Tensor) -> State:
         return joined(self.name, super().init(x), {"weight": x[..., :1] * 0.0 + 1.0})
@@ -335,8 +316,7 @@ class Push(Pattern):
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         (weight,) = flow.mix(s["weight"])
         step, kept = self.step(s, grad, flow, t)
-        (w,) = flow.mix(descend(s["w"], step, lr))
-        return {"w": w, "weight": weight} | kept
+        return self.combine(s, descend(s["w"], step, lr), kept, flow) | {"weight": weight}
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         if not graph.column_stochastic:
@@ -367,7 +347,7 @@ def needs_static_symmetric(graph: Graph, rule: str) -> None:
         )
 
 
-def _needs_flows_in_time(graph: Graph, rule: str, momentum: Number) -> None:
+def needs_flows_in_time(graph: Graph, rule: str, momentum: Number) -> None:
     """Refuse flows that arrive after the next mix, where a momentum carries them on."""
     if graph.late >= graph.every and graph.late and not is_zero(momentum):
         raise ValueError(
