@@ -226,6 +226,7 @@ def test_a_network_that_does_not_connect_the_graph(run_cli, tmp_path):
     assert (code, out, err.count("\n")) == (2, "", 1)
 
 
+@pytest.mark.slow
 def test_a_table_of_links_is_that_of_the_first_machines(run_cli, tmp_path):
     links = tmp_path / "links.csv"
     links.write_text("\n".join(",".join("0" if i == j else "1e7" for j in range(4)) for i in range(4)))
@@ -238,6 +239,7 @@ def links_of(pairs, nodes):
     return "\n".join(",".join("1e7" if {i, j} in pairs else "0" for j in range(nodes)) for i in range(nodes))
 
 
+@pytest.mark.slow
 def test_graphs_without_their_links_are_left_out(run_cli, tmp_path):
     links = tmp_path / "links.csv"
     links.write_text(links_of([{0, 1}, {1, 2}, {2, 3}, {3, 0}], 4))  # a ring, and no more
@@ -247,6 +249,7 @@ def test_graphs_without_their_links_are_left_out(run_cli, tmp_path):
     assert {way["graph"] for way in ways if way["machines"] == 4} == {"ring", "complete"}  # an all-reduce along it
 
 
+@pytest.mark.slow
 def test_machines_that_are_not_connected_are_not_taken(run_cli, tmp_path):
     links = tmp_path / "links.csv"
     links.write_text(links_of([{0, 1}, {2, 3}], 4))
@@ -255,6 +258,7 @@ def test_machines_that_are_not_connected_are_not_taken(run_cli, tmp_path):
     assert "not more: the network does not have the links of any graph of 4 machines" in out
 
 
+@pytest.mark.slow
 def test_more_machines_may_be_connected_where_fewer_are_not(run_cli, tmp_path):
     """A ring of 8, whose first four nodes are a line."""
     links = tmp_path / "links.csv"

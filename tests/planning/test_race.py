@@ -269,6 +269,7 @@ def test_a_network_that_is_too_slow_is_not_used():
     assert "the network is too slow, a round takes" in "\n".join(text)
 
 
+@pytest.mark.slow
 def test_it_says_no_to_a_target_below_the_noise():
     asked = task(Clock(0.05, FAR), machines=1, dim=5, target=1e-30)
     never = race.race(asked)
@@ -278,6 +279,7 @@ def test_it_says_no_to_a_target_below_the_noise():
     assert "nearest: " in text[1]
 
 
+@pytest.mark.slow
 def test_not_more_machines_than_samples():
     def make(nodes, seed):
         problem = problems.LeastSquares(nodes, dim=5, noise=5.0)
@@ -304,6 +306,7 @@ def test_a_target_of_its_own():
     assert race.race(task(Clock(0.05, FAR), machines=1, dim=5, target=0.02)).target == 0.02
 
 
+@pytest.mark.slow
 def test_accuracy_is_to_grow():
     """An error is 1 - accuracy inside; what is said is the metric itself."""
 
@@ -337,6 +340,7 @@ def looked_at(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_race_keeps_to_its_time_and_says_so(looked_at):
     heard = []
     asked, found = looked_at(300.0, lambda text, share: heard.append((text, share)))
@@ -414,6 +418,7 @@ def test_winners_have_all_the_time_that_is_left(looked_at):
     assert (found.stopped, found.alone.seeds) == (False, race.SEEDS)
 
 
+@pytest.mark.slow
 def test_winners_run_again_also_without_seeds(monkeypatch):
     """At finer learning rates, and with the messages that they have."""
     ran, again = [], race.again
@@ -426,6 +431,7 @@ def test_winners_run_again_also_without_seeds(monkeypatch):
     assert not found.stopped
 
 
+@pytest.mark.slow
 def test_all_sizes_and_rules_take_turns():
     asked = task(Clock(0.05, FAR), machines=8, params=100_000)
     alone, problems_, _ = race.starters(asked)
@@ -442,6 +448,7 @@ def test_a_problem_that_is_too_slow_is_refused(looked_at):
         looked_at(20.0)
 
 
+@pytest.mark.slow
 def test_one_machine_is_shown_with_what_its_seeds_found(monkeypatch):
     """Of its two rules one runs again; the other one's single seed was perhaps lucky."""
     monkeypatch.setattr(race, "again", lambda asked, trial, *_: replace(trial, rounds=9 * trial.rounds, seeds=3))

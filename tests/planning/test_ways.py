@@ -88,6 +88,7 @@ def test_fewer_bytes_only_where_a_round_is_faster(params, wires):
     assert all((way.wire == "bfloat16") <= way.graph.startswith("one_peer") for way in found)
 
 
+@pytest.mark.slow
 def test_late_messages_only_where_a_round_is_faster():
     found, _ = found_by(FAR)
     late = [way for way in found if way.late]
@@ -138,6 +139,7 @@ def test_graphs_that_differ_from_others(machines):
     assert {way.rule for way in found} == set(RULES)
 
 
+@pytest.mark.slow
 def test_every_way_can_run():
     problem = problems.LeastSquares(8, dim=3)
     found, _ = found_by(FAR, 8, 1_000_000)

@@ -83,6 +83,7 @@ def test_on_the_ring_of_25_dat_beats_dsgd_a_hundredfold_and_what_lies_beyond_is_
     assert error["dat-d2"] <= error["dat"]
 
 
+@pytest.mark.slow
 def test_anytime_averaging_keeps_nodes_together():
     """The mechanism (Section 4.3): at the same learning rate x is far closer to its mean than w, and than D-SGD's w."""
     problem, graph = problems.LeastSquares(16, heterogeneity=5.0), tp.ring(16)

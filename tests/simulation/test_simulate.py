@@ -178,8 +178,8 @@ def test_blocks_cover_every_column_once(columns, threads):
 def test_a_column_that_diverges_becomes_inf_and_leaves_the_others_alone(engine, dtype):
     graph, problem = tp.ring(6), problems.LeastSquares(6, dim=5)
     rule = rules.make("dsgd", [0.001, 1.0, 0.002])
-    mixed = klatsch.simulate(problem, rule, graph, 2000, dtype=dtype, engine=engine)
-    calm = klatsch.simulate(problem, rules.make("dsgd", [0.001, 0.002]), graph, 2000, dtype=dtype, engine=engine)
+    mixed = klatsch.simulate(problem, rule, graph, 700, dtype=dtype, engine=engine)
+    calm = klatsch.simulate(problem, rules.make("dsgd", [0.001, 0.002]), graph, 700, dtype=dtype, engine=engine)
     assert mixed.diverged.tolist() == [False, True, False]
     assert_same_to_rounding(mixed.output[:, [0, 2]], calm.output)
     assert mixed.output[:, 1].isposinf().all()
@@ -643,10 +643,11 @@ def test_a_run_may_be_watched_and_stopped(engine, tmp_path):
         seen.append((t, state["w"].shape, metrics["distance"].shape))
         return metrics["distance"].min() < 0.5
 
-    run = partial(klatsch.simulate, problem, rule, graph, 3000, record=range(100, 3001, 100))
+    run = partial(klatsch.simulate, problem, rule, graph, 600, record=range(10, 601, 10))
     clock = klatsch.clock.Clock(0.01)
     result = run(watch=watch, engine=engine, clock=clock, checkpoint=tmp_path / "run", per_node=True)
-    assert [t for t, *_ in seen] == result.steps == [*range(100, result.rounds + 1, 100)]
+    assert [t for t, *_ in seen] == result.steps == [*range(10, result.rounds + 1, 10)]
+    assert 1 < len(seen) < 60
     assert seen[0][1:] == ((5, 2, 3), (2,))
     assert (result.metrics["distance"] < 0.5).any(1).tolist() == [False] * (len(seen) - 1) + [True]
     assert len(result.elapsed) == len(result.steps) == len(result.per_node["distance"])

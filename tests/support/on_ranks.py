@@ -12,7 +12,6 @@ from klatsch.ranks.node import Given, Node
 from klatsch.rules import Flow, Rule
 from klatsch.rules.base import each
 from klatsch.simulation.driver import Run, Saver
-from klatsch.simulation.record import Network
 from klatsch.simulation.simulator import prepared
 from klatsch.wire.carried import bare
 
@@ -72,10 +71,10 @@ def simulate_on_ranks(
     with closing(GlooLinks(group, topology, rates.device, TIMEOUT, "raise")) as links:
         problem = parts.networks[0].problem
         node = Node(rates.placed(bare(parts.rule)), rates.start(problem).contiguous(), links)
-        nodes = RankNodes(node, problem, rates, group)
+        nodes = RankNodes(node, parts.networks, rates, group)
         run = Run(nodes, parts.points, rates.steps)
         run.drive(Saver(None, 0.0, {}), lambda rounds: None)
-    return next(iter(run.results(parts.origins)), None)
+    return next(iter(run.results()), None)
 
 
 class Watched(Rule):
@@ -114,10 +113,11 @@ class RankNodes:
 
     name, brief = "ranks", False
 
-    def __init__(self, node, problem, rates, group):
-        self.node, self.rule, self.problem, self.rates, self.group = node, node.rule, problem, rates, group
+    def __init__(self, node, networks, rates, group):
+        self.node, self.rule, self.rates, self.group = node, node.rule, rates, group
+        self.problem = networks[0].problem
         self.device, self.rank = rates.device, dist.get_rank(group)
-        self.networks = [Network(problem, slice(None))] if self.rank == 0 else []
+        self.networks = networks if self.rank == 0 else []
         self.start = {}
         self.begun = torch.full((rates.columns, 2), -1)
         self._watched = Watched(self.rule)

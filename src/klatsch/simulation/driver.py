@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -43,8 +43,9 @@ class Run:
         """Go on from a snapshot and its metrics, (points, columns) each."""
         self.now, self.rows = now, [{name: v[k] for name, v in metrics.items()} for k in range(now.points)]
 
-    def go_on(self, after: Result, origin: Facts) -> None:
+    def go_on(self, after: Result) -> None:
         """Go on from a result; refuse that of another run."""
+        origin = self.nodes.networks[0].origin
         if not isinstance(after, Result):
             raise ValueError(f"after is a {type(after).__name__}; give a result of simulate")
         for name in {**after.origin, **origin}:
@@ -116,10 +117,10 @@ class Run:
         ]
         return {name: torch.cat([row[name] for row in each]) for name in each[0]}
 
-    def results(self, origins: Sequence[Facts]) -> list[Result]:
+    def results(self) -> list[Result]:
         """The result of each network; `seconds` is the time of all of them."""
         now, metrics, results = self.now, self.metrics, []
-        C, outputs = len(now.diverged) // len(origins), self.nodes.rule.output(now.state)
+        C, outputs = self.nodes.rates.columns, self.nodes.rule.output(now.state)
         by_node = {name.removesuffix(NODES): v for name, v in metrics.items() if NODES in name}
         for k, network in enumerate(self.nodes.networks):
             own, output = slice(k * C, (k + 1) * C), outputs[network.nodes]
@@ -137,7 +138,7 @@ class Run:
                     engine=self.nodes.name,
                     state=network.part(now.state),
                     rounds=now.rounds,
-                    origin=origins[k],
+                    origin=network.origin,
                 )
             )
         return results

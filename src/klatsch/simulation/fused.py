@@ -164,7 +164,7 @@ class FusedStack(Stack):
 
     def __init__(self, parts: Prepared) -> None:
         super().__init__(parts)
-        (topology, *others), quadratic = parts.topologies, self.problem.quadratic()
+        (topology, *others), quadratic = self.topologies, self.problem.quadratic()
         if self.device.type != "cpu":
             raise ValueError("it runs on the CPU only")
         if others:
@@ -200,7 +200,7 @@ class FusedStack(Stack):
         self._drawer = native.quiet_threads(1)
 
     def advance(self, state: State, done: int, until: int) -> State:
-        topology = self.parts.topologies[0]
+        topology = self.topologies[0]
         used = [state[name].contiguous().numpy() for name in self.start]  # a round may reorder the fields
         # NumPy copies, here and below: torch would start threads for them, which slow the kernel down.
         for block in self._blocks:
@@ -241,7 +241,7 @@ class FusedStack(Stack):
         """The rule with coefficients for rounds `first` to `beyond` - 1."""
         times = torch.arange(first, beyond, dtype=torch.float64)[:, None, None]
         lr = self._rates.between(first - 1, beyond - 1) if self._rates.change else self._rates(first)
-        every = self.parts.topologies[0].every
+        every = self.topologies[0].every
         return trace(self._rule, self.start, times, lr, (times % every != 0).double() if every > 1 else False)
 
 

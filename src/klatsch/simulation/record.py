@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from klatsch.problems import Problem
-from klatsch.rules import State
+from klatsch.rules import Rule, State
 from klatsch.rules.base import each
+from klatsch.topology import Topology
 
 Facts = dict[str, object]  # plain data that JSON can hold
 
@@ -21,9 +22,12 @@ NODES = "@nodes"  # ends the names of metrics of every node
 
 
 class Network(NamedTuple):
-    """One network of a run: its problem, and its rows of the state."""
+    """One network of a run: its parts, and its rows of the state."""
 
     problem: Problem
+    rule: Rule  # as it was given
+    topology: Topology
+    origin: Facts  # what tells it from others, whatever its length
     nodes: slice
 
     def part(self, state: State) -> State:

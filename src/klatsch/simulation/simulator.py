@@ -124,15 +124,15 @@ def simulate_together(
         One result per problem; `seconds` is the time of all of them.
     """
     parts = prepared(problems, rule, topologies, steps, record, dtype, device, any_graph, meets)
-    rates, origins, networks = parts.rates, parts.origins, len(problems)
-    identity, title = origins[0], f"{parts.rule.name} on {topologies[0].name}, {topologies[0].size} nodes"
-    if networks > 1:
-        identity, title = {"networks": digest({}, {"each": origins})}, f"{parts.rule.name} on {networks} networks"
-        if after is not None:
-            raise ValueError(f"after continues one result, but there are {networks} problems; give one problem")
+    rates, origins, where = parts.rates, [own.origin for own in parts.networks], f"{len(problems)} networks"
+    if len(problems) == 1:
+        where = f"{topologies[0].name}, {topologies[0].size} nodes"
+    elif after is not None:
+        raise ValueError(f"after continues one result, but there are {len(problems)} problems; give one problem")
     run = Run(_fastest(engine, parts), parts.points, rates.steps, per_node, watch)
     if after is not None:
-        run.go_on(after, origins[0])
+        run.go_on(after)
+    identity: Facts = origins[0] if len(origins) == 1 else {"networks": digest({}, {"each": origins})}
     if checkpoint is not None:  # hashing large states takes seconds
         if any(origin["problem"] is None for origin in origins):
             raise ValueError(
@@ -141,24 +141,14 @@ def simulate_together(
             )
         identity = identity | _length(run, rates) | ({"per node": True} if per_node else {})
     sent = None if params is None else whole(params, "params", 1)
-    told = [  # before the run, which a clock that does not fit would waste
-        _seconds(clock, own, graph, sent or problem.dim, run.points, parts.meets)
-        for own, graph, problem in zip(_for_each(rule, problems), topologies, problems, strict=True)
-    ]
+    # Before the run, which a clock that does not fit would waste.
+    elapsed = [_seconds(clock, own, sent or own.problem.dim, run.points, parts.meets) for own in parts.networks]
     saver = Saver(checkpoint, checkpoint_every, identity, checkpoint_at_end)
     saver.restore(run)
-    with progress_bar(progress, rates.steps, run.now.rounds, title) as tell:
+    with progress_bar(progress, rates.steps, run.now.rounds, f"{parts.rule.name} on {where}") as tell:
         run.drive(saver, tell)
-    results = zip(run.results(origins), told, strict=True)
+    results = zip(run.results(), elapsed, strict=True)
     return [replace(result, elapsed=seconds[: len(result.steps)]) for result, seconds in results]
-
-
-def _for_each(rule: Rule | list[Rule], problems: Sequence[Problem]) -> list[Rule]:
-    """A rule for each problem, of which there may be one for all."""
-    rules = [*rule] if isinstance(rule, list) else [rule]
-    if len(rules) not in (1, len(problems)):
-        raise ValueError(f"{len(rules)} rules for {len(problems)} problems; give one rule, or one for each problem")
-    return rules if len(rules) > 1 else rules * len(problems)
 
 
 def prepared(
@@ -175,10 +165,13 @@ def prepared(
     """Check that the parts of a run, of one network or several, fit together."""
     if not problems or len(problems) != len(topologies):
         raise ValueError(f"{len(problems)} problems and {len(topologies)} topologies; give one topology per problem")
-    rules, several = _for_each(rule, problems), isinstance(rule, list) and len(rule) > 1
+    given = [*rule] if isinstance(rule, list) else [rule]
+    if len(given) not in (1, len(problems)):
+        raise ValueError(f"{len(given)} rules for {len(problems)} problems; give one rule, or one for each problem")
+    several, given = len(given) > 1, given if len(given) > 1 else given * len(problems)
     meets = meets.strip() if isinstance(meets, str) else meets
     problems = [checked_problem(problem) for problem in problems]
-    fitted = [_fitted(*trio, any_graph, meets) for trio in zip(problems, rules, topologies, strict=True)]
+    fitted = [_fitted(*trio, any_graph, meets) for trio in zip(problems, given, topologies, strict=True)]
     rules, columns, nodes = [own for own, _, _ in fitted], max(C for _, C, _ in fitted), [p.nodes for p in problems]
     if not several and len({str(cols.flattened("rule", own)) for own in rules}) > 1:
         name = rules[0].name
@@ -203,9 +196,10 @@ def prepared(
         }
         for problem, own, graph in zip(problems, rules, topologies, strict=True)
     ]
-    rows = pairwise(accumulate(nodes, initial=0))
-    networks = [Network(problem.to(dtype, where), slice(*own)) for problem, own in zip(problems, rows, strict=True)]
-    together = networks[0].problem
+    placed = [problem.to(dtype, where) for problem in problems]
+    rows = [slice(*own) for own in pairwise(accumulate(nodes, initial=0))]
+    networks = [Network(*own) for own in zip(placed, given, topologies, origins, rows, strict=True)]
+    together = placed[0]
     if len(problems) > 1:
         kinds = {type(problem) for problem in problems}
         if len(kinds) > 1 or together.joined is None:
@@ -214,7 +208,7 @@ def prepared(
         together = together.joined(problems).to(dtype, where)
     rates = Rates([own.lr for own in (rules if several else rules[:1])], nodes, steps, columns, dtype, where)
     joined = cols.joined(rules, nodes) if several else rules[0]
-    return Prepared(together, networks, topologies, joined, rates, points, origins, fitted[0][2], meets)
+    return Prepared(together, networks, joined, rates, points, fitted[0][2], meets)
 
 
 def _fitted(
@@ -268,16 +262,15 @@ def _length(run: Run, rates: Rates) -> Facts:
     }
 
 
-def _seconds(
-    clock: Clock | None, rule: Rule, graph: Topology, params: int, points: list[int], meets: str
-) -> list[float]:
+def _seconds(clock: Clock | None, network: Network, params: int, points: list[int], meets: str) -> list[float]:
     """When all nodes have done so many rounds; nodes that do not meet in rounds have a clock of their own."""
     if clock is None:
         return []
+    given = network.rule, network.topology, params
     if not meets:
-        return clock.seconds(rule, graph, params, points)
-    clock.seconds(rule, graph, params, [1])  # it must fit, all the same
-    schedule = scheduled(rule, graph, params, meets)
+        return clock.seconds(*given, points)
+    clock.seconds(*given, [1])  # it must fit, all the same
+    schedule = scheduled(*given, meets)
     return [schedule.seconds(step) for step in points]
 
 

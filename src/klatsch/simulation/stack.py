@@ -23,8 +23,7 @@ from klatsch.problems import Problem
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import LearningRate, Tensors, each, rate
 from klatsch.simulation.mixing import StackedMix
-from klatsch.simulation.record import Facts, Network, Snapshot
-from klatsch.topology import Topology
+from klatsch.simulation.record import Network, Snapshot
 from klatsch.wire.carried import bare
 from klatsch.wire.rehearsal import Rehearsal
 
@@ -84,11 +83,9 @@ class Prepared:
 
     problem: Problem  # of all networks together
     networks: list[Network]
-    topologies: Sequence[Topology]  # one per network
     rule: Rule  # as it runs on them
     rates: Rates
     points: list[int]
-    origins: list[Facts]  # by network: what tells it from others, whatever its length
     rehearsal: Rehearsal  # of the rule, without a channel
     meets: str = ""  # when nodes mix, if not all together in rounds
 
@@ -141,15 +138,16 @@ class Stack:
     def __init__(self, parts: Prepared) -> None:
         self.parts, self.problem, self.networks, self.rates = parts, parts.problem, parts.networks, parts.rates
         self.device, self.rule = self.rates.device, self.rates.placed(parts.rule)
-        self.brief = all(own.problem.brief for own in parts.networks)
+        self.brief = all(own.problem.brief for own in self.networks)
+        self.topologies = [own.topology for own in self.networks]
         self.gradients = Gradients(self.problem, self.rates.steps, self.device.type)
-        starts = [self.rates.start(own).expand(own.nodes, -1, -1) for own, _ in self.networks]
+        starts = [self.rates.start(own.problem).expand(own.problem.nodes, -1, -1) for own in self.networks]
         self.start = self.rule.init(torch.cat(starts))
 
     @cached_property
     def mix(self) -> StackedMix:
         """The gossip of all rounds, which only some engines need."""
-        return StackedMix(*self.parts.topologies, dtype=self.rates.dtype, device=self.device)
+        return StackedMix(*self.topologies, dtype=self.rates.dtype, device=self.device)
 
     def flow(self, t: int) -> Flow:
         """The flow of round t."""
@@ -229,7 +227,7 @@ class GraphStack(Stack):
             raise ValueError("the problem has no draw(t) and gradient(x, drawn)")
         parts.rehearsal.check(slices=False)
         period = self.mix.period
-        if any(topology.loss for topology in parts.topologies):
+        if any(topology.loss for topology in self.topologies):
             raise ValueError("other messages are lost in every round")
         if period > MOST_ROUNDS:
             raise ValueError(f"the topology repeats after {period:,} rounds; a graph holds {MOST_ROUNDS} at most")
@@ -307,7 +305,7 @@ class PairwiseStack(AsynchronousStack):
 
     def __init__(self, parts: Prepared) -> None:
         super().__init__(parts)
-        schedule = scheduled(self.rule, parts.topologies[0], self.problem.dim, parts.meets)
+        schedule = scheduled(self.rule, self.topologies[0], self.problem.dim, parts.meets)
         assert isinstance(schedule, Pairwise)
         self.schedule, asked = schedule, self.rule.query(self.start)
         self.start = self.start | {ASKED: asked, LAST: torch.zeros_like(asked)}
@@ -341,7 +339,7 @@ class StaleStack(AsynchronousStack):
 
     def __init__(self, parts: Prepared) -> None:
         super().__init__(parts)
-        schedule = scheduled(bare(self.rule), parts.topologies[0], self.problem.dim, parts.meets)
+        schedule = scheduled(bare(self.rule), self.topologies[0], self.problem.dim, parts.meets)
         assert isinstance(schedule, Staleness)
         self.schedule = schedule
         self._weights = torch.tensor(schedule.weights, dtype=self.rates.dtype, device=self.device)
