@@ -454,6 +454,7 @@ CHANNELS = {
     "seldom, late, int8": {"every": 2, "late": 1, "wire": "int8"},
 }
 CORRECTED = ("d2", "gt", "dat-d2", "dat-gt")  # rules with sums that are zero over the network
+SOME = ("dsgd", "sgp", "d2", "gt", "dat-d2", "dat-gt-adam", "diloco")  # of each pattern one
 GONE = {"complete": [0, 2], "ring": [1], "star": [0]}  # without its centre, all that is left of a star is alone
 
 
@@ -488,9 +489,11 @@ def check_those_who_remain(folder, size, case, label, gone=None):
             torch.testing.assert_close(mean, wanted, rtol=0, atol=2e-3, msg=lambda text: f"{label}: {text}")
 
 
-def test_a_rank_that_leaves_does_not_take_the_balance_of_the_others_with_it(tmp_path, launch):
-    cases = {rule: parting(rule) for rule in klatsch.rules.RULES}
-    cases |= {f"{rule} one way": parting(rule, "exponential", [1]) for rule in ("dsgd", "gt", "dat-gt")}
+@pytest.mark.parametrize("rules", [SOME, pytest.param({*klatsch.rules.RULES} - {*SOME}, marks=pytest.mark.soak)])
+def test_a_rank_that_leaves_does_not_take_the_balance_of_the_others_with_it(tmp_path, launch, rules):
+    cases = {rule: parting(rule) for rule in rules}
+    if rules is SOME:
+        cases |= {f"{rule} one way": parting(rule, "exponential", [1]) for rule in ("dsgd", "gt")}
     launch(4, "rank_hardships.departures", cases=cases, rounds=70).succeed()
     for label, case in cases.items():
         check_those_who_remain(tmp_path, 4, case, label)

@@ -13,8 +13,7 @@ from tests.support.imitation import Kernel
 from tests.support.processes import Ranks
 from tests.support.rank_scenarios import RANK_RULES, ROUNDS, lr_of, problem_of
 
-GRAPHS = ("ring", "one_peer_exponential", "ring/4")
-EVERYTHING = dict.fromkeys(RANK_RULES, GRAPHS)
+EVERYTHING = dict.fromkeys(RANK_RULES, ("ring/4",)) | {"dat": ("ring", "one_peer_exponential"), "sgp": ("ring",)}
 SOME = dict.fromkeys(("dat cta beta", "dat-d2 beta", "dat-adam", "dadam cta reduced", "sgp"), ("ring",))
 NEEDED = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -31,7 +30,7 @@ def test_kernels_compute_what_the_rules_say(tmp_path, launch, device, cases):
     """To 1e-4, in float32, where steps add up to 0.1 and more; what Adam divides by may be small."""
     launch(4, "parity", device=device, cases=cases, kernels=True).succeed()
     ranks = [torch.load(tmp_path / f"parity-{rank}") for rank in range(4)]
-    assert len(ranks[0]) >= 2 * len(cases) or device == "cuda"
+    assert len(ranks[0]) >= len(cases)
     for case in ranks[0]:
         label, name = case.split(" | ")
         rule, options = RANK_RULES[label]

@@ -11,11 +11,10 @@ from klatsch.study import load, run_study, workers
 from tests.support.comparisons import assert_same_to_rounding
 from tests.support.on_ranks import assert_same_as_in
 from tests.support.processes import Ranks
-from tests.support.rank_scenarios import LR, RANK_CASES, RANK_RULES, ROUNDS, lr_of, problem_of
+from tests.support.rank_scenarios import LR, PATTERNS, RANK_CASES, RANK_RULES, ROUNDS, lr_of, problem_of
 
-PATTERNS = ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp")  # one rule of each
-ON_SIX = ("torus", "one_peer_exponential", "base_graph", "base_graph/3", "random_matching")  # which is no power of 2
-CASES = {4: RANK_CASES, 6: dict.fromkeys(PATTERNS, ON_SIX)}
+ON_SIX = ("torus", "one_peer_exponential")  # which is no power of 2
+CASES = {4: RANK_CASES, 6: dict.fromkeys(PATTERNS, ON_SIX) | {"dsgd": (*ON_SIX, "base_graph/3", "random_matching")}}
 
 
 @pytest.fixture(scope="module")

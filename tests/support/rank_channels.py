@@ -62,14 +62,17 @@ def graphs():
 
 
 def cases(labels=LABELS):
-    """Rules over every channel, on the graphs where both are defined."""
+    """Rules over channels, on the graphs where both are defined: every rule over a third of them, each another one."""
     for label in labels:
         rule, options = RANK_RULES[label]
         made = klatsch.rules.make(rule, lr=LR, **options)
+        defined = []
         for graph in graphs():
             with suppress(ValueError):
                 made.check_graph(graph)
-                yield f"{label} | {graph.name}", made, graph
+                defined.append(graph)
+        for graph in defined[LABELS.index(label) % 3 :: 3]:
+            yield f"{label} | {graph.name}", made, graph
 
 
 def channels(folder):

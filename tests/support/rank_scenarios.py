@@ -44,9 +44,12 @@ RANK_RULES = {
     "kgt": (f"{Path(__file__).parents[2] / 'examples' / 'published.py'}:KGT", {}),  # of one's own, asks flow.silent
 }
 RANK_GRAPHS = ("ring", "one_peer_exponential", "base_graph", "directed_ring", "ring/4", "base_graph/3")
-RANK_CASES = {  # every rule on every graph; options, which know nothing of graphs, on two that differ in all
-    label: RANK_GRAPHS if label in klatsch.rules.RULES else ("one_peer_exponential", "ring/4") for label in RANK_RULES
-}
+PATTERNS = ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp", "diloco")  # one rule of each
+# Patterns on every graph, their products on two that differ in all; options, which know nothing of graphs, on one.
+RANK_CASES = dict.fromkeys(RANK_RULES, ("ring/4",))
+RANK_CASES |= dict.fromkeys(klatsch.rules.RULES, ("one_peer_exponential", "ring/4")) | dict.fromkeys(
+    PATTERNS, RANK_GRAPHS
+)
 ROUNDS, LR = 12, 1e-3  # as many as base_graph/3 takes to come around
 ENDURE_LR = 5e-3
 
