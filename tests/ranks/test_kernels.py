@@ -13,7 +13,11 @@ from tests.support.imitation import Kernel
 from tests.support.processes import Ranks
 from tests.support.rank_scenarios import RANK_RULES, ROUNDS, lr_of, problem_of
 
-EVERYTHING = dict.fromkeys(RANK_RULES, ("ring/4",)) | {"dat": ("ring", "one_peer_exponential"), "sgp": ("ring",)}
+EVERYTHING = dict.fromkeys(RANK_RULES, ("ring/4",)) | {
+    "dat": ("ring", "one_peer_exponential"),
+    "sgp": ("ring",),
+    "decentlam": ("ring",),
+}
 SOME = dict.fromkeys(("dat cta beta", "dat-d2 beta", "dat-adam", "dadam cta reduced", "sgp"), ("ring",))
 NEEDED = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -175,7 +175,7 @@ def keep_going(folder, kind, rounds, label="dat-d2 beta", stop=None, inside=INSI
 
 def saved_and_loaded(folder, inside, firsts, rounds):
     """The state through torch.distributed.checkpoint, a folder for each host, for another number of ranks per host."""
-    rank, size = group()
+    _, size = group()
     mesh = init_device_mesh("cpu", (size // inside, inside), mesh_dim_names=("host", "gpu"))
     for kind, channel, first in product(("ddp before", "fsdp2"), CHANNELS, firsts):
         (folder / f"{kind} {channel}").mkdir(exist_ok=True)

@@ -47,9 +47,8 @@ RANK_GRAPHS = ("ring", "one_peer_exponential", "base_graph", "directed_ring", "r
 PATTERNS = ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp", "diloco")  # one rule of each
 # Patterns on every graph, their products on two that differ in all; options, which know nothing of graphs, on one.
 RANK_CASES = dict.fromkeys(RANK_RULES, ("ring/4",))
-RANK_CASES |= dict.fromkeys(klatsch.rules.RULES, ("one_peer_exponential", "ring/4")) | dict.fromkeys(
-    PATTERNS, RANK_GRAPHS
-)
+RANK_CASES |= dict.fromkeys(klatsch.rules.RULES, ("one_peer_exponential", "ring/4"))
+RANK_CASES |= dict.fromkeys(PATTERNS, RANK_GRAPHS) | {"decentlam": ("ring",)}
 ROUNDS, LR = 12, 1e-3  # as many as base_graph/3 takes to come around
 ENDURE_LR = 5e-3
 
