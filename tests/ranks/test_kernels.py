@@ -11,13 +11,11 @@ from klatsch.ranks import kernels
 from klatsch.wire.program import NotTraceableError
 from tests.support.imitation import Kernel
 from tests.support.processes import Ranks
-from tests.support.rank_scenarios import RANK_RULES, ROUNDS, lr_of, problem_of
+from tests.support.rank_scenarios import PATTERNS, RANK_RULES, ROUNDS, lr_of, problem_of
 
-EVERYTHING = dict.fromkeys(RANK_RULES, ("ring/4",)) | {
-    "dat": ("ring", "one_peer_exponential"),
-    "sgp": ("ring",),
-    "decentlam": ("ring",),
-}
+PARTS = (*PATTERNS, "dat linear momentum", "dadam cta shared decay", "dat-d2-adam local", "gt-adam", "qg", "kgt")
+EVERYTHING = dict.fromkeys(PARTS, ("ring/4",)) | {"dat": ("one_peer_exponential",), "decentlam": ("ring",)}
+REST = dict.fromkeys(RANK_RULES.keys() - EVERYTHING.keys(), ("ring/4",))
 SOME = dict.fromkeys(("dat cta beta", "dat-d2 beta", "dat-adam", "dadam cta reduced", "sgp"), ("ring",))
 NEEDED = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -29,7 +27,14 @@ def alone():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("device, cases", [("cpu", EVERYTHING), pytest.param("cuda", SOME, marks=NEEDED)])
+@pytest.mark.parametrize(
+    "device, cases",
+    [
+        ("cpu", EVERYTHING),
+        pytest.param("cpu", REST, marks=pytest.mark.soak),
+        pytest.param("cuda", SOME, marks=NEEDED),
+    ],
+)
 def test_kernels_compute_what_the_rules_say(tmp_path, launch, device, cases):
     """To 1e-4, in float32, where steps add up to 0.1 and more; what Adam divides by may be small."""
     launch(4, "parity", device=device, cases=cases, kernels=True).succeed()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from klatsch.columns import Number
 from klatsch.rules import Flow, Rule, State
-from klatsch.rules.base import Tensors
+from klatsch.rules.base import Tensors, of
 from klatsch.topology import Topology
 from klatsch.wire import encodings
 from klatsch.wire.rehearsal import Rehearsal
@@ -45,9 +45,8 @@ class Carried(Rule):
     wire: str
     stale: bool = False
 
-    @property
-    def name(self) -> str:
-        return self.rule.name
+    name = of("rule.name")
+    iterate, query, output = of("rule.iterate"), of("rule.query"), of("rule.output")
 
     def init(self, x: Tensor) -> State:
         state, rehearsal = dict(self.rule.init(x)), Rehearsal(self.rule, x)
@@ -57,15 +56,6 @@ class Carried(Rule):
                 state[f"held@{c}.{n}"] = nothing
             state |= {f"flight@{c}.{n}.{k}": nothing for k in range(self.late)}
         return state
-
-    def iterate(self, s: State) -> Tensor:
-        return self.rule.iterate(s)
-
-    def query(self, s: State) -> Tensor:
-        return self.rule.query(s)
-
-    def output(self, s: State) -> Tensor:
-        return self.rule.output(s)
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         kept: State = {}
