@@ -72,11 +72,15 @@ def test_no_channel_moves_the_network_mean(rule):
             assert (plain["w"] - travelled["w"]).abs().max() > 1e-3, (every, late, wire)
 
 
-@pytest.mark.parametrize("rule", [*(name for name in rules.RULES if "adam" not in name), "dadam", "dat-d2-adam"])
+NEARER = [*(name for name in rules.RULES if "adam" not in name), "dadam", "dat-d2-adam"]
+
+
+@pytest.mark.parametrize("rule", NEARER)
 def test_every_rule_gets_nearer_to_the_optimum_over_every_channel(rule):
+    """Every rule over a fourth of them, each another one, so that every channel carries several rules."""
     problem = problems.LeastSquares(5, dim=6, noise=0.0, heterogeneity=1.0)
     made = rules.make(rule, lr=0.02)
-    for every, late, wire in CHANNELS:
+    for every, late, wire in CHANNELS[NEARER.index(rule) % 4 :: 4]:
         graph = tp.make("ring", 5, every=every, late=late, wire=wire)
         if reason := refusal(rule, every, late):
             with pytest.raises(ValueError, match=reason):
