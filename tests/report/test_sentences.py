@@ -301,7 +301,7 @@ def test_the_median_and_the_mean_of_all_points():
     assert holds(rows, **ahead, over="mean") is False
     assert holds(rows, **ahead) is False
     (verdict,) = said(**ahead, over="median").check(rows)
-    assert "0.9 times in the middle" in verdict.figures[0]
+    assert "0.9 times in the median" in verdict.figures[0]
     assert "from 0.5 times to 9 times" in verdict.figures[0]
 
 

@@ -302,7 +302,7 @@ class Sentence(selection.Words):
         if not gaps:
             return (all(met) if self.over == "all" else None), "all diverged"
         middle, low, high = (tolerance.told(gap) for gap in (median(gaps), min(gaps), max(gaps)))
-        summary = f"{middle} in the middle, {tolerance.told(mean(gaps))} in the mean, from {low} to {high}"
+        summary = f"{middle} in the median, {tolerance.told(mean(gaps))} in the mean, from {low} to {high}"
         if self.over == "all":
             best = ", ".join(f"{rule} at {count}" for rule, count in rivals.most_common())
             text = "; ".join(texts) if len(met) <= FEW else f"{summary}; the best of theirs is {best}"
