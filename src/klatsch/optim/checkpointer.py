@@ -165,19 +165,10 @@ class Checkpointer:
         content["generators"] = get_generators(optimizer.device)
         tensors: dict[str, Tensor] = {}
         path, header = self._file(rounds), {kind: packed(part, tensors, kind) for kind, part in content.items()}
-        header |= {
-            "format": FORMAT,
-            "training": self._training,
-            "rounds": rounds,
-            "rank": optimizer.rank,
-            "place": optimizer.host.place,
-            "places": optimizer.host.size,
-            "size": optimizer.topology.size,
-            "crew": optimizer.crew,
-            "topology": self._topology,
-            "run": self._identity(),
-            "export": self._export(tensors),
-        }
+        header |= {"format": FORMAT, "training": self._training, "rounds": rounds, "crew": optimizer.crew}
+        header |= {"rank": optimizer.rank, "size": optimizer.topology.size, "topology": self._topology}
+        header |= {"place": optimizer.host.place, "places": optimizer.host.size}
+        header |= {"run": self._identity(), "export": self._export(tensors)}
         sealed.write(path, header, tensors)
         # A rank that has begun round r + 1 has saved round r.
         own = {int(match[3]): path for path, match in saved.named(self.folder) if path == self._file(int(match[3]))}

@@ -331,7 +331,7 @@ class Gossip(Points, Joinable, JoinHook):
         for share in self.shares:
             share.node.balance()
         for share in self.shares:
-            share.exchange()
+            share.node.exchange(share.given)
         return [float(node in self._links.lost) for node in range(self.topology.size)]
 
     def _follow_schedule(self) -> None:
@@ -467,19 +467,11 @@ class Gossip(Points, Joinable, JoinHook):
             self.state.clear()
         content = self.content()
         single = [{n: share.node.state[n].clone() for n in sorted(share.singles)} for share in self.shares]
-        rest = {
-            "format": FORMAT,
-            "rank": self.rank,
-            "size": self.topology.size,
-            "rounds": self.rounds,
-            "run": self._run,
-            "single": single,
-            "topology": self.topology.fingerprint,
-            "scales": content["scales"],
-            # A host's may be loaded by another number of ranks, which have other parts of the channel's memory.
-            "memories": content["memories"] if self.host.group is None else None,
-        }
-        return by_parameter | {"gossip": rest}
+        # A host's may be loaded by another number of ranks, which have other parts of the channel's memory.
+        memories = content["memories"] if self.host.group is None else None
+        place = {"rank": self.rank, "size": self.topology.size, "topology": self.topology.fingerprint}
+        held = {"rounds": self.rounds, "single": single, "scales": content["scales"], "memories": memories}
+        return by_parameter | {"gossip": {"format": FORMAT, "run": self._run} | place | held}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Go on from a state; on all ranks, each with its own of the same round.

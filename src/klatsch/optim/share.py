@@ -45,7 +45,7 @@ class Share:
 
     rule: Rule
     node: Node
-    _given: Callable[[Block], Given]  # what a round starts from
+    given: Callable[[Block], Given]  # what a round starts from
 
     def __init__(
         self, parameters: Sequence[Tensor], names: Mapping[int, object], host: Host, reshard: Callable[[], None]
@@ -194,7 +194,7 @@ class Share:
             own = {name: v[block] for name, v in by_parameter.items()}
             return Given(rule.with_settings(**own) if own else rule, gradient, _cut(lr, block))
 
-        self._given = given
+        self.given = given
         if factor == 0.0 or is_sound(gradients):
             return None
         views = self.views(gradients)
@@ -202,17 +202,13 @@ class Share:
         which = f"{self._described(wrong[0])}{f' (of {len(wrong)})' * (len(wrong) > 1)}"
         return f"the gradient of {which} is not finite, or absurd: up to {float(gradients.abs().max()):.3g}"
 
-    def exchange(self) -> None:
-        """The first half of a round. Where it fails, nothing has changed yet."""
-        self.node.exchange(self._given)
-
     def advance(self) -> None:
-        """The second half: the model moves to the next point."""
+        """The second half of a round, after the node has exchanged messages: the model moves to the next point."""
 
         def move(block: Block, state: State, rule: Rule) -> None:
             self._own[block].copy_(rule.query(state))
 
-        self.node.advance(self._given, move)
+        self.node.advance(self.given, move)
         self.mark_written()
 
     # --- points and states -------------------------------------------------------------------------------------
