@@ -1,12 +1,14 @@
 """Checkpoints of a network: kill -9 under torchrun, and the result is that of a calm run, bit for bit."""
 
 import os
+import random
 import re
 import shutil
 import signal
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -400,6 +402,17 @@ def test_checkpoints_of_another_training_are_refused(tmp_path, alone):
     with pytest.raises(ValueError, match=r"rule is direction momentum=0\.0 there and direction momentum=0\.9 here"):
         make(tmp_path, momentum=0.9)
     assert make(tmp_path)[3] == 2  # all is still there
+
+
+def test_random_generators_go_on_where_they_were(tmp_path, alone):
+    def draws():
+        return [float(torch.rand(())), random.random(), float(np.random.random())]
+
+    advance(*make(tmp_path)[:3], 2)
+    after = draws()
+    assert draws() != after
+    assert make(tmp_path)[3] == 2
+    assert draws() == after
 
 
 def test_a_kill_during_the_first_save_does_no_harm(tmp_path, alone):

@@ -187,13 +187,13 @@ def options_of(rule: Rule) -> dict[str, object]:
     return {name: v for name, v in flattened("rule", rule, spelled=True).items() if not of_groups & {*name.split()}}
 
 
-def difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
+def difference(saved: dict[str, Any], current: dict[str, Any]) -> str:
     """The first fact that two sides do not share: "rule is dat there and dsgd here"; of a dictionary, its entries."""
-    for name, here in ours.items():
-        there = theirs.get(name)
-        if there != here and isinstance(there, dict) and isinstance(here, dict):
-            pairs = ((there, here), (here, there))
-            there, here = (", ".join(f"{k}={v}" for k, v in a.items() if (k, v) not in b.items()) for a, b in pairs)
-        if there != here:
-            return f"{name} is {there or 'none'!s:.200} there and {here or 'none'!s:.200} here"
+    for name, new in current.items():
+        old = saved.get(name)
+        if old != new and isinstance(old, dict) and isinstance(new, dict):
+            pairs = ((old, new), (new, old))
+            old, new = (", ".join(f"{k}={v}" for k, v in a.items() if (k, v) not in b.items()) for a, b in pairs)
+        if old != new:
+            return f"{name} is {old or 'none'!s:.200} there and {new or 'none'!s:.200} here"
     return ""
