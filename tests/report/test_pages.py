@@ -13,6 +13,7 @@ from klatsch.report import figures, installed, pages, tables
 from klatsch.report.pages import inline_svg, page_of
 from klatsch.study import Store, execute, expand, parse, run_study, workers
 from klatsch.study.spec import PAPER_GRID
+from tests.report.test_installed import thinned
 from tests.report.test_sentences import row
 from tests.support.pictures import check_picture
 
@@ -45,8 +46,6 @@ def test_a_wrong_exponent_would_show(monkeypatch):
 
 RATES = PAPER_GRID[1::2]  # three: one between the others, and both edges
 TINY = {"nodes": (4, 16), "steps": 100, "seeds": 2, "record": 6, "lr": RATES}
-VARIANTS = [case.label for case in expand(installed.study_of("beyond", "quick").model_copy(update={"nodes": (4,)}))[0]]
-VARIANTS = list(dict.fromkeys(VARIANTS))
 FEWER = [rule | {"lr": rule["lr"][::3]} for rule in installed.content_of("beyond", "quick")["rules"]]
 SOME = [
     {"name": "ring", "wire": ["float32", "bfloat16", "int8"]},
@@ -57,7 +56,8 @@ ONE = {"problem": {"name": "least-squares", "noise": 1.0, "heterogeneity": 1.0}}
 TINY_BEYOND = {"nodes": (4, 9), "steps": 100, "seeds": 1, "record": 6, "rules": FEWER} | ONE
 CORRECTED = {"name": "dat-d2", "beta": [1.0, 0.9], "lr": RATES}
 TINY_CHANNELS = {"nodes": 9, "steps": 100, "seeds": 1, "record": 6, "rules": CORRECTED, "topologies": SOME}
-TINY_STRAGGLERS = {"steps": 30, "seeds": 1, "record": 8} | ONE
+WAITING = [rule | {"lr": 1e-3} for rule in installed.content_of("stragglers", "quick")["rules"]]
+TINY_STRAGGLERS = {"steps": 30, "seeds": 1, "record": 8, "rules": WAITING} | ONE
 TINIES = {"fig1": TINY, "fig4": TINY, "beyond": TINY_BEYOND, "channels": TINY_CHANNELS, "stragglers": TINY_STRAGGLERS}
 # Without a data set; those of `language` have tests of their own, and figures 5 and 6 are figure 4 on other graphs.
 DRAWN = list(TINIES)
@@ -126,16 +126,18 @@ def test_figure_4_uses_the_runs_of_figure_1(results):
 
 @pytest.mark.slow
 def test_beyond_has_all_variants_where_they_are_defined(results):
+    study = thinned("beyond", "quick").model_copy(update={"nodes": (4,)})
+    variants = list(dict.fromkeys(case.label for case in expand(study)[0]))
     with (results / "beyond-quick.csv").open() as file:
         lines = list(csv.DictReader(file))
     on = {
         t: {line["rule"] for line in lines if line["topology"] == t} for t in ("ring", "torus", "one_peer_exponential")
     }
-    assert on["ring"] == on["torus"] == set(VARIANTS)
-    assert on["one_peer_exponential"] == {name for name in VARIANTS if "d2" not in name}
+    assert on["ring"] == on["torus"] == set(variants)
+    assert on["one_peer_exponential"] == {name for name in variants if "d2" not in name}
     text = (results / "beyond-quick.md").read_text()
     ceilings = re.findall(r": (.*) has no ceiling on the ring", text)
-    assert ceilings == VARIANTS  # a sentence for each
+    assert ceilings == variants  # a sentence for each
 
 
 @pytest.mark.slow

@@ -234,8 +234,8 @@ class Look:
 
 def _draw_finals(axis: Axes, rows: Sequence[Row], across: str, look: Look) -> None:
     """Final values against machines, or what a whole run costs; of rows with one label, graph and size, the best."""
-    for name, mine in grouped(rows, look.label).items():
-        line = [best_of(same) for same in grouped(mine, lambda row: (row.topology, row.nodes)).values()]
+    for name, of_line in grouped(rows, look.label).items():
+        line = [best_of(same) for same in grouped(of_line, lambda row: (row.topology, row.nodes)).values()]
         line.sort(key=lambda row: _course(row, across)[0][-1])
         x = [_course(row, across)[0][-1] for row in line]
         ends = np.array([[row.value, row.low, row.high] for row in line]).T
@@ -288,22 +288,22 @@ def _dots(rows: Sequence[Row], title: str) -> Figure:
     def label(row: Row) -> str:
         return row.rule if row.topology == rows[0].topology else f"{row.rule}, {row.topology}"
 
-    means = {name: np.mean([row.value for row in mine]) for name, mine in grouped(rows, label).items()}
+    means = {name: np.mean([row.value for row in same]) for name, same in grouped(rows, label).items()}
     order = sorted(means, key=lambda name: means[name], reverse=not rows[0].largest)
     names = ["nodes", *selection.varying(rows)]
     figure, panels = _panelled(rows, title, names, None, "", "T", 0.7 + 0.17 * len(order))
-    for axis, _, here in panels:
-        mine = [row for row in here if not row.diverged]
-        y = [order.index(label(row)) for row in mine]
+    for axis, _, of_panel in panels:
+        shown = [row for row in of_panel if not row.diverged]
+        y = [order.index(label(row)) for row in shown]
         blue, orange, green, *_ = OTHER_COLOURS
-        axis.hlines(y, [row.low for row in mine], [row.high for row in mine], color=blue, linewidth=1.2)
+        axis.hlines(y, [row.low for row in shown], [row.high for row in shown], color=blue, linewidth=1.2)
         for text, marker, colour, values in (
-            ("worst node", "v", orange, [row.beside("worst") for row in mine]),
-            ("merged model", "^", green, [row.beside("merged") for row in mine]),
-            ("mean of nodes", "o", blue, [row.value for row in mine]),
+            ("worst node", "v", orange, [row.beside("worst") for row in shown]),
+            ("merged model", "^", green, [row.beside("merged") for row in shown]),
+            ("mean of nodes", "o", blue, [row.value for row in shown]),
         ):
             axis.plot(values, y, marker, color=colour, markersize=3.5, label=text)
-        for place, row in zip(y, mine, strict=True):
+        for place, row in zip(y, shown, strict=True):
             _tooltip(axis, row, row.value, row.final[:, row.best], at=place)
         axis.set(yscale="linear", xlabel=_quantity(rows[0], "T"), ylabel="")
         axis.set_yticks(range(len(order)), map(literal, order), fontsize=7)
@@ -324,16 +324,16 @@ def _cells(rows: Sequence[Row], title: str) -> Figure:
     figure = figures.Figure(figsize=size, layout="constrained")
     titles = "the best of all rules, and the next that is not level", "the best without decay, times the smallest error"
     for axis, text in zip(figure.subplots(2 // wide, wide, sharey=True), titles, strict=True):
-        for (graph, setting, M), here in points.items():
-            mine = here if text == titles[0] else selected(here, {"schedule": "constant"})
-            if not mine:
+        for (graph, setting, M), of_point in points.items():
+            shown = of_point if text == titles[0] else selected(of_point, {"schedule": "constant"})
+            if not shown:
                 continue
-            best, x, y = best_of(mine), sizes.index(M), places.index((graph, setting))
-            level = sorted((r for r in mine if not is_behind(r, best)), key=lambda row: order.index(row.rule))
+            best, x, y = best_of(shown), sizes.index(M), places.index((graph, setting))
+            level = sorted((r for r in shown if not is_behind(r, best)), key=lambda row: order.index(row.rule))
             words = [row.rule for row in level[:NAMES]] + [f"and {len(level) - NAMES} more"] * (len(level) > NAMES)
             if text != titles[0]:
-                words.append(f"× {factor(best.value / best_of(here).value)}")
-            elif behind := [row for row in mine if is_behind(row, best)]:
+                words.append(f"× {factor(best.value / best_of(of_point).value)}")
+            elif behind := [row for row in shown if is_behind(row, best)]:
                 words.append(f"next × {factor(best_of(behind).value / best.value)}")
             colour = look.style(level[0])["color"]  # of the first that is level, not the luckiest
             axis.fill_between([x - 0.48, x + 0.48], y - 0.45, y + 0.45, color=colour, alpha=0.3, linewidth=0)

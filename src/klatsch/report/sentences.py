@@ -244,7 +244,7 @@ class Sentence(selection.Words):
         clock = clocks[name] if name else None
         names = selection.varying(rows)
         panels = grouped(rows, lambda row: ", ".join(in_words(name, row.setting.get(name)) for name in names))
-        answers = {panel: self._answer(mine, clock) for panel, mine in panels.items()}
+        answers = {panel: self._answer(of_panel, clock) for panel, of_panel in panels.items()}
         known = [holds for holds, _ in answers.values() if holds is not None]
         words = {None: "", True: "yes, ", False: "no, "}
         figures = [f"{panel}{': ' * bool(panel)}{words[holds]}{text}" for panel, (holds, text) in answers.items()]

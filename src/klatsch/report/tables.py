@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from klatsch import theory
 from klatsch import topology as topologies
@@ -16,6 +16,8 @@ from klatsch.theory import RATES, Constants
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Number = TypeVar("Number", int, float)
 
 SAMPLES = (1e12, 1e24)  # far out, so that constants no longer bend the slope
 SIZES = (1_000, 100_000)
@@ -49,7 +51,7 @@ def table_1() -> Page:
     names = ("1 / rho as a power of M", "D-SGD's largest M as a power of N", "DAT's largest M as a power of N")
     for family, expected in TABLE_1.items():
         largest = (_slope(SAMPLES, partial(_largest, rule, family)) for rule in ("dsgd", "dat"))
-        pairs = list(zip((-_slope(SIZES, partial(_gap, family)), *largest), expected, strict=True))
+        pairs = list(zip((-_slope(SIZES, partial(topologies.spectral_gap, family)), *largest), expected, strict=True))
         rows.append((family, *(f"{value:z.3f} ({wanted:.3f})" for value, wanted in pairs)))
         fits |= {f"{name} on the {IN_WORDS.get(family, family)}": pair for name, pair in zip(names, pairs, strict=True)}
     fits["with a server, the largest M as a power of N"] = _slope(SAMPLES, partial(_largest, "minibatch", "ring")), 0.5
@@ -122,14 +124,10 @@ def _powers(rule: str, term: str, spread: str) -> tuple[float, ...]:
     return tuple(round(power, 9) + 0.0 for power in (p / c, a / c, b / c, 1 / c))
 
 
-def _slope(ends: tuple[float, float], function: Callable[[float], float]) -> float:
+def _slope(ends: tuple[Number, Number], function: Callable[[Number], float]) -> float:
     """The power between two ends."""
     first, last = (float(function(end)) for end in ends)
     return round(math.log(last / first) / math.log(ends[1] / ends[0]), 9)
-
-
-def _gap(family: str, nodes: float) -> float:
-    return topologies.spectral_gap(family, int(nodes))
 
 
 def _largest(rule: str, family: str, N: float) -> float:
@@ -167,8 +165,7 @@ def _drawn(x: list[float], lines: Sequence[tuple[str, str, str, Sequence[float]]
     axis = figure.subplots()
     for label, style, colour, values in lines:
         axis.loglog(x, values, style, color=colour, label=label)
-    axis.set_xlabel(across)
-    axis.set_ylabel(up)
+    axis.set(xlabel=across, ylabel=up)
     axis.grid(alpha=0.25, linewidth=0.5)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize="small")
