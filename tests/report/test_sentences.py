@@ -540,6 +540,7 @@ def test_who_is_ahead_at_equal_seconds():
         ({"sentences": [{"claim": "so", "theirs": {}, "tolerance": "much"}]}, "tolerance = 'much'; give a number"),
         ({"sentences": [{"claim": "so", "theirs": {"rul": "dat"}}]}, "no option of its runs 'rul'; did you mean rule"),
         ({"sentences": [{"claim": "{name}", "theirs": {}}]}, "no option of its runs 'name'"),
+        ({"sentences": [{"claim": "so", "theirs": {}, "each": "clock"}]}, "no option of its runs 'clock'"),
         ({"sentences": [{"claim": "{}", "theirs": {}}]}, "the claim has a {}; write {most}"),
         ({"sentences": [{"claim": "{rule}", "theirs": {}}]}, "the claim has a {rule}; write {most}"),
         ({"sentences": [{"claim": "{most:9999999999}", "theirs": {}}]}, "the claim has a {most}"),
