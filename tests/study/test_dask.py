@@ -55,6 +55,7 @@ def test_a_study_on_a_cluster_of_which_a_worker_is_killed(cluster, start, tmp_pa
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+@pytest.mark.soak
 def test_a_scheduler_that_is_gone_ends_the_study_with_one_line(cluster, start, tmp_path):
     file = tmp_path / "s.toml"
     file.write_text(STUDY)
@@ -69,6 +70,7 @@ def test_a_scheduler_that_is_gone_ends_the_study_with_one_line(cluster, start, t
     assert _done(store)
 
 
+@pytest.mark.soak
 def test_ctrl_c_ends_it_at_once(cluster, start, tmp_path):
     file = tmp_path / "s.toml"
     file.write_text(STUDY.replace("2000", "400000"))

@@ -313,6 +313,7 @@ def test_other_options_of_a_rule_are_rows_and_functions_make_rules(folder):
         parse({**content, "rules": [{"name": "mine.py:Extra", "fast": 1}]})
 
 
+@pytest.mark.soak
 def test_a_dask_cluster_runs_parts_of_ones_own(folder, run_cli, prepared):
     pytest.importorskip("distributed", reason="needs Dask: pip install 'klatsch[dask]'")
     (folder / "workers").mkdir()

@@ -136,7 +136,7 @@ def page_of(
         most = [row for row in rows if row.nodes == max(row.nodes for row in rows)]
         drawn.append((f"{name}-{across}", figures.plot(most, across, above)))
     verdicts = outline.verdicts(rows)
-    if not {case.key for case in runs.cases} <= store.done():
+    if runs.missing(store):
         verdicts = [replace(v, holds=None, figures=("not all of its runs are finished", *v.figures)) for v in verdicts]
     reasons = dict.fromkeys(item.reason.partition(";")[0] for item in remembered.left_out)  # without the remedy
     notes = (*edge_note(rows), *study.notes, *(f"Left out: {reason}" for reason in reasons))

@@ -262,6 +262,10 @@ class Screened:
         """All of them, once each: a short run of the study's own length may be a full one, too."""
         return list({case.key: case for case in (*self.short, *self.full)}.values())
 
+    def missing(self, store: Store) -> set[str]:
+        """The keys of those that the store lacks."""
+        return {case.key for case in self.cases} - store.done()
+
     def rows(self, store: Store) -> list[Row]:
         """What the full runs found."""
         rows = rows_by_place([(case.key, case) for case in self.full], store)

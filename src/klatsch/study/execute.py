@@ -222,7 +222,7 @@ def run_study(
 def is_unfinished(study: Study, cases: Sequence[Case], store: Store) -> bool:
     """Whether the store lacks runs of a study."""
     runs = screened(study, cases, store)
-    return not runs.full or not {case.key for case in runs.cases} <= store.done()
+    return not runs.full or bool(runs.missing(store))
 
 
 def check_ready(study: Study, cases: Sequence[Case], store: Store) -> None:
@@ -315,7 +315,8 @@ class Claims(AbstractContextManager["Claims"]):
             self._bury()
             claimed = self.store.execute("SELECT DISTINCT batch FROM claims WHERE owner != ?", [self.owner])
             released = self.store.execute("SELECT key, batch FROM claims WHERE owner IS NULL")  # by who has ended
-        missing = _missing(self.store)
+        runs = [screened(each.study, each.cases, self.store) for each in self.store.studies()]
+        missing = set[str]().union(*(each.missing(self.store) for each in runs))
         unfinished = {batch for key, batch in released if key in missing}
         for file, match in left_behind.items():
             torn = match[2] is not None  # killed while it was written
@@ -345,12 +346,6 @@ class Claims(AbstractContextManager["Claims"]):
 def checkpoint(store: Store, batch: Batch) -> Path | None:
     """The file of a batch in progress, beside the store; None if the store is in memory."""
     return None if store.path == ":memory:" else Path(f"{store.path}-{batch.key}.safetensors")
-
-
-def _missing(store: Store) -> set[str]:
-    """The keys of runs that the studies of a store still lack."""
-    runs = (screened(remembered.study, remembered.cases, store) for remembered in store.studies())
-    return {case.key for each in runs for case in each.cases} - store.done()
 
 
 @cache
