@@ -63,9 +63,8 @@ class Progress:
         headline = batch.cases[0].headline
         if headline.metric in outcomes[0].metrics:
             finals = [float(outcome.metrics[headline.metric][-1]) for outcome in outcomes]
-            best = max if headline.largest else min
-            found = best(zip(finals, batch.cases, strict=True), key=itemgetter(0))
-            self.best = found if self.best is None else best(self.best, found, key=itemgetter(0))
+            candidates = [*([self.best] if self.best else []), *zip(finals, batch.cases, strict=True)]
+            self.best = (max if headline.largest else min)(candidates, key=itemgetter(0))
 
     @property
     def seconds(self) -> float:

@@ -165,7 +165,7 @@ def ctrl_c_kept() -> Iterator[Callable[[], None]]:
 
 
 class Pool:
-    """Processes that may be killed at any moment: one for every thread that asks for work, replaced at the next.
+    """Processes that may be killed at any moment: one for each thread that asks for work, and another if it dies.
 
     Each has a pipe of its own, whose end tells that it has died. The pool of the standard library shares pipes and
     locks among its processes: if one is killed while another one starts, or while it hands over a result, the rest
