@@ -553,7 +553,7 @@ class Meta(nn.Module):
         (lambda: DSGD([nn.Parameter(torch.ones(2))], 0.1, dampening=0.1), "no option 'dampening'; leave it out"),
         (
             lambda: DATD2([nn.Parameter(torch.ones(2))], 0.1, order="cta"),
-            "DATD2 has no option 'order'; .*here are lr, lazy, momentum, averaging, beta, topology, group, mesh,",
+            "DATD2 has no option 'order'; .*here are lr, lazy, momentum, shared, averaging, beta, topology, group,",
         ),
         (
             lambda: GossipSGD([nn.Parameter(torch.ones(2))], lr=0.1, topology=klatsch.topology.ring(4)),
