@@ -97,3 +97,14 @@ def test_rooms_declare_what_others_use():
     lines = [line for path in SOURCE.rglob("*.py") for line in path.read_text().splitlines()]
     assert sum(bool(re.search(r"\b(getattr|hasattr)\(", line)) for line in lines) <= 20
     assert sum(len(re.findall(r"\bAny\b", line)) for line in lines) <= 200
+
+
+def test_there_are_few_files():
+    assert len(list(SOURCE.rglob("*.py"))) <= 110, "let a crumb join the file that uses it"
+
+
+def test_a_class_name_means_one_thing():
+    trees = [ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")]
+    names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    twice = {name for name in names if names.count(name) > 1}
+    assert not twice, "the lower room keeps the name; give the other one another"

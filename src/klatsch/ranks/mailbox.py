@@ -26,7 +26,7 @@ AHEAD = -1  # in place of a node: what neighbours hold of this one once all of i
 Memory = dict[str, object]  # of a channel, for checkpoints: texts, numbers, tensors, and lists and dictionaries of them
 
 
-class Row(NamedTuple):
+class NodeWeights(NamedTuple):
     """One node's part of one gossip matrix, by node."""
 
     links: dict[int, float]  # P_ij: its weights for the values it hears
@@ -282,10 +282,10 @@ def _checksum(held: dict[int, Tensor]) -> int:
     return sum(int(v.view(words[v.element_size()]).sum(dtype=torch.int64)) for v in held.values()) % (1 << 31)
 
 
-def _row(P: Matrix, rank: int, dtype: torch.dtype) -> Row:
+def _row(P: Matrix, rank: int, dtype: torch.dtype) -> NodeWeights:
     links, _ = exact_weights(P, dtype)
     row, column = links[[rank], :].tocoo(), links[:, [rank]].tocoo()
-    return Row(
+    return NodeWeights(
         dict(zip(row.coords[1].tolist(), row.data.tolist(), strict=True)),
         dict(zip(column.coords[0].tolist(), column.data.tolist(), strict=True)),
     )
