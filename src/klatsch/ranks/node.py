@@ -125,7 +125,7 @@ class Node:
 
     def __init__(self, rule: Rule, x: Tensor, links: GlooLinks, stream: int = 0, guarded: bool = False) -> None:
         self.rule, self.links, self.rounds, self._speaks = rule, links, 0, links.topology.speaks
-        rehearsal = Rehearsal(rule, x)
+        rehearsal = self._rehearsal = Rehearsal(rule, x)
         rehearsal.check(slices=x.ndim == 1)  # a round may call it twice, and cuts plain vectors
         self._traffic = rehearsal.traffic
         by_rows = links.topology.row_stochastic and not rule.push
@@ -209,8 +209,7 @@ class Node:
         """
         t = self.rounds + 1
         if self._balances and self.links.membership.heard_out(t):
-            sums = {entry.field for entry in Rehearsal(self.rule, self.rule.query(self._fields)).sums}
-            for name in sorted(sums):
+            for name in sorted({entry.field for entry in self._rehearsal.sums}):
                 with assembled(self.links, self.rounds, name, leavers=True) as everyone:
                     own = self._fields[name].cpu()
                     self._excess[name] = everyone.mean(own.reshape(-1)).view_as(own)

@@ -103,8 +103,14 @@ class Rehearsal:
     @cached_property
     def traffic(self) -> Traffic:
         """The messages of a round; the rule must do the same in every round."""
-        calls = range(len(self.rounds[0]))
-        fields = [[self._field(c, n) for n in range(len(self.rounds[0][c]))] for c in calls]
+        calls, names = range(len(self.rounds[0])), {id(v): name for name, v in self.state.items()}
+
+        def field(c: int, n: int) -> str | None:
+            """The state field that a tensor of a call of `flow` is in every round, if it is one untouched."""
+            known = {names.get(id(tensors[c][n])) for tensors in self.rounds}
+            return known.pop() if len(known) == 1 else None
+
+        fields = [[field(c, n) for n in range(len(self.rounds[0][c]))] for c in calls]
         early = dict.fromkeys(name for names in fields for name in names if name is not None)
         late = [c for c in calls if None in fields[c]]
         beside = None
@@ -142,17 +148,18 @@ class Rehearsal:
     @property
     def output(self) -> Place | None:
         """The tensor that travels and moves the rule's output most: x itself, if it travels, else the iterate."""
-        sizes = {(c, n): self._pulls_output(c, n) for c, n, v in self.sent if self.is_wide(v)}
+        start = {name: v * 0.0 + 0.3 for name, v in self.state.items()}
+
+        def pull(c: int, n: int) -> float:
+            """By how much the output changes if one flow is 1 and the others are 0, late in a training."""
+            moved, still = (self._rule.output(self._moved(start, c, n, flow, 0.0, 1000)) for flow in (1.0, 0.0))
+            return float((moved - still).abs().max())
+
+        sizes = {(c, n): pull(c, n) for c, n, v in self.sent if self.is_wide(v)}
         if not sizes or self._rule.push:  # what push-sum sends has another scale on every node
             return None
         c, n = max(sizes, key=lambda place: sizes[place])
         return self.traffic.calls[c][n]
-
-    def _field(self, c: int, n: int) -> str | None:
-        """The state field that a tensor of a call of `flow` is in every round, if it is one untouched."""
-        names = {id(v): name for name, v in self.state.items()}
-        known = {names.get(id(calls[c][n])) for calls in self.rounds}
-        return known.pop() if len(known) == 1 else None
 
     def check(self, slices: bool) -> None:
         """Refuse a rule that does something else if it is asked again, or if it is asked for slices of the vectors.
@@ -234,12 +241,6 @@ class Rehearsal:
         moved = [self._moved(start, c, n, 1.0, grad, t)[field] for grad in (0.0, 1.7) for t in (1, 4)]
         alike = all(torch.allclose(v, moved[0]) for v in moved)
         return float(moved[0].flatten()[0]) if alike and not any(v.any() for v in still) else 0.0
-
-    def _pulls_output(self, c: int, n: int) -> float:
-        """By how much the rule's output changes if one flow is 1 and the others are 0, late in a training."""
-        start = {name: v * 0.0 + 0.3 for name, v in self.state.items()}
-        moved, still = (self._rule.output(self._moved(start, c, n, flow, 0.0, 1000)) for flow in (1.0, 0.0))
-        return float((moved - still).abs().max())
 
     def _moved(self, start: State, c: int, n: int, flow: float, grad: float, t: int) -> State:
         """The state after a round t in which one flow is `flow` and the others are 0."""
