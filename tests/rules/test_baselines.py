@@ -193,6 +193,7 @@ def test_proxskip_is_the_published_loop(engine):
         ("ProxSkip", {}, tp.make(f"{PUBLISHED}:coins", NODES)),
     ],
 )
+@pytest.mark.soak
 def test_they_find_the_optimum_of_all_nodes_data(rule, options, graph):
     problem = problems.LeastSquares(NODES, dim=5, noise=0.0, heterogeneity=2.0)
     l1, x, step = options.get("l1", 0.0), np.zeros((1, 5)), 0.5 / problem.L

@@ -176,7 +176,7 @@ def unequal_directed_ring(n=6):
 
 
 @pytest.mark.parametrize("rule", ["sgp", "dat-sgp"])
-@pytest.mark.slow
+@pytest.mark.soak
 def test_push_sum_finds_the_right_mean_on_a_directed_ring_with_unequal_out_degrees(rule):
     columns, rows = unequal_directed_ring()
     problem = problems.LeastSquares(6, dim=4, noise=0.0, heterogeneity=5.0)
