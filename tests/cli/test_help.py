@@ -98,9 +98,9 @@ def test_values_are_numbers_truths_and_texts(given, value):
         (["lazy=perhaps"], "lazy = 'perhaps'; give true, or false for D2 as published"),
         (
             ["mometum=0.9"],
-            "an option 'mometum'; did you mean momentum? There are lazy, momentum, average, every, late, wire, loss",
+            "an option 'mometum'; did you mean momentum? There are lazy, momentum, shared, average, every, late, wire",
         ),
-        (["xyz=1"], "an option 'xyz'; there are lazy, momentum, average, every, late, wire, loss, one_way"),
+        (["xyz=1"], "an option 'xyz'; there are lazy, momentum, shared, average, every, late, wire, loss"),
     ],
 )
 def test_settings_that_are_refused(given, message, run_cli):

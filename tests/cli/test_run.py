@@ -181,7 +181,7 @@ BAD = {
     ),
     "option of another problem": (
         ("--set", "batch=3"),
-        "none of dat, dsgd, ring, least-squares has an option 'batch'; there are order, momentum, averaging, beta",
+        "none of dat, dsgd, ring, least-squares has an option 'batch'; there are order, momentum, shared",
     ),
     "negative noise": (("--set", "noise=-1"), "noise = -1"),
     "wrong ending": (("--plot", "figure.gif"), ".gif"),

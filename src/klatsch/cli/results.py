@@ -362,7 +362,7 @@ def plain(row: Row) -> dict[str, object]:
     """A row for JSON."""
     from klatsch.study.choices import BESIDE
 
-    same = ("rule", "topology", "nodes", "setting", "lr", "low", "high", "seconds", "steps", "elapsed")
+    same = ("rule", "topology", "nodes", "setting", "lr", "low", "high", "seconds")
     return {
         **dict(zip(same, attrgetter(*same)(row), strict=True)),
         "lr_at_edge": row.at_edge,
@@ -370,6 +370,8 @@ def plain(row: Row) -> dict[str, object]:
         **{name: row.beside(name) for name in BESIDE},
         "Gamma": float(row.consensus[:, -1, row.best].mean()),
         "bytes_sent": row.sent,
+        "steps": row.steps,
+        "elapsed": row.elapsed,
         "curve": row.curve.mean(axis=0).tolist(),
         "final_by_lr": {f"{lr:g}": value for lr, value in zip(row.lrs, row.final.mean(axis=0).tolist(), strict=True)},
     }
