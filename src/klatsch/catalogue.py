@@ -34,7 +34,8 @@ def rules() -> dict[str, Entry]:
 
 def parts() -> dict[str, Entry]:
     """The parts of rules, whose options every rule that is made of them takes."""
-    nodes = _defined("rules/patterns.py") | _defined("rules/directions.py") | _defined("rules/anytime.py")
+    files = ("patterns", "directions", "outer", "anytime")
+    nodes = {name: node for file in files for name, node in _defined(f"rules/{file}.py").items()}
     classes = {name: node for name, node in nodes.items() if "dataclass" in ast.unparse(node).partition("class ")[0]}
     listed = {}
     for kind in classes.values():

@@ -24,7 +24,8 @@ PAGES = [name for name in catalogue.STUDIES if (RESULTS / f"{name}-paper.csv").e
 def thinned(name, scale="paper"):
     """An installed study with one learning rate and one seed: every row has one run."""
     content = content_of(name, scale)
-    rules = [{**({"name": rule} if isinstance(rule, str) else rule), "lr": 0.01} for rule in content["rules"]]
+    given = content["rules"] if isinstance(content["rules"], list) else [content["rules"]]
+    rules = [{**({"name": rule} if isinstance(rule, str) else rule), "lr": 0.01} for rule in given]
     return parse(content | {"rules": rules, "seeds": 1, "screen": None, "device": "cuda"})
 
 

@@ -98,7 +98,7 @@ def check_a_store_of_two_problems(start, store, folder):
     nowhere = os.environ | {"KLATSCH_DATA": "/nowhere"}
     for words, found in (
         (("results", str(store)), ("accuracy", "least-squares: distance")),
-        (("results", str(store), "--all"), ("accuracy / distance",)),
+        (("results", str(store), "--all"), ("accuracy", "distance")),
         (("results", str(store), "--metric", "accuracy_min"), ("accuracy_min",)),
         (("results", str(store), "--all", "--metric", "distance"), ("distance",)),
         (("report", str(store), "-o", str(folder / "r.html")), ("2 pages",)),

@@ -77,6 +77,7 @@ def run(tests: Sequence[str], tree: Path) -> int | None:
     os.dup2(log, 2)
     sys.dont_write_bytecode = True
     paths = [str(tree / "src"), str(tree)]
+    paths += [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
     sys.path[:0] = paths
     for name in [name for name in sys.modules if name.partition(".")[0] in ("klatsch", "tests")]:

@@ -22,8 +22,8 @@ def matrices(graph, rounds):
 def test_every_round_is_a_perfect_matching_and_all_pairs_are_equally_likely(n):
     rounds = 1500
     drawn = matrices(tp.random_matching(n, seed=5), rounds)
-    np.testing.assert_array_equal(drawn, drawn.transpose(0, 2, 1))
-    np.testing.assert_array_equal(drawn.sum(2), 1)
+    np.testing.assert_array_equal(drawn, drawn.transpose(0, 2, 1))  # bits: a copy
+    np.testing.assert_array_equal(drawn.sum(2), 1)  # bits: whole numbers
     meets = drawn == 0.5
     idle = drawn.diagonal(axis1=1, axis2=2) == 1
     assert (idle.sum(1) == n % 2).all()

@@ -123,7 +123,8 @@ class Crew:
         from klatsch.study.store import Store
 
         executor = self._executor(study.device, in_memory=place is None)
-        with Store(place if place is not None and place.exists() else ":memory:") as store:
+        unmade = folder is not None and not folder.is_dir() and place is not None and place.parent == folder
+        with Store(":memory:" if place is None or unmade else place) as store:
             if self.dask is None:
                 check_ready(study, expanded[0], store)
             elif is_unfinished(study, expanded[0], store):  # finished runs can be shown without the cluster

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 from torch import Tensor
@@ -39,7 +39,7 @@ class Outer:
     outer_lr: Given = 0.7
     outer_momentum: Given = 0.9
     nesterov: bool = True
-    together: bool = False  # whether a mix makes all nodes equal; set by `on`
+    together: bool = field(default=False, kw_only=True)  # whether a mix makes all nodes equal, which `on` sets
     short: ClassVar[str] = "outer"
 
     def __post_init__(self) -> None:
