@@ -78,7 +78,7 @@ def test_a_round_depends_on_the_seed_and_its_number_alone():
     assert graph != tp.base_graph(8)
     for same in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph)), tp.make("random_matching", 8, seed=1)):
         assert (same, hash(same)) == (graph, hash(graph))
-        np.testing.assert_array_equal(matrices(same, 9), matrices(graph, 9))
+        np.testing.assert_array_equal(matrices(same, 9), matrices(graph, 9))  # bits: same call
     assert not np.array_equal(matrices(other, 9), matrices(graph, 9))
     assert graph.places(7).tolist() == [7, 5, 3, 0, 6, 1, 2, 4]  # on every machine
     assert repr(graph) == "<Topology random_matching: 8 nodes, 28 edges, shuffled by seed 1>"
