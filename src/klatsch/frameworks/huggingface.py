@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
@@ -92,7 +93,8 @@ class GossipTrainer(Trainer):
             torch.save(self.optimizer.state_dict(), content := BytesIO())
             path.parent.mkdir(parents=True, exist_ok=True)  # the first process may not have come so far
             write_atomically(path, content.getvalue())
-        self.accelerator.wait_for_everyone()  # older checkpoints are deleted when this one is whole
+        if dist.is_initialized():  # accelerate's own way asks for a GPU per process, even with use_cpu
+            dist.barrier()  # older checkpoints are deleted when this one is whole
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
