@@ -12,6 +12,7 @@ from klatsch import topology as tp
 from klatsch.simulation import simulate_together
 from klatsch.simulation.mixing import StackedMix
 from klatsch.simulation.stack import GraphStack
+from klatsch.topology.channel import WIRES
 from klatsch.wire.carried import carried
 from tests.support.comparisons import assert_same_to_rounding
 from tests.support.machine import CUDA, ENGINES, KERNEL
@@ -19,7 +20,7 @@ from tests.support.table import RULES as TABLE
 
 pytestmark = pytest.mark.slow
 
-WIRES, LATE, EVERY = ("float32", "bfloat16", "int8"), (0, 1, 4), (1, 4)
+LATE, EVERY = (0, 1, 4), (1, 4)
 CHANNELS = [(every, late, wire) for every in EVERY for late in LATE for wire in WIRES]
 ROUNDS = 12
 

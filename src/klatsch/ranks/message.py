@@ -72,8 +72,8 @@ class Layout:
         self._places: list[tuple[torch.Size, torch.dtype, int, int]] = []  # and where its scales and numbers begin
         self.size = 0
         for shape in shapes:
-            encoding = wire if shape[-1] == like.shape[-1] else ""
-            dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(encoding, like.dtype)
+            is_encoded = wire != "float32" and shape[-1] == like.shape[-1]
+            dtype = encodings.DTYPES[wire] if is_encoded else like.dtype
             numbers = self.size + (_aligned(_scale_bytes(shape)) if dtype is torch.int8 else 0)
             self._places.append((shape, dtype, self.size, numbers))
             self.size = numbers + _aligned(shape.numel() * dtype.itemsize)

@@ -6,7 +6,7 @@ from klatsch.arguments import named, number, whole
 
 LONGEST = 10**6  # rounds of a period, whose matrices are listed one by one
 LATEST = 10**4  # rounds that a message may travel
-WIRES = ("float32", "bfloat16", "int8")  # how numbers may travel; the first is as they are
+WIRES = ("float32", "bfloat16", "int8")  # how numbers may travel; the first is as they are, new ones go to the end
 BLOCK = 256  # numbers that share a scale in int8
 # The options of a channel, with their defaults; `topology.channel` says what they do.
 CHANNEL = {"every": 1, "late": 0, "wire": WIRES[0], "loss": 0.0, "one_way": False}

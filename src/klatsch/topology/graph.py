@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import networkx as nx  # loaded only for such a graph
 
 Stochastic = Literal["doubly", "rows", "columns"]
-FEW_BITS = 14  # of weights for bfloat16: its 8 bits and these fit into the 24 of float32, with 2 to spare
+FEW_BITS = {"bfloat16": 14}  # of weights: its 8 bits and these fit into the 24 of float32, with 2 to spare
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -458,7 +458,7 @@ def channel(
         seldom = replace(seldom, name=f"{seldom.name} late {late}", matrices=matrices, late=late)
     channels.check_wire(seldom.name, wire, seldom.changes)
     if wire != seldom.wire:
-        matrices = _respoken(seldom, _short) if wire == "bfloat16" else seldom.matrices
+        matrices = _respoken(seldom, partial(_short, FEW_BITS[wire])) if wire in FEW_BITS else seldom.matrices
         seldom = replace(seldom, name=f"{seldom.name} {wire}", matrices=matrices, wire=wire)
     if loss or one_way:
         ways = " one way" * bool(one_way)
@@ -503,17 +503,17 @@ def _damped(topology: Topology, P: Matrix, late: int) -> Matrix:
     return canonical(itself + min(1.0, limit / top) * (P - itself), topology.name)
 
 
-def _short(P: Matrix) -> Matrix:
+def _short(bits: int, P: Matrix) -> Matrix:
     """The matrix with weights of few bits, rounded down, such as 5461 / 2^14 for 1/3.
 
-    Nodes whose bfloat16 values stay a step apart pull each other to and fro for ever. With these weights, pulls are
+    Nodes whose rounded values stay a step apart pull each other to and fro for ever. With these weights, pulls are
     multiples of the smallest step of float32 there, so that no sum is rounded, and the network mean does not creep.
     """
     links = csr_array(P - diags_array(P.diagonal()))
     links.eliminate_zeros()
     if not links.nnz:
         return P
-    unit = 2.0 ** max(FEW_BITS, 6 - math.floor(math.log2(links.data.min())))
+    unit = 2.0 ** max(bits, 6 - math.floor(math.log2(links.data.min())))
     links.data = np.floor(links.data * unit + 1e-6) / unit
     own = 1.0 - links.sum(axis=1)
     even = np.allclose(links.sum(axis=0), links.sum(axis=1), rtol=0, atol=SUM_TOLERANCE)

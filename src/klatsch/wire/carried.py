@@ -67,7 +67,7 @@ class Carried(Rule):
             if self.wire == "float32" or v.shape[-1] != grad.shape[-1]:
                 return v
             if self.wire != "int8":
-                return encodings.rounded(v)
+                return encodings.rounded(v, self.wire)
             held = s[f"held@{place}"]
             if not flow.silent:
                 held = held + encodings.restored(*encodings.quantized(v - held), v.dtype)

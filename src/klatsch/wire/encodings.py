@@ -15,6 +15,10 @@ from torch.nn import functional
 from klatsch import native
 from klatsch.topology.channel import BLOCK
 
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}  # of numbers in a message, if not as they are
 LARGEST = 127  # of a code
 # At most 8 numbers of a block that are 32 times as large as all others are outliers; then those of the others, if any.
 OUTLIERS, OUTLYING, TIMES = 8, 32, 3
@@ -23,9 +27,9 @@ STEEP = torch.tensor([*range(EVEN + 1), *((2 + code % 2) << (6 + (code - EVEN - 
 KINDS = (torch.float32, torch.float64)  # what the kernel is for
 
 
-def rounded(v: Tensor) -> Tensor:
-    """What arrives of v as bfloat16."""
-    return v.bfloat16().to(v.dtype)
+def rounded(v: Tensor, wire: str) -> Tensor:
+    """What arrives of v in an encoding that remembers nothing."""
+    return v.to(DTYPES[wire]).to(v.dtype)
 
 
 def scale_count(length: int) -> int:
