@@ -1,43 +1,11 @@
-"""Rules from the literature, written as your own: K-GT, NIDS and ProxSkip. docs/own.md says what a rule may do."""
+"""Rules from the literature, written as your own: NIDS and ProxSkip. docs/own.md says what a rule may do."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from klatsch import topology
 from klatsch.rules import Rule
-
-
-@dataclass(frozen=True)
-class KGT(Rule):
-    """K-GT: local steps, each with a correction c that is updated in rounds with gossip.
-
-        u = w - lr (g + c);   w <- u + flow(u);   c <- c + flow(anchor - u) / (H lr)
-        anchor <- w, the point after the last gossip
-
-    References:
-        Liu, Lin, Koloskova and Stich, "Decentralized gradient tracking with local steps", 2023, with eta_s = 1.
-    """
-
-    lr: float
-    every: int = 1  # H, from the graph
-
-    def init(self, x):
-        return {"w": x, "c": 0 * x, "anchor": x}
-
-    def on(self, graph):
-        return replace(self, every=graph.every)
-
-    def update(self, s, grad, flow, t, lr):
-        u = s["w"] - lr * (grad + s["c"])
-        pull, drift = flow(u, s["anchor"] - u)
-        w = u + pull
-        anchor = w + flow.silent * (s["anchor"] - w)  # stays in silent rounds
-        return {"w": w, "c": s["c"] + drift / (self.every * lr), "anchor": anchor}
-
-    def check_graph(self, graph, name=""):
-        if not graph.doubly_stochastic or graph.late:
-            raise ValueError(f"{name or self.name} on {graph.name}: give a doubly stochastic graph that is not late")
 
 
 @dataclass(frozen=True)

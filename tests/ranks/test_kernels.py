@@ -13,7 +13,7 @@ from tests.support.imitation import Kernel
 from tests.support.processes import Ranks
 from tests.support.rank_scenarios import PATTERNS, RANK_RULES, ROUNDS, lr_of, problem_of
 
-PARTS = (*PATTERNS, "dat linear momentum", "dadam cta shared decay", "dat-d2-adam local", "gt-adam", "qg", "kgt")
+PARTS = (*PATTERNS, "dat linear momentum", "dadam cta shared decay", "dat-d2-adam local", "gt-adam", "qg")
 EVERYTHING = dict.fromkeys(PARTS, ("ring/4",)) | {"dat": ("one_peer_exponential",), "decentlam": ("ring",)}
 REST = dict.fromkeys(RANK_RULES.keys() - EVERYTHING.keys(), ("ring/4",))
 SOME = dict.fromkeys(("dat cta beta", "dat-d2 beta", "dat-adam", "dadam cta reduced", "sgp"), ("ring",))

@@ -126,16 +126,16 @@ def gradients(problem, w, t):
     return problem.grad(torch.tensor(w)[:, None], t)[:, 0].numpy()
 
 
-def kgt(problem, P, H, lr, steps):
-    """K-GT as published, round by round of gossip: z is the mean direction of H local steps."""
-    x = w = np.zeros((problem.nodes, problem.dim))
-    c = np.zeros_like(x)
-    for t in range(1, steps + 1):
+def kgt(problem, graph, lr, eta=1.0):
+    """K-GT as published, round by round of gossip: z is the mean direction of H local steps, eta their eta_s."""
+    H, x = graph.every, np.tile(problem.start().double().numpy(), (NODES, 1))
+    w, c = x, np.zeros_like(x)
+    for t in range(1, STEPS + 1):
         w = w - lr * (gradients(problem, w, t) + c)
         if t % H == 0:
-            z = (x - w) / (H * lr)
+            P, z = graph.matrix(t).toarray(), (x - w) / (H * lr)
             c = c - z + P @ z
-            x = w = P @ (x - H * lr * z)
+            x = w = P @ (x - H * lr * eta * z)
     return w
 
 
@@ -162,11 +162,51 @@ def proxskip(problem, graph, p, lr, steps):
 
 @ENGINES
 @pytest.mark.parametrize("H", [1, 4])
-def test_kgt_is_the_published_loop(H, engine):
-    problem, graph = least_squares(), tp.every(tp.ring(NODES), H)
-    found = klatsch.simulate(problem, rules.make(f"{PUBLISHED}:KGT", lr=LR), graph, STEPS, record=1, engine=engine)
-    expected = kgt(problem, tp.ring(NODES).matrix(1).toarray(), H, LR, STEPS)
-    np.testing.assert_allclose(found.output[:, 0], expected, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("graph", [tp.ring, tp.one_peer_exponential, tp.star])
+def test_kgt_is_the_published_loop(graph, H, engine):
+    """With eta_s, which is an outer step without momentum; at H = 1 it is gradient tracking."""
+    problem, graph = least_squares(), tp.every(graph(NODES), H)
+
+    def ends(name, **options):
+        rule = rules.make(name, lr=LR, **options)
+        return klatsch.simulate(problem, rule, graph, STEPS, record=1, engine=engine).output[:, 0].numpy()
+
+    assert np.allclose(ends("kgt"), kgt(problem, graph, LR), rtol=1e-12, atol=1e-13)
+    slower = ends("kgt+outer", outer_lr=0.6, outer_momentum=0.0)
+    assert np.allclose(slower, kgt(problem, graph, LR, 0.6), rtol=1e-12, atol=1e-13)
+    assert np.allclose(ends("kgt"), ends("gt"), rtol=1e-10) == (H == 1 and not graph.changes)
+
+
+@ENGINES
+def test_kgt_tracks_gradients_whatever_the_learning_rate_and_the_momentum(engine):
+    """z and y are means of gradients: without a mix, y adds up g + z, whatever steps were made of it."""
+    problem, graph, mu = least_squares(), tp.every(tp.one_peer_exponential(NODES), 3), 0.8
+    rates = rules.Decay(LR, "cosine", STEPS)
+    w = np.tile(problem.start().double().numpy(), (NODES, 1))
+    z, y, m = np.zeros_like(w), np.zeros_like(w), np.zeros_like(w)
+    for t in range(1, STEPS + 1):
+        tracked = gradients(problem, w, t) + z
+        m, y = mu * m + tracked, y + tracked / 3
+        w = w - rates(t) * m
+        if t % 3 == 0:
+            P = graph.matrix(t).toarray()
+            w, z, y = P @ w, z + P @ y - y, 0 * y
+    run = klatsch.simulate(problem, rules.make("kgt", lr=rates, momentum=mu), graph, STEPS, record=1, engine=engine)
+    assert np.allclose(run.output[:, 0], w, rtol=1e-12, atol=1e-13)
+
+
+def test_kgt_finds_the_optimum_of_all_nodes_data_in_spite_of_local_steps():
+    problem = problems.LeastSquares(NODES, dim=5, noise=0.0, heterogeneity=5.0)
+    graph = tp.every(tp.one_peer_exponential(NODES), 4)
+    for name, momentum, found in (("kgt", 0.0, True), ("kgt", 0.5, True), ("dsgd", 0.0, False)):
+        rule = rules.make(name, lr=0.1 / problem.L, momentum=momentum)
+        ends = klatsch.simulate(problem, rule, graph, 4000, record=[4000]).metrics["distance"][-1]
+        assert (float(ends) < 1e-12) == found, (name, momentum, ends)
+
+
+def test_kgt_refuses_late_flows():
+    with pytest.raises(ValueError, match=r"kgt on ring.*: late = 1, and flows .* leave late out, or use .* gt"):
+        rules.make("kgt", lr=LR).check_graph(tp.channel(tp.ring(4), every=4, late=1))
 
 
 def test_nids_is_the_published_loop():
@@ -188,7 +228,6 @@ def test_proxskip_is_the_published_loop(engine):
 @pytest.mark.parametrize(
     "rule, options, graph",
     [
-        ("KGT", {}, tp.every(tp.ring(NODES), 4)),
         ("NIDS", {"l1": 0.3}, tp.ring(NODES)),
         ("ProxSkip", {}, tp.make(f"{PUBLISHED}:coins", NODES)),
     ],

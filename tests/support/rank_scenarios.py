@@ -4,7 +4,6 @@ import os
 import signal
 import time
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -41,10 +40,9 @@ RANK_RULES = {
     "dat-gt-adam shared": ("dat-gt-adam", {"shared": True}),
     "dat-adam reduced": ("dat-adam", {"reduced": True}),
     "dadam cta reduced": ("dadam", {"order": "cta", "reduced": True}),
-    "kgt": (f"{Path(__file__).parents[2] / 'examples' / 'published.py'}:KGT", {}),  # of one's own, asks flow.silent
 }
 RANK_GRAPHS = ("ring", "one_peer_exponential", "base_graph", "directed_ring", "ring/4", "base_graph/3")
-PATTERNS = ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp", "diloco")  # one rule of each
+PATTERNS = ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp", "diloco", "kgt")  # one rule of each
 # Patterns on every graph, their products on two that differ in all; options, which know nothing of graphs, on one.
 RANK_CASES = dict.fromkeys(RANK_RULES, ("ring/4",))
 RANK_CASES |= dict.fromkeys(klatsch.rules.RULES, ("one_peer_exponential", "ring/4"))

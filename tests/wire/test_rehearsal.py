@@ -166,7 +166,7 @@ def test_a_state_that_changes_its_fields_is_refused(changed, error):
 @pytest.mark.parametrize("name", rules.RULES)
 def test_sums_of_flows(name):
     """Corrections and tracked gradients, which are zero over the network; push-sum's weight starts at 1 and is not."""
-    wanted = {"d2": ("y", -0.5), "dat-d2": ("y", -0.5), "gt": ("z", 1.0), "dat-gt": ("z", 1.0)}
+    wanted = {"d2": ("y", -0.5), "dat-d2": ("y", -0.5), "gt": ("z", 1.0), "dat-gt": ("z", 1.0), "kgt": ("z", 1.0)}
     wanted |= {f"{name}-adam": entry for name, entry in wanted.items()}
     found = Rehearsal(rules.make(name, lr=0.1), X).sums
     assert [(entry.field, entry.factor) for entry in found] == ([wanted[name]] if name in wanted else [])

@@ -27,15 +27,15 @@ from klatsch.rules.base import PER_COLUMN, SCHEDULES, Decay, Flow, Rule, State, 
 from klatsch.rules.directions import Adam, Direction, Momentum, adam, momentum, sgd
 from klatsch.rules.names import ALIASES
 from klatsch.rules.outer import Outer, outer
-from klatsch.rules.patterns import Corrected, DecentLaM, Pattern, Plain, Push, QuasiGlobal, Tracked
+from klatsch.rules.patterns import KGT, Corrected, DecentLaM, Pattern, Plain, Push, QuasiGlobal, Tracked
 
-__all__ = ["PER_COLUMN", "RULES", "SCHEDULES", "WHY_NOT", "Adam", "Anytime", "Averaged", "Corrected", "Decay"]
+__all__ = ["KGT", "PER_COLUMN", "RULES", "SCHEDULES", "WHY_NOT", "Adam", "Anytime", "Averaged", "Corrected", "Decay"]
 __all__ += ["DecentLaM", "Direction", "Flow", "Momentum", "Outer", "Pattern", "Plain", "Push", "QuasiGlobal"]
 __all__ += ["Rule", "State", "Tracked", "adam", "averaging", "check_schedule", "kind", "make", "momentum"]
 __all__ += ["options", "outer", "sgd"]
 
 PATTERNS: dict[str, type[Rule]] = {
-    part.short: part for part in (Plain, Corrected, Tracked, Push, DecentLaM, QuasiGlobal)
+    part.short: part for part in (Plain, Corrected, Tracked, Push, DecentLaM, QuasiGlobal, KGT)
 }
 DIRECTIONS: dict[str, type[Direction]] = {part.short: part for part in (Momentum, Adam)}
 SET_BY_OTHERS = ("direction", "outer", "base", "every", "together")  # fields that parts and graphs set

@@ -28,5 +28,6 @@ ALIASES: dict[str, tuple[str, dict[str, object], str]] = {
     "dat-d2-adam": ("corrected+adam+anytime", SCHEDULE_FREE | {"shared": True}, "Schedule-free d2-adam."),
     "dat-gt-adam": ("tracked+adam+anytime", SCHEDULE_FREE, f"Schedule-free AdamW of the tracked gradient, {ROBUST}."),
     "diloco-adam": ("plain+adam+outer", {}, "DiLoCo as published: local steps of AdamW, then outer Nesterov steps."),
+    "kgt": ("kgt", {}, f"K-GT: gradient tracking for local steps, {ROBUST}; use a graph such as ring/4."),
 }
 NAMES = {product: name for name, (product, _, _) in ALIASES.items()}

@@ -217,6 +217,46 @@ class Tracked(Pattern):
 
 
 @dataclass(frozen=True, eq=False)
+class KGT(Tracked):
+    """K-GT, gradient tracking for local steps: y is the mean of the H rounds from mix to mix.
+
+        u = w - lr s;   y <- y + (g + z) / H                                        s = direction(g + z)
+        when nodes talk, in one message:   w <- u + flow(u);   z <- z + flow(y);   y <- 0
+
+    For H = 1 on a static graph this is `Tracked`. The paper divides what w has moved by H lr, which is y for a constant
+    learning rate without momentum; its eta_s is `outer_lr` with `outer_momentum` = 0.
+
+    References:
+        Liu, Lin, Koloskova and Stich, "Decentralized gradient tracking with local steps", 2023.
+    """
+
+    every: int = field(default=1, kw_only=True)  # H, which `on` sets
+    short: ClassVar[str] = "kgt"
+
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
+        tracked = grad + s["z"]
+        step, kept = self.step(s, tracked, flow, t)
+        y = descend(s["y"], tracked, -1.0 / self.every)
+        return self.combine(s | {"y": y}, descend(s["w"], step, lr), kept, flow)
+
+    def mix(self, s: State, flow: Flow, *tensors: Tensor) -> tuple[Tensors, State]:
+        *flows, f = flow(*tensors, s["y"])
+        mixed = tuple(v + g for v, g in zip(tensors, flows, strict=True))
+        return mixed, {"z": s["z"] + f, "y": flow.silent * s["y"]}
+
+    def on(self, graph: Graph) -> Self:
+        return columns.replaced(super().on(graph), every=graph.every)
+
+    def check_graph(self, graph: Graph, name: str = "") -> None:
+        super().check_graph(graph, name)
+        if graph.late:
+            raise ValueError(
+                f"{name or self.name} on {graph.name}: late = {graph.late}, and flows that arrive late would correct "
+                "the wrong local steps; leave late out, or use another rule such as gt"
+            )
+
+
+@dataclass(frozen=True, eq=False)
 class Corrected(Pattern):
     """D2, or exact diffusion: y remembers what flows took away and returns it, so heterogeneity does no harm.
 
