@@ -50,8 +50,12 @@ def test_a_late_graph_gets_no_other_delay():
     assert tp.channel(late, wire="int8").late == 1
 
 
-def test_differences_need_the_same_neighbours_in_every_round():
-    with pytest.raises(ValueError, match=r"one_peer_exponential with wire = 'int8': the graph changes .* 'bfloat16'"):
-        tp.make("one_peer_exponential", 8, wire="int8")
-    assert tp.make("one_peer_exponential", 8, wire="bfloat16").wire == "bfloat16"
-    assert tp.make("exponential/4", 8, wire="int8").wire == "int8"  # silent rounds are no change
+def test_differences_need_neighbours_that_come_back():
+    with pytest.raises(ValueError, match=r"random_matching with wire = 'int8': the graph is drawn anew .* 'bfloat16'"):
+        tp.make("random_matching", 8, wire="int8")
+    assert tp.make("random_matching", 8, wire="bfloat16").wire == "bfloat16"
+    assert tp.make("exponential/4", 8, wire="int8").audiences == (0,)  # silent rounds are no change
+    assert tp.make("one_peer_exponential/4", 8, wire="int8").audiences == (0, 1, 2)
+    graph = tp.from_matrices([tp.ring(5).matrix(1), tp.star(5).matrix(1), tp.ring(5).matrix(1)])
+    assert graph.audiences == (0, 1, 0)  # who hears the same in several rounds needs one copy
+    assert [tp.every(graph, 2).audience(t) for t in range(1, 8)] == [0, 0, 1, 1, 0, 0, 0]

@@ -74,7 +74,7 @@ def test_the_seconds_of_a_round():
 # --- which have a chance --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params, wires", [(10, {"float32"}), (10_000_000, {"int8", "bfloat16"})])
+@pytest.mark.parametrize("params, wires", [(10, {"float32"}), (10_000_000, {"int8"})])
 def test_fewer_bytes_only_where_a_round_is_faster(params, wires):
     """All else as it is: with 10 parameters a message takes its latency, with 10 million its bytes."""
     found, _ = found_by(FAR, params=params)
@@ -85,7 +85,6 @@ def test_fewer_bytes_only_where_a_round_is_faster(params, wires):
             assert not way.reduces
             plain = way._replace(wire="float32", late=0)
             assert round_seconds(FAR, way._replace(late=0), params) < FASTER * round_seconds(FAR, plain, params)
-    assert all((way.wire == "bfloat16") <= way.graph.startswith("one_peer") for way in found)
 
 
 @pytest.mark.slow

@@ -358,7 +358,7 @@ FEWER = [
 ]
 ON_THEIR_WAY = [
     ("ring", {"every": 2, "late": 3, "wire": "int8"}, []),
-    ("one_peer_exponential", {"late": 2, "wire": "bfloat16"}, []),
+    ("one_peer_exponential", {"late": 2, "wire": "int8"}, []),
     ("random_matching", {"late": 2, "wire": "bfloat16"}, []),
     ("random_matching", {}, [2]),
     ("ring", {"late": 2}, [2]),

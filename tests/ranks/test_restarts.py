@@ -55,7 +55,7 @@ def test_kill_9_under_a_static_rendezvous_with_a_store_for_each_attempt(tmp_path
     assert plain.count('dist.init_process_group("gloo")\n') == 1
     graph = 'topology="one_peer_exponential"'
     assert graph in plain
-    plain = plain.replace(graph, 'topology="ring", every=2, late=3, wire="int8"')
+    plain = plain.replace(graph, f'{graph}, every=2, late=3, wire="int8"')
     script, without = tmp_path / "train.py", tmp_path / "calm.py"
     script.write_text(plain.replace('dist.init_process_group("gloo")\n', recipe))
     without.write_text(plain)

@@ -63,12 +63,12 @@ def test_rules_that_do_not_fit_a_channel_are_left_out_or_refused():
     found, left_out = expanded(late, rules=["decentlam"], leave_out=True)
     assert [case.graph_label for case in found] == ["ring"]
     assert "late messages" in left_out[0].reason
-    changing = [{"name": "base_graph", "wire": ["int8", "bfloat16"]}]
+    changing = [{"name": "random_matching", "wire": ["int8", "bfloat16"]}]
     with pytest.raises(
-        ValueError, match=r"base_graph\(k=1\) with wire = 'int8': the graph changes .* use wire = 'bfloat16'"
+        ValueError, match=r"random_matching with wire = 'int8': the graph is drawn anew .* use wire = 'bfloat16'"
     ):
         expanded(changing)
-    assert [case.graph_label for case in expanded(changing, leave_out=True)[0]] == ["base_graph (wire bfloat16)"]
+    assert [case.graph_label for case in expanded(changing, leave_out=True)[0]] == ["random_matching (wire bfloat16)"]
 
 
 @pytest.mark.parametrize(

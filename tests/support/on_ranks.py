@@ -1,7 +1,6 @@
 """`simulate` on real ranks, one process per node, to hold simulation and ranks together."""
 
 from contextlib import closing
-from functools import partial
 
 import numpy as np
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 
 from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.node import Given, Node
-from klatsch.rules import Flow, Rule
+from klatsch.rules import Rule
 from klatsch.rules.base import each
 from klatsch.simulation.driver import Run, Saver
 from klatsch.simulation.simulator import prepared
@@ -97,7 +96,7 @@ class Watched(Rule):
             seen.extend(tensors)
             return function(*tensors)
 
-        new = self.rule.update(s, grad, Flow(partial(watched, flow), partial(watched, flow.mix), flow.silent), t, lr)
+        new = self.rule.update(s, grad, flow.inside(watched), t, lr)
         self._seen = [*seen, self.rule.output(new)]
         return new
 

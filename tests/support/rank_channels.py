@@ -56,7 +56,7 @@ def graphs():
     """The graphs over all channels that are defined on them."""
     ring = [tp.make("ring", SIZE, **travel) for travel in TRAVELS]
     complete = [tp.make("complete", SIZE, **travel) for travel in TRAVELS if travel["late"] == 4]  # one neighbour more
-    changing = [tp.make(name, SIZE, **travel) for name in CHANGING for travel in TRAVELS if travel["wire"] == ROUGH]
+    changing = [tp.make(name, SIZE, **travel) for name in CHANGING for travel in TRAVELS if travel["wire"] != "float32"]
     lossy = [tp.make("ring", SIZE, loss=0.3, **travel) for travel in ({}, {"every": 2, "late": 1, "wire": ROUGH})]
     return [*ring, *complete, *changing, *lossy, tp.make("complete", SIZE, loss=0.7)]
 
@@ -105,6 +105,7 @@ def channelled_optimizers(folder, device="cpu", batched=False):
         ("dat cta", {"wire": "int8"}),
         ("gt", {"every": 2, "late": 3, "wire": "int8"}),
         ("gt", {"wire": "int8"}),
+        ("dsgd", {"late": 3, "wire": "int8", "topology": "one_peer_exponential"}),
         ("dat-d2 beta", {"every": 4, "late": 3, "wire": "bfloat16"}),
         ("dsgd", {"late": 1}),
     ):
@@ -112,7 +113,7 @@ def channelled_optimizers(folder, device="cpu", batched=False):
 
         def make(rule=rule, options=options, travel=travel):
             x = nn.Parameter(PROBLEM.start().to(device, copy=True))
-            return x, klatsch.Gossip([x], klatsch.rules.make(rule, lr=LR, **options), "ring", **travel)
+            return x, klatsch.Gossip([x], klatsch.rules.make(rule, lr=LR, **options), **{"topology": "ring"} | travel)
 
         x, optimizer = make()
         train(optimizer, x, PROBLEM, rank, ROUNDS // 2)

@@ -108,7 +108,7 @@ def test_channels(channel, weight):
 
 def test_what_needs_one_graph_is_refused():
     with pytest.raises(
-        ValueError, match=r"random_matching with wire = 'int8': the graph changes .* use wire = 'bfloat"
+        ValueError, match=r"random_matching with wire = 'int8': the graph is drawn anew .* use wire = 'bfloat"
     ):
         tp.make("random_matching", 8, wire="int8")
     with pytest.raises(ValueError, match="the graph is time-varying"):

@@ -109,11 +109,12 @@ def in_127_steps(difference):
 
 def by_hand(graph, problem, step, fields, steps=ROUNDS):
     """The plain loop in NumPy: `step(fields, grad, pulled, t)`, where pulled(k, v) is what arrives of the k-th flow."""
-    P = graph.speaking[0].toarray()
+    matrices = [P.toarray() for P in graph.speaking]
     flows, held = [{} for _ in range(steps + 1)], {}
 
-    def encoded(k, v):
+    def encoded(k, v, P):
         if graph.wire == "int8":
+            k = k, str(P > 0)  # who hears something else holds something else
             held[k] = held.get(k, 0.0) + in_127_steps(v - held.get(k, 0.0))
             return held[k]
         return v if graph.wire == "float32" else torch.from_numpy(v).bfloat16().double().numpy()
@@ -122,7 +123,8 @@ def by_hand(graph, problem, step, fields, steps=ROUNDS):
 
         def pulled(k, v, t=t):
             if t % graph.every == 0:
-                sent = encoded(k, v)
+                P = matrices[(t // graph.every - 1) % len(matrices)]
+                sent = encoded(k, v, P)
                 flows[t][k] = P @ sent - sent
             return flows[t - graph.late].get(k, 0.0) if t > graph.late else 0.0
 
@@ -143,9 +145,12 @@ def dat(s, g, pulled, t):
 
 
 @pytest.mark.parametrize("every, late, wire", CHANNELS)
-@pytest.mark.parametrize("rule, step", [("dsgd", dsgd), ("dat", dat)])
-def test_a_channel_is_what_a_plain_loop_says(rule, step, every, late, wire):
-    problem, graph = Forces(5), tp.make("ring", 5, every=every, late=late, wire=wire)
+@pytest.mark.parametrize(
+    "rule, step, name",
+    [("dsgd", dsgd, "ring"), ("dat", dat, "ring"), ("dat", dat, "one_peer_exponential"), ("dsgd", dsgd, "base_graph")],
+)
+def test_a_channel_is_what_a_plain_loop_says(rule, step, name, every, late, wire):
+    problem, graph = Forces(5), tp.make(name, 5, every=every, late=late, wire=wire)
     start = problem.start().numpy() + np.zeros((5, 1))
     expected = by_hand(graph, problem, step, {"w": start, "x": start} if rule == "dat" else {"w": start})
     found = run(problem, rules.make(rule, lr=0.1), graph).state
@@ -168,9 +173,10 @@ def test_engines_agree_on_late_flows(engine, rule, every, late):
 
 
 @pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("name", ["ring", "one_peer_exponential"])
 @pytest.mark.parametrize("options", [{"late": 3}, {"late": 50}, {"every": 4, "late": 3, "wire": "int8"}])
-def test_captured_rounds_carry_messages_as_plain_ones_do(options, device):
-    problem, graph = problems.LeastSquares(5, dim=300), tp.make("ring", 5, **options)
+def test_captured_rounds_carry_messages_as_plain_ones_do(options, name, device):
+    problem, graph = problems.LeastSquares(5, dim=300), tp.make(name, 5, **options)
     rule = rules.make(
         "dat", rules.Decay([0.001, 0.0005], "cosine", 150)
     )  # its columns' rates belong on the device, too

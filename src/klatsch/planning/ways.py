@@ -131,7 +131,7 @@ def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way,
                     break
                 variants = {way: seconds}
                 if not way.reduces and seconds > HARDLY * alone:
-                    small = way._replace(wire="bfloat16" if graph.startswith("one_peer") else "int8")
+                    small = way._replace(wire="int8")
                     if (faster := round_seconds(clock, small, params)) < FASTER * seconds:
                         way, seconds, variants = small, faster, {small: faster}
                     hidden = way._replace(late=H - 1)

@@ -97,10 +97,11 @@ class Mailbox:
             [x.new_zeros(layout.size + links.tail, dtype=torch.uint8) for _ in range(self._slots + more)]
             for layout, more in zip(self._layouts, spare, strict=True)
         ]
-        self._held: dict[tuple[int, int], dict[int, Tensor]] = {}  # by message and node: what is held, by part
+        # What is held, by message, node and who hears it (`Topology.audience`), and then by part.
+        self._held: dict[tuple[int, int, int], dict[int, Tensor]] = {}
         self._flight: list[int] = []  # rounds whose messages are on their way
         self.heard: dict[int, Heard] = {}  # by message, in this round
-        self._parts: dict[tuple[int, int, int], list[Part]] = {}  # see `_own`
+        self._parts: dict[tuple[int, int, int, int], list[Part]] = {}  # see `_own`
 
     @property
     def shares_memory(self) -> bool:
@@ -157,9 +158,9 @@ class Mailbox:
 
     def _own(self, k: int, t: int, node: int) -> list[Part]:
         """The parts of message k of round t, to what is held of this node or, where it is AHEAD, will be."""
-        key = k, self._slot(k, t), node
+        key = k, self._slot(k, t), node, (audience := self.links.topology.audience(t))
         if key not in self._parts:
-            self._parts[key] = self._layouts[k].parts(self._message(k, t), self._held_of(k, node))
+            self._parts[key] = self._layouts[k].parts(self._message(k, t), self._held_of(k, node, audience))
         return self._parts[key]
 
     def _tag(self, k: int, t: int) -> int:
@@ -213,7 +214,8 @@ class Mailbox:
     def _listen(self, r: int, k: int) -> Heard:
         layout, links, topology, dtype = self._layouts[k], self.links, self.links.topology, self._like.dtype
         received = links.received(self._tag(k, r), r)
-        spoken = {source: layout.parts(message, self._held_of(k, source)) for source, message in received}
+        audience = topology.audience(r)
+        spoken = {source: layout.parts(message, self._held_of(k, source, audience)) for source, message in received}
         if self._guarded:
             for source in [source for source, parts in spoken.items() if not all(part.is_sound for part in parts)]:
                 links.lose(MessageError(links.rank, source, r))
@@ -236,7 +238,11 @@ class Mailbox:
     @property
     def memory(self) -> Memory:
         """Copies of what is held and on its way, for a checkpoint; empty where there is nothing."""
-        held = {f"{k} {node} {n}": v.clone() for (k, node), by_part in self._held.items() for n, v in by_part.items()}
+        held = {
+            f"{k} {node} {audience} {n}": v.clone()
+            for (k, node, audience), by_part in self._held.items()
+            for n, v in by_part.items()
+        }
         flight = {
             str(r): [self._message(k, r)[: layout.size].clone() for k, layout in enumerate(self._layouts)]
             for r in self._flight
@@ -249,8 +255,8 @@ class Mailbox:
         flight: dict[str, list[Tensor]] = memory.get("flight", {})  # type: ignore[assignment]
         self._held, self.heard, self._parts = {}, {}, {}
         for key, v in held.items():
-            k, node, n = map(int, key.split())
-            self._held_of(k, node)[n].copy_(v)
+            k, node, audience, n = map(int, key.split())
+            self._held_of(k, node, audience)[n].copy_(v)
         self._flight = sorted(map(int, flight))
         for r in self._flight:
             for k, whole in enumerate(flight[str(r)]):
@@ -262,18 +268,19 @@ class Mailbox:
         A lost link leaves different copies at its ends, and differences would be added to the wrong ones.
         """
         lost, numbers = self.links.lost.keys(), torch.zeros(self.links.topology.size, dtype=torch.int64)
-        hearers = len({node for row in self._rows for node in row.away} - lost)
-        for (_, node), held in self._held.items():
+        rows = zip(self.links.topology.audiences, self._rows[self._every - 1 :: self._every], strict=True)
+        hearers = {audience: len(row.away.keys() - lost) for audience, row in rows}
+        for (_, node, audience), held in self._held.items():
             if node != AHEAD and node not in lost:
-                numbers[node] += _checksum(held) * (-hearers if node == self.links.rank else 1)
+                numbers[node] += _checksum(held) * (-hearers[audience] if node == self.links.rank else 1)
         return numbers
 
-    def _held_of(self, k: int, node: int) -> dict[int, Tensor]:
-        """What is held of a node, by part; zero at first."""
-        if (k, node) not in self._held and self._layouts[k].differences:
+    def _held_of(self, k: int, node: int, audience: int) -> dict[int, Tensor]:
+        """What is held of a node by those who hear it in some rounds, by part; zero at first."""
+        if (key := (k, node, audience)) not in self._held and self._layouts[k].differences:
             differences = self._layouts[k].differences
-            self._held[k, node] = {n: self._like.new_zeros(shape) for n, shape in differences.items()}
-        return self._held.get((k, node), {})
+            self._held[key] = {n: self._like.new_zeros(shape) for n, shape in differences.items()}
+        return self._held.get(key, {})
 
 
 def _checksum(held: dict[int, Tensor]) -> int:

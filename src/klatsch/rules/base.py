@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, Self
@@ -43,12 +44,17 @@ class Flow:
     Attributes:
         silent: whether nobody talks in this round. An engine that takes many rounds at once has a tensor of 0 and 1, so
             write `a + flow.silent * (b - a)`; where a rule asks `if flow.silent`, it runs with plain operations.
+        audience: the number of who hears whom in this round; for channels, which remember what nodes have heard.
     """
 
     def __init__(
-        self, flow: Callable[..., Tensors], mix: Callable[..., Tensors] | None = None, silent: Silent = False
+        self,
+        flow: Callable[..., Tensors],
+        mix: Callable[..., Tensors] | None = None,
+        silent: Silent = False,
+        audience: int = 0,
     ) -> None:
-        self._flow, self._mix, self.silent = flow, mix, silent
+        self._flow, self._mix, self.silent, self.audience = flow, mix, silent, audience
 
     def __call__(self, *tensors: Tensor) -> Tensors:
         return self._flow(*tensors)
@@ -58,6 +64,10 @@ class Flow:
         if self._mix is not None:
             return self._mix(*tensors)
         return tuple(v + f for v, f in zip(tensors, self._flow(*tensors), strict=True))
+
+    def inside(self, around: Callable[..., Tensors]) -> Flow:
+        """The same round, where `around(function, *tensors)` calls the function that flows or mixes."""
+        return Flow(partial(around, self), partial(around, self.mix), self.silent, self.audience)
 
 
 def of(path: str) -> Any:

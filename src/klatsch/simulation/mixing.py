@@ -50,7 +50,9 @@ class StackedMix:
             return _tensor(csr_array(links - diags_array(own)), dtype, device, dense) if links.nnz else None
 
         def flow(t: int, Q: Tensor | None) -> Flow:
-            return Flow(partial(_flow, Q, alike), partial(_mix, Q), _silent(topologies, t, sizes, dtype))
+            silent = _silent(topologies, t, sizes, dtype)
+            # Of several networks, only those with equal audiences run side by side over a channel that remembers.
+            return Flow(partial(_flow, Q, alike), partial(_mix, Q), silent, topologies[0].audience(t))
 
         self._made: Callable[[int, csr_array], Flow] = lambda t, P: flow(t, product(P))
         self._flows = [] if self._lossy else [flow(t, Q) for t, Q in enumerate(mapped(matrices, product), 1)]
@@ -64,7 +66,7 @@ class StackedMix:
         if not self._shuffled or flow.silent is True:
             return flow
         there, back = self._places(t - 1, t)[0] if places is None else places
-        return Flow(partial(_moved, flow, there, back), partial(_moved, flow.mix, there, back), flow.silent)
+        return flow.inside(partial(_moved, there, back))
 
     def places(self, done: int, until: int) -> Tensor | None:
         """Who stands where in rounds done + 1 to until, and the way back, (rounds, 2, M); None if all nodes stay."""
@@ -85,7 +87,7 @@ def _silent(topologies: Sequence[Topology], t: int, sizes: Tensor, dtype: torch.
     return torch.tensor(silent, dtype=dtype, device=sizes.device).repeat_interleave(sizes)[:, None, None]
 
 
-def _moved(function: Callable[..., Tensors], there: Tensor, back: Tensor, *tensors: Tensor) -> Tensors:
+def _moved(there: Tensor, back: Tensor, function: Callable[..., Tensors], *tensors: Tensor) -> Tensors:
     return tuple(v[back] for v in function(*(v[there] for v in tensors)))
 
 

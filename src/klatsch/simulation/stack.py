@@ -196,8 +196,7 @@ class Stack:
             return function(*tensors)
 
         flow, grad = self.flow(t), self.gradients(self.rule.query(state), t)
-        watching = Flow(partial(watched, flow), partial(watched, flow.mix), flow.silent)
-        again = self.rule.update(state, grad, watching, t, self.rates(t))
+        again = self.rule.update(state, grad, flow.inside(watched), t, self.rates(t))
         # Other engines round differently, and may be the only ones to overflow.
         steps = [grad, *seen, self.rule.output(again), self.rule.output(new)]
         finite = [torch.isfinite(v).all(-1).expand(steps[-1].shape[:-1]) for v in steps]

@@ -39,20 +39,20 @@ def check_loss(name: str, loss: object, one_way: object, wire: object) -> float:
     return rate
 
 
-def check_wire(name: str, wire: object, changes: bool) -> None:
+def check_wire(name: str, wire: object, drawn: bool) -> None:
     """Check how numbers travel on a graph."""
     named("wire", wire, dict.fromkeys(WIRES))
-    if reason := no_wire(name, wire, changes):
+    if reason := no_wire(name, wire, drawn):
         raise ValueError(reason)
 
 
-def no_wire(name: str, wire: object, changes: bool) -> str:
-    """Why numbers cannot travel so on a graph; nothing if they can."""
-    if wire != "int8" or not changes:
+def no_wire(name: str, wire: object, drawn: bool) -> str:
+    """Why numbers cannot travel so on a graph, which may be drawn anew in every round; nothing if they can."""
+    if wire != "int8" or not drawn:
         return ""
     return (
-        f"{name} with wire = 'int8': the graph changes from round to round, and int8 sends differences to what the "
-        "same neighbours hold already; use wire = 'bfloat16', or a static graph such as ring or exponential"
+        f"{name} with wire = 'int8': the graph is drawn anew in every round, and int8 sends differences to what the "
+        "same neighbours hold already; use wire = 'bfloat16', or a graph that repeats, such as one_peer_exponential"
     )
 
 
@@ -62,7 +62,7 @@ def check_channel(
     """Check the options of a channel, whatever the graph."""
     rounds_between(every)
     rounds_late(late)
-    check_wire("", wire, changes=False)
+    check_wire("", wire, drawn=False)
     check_loss("a graph", loss, one_way, wire)
 
 

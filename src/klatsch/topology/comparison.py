@@ -111,7 +111,7 @@ def compare(n: int, params: int = 1_000_000, **choices: object) -> tuple[list[Su
         own = {key: value for key, value in choices.items() if key in options(name)}
         links = f"{name}: {n * (n - 1) // 2:,} links; it joins a comparison up to {LARGEST_DENSE:,} nodes"
         dense = kind.dense and n > LARGEST_DENSE
-        refusal = no_wire(name, travel.get("wire"), kind.changes) or kind.refusal(n) or _unsolvable(name, n, changed)
+        refusal = no_wire(name, travel.get("wire"), kind.drawn) or kind.refusal(n) or _unsolvable(name, n, changed)
         if reason := links if dense else refusal:
             left_out[name] = reason
         else:

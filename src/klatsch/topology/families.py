@@ -45,7 +45,7 @@ class Family:
     gap: Callable[..., float] | None = None  # the spectral gap in closed form, if there is one
     refusal: Callable[[int], str] = lambda n: ""  # why there is no graph of n nodes, and the remedy
     nth_size: Callable[[int], int] = lambda s: s  # the s-th size (from 1) at which it keeps its shape
-    changes: bool = False  # whether several matrices are used
+    drawn: bool = False  # whether it is drawn anew in every round
     dense: bool = False  # whether (nearly) all nodes are linked with each other, now or later
     lattice: bool = False  # whether the nodes form rows and columns
 
@@ -379,13 +379,13 @@ FAMILIES: dict[str, Family] = {
         # eigenvalues 1 - 2 j / (log2(n) + 1)
         Family(hypercube, lambda n: 1.0 if n == 1 else 2 / n.bit_length(), _no_power_of_two, lambda s: 1 << (s - 1)),
         Family(exponential, _exponential_gap),
-        Family(one_peer_exponential, _one_peer_gap, changes=True),
-        Family(base_graph, _base_graph_gap, changes=True),
+        Family(one_peer_exponential, _one_peer_gap),
+        Family(base_graph, _base_graph_gap),
         # eigenvalues (1 + exp(2 pi i j / n)) / 2, of modulus cos(pi j / n)
         Family(directed_ring, lambda n: 1.0 if n == 1 else 2 * math.sin(math.pi / (2 * n)) ** 2),
         Family(erdos_renyi),
         Family(random_regular),
-        Family(random_matching, _matching_gap, changes=True, dense=True),
+        Family(random_matching, _matching_gap, drawn=True, dense=True),
     )
 }
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {name: family.build for name, family in FAMILIES.items()}

@@ -84,7 +84,7 @@ class Topology:
             vars(self).update(shuffle=whole(self.shuffle, f"{self.name}: seed", 0))
         check_matrices(self.name, matrices, self.stochastic, every, self.shuffle is not None)
         late = channels.rounds_late(self.late)
-        channels.check_wire(self.name, self.wire, changes=len(matrices) > every or self.shuffle is not None)
+        channels.check_wire(self.name, self.wire, drawn=self.shuffle is not None)
         loss = channels.check_loss(self.name, self.loss, self.one_way, self.wire)
         all_reduce = bool(self.all_reduce) and not (late or self.wire != channels.WIRES[0] or loss)
         if all_reduce:
@@ -139,6 +139,19 @@ class Topology:
     def changes(self) -> bool:
         """Whether nodes mix with different matrices over time; silent rounds do not count."""
         return len(self.speaking) > 1 or self.shuffle is not None
+
+    @cached_property
+    def audiences(self) -> tuple[int, ...]:
+        """By matrix of `speaking`, a number for who hears whom in it; equal links have the same number.
+
+        Where messages are differences to what neighbours hold, they hold a copy for every number.
+        """
+        numbers: dict[bytes, int] = {}
+        return tuple(numbers.setdefault(P.indptr.tobytes() + P.indices.tobytes(), len(numbers)) for P in self.speaking)
+
+    def audience(self, t: int) -> int:
+        """The number of who hears whom in round t, or in the next one in which nodes talk."""
+        return self.audiences[self._phase(t) // self.every]
 
     @cached_property
     def symmetric(self) -> bool:
@@ -437,7 +450,8 @@ def channel(
             there on a pull arrives after the next value has been sent, and neighbours overreact to each other: weights
             are damped so that this dies out, which slows mixing down. Choose every - 1 at most if you can.
         wire: "float32" (numbers as they are), "bfloat16" (half the bytes of float32), or "int8" (a quarter: differences
-            to what neighbours hold already, with a scale per 256 numbers; on static graphs).
+            to what neighbours hold already, with a scale per 256 numbers; on graphs that repeat: where they change
+            periodically, neighbours hold a copy for each round of a period).
         loss: the probability that a message is lost, drawn for every link and round by a seed that all know. Both
             directions of a link are lost together, and its weight stays with its ends, so a symmetric graph keeps the
             mean.
@@ -456,7 +470,7 @@ def channel(
     if late:
         matrices = _respoken(seldom, lambda P: _damped(seldom, P, late))
         seldom = replace(seldom, name=f"{seldom.name} late {late}", matrices=matrices, late=late)
-    channels.check_wire(seldom.name, wire, seldom.changes)
+    channels.check_wire(seldom.name, wire, drawn=seldom.shuffle is not None)
     if wire != seldom.wire:
         matrices = _respoken(seldom, partial(_short, FEW_BITS[wire])) if wire in FEW_BITS else seldom.matrices
         seldom = replace(seldom, name=f"{seldom.name} {wire}", matrices=matrices, wire=wire)

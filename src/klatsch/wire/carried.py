@@ -23,7 +23,8 @@ from klatsch.wire.rehearsal import Rehearsal
 def carried(rule: Rule, topology: Topology, meets: str = "") -> Rule:
     """The rule with its flows over the channel of a graph; the rule itself if they arrive at once and as they are."""
     plain = topology.late == 0 and topology.wire == "float32"
-    return rule if plain else Carried(rule, rule.lr, topology.late, topology.wire, meets.startswith("stale"))
+    travel = topology.late, topology.wire, topology.audiences if topology.wire == "int8" else ()
+    return rule if plain else Carried(rule, rule.lr, *travel, meets.startswith("stale"))
 
 
 def bare(rule: Rule) -> Rule:
@@ -43,6 +44,7 @@ class Carried(Rule):
     lr: Number
     late: int
     wire: str
+    audiences: tuple[int, ...] = ()  # of the graph, where nodes hold copies of what their neighbours have said
     stale: bool = False
 
     name = of("rule.name")
@@ -53,12 +55,12 @@ class Carried(Rule):
         for c, n, like in rehearsal.sent:
             nothing = x.new_zeros(rehearsal.full(like))
             if self.wire == "int8" and rehearsal.is_wide(like):
-                state[f"held@{c}.{n}"] = nothing
+                state |= {f"held@{c}.{n}.{k}": nothing for k in self.audiences}
             state |= {f"flight@{c}.{n}.{k}": nothing for k in range(self.late)}
         return state
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
-        kept: State = {}
+        kept: State = {name: v for name, v in s.items() if name.startswith("held@")}
         calls = count()
 
         def sent(place: str, v: Tensor) -> Tensor:
@@ -68,11 +70,10 @@ class Carried(Rule):
                 return v
             if self.wire != "int8":
                 return encodings.rounded(v, self.wire)
-            held = s[f"held@{place}"]
+            copy = f"held@{place}.{flow.audience}"
             if not flow.silent:
-                held = held + encodings.restored(*encodings.quantized(v - held), v.dtype)
-            kept[f"held@{place}"] = held
-            return held
+                kept[copy] = s[copy] + encodings.restored(*encodings.quantized(v - s[copy]), v.dtype)
+            return kept[copy]
 
         def queue(place: str, last: Tensor) -> list[Tensor]:
             """What is on its way, the last one first, of which all but the oldest stay so."""
