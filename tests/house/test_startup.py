@@ -96,7 +96,7 @@ def test_the_catalogue_has_the_options_that_set_takes(kind):
             product, *defaults = listed
             used = product.split("+")
             used += ["averaged"] * ("anytime" not in used)
-            used += ["sgd"] * ("adam" not in used and issubclass(rules.PATTERNS[used[0]], rules.Pattern))
+            used += ["sgd"] * (not {"adam", "muon"} & {*used} and issubclass(rules.PATTERNS[used[0]], rules.Pattern))
             listed = [option for part in used for option in filter(None, parts[part].options.split(", "))]
             listed = {option.partition("=")[0]: option for option in (*listed, *defaults)}.values()
         options = [shown(p) for option, p in parameters_of(kind, name).items() if option not in everywhere]

@@ -33,6 +33,7 @@ DIRECTIONS = {
     "momentum": rules.momentum(0.7),
     "shared": rules.momentum(0.7, shared=True),
     "adam": rules.adam(0.5, 0.9, 1e-3, weight_decay=0.01),
+    "muon": rules.muon(0.5, weight_decay=0.01, eps=1e-3),
 }
 AROUND = {
     "nothing": lambda base: base,
@@ -42,7 +43,7 @@ AROUND = {
 }
 PRODUCTS = [p for p in itertools.product(PATTERNS, DIRECTIONS, AROUND) if p[:2] != ("push", "shared")]  # sums
 products = pytest.mark.parametrize("pattern, direction, around", PRODUCTS)
-LINEAR = [product for product in PRODUCTS if product[0] != "push" and product[1] != "adam"]
+LINEAR = [product for product in PRODUCTS if product[0] != "push" and product[1] not in ("adam", "muon")]
 RING = tp.ring(7)  # odd: D2 as published wants no eigenvalue of -1/3
 
 
@@ -51,7 +52,9 @@ def build(pattern, direction, around, lr=5e-4):
 
 
 def least_squares(graph, **choices):
-    return problems.LeastSquares(graph.size, **{"dim": 6, "heterogeneity": 3.0, **choices})
+    problem = problems.LeastSquares(graph.size, **{"dim": 6, "heterogeneity": 3.0, **choices})
+    problem.matrices = [problems.WeightMatrix(1, 2, 2)]
+    return problem
 
 
 @products
@@ -59,7 +62,7 @@ def test_every_product_learns(pattern, direction, around):
     problem = least_squares(RING, noise=0.0)
     remembers = (direction in ("momentum", "shared")) + ("outer" in pattern)
     lr = (0.02 / 20**remembers if around == "anytime" else 0.02) / problem.L  # steps of linear weights grow with t
-    if direction == "adam":  # which divides by the size of gradients
+    if direction in ("adam", "muon"):  # which divide by the size of gradients
         lr = 3e-4 if around == "anytime" else 0.01
     result = klatsch.simulate(problem, build(pattern, direction, around, lr), RING, 400, record=[1, 400])
     assert result.metrics["distance"][1] < 0.8 * result.metrics["distance"][0]

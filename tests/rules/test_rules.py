@@ -142,7 +142,9 @@ def test_on_the_complete_graph_dat_is_anytime_sgd_on_the_mean_gradient(weights):
     torch.testing.assert_close(states[40]["x"], x.expand(5, 1, 6), rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("rule", [name for name in RULES if "adam" not in name])  # which has a test of its own
+@pytest.mark.parametrize(
+    "rule", [name for name in RULES if not re.search("adam|muon", name)]
+)  # which have tests of their own
 def test_one_node_works_and_learns(rule):
     problem = problems.LeastSquares(1, dim=5, noise=0.0)
     slow = {"dat, momentum": 0.005, "dat, polynomial, cta": 1e-4, "dat-gt, beta, momentum": 0.005}

@@ -1,6 +1,7 @@
 """What ranks do in the tests of channels: each function runs in every process, after the fork."""
 
 import os
+import re
 from contextlib import suppress
 from functools import cache
 
@@ -40,7 +41,7 @@ class Pulls(klatsch.problems.Problem):
 
 PROBLEM = Pulls()
 ROUNDS = 8  # those 4 rounds late arrive, also with gossip in every 4th round only
-LABELS = [*(name for name in klatsch.rules.RULES if "adam" not in name), "dat beta", "dat-d2 beta"]
+LABELS = [*(name for name in klatsch.rules.RULES if not re.search("adam|muon", name)), "dat beta", "dat-d2 beta"]
 LABELS += ["dat-adam shared decay", "gt-adam"]
 TRAVELS = [
     {"every": every, "late": late, "wire": wire}

@@ -52,8 +52,8 @@ ENDURE_LR = 5e-3
 
 
 def lr_of(label):
-    """Steps of Adam are as long as the learning rate, those of others as lr times the gradient."""
-    return 10 * LR if "adam" in label else LR
+    """Steps of Adam and Muon are as long as the learning rate, those of others as lr times the gradient."""
+    return 10 * LR if "adam" in label or "muon" in label else LR
 
 
 def problem_of(size, dim=5):

@@ -1,5 +1,7 @@
 """One table, rule x topology, and the plain loop that every engine must equal."""
 
+import re
+
 import pytest
 import torch
 
@@ -27,9 +29,11 @@ RULES = {
     "dat-adam, shared, cta": lambda lr: rules.make("dat-adam", lr, shared=True, order="cta"),
     "dat-gt-adam, shared": lambda lr: rules.make("dat-gt-adam", lr, beta1=0.5, shared=True),
     "dadam, reduced": lambda lr: rules.make("dadam", lr, reduced=True),
+    "muon, shared": lambda lr: rules.make("muon", lr, shared=True),
+    "muon, momentum": lambda lr: rules.make("muon", lr, shared="momentum"),
 }
 FEW = ("dsgd", "dat", "gt", "dat-d2", "sgp", "dadam", "dat, momentum")  # that `make quick` tries
-LINEAR = [name for name in RULES if "sgp" not in name and "adam" not in name]  # in their vectors: without divisions
+LINEAR = [name for name in RULES if not re.search("sgp|adam|muon", name)]  # in their vectors: without divisions
 GRAPHS = {
     "ring": tp.ring(6),
     "lazy ring": tp.lazy(tp.ring(6)),
@@ -91,7 +95,7 @@ ALONE = rules.Flow(lambda *tensors: tuple(torch.zeros_like(v) for v in tensors))
 def trajectory(rule, graph, problem, steps, x=None):
     """The plain loop that every engine must equal: states after 0, 1, 2, ... rounds."""
     start = problem.start().double().expand(graph.size, 1, problem.dim) if x is None else x
-    rule = rule.on(graph)
+    rule = rule.on(graph).shaped(problem.matrices or ())
     states = [rule.init(start)]
     for t in range(1, steps + 1):
         grad = problem.grad(rule.query(states[-1]), t)

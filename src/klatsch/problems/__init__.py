@@ -20,10 +20,11 @@ from klatsch.problems.logistic import LogisticRegression
 from klatsch.problems.prediction import Language
 from klatsch.problems.sharded import dirichlet
 from klatsch.problems.stacks import lenet
+from klatsch.weights import WeightMatrix
 
 __all__ = ["PROBLEMS", "FashionMNIST", "Headline", "ImageClassification", "Images", "Language", "LeastSquares"]
-__all__ += ["LogisticRegression", "Problem", "Quadratic", "check", "check_headline", "checked", "declared"]
-__all__ += ["dirichlet", "kind", "lenet", "make", "options", "shapes"]
+__all__ += ["LogisticRegression", "Problem", "Quadratic", "WeightMatrix", "check", "check_headline", "checked"]
+__all__ += ["declared", "dirichlet", "kind", "lenet", "make", "options", "shapes"]
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {
     "least-squares": LeastSquares,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from klatsch.arguments import kind_of, whole
 from klatsch.columns import replaced
+from klatsch.weights import WeightMatrix
 
 Shape = tuple[int, ...]
 
@@ -56,6 +57,7 @@ class Problem(ABC):
     optimum: Tensor | None = None  # (C, d), if it is known
     drawn: int | None = None  # numbers drawn per node and round; d by default
     exact: Callable[[Tensor], Tensor] | None = None  # the gradients at x, (M, C, d), without noise
+    matrices: Sequence[WeightMatrix] | None = None  # hidden ones among the parameters; None: it does not say
     samples: int | None = None  # of all nodes together; None where there is no end of them
     on_fewer: Callable[[int, int], Problem] | None = None  # the same data on so many nodes, drawn with another seed
     brief: bool = False  # set by `briefly`; then nothing is measured of gradients, either
@@ -192,6 +194,7 @@ class Convex(Drawing):
     """A problem with one known optimum, which starts at the origin."""
 
     optimum: Tensor
+    matrices = ()  # its parameters are one vector
     alone = ("distance", "distance_of_mean", "worst_distance", "loss_gap", "worst_loss_gap")
 
     @property

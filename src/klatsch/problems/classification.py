@@ -69,6 +69,7 @@ class ImageClassification(Sharded):
         content, shift, factor = _known(data)
         self._stacked = Stacked(made(model, self.seed), shift, factor)
         self.fresh, self.dim = self._stacked.start(), self._stacked.dim
+        self.matrices = self._stacked.matrices
         self.data = data._replace(test_images=data.test_images[:count], test_labels=data.test_labels[:count])
         self._check_model()
         self._seal(content, count, self.fresh.double())

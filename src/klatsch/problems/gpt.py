@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from klatsch.problems import draws
+from klatsch.weights import WeightMatrix
 
 BYTES = 256  # values of a byte: what is read and predicted
 SPREAD = 0.02  # of the weights at the start, as in GPT-2
@@ -42,6 +44,12 @@ class StackedGPT:
     def dim(self) -> int:
         """Number of parameters d of one model."""
         return sum(self.sizes)
+
+    @property
+    def matrices(self) -> list[WeightMatrix]:
+        """Those of the blocks, whose rows are inputs."""
+        places = zip(accumulate(self.sizes, initial=0), self.shapes, strict=False)
+        return [WeightMatrix(start, columns, rows, turned=True) for start, (rows, columns) in places][2:]
 
     def start(self, seed: int) -> Tensor:
         """The parameters of a fresh model, (d,)."""

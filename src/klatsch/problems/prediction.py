@@ -74,6 +74,7 @@ class Language(Sharded):
         some = evenly(len(windows.held_out), test)  # of every folder
         self.data = windows._replace(held_out=windows.held_out[some])
         self.fresh, self.dim = self.gpt.start(seed), self.gpt.dim
+        self.matrices = self.gpt.matrices
         self._seal(text.content(folder, pattern), len(self.data.held_out))
 
     @classmethod

@@ -13,11 +13,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from klatsch.weights import WeightMatrix
 
 ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
 POOLS = (nn.MaxPool2d, nn.AvgPool2d)
@@ -100,6 +103,12 @@ class Stacked:
     def dim(self) -> int:
         """Number of parameters d of one model."""
         return sum(self.sizes)
+
+    @property
+    def matrices(self) -> list[WeightMatrix]:
+        """Parameters with two axes or more, kernels as rows, without the last one, which is the classifier."""
+        places = zip(accumulate(self.sizes, initial=0), self.shapes.values(), strict=False)
+        return [WeightMatrix(start, shape[0], shape[1:].numel()) for start, shape in places if len(shape) > 1][:-1]
 
     def start(self) -> Tensor:
         """The parameters of the module, (d,)."""

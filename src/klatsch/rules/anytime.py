@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Self
@@ -24,6 +24,7 @@ from klatsch import columns
 from klatsch.arguments import number, whole
 from klatsch.columns import Given, Number
 from klatsch.rules.base import Flow, Graph, Rule, State, blend, checked, joined, of, share
+from klatsch.weights import WeightMatrix
 
 Rounds = int | Tensor  # the round t = 1, 2, 3, ..., or several
 LARGEST_DEGREE = 50  # alpha_t, which grows like t^p, stays finite for a million rounds
@@ -165,7 +166,7 @@ class Around(Rule):
     averages = True
     lr, push, met, parts = of("base.lr"), of("base.push"), of("base.met"), of("base.parts")
     decays, ignores_scale = of("base.decays"), of("base.ignores_scale")
-    scales, settings = of("base.scales"), of("base.settings")
+    scales, settings, needs_shapes = of("base.scales"), of("base.settings"), of("base.needs_shapes")
     iterate, query = of("base.iterate"), of("base.query")
 
     def __post_init__(self) -> None:
@@ -181,6 +182,9 @@ class Around(Rule):
 
     def on(self, graph: Graph) -> Self:
         return columns.replaced(self, base=self.base.on(graph))
+
+    def shaped(self, matrices: Sequence[WeightMatrix]) -> Self:
+        return columns.replaced(self, base=self.base.shaped(matrices))
 
     def with_settings(self, **values: Number) -> Self:
         return columns.replaced(self, base=self.base.with_settings(**values))

@@ -25,6 +25,7 @@ from klatsch import columns
 from klatsch.arguments import kind_of, named, whole
 from klatsch.columns import Given, Number
 from klatsch.rules.names import NAMES
+from klatsch.weights import WeightMatrix
 
 State = dict[str, Tensor]
 LearningRate = Number | Callable[[int], Given]
@@ -116,6 +117,7 @@ class Rule:
     averages: bool = False  # whether it returns an average already
     decays: bool = False  # whether its steps need the point where the gradient was taken, as `seen` shows it
     ignores_scale: bool = False  # whether a factor on all gradients of a node changes nothing
+    needs_shapes: bool = False  # whether it needs whole vectors, and `shaped` to know the matrices in them
     # By field, a number that the graph gives and it grows with: a training may go on over another graph.
     scales: Mapping[str, float] = MappingProxyType({})
 
@@ -173,6 +175,10 @@ class Rule:
 
     def on(self, graph: Graph) -> Self:
         """The rule as it runs on a graph."""
+        return self
+
+    def shaped(self, matrices: Sequence[WeightMatrix]) -> Self:
+        """The rule as it runs on parameters with these matrices."""
         return self
 
     @property

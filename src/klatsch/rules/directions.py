@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from klatsch import columns
 from klatsch.columns import Given, Number
 from klatsch.rules.base import Flow, State, blend, positive, share
+from klatsch.weights import WeightMatrix
 
 
 class Direction:
@@ -21,6 +23,8 @@ class Direction:
     travels: tuple[str, ...] = ()  # fields of its state that gossip beside the iterate, in its message
     decays: bool = False  # whether it needs the query point, as s["query"]
     ignores_scale: bool = False  # whether a factor on all gradients of a node changes nothing
+    needs_shapes: bool = False  # whether it needs whole vectors, and `matrices`
+    matrices: tuple[WeightMatrix, ...] = ()  # among the parameters, which engines set
 
     def init(self, x: Tensor) -> State:
         """Its part of the state."""
@@ -158,12 +162,140 @@ class Adam(Direction):
         kept = {"v": blend(grad * grad, v, self.beta2)}
         if "m" in s:
             kept["m"] = blend(grad, s["m"], self.beta1)
-        size = (kept["v"] / (1.0 - self.beta2**t)).sqrt() + self.eps
-        step = kept.get("m", grad) / (size * (1.0 - self.beta1**t))
+        step = normalised(kept.get("m", grad), kept["v"], self.beta1, self.beta2, self.eps, t)
         return (step + self.weight_decay * s["query"] if self.decays else step), kept
 
 
 adam = Adam
+
+
+@dataclass(frozen=True, eq=False)
+class Muon(Direction):
+    """Steps of one size in every direction of a weight matrix: Muon, and AdamW for all other parameters.
+
+        m <- momentum m + (1 - momentum) g;   n = m + momentum (m - m_prev);   s = scale NS(n) + weight_decay q
+
+    NS makes the singular values of a matrix roughly 1, by five Newton-Schulz steps: in bfloat16 on a GPU unless the
+    parameters are in float64, else in their own precision. n is (1 - momentum) g + momentum m, Nesterov's point. AdamW
+    has beta1 in place of the momentum, and m / sqrt(v) as in `Adam` in place of NS(n). Problems say which of their
+    parameters are matrices; on ranks these are all with two axes or more, kernels of convolutions as rows, but for
+    groups with "matrices": False. Give embeddings and the last layer to AdamW, as is usual.
+
+    Where data differ, a node orthogonalises its own gradient, which points elsewhere than the network's. With shared
+    gradients it orthogonalises those of its neighbourhood; on the complete graph this is Muon with an all-reduce. With
+    a shared momentum it gossips m instead, before n is made of it, which remembers the neighbours' as well.
+
+    Args:
+        momentum: of the matrices, from 0 up to but not including 1.
+        nesterov: whether the momentum looks ahead; n is m without it.
+        weight_decay: decoupled weight decay, a share of q, the point where the gradient was taken.
+        adjust_lr: the scale of a matrix, as torch calls it: "match_rms_adamw", 0.2 sqrt(max(outputs, inputs)), with
+            which the learning rates of AdamW do for both; or "original", sqrt(max(1, outputs / inputs)).
+        adam_lr: the learning rate of AdamW in units of lr.
+        beta1: of AdamW's first moment.
+        beta2: of its second moment.
+        eps: added to the root of the second moment.
+        shared: true to gossip gradients before anything is made of them, or "momentum"; else every node has its own.
+
+    References:
+        Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
+        Liu et al., "Muon is scalable for LLM training", 2025, for match_rms_adamw.
+    """
+
+    momentum: Given = 0.95
+    nesterov: bool = True
+    weight_decay: Given = 0.0
+    adjust_lr: str = "match_rms_adamw"
+    adam_lr: Given = 1.0
+    beta1: Given = 0.9
+    beta2: Given = 0.999
+    eps: Given = 1e-8
+    shared: bool | str = False
+    short: ClassVar[str] = "muon"
+    needs_shapes = True
+
+    def __post_init__(self) -> None:
+        columns.settle(
+            self,
+            **{name: share(name, vars(self)[name]) for name in ("momentum", "beta1", "beta2")},
+            **{name: positive(name, vars(self)[name], "1e-8") for name in ("adam_lr", "eps")},
+            weight_decay=columns.hyper("weight_decay", self.weight_decay, lambda v: v >= 0, "a number from 0 up"),
+        )
+        if not isinstance(self.nesterov, bool):
+            raise ValueError(f"nesterov = {self.nesterov!r}; give true or false")
+        if self.adjust_lr not in ("match_rms_adamw", "original"):
+            raise ValueError(f"adjust_lr = {self.adjust_lr!r}; choose match_rms_adamw or original")
+        if self.shared not in (False, True, "momentum"):
+            raise ValueError(f"shared = {self.shared!r}; give true to gossip gradients first, false, or momentum")
+
+    @property
+    def gossips(self) -> str:  # type: ignore[override]
+        return "shared" if self.shared else ""
+
+    @property
+    def decays(self) -> bool:  # type: ignore[override]
+        return not is_zero(self.weight_decay)
+
+    @property
+    def ignores_scale(self) -> bool:  # type: ignore[override]
+        return not self.gossips
+
+    def init(self, x: Tensor) -> State:
+        """Both moments of all parameters; the second one of matrices is not used."""
+        return {"m": x * 0.0, "v": x * 0.0}
+
+    def __call__(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
+        """The orthogonalised momentum of matrices, the normalised one of the rest."""
+        inside = grad.new_zeros(grad.shape[-1])  # 1 in matrices
+        for matrix in self.matrices:
+            inside[matrix.start : matrix.end] = 1.0
+        beta1 = (1.0 - inside) * self.beta1 + inside * self.momentum
+        if self.shared is True:
+            (grad,) = flow.mix(grad)
+        m, v = blend(grad, s["m"], beta1), blend(grad * grad, s["v"], self.beta2)
+        if self.shared == "momentum":
+            (m,) = flow.mix(m)
+        step = self.adam_lr * normalised(m, v, beta1, self.beta2, self.eps, t)
+        ahead = m + self.momentum * (m - s["m"]) if self.nesterov else m
+        for alike in self._alike():
+            stacked = torch.stack([matrix.wide(ahead) for matrix in alike])
+            for matrix, made in zip(alike, orthogonal(stacked), strict=True):
+                matrix.wide(step).copy_(self._scale(matrix) * made)
+        if self.decays:
+            step = step + self.weight_decay * ((1.0 - inside) * self.adam_lr + inside) * s["query"]
+        return step, {"m": m, "v": v}
+
+    def _alike(self) -> list[list[WeightMatrix]]:
+        """The matrices by their shape, since one product takes those of one shape together."""
+        by_shape: dict[tuple[int, ...], list[WeightMatrix]] = {}
+        for matrix in self.matrices:
+            by_shape.setdefault(tuple(sorted((matrix.outputs, matrix.inputs))), []).append(matrix)
+        return [*by_shape.values()]
+
+    def _scale(self, matrix: WeightMatrix) -> float:
+        if self.adjust_lr == "original":
+            return math.sqrt(max(1.0, matrix.outputs / matrix.inputs))
+        return 0.2 * math.sqrt(max(matrix.outputs, matrix.inputs))
+
+
+muon = Muon
+
+
+def normalised(m: Tensor, v: Tensor, beta1: Number, beta2: Number, eps: Number, t: int) -> Tensor:
+    """Adam's step: a first moment by the root of a second one, both without the bias of their start at 0."""
+    return m / (((v / (1.0 - beta2**t)).sqrt() + eps) * (1.0 - beta1**t))
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Matrices, (..., rows, columns) with rows <= columns, with singular values of roughly 1 (0.7 to 1.2)."""
+    a, b, c = 3.4445, -4.7750, 2.0315  # which lift small singular values fastest
+    X = matrices.flatten(0, -3)
+    X = X.bfloat16() if X.is_cuda and X.dtype == torch.float32 else X
+    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        A = X @ X.mT
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X.to(matrices.dtype).view_as(matrices)
 
 
 def is_zero(number: Number) -> bool:

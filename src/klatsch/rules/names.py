@@ -29,5 +29,6 @@ ALIASES: dict[str, tuple[str, dict[str, object], str]] = {
     "dat-gt-adam": ("tracked+adam+anytime", SCHEDULE_FREE, f"Schedule-free AdamW of the tracked gradient, {ROBUST}."),
     "diloco-adam": ("plain+adam+outer", {}, "DiLoCo as published: local steps of AdamW, then outer Nesterov steps."),
     "kgt": ("kgt", {}, f"K-GT: gradient tracking for local steps, {ROBUST}; use a graph such as ring/4."),
+    "muon": ("plain+muon", {}, "Muon on every node, then gossip: for hidden matrices, best with shared=true."),
 }
 NAMES = {product: name for name, (product, _, _) in ALIASES.items()}

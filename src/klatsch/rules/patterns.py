@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -12,6 +13,7 @@ from klatsch.columns import Given, Number
 from klatsch.rules.base import Flow, Graph, Rule, State, Tensors, blend, descend, joined, learning_rate, of, share
 from klatsch.rules.directions import Direction, is_zero, sgd
 from klatsch.rules.outer import Outer
+from klatsch.weights import WeightMatrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +30,7 @@ class Pattern(Rule):
     direction: Direction = field(default_factory=sgd)
     outer: Outer | None = field(default=None, kw_only=True)
     decays, ignores_scale = of("direction.decays"), of("direction.ignores_scale")
+    needs_shapes = of("direction.needs_shapes")
 
     def __post_init__(self) -> None:
         columns.settle(self, lr=learning_rate(self.lr))
@@ -64,13 +67,16 @@ class Pattern(Rule):
 
     @property
     def settings(self) -> dict[str, Number]:
-        return {name: v for name, v in vars(self.direction).items() if not isinstance(v, bool | str)}
+        return {name: v for name, v in vars(self.direction).items() if not isinstance(v, bool | str | tuple)}
 
     def with_settings(self, **values: Number) -> Self:
         return columns.replaced(self, direction=columns.replaced(self.direction, **values))
 
     def on(self, graph: Graph) -> Self:
         return columns.replaced(self, outer=self.outer.on(graph)) if self.outer else self
+
+    def shaped(self, matrices: Sequence[WeightMatrix]) -> Self:
+        return columns.replaced(self, direction=columns.replaced(self.direction, matrices=tuple(matrices)))
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_doubly_stochastic(graph, name or self.name)

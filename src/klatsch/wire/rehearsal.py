@@ -78,7 +78,7 @@ class Rehearsal:
     """
 
     def __init__(self, rule: Rule, x: Tensor) -> None:
-        self._length = x.shape[-1]
+        self._length, rule = x.shape[-1], rule.shaped(())  # messages are the same without matrices
         try:
             self._rule = copy.deepcopy(rule)  # one that counts on itself begins its run at the beginning
         except Exception:  # a rule of one's own may hold anything
