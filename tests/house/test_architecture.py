@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "klatsch"
 
 # A room may import from itself and from rooms on a lower floor; only the doors at the top may import the package.
 FLOORS = [
-    {"own", "files", "catalogue", "version", "units"},
+    {"own", "files", "catalogue", "version", "units", "weights"},
     {"arguments", "native", "pictures", "sealed"},
     {"columns"},
     {"topology"},
