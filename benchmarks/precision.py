@@ -40,7 +40,7 @@ ENGINES = {"torch": 9, "fused": 9, "ranks": 3}  # with the nodes of their rings
 
 def divides(case: str) -> bool:
     """Whether a rule divides, which the fused kernel cannot."""
-    return "sgp" in case or "adam" in case
+    return any(part in case for part in ("sgp", "adam", "muon"))
 
 
 def errors(case: str, engine: str, rounds: int, dtype: torch.dtype, group: Any = None) -> torch.Tensor:

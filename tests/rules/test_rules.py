@@ -52,7 +52,7 @@ def test_with_zero_gradients_the_network_mean_stays_put(name):
             close(label, (rule.output(state) * weight).mean(0), x.mean(0), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if not re.search("lam|momentum|qg|diloco|adam", name)])
+@pytest.mark.parametrize("name", [name for name in RULES if not re.search("lam|momentum|qg|diloco|adam|muon", name)])
 def test_the_mean_follows_the_mean_gradient(name):
     """w-bar moves by -lr alpha_t g-bar, whatever the rule (those that remember or divide have tests of their own)."""
     rule = RULES[name](0.01)

@@ -399,6 +399,7 @@ class Poisoned(klatsch.problems.Problem):
     """A problem of which node 2 has a gradient that is not a number, in round 37 and in the last column."""
 
     NODE, ROUND = 2, 37
+    matrices = ()
 
     def __init__(self, nodes):
         self.nodes, self.dim = nodes, 3

@@ -29,7 +29,7 @@ RULES = {
     "dat-adam, shared, cta": lambda lr: rules.make("dat-adam", lr, shared=True, order="cta"),
     "dat-gt-adam, shared": lambda lr: rules.make("dat-gt-adam", lr, beta1=0.5, shared=True),
     "dadam, reduced": lambda lr: rules.make("dadam", lr, reduced=True),
-    "muon, shared": lambda lr: rules.make("muon", lr, shared=True),
+    "muon, gradients": lambda lr: rules.make("muon", lr, shared=True),
     "muon, momentum": lambda lr: rules.make("muon", lr, shared="momentum"),
 }
 FEW = ("dsgd", "dat", "gt", "dat-d2", "sgp", "dadam", "dat, momentum")  # that `make quick` tries

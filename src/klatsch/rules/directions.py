@@ -248,7 +248,7 @@ class Muon(Direction):
         """The orthogonalised momentum of matrices, the normalised one of the rest."""
         inside = grad.new_zeros(grad.shape[-1])  # 1 in matrices
         for matrix in self.matrices:
-            inside[matrix.start : matrix.end] = 1.0
+            inside[matrix.start : matrix.end].fill_(1.0)
         beta1 = (1.0 - inside) * self.beta1 + inside * self.momentum
         if self.shared is True:
             (grad,) = flow.mix(grad)
