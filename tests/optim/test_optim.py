@@ -12,7 +12,18 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import klatsch
-from klatsch.optim import D2, DATD2, DATSGD, DSGD, DATAdamW, Gossip, GossipAdamW, GossipSGD, GradientTracking
+from klatsch.optim import (
+    D2,
+    DATD2,
+    DATSGD,
+    DSGD,
+    DATAdamW,
+    Gossip,
+    GossipAdamW,
+    GossipMuon,
+    GossipSGD,
+    GradientTracking,
+)
 from klatsch.optim.groups import settings_of
 from klatsch.ranks import node
 from klatsch.ranks.failures import LinkError
@@ -89,6 +100,7 @@ def test_by_default_dat_on_one_rank_is_schedule_free_sgd():
 
 NAMED = {DATSGD: "dat", DSGD: "dsgd", D2: "d2", GradientTracking: "gt", DATD2: "dat-d2", DATAdamW: "dat-adam"}
 OURS = {GossipSGD: ("dat", {"beta": 0.9}), GossipAdamW: ("dadam", {"weight_decay": 0.01, "reduced": True})}
+OURS[GossipMuon] = ("muon", {"weight_decay": 0.1, "shared": True})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,18 @@ from klatsch.study import load, run_study, workers
 from tests.support.comparisons import assert_same_to_rounding
 from tests.support.on_ranks import assert_same_as_in
 from tests.support.processes import Ranks
-from tests.support.rank_scenarios import LR, PATTERNS, RANK_CASES, RANK_RULES, ROUNDS, lr_of, problem_of
+from tests.support.rank_scenarios import (
+    LR,
+    MATRICES,
+    MUON,
+    PATTERNS,
+    RANK_CASES,
+    RANK_RULES,
+    ROUNDS,
+    lr_of,
+    muon_of,
+    problem_of,
+)
 
 ON_SIX = ("torus", "one_peer_exponential")  # which is no power of 2
 CASES = {4: RANK_CASES, 6: dict.fromkeys(PATTERNS, ON_SIX) | {"dsgd": (*ON_SIX, "base_graph/3", "random_matching")}}
@@ -53,6 +64,20 @@ def test_ranks_are_the_rows_of_the_simulation(outcomes, size, label):
             torch.testing.assert_close(output, expected.output[rank, 0], rtol=0, atol=1e-10)
             assert x.abs().max() > 0.01
     assert compared >= 1
+
+
+def test_whole_matrices_are_those_of_the_simulation(tmp_path, launch):
+    launch(4, "muon").succeed()
+    problem = problem_of(4, 20)
+    problem.matrices = MATRICES
+    for label, graphs in MUON.items():
+        for name in graphs:
+            rule, graph = muon_of(label), klatsch.topology.make(name, 4)
+            expected = klatsch.simulate(problem, rule, graph, ROUNDS, record=1)
+            for rank in range(4):
+                x, output = torch.load(tmp_path / f"muon-{rank}")[f"{label} | {name}"]
+                torch.testing.assert_close(x, rule.query(expected.state)[rank, 0], rtol=0, atol=1e-10)
+                torch.testing.assert_close(output, expected.output[rank, 0], rtol=0, atol=1e-10)
 
 
 @pytest.fixture(scope="module")

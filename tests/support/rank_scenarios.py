@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import klatsch
-from klatsch.problems import LeastSquares
+from klatsch.problems import LeastSquares, WeightMatrix
 from klatsch.ranks import node
 from klatsch.topology import make
 from tests.support import numbers_before
@@ -99,6 +99,51 @@ def parity(folder, device="cpu", cases=RANK_CASES, kernels=False, wire="float32"
             found[f"{label} | {name}"] = torch.stack([x.detach(), optimizer.output()[0]]).cpu()
     torch.save(found, folder / f"parity-{rank}")
     say(folder, f"done-{rank}", os.getpid())
+
+
+# Least squares of 20 numbers as a model: of its matrices the first is a convolution, the second lies column by column.
+MATRICES = [WeightMatrix(1, 3, 2), WeightMatrix(7, 2, 3, turned=True), WeightMatrix(15, 2, 2)]
+MUON = {
+    "muon": ("ring", "ring/4"),
+    "muon shared": ("ring", "one_peer_exponential"),
+    "muon momentum": ("ring", "ring/4"),
+    "muon anytime": ("ring",),
+}
+
+
+def muon_of(label):
+    name = "plain+muon+anytime" if label == "muon anytime" else "muon"
+    shared = {"muon shared": True, "muon momentum": "momentum"}.get(label, False)
+    return klatsch.rules.make(name, 10 * LR, weight_decay=0.1, shared=shared)
+
+
+def as_model(x):
+    """A problem's numbers as parameters."""
+    pieces = [x[:1], x[1:7].view(3, 1, 2), x[7:13].view(3, 2).mT, x[13:15], x[15:19].view(2, 2), x[19:]]
+    return [v.clone() for v in pieces]
+
+
+def as_numbers(model):
+    return torch.cat([(p.mT if p.shape == (2, 3) else p).detach().reshape(-1) for p in model])
+
+
+def muon(folder):
+    """Muon on parameters that are the numbers of a problem."""
+    rank, size = group()
+    node.BLOCK["cpu"] = 2  # to which it does not cut its vectors
+    problem, found = problem_of(size, 20), {}
+    for label, graphs in MUON.items():
+        for name in graphs:
+            model = [nn.Parameter(v) for v in as_model(problem.start())]
+            optimizer = klatsch.Gossip(model, muon_of(label), name)
+            for t in range(1, ROUNDS + 1):
+                if t == ROUNDS // 2:
+                    optimizer.load_state_dict(optimizer.state_dict())  # and goes on where it was
+                for p, v in zip(model, as_model(problem.grad(as_numbers(model)[None], t, [rank])[0]), strict=True):
+                    p.grad = v
+                optimizer.step()
+            found[f"{label} | {name}"] = torch.stack([as_numbers(model), as_numbers(optimizer.output())])
+    torch.save(found, folder / f"muon-{rank}")
 
 
 def numbers(folder, rules, graph):

@@ -53,7 +53,7 @@ class Gossip(Points, Joinable, JoinHook):
 
     Args:
         params: parameters, or groups of them with their own "lr", "weight_decay" and, if the rule has them, "momentum",
-            "betas" and "eps".
+            "betas" and "eps"; for Muon, "matrices": False gives a group, such as embeddings, to AdamW.
         rule: the update rule, such as rules.make("dat", lr=0.1); its lr is the default of the groups.
         topology: a Topology with one node per rank, or the name of one.
         group: the process group; all ranks by default.
@@ -136,6 +136,11 @@ class Gossip(Points, Joinable, JoinHook):
         group, inside = hosts.groups_of(mesh, group)
         ranks = members(group)
         self.host = hosts.host_of(trained, ranks, inside, timeout)
+        if rule.needs_shapes and self.host.size > 1:
+            raise ValueError(
+                f"{rule.name} needs whole matrices, and the {self.host.size} ranks of a host share them out; give "
+                "group=mesh.get_group(0) instead of mesh, with DDP inside hosts, or use a rule such as dadam"
+            )
         self._apart = rule.apart
         self.watch = Watch(self, trained, ranks, self._apart)
         if model is not None:
@@ -160,7 +165,8 @@ class Gossip(Points, Joinable, JoinHook):
         self._taken = self._weight  # the mean weight of its gradients in the last rounds, 0 where it left one out
         names, dtypes = groups.names(self.param_groups), dict.fromkeys(p.dtype for p in trained)
         by_dtype = [[p for p in trained if p.dtype == dtype] for dtype in dtypes]
-        shares = [Share(parameters, names, self.host, self.watch.reshard) for parameters in by_dtype]
+        matrices = groups.matrices(self.param_groups)
+        shares = [Share(parameters, names, self.host, self.watch.reshard, matrices) for parameters in by_dtype]
         starts = [*(share.values for share in shares), *(hosts.piece(p.data) for p in self._frozen)]
         for tensor in starts:
             self.host.start(tensor)

@@ -106,7 +106,7 @@ def defaults_of(rule: Rule, weight_decay: float) -> Group:
         own["weight_decay"] = decay
     if "beta1" in own:
         own["betas"] = tuple(own.pop(name) for name in BETAS)
-    return {"lr": lr, "weight_decay": decay} | own
+    return {"lr": lr, "weight_decay": decay} | own | ({"matrices": True} if rule.needs_shapes else {})
 
 
 def value(group: Group, setting: str) -> float:
@@ -123,6 +123,8 @@ def pair(betas: object) -> tuple[float, float]:
 
 def check_values(group: Group, defaults: Group) -> None:
     """Check the numbers of a parameter group, which schedulers may have set; those of the rule are checked."""
+    if not isinstance(group.get("matrices", True), bool):
+        raise ValueError(f"matrices of a parameter group = {group['matrices']!r}; give False for AdamW, or True")
     for name in [name for name in defaults if name in CHECKS]:
         if name in ("lr", "weight_decay") or group[name] != defaults[name]:
             for given in pair(group[name]) if name == "betas" else (group[name],):
@@ -150,6 +152,12 @@ def trainable(groups: Sequence[Group]) -> list[Tensor]:
     return trained
 
 
+def matrices(groups: Sequence[Group]) -> set[int]:
+    """The ids of the parameters that are matrices for a rule that needs shapes: those with two axes or more."""
+    chosen = parameters_of([group for group in groups if group.get("matrices")])
+    return {id(p) for p in chosen if p.ndim > 1 and p.numel()}
+
+
 def names(groups: Sequence[Group]) -> dict[int, object]:
     """The names of parameters by id: those passed to the optimizer, or their numbers."""
     given, parameters = [name for group in groups for name in group.get("param_names", ())], parameters_of(groups)
@@ -159,7 +167,7 @@ def names(groups: Sequence[Group]) -> dict[int, object]:
 def facts(rule: Rule, topology: Topology, groups: Sequence[Group]) -> dict[str, str]:
     """What all ranks must agree on, as texts that are the same on every machine."""
     parameters = parameters_of(groups)
-    trained = [p for p in parameters if p.requires_grad]
+    trained, whole = [p for p in parameters if p.requires_grad], matrices(groups)
     numbers = dict.fromkeys(("lr", "weight_decay", *rule.settings))
     return {f"{name} of the rule": str(value) for name, value in settings_of(rule).items()} | {
         "topology": f"{topology!r} {topology.fingerprint[:16]}",
@@ -168,6 +176,7 @@ def facts(rule: Rule, topology: Topology, groups: Sequence[Group]) -> dict[str, 
         "pieces": str([list(piece(p).shape) for p in trained if piece(p) is not p]),
         "memory formats": str([list(p.stride()) for p in trained]),
         "dtypes": str([str(p.dtype) for p in trained]),
+        "matrices": str([id(p) in whole for p in trained]),
         "parameter groups": "; ".join(
             f"{len(group['params'])} tensors with " + ", ".join(f"{name} {value(group, name):g}" for name in numbers)
             for group in groups

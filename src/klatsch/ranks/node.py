@@ -126,7 +126,8 @@ class Node:
     def __init__(self, rule: Rule, x: Tensor, links: GlooLinks, stream: int = 0, guarded: bool = False) -> None:
         self.rule, self.links, self.rounds, self._speaks = rule, links, 0, links.topology.speaks
         rehearsal = self._rehearsal = Rehearsal(rule, x)
-        rehearsal.check(slices=x.ndim == 1)  # a round may call it twice, and cuts plain vectors
+        cuts = x.ndim == 1 and not rule.needs_shapes
+        rehearsal.check(slices=cuts)  # a round may call it twice, and cuts plain vectors
         self._traffic = rehearsal.traffic
         by_rows = links.topology.row_stochastic and not rule.push
         self._mail = Mailbox(self._traffic, x, links, by_rows, stream, guarded)
@@ -135,7 +136,7 @@ class Node:
         self.apart: Tensor | None = None  # see Mailbox.apart, of x if it travels, in the last mix
         self._balances = by_rows and not links.survives  # when ranks leave, without a ledger
         self._excess: State = {}
-        self._blocks, self._wide = _blocks(x), x.shape[-1]
+        self._blocks, self._wide = _blocks(x, cuts), x.shape[-1]
         self._begun, self._calls = False, 0
         usual = x.ndim == 1 and x.dtype is torch.float32 and not self._mail.late and not self._ledger.sums
         self._fuses = usual and kernels.available(x.device.type)
@@ -382,11 +383,11 @@ class Node:
         )
 
 
-def _blocks(x: Tensor) -> list[Block]:
-    """Slices of a plain vector; any other tensor stays whole."""
+def _blocks(x: Tensor, cuts: bool) -> list[Block]:
+    """Slices of a plain vector, or one of all of it; any other tensor stays whole."""
     if x.ndim != 1:
         return [None]
-    size = BLOCK.get(x.device.type, BLOCK["cuda"])
+    size = BLOCK.get(x.device.type, BLOCK["cuda"]) if cuts else max(len(x), 1)
     return [slice(k, min(k + size, len(x))) for k in range(0, max(len(x), 1), size)]
 
 
