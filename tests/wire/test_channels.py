@@ -47,7 +47,7 @@ def refusal(rule, every, late):
     """Why a rule does not run over a channel."""
     if rule == "decentlam" and (every > 1 or late):
         return "use d2 or dat-d2 for local steps and late messages"
-    if rule in ("qg", "diloco") and late and late >= every:
+    if rule in ("qg", "diloco", "gasloc", "noloco") and late and late >= every:
         return f"use late up to every - 1 = {every - 1}, or another rule"
     if rule == "kgt" and late:
         return "leave late out, or use another rule such as gt"

@@ -103,6 +103,7 @@ def _cells(s: Summary) -> dict[str, tuple[str, str]]:
         "rounds to halve": (_number(s.rounds_to_halve), "the disagreement, from the worst start"),
         "exact after": (_number(s.exact_after, "never"), "rounds until all hold the mean"),
         "smallest eigenvalue": (_number(s.smallest_eigenvalue), "D2 as published needs more than -1/3"),
+        "outer momentum": (_number(s.momentum_limit), "at most; beyond, disagreement grows by itself"),
         "effective neighbours": (_number(s.effective_neighbors), f"for memory gamma = {GAMMA}"),
         "messages": (f"{s.messages_per_round:,.4g}", "sent per node and round, on average"),
         "bytes, D-SGD": (size(sent["dsgd"]), f"per node and round, {s.params:,} parameters"),

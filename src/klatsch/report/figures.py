@@ -28,23 +28,10 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which most colour-blind people can tell apart; one marker per rule for print.
 OKABE_ITO = ("#0072B2", "#D55E00", "#999999", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#009E73", "#F0E442")
-TOL = (
-    "#882255",
-    "#AA4499",
-    "#332288",
-    "#44AA99",
-    "#117733",
-    "#999933",
-    "#CC6677",
-    "#661100",
-    "#6699CC",
-    "#AA7744",
-    "#4477AA",
-    "#228833",
-)
-COLOURS = (*OKABE_ITO, *TOL)
+TOL = ("#882255", "#AA4499", "#332288", "#44AA99", "#117733", "#999933", "#CC6677", "#661100", "#6699CC")
+COLOURS = (*OKABE_ITO, *TOL, "#AA7744", "#4477AA", "#228833", "#AA3377")
 OTHER_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS, REFERENCES = "osD^vPX*h<>pdH8x+1234", "*PXdhv^<>"
+MARKERS, REFERENCES = "osD^vPX*h<>pdH8x+1234|", "*PXdhv^<>"
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 MOST_PANELS = 100
 NAMES = 2  # that fit into a cell

@@ -30,5 +30,11 @@ ALIASES: dict[str, tuple[str, dict[str, object], str]] = {
     "diloco-adam": ("plain+adam+outer", {}, "DiLoCo as published: local steps of AdamW, then outer Nesterov steps."),
     "kgt": ("kgt", {}, f"K-GT: gradient tracking for local steps, {ROBUST}; use a graph such as ring/4."),
     "muon": ("plain+muon", {}, "Muon on every node, then gossip: for hidden matrices, best with shared=true."),
+    "gasloc": ("plain+outer", {"outer_lr": 1.0, "outer_momentum": 0.5}, "GASLoC: gossip that accelerates itself."),
+    "noloco": (
+        "plain+outer",
+        {"outer_momentum": 0.5, "nesterov": False},
+        "NoLoCo's outer step with its gamma = 1; use a graph such as random_matching/16.",
+    ),
 }
-NAMES = {product: name for name, (product, _, _) in ALIASES.items()}
+NAMES = {product: name for name, (product, _, _) in reversed(ALIASES.items())}  # the first one, if it has several

@@ -26,8 +26,8 @@ class Outer:
 
     Args:
         outer_lr: the share of the local steps that is taken.
-        outer_momentum: a number from 0 up to but not including 1. On graphs that change it has to be small: on the
-            one-peer exponential graph of 16 nodes disagreement grows by itself from 0.56 on (`klatsch topology` tells).
+        outer_momentum: a number from 0 up to but not including 1, and at most the graph's `momentum_limit`: beyond,
+            disagreement grows by itself, whatever outer_lr and nesterov are (`klatsch topology` shows it).
         nesterov: whether momentum looks ahead.
 
     References:

@@ -82,6 +82,7 @@ class Pattern(Rule):
         needs_doubly_stochastic(graph, name or self.name)
         if self.outer:
             needs_flows_in_time(graph, name or self.name, self.outer.outer_momentum)
+            needs_little_momentum(graph, name or self.name, self.outer.outer_momentum)
 
 
 @dataclass(frozen=True, eq=False)
@@ -390,6 +391,16 @@ def needs_static_symmetric(graph: Graph, rule: str) -> None:
             f"{rule} on {graph.name}: the graph is {reason}, and {rule} needs one symmetric matrix for all rounds; "
             "use a static graph such as ring or torus, or another rule such as dat or gt, "
             "or allow it with any_graph=True (--any-graph)"
+        )
+
+
+def needs_little_momentum(graph: Graph, rule: str, momentum: Number) -> None:
+    """Refuse an outer momentum under which disagreement grows by itself."""
+    most = momentum if isinstance(momentum, float) else float(momentum.max())
+    if most and (limit := graph.momentum_limit) is not None and most > limit:
+        raise ValueError(
+            f"{rule} on {graph.name}: outer_momentum = {most:g}, and disagreement grows by itself from {limit:g} up; "
+            "use at most that, or a static symmetric graph such as ring, or allow it with any_graph=True (--any-graph)"
         )
 
 

@@ -35,6 +35,7 @@ class Summary:
     rounds_to_halve: int | None
     exact_after: int | None
     smallest_eigenvalue: float | None
+    momentum_limit: float | None  # of outer steps
     effective_neighbors: float | None
     messages_per_round: float
     params: int
@@ -68,6 +69,7 @@ def summarize(topology: Topology, params: int = 1_000_000, *, rho: float | None 
         rounds_to_halve=topology.rounds_to_halve if rho is None else _rounds_to_halve(topology, rho),
         exact_after=topology.exact_after,
         smallest_eigenvalue=topology.smallest_eigenvalue if static and small else None,
+        momentum_limit=topology.momentum_limit,
         effective_neighbors=topology.effective_neighbors(GAMMA) if topology.doubly_stochastic and small else None,
         messages_per_round=topology.messages,
         params=params,

@@ -230,6 +230,17 @@ class Topology:
         return spectrum.smallest_eigenvalue(self.speaking[0])
 
     @cached_property
+    def momentum_limit(self) -> float | None:
+        """The outer momentum up to which disagreement does not grow by itself; None where it is not known.
+
+        The learning rates do not matter, nor does Nesterov. It is 1 on static symmetric graphs, and in the mean square
+        where nodes are shuffled; it is not known where messages are late or lost, and for large graphs that change.
+        """
+        if self.late or self.loss or not self.doubly_stochastic:
+            return None
+        return spectrum.momentum_limit(self.speaking, self.shuffle is not None)
+
+    @cached_property
     def exact_after(self) -> int | None:
         """Rounds after which every node holds the exact mean, or None if mixing only tends to it."""
         mixes = spectrum.exact_after(self._expected) if self.doubly_stochastic and not self.loss else None

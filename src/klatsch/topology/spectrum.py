@@ -23,6 +23,7 @@ Vector = NDArray[np.float64]
 
 DENSE_LIMIT = 500  # up to here dense solvers take well under a second
 LAST_RESORT = 3000  # up to here they take seconds, where sparse ones fail
+DENSE_PERIOD = 128  # up to here a period of dense matrices takes a second or two
 FARTHEST = 4096  # rounds to follow a large graph before |lambda_2| decides
 ZERO = 1e-12  # an exact zero after rounding, relative to the start
 
@@ -165,6 +166,45 @@ def last(holds: Callable[[int], bool], low: int = 0) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+def momentum_limit(matrices: Sequence[Matrix], shuffled: bool = False) -> float | None:
+    """The momentum g up to which a <- P a + g (a - a_prev) does not enlarge disagreement, to 1e-3; None if too costly.
+
+    A mode of a static graph has z^2 = (lambda + g) z - g, which every g < 1 keeps within 1 if lambda is real. Where
+    nodes are shuffled, the mean squares of a and a_prev and their mean product follow a recursion of their own.
+    """
+    size = matrices[0].shape[0]
+    if size == 1 or (len(matrices) == 1 and is_symmetric(matrices[0]) and not shuffled):
+        return 1.0
+    if size > DENSE_LIMIT:
+        return None
+    P = np.stack([P.toarray() for P in matrices])
+    first, second = (P[0].trace() - 1) / (size - 1), (np.square(P[0]).sum() - 1) / (size - 1)
+    P = P - 1 / size
+    if len(P) == 1:
+        modes = np.linalg.eigvals(P)[..., None, None]
+    elif np.allclose(np.roll(P, 1, (1, 2)), P, rtol=0, atol=ZERO):  # circulant
+        modes = np.fft.fft(P[:, 0])[..., None, None]
+    else:
+        modes = P[:, None]
+    if modes.shape[-1] > DENSE_PERIOD:
+        return None
+
+    def period(g: float) -> NDArray[Any]:
+        if shuffled:
+            now = [second + 2 * g * first + g * g, -2 * g * (first + g), g * g]
+            return np.array([now, [first + g, -g, 0], [1, 0, 0]])
+        itself = np.broadcast_to(np.eye(modes.shape[-1]), modes.shape[1:])
+        rounds = (np.block([[mode + g * itself, -g * itself], [itself, 0 * itself]]) for mode in modes)
+        return reduce(lambda before, step: step @ before, rounds)
+
+    low, high = 0.0, 1.0
+    while high - low > 5e-4:
+        middle = (low + high) / 2
+        grows = np.abs(np.linalg.eigvals(period(middle))).max() > 1 + 1e-9
+        low, high = (low, middle) if grows else (middle, high)
+    return math.floor(low * 1000) / 1000 if high < 1 else 1.0
 
 
 def exact_after(matrices: Sequence[Matrix]) -> int | None:
