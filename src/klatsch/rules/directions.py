@@ -183,7 +183,7 @@ class Muon(Direction):
 
     Where data differ, a node orthogonalises its own gradient, which points elsewhere than the network's. With shared
     gradients it orthogonalises those of its neighbourhood; on the complete graph this is Muon with an all-reduce. With
-    a shared momentum it gossips m instead, before n is made of it, which remembers the neighbours' as well.
+    a shared momentum it gossips the m of matrices instead, before n is made of it, in the same message.
 
     Args:
         momentum: of the matrices, from 0 up to but not including 1.
@@ -195,7 +195,8 @@ class Muon(Direction):
         beta1: of AdamW's first moment.
         beta2: of its second moment.
         eps: added to the root of the second moment.
-        shared: true to gossip gradients before anything is made of them, or "momentum"; else every node has its own.
+        shared: true to gossip gradients before anything is made of them; "momentum" for the momentum of matrices, and
+            the gradients of the rest; else every node has its own.
 
     References:
         Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
@@ -249,12 +250,13 @@ class Muon(Direction):
         inside = grad.new_zeros(grad.shape[-1])  # 1 in matrices
         for matrix in self.matrices:
             inside[matrix.start : matrix.end].fill_(1.0)
-        beta1 = (1.0 - inside) * self.beta1 + inside * self.momentum
-        if self.shared is True:
+        outside, momentum = 1.0 - inside, inside * self.momentum
+        beta1 = outside * self.beta1 + momentum
+        if self.shared == "momentum":  # gradients elsewhere: a neighbour's momentum by one's own v has any size
+            grad, beta1 = blend(grad, s["m"], momentum), outside * self.beta1
+        if self.shared:
             (grad,) = flow.mix(grad)
         m, v = blend(grad, s["m"], beta1), blend(grad * grad, s["v"], self.beta2)
-        if self.shared == "momentum":
-            (m,) = flow.mix(m)
         step = self.adam_lr * normalised(m, v, beta1, self.beta2, self.eps, t)
         ahead = m + self.momentum * (m - s["m"]) if self.nesterov else m
         for alike in self._alike():
@@ -262,7 +264,7 @@ class Muon(Direction):
             for matrix, made in zip(alike, orthogonal(stacked), strict=True):
                 matrix.wide(step).copy_(self._scale(matrix) * made)
         if self.decays:
-            step = step + self.weight_decay * ((1.0 - inside) * self.adam_lr + inside) * s["query"]
+            step = step + self.weight_decay * (outside * self.adam_lr + inside) * s["query"]
         return step, {"m": m, "v": v}
 
     def _alike(self) -> list[list[WeightMatrix]]:
