@@ -180,18 +180,31 @@ class QuasiGlobal(Remembering):
         w_new = mix(w - momentum v - lr g);   v <- momentum v + (1 - momentum) (w - w_new);   w <- w_new
 
     Local momentum accumulates what a node's own data want; the displacement w - w_new has the neighbours in it. The
-    paper accumulates v / lr, which is the same for a constant learning rate.
+    paper accumulates v / lr, which is the same for a constant learning rate. With gossip in every H-th round v changes
+    only then, by the displacement (anchor - w_new) / H from the last such round: it would repeat a single flow in all
+    rounds until the next one, and diverge.
 
     References:
         Lin et al., "Quasi-global momentum: accelerating decentralized deep learning on heterogeneous data", 2021,
         Algorithm 1 (QG-DSGDm).
     """
 
+    every: int = field(default=1, kw_only=True)  # H, which `on` sets
     short: ClassVar[str] = "qg"
+
+    def init(self, x: Tensor) -> State:
+        return super().init(x) | ({"anchor": x} if self.every > 1 else {})
 
     def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
         (w,) = flow.mix(descend(descend(s["w"], grad, lr), s["v"], self.momentum))
-        return {"w": w, "v": blend(s["w"] - w, s["v"], self.momentum)}
+        if "anchor" not in s:
+            return {"w": w, "v": blend(s["w"] - w, s["v"], self.momentum)}
+        v = blend((s["anchor"] - w) / self.every, s["v"], self.momentum)
+        talks = 1.0 - flow.silent
+        return {"w": w, "v": blend(s["v"], v, talks), "anchor": blend(s["anchor"], w, talks)}
+
+    def on(self, graph: Graph) -> Self:
+        return columns.replaced(self, every=graph.every)
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_doubly_stochastic(graph, name or self.name)
