@@ -27,7 +27,9 @@ def group():
 def make_model(dtype=torch.float64):
     torch.manual_seed(0)
     first = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
-    return nn.Sequential(first, nn.Tanh(), nn.Flatten(), nn.Linear(16, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+    model = nn.Sequential(first, nn.Tanh(), nn.Flatten(), nn.Linear(16, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+    model[3].weight = nn.Parameter(model[3].weight.detach().mT.contiguous().mT)  # which lies column by column
+    return model
 
 
 def train(model, *optimizers, schedule=True):
