@@ -12,6 +12,7 @@ from klatsch import problems, rules
 from klatsch import topology as tp
 from klatsch.problems import WeightMatrix
 from klatsch.rules.directions import orthogonal
+from tests.support.machine import CUDA
 from tests.support.table import ALONE, ZeroGradients
 
 STEPS, LR, NODES, DIM = 24, 1e-2, 6, 20
@@ -156,6 +157,17 @@ def test_on_one_node_it_is_torchs_muon_in_bfloat16_but_for_that():
     start = trained(lambda model: lambda: None, torch.float32)
     assert (expected - start).abs().max() > 0.05
     torch.testing.assert_close(found, expected, rtol=0, atol=10 * 0.02 * 0.2 * 12**0.5 * 0.03)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_a_gpu_records_it_as_a_graph_with_newton_schulz_in_bfloat16(device):
+    problem, graph, rule = least_squares(), tp.ring(NODES), rules.make("muon", LR, shared="momentum")
+    for dtype, atol in ((torch.float64, 1e-10), (torch.float32, 64 * LR * 0.2 * 3**0.5 * 0.03)):
+        found, expected = (
+            klatsch.simulate(problem, rule, graph, 64, record=1, dtype=dtype, device=where, engine=engine).output.cpu()
+            for where, engine in ((device, "cuda graph"), ("cpu", "torch"))
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def test_it_orthogonalises():
