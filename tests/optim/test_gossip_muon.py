@@ -82,7 +82,7 @@ def test_alone_it_is_torchs_muon_and_adamw(monkeypatch):
         (lambda model: DSGD([{"params": model.parameters(), "matrices": False}], lr=0.1), "matrices"),
         (
             lambda model: GossipMuon([nn.Parameter(torch.ones(2, 3, 4).permute(1, 0, 2))]),
-            r"parameter 0 of shape \(3, 2, 4\) has strides \(4, 12, 1\), .*; make it contiguous",
+            r"parameter 0 of shape \(3, 2, 4\) has strides \(4, 12, 1\): .*; make it contiguous",
         ),
         (lambda model: GossipMuon(model.parameters(), shared=False, weight=2.0), "weight = 2.0 has no effect on muon"),
     ],

@@ -132,26 +132,11 @@ class GossipAdamW(Named, rule="dadam", lr=1e-3, weight_decay=0.01, reduced=True)
 
 
 class GossipMuon(Named, rule="muon", lr=1e-3, weight_decay=0.1, shared=True):
-    """Muon for matrices, AdamW for the rest, with gossip of gradients and models; see `rules.Muon`.
+    """Muon for matrices, AdamW for the rest, with gossip of gradients and models; see `rules.Muon` for its options.
 
     On one rank it is torch.optim.Muon with adjust_lr_fn="match_rms_adamw", and torch.optim.AdamW. Take the learning
-    rate, warm-up and decay of AdamW.
-
-    Args:
-        params: parameters, or groups of them. Those with two axes or more are matrices, except in groups with
-            "matrices": False: give embeddings and the last layer such a group.
-        lr: learning rate.
-        topology: as in GossipSGD.
-        momentum: of matrices.
-        nesterov: whether it looks ahead.
-        weight_decay: decoupled weight decay.
-        adjust_lr: "match_rms_adamw" or "original", as in torch.
-        adam_lr: the learning rate of AdamW in units of lr.
-        betas: of AdamW.
-        eps: of AdamW.
-        shared: gossip gradients before anything is made of them; or the momentum of matrices, "momentum".
-        order: as in GossipSGD.
-        options: keywords of `Gossip`; no mesh, since it needs whole matrices.
+    rate, warm-up and decay of AdamW. Parameters with two axes or more are matrices, except in groups with "matrices":
+    False: give embeddings and the last layer such a group. It needs whole matrices, and so takes no mesh.
     """
 
 

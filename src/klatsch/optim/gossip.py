@@ -165,8 +165,7 @@ class Gossip(Points, Joinable, JoinHook):
         self._taken = self._weight  # the mean weight of its gradients in the last rounds, 0 where it left one out
         names, dtypes = groups.names(self.param_groups), dict.fromkeys(p.dtype for p in trained)
         by_dtype = [[p for p in trained if p.dtype == dtype] for dtype in dtypes]
-        matrices = groups.matrices(self.param_groups)
-        shares = [Share(parameters, names, self.host, self.watch.reshard, matrices) for parameters in by_dtype]
+        shares = [Share(parameters, names, self.host, self.watch.reshard) for parameters in by_dtype]
         starts = [*(share.values for share in shares), *(hosts.piece(p.data) for p in self._frozen)]
         for tensor in starts:
             self.host.start(tensor)
@@ -588,8 +587,9 @@ class Gossip(Points, Joinable, JoinHook):
 
     def _train_over(self, links: GlooLinks, shares: list[Share]) -> None:
         """Begin at round 0 over some links."""
+        matrices = groups.matrices(self.param_groups)
         for k, share in enumerate(shares):
-            share.train_over(links, self.rule, k)
+            share.train_over(links, self.rule.shaped([*share.matrices(matrices)]), k)
         self._links, self.shares = links, shares
         self._met = 0
         # Neighbours need the last messages: they leave before the optimizer or the process ends.

@@ -10,7 +10,7 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -42,7 +42,6 @@ class Share:
         names: their names in errors, by id.
         host: the ranks that train them together.
         reshard: makes FSDP2 gather whole parameters again in the next forward pass.
-        matrices: the ids of those that a rule which needs shapes may treat as matrices.
     """
 
     rule: Rule
@@ -50,15 +49,9 @@ class Share:
     given: Callable[[Block], Given]  # what a round starts from
 
     def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        names: Mapping[int, object],
-        host: Host,
-        reshard: Callable[[], None],
-        matrices: Collection[int] = (),
+        self, parameters: Sequence[Tensor], names: Mapping[int, object], host: Host, reshard: Callable[[], None]
     ) -> None:
         self.parameters, self._names, self.host, self._reshard = list(parameters), names, host, reshard
-        self.matrices = matrices
         pieces = [piece(p).detach() for p in self.parameters]
         step = ALIGNED // pieces[0].element_size()
         starts = accumulate((-(-v.numel() // step) * step for v in pieces), initial=0)
@@ -81,7 +74,6 @@ class Share:
     def train_over(self, links: GlooLinks, rule: Rule, stream: int) -> None:
         """Begin at round 0 over some links, where every share has a stream of its own."""
         start = self._own.to(self.dtype)
-        rule = rule.shaped([self._matrix(k) for k, p in enumerate(self.parameters) if id(p) in self.matrices])
         self.rule, self.node = rule, Node(rule, start, links, stream, guarded=True)
         self._inert = [name for name in ("momentum", "beta1") if name in rule.settings]
         self._with_momentum = rule.with_settings(**dict.fromkeys(self._inert, 1.0))
@@ -96,6 +88,16 @@ class Share:
         """A vector of this layout as tensors shaped like the parameters, in their memory formats."""
         first = vector.storage_offset()
         return [vector.as_strided(shape, strides, first + start) for shape, strides, start in self.layout]
+
+    def matrices(self, chosen: Collection[int]) -> Iterator[WeightMatrix]:
+        """The parameters with these ids as matrices: a row for every output, however the other axes are ordered."""
+        for k, (shape, strides, start) in enumerate(self.layout):
+            if id(self.parameters[k]) in chosen:
+                outputs, inputs = shape[0], shape[1:].numel()
+                if outputs > 1 and strides[0] not in (1, inputs):
+                    what = f"{self._described(k)} has strides {strides}: its outputs are neither rows nor columns"
+                    raise ValueError(f"{what}; make it contiguous before the optimizer is made")
+                yield WeightMatrix(start, outputs, inputs, turned=outputs > 1 and strides[0] != inputs)
 
     def copies(self, own: Tensor) -> list[Tensor]:
         """The own slice and the host's others as tensors like the parameters; all ranks of a host ask together."""
@@ -327,17 +329,6 @@ class Share:
         (shape, strides, start), size = self.layout[k], self.values.element_size()
         part = self.values.untyped_storage()[start * size : (start + shape.numel()) * size]
         return self.values.new_empty(0).set_(part, 0, shape, strides)
-
-    def _matrix(self, k: int) -> WeightMatrix:
-        """Parameter k as a matrix with a row for every output, however its other axes are ordered."""
-        shape, strides, start = self.layout[k]
-        outputs, inputs = shape[0], shape[1:].numel()
-        if outputs > 1 and strides[0] not in (1, inputs):
-            raise ValueError(
-                f"{self._described(k)} has strides {strides}, in which its outputs lie neither in rows nor in columns; "
-                "make it contiguous before the optimizer is made"
-            )
-        return WeightMatrix(start, outputs, inputs, turned=outputs > 1 and strides[0] != inputs)
 
     def _elsewhere(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[int]:
         size, begin = buffer.element_size(), buffer.data_ptr()

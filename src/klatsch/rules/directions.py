@@ -175,15 +175,10 @@ class Muon(Direction):
 
         m <- momentum m + (1 - momentum) g;   n = m + momentum (m - m_prev);   s = scale NS(n) + weight_decay q
 
-    NS makes the singular values of a matrix roughly 1, by five Newton-Schulz steps: in bfloat16 on a GPU unless the
-    parameters are in float64, else in their own precision. n is (1 - momentum) g + momentum m, Nesterov's point. AdamW
-    has beta1 in place of the momentum, and m / sqrt(v) as in `Adam` in place of NS(n). Problems say which of their
-    parameters are matrices; on ranks these are all with two axes or more, kernels of convolutions as rows, but for
-    groups with "matrices": False. Give embeddings and the last layer to AdamW, as is usual.
-
-    Where data differ, a node orthogonalises its own gradient, which points elsewhere than the network's. With shared
-    gradients it orthogonalises those of its neighbourhood; on the complete graph this is Muon with an all-reduce. With
-    a shared momentum it gossips the m of matrices instead, before n is made of it, in the same message.
+    NS makes the singular values of a matrix roughly 1, by five Newton-Schulz steps: on a GPU in bfloat16, unless the
+    parameters are in float64. n is (1 - momentum) g + momentum m, Nesterov's point. Problems say which parameters are
+    matrices, on ranks groups do. With shared gradients a node orthogonalises those of its neighbourhood; on the
+    complete graph this is Muon with an all-reduce.
 
     Args:
         momentum: of the matrices, from 0 up to but not including 1.
