@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[Any], klatsch.Gossip]] = {
     "DATAdamW": lambda p: klatsch.optim.DATAdamW(p, lr=1e-4),
     "DATAdamW, cta": lambda p: klatsch.optim.DATAdamW(p, lr=1e-4, order="cta"),
     "GossipAdamW": lambda p: klatsch.optim.GossipAdamW(p, lr=1e-4),
-    "GossipAdamW, cta, not reduced": lambda p: klatsch.optim.GossipAdamW(p, lr=1e-4, order="cta", reduced=False),
+    "GossipAdamW, cta, not shared": lambda p: klatsch.optim.GossipAdamW(p, lr=1e-4, order="cta", shared=False),
 }
 
 

@@ -208,8 +208,8 @@ def test_a_changing_graph_has_no_stale_messages():
     ("rule", "meets", "message"),
     [
         (rules.make("gt", 0.1), "pairwise 0.1", "gt on ring pairwise 0.1: it needs rounds; in pairs run dsgd"),
-        (rules.make("dadam", 0.1, reduced=True), "pairwise 0.1", "dadam on ring pairwise 0.1: it needs rounds"),
         (rules.make("dadam", 0.1, shared=True), "pairwise 0.1", "dadam on ring pairwise 0.1: it needs rounds"),
+        (rules.make("dadam", 0.1, shared="v"), "pairwise 0.1", "dadam on ring pairwise 0.1: it needs rounds"),
         (rules.make("dsgd", 0.1), "pairwise", "does not say how long a gradient takes; write 'pairwise exponential"),
         (rules.make("dsgd", 0.1), "pairwise soon", "distribution"),
         (rules.make("dsgd", 0.1), "pairwise 0.1 over dsl", "network"),

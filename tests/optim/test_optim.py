@@ -99,7 +99,7 @@ def test_by_default_dat_on_one_rank_is_schedule_free_sgd():
 
 
 NAMED = {DATSGD: "dat", DSGD: "dsgd", D2: "d2", GradientTracking: "gt", DATD2: "dat-d2", DATAdamW: "dat-adam"}
-OURS = {GossipSGD: ("dat", {"beta": 0.9}), GossipAdamW: ("dadam", {"weight_decay": 0.01, "reduced": True})}
+OURS = {GossipSGD: ("dat", {"beta": 0.9}), GossipAdamW: ("dadam", {"weight_decay": 0.01, "shared": True})}
 OURS[GossipMuon] = ("muon", {"weight_decay": 0.1, "shared": True})
 
 

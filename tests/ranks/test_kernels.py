@@ -13,10 +13,10 @@ from tests.support.imitation import Kernel
 from tests.support.processes import Ranks
 from tests.support.rank_scenarios import PATTERNS, RANK_RULES, ROUNDS, lr_of, problem_of
 
-PARTS = (*PATTERNS, "dat linear momentum", "dadam cta shared decay", "dat-d2-adam local", "gt-adam", "qg")
+PARTS = (*PATTERNS, "dat linear momentum", "dadam cta v decay", "dat-d2-adam local", "gt-adam", "qg")
 EVERYTHING = dict.fromkeys(PARTS, ("ring/4",)) | {"dat": ("one_peer_exponential",), "decentlam": ("ring",)}
 REST = dict.fromkeys(RANK_RULES.keys() - EVERYTHING.keys(), ("ring/4",))
-SOME = dict.fromkeys(("dat cta beta", "dat-d2 beta", "dat-adam", "dadam cta reduced", "sgp"), ("ring",))
+SOME = dict.fromkeys(("dat cta beta", "dat-d2 beta", "dat-adam", "dadam cta shared", "sgp"), ("ring",))
 NEEDED = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -54,7 +54,7 @@ def test_kernels_compute_what_the_rules_say(tmp_path, launch, device, cases):
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 def test_messages_in_few_bytes_go_with_kernels(tmp_path, prepared, wire):
     """As without kernels, where these run operation by operation: to rounding, as what is sent is rounded alike."""
-    rules = ("dsgd", "dat cta beta", "gt", "d2", "dadam cta reduced", "dat-adam shared decay")
+    rules = ("dsgd", "dat cta beta", "gt", "d2", "dadam cta shared", "dat-adam v decay")
     ends = []
     for kernels_too in (True, False):
         folder, cases = tmp_path / str(kernels_too), dict.fromkeys(rules, ("ring",))

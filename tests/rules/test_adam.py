@@ -22,9 +22,9 @@ ADAM = {"beta2": 0.99}
 LATEST = {"averaging": "fixed(0.9)", "beta": 0.9, **ADAM}
 RIGHT = {
     "gt-adam": ADAM,
-    "gt-adam, shared": {**ADAM, "shared": True},
+    "gt-adam, v": {**ADAM, "shared": "v"},
     "dat-gt-adam": LATEST,
-    "dat-gt-adam, shared": {**LATEST, "shared": True},
+    "dat-gt-adam, v": {**LATEST, "shared": "v"},
 }
 LOCAL = {
     "dadam": ADAM,
@@ -32,12 +32,12 @@ LOCAL = {
     "d2-adam, local": {**ADAM, "shared": False},
     "dat-d2-adam, local": {**LATEST, "shared": False},
     "diloco-adam": {**ADAM, "outer_lr": 1.0, "outer_momentum": 0.5},
-    "dadam, reduced": {**ADAM, "reduced": True},
-    "dat-adam, reduced": {**LATEST, "reduced": True},
-}
-SHARED = {
     "dadam, shared": {**ADAM, "shared": True},
     "dat-adam, shared": {**LATEST, "shared": True},
+}
+SHARED = {
+    "dadam, v": {**ADAM, "shared": "v"},
+    "dat-adam, v": {**LATEST, "shared": "v"},
     "d2-adam": ADAM,
     "dat-d2-adam": LATEST,
 }
@@ -56,18 +56,18 @@ def error(found, problem):
     return float((found.output - problem.optimum).abs().max())
 
 
-@pytest.mark.parametrize("reduced", [True, False])
-def test_on_the_complete_graph_reduced_gradients_are_adamw_with_an_all_reduce(reduced):
+@pytest.mark.parametrize("shared", [True, False])
+def test_on_the_complete_graph_shared_gradients_are_adamw_with_an_all_reduce(shared):
     """Without, nodes average steps that each has normalised by itself, which is another rule."""
     problem, w = problems.LeastSquares(8, dim=4, noise=3.0, heterogeneity=3.0), torch.zeros(4, dtype=torch.float64)
     optimizer = torch.optim.AdamW([w.requires_grad_()], lr=0.05, betas=(0.9, 0.99), weight_decay=0.0)
     for t in range(1, 51):
         w.grad = problem.grad(w.detach().expand(8, 1, -1), t).mean(0)[0]
         optimizer.step()
-    rule = rules.make("dadam", lr=0.05, **ADAM, reduced=reduced)
+    rule = rules.make("dadam", lr=0.05, **ADAM, shared=shared)
     found = klatsch.simulate(problem, rule, tp.complete(8), 50, record=1, progress=False)
     apart = float((found.output - w.detach()).abs().max())
-    assert apart < 1e-8 if reduced else apart > 0.01
+    assert apart < 1e-8 if shared else apart > 0.01
 
 
 @pytest.mark.parametrize("label", RIGHT)
@@ -85,7 +85,7 @@ def test_moments_of_its_own_lead_elsewhere(label):
     assert error(found, problem) > 0.1
     g = problem.grad(found.output, 1)
     assert g.mean(0).abs().max() > 1
-    normalised = torch.tensordot(P, g, 1) if "reduced" in options else g
+    normalised = torch.tensordot(P, g, 1) if options.get("shared") is True else g
     assert normalised.sign().sum(0).abs().max() <= 2
 
 
@@ -197,7 +197,7 @@ P5 = torch.tensor(tp.ring(5).matrix(1).toarray())
 def test_a_shared_second_moment_never_falls_below_0(late, wire):
     """Late or rounded flows may take more than there is."""
     problem = problems.LeastSquares(8, dim=4, noise=10.0, heterogeneity=3.0)
-    rule = rules.make("dadam", 0.01, beta2=0.5, shared=True)
+    rule = rules.make("dadam", 0.01, beta2=0.5, shared="v")
     found = klatsch.simulate(problem, rule, tp.channel(RING, 1, late, wire), 200, record=1, progress=False)
     assert found.state["v"].min() >= 0
     assert not found.diverged.any()
@@ -212,7 +212,7 @@ def test_a_shared_second_moment_never_falls_below_0(late, wire):
         (lambda: rules.make("dadam", 0.1, weight_decay=-1), "weight_decay = -1; give a number from 0 up"),
         (
             lambda: rules.make("dadam", 0.1, shared="yes"),
-            "shared = 'yes'; give true to gossip the second moment, or false",
+            "shared = 'yes'; give true to gossip gradients first, false, or v",
         ),
         (lambda: rules.make("dadam", lr=0.1, momentum=0.9), "dadam has no momentum: it is an Adam, whose first moment"),
         (lambda: rules.make("dsgd", lr=0.1, beta1=0.9), "dsgd has no beta1: it is not an Adam"),
@@ -220,14 +220,6 @@ def test_a_shared_second_moment_never_falls_below_0(late, wire):
         (lambda: rules.make("dat", lr=0.1, weight_decay=0.1), "dat has no weight_decay: only dadam and its like"),
         (lambda: rules.make("dadam", lr=0.1, beta=0.9), "dadam has no beta: it keeps no average x.* dat-adam"),
         (lambda: rules.Push(0.1, rules.adam(shared=True)), "push.adam with shared = true: push-sum would gossip sums"),
-        (
-            lambda: rules.Push(0.1, rules.adam(reduced=True)),
-            "push.adam with reduced = true: push-sum would gossip sums",
-        ),
-        (
-            lambda: rules.make("dadam", 0.1, reduced="yes"),
-            "reduced = 'yes'; give true to gossip gradients first, or false",
-        ),
         (lambda: rules.make("dat", 0.1, averaging="lr"), "averaging = 'lr'; write .* lr\\(2\\), with a number"),
         (lambda: rules.make("dat", 0.1, averaging="lr(-1)"), "lr\\(p\\) with p = -1.0; give a number from 0 up"),
     ],
@@ -253,6 +245,6 @@ def test_names_are_products():
 def test_a_flow_that_takes_more_than_there_is_leaves_a_second_moment_of_zero():
     takes = rules.Flow(lambda *tensors: tuple(-3.0 * v for v in tensors))
     state = {"m": torch.zeros(2), "v": torch.ones(2)}
-    step, kept = rules.adam(shared=True)(state, torch.zeros(2), takes, 1)
+    step, kept = rules.adam(shared="v")(state, torch.zeros(2), takes, 1)
     assert kept["v"].tolist() == [0.0, 0.0]
     assert torch.isfinite(step).all()

@@ -146,7 +146,7 @@ def test_schedules_per_column(name, engine):
         ("plain+anytime", {}, rules.Anytime(rules.Plain(0.1))),
         ("dat-d2", {"momentum": 0.5, "lazy": False}, rules.Anytime(rules.Corrected(0.1, rules.momentum(0.5), False))),
         ("dat-adam", {"eps": 1e-3}, rules.Anytime(rules.Plain(0.1, rules.adam(0.0, eps=1e-3)), "lr(2)", 0.9)),
-        ("d2-adam", {}, rules.Corrected(0.1, rules.adam(shared=True))),
+        ("d2-adam", {}, rules.Corrected(0.1, rules.adam(shared="v"))),
         ("push+adam+anytime", {"beta": 0.3, "beta1": 0.4}, rules.Anytime(rules.Push(0.1, rules.adam(0.4)), beta=0.3)),
         ("decentlam+anytime", {"momentum": 0.2}, rules.Anytime(rules.DecentLaM(0.1, 0.2))),
         (

@@ -32,14 +32,14 @@ RANK_RULES = {
     "dat-gt beta": ("dat-gt", {"beta": 0.9}),
     "dat-d2 beta": ("dat-d2", {"beta": 0.9}),
     "dat-sgp beta": ("dat-sgp", {"beta": 0.9}),
-    "dadam cta shared decay": ("dadam", {"order": "cta", "shared": True, "weight_decay": 0.1}),
-    "dat-adam shared decay": ("dat-adam", {"beta1": 0.5, "shared": True, "weight_decay": 0.1}),
+    "dadam cta v decay": ("dadam", {"order": "cta", "shared": "v", "weight_decay": 0.1}),
+    "dat-adam v decay": ("dat-adam", {"beta1": 0.5, "shared": "v", "weight_decay": 0.1}),
     "d2-adam local": ("d2-adam", {"shared": False, "average": "lr(1)"}),
     "dat-d2-adam local": ("dat-d2-adam", {"shared": False}),
-    "gt-adam shared decay": ("gt-adam", {"shared": True, "weight_decay": 0.1}),
-    "dat-gt-adam shared": ("dat-gt-adam", {"shared": True}),
-    "dat-adam reduced": ("dat-adam", {"reduced": True}),
-    "dadam cta reduced": ("dadam", {"order": "cta", "reduced": True}),
+    "gt-adam v decay": ("gt-adam", {"shared": "v", "weight_decay": 0.1}),
+    "dat-gt-adam v": ("dat-gt-adam", {"shared": "v"}),
+    "dat-adam shared": ("dat-adam", {"shared": True}),
+    "dadam cta shared": ("dadam", {"order": "cta", "shared": True}),
 }
 RANK_GRAPHS = ("ring", "one_peer_exponential", "base_graph", "directed_ring", "ring/4", "base_graph/3")
 PATTERNS = ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp", "diloco", "kgt")  # one rule of each

@@ -25,10 +25,10 @@ RULES = {
     "dat, beta": lambda lr: rules.make("dat", lr, beta=0.9),
     "dat-gt, beta, momentum": lambda lr: rules.make("dat-gt", lr, averaging="fixed(0.9)", beta=0.5, momentum=0.9),
     "dat-d2, beta": lambda lr: rules.make("dat-d2", lr, beta=0.9),
+    "dadam, v": lambda lr: rules.make("dadam", lr, shared="v"),
+    "dat-adam, v, cta": lambda lr: rules.make("dat-adam", lr, shared="v", order="cta"),
+    "dat-gt-adam, v": lambda lr: rules.make("dat-gt-adam", lr, beta1=0.5, shared="v"),
     "dadam, shared": lambda lr: rules.make("dadam", lr, shared=True),
-    "dat-adam, shared, cta": lambda lr: rules.make("dat-adam", lr, shared=True, order="cta"),
-    "dat-gt-adam, shared": lambda lr: rules.make("dat-gt-adam", lr, beta1=0.5, shared=True),
-    "dadam, reduced": lambda lr: rules.make("dadam", lr, reduced=True),
     "muon, gradients": lambda lr: rules.make("muon", lr, shared=True),
     "muon, momentum": lambda lr: rules.make("muon", lr, shared="momentum"),
 }

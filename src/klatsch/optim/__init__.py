@@ -111,7 +111,7 @@ class DATD2(Named, rule="dat-d2"):
     """DATSGD over D2 iterates, for data that differ between ranks; with beta=0.9 it needs no schedule."""
 
 
-class GossipAdamW(Named, rule="dadam", lr=1e-3, weight_decay=0.01, reduced=True):
+class GossipAdamW(Named, rule="dadam", lr=1e-3, weight_decay=0.01, shared=True):
     """AdamW on every rank, with gossip of gradients and models; see `rules.Adam`. On one rank it is torch.optim.AdamW.
 
     Take the learning rate, warm-up and decay of AdamW.
@@ -123,9 +123,8 @@ class GossipAdamW(Named, rule="dadam", lr=1e-3, weight_decay=0.01, reduced=True)
         betas: of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
-        shared: gossip the second moment, for data that differ between ranks; it is one more vector in every round.
-        reduced: gossip gradients, too, before anything is made of them; False sends one vector less, and learns more
-            slowly (docs/language.md).
+        shared: gossip gradients, too, before anything is made of them; False sends one vector less, and learns more
+            slowly (docs/language.md); "v" gossips the second moment instead.
         order: as in GossipSGD.
         options: keywords of `Gossip`.
     """
@@ -153,5 +152,5 @@ class DATAdamW(Named, rule="dat-adam", lr=2.5e-3):
         weight_decay: decoupled weight decay, at the point where gradients are taken; 0 by default.
         averaging: how x averages: "lr(2)", in proportion to the square of the largest learning rate so far; or as in
             GossipSGD.
-        reduced: False by default.
+        shared: False by default.
     """

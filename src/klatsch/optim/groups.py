@@ -69,7 +69,7 @@ def check_options(
     if weight is not None and single("weight", weight) and rule.ignores_scale:
         raise ValueError(
             f"weight = {weight} has no effect on {rule.name}, where every rank divides its gradients by their own "
-            "size; gossip gradients first (reduced=True), or leave it out"
+            "size; gossip gradients first (shared=True), or leave it out"
         )
 
 

@@ -97,18 +97,16 @@ class Adam(Direction):
 
     q is the point where the gradient was taken. With moments of its own, every node divides its gradient by that
     gradient's own size: where data differ, the nodes' steps then do not cancel at the optimum. `Tracked` divides the
-    gradient of the network, which vanishes there. A shared v is gossiped in every round, and the nodes' v then differ
-    by a share of about 1 - beta2.
+    gradient of the network, which vanishes there. With shared gradients a node normalises those of its neighbourhood;
+    on the complete graph this is AdamW with an all-reduce. A shared v is gossiped in every round, and the nodes' v then
+    differ by a share of about 1 - beta2.
 
     Args:
         beta1: of the first moment, from 0 up to but not including 1; 0 keeps none, as schedule-free AdamW.
         beta2: of the second moment, likewise.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay, a share of q that the step takes away.
-        shared: gossip the second moment; else every node has its own.
-        reduced: gossip gradients before anything is made of them, so that a node normalises the gradient of its
-            neighbourhood. On the complete graph this is AdamW with an all-reduce; without it, nodes there average
-            steps that each has normalised by itself.
+        shared: true to gossip gradients before anything is made of them, or "v"; else every node has its own.
 
     References:
         Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
@@ -119,8 +117,7 @@ class Adam(Direction):
     beta2: Given = 0.999
     eps: Given = 1e-8
     weight_decay: Given = 0.0
-    shared: bool = False
-    reduced: bool = False
+    shared: bool | str = False
     short: ClassVar[str] = "adam"
 
     def __post_init__(self) -> None:
@@ -131,14 +128,12 @@ class Adam(Direction):
             eps=positive("eps", self.eps, "1e-8"),
             weight_decay=columns.hyper("weight_decay", self.weight_decay, lambda v: v >= 0, "a number from 0 up"),
         )
-        if not isinstance(self.shared, bool):
-            raise ValueError(f"shared = {self.shared!r}; give true to gossip the second moment, or false")
-        if not isinstance(self.reduced, bool):
-            raise ValueError(f"reduced = {self.reduced!r}; give true to gossip gradients first, or false")
+        if self.shared not in (False, True, "v"):
+            raise ValueError(f"shared = {self.shared!r}; give true to gossip gradients first, false, or v")
 
     @property
     def gossips(self) -> str:  # type: ignore[override]
-        return "shared" * self.shared or "reduced" * self.reduced
+        return "shared" if self.shared else ""
 
     @property
     def decays(self) -> bool:  # type: ignore[override]
@@ -155,9 +150,9 @@ class Adam(Direction):
     def __call__(self, s: State, grad: Tensor, flow: Flow, t: int) -> tuple[Tensor, State]:
         """The normalised gradient."""
         v = s["v"]
-        if self.reduced:
+        if self.shared is True:
             (grad,) = flow.mix(grad)
-        if self.shared:  # late or rounded flows may pull it below 0
+        if self.shared == "v":  # late or rounded flows may pull it below 0
             v = flow.mix(v)[0].clamp(min=0.0)
         kept = {"v": blend(grad * grad, v, self.beta2)}
         if "m" in s:
