@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "klatsch"
 FLOORS = [
     {"own", "files", "catalogue", "version", "units", "weights"},
     {"arguments", "native", "pictures", "sealed"},
-    {"columns"},
+    {"columns", "encodings"},
     {"topology"},
     {"rules", "problems", "theory"},
     {"wire"},

@@ -66,7 +66,7 @@ def test_a_state_dict_holds_what_is_on_its_way(optimizers):
 def _graph(name):
     kind, *words = name.split()
     late = int(words[words.index("late") + 1]) if "late" in words else 0
-    wire = words[-1] if words and words[-1] in ("int8", "bfloat16") else "float32"
+    wire = words[-1] if words and words[-1] in ("int8", "bfloat16", "topk(0.01)") else "float32"
     return tp.make(kind, SIZE, late=late, wire=wire)
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from klatsch import problems, rules, simulate
+from klatsch import encodings, problems, rules, simulate
 from klatsch import topology as tp
 from klatsch.study import batches, cases, spec, traffic
 from klatsch.study.execute import run_study
 from klatsch.study.store import Store
 from klatsch.topology.channel import encoded_bytes
-from klatsch.wire import encodings
 
 GRID = {"name": "ring", "every": [1, 8], "late": [0, 7], "wire": ["float32", "int8"]}
 STUDY = {"steps": 40, "nodes": [5], "seeds": 1, "lr": [0.01], "rules": ["dat"], "problem": {"dim": 6}}

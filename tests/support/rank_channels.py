@@ -47,7 +47,7 @@ TRAVELS = [
     {"every": every, "late": late, "wire": wire}
     for every in (1, 4)
     for late in (0, 1, 4)
-    for wire in ("float32", "bfloat16", "int8")
+    for wire in ("float32", "bfloat16", "int8", "topk(0.1)")
 ]
 CHANGING, ROUGH = ("one_peer_exponential", "base_graph"), "bfloat16"
 
@@ -109,6 +109,7 @@ def channelled_optimizers(folder, device="cpu", batched=False):
         ("dsgd", {"late": 3, "wire": "int8", "topology": "one_peer_exponential"}),
         ("dat-d2 beta", {"every": 4, "late": 3, "wire": "bfloat16"}),
         ("dsgd", {"late": 1}),
+        ("dat", {"wire": "topk(0.01)", "topology": "one_peer_exponential"}),
     ):
         rule, options = RANK_RULES[label]
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from klatsch.topology.channel import BLOCK
-from klatsch.wire import encodings
-from klatsch.wire.encodings import quantized, restored, rounded, scale_count
+from klatsch import encodings
+from klatsch.encodings import BLOCK, quantized, restored
 from tests.support.machine import KERNEL
 
 SHAPES = [(1,), (255,), (256,), (257,), (3, 600), (2, 3, 1000)]
@@ -22,7 +21,7 @@ def spread(shape, dtype=torch.float64):
 def test_a_difference_is_restored_to_half_a_code(shape, dtype):
     v = spread(shape, dtype)
     codes, scales = quantized(v)
-    assert (codes.dtype, codes.shape, scales.shape) == (torch.int8, v.shape, (*shape[:-1], scale_count(shape[-1])))
+    assert (codes.dtype, codes.shape, scales.shape) == (torch.int8, v.shape, (*shape[:-1], -(-shape[-1] // BLOCK)))
     steps = scales.to(dtype).repeat_interleave(BLOCK, -1)[..., : shape[-1]]
     # The largest number of a block may be cut by as much as its scale was rounded down: by 1 in 256.
     largest = v.abs().unfold(-1, 1, 1)[..., 0] / steps
@@ -72,8 +71,9 @@ def test_nothing_to_say_and_nothing_finite():
 
 def test_bfloat16_keeps_eight_bits():
     v = spread((1000,))
-    assert ((rounded(v, "bfloat16") - v).abs() <= v.abs() / 256).all()
-    assert rounded(v, "bfloat16").dtype == v.dtype
+    arrived = encodings.of("bfloat16").arrives(v)
+    assert ((arrived - v).abs() <= v.abs() / 256).all()
+    assert arrived.dtype == v.dtype
 
 
 @KERNEL

@@ -1,8 +1,8 @@
 """One rank's end of a channel: the messages that it sends, those that arrive, and what neighbours hold of each other.
 
-A message of round r arrives in round r + late, so some may be on their way. With int8 a message is a difference to
-what both ends hold already: `heard` reads it, and `commit` makes the sum what is held from now on. Until then nothing
-has changed, so a round that fails can be taken again from a checkpoint.
+A message of round r arrives in round r + late, so some may be on their way. If the encoding remembers, a message is a
+difference to what both ends hold already: `heard` reads it, and `commit` makes the sum what is held from now on. Until
+then nothing has changed, so a round that fails can be taken again from a checkpoint.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Mailbox:
         self._slots = max(1, -(-self.late // self._every))  # messages of one kind on their way at a time
         self._first_tag = stream * MOST_MESSAGES * self._slots
         self._rows = mapped(topology.matrices, lambda P: _row(P, links.rank, x.dtype))
-        self._layouts = [Layout(sent.shapes, x, topology.wire) for sent in traffic.messages]
+        encoding = None if topology.wire == "float32" else topology.encoding
+        self._layouts = [Layout(sent.shapes, x, encoding) for sent in traffic.messages]
         # A spare one where a message is written while another is read (late), or still travels (early).
         spare = [bool(self.late or sent.call is None) for sent in traffic.messages]
         self._messages = [
@@ -113,7 +114,7 @@ class Mailbox:
         if not self.shares_memory:
             return {}
         parts = self._own(0, t, self.links.rank)
-        return {name: part.numbers for name, part in zip(self.traffic.early, parts, strict=True)}
+        return {name: part.streams[0] for name, part in zip(self.traffic.early, parts, strict=True)}
 
     def where(self, k: int, part: int, block: Block) -> Block:
         """The slice of a part of message k that belongs to a slice of the vectors; single numbers stay whole."""
@@ -200,7 +201,7 @@ class Mailbox:
         if heard is None or not heard.voices:
             return None
         own = self._own(k, r, self.links.rank) if heard.own is None else heard.own
-        few, *others = (p[part].numbers[..., self._sample].to(heard.dtype) for p in (own, *heard.voices.values()))
+        few, *others = (p[part].some(self._sample, heard.dtype) for p in (own, *heard.voices.values()))
         distances = [(other - few).square().sum() for other in others]
         return torch.stack(distances).mean() * (self._like.shape[-1] / max(len(self._sample), 1))
 

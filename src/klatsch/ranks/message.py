@@ -1,6 +1,6 @@
 """Messages: tensors side by side in one piece of memory, encoded, so that they travel together as bytes.
 
-Only this file knows what the bytes mean; see wire/encodings.py for the encodings.
+Only this file knows what the bytes mean; see encodings.py for the encodings.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klatsch.topology.channel import BLOCK
-from klatsch.wire import encodings
+from klatsch.encodings import Encoding, Rounded
 
 ALIGNED = 8  # bytes: where a part may begin
 PIECE = 1 << 30  # numbers per dot product; the limit on a GPU is twice that
@@ -23,33 +22,37 @@ Block = slice | None  # a slice of the vectors, or all of them
 class Part(NamedTuple):
     """One tensor of a message, as it lies there."""
 
-    numbers: Tensor  # of the state's dtype, bfloat16, or int8 codes
-    scales: Tensor | None = None  # of int8 codes, (..., blocks)
-    held: Tensor | None = None  # what both ends hold already, to which int8 codes are a difference
+    streams: Sequence[Tensor]
+    numbers: int  # of the tensor, in its last axis
+    encoding: Encoding
+    held: Tensor | None = None  # what both ends hold already, if the streams are a difference to that
 
     def cut(self, block: Block) -> Part:
         """A slice of it; slices begin at multiples of 256."""
         if block is None:
             return self
-        if self.scales is None or self.held is None:
-            return Part(self.numbers[block])
-        few = slice(block.start // BLOCK, encodings.scale_count(block.stop))
-        return Part(self.numbers[block], self.scales[few], self.held[block])
+        before, until = self.encoding.streams(block.start), self.encoding.streams(block.stop)
+        ends = zip(self.streams, before, until, strict=True)
+        streams = [stream[begin:end] for stream, (_, begin), (_, end) in ends]
+        held = None if self.held is None else self.held[block]
+        return Part(streams, block.stop - block.start, self.encoding, held)
 
     def write(self, v: Tensor) -> None:
         """Encode v."""
-        if self.scales is None or self.held is None:
-            self.numbers.copy_(v)
-        else:
-            codes, scales = encodings.quantized(v - self.held)
-            self.numbers.copy_(codes)
-            self.scales.copy_(scales)
+        encoded = self.encoding.encode(v if self.held is None else v - self.held)
+        for stream, given in zip(self.streams, encoded, strict=True):
+            stream.copy_(given)
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """What it says."""
-        if self.scales is None or self.held is None:
-            return self.numbers.to(dtype)
-        return self.held + encodings.restored(self.numbers, self.scales, dtype)
+        said = self.encoding.decode(self.streams, self.numbers, dtype)
+        return said if self.held is None else self.held + said
+
+    def some(self, places: Tensor, dtype: torch.dtype) -> Tensor:
+        """What it says at some places."""
+        if self.encoding.elementwise:
+            return self.streams[0][..., places].to(dtype)
+        return self.read(dtype)[..., places]
 
     def committed(self, blocks: Iterable[Block]) -> Part:
         """Hold what it says, slice by slice; from then on it says what is held."""
@@ -57,50 +60,46 @@ class Part(NamedTuple):
             return self
         for block in blocks:
             (self.held if block is None else self.held[block]).copy_(self.cut(block).read(self.held.dtype))
-        return Part(self.held)
+        return as_it_is(self.held)
 
     @property
     def is_sound(self) -> bool:
-        """Whether its numbers are finite; int8 codes are if their scales are."""
-        return is_sound((self.numbers if self.scales is None else self.scales).reshape(-1))
+        """Whether its numbers are finite, which streams of whole numbers are."""
+        return all(is_sound(stream.reshape(-1)) for stream in self.streams if stream.is_floating_point())
 
 
 class Layout:
-    """Where the tensors of a message lie in its bytes. Those as long as the vectors are encoded."""
+    """Where the streams of a message's tensors lie in its bytes. Those as long as the vectors are encoded."""
 
-    def __init__(self, shapes: Sequence[torch.Size], like: Tensor, wire: str) -> None:
-        self._places: list[tuple[torch.Size, torch.dtype, int, int]] = []  # and where its scales and numbers begin
+    def __init__(self, shapes: Sequence[torch.Size], like: Tensor, encoding: Encoding | None) -> None:
+        plain = Rounded(like.dtype)
+        self._shapes = [(s, encoding if encoding and s[-1] == like.shape[-1] else plain) for s in shapes]
+        self.differences = {n: shape for n, (shape, encoding) in enumerate(self._shapes) if encoding.remembers}
+        self.exact = all(encoding == plain for _, encoding in self._shapes)
+        self._places: list[list[tuple[torch.dtype, int, slice]]] = []  # by tensor and stream: type, length and bytes
         self.size = 0
-        for shape in shapes:
-            is_encoded = wire != "float32" and shape[-1] == like.shape[-1]
-            dtype = encodings.DTYPES[wire] if is_encoded else like.dtype
-            numbers = self.size + (_aligned(_scale_bytes(shape)) if dtype is torch.int8 else 0)
-            self._places.append((shape, dtype, self.size, numbers))
-            self.size = numbers + _aligned(shape.numel() * dtype.itemsize)
-        self.differences = {n: shape for n, (shape, dtype, *_) in enumerate(self._places) if dtype is torch.int8}
-        self.exact = all(dtype is like.dtype for _, dtype, *_ in self._places)
+        for shape, encoding in self._shapes:
+            self._places.append([])
+            for dtype, length in encoding.streams(shape[-1]):
+                end = self.size + shape[:-1].numel() * length * dtype.itemsize
+                self._places[-1].append((dtype, length, slice(self.size, end)))
+                self.size = -(-end // ALIGNED) * ALIGNED
 
     def parts(self, memory: Tensor, held: Mapping[int, Tensor]) -> list[Part]:
         """The tensors in the bytes of a message, and what is held of its sender, by part."""
         parts = []
-        for n, (shape, dtype, begin, middle) in enumerate(self._places):
-            part = Part(memory[middle : middle + shape.numel() * dtype.itemsize].view(dtype).view(shape))
-            if dtype is torch.int8:
-                scales = memory[begin : begin + _scale_bytes(shape)].view(torch.bfloat16)
-                part = Part(part.numbers, scales.view(*shape[:-1], -1), held[n])
-            parts.append(part)
+        for n, ((shape, encoding), places) in enumerate(zip(self._shapes, self._places, strict=True)):
+            streams = [memory[place].view(dtype).view(*shape[:-1], length) for dtype, length, place in places]
+            parts.append(Part(streams, shape[-1], encoding, held.get(n)))
         return parts
+
+
+def as_it_is(v: Tensor) -> Part:
+    """A tensor that is not encoded."""
+    return Part([v], v.shape[-1], Rounded(v.dtype))
 
 
 def is_sound(v: Tensor) -> bool:
     """Whether the squares of all numbers are finite; one dot product is 15 times as fast as testing each number."""
     v = v.float() if v.element_size() < 4 else v
     return bool(torch.isfinite(torch.stack([torch.dot(piece, piece) for piece in torch.split(v, PIECE)]).sum()))
-
-
-def _scale_bytes(shape: torch.Size) -> int:
-    return torch.bfloat16.itemsize * shape[:-1].numel() * encodings.scale_count(shape[-1])
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED

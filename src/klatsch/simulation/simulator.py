@@ -178,8 +178,9 @@ def prepared(
         raise ValueError(f"{name} differs between these graphs; give graphs with the same every, late and wire")
     if len({problem.brief for problem in problems}) > 1:
         raise ValueError("some of these problems measure their headline alone, others more; give all or none `briefly`")
-    if len({graph.every for graph in topologies if graph.wire == "int8"}) > 1:  # its memory rests in silent rounds
-        raise ValueError("graphs with wire = 'int8' differ in every; give those that run together the same")
+    if len({graph.every for graph in topologies if graph.encoding.remembers}) > 1:  # copies rest in silent rounds
+        wire = topologies[0].wire
+        raise ValueError(f"graphs with wire = {wire!r} differ in every; give those that run together the same")
     if meets and len(problems) > 1:
         raise ValueError(f"meets = {meets!r} is for one network, but there are {len(problems)}; call simulate for each")
     steps = whole(steps, "steps", 1)

@@ -224,8 +224,8 @@ def _in_stack(block: Columns) -> str:
         graph = {name: v for name, v in case.topology_options.items() if name in CHANNEL}  # which rules see
         problem = {name: v for name, v in shared["problem_options"].items() if name not in per_network}
         shared |= {"topology": "", "topology_options": graph, "lazy": False, "problem_options": problem}
-        if case.channel.wire == "int8":  # copies of what neighbours have said are those of a round of the period
-            shared["audiences"] = case.make_graph().audiences
+        if (made := case.make_graph()).encoding.remembers:  # they hold copies for the same rounds of a period
+            shared["audiences"] = made.audiences
         if not own.is_own(case.rule):  # each network may have its own numbers in the rule, and its own schedule
             shared["rule_options"].pop("schedule", None)
             del varying["rule_options"]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from klatsch.arguments import named, number, whole
+from typing import TYPE_CHECKING
+
+from klatsch import own
+from klatsch.arguments import number, whole
+
+if TYPE_CHECKING:
+    from klatsch.encodings import Encoding
 
 LONGEST = 10**6  # rounds of a period, whose matrices are listed one by one
 LATEST = 10**4  # rounds that a message may travel
-WIRES = ("float32", "bfloat16", "int8")  # how numbers may travel; the first is as they are, new ones go to the end
-BLOCK = 256  # numbers that share a scale in int8
+AS_THEY_ARE = "float32"  # how numbers travel if nothing is said
 # The options of a channel, with their defaults; `topology.channel` says what they do.
-CHANNEL = {"every": 1, "late": 0, "wire": WIRES[0], "loss": 0.0, "one_way": False}
+CHANNEL = {"every": 1, "late": 0, "wire": AS_THEY_ARE, "loss": 0.0, "one_way": False}
 
 
 def rounds_between(H: object, graphs: int = 1) -> int:
@@ -34,32 +39,35 @@ def check_loss(name: str, loss: object, one_way: object, wire: object) -> float:
     asked = f"{name} with loss = {rate:g}"
     if one_way and not rate:
         raise ValueError(f"{asked} and one_way = true: which messages? give loss, such as loss = 0.1")
-    if rate and wire == "int8":
-        raise ValueError(f"{asked} and wire = 'int8': what one difference says would be missing for ever; use bfloat16")
+    if rate and encoding(wire).remembers:
+        lost = "what one difference says would be missing for ever; use bfloat16"
+        raise ValueError(f"{asked} and wire = {wire!r}: {lost}")
     return rate
 
 
 def check_wire(name: str, wire: object, drawn: bool) -> None:
     """Check how numbers travel on a graph."""
-    named("wire", wire, dict.fromkeys(WIRES))
     if reason := no_wire(name, wire, drawn):
         raise ValueError(reason)
 
 
 def no_wire(name: str, wire: object, drawn: bool) -> str:
     """Why numbers cannot travel so on a graph, which may be drawn anew in every round; nothing if they can."""
-    if wire != "int8" or not drawn:
+    if wire == AS_THEY_ARE or not encoding(wire).remembers or not drawn:
         return ""
     return (
-        f"{name} with wire = 'int8': the graph is drawn anew in every round, and int8 sends differences to what the "
-        "same neighbours hold already; use wire = 'bfloat16', or a graph that repeats, such as one_peer_exponential"
+        f"{name} with wire = {wire!r}: the graph is drawn anew in every round, and messages are differences to what "
+        "the same neighbours hold already; use wire = 'bfloat16', or a graph that repeats, such as one_peer_exponential"
     )
 
 
 def check_channel(
-    every: object = 1, late: object = 0, wire: object = WIRES[0], loss: object = 0.0, one_way: object = False
+    every: object = 1, late: object = 0, wire: object = AS_THEY_ARE, loss: object = 0.0, one_way: object = False
 ) -> None:
-    """Check the options of a channel, whatever the graph."""
+    """Check the options of a channel, whatever the graph; a file is not executed for that."""
+    if own.is_own(wire):
+        own.part_of(str(wire))
+        wire = AS_THEY_ARE
     rounds_between(every)
     rounds_late(late)
     check_wire("", wire, drawn=False)
@@ -68,5 +76,11 @@ def check_channel(
 
 def encoded_bytes(wire: str, numbers: int) -> int:
     """The bytes of a vector as it travels."""
-    scales = -(-numbers // BLOCK)  # of int8, in bfloat16
-    return {"float32": 4 * numbers, "bfloat16": 2 * numbers, "int8": numbers + 2 * scales}[wire]
+    return encoding(wire).bytes(numbers)
+
+
+def encoding(wire: object) -> Encoding:
+    """The encoding of numbers by its name."""
+    from klatsch import encodings  # with torch, which graphs do not need
+
+    return encodings.of(wire)

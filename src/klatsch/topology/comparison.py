@@ -107,13 +107,13 @@ def compare(n: int, params: int = 1_000_000, **choices: object) -> tuple[list[Su
     whole(params, "params", 1)
     travel = {name: value for name, value in choices.items() if name in CHANNEL}
     check_channel(**travel)
-    changed = "late " if travel.get("late") else ""
+    changed, wire = "late " if travel.get("late") else "", travel.get("wire", CHANNEL["wire"])
     summaries, left_out = [], {}
     for name, kind in FAMILIES.items():
         own = {key: value for key, value in choices.items() if key in options(name)}
         links = f"{name}: {n * (n - 1) // 2:,} links; it joins a comparison up to {LARGEST_DENSE:,} nodes"
         dense = kind.dense and n > LARGEST_DENSE
-        refusal = no_wire(name, travel.get("wire"), kind.drawn) or kind.refusal(n) or _unsolvable(name, n, changed)
+        refusal = no_wire(name, wire, kind.drawn) or kind.refusal(n) or _unsolvable(name, n, changed)
         if reason := links if dense else refusal:
             left_out[name] = reason
         else:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array, diags_array
 
+from klatsch import own
 from klatsch.arguments import number, whole
 from klatsch.topology import channel as channels
 from klatsch.topology import spectrum
@@ -41,8 +42,9 @@ from klatsch.topology.matrix import (
 if TYPE_CHECKING:
     import networkx as nx  # loaded only for such a graph
 
+    from klatsch.encodings import Encoding
+
 Stochastic = Literal["doubly", "rows", "columns"]
-FEW_BITS = {"bfloat16": 14}  # of weights: its 8 bits and these fit into the 24 of float32, with 2 to spare
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,7 +69,7 @@ class Topology:
     lattice: tuple[int, int] | None = None
     every: int = 1
     late: int = 0
-    wire: str = channels.WIRES[0]
+    wire: str = channels.AS_THEY_ARE
     loss: float = 0.0
     one_way: bool = False
     all_reduce: bool = False
@@ -86,7 +88,7 @@ class Topology:
         late = channels.rounds_late(self.late)
         channels.check_wire(self.name, self.wire, drawn=self.shuffle is not None)
         loss = channels.check_loss(self.name, self.loss, self.one_way, self.wire)
-        all_reduce = bool(self.all_reduce) and not (late or self.wire != channels.WIRES[0] or loss)
+        all_reduce = bool(self.all_reduce) and not (late or self.wire != channels.AS_THEY_ARE or loss)
         if all_reduce:
             check_averaging(self.name, matrices[every - 1 :: every])
         for P in matrices:
@@ -139,6 +141,11 @@ class Topology:
     def changes(self) -> bool:
         """Whether nodes mix with different matrices over time; silent rounds do not count."""
         return len(self.speaking) > 1 or self.shuffle is not None
+
+    @cached_property
+    def encoding(self) -> Encoding:
+        """How numbers travel."""
+        return channels.encoding(self.wire)
 
     @cached_property
     def audiences(self) -> tuple[int, ...]:
@@ -300,7 +307,7 @@ class Topology:
     @property
     def _travel(self) -> str:
         """How messages travel, where that is special: ", late 7, int8"."""
-        late, wire = f", late {self.late}" * (self.late > 0), f", {self.wire}" * (self.wire != channels.WIRES[0])
+        late, wire = f", late {self.late}" * (self.late > 0), f", {self.wire}" * (self.wire != channels.AS_THEY_ARE)
         loss = f", loss {self.loss:g}{' one way' * self.one_way}" * bool(self.loss)
         return late + wire + loss
 
@@ -442,7 +449,7 @@ def channel(
     topology: Topology,
     every: int = 1,
     late: int = 0,
-    wire: str = channels.WIRES[0],
+    wire: str = channels.AS_THEY_ARE,
     loss: float = 0.0,
     one_way: bool = False,
 ) -> Topology:
@@ -483,8 +490,8 @@ def channel(
         seldom = replace(seldom, name=f"{seldom.name} late {late}", matrices=matrices, late=late)
     channels.check_wire(seldom.name, wire, drawn=seldom.shuffle is not None)
     if wire != seldom.wire:
-        matrices = _respoken(seldom, partial(_short, FEW_BITS[wire])) if wire in FEW_BITS else seldom.matrices
-        seldom = replace(seldom, name=f"{seldom.name} {wire}", matrices=matrices, wire=wire)
+        matrices = _respoken(seldom, partial(_encodable, channels.encoding(wire)))
+        seldom = replace(seldom, name=f"{seldom.name} {own.label(wire)}", matrices=matrices, wire=wire)
     if loss or one_way:
         ways = " one way" * bool(one_way)
         seldom = replace(seldom, name=f"{seldom.name} loss {loss}{ways}", loss=loss, one_way=one_way)
@@ -526,6 +533,14 @@ def _damped(topology: Topology, P: Matrix, late: int) -> Matrix:
         return P
     limit = math.sin(math.pi / (4 * k + 2))
     return canonical(itself + min(1.0, limit / top) * (P - itself), topology.name)
+
+
+def _encodable(encoding: Encoding, P: Matrix) -> Matrix:
+    """The matrix with weights as an encoding needs them."""
+    if encoding.step < 1:
+        itself = identity(P.shape[0])
+        P = csr_array(itself + encoding.step * (P - itself))
+    return P if encoding.weight_bits is None else _short(encoding.weight_bits, P)
 
 
 def _short(bits: int, P: Matrix) -> Matrix:

@@ -6,24 +6,25 @@ What is on its way, and what neighbours hold, are fields of the state, so they a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 
 import torch
 from torch import Tensor
 
+from klatsch import encodings
 from klatsch.columns import Number
+from klatsch.encodings import Encoding
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import Tensors, of
 from klatsch.topology import Topology
-from klatsch.wire import encodings
 from klatsch.wire.rehearsal import Rehearsal
 
 
 def carried(rule: Rule, topology: Topology, meets: str = "") -> Rule:
     """The rule with its flows over the channel of a graph; the rule itself if they arrive at once and as they are."""
     plain = topology.late == 0 and topology.wire == "float32"
-    travel = topology.late, topology.wire, topology.audiences if topology.wire == "int8" else ()
+    travel = topology.late, topology.wire, topology.audiences if topology.encoding.remembers else ()
     return rule if plain else Carried(rule, rule.lr, *travel, meets.startswith("stale"))
 
 
@@ -47,6 +48,11 @@ class Carried(Rule):
     audiences: tuple[int, ...] = ()  # of the graph, where nodes hold copies of what their neighbours have said
     stale: bool = False
 
+    @cached_property
+    def encoding(self) -> Encoding:
+        """How numbers travel."""
+        return encodings.of(self.wire)
+
     name = of("rule.name")
     iterate, query, output = of("rule.iterate"), of("rule.query"), of("rule.output")
 
@@ -54,7 +60,7 @@ class Carried(Rule):
         state, rehearsal = dict(self.rule.init(x)), Rehearsal(self.rule, x)
         for c, n, like in rehearsal.sent:
             nothing = x.new_zeros(rehearsal.full(like))
-            if self.wire == "int8" and rehearsal.is_wide(like):
+            if rehearsal.is_wide(like):
                 state |= {f"held@{c}.{n}.{k}": nothing for k in self.audiences}
             state |= {f"flight@{c}.{n}.{k}": nothing for k in range(self.late)}
         return state
@@ -68,11 +74,11 @@ class Carried(Rule):
             # First: the fused engine traces late flows with symbols, which have no shape.
             if self.wire == "float32" or v.shape[-1] != grad.shape[-1]:
                 return v
-            if self.wire != "int8":
-                return encodings.rounded(v, self.wire)
+            if not self.encoding.remembers:
+                return self.encoding.arrives(v)
             copy = f"held@{place}.{flow.audience}"
             if not flow.silent:
-                kept[copy] = s[copy] + encodings.restored(*encodings.quantized(v - s[copy]), v.dtype)
+                kept[copy] = s[copy] + self.encoding.arrives(v - s[copy])
             return kept[copy]
 
         def queue(place: str, last: Tensor) -> list[Tensor]:

@@ -1,0 +1,237 @@
+"""Encodings of messages, the same in simulation and on ranks; see `topology.channel`.
+
+Only whole vectors are encoded. Single numbers, such as the weight of push-sum, travel as they are. An encoding that
+remembers sends C(v - h), where h is what both ends hold; both then add to h what arrives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from klatsch import native, own
+from klatsch.arguments import kind_of, named, number
+
+BLOCK = 256  # numbers that are encoded together, whatever else the vector holds
+LARGEST = 127  # of a code
+# At most 8 numbers of a block that are 32 times as large as all others are outliers; then those of the others, if any.
+OUTLIERS, OUTLYING, TIMES = 8, 32, 3
+EVEN = 95  # in a block with outliers: the last code that stands for as many steps; 128, 192, 256, 384, ... follow
+STEEP = torch.tensor([*range(EVEN + 1), *((2 + code % 2) << (6 + (code - EVEN - 1) // 2) for code in range(96, 129))])
+KINDS = (torch.float32, torch.float64)  # what the kernel is for
+
+
+class Encoding:
+    """How vectors (..., d) travel: as one or more streams, tensors (..., length). Your own derives from this class.
+
+    Every block of 256 numbers is encoded by itself, and streams have the same length for each, less for a shorter one
+    at the end: ranks encode long vectors in slices. What is not finite has to arrive as something that is not finite.
+    """
+
+    remembers: ClassVar[bool] = True  # whether it encodes differences to what both ends hold; else whole vectors
+    elementwise: ClassVar[bool] = False  # whether the only stream has a number for every number
+    weight_bits: int | None = None  # bits of gossip weights, where float32 would else round the pulls
+
+    def streams(self, numbers: int) -> Sequence[tuple[torch.dtype, int]]:
+        """The types and lengths of the streams of so many numbers."""
+        raise NotImplementedError(f"{type(self).__name__} has no streams(self, numbers)")
+
+    def encode(self, v: Tensor) -> Sequence[Tensor]:
+        """The streams of v; they travel as the types that `streams` says."""
+        raise NotImplementedError(f"{type(self).__name__} has no encode(self, v)")
+
+    def decode(self, streams: Sequence[Tensor], numbers: int, dtype: torch.dtype) -> Tensor:
+        """What the streams say of so many numbers, the same bits on every machine."""
+        raise NotImplementedError(f"{type(self).__name__} has no decode(self, streams, numbers, dtype)")
+
+    @property
+    def step(self) -> float:
+        """A factor on the pull of neighbours, such that nodes who hear so little do not overreact."""
+        return 1.0
+
+    def bytes(self, numbers: int) -> int:
+        """The bytes of so many numbers."""
+        return sum(length * dtype.itemsize for dtype, length in self.streams(numbers))
+
+    def arrives(self, v: Tensor) -> Tensor:
+        """What arrives of v."""
+        numbers = v.shape[-1]
+        streams = zip(self.encode(v), self.streams(numbers), strict=True)
+        return self.decode([stream.to(dtype) for stream, (dtype, _) in streams], numbers, v.dtype)
+
+
+@dataclass(frozen=True)
+class Rounded(Encoding):
+    """Every number as one of a type."""
+
+    dtype: torch.dtype
+    weight_bits: int | None = None
+    remembers, elementwise = False, True
+
+    def streams(self, numbers: int) -> Sequence[tuple[torch.dtype, int]]:
+        return [(self.dtype, numbers)]
+
+    def encode(self, v: Tensor) -> Sequence[Tensor]:
+        return [v]
+
+    def decode(self, streams: Sequence[Tensor], numbers: int, dtype: torch.dtype) -> Tensor:
+        return streams[0].to(dtype)
+
+
+@dataclass(frozen=True)
+class Int8(Encoding):
+    """A code for every number, and a scale for every block; see `quantized`."""
+
+    def streams(self, numbers: int) -> Sequence[tuple[torch.dtype, int]]:
+        return [(torch.bfloat16, -(-numbers // BLOCK)), (torch.int8, numbers)]
+
+    def encode(self, v: Tensor) -> Sequence[Tensor]:
+        return quantized(v)[::-1]
+
+    def decode(self, streams: Sequence[Tensor], numbers: int, dtype: torch.dtype) -> Tensor:
+        return restored(streams[1], streams[0], dtype)
+
+
+@dataclass(frozen=True)
+class TopK(Encoding):
+    """The largest numbers of every block in bfloat16, each with its place: 3 bytes for every number that is kept."""
+
+    share: float
+
+    def __post_init__(self) -> None:
+        number("topk: share", self.share, lambda v: 0 < v <= 0.5, "a number above 0 up to 0.5, such as 0.01")
+
+    @property
+    def step(self) -> float:
+        """The consensus step gamma of CHOCO-SGD.
+
+        Between two messages about a number, some 1 / share rounds, neighbours pull by what they knew. A mode of the
+        disagreement with the eigenvalue mu of I - P died out for gamma mu up to 5 share, and grew from 6 share on: on
+        ring, torus, complete, exponential and one_peer_exponential of 16 nodes, for shares from 1 / 256 to 0.3. As mu
+        is at most 2, this is enough on every graph. The bound of Koloskova et al. 2019 is hundreds of times smaller.
+        """
+        return min(1.0, 2 * self._kept(BLOCK) / BLOCK)
+
+    def streams(self, numbers: int) -> Sequence[tuple[torch.dtype, int]]:
+        whole, rest = divmod(numbers, BLOCK)
+        kept = whole * self._kept(BLOCK) + self._kept(rest)
+        return [(torch.bfloat16, kept), (torch.uint8, kept)]
+
+    def encode(self, v: Tensor) -> Sequence[Tensor]:
+        blocks = _blocks(v)
+        places = blocks.abs().topk(self._kept(BLOCK)).indices  # the largest first, so that the last ones can be cut off
+        kept = self.streams(v.shape[-1])[0][1]
+        return [each.flatten(-2)[..., :kept] for each in (blocks.gather(-1, places), places)]
+
+    def decode(self, streams: Sequence[Tensor], numbers: int, dtype: torch.dtype) -> Tensor:
+        values, places = (_blocks(each, self._kept(BLOCK)) for each in streams)
+        blocks = values.new_zeros(*values.shape[:-1], BLOCK, dtype=dtype)
+        return blocks.scatter_add_(-1, places.long(), values.to(dtype)).flatten(-2)[..., :numbers]
+
+    def _kept(self, numbers: int) -> int:
+        """How many of so many numbers of a block are kept."""
+        return min(numbers, max(1, round(self.share * numbers)))
+
+
+BUILT_IN = {
+    "float32": Rounded(torch.float32),
+    "bfloat16": Rounded(torch.bfloat16, weight_bits=14),  # its 8 bits and these fit into 24, with 2 to spare
+    "int8": Int8(),
+    "topk(0.01)": TopK(0.01),  # or any other share
+}
+
+
+def of(wire: object) -> Encoding:
+    """The encoding "int8", "topk(0.01)" or "file.py:name", a class or function without arguments."""
+    if own.is_own(name := str(wire)):
+        with own.explained(name):
+            made = own.load("encoding", name)()
+        if not isinstance(made, Encoding):
+            raise ValueError(f"{own.label(name)} makes {kind_of(made)}; let it make a klatsch.encodings.Encoding")
+        return made
+    if share := re.fullmatch(r"topk\((\d*\.?\d+(e-?\d+)?)\)", name):
+        return TopK(float(share[1]))
+    return named("wire", wire, BUILT_IN)
+
+
+def quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
+    """A difference (..., d) as int8 codes (..., d) and bfloat16 scales (..., ceil(d / 256)).
+
+    A number is its code times the scale of its block, whose largest number has the code 127 or -127. A few outliers
+    would leave no codes for the other numbers. A block that has some says so by a negative scale: codes up to 95 are
+    then for the others, and those above grow by a third or a half each, to 66,000 times as much. A block that is not
+    finite has such a scale. Scales have few digits, so that code times scale is exact in float32: both ends hold the
+    same bits, whatever their machines fuse.
+    """
+    if (kernel := _kernel(difference)) is None:
+        return _quantized(difference)
+    v, (*outer, length) = difference.contiguous(), difference.shape
+    codes = torch.empty(v.shape, dtype=torch.int8)
+    scales = torch.empty((*outer, -(-length // BLOCK)), dtype=torch.bfloat16)
+    quantize = kernel.klatsch_quantize_f32 if v.dtype == torch.float32 else kernel.klatsch_quantize_f64
+    quantize(v.data_ptr(), v.numel() // length, length, codes.data_ptr(), scales.data_ptr())
+    return codes, scales
+
+
+def restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The difference that `quantized` encoded, to the nearest code."""
+    v = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    if (kernel := _kernel(v)) is None:
+        return _restored(codes, scales, dtype)
+    restore = kernel.klatsch_restore_f32 if dtype == torch.float32 else kernel.klatsch_restore_f64
+    codes, scales, length = codes.contiguous(), scales.contiguous(), v.shape[-1]
+    restore(codes.data_ptr(), scales.data_ptr(), v.numel() // length, length, v.data_ptr())
+    return v
+
+
+def _quantized(difference: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantized` without the kernel."""
+    blocks = _blocks(difference)
+    top = blocks.abs().topk(OUTLIERS + 1).values
+    most = rest = top[..., :1]
+    for _ in range(TIMES):
+        below = torch.where(top < rest / OUTLYING, top, 0.0).amax(-1, keepdim=True)
+        rest = torch.where(below > 0, below, rest)
+    steep, values = rest < most, _steep(blocks.device, blocks.dtype)
+    scales = torch.where(steep, torch.maximum(most / values[LARGEST], rest / EVEN), most / LARGEST).bfloat16()
+    steps = blocks / torch.where(scales > 0, scales, 1.0).to(blocks.dtype)
+    between = (values[EVEN:LARGEST] + values[EVEN + 1 : LARGEST + 1]) / 2
+    above = (EVEN + torch.bucketize(steps.abs(), between)).to(blocks.dtype).copysign_(steps)
+    codes = torch.where(steep & (steps.abs() >= EVEN + 0.5), above, steps.round().clamp_(-LARGEST, LARGEST))
+    codes = codes.nan_to_num_(0.0).to(torch.int8).flatten(-2)[..., : difference.shape[-1]]
+    return codes, torch.where(steep, -scales, scales)[..., 0]
+
+
+def _restored(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`restored` without the kernel."""
+    blocks, scales = _blocks(codes).to(dtype), scales.to(dtype)[..., None]
+    steep = _steep(blocks.device, dtype)[blocks.abs().int()].copysign_(blocks)
+    return (torch.where(scales < 0, -steep, blocks) * scales).flatten(-2)[..., : codes.shape[-1]]
+
+
+@cache
+def _steep(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`STEEP` on a device: a CUDA graph cannot copy it there while it records."""
+    return STEEP.to(device, dtype)
+
+
+def _blocks(v: Tensor, size: int = BLOCK) -> Tensor:
+    """A tensor (..., d) as (..., blocks, size), filled up with zeros."""
+    missing = -v.shape[-1] % size
+    whole = functional.pad(v, (0, missing)) if missing else v
+    return whole.reshape(*v.shape[:-1], -1, size)
+
+
+def _kernel(v: Tensor) -> ctypes.CDLL | None:
+    """The kernel, where there is one and v is for it."""
+    if v.device.type != "cpu" or v.dtype not in KINDS or not v.numel() or native.why_not() is not None:
+        return None
+    return native.library()
