@@ -53,9 +53,9 @@ class Encoding:
         raise NotImplementedError(f"{type(self).__name__} has no decode(self, streams, numbers, dtype)")
 
     @property
-    def step(self) -> float:
-        """A factor on the pull of neighbours, such that nodes who hear so little do not overreact."""
-        return 1.0
+    def delay(self) -> float:
+        """Messages until neighbours know what a number is, on average; 0 if the next one says it."""
+        return 0.0
 
     def bytes(self, numbers: int) -> int:
         """The bytes of so many numbers."""
@@ -110,15 +110,8 @@ class TopK(Encoding):
         number("topk: share", self.share, lambda v: 0 < v <= 0.5, "a number above 0 up to 0.5, such as 0.01")
 
     @property
-    def step(self) -> float:
-        """The consensus step gamma of CHOCO-SGD.
-
-        Between two messages about a number, some 1 / share rounds, neighbours pull by what they knew. A mode of the
-        disagreement with the eigenvalue mu of I - P died out for gamma mu up to 5 share, and grew from 6 share on: on
-        ring, torus, complete, exponential and one_peer_exponential of 16 nodes, for shares from 1 / 256 to 0.3. As mu
-        is at most 2, this is enough on every graph. The bound of Koloskova et al. 2019 is hundreds of times smaller.
-        """
-        return min(1.0, 2 * self._kept(BLOCK) / BLOCK)
+    def delay(self) -> float:
+        return BLOCK / self._kept(BLOCK)
 
     def streams(self, numbers: int) -> Sequence[tuple[torch.dtype, int]]:
         whole, rest = divmod(numbers, BLOCK)

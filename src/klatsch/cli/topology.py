@@ -68,7 +68,7 @@ def topology(
     if nodes is None and not {"rows", "cols"} & choices.keys():
         raise ValueError(f"{name} needs the number of nodes, for example -n 16")
     from_sides = prod(side for side in (choices.get("rows"), choices.get("cols")) if isinstance(side, int))
-    closed = beyond_solvers(name, from_sides if nodes is None else nodes, lazy, "late" in choices)
+    closed = beyond_solvers(name, from_sides if nodes is None else nodes, lazy, choices)
     graph = topologies.make(name, nodes, **choices)
     graph = topologies.lazy(graph) if lazy else graph
     if draw is not None:  # first, since a wrong file name shows at once

@@ -15,6 +15,8 @@ from klatsch.rules.directions import Direction, is_zero, sgd
 from klatsch.rules.outer import Outer
 from klatsch.weights import WeightMatrix
 
+MOST_DELAYED = 0.5  # of a momentum that carries flows on, where neighbours know numbers late: 0.8 diverged
+
 
 @dataclass(frozen=True, eq=False)
 class Pattern(Rule):
@@ -166,7 +168,7 @@ class DecentLaM(Remembering):
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         needs_static_symmetric(graph, name or self.name)  # momentum remembers what the last round's matrix did
-        if (graph.loss or graph.late or graph.every > 1) and not is_zero(self.momentum):
+        if (graph.loss or graph.late or graph.delay or graph.every > 1) and not is_zero(self.momentum):
             raise ValueError(
                 f"{name or self.name} on {graph.name}: its momentum repeats flows of links that are lost, late or "
                 "silent by now, and diverges; use d2 or dat-d2 for local steps and late messages or lost ones"
@@ -329,8 +331,8 @@ class Corrected(Pattern):
         return new["w"] + (s["y"] - new["y"]) if self.lazy else new["w"]  # w took half of the flow, y the other half
 
     def on(self, graph: Graph) -> Self:
-        # y answers flows that are as old as they are late, and would swing ever further with its whole weight.
-        return columns.replaced(super().on(graph), every=graph.every + 2 * graph.late)
+        # y answers flows of values that are as old as this, and would swing ever further with its whole weight.
+        return columns.replaced(super().on(graph), every=graph.every + 2 * (graph.late + graph.delay))
 
     def check_graph(self, graph: Graph, name: str = "") -> None:
         name = name or self.name
@@ -409,7 +411,7 @@ def needs_static_symmetric(graph: Graph, rule: str) -> None:
 
 def needs_little_momentum(graph: Graph, rule: str, momentum: Number) -> None:
     """Refuse an outer momentum under which disagreement grows by itself."""
-    most = momentum if isinstance(momentum, float) else float(momentum.max())
+    most = _largest(momentum)
     if most and (limit := graph.momentum_limit) is not None and most > limit:
         raise ValueError(
             f"{rule} on {graph.name}: outer_momentum = {most:g}, and disagreement grows by itself from {limit:g} up; "
@@ -424,3 +426,12 @@ def needs_flows_in_time(graph: Graph, rule: str, momentum: Number) -> None:
             f"{rule} on {graph.name}: its momentum carries on flows that are late already, and diverges; use late up "
             f"to every - 1 = {graph.every - 1}, or another rule such as dat"
         )
+    if graph.delay and (most := _largest(momentum)) > MOST_DELAYED:
+        raise ValueError(
+            f"{rule} on {graph.name}: neighbours know a number after {graph.delay} rounds, and a momentum of {most:g} "
+            f"carries on what they knew before, and diverges; use at most {MOST_DELAYED:g}, or wire = 'int8'"
+        )
+
+
+def _largest(momentum: Number) -> float:
+    return float(momentum.max()) if isinstance(momentum, Tensor) else momentum

@@ -79,6 +79,11 @@ def encoded_bytes(wire: str, numbers: int) -> int:
     return encoding(wire).bytes(numbers)
 
 
+def damps(wire: object) -> bool:
+    """Whether an encoding needs smaller weights."""
+    return wire != AS_THEY_ARE and encoding(wire).delay > 0
+
+
 def encoding(wire: object) -> Encoding:
     """The encoding of numbers by its name."""
     from klatsch import encodings  # with torch, which graphs do not need

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from klatsch.arguments import whole
-from klatsch.topology.channel import CHANNEL, check_channel, encoded_bytes, no_wire
+from klatsch.topology.channel import CHANNEL, check_channel, damps, encoded_bytes, no_wire
 from klatsch.topology.families import FAMILIES, family, make, node_count, options, spectral_gap
 from klatsch.topology.graph import Topology, check_topology
 
@@ -77,11 +78,16 @@ def summarize(topology: Topology, params: int = 1_000_000, *, rho: float | None 
     )
 
 
-def beyond_solvers(name: str, n: int, lazy: bool = False, late: bool = False) -> bool:
+def beyond_solvers(name: str, n: int, lazy: bool, choices: Mapping[str, object]) -> bool:
     """Whether n nodes need the closed form of the gap, being too many to solve; refused where there is none."""
-    if reason := _unsolvable(name, n, "lazy " * lazy + "late " * late):
+    if reason := _unsolvable(name, n, "lazy " * lazy + _changed(choices)):
         raise ValueError(reason)
     return n > LARGEST_SOLVED
+
+
+def _changed(choices: Mapping[str, object]) -> str:
+    """What makes the weights of a channel others than the family's."""
+    return "late " * bool(choices.get("late")) + "damped " * damps(choices.get("wire", CHANNEL["wire"]))
 
 
 def _unsolvable(name: str, n: int, changed: str = "") -> str:
@@ -107,7 +113,7 @@ def compare(n: int, params: int = 1_000_000, **choices: object) -> tuple[list[Su
     whole(params, "params", 1)
     travel = {name: value for name, value in choices.items() if name in CHANNEL}
     check_channel(**travel)
-    changed, wire = "late " if travel.get("late") else "", travel.get("wire", CHANNEL["wire"])
+    changed, wire = _changed(travel), travel.get("wire", CHANNEL["wire"])
     summaries, left_out = [], {}
     for name, kind in FAMILIES.items():
         own = {key: value for key, value in choices.items() if key in options(name)}

@@ -19,7 +19,7 @@ import numpy as np
 
 from klatsch.arguments import check_options, named, number, whole
 from klatsch.own import is_own, label, load
-from klatsch.topology.channel import CHANNEL, rounds_between
+from klatsch.topology.channel import AS_THEY_ARE, CHANNEL, damps, rounds_between
 from klatsch.topology.graph import Topology, channel
 from klatsch.topology.matrix import Nodes, Weights, circulant, metropolis_hastings, symmetric
 
@@ -412,7 +412,8 @@ def options(name: str) -> tuple[str, ...]:
 def spectral_gap(name: str, n: int, **choices: object) -> float:
     """The spectral gap rho of `make(name, n, ...)`, in closed form where one is known: there n may be a million."""
     (own, travel), known = _parted(name, choices), family(name)
-    if known.gap is None or travel.get("late", 0) >= travel["every"] or travel.get("loss"):  # which change the weights
+    changed = travel.get("late", 0) >= travel["every"] or travel.get("loss") or damps(travel.get("wire", AS_THEY_ARE))
+    if known.gap is None or changed:  # the weights are
         return make(name, n, **choices).spectral_gap
     # A lattice of given sides may have an n that is refused without them: its closed form checks.
     gap = known.gap(n if known.lattice else known.checked(n, UNLIMITED), **own)
