@@ -21,6 +21,10 @@ from tests.support.waiting import wait_until
 
 RANK_RULES = {
     **{name: (name, {}) for name in klatsch.rules.RULES},
+    "dsgd shared": ("dsgd", {"momentum": 0.9, "shared": True}),
+    "dsgd first": ("dsgd", {"momentum": 0.9, "shared": "first"}),
+    "gt shared": ("gt", {"momentum": 0.5, "shared": True}),
+    "kgt outer shared": ("kgt+outer", {"momentum": 0.5, "shared": True, "outer_lr": 0.6, "outer_momentum": 0.3}),
     "dsgd momentum": ("dsgd", {"momentum": 0.9, "average": "constant"}),
     "dat linear momentum": ("dat", {"averaging": "linear", "momentum": 0.5}),
     "dat cta": ("dat", {"order": "cta"}),
@@ -42,10 +46,12 @@ RANK_RULES = {
     "dadam cta shared": ("dadam", {"order": "cta", "shared": True}),
 }
 RANK_GRAPHS = ("ring", "one_peer_exponential", "base_graph", "directed_ring", "ring/4", "base_graph/3")
-PATTERNS = ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp", "diloco", "kgt")  # one rule of each
+PATTERNS = ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp", "gasloc", "kgt")  # one rule of each
 # Patterns on every graph, their products on two that differ in all; options, which know nothing of graphs, on one.
 RANK_CASES = dict.fromkeys(RANK_RULES, ("ring/4",))
 RANK_CASES |= dict.fromkeys(klatsch.rules.RULES, ("one_peer_exponential", "ring/4"))
+RANK_CASES |= dict.fromkeys(("dsgd shared", "dsgd first"), ("one_peer_exponential", "ring/4"))
+RANK_CASES |= {"noloco": ("random_matching", "one_peer_exponential", "ring/4")}
 RANK_CASES |= dict.fromkeys(PATTERNS, RANK_GRAPHS) | {"decentlam": ("ring",)}
 ROUNDS, LR = 12, 1e-3  # as many as base_graph/3 takes to come around
 ENDURE_LR = 5e-3
