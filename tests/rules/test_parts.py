@@ -33,7 +33,7 @@ DIRECTIONS = {
     "momentum": rules.momentum(0.7),
     "shared": rules.momentum(0.7, shared=True),
     "adam": rules.adam(0.5, 0.9, 1e-3, weight_decay=0.01),
-    "muon": rules.muon(0.5, weight_decay=0.01, eps=1e-3),
+    "muon": rules.muon(momentum=0.5, weight_decay=0.01, eps=1e-3),
 }
 AROUND = {
     "nothing": lambda base: base,

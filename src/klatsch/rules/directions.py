@@ -119,6 +119,7 @@ class Adam(Direction):
     weight_decay: Given = 0.0
     shared: bool | str = False
     short: ClassVar[str] = "adam"
+    also = "v"  # what it can share instead of gradients
 
     def __post_init__(self) -> None:
         columns.settle(
@@ -128,8 +129,8 @@ class Adam(Direction):
             eps=positive("eps", self.eps, "1e-8"),
             weight_decay=columns.hyper("weight_decay", self.weight_decay, lambda v: v >= 0, "a number from 0 up"),
         )
-        if self.shared not in (False, True, "v"):
-            raise ValueError(f"shared = {self.shared!r}; give true to gossip gradients first, false, or v")
+        if self.shared not in (False, True, self.also):
+            raise ValueError(f"shared = {self.shared!r}; give true to gossip gradients first, false, or {self.also}")
 
     @property
     def gossips(self) -> str:  # type: ignore[override]
@@ -165,7 +166,7 @@ adam = Adam
 
 
 @dataclass(frozen=True, eq=False)
-class Muon(Direction):
+class Muon(Adam):
     """Steps of one size in every direction of a weight matrix: Muon, and AdamW for all other parameters.
 
         m <- momentum m + (1 - momentum) g;   n = m + momentum (m - m_prev);   s = scale NS(n) + weight_decay q
@@ -176,17 +177,15 @@ class Muon(Direction):
     complete graph this is Muon with an all-reduce.
 
     Args:
-        momentum: of the matrices, from 0 up to but not including 1.
+        beta1, beta2, eps: of AdamW.
+        weight_decay: decoupled weight decay, of both.
+        shared: true to gossip gradients before anything is made of them; "momentum" for the momentum of matrices, and
+            the gradients of the rest; else every node has its own.
+        momentum: of matrices, from 0 up to but not including 1.
         nesterov: whether the momentum looks ahead; n is m without it.
-        weight_decay: decoupled weight decay, a share of q, the point where the gradient was taken.
         adjust_lr: the scale of a matrix, as torch calls it: "match_rms_adamw", 0.2 sqrt(max(outputs, inputs)), with
             which the learning rates of AdamW do for both; or "original", sqrt(max(1, outputs / inputs)).
         adam_lr: the learning rate of AdamW in units of lr.
-        beta1: of AdamW's first moment.
-        beta2: of its second moment.
-        eps: added to the root of the second moment.
-        shared: true to gossip gradients before anything is made of them; "momentum" for the momentum of matrices, and
-            the gradients of the rest; else every node has its own.
 
     References:
         Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
@@ -195,41 +194,21 @@ class Muon(Direction):
 
     momentum: Given = 0.95
     nesterov: bool = True
-    weight_decay: Given = 0.0
     adjust_lr: str = "match_rms_adamw"
     adam_lr: Given = 1.0
-    beta1: Given = 0.9
-    beta2: Given = 0.999
-    eps: Given = 1e-8
-    shared: bool | str = False
     short: ClassVar[str] = "muon"
+    also = "momentum"
     needs_shapes = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         columns.settle(
-            self,
-            **{name: share(name, vars(self)[name]) for name in ("momentum", "beta1", "beta2")},
-            **{name: positive(name, vars(self)[name], "1e-8") for name in ("adam_lr", "eps")},
-            weight_decay=columns.hyper("weight_decay", self.weight_decay, lambda v: v >= 0, "a number from 0 up"),
+            self, momentum=share("momentum", self.momentum), adam_lr=positive("adam_lr", self.adam_lr, "0.1")
         )
         if not isinstance(self.nesterov, bool):
             raise ValueError(f"nesterov = {self.nesterov!r}; give true or false")
         if self.adjust_lr not in ("match_rms_adamw", "original"):
             raise ValueError(f"adjust_lr = {self.adjust_lr!r}; choose match_rms_adamw or original")
-        if self.shared not in (False, True, "momentum"):
-            raise ValueError(f"shared = {self.shared!r}; give true to gossip gradients first, false, or momentum")
-
-    @property
-    def gossips(self) -> str:  # type: ignore[override]
-        return "shared" if self.shared else ""
-
-    @property
-    def decays(self) -> bool:  # type: ignore[override]
-        return not is_zero(self.weight_decay)
-
-    @property
-    def ignores_scale(self) -> bool:  # type: ignore[override]
-        return not self.gossips
 
     def init(self, x: Tensor) -> State:
         """Both moments of all parameters; the second one of matrices is not used."""
