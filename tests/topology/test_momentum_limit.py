@@ -80,6 +80,7 @@ def test_the_table_in_the_documents():
 def test_where_no_limit_is_known():
     for graph in (
         tp.make("ring", 8, loss=0.1),
+        tp.make("ring", 8, wire="topk(0.1)"),
         tp.make("one_peer_exponential", 8, every=4, late=2),
         tp.base_graph(130),
         tp.one_peer_exponential(600),

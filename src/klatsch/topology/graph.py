@@ -247,9 +247,9 @@ class Topology:
         """The outer momentum up to which disagreement does not grow by itself; None where it is not known.
 
         The learning rates do not matter, nor does Nesterov. It is 1 on static symmetric graphs, and in the mean square
-        where nodes are shuffled; it is not known where messages are late or lost, and for large graphs that change.
+        where nodes are shuffled; it is unknown where messages are late, lost or sparse, and for large changing graphs.
         """
-        if self.late or self.loss or not self.doubly_stochastic:
+        if self.late or self.delay or self.loss or not self.doubly_stochastic:
             return None
         return spectrum.momentum_limit(self.speaking, self.shuffle is not None)
 
