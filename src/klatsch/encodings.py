@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -19,6 +21,7 @@ from torch.nn import functional
 
 from klatsch import native, own
 from klatsch.arguments import kind_of, named, number
+from klatsch.units import size as told
 
 BLOCK = 256  # numbers that are encoded together, whatever else the vector holds
 LARGEST = 127  # of a code
@@ -153,6 +156,27 @@ def of(wire: object) -> Encoding:
     if share := re.fullmatch(r"topk\((\d*\.?\d+(e-?\d+)?)\)", name):
         return TopK(float(share[1]))
     return named("wire", wire, BUILT_IN)
+
+
+def check_memory(holder: str, copies: int, size: int, device: torch.device) -> None:
+    """Refuse copies of what neighbours hold, of so many bytes each, that do not fit into what is free on a device."""
+    if copies * size > (free := free_bytes(device)):
+        raise ValueError(
+            f"{holder}: {copies} copies of what neighbours hold take {told(copies * size)} on {device.type}, where "
+            f"{told(free)} are free; use wire = 'bfloat16', which holds none, or a graph with a shorter period, or "
+            "fewer neighbours"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be had on a device; more than any machine has where that is not known."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    with suppress(OSError, IndexError):
+        known = re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        return int(known[0]) << 10
+    return 1 << 62
 
 
 def quantized(difference: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,10 +43,16 @@ def test_a_channel_shows_what_it_costs(run_cli):
     cells = cells_of(out)
     graph = tp.make("ring", 16, every=8, late=9, wire="int8")
     assert (cells["every"], cells["late"], cells["wire"]) == ("8", "9", "int8")
+    assert (cells["copies"], graph.copies) == ("4", 4)  # its own, now and once all has arrived, and two neighbours'
     assert float(cells["rho"]) == pytest.approx(graph.spectral_gap, rel=1e-4)
     assert cells["bytes, D-SGD"] == "252 kB"  # 2 neighbours, 1 million bytes and 3907 scales of 2, in every 8th round
     facts = json.loads(run_cli("topology", "ring/8", "-n", 16, *channel, "--json")[1])
-    assert (facts["late"], facts["wire"], facts["bytes_per_round_dat"]) == (9, "int8", 2 * 2 * 1_007_814 // 8)
+    assert (facts["late"], facts["wire"], facts["copies"], facts["bytes_per_round_dat"]) == (
+        9,
+        "int8",
+        4,
+        2 * 2 * 1_007_814 // 8,
+    )
 
 
 def test_a_comparison_over_a_channel_leaves_out_graphs_that_it_does_not_fit(run_cli):

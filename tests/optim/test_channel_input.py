@@ -1,12 +1,17 @@
 """Channels that do not fit: one clear error, before anything is sent."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import klatsch
+from klatsch import encodings
 from klatsch import topology as tp
+from klatsch.ranks.mailbox import Mailbox
+from klatsch.wire.rehearsal import Rehearsal
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,3 +64,17 @@ def test_differences_need_neighbours_that_come_back():
     graph = tp.from_matrices([tp.ring(5).matrix(1), tp.star(5).matrix(1), tp.ring(5).matrix(1)])
     assert graph.audiences == (0, 1, 0)  # who hears the same in several rounds needs one copy
     assert [tp.every(graph, 2).audience(t) for t in range(1, 8)] == [0, 0, 1, 1, 0, 0, 0]
+
+
+def test_copies_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
+    """Of one_peer_exponential, four of its own and four of neighbours, of dat for w and x; in simulation its own."""
+    monkeypatch.setattr(encodings, "free_bytes", lambda device: 50_000)
+    graph, rule = tp.make("one_peer_exponential", 16, wire="int8"), klatsch.rules.make("dat", 0.1)
+    told = r"4 copies of what neighbours hold take 512 kB on cpu, where 50 kB are free; use wire = 'bfloat16'"
+    with pytest.raises(ValueError, match=told):
+        klatsch.simulate(klatsch.problems.LeastSquares(16, dim=500), rule, graph, 9)
+    links = SimpleNamespace(topology=graph, rank=0, tail=8)
+    told = r"one_peer_exponential int8: 8 copies of what neighbours hold take 64 kB on cpu, where 50 kB are free"
+    with pytest.raises(ValueError, match=told):
+        Mailbox(Rehearsal(rule, torch.zeros(1000)).traffic, torch.zeros(1000), links, True)
+    Mailbox(Rehearsal(rule, torch.zeros(700)).traffic, torch.zeros(700), links, True)

@@ -63,6 +63,14 @@ def test_a_state_dict_holds_what_is_on_its_way(optimizers):
             assert torch.equal(each["x"], each["again"]), name  # bits: same call
 
 
+def test_ranks_hold_as_many_copies_as_the_graph_says(optimizers):
+    for found in optimizers:
+        for name, each in found.items():
+            label, _, graph = name.partition(" | ")
+            vectors = 2 if label.startswith(("dat", "gt")) else 1  # w and x, or the tracked gradient
+            assert each["copies"] == vectors * _graph(graph).copies, name
+
+
 def _graph(name):
     kind, *words = name.split()
     late = int(words[words.index("late") + 1]) if "late" in words else 0

@@ -126,6 +126,7 @@ def channelled_optimizers(folder, device="cpu", batched=False):
         train(again, y, PROBLEM, rank, ROUNDS - ROUNDS // 2)
         name = f"{label} | {optimizer.topology.name}"
         found[name] = {"x": x.detach().cpu(), "again": y.detach().cpu(), "bytes": optimizer.bytes_sent}
+        found[name]["copies"] = len(optimizer.shares[0].node.memory.get("held", {}))
     torch.save(found, folder / f"optimizers-{rank}")
     say(folder, f"done-{rank}", os.getpid())
 

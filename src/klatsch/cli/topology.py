@@ -89,6 +89,7 @@ def _cells(s: Summary) -> dict[str, tuple[str, str]]:
     from klatsch.topology.comparison import GAMMA
 
     sent, period = _bytes(s), "one period" if s.period else "time"
+    held = {"copies": (f"{s.copies:,}", f"vectors held for each one sent, {size(4 * s.params)} each")}
     return {
         "nodes": (f"{s.nodes:,}", ""),
         "edges": (f"{s.edges:,}", f"distinct links over {period}" + ("" if s.symmetric else ", one way each")),
@@ -96,6 +97,7 @@ def _cells(s: Summary) -> dict[str, tuple[str, str]]:
         **({"every": (f"{s.every:,}", "rounds from one with messages to the next")} if s.every > 1 else {}),
         **({"late": (f"{s.late:,}", "rounds that a message may travel")} if s.late else {}),
         **({"wire": (s.wire, "how numbers travel")} if s.wire != "float32" else {}),
+        **(held if s.copies else {}),
         "period": (_number(s.period), "rounds until the graphs repeat" if s.period else "drawn anew in every round"),
         "symmetric": (_yes(s.symmetric), ""),
         "doubly stochastic": (_yes(s.doubly_stochastic), "keeps the network mean"),

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from klatsch.encodings import check_memory
 from klatsch.ranks.failures import MessageError
 from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.message import Block, Layout, Part
@@ -92,6 +93,8 @@ class Mailbox:
         self._rows = mapped(topology.matrices, lambda P: _row(P, links.rank, x.dtype))
         encoding = None if topology.wire == "float32" else topology.encoding
         self._layouts = [Layout(sent.shapes, x, encoding) for sent in traffic.messages]
+        if differences := [shape.numel() for layout in self._layouts for shape in layout.differences.values()]:
+            check_memory(topology.name, topology.copies, sum(differences) * x.element_size(), x.device)
         # A spare one where a message is written while another is read (late), or still travels (early).
         spare = [bool(self.late or sent.call is None) for sent in traffic.messages]
         self._messages = [

@@ -41,6 +41,7 @@ class Summary:
     messages_per_round: float
     params: int
     bytes_per_vector: float  # of `params` numbers, sent per node and round, on average
+    copies: int = 0  # vectors that a node holds for each that it sends
 
 
 def summarize(topology: Topology, params: int = 1_000_000, *, rho: float | None = None) -> Summary:
@@ -75,6 +76,7 @@ def summarize(topology: Topology, params: int = 1_000_000, *, rho: float | None 
         messages_per_round=topology.messages,
         params=params,
         bytes_per_vector=topology.messages * vector,
+        copies=topology.copies if topology.wire != CHANNEL["wire"] else 0,
     )
 
 

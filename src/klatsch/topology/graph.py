@@ -167,6 +167,16 @@ class Topology:
         return self.audiences[self._phase(t) // self.every]
 
     @cached_property
+    def copies(self) -> int:
+        """The most vectors that a node holds for each that it sends: what others know of it, and what it knows of them.
+
+        Those who hear it late will know more than they do now, which are two vectors.
+        """
+        links = dict(zip(self.audiences, self.speaking, strict=True)).values() if self.encoding.remembers else ()
+        heard = sum((np.diff(P.indptr) - (P.diagonal() > 0) for P in links), np.zeros(self.size, dtype=np.int64))
+        return len(links) * (2 if self.late else 1) + int(heard.max())
+
+    @cached_property
     def symmetric(self) -> bool:
         """Whether every P equals its transpose, as Definition 2.4 of the paper asks."""
         return not self.one_way and all(spectrum.is_symmetric(P) for P in self.speaking)

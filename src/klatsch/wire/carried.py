@@ -58,6 +58,9 @@ class Carried(Rule):
 
     def init(self, x: Tensor) -> State:
         state, rehearsal = dict(self.rule.init(x)), Rehearsal(self.rule, x)
+        sizes = [rehearsal.full(like).numel() for _, _, like in rehearsal.sent if rehearsal.is_wide(like)]
+        copies = len({*self.audiences})
+        encodings.check_memory(f"wire = {self.wire!r}", copies, sum(sizes) * x.element_size(), x.device)
         for c, n, like in rehearsal.sent:
             nothing = x.new_zeros(rehearsal.full(like))
             if rehearsal.is_wide(like):
