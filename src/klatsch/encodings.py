@@ -152,10 +152,30 @@ def of(wire: object) -> Encoding:
             made = own.load("encoding", name)()
         if not isinstance(made, Encoding):
             raise ValueError(f"{own.label(name)} makes {kind_of(made)}; let it make a klatsch.encodings.Encoding")
+        with own.explained(name):
+            _check(own.label(name), made)
         return made
     if share := re.fullmatch(r"topk\((\d*\.?\d+(e-?\d+)?)\)", name):
         return TopK(float(share[1]))
     return named("wire", wire, BUILT_IN)
+
+
+def _check(name: str, encoding: Encoding) -> None:
+    """Refuse an encoding of one's own that does not do to some numbers what it should."""
+    v, cut = torch.linspace(-1.0, 1.0, 700).roll(300), 2 * BLOCK
+    streams, declared = encoding.encode(v), encoding.streams(700)
+    lengths, said = [len(stream) for stream in streams], [length for _, length in declared]
+    arrived = encoding.arrives(v)
+    for wrong, reason in (
+        (lengths != said, f"encode makes streams of {lengths} numbers of 700, where streams(700) says {said}"),
+        (arrived.shape != v.shape or arrived.dtype != v.dtype, f"decode makes {arrived.dtype} {tuple(arrived.shape)}"),
+        (encoding.arrives(v * 0).any(), "decode(encode(0)) is not 0"),
+        (encoding.arrives(v * torch.nan).isfinite().all(), "what is not finite arrives as finite numbers"),
+    ):
+        if wrong:
+            raise ValueError(f"{name}: {reason}; see docs/own.md")
+    if not torch.equal(torch.cat([encoding.arrives(part) for part in (v[:cut], v[cut:])]), arrived):
+        raise ValueError(f"{name}: a slice arrives as other numbers; encode each block of {BLOCK} by itself")
 
 
 def check_memory(holder: str, copies: int, size: int, device: torch.device) -> None:

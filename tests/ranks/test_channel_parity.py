@@ -7,6 +7,7 @@ import torch
 
 import klatsch
 from klatsch import topology as tp
+from tests.support import signs
 from tests.support.machine import CUDA
 from tests.support.processes import Ranks
 from tests.support.rank_channels import LABELS, PROBLEM, ROUNDS, SIZE, cases
@@ -74,7 +75,8 @@ def test_ranks_hold_as_many_copies_as_the_graph_says(optimizers):
 def _graph(name):
     kind, *words = name.split()
     late = int(words[words.index("late") + 1]) if "late" in words else 0
-    wire = words[-1] if words and words[-1] in ("int8", "bfloat16", "topk(0.01)") else "float32"
+    wires = {"int8": "int8", "bfloat16": "bfloat16", "topk(0.01)": "topk(0.01)", "signs.py:Signs": signs.WIRE}
+    wire = wires.get(words[-1], "float32") if words else "float32"
     return tp.make(kind, SIZE, late=late, wire=wire)
 
 

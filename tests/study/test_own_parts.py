@@ -12,10 +12,12 @@ import pytest
 import klatsch
 from klatsch import own, problems, rules, topology
 from klatsch.study import Store, expand, load, parse, run_study, workers
+from tests.support import signs
 from tests.support.cluster import Cluster
 from tests.support.on_ranks import assert_same_as_in
 from tests.support.processes import Ranks
 
+ROOT = Path(__file__).parents[2]
 EXTRA = '''from dataclasses import dataclass
 
 from klatsch.rules import Rule
@@ -416,3 +418,28 @@ def test_two_files_of_one_name(folder):
     (folder / "other" / "mine.py").write_text("def Extra(lr):\n    return 'another'\n")
     assert own.load("rule", "other/mine.py:Extra")(1) == "another"
     assert own.load("rule", "mine.py:Extra")(1.0).lr == 1.0
+
+
+def test_an_encoding_of_ones_own_in_a_study(folder, in_threads, run_cli):
+    """Known by its content, found beside the study, shown without its folder; its bytes are those that it says."""
+    (folder / "signs.py").write_text(
+        Path(signs.__file__).read_text().replace("Path(__file__).parents[2]", f"Path({str(ROOT)!r})")
+    )
+    graphs = 'topologies = [{ name = "ring", wire = ["int8", "signs.py:Signs"] }]'
+    (folder / "study.toml").write_text(STUDY.replace('topologies = ["ring"]', graphs).replace('"mine.py:Extra", ', ""))
+    assert run_cli("run", "study.toml")[0] == 0
+    cases, _ = expand(load("study.toml"))
+    assert {case.graph_label for case in cases} == {"ring (wire int8)", "ring (wire signs.py:Signs)"}
+    (folder / "elsewhere").mkdir()
+    for name in ("study.toml", "signs.py"):
+        shutil.copy(folder / name, folder / "elsewhere" / name)
+    assert [case.key for case in expand(load("elsewhere/study.toml"))[0]] == [case.key for case in cases]
+    with (folder / "signs.py").open("a") as file:
+        file.write("# edited")
+    kept = {case.key for case in expand(load("study.toml"))[0]} & {case.key for case in cases}
+    assert len(kept) == len(cases) // 2
+    (folder / "signs.py").unlink()
+    lines = json.loads(run_cli("results", "study.sqlite", "--json")[1])
+    assert "signs.py:Signs" in json.dumps(lines)
+    given = ("topology", "ring", "-n", 4, "--set", f"wire={signs.WIRE}", "--params", 256, "--json")
+    assert json.loads(run_cli(*given)[1])["bytes_per_round_dsgd"] == 2 * (2 + 32)

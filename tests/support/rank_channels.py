@@ -13,6 +13,7 @@ import klatsch
 from klatsch import topology as tp
 from klatsch.optim import gossip
 from klatsch.ranks import links, node
+from tests.support import signs
 from tests.support.on_ranks import simulate_on_ranks
 from tests.support.processes import say
 from tests.support.rank_scenarios import LR, RANK_RULES, group, train
@@ -110,6 +111,7 @@ def channelled_optimizers(folder, device="cpu", batched=False):
         ("dat-d2 beta", {"every": 4, "late": 3, "wire": "bfloat16"}),
         ("dsgd", {"late": 1}),
         ("dat", {"wire": "topk(0.01)", "topology": "one_peer_exponential"}),
+        ("gt", {"late": 1, "wire": signs.WIRE}),
     ):
         rule, options = RANK_RULES[label]
 

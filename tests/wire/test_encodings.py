@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from klatsch import encodings
+from klatsch import encodings, own, rules
+from klatsch import topology as tp
 from klatsch.encodings import BLOCK, quantized, restored
+from klatsch.simulation.mixing import StackedMix
+from klatsch.wire.carried import carried
+from tests.support import signs
 from tests.support.machine import KERNEL
 
 SHAPES = [(1,), (255,), (256,), (257,), (3, 600), (2, 3, 1000)]
@@ -98,3 +102,86 @@ def test_the_kernel_says_what_torch_says(dtype):
     codes = torch.arange(-128, 128).to(torch.int8)
     for scale in (torch.tensor([0.5]).bfloat16(), torch.tensor([-0.5]).bfloat16()):
         assert torch.equal(restored(codes, scale, dtype), encodings._restored(codes, scale, dtype))  # bits: a copy
+
+
+# --- what every encoding has to do ----------------------------------------------------------------------------------
+
+WIRES = [*encodings.BUILT_IN, "topk(0.001)", "topk(0.5)", signs.WIRE]
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=own.label)
+def test_both_ends_hold_the_same_of_what_is_sent(wire):
+    encoding = encodings.of(wire)
+    for shape in SHAPES:
+        v = spread(shape, torch.float32)
+        types, lengths = zip(*encoding.streams(shape[-1]), strict=True)
+        streams = [given.to(dtype) for given, dtype in zip(encoding.encode(v), types, strict=True)]
+        assert [stream.shape for stream in streams] == [(*shape[:-1], length) for length in lengths]
+        assert encoding.bytes(shape[-1]) * v[..., 0].numel() == sum(stream.nbytes for stream in streams)
+        sent = [torch.frombuffer(bytearray(s.contiguous().view(torch.uint8).numpy()), dtype=s.dtype) for s in streams]
+        there = encoding.decode([s.view(stream.shape) for s, stream in zip(sent, streams, strict=True)], *like(v))
+        assert torch.equal(there, encoding.arrives(v))  # bits: a copy
+        assert not encoding.arrives(0 * v).any()
+        for wrong in (torch.nan, torch.inf):
+            assert not encoding.arrives(v.index_fill(-1, torch.tensor([0]), wrong)).isfinite().all()
+
+
+def like(v):
+    return v.shape[-1], v.dtype
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=own.label)
+def test_slices_are_encoded_as_the_whole_is(wire):
+    encoding, v = encodings.of(wire), spread((1000,), torch.float32)
+    parts = [v[:256], v[256:768], v[768:]]
+    for stream, *pieces in zip(encoding.encode(v), *map(encoding.encode, parts), strict=True):
+        assert torch.equal(torch.cat(pieces), stream)  # bits: same call
+    assert sum(map(encoding.bytes, map(len, parts))) == encoding.bytes(len(v))
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=own.label)
+@pytest.mark.parametrize("name", ["ring", "one_peer_exponential"])
+def test_the_mean_is_kept_to_rounding_whatever_is_encoded(wire, name):
+    """And nodes get nearer to each other."""
+    graph, made = tp.make(name, 5, wire=wire), rules.make("dsgd", lr=0.01)
+    start = torch.randn(5, 1, 300, generator=torch.Generator().manual_seed(0)).double()
+    rule, mix = carried(made, graph), StackedMix(graph, dtype=torch.float64, device=torch.device("cpu"))
+    state = rule.init(start)
+    for t in range(1, 300):
+        state = rule.update(state, 0 * start, mix.in_round(t), t, 0.01)
+    torch.testing.assert_close(state["w"].mean(0), start.mean(0), rtol=0, atol=1e-13)
+    assert state["w"].std(0).mean() < (0.95 if "0.001" in wire else 0.7) * start.std(0).mean()
+
+
+OWN = """
+import torch
+from klatsch.encodings import Encoding
+
+class Wrong(Encoding):
+    def streams(self, numbers):
+        return [(torch.float32, numbers)]
+    def encode(self, v):
+        return [v]
+    def decode(self, streams, numbers, dtype):
+        return streams[0].to(dtype)
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new, reason",
+    [
+        ("return [v]", "return [v[1:]]", r"encode makes streams of \[699\] numbers of 700, where streams\(700\) says"),
+        ("return [v]", "return [v + 1]", r"decode\(encode\(0\)\) is not 0"),
+        ("return [v]", "return [v.nan_to_num()]", "what is not finite arrives as finite"),
+        ("return [v]", "return [v - v.mean()]", "a slice arrives as other numbers; encode each block of 256 by itself"),
+        ("return [v]", "return 1 / 0", "line 9: ZeroDivisionError"),
+        ("to(dtype)", "double()", "decode makes torch.float64"),
+        ("(Encoding)", "", "makes a Wrong; let it make a klatsch.encodings.Encoding"),
+    ],
+)
+def test_an_encoding_that_does_not_work_is_refused_with_the_reason(old, new, reason, tmp_path):
+    (tmp_path / "own.py").write_text(OWN.replace(old, new))
+    with pytest.raises(ValueError, match=reason):
+        tp.make("ring", 4, wire=f"{tmp_path}/own.py:Wrong")
+    (tmp_path / "own.py").write_text(OWN)
+    assert tp.make("ring", 4, wire=f"{tmp_path}/own.py:Wrong").encoding.bytes(10) == 40

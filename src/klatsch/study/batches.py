@@ -147,7 +147,7 @@ def run_batch(
     choices |= {"checkpoint_at_end": False, "meets": batch.cases[0].meets}  # the store keeps what is finished
     run = partial(simulate_together, instances, rule, graphs, steps, progress=progress or False, **choices)
     first = batch.cases[0]
-    with own.explained(first.problem, first.rule, first.topology):
+    with own.explained(first.problem, first.rule, first.topology, first.channel.wire):
         try:
             results = run()
         except CheckpointError:  # another version's, or damaged; it is ours, so repeat the rounds

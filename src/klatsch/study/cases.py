@@ -72,7 +72,7 @@ class Case:
     dtype: str
     any_graph: bool  # decides whether it may run, not its result
     epochs: Count | None = None  # determine `steps` if given; metrics are then evenly spaced
-    sources: Sources = field(default_factory=dict)  # of its problem, rule and topology, if custom
+    sources: Sources = field(default_factory=dict)  # of its problem, rule, topology and wire, if custom
     data: str = ""  # SHA-256 of the problem's data, if its options do not determine them
 
     @classmethod
@@ -82,7 +82,7 @@ class Case:
         number("lr", case.rule_options["lr"], lambda lr: lr > 0, "a number above 0")
         check_channel(*case.channel)
         check_meets("a graph", case.meets, *case.channel[:3], case.channel.loss)
-        check_sources("problem", {kind: name for kind, (name, _) in case._parts.items()}, case.sources)
+        check_sources("problem", case._names, case.sources)
         return case
 
     @cached_property
@@ -110,8 +110,15 @@ class Case:
             "topology": (self.topology, self.topology_options),
         }
 
+    @property
+    def _names(self) -> dict[str, str]:
+        """What may be custom, by kind."""
+        return {kind: name for kind, (name, _) in self._parts.items()} | {"wire": self.channel.wire}
+
     def _facts(self, kind: str, name: str, options: Options) -> tuple[object, Options]:
         """A part in the key: a built-in one with its defaults, a custom one by its file's content, not its path."""
+        if kind == "topology" and own.is_own(wire := self.channel.wire):
+            options = options | {"wire": [own.part_of(wire), self.source("wire")]}
         if own.is_own(name):
             return [own.part_of(name), self.source(kind)], options
         settings = _defaults(kind, name) | options
@@ -150,7 +157,7 @@ class Case:
     @property
     def graph_label(self) -> str:
         """The graph's name and given options, such as "ring/8" or "base_graph (k 2)"."""
-        given = dict(self.topology_options)
+        given = {name: own.label(v) if name == "wire" else v for name, v in self.topology_options.items()}
         every = f"/{given.pop('every')}" if "every" in given else ""
         return "lazy " * self.lazy + own.label(self.topology) + every + (f" ({in_words(given)})" if given else "")
 
@@ -186,7 +193,7 @@ class Case:
         return problems.declared(self.problem).worst if source is None else source["large_is_good"]
 
     def source(self, kind: str) -> str:
-        """The hash of the file of a custom problem, rule or topology; empty if it is built in."""
+        """The hash of the file of a custom problem, rule, topology or wire; empty if it is built in."""
         return str(self.sources.get(kind, {}).get("source", ""))
 
     def make_rule(self) -> rules.Rule:
@@ -194,11 +201,11 @@ class Case:
 
     def make_graph(self) -> Topology:
         options = tuple(sorted((name, v) for name, v in self.topology_options.items() if name != "meets"))
-        return _graph(self.topology, options, self.lazy, self.nodes, self.source("topology"))
+        return _graph(self.topology, options, self.lazy, self.nodes, self.source("topology") + self.source("wire"))
 
     def check_sources(self) -> None:
         """Refuse custom files that have changed since the study was read."""
-        for kind, (name, _) in self._parts.items():
+        for kind, name in self._names.items():
             if own.is_own(name) and own.digest(name) != self.source(kind):
                 raise ValueError(f"{name} has changed since the study was read; run it again")
         content = problems.declared(self.problem).content
@@ -251,6 +258,7 @@ def grid(study: Study, known: Sources) -> Iterator[Case]:
         axes = graph.combinations(), study.problem.combinations(), graph.nodes or study.nodes, by_rule
         for graph_options, setting, nodes, (rule, rule_options) in product(*axes):
             parts = {"problem": study.problem.name, "rule": rule, "topology": graph.name}
+            wire = graph_options.get("wire", "")
             yield Case(
                 **parts,
                 problem_options=setting,
@@ -264,9 +272,15 @@ def grid(study: Study, known: Sources) -> Iterator[Case]:
                 dtype=study.dtype,
                 any_graph=study.any_graph,
                 epochs=study.epochs,
-                sources={kind: known[name] for kind, name in parts.items() if name in known},
+                sources={kind: known[name] for kind, name in (parts | {"wire": wire}).items() if name in known},
                 data=known.get("data", {}).get(in_words(setting), ""),
             )
+
+
+def names_of(study: Study) -> set[str]:
+    """The names of all parts of a study that may be custom."""
+    wires = {options["wire"] for _, graph in study.pairs for options in graph.combinations() if "wire" in options}
+    return {entry.name for pair in study.pairs for entry in pair} | {study.problem.name} | wires
 
 
 def sources_of(study: Study) -> Sources:
@@ -274,8 +288,7 @@ def sources_of(study: Study) -> Sources:
 
     Under "data" it keeps the hashes of data by the problem's options, where these do not determine them.
     """
-    parts = {entry.name for pair in study.pairs for entry in pair} | {study.problem.name}
-    names = sorted(name for name in parts if own.is_own(name))
+    names = sorted(name for name in names_of(study) if own.is_own(name))
     sources: Sources = {name: {"source": own.digest(name)} for name in names}
     if (name := study.problem.name) in sources:
         problem = problems.declared(name)

@@ -92,11 +92,17 @@ def _is_stored(info: ValidationInfo) -> bool:
 
 
 def _named(value: object, info: ValidationInfo) -> object:
-    """An entry as a table, with the absolute path of a custom part."""
+    """An entry as a table, with the absolute paths of custom parts."""
     entry = {"name": value} if isinstance(value, str) else value
-    if isinstance(entry, Mapping) and own.is_own(entry.get("name")) and not _is_stored(info):
-        return {**entry, "name": own.located(entry["name"], (info.context or {}).get("folder", ""))}
-    return entry
+    if not isinstance(entry, Mapping) or _is_stored(info):
+        return entry
+
+    def located(given: Any) -> Any:
+        if isinstance(given, list | tuple):
+            return [located(each) for each in given]
+        return own.located(given, (info.context or {}).get("folder", "")) if own.is_own(given) else given
+
+    return {**entry, **{word: located(entry[word]) for word in ("name", "wire") if word in entry}}
 
 
 def _all_named(value: object, info: ValidationInfo) -> object:

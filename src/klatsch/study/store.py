@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -31,7 +31,7 @@ from klatsch.arguments import printable
 from klatsch.files import json_of
 from klatsch.study import spec
 from klatsch.study.batches import Batch, Outcome
-from klatsch.study.cases import Case, LeftOut, Sources, check_sources, expand, grid, sources_of, with_seeds
+from klatsch.study.cases import Case, LeftOut, Sources, check_sources, expand, grid, names_of, sources_of, with_seeds
 from klatsch.study.spec import Study
 from klatsch.study.traffic import Exchange
 
@@ -99,8 +99,7 @@ class Remembered:
         """From what a store holds of it, which may be forged."""
         sources, left_out, refused = (content.pop(name) for name in ("sources", "left_out", "refused"))
         study = spec.parse(content, stored=True)
-        names = {entry.name for entry in (study.problem, *chain(*study.pairs))}
-        check_sources(study.problem.name, {name: name for name in names}, sources)
+        check_sources(study.problem.name, {name: name for name in names_of(study)}, sources)
         if not all(isinstance(text, str) for text in sources.get("data", {}).values()):
             raise ValueError("data are no texts")
         reasons = tuple(LeftOut(nodes, str(reason)) for nodes, reason in left_out)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from klatsch import problems
+from klatsch import own, problems
 from klatsch.clock import Clock
 from klatsch.clock.network import Nodes
 from klatsch.clock.rounds import Sending, Talk, scheduled, talk_of
@@ -129,6 +129,8 @@ def elapsed(case: Case, exchange: Exchange | None, clock: Clock, steps: Sequence
         return tuple(own_clock[step] for step in steps) if own_clock.keys() >= set(steps) else None
     if not exchange.messages or not exchange.links or case.nodes > MOST_NODES or max(steps) > MOST_ROUNDS:
         return None
+    if own.is_own(case.channel.wire):  # which a store names, and is not executed
+        return None
     return _elapsed(exchange, case.graph_label, case.nodes, case.channel, clock, tuple(steps))
 
 
@@ -136,6 +138,8 @@ def why_unknown(case: Case, exchange: Exchange | None) -> str:
     """Why bytes or seconds of a run are not known, for a note; empty if they are."""
     if exchange is None:
         return "nothing is stored of its messages"
+    if own.is_own(wire := case.channel.wire):
+        return f"seconds of messages as {own.label(wire)} are not stored"
     large = case.nodes > MOST_NODES or case.steps > MOST_ROUNDS
     return exchange.unknown or (f"more than {MOST_NODES:,} nodes or {MOST_ROUNDS:,} rounds" if large else "")
 

@@ -324,6 +324,7 @@ class Topology:
     def _travel(self) -> str:
         """How messages travel, where that is special: ", late 7, int8"."""
         late, wire = f", late {self.late}" * (self.late > 0), f", {self.wire}" * (self.wire != channels.AS_THEY_ARE)
+        wire = f", {own.label(self.wire)} {own.digest(self.wire)[:8]}" if own.is_own(self.wire) else wire
         loss = f", loss {self.loss:g}{' one way' * self.one_way}" * bool(self.loss)
         return late + wire + loss
 
