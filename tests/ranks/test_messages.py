@@ -1,13 +1,16 @@
 """What a node makes of its neighbours' messages, and how far news travels: without any process."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from klatsch import encodings
+from klatsch import encodings, rules
 from klatsch import topology as tp
-from klatsch.ranks.mailbox import Heard
+from klatsch.ranks.mailbox import Heard, Mailbox
 from klatsch.ranks.membership import lag
 from klatsch.ranks.message import Part, as_it_is
+from klatsch.wire.rehearsal import Rehearsal
 
 
 @pytest.mark.parametrize("mixed, wanted", [(False, 0.25 * 1 + 0.5 * 4), (True, 1 + 0.25 * 1 + 0.5 * 4)])
@@ -27,3 +30,22 @@ def test_codes_are_sound_if_their_scales_are():
 def test_news_of_a_late_graph_takes_longer():
     assert lag(tp.channel(tp.ring(6), every=2)) == 3 * 2
     assert lag(tp.channel(tp.ring(6), every=2, late=1)) == 3 * (2 + 1)
+
+
+@pytest.mark.parametrize("name", ["ring", "exponential", "one_peer_exponential", "base_graph"])
+def test_copies_at_both_ends_of_links_are_compared(name):
+    """By numbers that sum to zero over the ranks, for each round of a period; silent rounds are none."""
+    graph, x = tp.make(name, 6, wire="int8", every=2), torch.zeros(300)
+    traffic = Rehearsal(rules.make("dat", 0.1), x).traffic
+    ranks = [SimpleNamespace(topology=graph, rank=rank, tail=8, lost={}) for rank in range(6)]
+    boxes = [Mailbox(traffic, x, links, by_rows=True) for links in ranks]
+    torch.manual_seed(0)
+    for t in range(2, graph.period + 1, 2):
+        for node in range(6):
+            v = torch.randn(300)
+            for rank in (node, *graph.receivers(node, t)):
+                boxes[rank]._held_of(0, node, graph.audience(t))[0].copy_(v)
+    assert not sum(box.checks() for box in boxes).any()
+    held = boxes[1]._held_of(0, int(graph.neighbors(1, 2)[0]), graph.audience(2))[0]
+    held[7] += 1
+    assert sum(box.checks() for box in boxes).count_nonzero() == 1

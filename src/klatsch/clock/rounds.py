@@ -63,6 +63,7 @@ class Talk(NamedTuple):
     messages: Sequence[Sending]  # of a round
     links: Sequence[tuple[Nodes, Nodes]]  # senders and receivers, for each round with gossip of a period
     shuffle: int | None = None  # the seed by which nodes change places before every round
+    encoded: float | None = None  # bytes of a vector, if not those of `wire`
 
 
 class Hearing(NamedTuple):
@@ -139,7 +140,7 @@ class Clock:
     def _gossip(self, talk: Talk, params: int) -> Iterator[Late]:
         """Rounds of gossip without end; `arrivals` are those of all messages of a node."""
         size = float(encoded_bytes("float32", params))
-        encoded = float(encoded_bytes(talk.wire, params))
+        encoded = float(encoded_bytes(talk.wire, params)) if talk.encoded is None else talk.encoded
         sendings = talk.messages
         sizes = [sent.vectors * encoded for sent in sendings]
         hearings = [mapped(talk.links, partial(self._hearing, talk=talk, size=each)) for each in sizes]

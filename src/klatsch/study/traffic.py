@@ -41,6 +41,7 @@ class Exchange:
         shuffle: the seed by which nodes change places before every round, if they do.
         when: round and seconds of each recorded point, where nodes do not meet in rounds: the run's own clock.
         unknown: why something is not known.
+        encoded: bytes of a vector in a custom encoding, whose file is not executed to find them.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -53,6 +54,7 @@ class Exchange:
     shuffle: Annotated[int, Field(ge=0)] | None = None
     when: tuple[tuple[Count, Seconds], ...] = ()
     unknown: str = ""
+    encoded: Seconds | None = None
 
     @property
     def text(self) -> str:
@@ -110,8 +112,10 @@ def _exchange(case: Case, numbers: int) -> Exchange:
         copies = 2.0 * (case.nodes > 1)  # to the neighbour that it asks, and to the one that asks it, on average
     equal = all_reduce and every == 1 and stay_equal(rule)
     vectors = 1 if equal else sum(message.vectors for message in talk.messages)
-    sent = float(encoded_bytes(case.channel.wire, numbers) * vectors * copies * (case.steps // every))
-    return Exchange(numbers, sent, tuple(talk.messages), all_reduce, links, graph.shuffle, when, unknown)
+    encoded = float(encoded_bytes(case.channel.wire, numbers))
+    sent, custom = encoded * vectors * copies * (case.steps // every), own.is_own(case.channel.wire)
+    facts = numbers, sent, tuple(talk.messages), all_reduce, links, graph.shuffle, when, unknown
+    return Exchange(*facts, encoded if custom else None)
 
 
 def sent_by(case: Case, step: int, total: float) -> float:
@@ -129,7 +133,7 @@ def elapsed(case: Case, exchange: Exchange | None, clock: Clock, steps: Sequence
         return tuple(own_clock[step] for step in steps) if own_clock.keys() >= set(steps) else None
     if not exchange.messages or not exchange.links or case.nodes > MOST_NODES or max(steps) > MOST_ROUNDS:
         return None
-    if own.is_own(case.channel.wire):  # which a store names, and is not executed
+    if own.is_own(case.channel.wire) and exchange.encoded is None:
         return None
     return _elapsed(exchange, case.graph_label, case.nodes, case.channel, clock, tuple(steps))
 
@@ -138,8 +142,6 @@ def why_unknown(case: Case, exchange: Exchange | None) -> str:
     """Why bytes or seconds of a run are not known, for a note; empty if they are."""
     if exchange is None:
         return "nothing is stored of its messages"
-    if own.is_own(wire := case.channel.wire):
-        return f"seconds of messages as {own.label(wire)} are not stored"
     large = case.nodes > MOST_NODES or case.steps > MOST_ROUNDS
     return exchange.unknown or (f"more than {MOST_NODES:,} nodes or {MOST_ROUNDS:,} rounds" if large else "")
 
@@ -151,6 +153,7 @@ def _elapsed(
     """Computed once for all learning rates and seeds."""
     links = () if exchange.all_reduce else _pairs(exchange.links, nodes)
     talk = Talk(name, nodes, *channel[:3], exchange.all_reduce, exchange.messages, links, exchange.shuffle)
+    talk = talk._replace(encoded=exchange.encoded)
     return tuple(clock.seconds_of(talk, exchange.numbers, steps))
 
 
