@@ -82,7 +82,8 @@ def train(optimizer, parameter, problem, rank, rounds):
 def parity(folder, device="cpu", cases=RANK_CASES, kernels=False, wire="float32"):
     """Rules on those of their graphs that they are defined on, in one group after the other."""
     rank, size = group()
-    node.BLOCK[device] = 2  # several slices, the last one shorter
+    if wire != "int8":  # which is cut between blocks of 256
+        node.BLOCK[device] = 2  # several slices, the last one shorter
     if kernels and device == "cpu":
         imitate()
     found = {}
