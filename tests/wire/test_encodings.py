@@ -104,6 +104,67 @@ def test_the_kernel_says_what_torch_says(dtype):
         assert torch.equal(restored(codes, scale, dtype), encodings._restored(codes, scale, dtype))  # bits: a copy
 
 
+def sorted_form(difference):
+    """`quantized` by the nine largest numbers of each block, as it reads in its docstring."""
+    blocks, values = encodings._blocks(difference), encodings.STEEP.to(difference.dtype)
+    top = blocks.abs().topk(encodings.OUTLIERS + 1).values
+    most = rest = top[..., :1]
+    for _ in range(encodings.TIMES):
+        below = torch.where(top < rest / encodings.OUTLYING, top, 0.0).amax(-1, keepdim=True)
+        rest = torch.where(below > 0, below, rest)
+    steep, even = rest < most, encodings.EVEN
+    scales = torch.where(steep, torch.maximum(most / values[127], rest / even), most / 127).bfloat16()
+    steps = blocks / torch.where(scales > 0, scales, 1.0).to(blocks.dtype)
+    between = (values[even:127] + values[even + 1 : 128]) / 2
+    above = (even + torch.bucketize(steps.abs(), between)).to(blocks.dtype).copysign_(steps)
+    codes = torch.where(steep & (steps.abs() >= even + 0.5), above, steps.round().clamp_(-127, 127))
+    codes = codes.nan_to_num_(0.0).to(torch.int8).flatten(-2)[..., : difference.shape[-1]]
+    return codes, torch.where(steep, -scales, scales)[..., 0]
+
+
+def blocks_of_all_kinds(length, dtype):
+    """Blocks with 0 to 12 outliers of several sizes, ties, zeros, tiny numbers, and some that are not finite."""
+    draw = torch.Generator().manual_seed(length)
+    v = torch.randn(13 * 30, length, generator=draw, dtype=dtype)
+    for row, numbers in enumerate(v):
+        places, kind = torch.randperm(length, generator=draw)[: row % 13], row // 13
+        numbers[places] *= [20.0, 40.0, 1e3, 1e5, 1e12, 2.0**25][kind % 6]
+        if kind % 5 == 1:
+            numbers.copy_(numbers.sign() * 2.0 ** numbers.abs().log2().round())  # ties, and limits that are met
+        elif kind % 5 == 2:
+            numbers *= 1e-40 if dtype == torch.float32 else 1e-310
+        elif kind % 5 == 3:
+            numbers[torch.rand(length, generator=draw) < 0.97] = 0.0
+        elif kind % 5 == 4:
+            numbers[places[: row % 13 // 2]] *= 1e4  # outliers of outliers
+    v[5], v[6, 0], v[7, :9], v[8, -1], v[9, 0], v[10] = 0.0, torch.inf, -torch.inf, torch.nan, torch.nan, torch.nan
+    v[9, -1] = torch.inf
+    return v
+
+
+@pytest.mark.parametrize("length", [256, 700, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_without_the_kernel_the_bits_are_those_of_the_sorted_form(dtype, length):
+    v = blocks_of_all_kinds(length, dtype)
+    (codes, scales), (wanted, steps) = encodings._quantized(v), sorted_form(v)
+    assert torch.equal(codes, wanted)  # bits: whole numbers
+    assert torch.equal(scales.view(torch.int16), steps.view(torch.int16))  # bits: whole numbers
+    assert torch.equal(scales.isfinite(), encodings._blocks(v).isfinite().all(-1))  # bits: whole numbers
+    assert (scales < 0).any()
+    kernel, theirs = quantized(v)
+    finite = steps.isfinite().repeat_interleave(BLOCK, -1)[:, :length]
+    assert torch.equal(kernel[finite], codes[finite])  # bits: whole numbers
+    torch.testing.assert_close(theirs[steps.isfinite()], steps[steps.isfinite()], rtol=2**-7, atol=0)  # one unit
+
+
+def test_the_largest_one_after_the_other_are_those_of_a_sort():
+    sizes = spread((3, 4, BLOCK)).abs()
+    sizes[0, 0, 7], sizes[1, 2, 9] = torch.nan, torch.inf
+    assert torch.equal(
+        encodings._largest(sizes.clone(), 5, one_by_one=True), sizes.topk(5).indices
+    )  # bits: whole numbers
+
+
 # --- what every encoding has to do ----------------------------------------------------------------------------------
 
 WIRES = [*encodings.BUILT_IN, "topk(0.001)", "topk(0.5)", signs.WIRE]
