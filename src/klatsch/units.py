@@ -29,6 +29,11 @@ def counted(number: int, word: str) -> str:
     return f"1 {word}" if number == 1 else f"{number:,} {word}s"
 
 
+def ordinal(number: int) -> str:
+    """As in 1st, 2nd, 11th."""
+    return f"{number}{'th' if number % 100 // 10 == 1 else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
+
+
 def compact(value: object) -> str:
     """A value for a table."""
     return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from klatsch.units import duration, size
+from klatsch.units import duration, ordinal, size
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,18 @@ def test_times(seconds, words):
 )
 def test_sizes(count, words):
     assert size(count) == words
+
+
+def test_ordinals():
+    assert [*map(ordinal, (1, 2, 3, 4, 11, 12, 13, 21, 102, 111))] == [
+        "1st",
+        "2nd",
+        "3rd",
+        "4th",
+        "11th",
+        "12th",
+        "13th",
+        "21st",
+        "102nd",
+        "111th",
+    ]

@@ -18,7 +18,7 @@ from klatsch.study.cases import Case
 from klatsch.study.choices import Row
 from klatsch.study.spec import Options
 from klatsch.study.traffic import elapsed
-from klatsch.units import compact
+from klatsch.units import compact, ordinal
 
 BOUNDS: dict[str, Callable[..., bool]] = {
     "above": lambda value, bound: value > bound,
@@ -135,7 +135,7 @@ def in_words(name: str, value: object) -> str:
     if name == "nodes":
         return f"M = {value}"
     if name == "every":
-        return "every round" if value == 1 else f"every {value}th round"
+        return "every round" if value == 1 else f"every {ordinal(value)} round"  # type: ignore[arg-type]
     if name == "late":
         return f"late {value}" if value else ""
     if name == "meets":
