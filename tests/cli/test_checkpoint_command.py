@@ -37,7 +37,7 @@ def trained(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     model = Tied()
-    optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=0.1)
+    optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, beta=0.9)
     checkpointer = klatsch.Checkpointer(tmp_path / "checkpoints", every=2)
     checkpointer.resume(optimizer, model=model)
     for _ in range(9):
@@ -60,7 +60,7 @@ def test_it_shows_the_rounds_and_exports_a_model_that_loads(trained, tmp_path, r
     assert code == 0
     rows = [line.split() for line in out.splitlines() if "complete" in line]
     assert [row[1] for row in rows] == ["6", "8", "9"]
-    assert rows[-1][2:5] == ["dat", "ring", "0"]
+    assert rows[-1][2:5] == ["dat", "base_graph(k=1)", "0"]
     assert rows[-1][-1] == "(newest)"
     model = tmp_path / "model.safetensors"
     code, out, _ = run_cli("checkpoint", folder, "--export", model)

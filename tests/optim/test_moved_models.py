@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import klatsch
-from klatsch.optim import GossipSGD
+from klatsch.optim import DATSGD
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,18 +70,18 @@ def test_to_cpu_0_is_no_move(rule, place):
 
 def test_values_that_come_with_it_before_training_are_where_it_starts():
     model, reference = make_model(), make_model()
-    optimizer = GossipSGD(model.parameters(), lr=0.01)
+    optimizer = DATSGD(model.parameters(), lr=0.01, beta=0.9)
     for net in (model, reference):
         for p in net.parameters():
             p.data = p.data.clone() + 1
     train(model, optimizer, None, no_move)
-    train(reference, GossipSGD(reference.parameters(), lr=0.01), None, no_move)
+    train(reference, DATSGD(reference.parameters(), lr=0.01, beta=0.9), None, no_move)
     assert all(map(torch.equal, values(model), values(reference)))
 
 
 def test_other_values_during_training_are_refused_as_ever():
     model = make_model()
-    optimizer = GossipSGD(model.parameters(), lr=0.01)
+    optimizer = DATSGD(model.parameters(), lr=0.01, beta=0.9)
     train(model, optimizer, None, no_move)
     model[3].bias.data = model[3].bias.data + 1
     with pytest.raises(ValueError, match=r"the parameters were changed after round 4, but not by this optimizer"):
@@ -90,12 +90,12 @@ def test_other_values_during_training_are_refused_as_ever():
 
 def test_states_and_checkpoints_of_a_copied_model(tmp_path):
     calm = make_model()
-    train(calm, first := GossipSGD(calm.parameters(), lr=0.01), None, no_move)
+    train(calm, first := DATSGD(calm.parameters(), lr=0.01, beta=0.9), None, no_move)
     saved, buffers = first.state_dict(), copy.deepcopy(dict(calm.named_buffers()))
     train(calm, first, None, no_move)
 
     model = make_model()
-    optimizer = GossipSGD(model.parameters(), lr=0.01)
+    optimizer = DATSGD(model.parameters(), lr=0.01, beta=0.9)
     to_cpu_0(model)
     optimizer.load_state_dict(saved)
     model.load_state_dict(buffers, strict=False)
@@ -104,7 +104,7 @@ def test_states_and_checkpoints_of_a_copied_model(tmp_path):
 
     for rounds in (0, 4):
         model = make_model()
-        optimizer = GossipSGD(model.parameters(), lr=0.01)
+        optimizer = DATSGD(model.parameters(), lr=0.01, beta=0.9)
         to_cpu_0(model)
         checkpointer = klatsch.Checkpointer(tmp_path, every=4)
         assert checkpointer.resume(optimizer, model=model) == rounds
@@ -130,7 +130,7 @@ def test_states_and_checkpoints_of_a_copied_model(tmp_path):
 @pytest.mark.parametrize("names", [False, True])
 def test_a_real_move_names_the_parameter_the_place_and_the_remedy(move, where, names):
     model = make_model()
-    optimizer = GossipSGD(model.named_parameters() if names else model.parameters(), lr=0.1)
+    optimizer = DATSGD(model.named_parameters() if names else model.parameters(), lr=0.1, beta=0.9)
     move(model)
     known = "0.weight" if names else "0"
     remedy = r"move the model first \(model.to\(...\)\), then make the optimizer"

@@ -69,21 +69,54 @@ def test_dsgd_on_one_rank_is_sgd_with_momentum_and_weight_decay():
     equal(model, other)
 
 
+@pytest.mark.parametrize("order", ["atc", "cta"])
+@pytest.mark.parametrize("momentum", [0.9, 0.5, 0.0])
+def test_gossip_sgd_on_one_rank_is_sgd_with_its_rates_momenta_and_schedule(order, momentum):
+    model, other, images, labels = pair()
+    options = {} if momentum == 0.9 else {"momentum": momentum}
+    ours = GossipSGD(groups(model), lr=0.1, order=order, weight_decay=0.01, **options)
+    theirs = torch.optim.SGD(groups(other), lr=0.1, momentum=momentum, weight_decay=0.01)
+    for net, optimizer in ((model, ours), (other, theirs)):
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+        train(net, optimizer, images, labels, after=scheduler.step)
+    assert [g["lr"] for g in ours.param_groups] == [g["lr"] for g in theirs.param_groups]
+    equal(model, other)
+
+
+def test_the_model_of_gossip_sgd_always_holds_what_to_evaluate():
+    model, images, labels = model_and_data()
+    optimizer = GossipSGD(model.parameters(), lr=0.1)
+    train(model, optimizer, images, labels, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.eval()
+    with optimizer.averaged(), torch.no_grad():
+        assert all(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))  # bits: a copy
+        model(images)
+    assert all(torch.equal(p, q) for p, q in zip(before, optimizer.output(), strict=True))  # bits: a copy
+    train(model, optimizer, images, labels, 1)  # there is nothing to switch back
+    assert optimizer.rounds == 3
+
+
+def test_without_momentum_there_is_nothing_to_share():
+    x = [nn.Parameter(torch.ones(2))]
+    assert settings_of(GossipSGD(x, 0.1, momentum=0).rule) == settings_of(klatsch.rules.make("dsgd", lr=0.1))
+    with pytest.raises(ValueError, match="shared = True with momentum = 0: nothing to share; give a momentum"):
+        GossipSGD(x, 0.1, momentum=0, shared=True)
+
+
 def test_dat_on_one_rank_is_sgd_with_momentum():
     """x' - x = gamma (x - x_prev) - (1 - gamma) lr g: averaging with fixed weights is a momentum."""
     for order in ("atc", "cta"):
         model, other, images, labels = pair()
-        train(
-            model, GossipSGD(model.parameters(), lr=1.0, order=order, averaging="fixed(0.9)", beta=1.0), images, labels
-        )
+        train(model, DATSGD(model.parameters(), lr=1.0, order=order, averaging="fixed(0.9)", beta=1.0), images, labels)
         train(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), images, labels)
         equal(model, other)
 
 
-def test_by_default_dat_on_one_rank_is_schedule_free_sgd():
+def test_dat_with_beta_on_one_rank_is_schedule_free_sgd():
     """Defazio et al. 2024: z' = z - lr g(y), x' = (1 - 1/t) x + z'/t, y = 0.1 z + 0.9 x."""
     model, other, images, labels = pair()
-    optimizer = GossipSGD(model.parameters(), lr=0.1)
+    optimizer = DATSGD(model.parameters(), lr=0.1, beta=0.9)
     train(model, optimizer, images, labels)
     z, x = ([p.detach().clone() for p in other.parameters()] for _ in range(2))
     for t in range(1, 6):
@@ -99,7 +132,10 @@ def test_by_default_dat_on_one_rank_is_schedule_free_sgd():
 
 
 NAMED = {DATSGD: "dat", DSGD: "dsgd", D2: "d2", GradientTracking: "gt", DATD2: "dat-d2", DATAdamW: "dat-adam"}
-OURS = {GossipSGD: ("dat", {"beta": 0.9}), GossipAdamW: ("dadam", {"weight_decay": 0.01, "shared": True})}
+OURS = {
+    GossipSGD: ("dsgd", {"momentum": 0.9, "shared": True}),
+    GossipAdamW: ("dadam", {"weight_decay": 0.01, "shared": True}),
+}
 OURS[GossipMuon] = ("muon", {"weight_decay": 0.1, "shared": True})
 
 
@@ -288,7 +324,7 @@ def test_half_precision_keeps_its_state_in_float32():
     """Averages with small weights stand still in bfloat16; x must not."""
     x, y = nn.Parameter(torch.ones(5, dtype=torch.bfloat16)), nn.Parameter(torch.ones(5))
     for p in (x, y):
-        optimizer = GossipSGD([p], lr=1e-3, averaging="constant")
+        optimizer = DATSGD([p], lr=1e-3, averaging="constant", beta=0.9)
         for _ in range(100):
             p.grad = torch.ones_like(p)
             optimizer.step()
@@ -299,7 +335,7 @@ def test_half_precision_keeps_its_state_in_float32():
 
 def test_several_dtypes_in_one_model():
     x, y = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.float64))
-    optimizer = GossipSGD([{"params": [x], "lr": 0.5}, {"params": [y]}], lr=0.1, averaging="constant", beta=1.0)
+    optimizer = DATSGD([{"params": [x], "lr": 0.5}, {"params": [y]}], lr=0.1, averaging="constant", beta=1.0)
     for _ in range(2):
         optimizer.zero_grad()
         (x.sum() + y.sum()).backward()
@@ -311,8 +347,9 @@ def test_several_dtypes_in_one_model():
 
 RULES = {
     "dsgd": lambda p: DSGD(p, 0.1, momentum=0.9),
-    "dat": lambda p: GossipSGD(p, 0.1, momentum=0.9),
-    "cta": lambda p: GossipSGD(p, 0.1, order="cta", averaging="linear"),
+    "shared": lambda p: GossipSGD(p, 0.1),
+    "dat": lambda p: DATSGD(p, 0.1, momentum=0.9, beta=0.9),
+    "cta": lambda p: DATSGD(p, 0.1, order="cta", averaging="linear", beta=0.9),
     "d2": lambda p: D2(p, 0.1),
     "gt": lambda p: GradientTracking(p, 0.1),
     "dat-d2": lambda p: DATD2(p, 0.1, beta=0.9),
@@ -360,27 +397,27 @@ def test_going_back_to_an_earlier_state():
     [
         (lambda p: DSGD(p, 0.1), "of another optimizer: rule is dat there and dsgd here; make it with the same"),
         (
-            lambda p: GossipSGD(p, 0.1, beta=1.0),
+            lambda p: DATSGD(p, 0.1, beta=1.0),
             r"options is beta=0\.9 there and beta=1\.0 here; make it",
         ),
         (
-            lambda p: GossipSGD(p, 0.1, averaging="fixed(0.9)", order="cta"),
+            lambda p: DATSGD(p, 0.1, averaging="fixed(0.9)", beta=0.9, order="cta"),
             r"options is order=atc, averaging=constant there and order=cta, averaging=fixed\(0\.9\) here; make",
         ),
-        (lambda p: GossipSGD(list(p)[:4], 0.1), r"sizes of parameter groups is \[8\] there and \[4\] here"),
+        (lambda p: DATSGD(list(p)[:4], 0.1, beta=0.9), r"sizes of parameter groups is \[8\] there and \[4\] here"),
         (
-            lambda p: GossipSGD([torch.nn.Parameter(torch.ones(2)) for _ in p], 0.1),
+            lambda p: DATSGD([torch.nn.Parameter(torch.ones(2)) for _ in p], 0.1, beta=0.9),
             r"has {'w': \(4, 1, 3, 3\), 'x': .* this optimizer keeps {'w': \(2,\)",
         ),
         (
-            lambda p: GossipSGD(p, 0.1, momentum=0.9),
+            lambda p: DATSGD(p, 0.1, momentum=0.9, beta=0.9),
             r"has {'w': .* of a parameter, this optimizer keeps {'m': .*momentum",
         ),
     ],
 )
 def test_a_state_of_something_else_is_refused(make, error):
     model, _, _ = model_and_data()
-    saved = GossipSGD(model.parameters(), 0.1).state_dict()
+    saved = DATSGD(model.parameters(), 0.1, beta=0.9).state_dict()
     other, _, _ = model_and_data(seed=1)
     before = [p.detach().clone() for p in other.parameters()]
     optimizer = make(other.parameters())
@@ -407,10 +444,10 @@ class Halving(klatsch.averaging.Averaging):
 
 
 def test_a_state_with_weights_of_ones_own_can_be_loaded():
-    saved = GossipSGD([nn.Parameter(torch.ones(2))], 0.1, averaging=Halving()).state_dict()
-    GossipSGD([nn.Parameter(torch.ones(2))], 0.1, averaging=Halving()).load_state_dict(saved)
+    saved = DATSGD([nn.Parameter(torch.ones(2))], 0.1, averaging=Halving()).state_dict()
+    DATSGD([nn.Parameter(torch.ones(2))], 0.1, averaging=Halving()).load_state_dict(saved)
     with pytest.raises(ValueError, match="averaging=Halving there and averaging=constant here;"):
-        GossipSGD([nn.Parameter(torch.ones(2))], 0.1).load_state_dict(saved)
+        DATSGD([nn.Parameter(torch.ones(2))], 0.1).load_state_dict(saved)
 
 
 @pytest.mark.parametrize("make", [D2, DATD2])
@@ -450,16 +487,16 @@ def test_a_model_that_is_loaded_before_training_is_where_it_starts():
     model, images, labels = model_and_data()
     other, _, _ = model_and_data(seed=1)
     reference = copy.deepcopy(other)
-    optimizer = GossipSGD(model.parameters(), lr=0.1)
+    optimizer = DATSGD(model.parameters(), lr=0.1, beta=0.9)
     model.load_state_dict(other.state_dict())
     train(model, optimizer, images, labels, 3)
-    train(reference, GossipSGD(reference.parameters(), lr=0.1), images, labels, 3)
+    train(reference, DATSGD(reference.parameters(), lr=0.1, beta=0.9), images, labels, 3)
     equal(model, reference)
 
 
 def test_parameters_that_change_behind_its_back_are_noticed():
     model, images, labels = model_and_data()
-    optimizer = GossipSGD(model.parameters(), lr=0.1, beta=1.0)
+    optimizer = DATSGD(model.parameters(), lr=0.1)
     train(model, optimizer, images, labels, 2)
     saved = copy.deepcopy(model.state_dict())
     model.load_state_dict(saved)  # the same values do no harm
@@ -505,13 +542,17 @@ def test_hooks_of_torch_are_called():
 
 
 def test_what_it_knows():
+    one = nn.Parameter(torch.ones(2))
     model, images, labels = model_and_data()
     optimizer = GossipSGD(model.parameters(), lr=0.1)
     train(model, optimizer, images, labels, 2)
     assert (optimizer.rounds, optimizer.bytes_sent, optimizer.lost, optimizer.consensus()) == (2, 0, (), 0.0)
     assert optimizer.seconds_waited >= 0
     assert "GossipSGD" in repr(optimizer)
-    assert "averaging=constant, beta=0.9) on rank 0 of ring, 1 node, round 2" in repr(optimizer)
+    assert "direction shared=True, outer=None, order=atc) on rank 0 of base_graph(k=1), 1 node, round 2" in repr(
+        optimizer
+    )
+    assert "averaging=constant, beta=0.9) on rank 0 of ring, 1 node" in repr(DATSGD([one], 0.1, "ring", beta=0.9))
     other = GossipSGD(model_and_data()[0].parameters(), lr=0.2)
     other.load_state_dict(optimizer.state_dict())
     assert "lr: 0.1" in repr(other)

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 import klatsch
-from klatsch.optim import DSGD, Gossip, GossipSGD
+from klatsch.optim import DATSGD, DSGD, Gossip
 from klatsch.ranks import node
 
 STEPS = 12
@@ -164,13 +164,13 @@ def cycle(model, optimizer, first, last):
 @pytest.mark.parametrize("pause", [0, 5])
 def test_a_state_takes_the_momentum_along(pause):
     calm = make_model()
-    cycle(calm, GossipSGD(calm.parameters(), lr=0.1), 0, STEPS)
+    cycle(calm, DATSGD(calm.parameters(), lr=0.1, beta=0.9), 0, STEPS)
     model, again = make_model(), make_model(seed=1)
-    optimizer = GossipSGD(model.parameters(), lr=0.1)
+    optimizer = DATSGD(model.parameters(), lr=0.1, beta=0.9)
     cycle(model, optimizer, 0, pause)
     saved = optimizer.state_dict()
     assert ("m" in saved["state"][0]) == (pause > 3)
-    other = GossipSGD(again.parameters(), lr=0.1)
+    other = DATSGD(again.parameters(), lr=0.1, beta=0.9)
     other.load_state_dict(saved)
     cycle(again, other, pause, STEPS)
     assert same(calm, again)
@@ -183,10 +183,10 @@ def test_a_state_takes_the_momentum_along(pause):
 @pytest.mark.parametrize("pause", [0, 5])
 def test_a_checkpoint_takes_the_momentum_along(tmp_path, pause):
     calm = make_model()
-    cycle(calm, GossipSGD(calm.parameters(), lr=0.1), 0, STEPS)
+    cycle(calm, DATSGD(calm.parameters(), lr=0.1, beta=0.9), 0, STEPS)
     for begin, end in ((0, pause), (pause, STEPS)):
         model = make_model()
-        optimizer = GossipSGD(model.parameters(), lr=0.1)
+        optimizer = DATSGD(model.parameters(), lr=0.1, beta=0.9)
         checkpointer = klatsch.Checkpointer(tmp_path, every=1)
         assert checkpointer.resume(optimizer, model=model) == begin
         cycle(model, optimizer, begin, end)

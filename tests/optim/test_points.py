@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules import module
 
 import klatsch
-from klatsch.optim import DATD2, Gossip, GossipSGD
+from klatsch.optim import DATD2, DATSGD, Gossip, GossipSGD
 from klatsch.ranks import node
 from tests.support.rank_points import held, step
 
@@ -45,8 +45,8 @@ class Own(klatsch.rules.Rule):
 
 
 APART = {
-    "dat": lambda p: GossipSGD(p, 0.1, beta=0.9, momentum=0.5),
-    "dat cta": lambda p: GossipSGD(p, 0.1, beta=0.5, order="cta", averaging="linear"),
+    "dat": lambda p: DATSGD(p, 0.1, beta=0.9, momentum=0.5),
+    "dat cta": lambda p: DATSGD(p, 0.1, beta=0.5, order="cta", averaging="linear"),
     "dat-d2": lambda p: DATD2(p, 0.1, beta=0.9),
     "dat-sgp": lambda p: Gossip(p, klatsch.rules.make("dat-sgp", lr=0.1, beta=0.0)),
     "averaged": lambda p: Gossip(p, klatsch.rules.make("gt", lr=0.1, average="constant")),
@@ -94,8 +94,11 @@ def test_there_and_back_to_the_bit(name, monkeypatch):
     assert torch.equal(held(model), held(calm))  # bits: same call
 
 
-@pytest.mark.parametrize("make", [lambda p: GossipSGD(p, 0.1, beta=1.0), lambda p: DATD2(p, 0.1, beta=1.0)])
-def test_with_beta_1_it_is_a_no_op(make, recwarn):
+HOLDS_X = [lambda p: GossipSGD(p, 0.1), lambda p: DATSGD(p, 0.1, beta=1.0), lambda p: DATD2(p, 0.1, beta=1.0)]
+
+
+@pytest.mark.parametrize("make", HOLDS_X)
+def test_where_gradients_are_taken_at_x_it_is_a_no_op(make, recwarn):
     model, calm = make_model(nn.BatchNorm1d(7)), make_model(nn.BatchNorm1d(7))
     optimizer = make(model.parameters())
     train(model, optimizer)
@@ -220,7 +223,7 @@ def test_one_rank_is_schedule_free_sgd():
 
 def test_half_precision():
     x = nn.Parameter(torch.ones(50, dtype=torch.bfloat16))
-    optimizer = GossipSGD([x], 0.1, beta=0.9)
+    optimizer = DATSGD([x], 0.1, beta=0.9)
     for t in range(5):
         x.grad = torch.full_like(x, 1.0 + t)
         optimizer.step()

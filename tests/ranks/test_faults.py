@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 
+from klatsch import topology as tp
 from tests.support.processes import Ranks, say
 from tests.support.rank_scenarios import ENDURE_LR, problem_of
 from tests.support.waiting import wait_until
@@ -125,23 +126,33 @@ def test_the_others_go_on_without_a_killed_rank(tmp_path, launch, victim):
 
 
 @pytest.mark.parametrize(
-    "rule, travel",
-    [("dsgd", {"every": 2, "late": 3, "wire": "int8"}), ("d2", {}), ("d2", {"every": 2, "late": 1, "wire": "int8"})],
+    "rule, graph, options, travel",
+    [
+        ("dsgd", "ring", {}, {"every": 2, "late": 3, "wire": "int8"}),
+        ("dsgd", "base_graph", {"momentum": 0.5, "shared": True}, {"every": 2, "late": 1, "wire": "int8"}),
+        ("d2", "ring", {}, {}),
+        ("d2", "ring", {}, {"every": 2, "late": 1, "wire": "int8"}),
+    ],
 )
-def test_a_killed_rank_leaves_nothing_behind(tmp_path, launch, rule, travel):
+def test_a_killed_rank_leaves_nothing_behind(tmp_path, launch, rule, graph, options, travel):
     """What it held, what was on its way and its share of the corrections are out: flows among the others sum to 0."""
-    victim, survivors = 2, others(2)
-    told = {"on_failure": "continue", "timeout": LATE, "rounds": 80, "rule": rule, "travel": travel}
+    victim, survivors, rounds, momentum = 2, others(2), 120, options.get("momentum", 0.0)
+    told = {"on_failure": "continue", "timeout": LATE, "rounds": rounds, "rule": rule, "graph": graph}
+    told |= {"options": options, "travel": travel}
     ranks = launch(SIZE, "endure", victim=victim, harm="SIGKILL", **told)
     codes = ranks.codes()
     assert [codes[rank] for rank in survivors] == [0] * 4, [ranks.errors(rank) for rank in survivors]
     found = [torch.load(tmp_path / f"path-{rank}") for rank in survivors]
     points = torch.stack([each["path"] for each in found])  # (4, rounds + 1, d)
-    alone = [t for t in range(80) if all(victim in found[survivors.index(rank)]["lost"][t] for rank in beside(victim))]
-    assert 40 <= alone[0] <= 40 + 10
+    union = tp.make(graph, SIZE).union.toarray()
+    lost = [found[k]["lost"] for k, rank in enumerate(survivors) if union[rank, victim]]
+    period = tp.make(graph, SIZE, **travel).period  # after which all who hear it have noticed
+    alone = [t for t in range(rounds) if all(victim in each[t] for each in lost)]
+    assert 40 <= alone[0] <= 40 + 10 + period
     problem = problem_of(SIZE)
-    for t in alone:
+    for t in alone[1:]:
         half = points[:, t] - ENDURE_LR * problem.grad(points[:, t], t + 1, survivors)
+        half = half + momentum * (points[:, t] - points[:, t - 1])
         torch.testing.assert_close(points[:, t + 1].mean(0), half.mean(0), rtol=0, atol=1e-12)
     moved = points[:, 1:] - points[:, :-1]
     assert (moved - moved.mean(0)).abs().amax() > 1e-3  # they do gossip

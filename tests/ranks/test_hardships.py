@@ -354,11 +354,14 @@ FEWER = [
     ("ring/4", "dsgd", {}),
     ("ring/4", "dat", {"order": "atc"}),
     ("base_graph/3", "dat", {"order": "cta"}),
+    ("base_graph", "dsgd", {"momentum": 0.9, "shared": True}),
     ("random_matching", "dat", {"order": "atc"}),
 ]
 ON_THEIR_WAY = [
     ("ring", {"every": 2, "late": 3, "wire": "int8"}, []),
     ("one_peer_exponential", {"late": 2, "wire": "int8"}, []),
+    ("base_graph", {"every": 2, "late": 1, "wire": "int8"}, []),
+    ("base_graph", {"late": 2}, [2]),
     ("random_matching", {"late": 2, "wire": "bfloat16"}, []),
     ("random_matching", {}, [2]),
     ("ring", {"late": 2}, [2]),
@@ -616,6 +619,7 @@ BEHIND = [
         ("dat", "ring", {"late": 7}),
         ("d2", "ring", {"every": 4, "late": 7, "wire": "int8"}),
         ("gt", "one_peer_exponential", {"late": 7}),
+        ("dsgd", "base_graph", {"every": 2, "late": 7, "wire": "int8"}),
     )
 ]
 

@@ -32,6 +32,25 @@ def test_news_of_a_late_graph_takes_longer():
     assert lag(tp.channel(tp.ring(6), every=2, late=1)) == 3 * (2 + 1)
 
 
+@pytest.mark.parametrize("every, late", [(1, 0), (1, 2), (3, 0), (4, 3), (2, 5)])
+@pytest.mark.parametrize("name", ["base_graph", "one_peer_exponential"])
+def test_news_of_a_changing_graph_takes_as_long_as_messages_do(name, every, late):
+    """From every round on: what a rank knows before a round travels in it, and is known to others `late` rounds on."""
+    graph = tp.make(name, 5, every=every, late=late)
+    longest = 0
+    for start in range(1, graph.period + 1):
+        knows, t = {(start - 1, node): {node} for node in range(5)}, start
+        while any(len(knows[t - 1, node]) < 5 for node in range(5)):
+            for node in range(5):
+                sent = t - late
+                talks = sent >= start and graph.speaks(sent)
+                heard = [knows[sent - 1, peer] for peer in graph.neighbors(node, sent)] if talks else []
+                knows[t, node] = knows[t - 1, node].union(*heard)
+            t += 1
+        longest = max(longest, t - start)
+    assert lag(graph) == longest
+
+
 @pytest.mark.parametrize("name", ["ring", "exponential", "one_peer_exponential", "base_graph"])
 def test_copies_at_both_ends_of_links_are_compared(name):
     """By numbers that sum to zero over the ranks, for each round of a period; silent rounds are none."""

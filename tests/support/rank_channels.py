@@ -43,7 +43,7 @@ class Pulls(klatsch.problems.Problem):
 PROBLEM = Pulls()
 ROUNDS = 8  # those 4 rounds late arrive, also with gossip in every 4th round only
 LABELS = [*(name for name in klatsch.rules.RULES if not re.search("adam|muon", name)), "dat beta", "dat-d2 beta"]
-LABELS += ["dat-adam v decay", "gt-adam"]
+LABELS += ["dat-adam v decay", "gt-adam", "dsgd shared"]
 TRAVELS = [
     {"every": every, "late": late, "wire": wire}
     for every in (1, 4)

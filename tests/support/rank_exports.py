@@ -81,7 +81,7 @@ def exports(folder):
     torch.manual_seed(0)
     model = Tiny(PreTrainedConfig())
     ways, found = exporters(model), {}
-    optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=0.1, topology="ring")
+    optimizer = klatsch.optim.DATSGD(model.parameters(), lr=0.1, topology="ring", beta=0.9)
     for t in range(3):
         inputs, targets = batch(dist.get_rank(), t)
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ import klatsch
 from tests.support.processes import say
 
 LR, ROUNDS = 0.05, 5
-ANYTIME = (klatsch.optim.GossipSGD, {"lr": LR, "order": "cta", "every": 2})
+ANYTIME = (klatsch.optim.DATSGD, {"lr": LR, "order": "cta", "beta": 0.9, "every": 2})
 
 
 def make_model(seed=0):

@@ -29,7 +29,7 @@ def begin(graph="ring", rule="dat", dtype=torch.float64, **options):
         dist.init_process_group("gloo")
     problem = problem_of(dist.get_world_size())
     x = nn.Parameter(problem.start().to(dtype))
-    choices = {name: options.pop(name) for name in ("order",) if name in options}
+    choices = {name: options.pop(name) for name in ("order", "momentum", "shared") if name in options}
     optimizer = klatsch.Gossip([x], klatsch.rules.make(rule, lr=LR, **choices), graph, **options)
     return optimizer, x, problem
 
@@ -188,11 +188,10 @@ def hub_leaves(folder, quorum):
 
 
 def uneven(
-    folder, steps, graph="ring", rule="dat", order=None, join=False, leave=(), every=None, deaths=(), travel=None
+    folder, steps, graph="ring", rule="dat", join=False, leave=(), every=None, deaths=(), travel=None, **options
 ):
     """Every rank has its own number of batches."""
-    options = ({} if order is None else {"order": order}) | (travel or {})
-    optimizer, x, problem = begin(graph, rule, timeout=60, **options)
+    optimizer, x, problem = begin(graph, rule, timeout=60, **options, **travel or {})
     checkpointer = None if every is None else klatsch.Checkpointer(folder / "checkpoints", every=every)
     done = 0 if checkpointer is None else checkpointer.resume(optimizer)
     say(folder, f"resumed-{optimizer.rank}-{done}")
@@ -297,7 +296,7 @@ def slow_links(folder, timeout, numbers):
     dist.init_process_group("gloo")
     model = nn.Module()
     model.x = nn.Parameter(torch.full((numbers,), float(rank)))
-    optimizer = klatsch.optim.DSGD([model.x], lr=1.0, timeout=timeout)
+    optimizer = klatsch.optim.DSGD([model.x], lr=1.0, topology="ring", timeout=timeout)
     took = {}
     for name, what in (("step", optimizer.step), ("mean", partial(klatsch.average_, model, parameters=True))):
         model.x.grad = torch.full((numbers,), float(rank))

@@ -50,7 +50,7 @@ PATTERNS = ("dsgd", "dat cta beta", "gt average", "d2", "dat-sgp", "gasloc", "kg
 # Patterns on every graph, their products on two that differ in all; options, which know nothing of graphs, on one.
 RANK_CASES = dict.fromkeys(RANK_RULES, ("ring/4",))
 RANK_CASES |= dict.fromkeys(klatsch.rules.RULES, ("one_peer_exponential", "ring/4"))
-RANK_CASES |= dict.fromkeys(("dsgd shared", "dsgd first"), ("one_peer_exponential", "ring/4"))
+RANK_CASES |= {"dsgd shared": RANK_GRAPHS, "dsgd first": ("one_peer_exponential", "ring/4")}
 RANK_CASES |= {"noloco": ("random_matching", "one_peer_exponential", "ring/4")}
 RANK_CASES |= dict.fromkeys(PATTERNS, RANK_GRAPHS) | {"decentlam": ("ring",)}
 ROUNDS, LR = 12, 1e-3  # as many as base_graph/3 takes to come around
@@ -165,13 +165,23 @@ def numbers(folder, rules, graph):
 
 
 def endure(
-    folder, victim, harm, graph="ring", on_failure="raise", timeout=60, rounds=150, ask=False, rule="dsgd", travel=None
+    folder,
+    victim,
+    harm,
+    graph="ring",
+    on_failure="raise",
+    timeout=60,
+    rounds=150,
+    ask=False,
+    rule="dsgd",
+    options=None,
+    travel=None,
 ):
     """A run in which one rank kills or stops itself after 40 rounds; every point that the others pass is kept."""
     rank, size = group()
     problem = problem_of(size)
     x = nn.Parameter(problem.start().clone())
-    made = klatsch.rules.make(rule, lr=ENDURE_LR)
+    made = klatsch.rules.make(rule, lr=ENDURE_LR, **options or {})
     optimizer = klatsch.Gossip([x], made, graph, timeout=timeout, on_failure=on_failure, **travel or {})
     path, lost = [x.detach().clone()], [()]
     for t in range(1, rounds + 1):
@@ -393,7 +403,7 @@ def last_words(folder, order):
     """Ranks that end at different times; nobody waits for a round that nobody takes."""
     rank, _ = group()
     x = nn.Parameter(torch.ones(200_000))
-    optimizer = klatsch.optim.GossipSGD([x], lr=0.1, order=order, topology="directed_ring")
+    optimizer = klatsch.optim.DATSGD([x], lr=0.1, order=order, topology="directed_ring", beta=0.9)
     for _ in range(5):
         time.sleep(0.2 * rank)
         x.grad = torch.ones(200_000)

@@ -1,13 +1,13 @@
 """Optimizers for PyTorch scripts under torchrun: replace the optimizer, and ranks gossip with their neighbours.
 
-    optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=1.0, topology="ring")
-    ...                      # train as ever, without a schedule
-    optimizer.eval()         # puts x, the point to evaluate and save, into the model
+    optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=0.1, momentum=0.9)     # instead of torch.optim.SGD
 
-`GossipSGD` and `GossipAdamW` are what we recommend, with defaults of our own. The others are named after a rule, with
-its defaults: `DATSGD` is the paper's. All take the keywords of `Gossip`, too: group, mesh, every, late, wire, catch_up,
-weight_decay, timeout, on_failure, quorum, on_nonfinite, start_equal, weight, any_graph. On slow networks, wire="int8"
-sends a quarter of the bytes; docs/ranks.md has a table of what to take for images and for transformers.
+`GossipSGD`, `GossipAdamW` and `GossipMuon` are what we recommend, with defaults of our own: torch's SGD, AdamW and Muon
+with gossip, which take their learning rates and schedules. The others are named after a rule, with its defaults:
+`DATSGD` is the paper's, and with beta=0.9 needs no schedule. All take the keywords of `Gossip`: group, mesh, every,
+late, wire, catch_up, weight_decay, timeout, on_failure, quorum, on_nonfinite, start_equal, weight, any_graph. On slow
+networks, wire="int8" sends a quarter of the bytes; docs/ranks.md has a table of what to take for images and for
+transformers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Named(Gossip):
         own = {name: defaults.get(name, option.default) for name, option in taken.items()}
         if "beta1" in own:
             own["betas"] = tuple(own.pop(beta) for beta in BETAS)
-        shown = {"params": inspect.Parameter.empty, "lr": own["lr"], "topology": "ring"} | own
+        graph = rules.make(rule, **{"lr": 1.0} | defaults).graph
+        shown = {"params": inspect.Parameter.empty, "lr": own["lr"], "topology": graph} | own
         kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 3 + [inspect.Parameter.KEYWORD_ONLY] * len(own)
         parameters = [inspect.Parameter(n, kind, default=v) for (n, v), kind in zip(shown.items(), kinds, strict=False)]
         cls.__signature__ = inspect.Signature(
@@ -54,7 +55,7 @@ class Named(Gossip):
         cls._rule, cls._defaults, cls.own_options = rule, defaults, tuple(own)
 
     def __init__(
-        self, params: Params, lr: LearningRate | None = None, topology: Topology | str = "ring", **options: Any
+        self, params: Params, lr: LearningRate | None = None, topology: Topology | str | None = None, **options: Any
     ) -> None:
         choices = {name: options.pop(name) for name in self.own_options if name in options}
         if "betas" in choices:
@@ -66,32 +67,55 @@ class Named(Gossip):
         super().__init__(params, rules.make(self._rule, **self._defaults | choices), topology, **options)
 
 
-class GossipSGD(Named, rule="dat", beta=0.9):
-    """SGD with gossip, without a learning rate schedule; see `rules.Anytime`.
+class GossipSGD(Named, rule="dsgd", momentum=0.9, shared=True):
+    """SGD with gossip of models and momentum; see `rules.Momentum`. On one rank it is torch.optim.SGD.
 
-    x averages all iterates alike, and gradients are taken between x and the iterate: the mean over the network is
-    Schedule-Free SGD. The model holds the point where gradients are taken; `eval()` puts x into it, to evaluate or
-    save. In place of torch.optim.SGD with lr=0.1 and momentum=0.9, start with lr=1.0 (docs/ranks.md has more).
+    Take the learning rate and schedule of torch.optim.SGD with momentum=0.9. The model always holds the point to
+    evaluate and save.
+
+    Args:
+        params: parameters, or groups of them, also with their own "lr", "momentum" and "weight_decay".
+        lr: learning rate.
+        topology: a Topology, or the name of one, such as "ring", or "base_graph/8" to gossip in every 8th round.
+        order: "atc", mix after the step; or "cta", mix before it, which waits for messages only if the network is
+            slower than the gradient.
+        momentum: of the network; 0 is plain D-SGD, which sends half as much.
+        shared: gossip the momentum in the message of the model; "first" sends it before the step, in a message of its
+            own; False leaves it to every rank, and sends half as much, but is worse where data differ between ranks.
+        average: return an average of the iterates, such as "fixed(0.999)", instead of the last one; `eval()` then puts
+            it into the model, to evaluate or save.
+        options: keywords of `Gossip`.
+    """
+
+    def __init__(
+        self, params: Params, lr: LearningRate | None = None, topology: Topology | str | None = None, **options: Any
+    ) -> None:
+        if options.get("momentum") == 0:
+            options = {"shared": False} | options  # there is nothing to share
+        super().__init__(params, lr, topology, **options)
+
+
+class DATSGD(Named, rule="dat"):
+    """Decentralized Anytime SGD: gradients at, or near, an average x of the iterates; see `rules.Anytime`.
+
+    By default as in the paper, which trains its networks with averaging="fixed(0.9)" and momentum=0.9. With beta=0.9
+    it needs no learning rate schedule: the mean over the network is Schedule-Free SGD. The model then holds the point
+    where gradients are taken, between x and the iterate; `eval()` puts x into it, to evaluate or save. In place of
+    torch.optim.SGD with lr=0.1 and momentum=0.9, start with lr=1.0 (docs/ranks.md has more).
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        topology: a Topology, or the name of one, such as "ring", or "ring/8" to gossip in every 8th round.
+        topology: as in GossipSGD.
         averaging: how x averages: "constant", all iterates alike; "linear", more of the later ones; "fixed(0.9)", a
             moving average, which is a momentum: with beta=1 a single machine takes exactly the steps of
             torch.optim.SGD(lr=0.1 * lr, momentum=0.9).
-        order: "atc", the paper's; or "cta", which waits for messages only if the network is slower than the gradient.
-        momentum: local momentum, on top of the averaging; 0 by default.
+        order: "atc", the paper's; or "cta", as in GossipSGD.
+        momentum: momentum on top of the averaging; 0 by default.
+        shared: gossip the momentum; False by default.
         beta: where gradients are taken, between the iterate (0) and x (1; the model then always holds x, and there is
             nothing to switch).
         options: keywords of `Gossip`.
-    """
-
-
-class DATSGD(Named, rule="dat"):
-    """Decentralized Anytime SGD as in the paper: GossipSGD with gradients at x, beta=1.
-
-    The paper trains its networks with averaging="fixed(0.9)" and momentum=0.9.
     """
 
 
@@ -119,7 +143,7 @@ class GossipAdamW(Named, rule="dadam", lr=1e-3, weight_decay=0.01, shared=True):
     Args:
         params: parameters, or groups of them, also with their own "betas", "eps" and "weight_decay".
         lr: learning rate.
-        topology: as in GossipSGD.
+        topology: as in GossipSGD; on a ring it learns better than on graphs with one neighbour per round.
         betas: of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled weight decay.
@@ -151,6 +175,6 @@ class DATAdamW(Named, rule="dat-adam", lr=2.5e-3):
         betas: of the two moments; the first is 0 by default, since beta takes its place.
         weight_decay: decoupled weight decay, at the point where gradients are taken; 0 by default.
         averaging: how x averages: "lr(2)", in proportion to the square of the largest learning rate so far; or as in
-            GossipSGD.
+            DATSGD.
         shared: False by default.
     """

@@ -55,7 +55,9 @@ class Gossip(Points, Joinable, JoinHook):
         params: parameters, or groups of them with their own "lr", "weight_decay" and, if the rule has them, "momentum",
             "betas" and "eps"; for Muon, "matrices": False gives a group, such as embeddings, to AdamW.
         rule: the update rule, such as rules.make("dat", lr=0.1); its lr is the default of the groups.
-        topology: a Topology with one node per rank, or the name of one.
+        topology: a Topology with one node per rank, or the name of one; by default `rule.graph`: "base_graph", where a
+            rank talks to one other per round and all agree after a few, or "ring" for rules that need a static graph or
+            do better there.
         group: the process group; all ranks by default.
         mesh: instead of a group, a DeviceMesh of (hosts, GPUs of a host), or its first dimension mesh["host"]: a node
             of the network is then a host, with DDP or FSDP2 inside; see docs/hosts.md.
@@ -99,7 +101,7 @@ class Gossip(Points, Joinable, JoinHook):
         self,
         params: ParamsT,
         rule: Rule,
-        topology: Topology | str = "ring",
+        topology: Topology | str | None = None,
         group: dist.ProcessGroup | None = None,
         *,
         mesh: DeviceMesh | None = None,
@@ -146,7 +148,8 @@ class Gossip(Points, Joinable, JoinHook):
         self.watch = Watch(self, trained, ranks, self._apart)
         if model is not None:
             self.watch.take(model)
-        self.topology = groups.on_channel(topology, len(ranks), every, late, wire, catch_up)
+        graph = rule.graph if topology is None else topology
+        self.topology = groups.on_channel(graph, len(ranks), every, late, wire, catch_up)
         self.catches_up = catch_up
         if not any_graph:
             rule.check_graph(self.topology)

@@ -207,14 +207,17 @@ def _longest(topology: Topology) -> int:
 
 @lru_cache(maxsize=64)
 def _spread(topology: Topology, start: int) -> int:
-    """The rounds, from one on, after which news of every rank has reached all, where nodes are shuffled."""
-    known, arriving, t = np.eye(topology.size, dtype=np.float32), dict[int, NDArray[np.float32]](), start
-    while not known.all():
+    """The rounds, from one on, after which news of every rank has reached all whom it can reach."""
+    known, arriving = np.eye(topology.size, dtype=np.float32), dict[int, NDArray[np.float32]]()
+    rounds, t, every = 0, start, topology.every
+    while not known.all() and rounds < _longest(topology):
         if topology.speaks(t):
-            heard = moved(topology.speaking[0], topology.places(t))
+            P = topology.speaking[(t // every - 1) % len(topology.speaking)]
+            heard = P if topology.shuffle is None else moved(P, topology.places(t))
             arriving[t + topology.late] = heard.astype(np.float32) @ known
-        known, t = np.sign(known + arriving.pop(t, 0)), t + 1
-    return t - start
+        known = np.sign(known + arriving.pop(t, 0))
+        rounds, t = t + 1 - start, min([*arriving, t + every - t % every])  # the next in which something happens
+    return rounds
 
 
 @lru_cache(maxsize=8)
@@ -226,15 +229,6 @@ def lag(topology: Topology) -> int:
     if not topology.changes:
         hops = shortest_path(topology.speaking[0], unweighted=True)
         return int(hops[np.isfinite(hops)].max()) * (topology.every + topology.late)
-    if topology.late or topology.shuffle is not None:  # news may wait a whole period for the link that passes it on
+    if topology.shuffle is not None:
         return _longest(topology)
-    worst, itself = 0, np.eye(topology.size, dtype=np.float32)  # products of floats are fast
-    heard = [np.maximum(itself, P.toarray() != 0).astype(np.float32) for P in topology.speaking]
-    for phase in range(len(heard)):
-        reached, back, last = itself, 0, 0  # `last`: hops until something new was last reached
-        while not reached.all() and back - last < len(heard):
-            further = np.minimum(reached @ heard[(phase - back) % len(heard)], 1)
-            back += 1
-            last, reached = (back if (further != reached).any() else last), further
-        worst = max(worst, last)
-    return worst * topology.every
+    return max(_spread(topology, 1 + t) for t in range(0, topology.period, topology.every))  # after each mix

@@ -165,7 +165,7 @@ class Around(Rule):
     base: Rule
     averages = True
     lr, push, met, parts = of("base.lr"), of("base.push"), of("base.met"), of("base.parts")
-    decays, ignores_scale = of("base.decays"), of("base.ignores_scale")
+    graph, decays, ignores_scale = of("base.graph"), of("base.decays"), of("base.ignores_scale")
     scales, settings, needs_shapes = of("base.scales"), of("base.settings"), of("base.needs_shapes")
     iterate, query = of("base.iterate"), of("base.query")
 

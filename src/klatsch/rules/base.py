@@ -115,6 +115,7 @@ class Rule:
     """
 
     lr: Given  # a number, one per column, or a function of t; engines pass that of the round to `update`
+    graph: str = "ring"  # the topology that optimizers take if they are given none
     push: bool = False  # whether it keeps sums, not averages: a node keeps what it cannot pass on
     short: ClassVar[str] = ""  # its name as a part, if not that of its class
     met: tuple[str, ...] = ()  # fields that two nodes may average at any time; none if it needs rounds

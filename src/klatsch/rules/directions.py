@@ -19,6 +19,7 @@ class Direction:
     """What a node makes of a gradient: a frozen dataclass, whose numbers groups of parameters may set."""
 
     short: ClassVar[str] = ""  # its name as a part, if not that of its class
+    graph: ClassVar[str] = "base_graph"  # on which it does best, if its pattern takes graphs that change
     gossips: str = ""  # the option that makes it gossip, if it does
     travels: tuple[str, ...] = ()  # fields of its state that gossip beside the iterate, in its message
     decays: bool = False  # whether it needs the query point, as s["query"]
@@ -119,6 +120,7 @@ class Adam(Direction):
     weight_decay: Given = 0.0
     shared: bool | str = False
     short: ClassVar[str] = "adam"
+    graph: ClassVar[str] = "ring"  # the more nodes are in what it normalises, the better
     also = "v"  # what it can share instead of gradients
 
     def __post_init__(self) -> None:

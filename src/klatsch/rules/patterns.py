@@ -34,6 +34,10 @@ class Pattern(Rule):
     decays, ignores_scale = of("direction.decays"), of("direction.ignores_scale")
     needs_shapes = of("direction.needs_shapes")
 
+    @property
+    def graph(self) -> str:  # type: ignore[override]
+        return (self.outer or self.direction).graph
+
     def __post_init__(self) -> None:
         columns.settle(self, lr=learning_rate(self.lr))
         if not isinstance(self.direction, Direction):
@@ -193,6 +197,7 @@ class QuasiGlobal(Remembering):
 
     every: int = field(default=1, kw_only=True)  # H, which `on` sets
     short: ClassVar[str] = "qg"
+    graph = "base_graph"
 
     def init(self, x: Tensor) -> State:
         return super().init(x) | ({"anchor": x} if self.every > 1 else {})
@@ -303,6 +308,7 @@ class Corrected(Pattern):
     lazy: bool = True
     every: int = field(default=1, kw_only=True)  # H, which `on` sets
     short: ClassVar[str] = "corrected"
+    graph = "ring"  # one that does not change
 
     def __post_init__(self) -> None:
         super().__post_init__()
