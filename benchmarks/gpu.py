@@ -33,7 +33,8 @@ WORDS, WIDTH, DEPTH, HEADS, CONTEXT, BATCH = 20480, 768, 12, 12, 1024, 16
 ROUNDS = 6  # measured; the first two warm up
 OPTIMIZERS: dict[str, Callable[[Any], klatsch.Gossip]] = {
     "GossipSGD": lambda p: klatsch.optim.GossipSGD(p, lr=1e-3),
-    "GossipSGD, cta": lambda p: klatsch.optim.GossipSGD(p, lr=1e-3, order="cta"),
+    "DATSGD, beta 0.9": lambda p: klatsch.optim.DATSGD(p, lr=1e-3, beta=0.9),
+    "DATSGD, beta 0.9, cta": lambda p: klatsch.optim.DATSGD(p, lr=1e-3, beta=0.9, order="cta"),
     "DATAdamW": lambda p: klatsch.optim.DATAdamW(p, lr=1e-4),
     "DATAdamW, cta": lambda p: klatsch.optim.DATAdamW(p, lr=1e-4, order="cta"),
     "GossipAdamW": lambda p: klatsch.optim.GossipAdamW(p, lr=1e-4),
@@ -178,7 +179,7 @@ def draw(file: str, picture: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--micro", type=int, default=24, help="batches per gradient")
-    parser.add_argument("--trace", help="a file for what torch.profiler sees of two steps of GossipSGD, cta")
+    parser.add_argument("--trace", help="a file for what torch.profiler sees of two steps of DATSGD, cta")
     parser.add_argument("--draw", nargs=2, metavar=("TRACE", "PICTURE"))
     given = parser.parse_args()
     if given.draw:
@@ -214,7 +215,7 @@ def main() -> None:
             own, ratio = found["kernels"], found["kernels"] / base["kernels"]
             whole, waited = found["seconds"] * 1e3, found["waited"] * 1e3
             print(f"{name:28}{found['count']:8.0f}{own:9.2f}{ratio:9.2f}{whole:9.0f}{waited:11.1f}", flush=True)
-        if given.trace and name == "GossipSGD, cta":
+        if given.trace and name == "DATSGD, beta 0.9, cta":
             if rank == 0:
                 traced(model, optimizer, given.micro, given.trace)
             else:

@@ -52,12 +52,12 @@ class Training:
         if method == "no gossip":
             self.optimizer = torch.optim.SGD(parameters, LR)
         elif method in ("slices", "fsdp2"):
-            self.optimizer = klatsch.optim.GossipSGD(parameters, LR, mesh=mesh["host"])
+            self.optimizer = klatsch.optim.DATSGD(parameters, LR, beta=0.9, mesh=mesh["host"])
         elif method == "all by each":
-            self.optimizer = klatsch.optim.GossipSGD(parameters, LR, group=across)
+            self.optimizer = klatsch.optim.DATSGD(parameters, LR, beta=0.9, group=across)
         else:
             if mesh.get_local_rank("gpu") == 0:
-                self.optimizer = klatsch.optim.GossipSGD(parameters, LR, group=across)
+                self.optimizer = klatsch.optim.DATSGD(parameters, LR, beta=0.9, group=across)
             self.flat = self.optimizer.shares[0] if self.optimizer else Share(parameters, {}, Host(), lambda: None)
 
     def steps(self, count: int) -> float:

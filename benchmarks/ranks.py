@@ -3,11 +3,11 @@
 Run: make bench-ranks, or .venv/bin/python benchmarks/ranks.py [--models lenet,1M,11M] [--ranks 2,4] [--networks ...]
 
 In every run all methods take turns, so their ratios to local SGD without communication (the floor) can be compared:
-D-SGD, DAT in both orders, DAT over channels (gossip in every 8th round with int8, and late as well), and what one would
-use instead: DDP, DDP with torch's fp16 and PowerSGD hooks, and local SGD with an all-reduce of the model in every 8th
-step (torch's model averaging). Where only every 8th step speaks, times are those of 8 steps, divided by 8. A ratio
-compares times of one turn; the median over the turns is shown. Networks: full loopback speed, and, for root, every rank
-in a network namespace of its own behind a `tc tbf` limit in both directions. One thread per rank.
+D-SGD, DAT in both orders and DAT over channels (gossip in every 8th round with int8, and late as well), on a ring; and
+what one would use instead: DDP, DDP with torch's fp16 and PowerSGD hooks, and local SGD with an all-reduce of the model
+in every 8th step (torch's model averaging). Where only every 8th step speaks, times are those of 8 steps, divided by 8.
+A ratio compares times of one turn; the median over the turns is shown. Networks: full loopback speed, and, for root,
+every rank in a network namespace of its own behind a `tc tbf` limit in both directions. One thread per rank.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class Training:
         self.images, self.labels = torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))
         parameters = list(model.parameters())
         self.optimizer: Any = (
-            klatsch.optim.GossipSGD(parameters, LR, **GOSSIP[method])
+            klatsch.optim.DATSGD(parameters, LR, "ring", beta=0.9, **GOSSIP[method])
             if method in GOSSIP
-            else klatsch.optim.DSGD(parameters, LR)
+            else klatsch.optim.DSGD(parameters, LR, "ring")
             if method == "dsgd"
             else torch.optim.SGD(parameters, LR)
         )

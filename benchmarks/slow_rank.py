@@ -39,7 +39,7 @@ def trained(seed: int, channel: dict[str, Any], given: argparse.Namespace) -> li
     images, labels = data.images[own].flatten(1) / 255, data.labels[own]
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = klatsch.optim.GossipSGD(model.parameters(), given.lr, **channel)
+    optimizer = klatsch.optim.DATSGD(model.parameters(), given.lr, "ring", beta=0.9, **channel)
     draws = torch.Generator().manual_seed(seed * 100 + rank)
     dist.barrier()
     began, taken = time.perf_counter(), 0

@@ -71,7 +71,7 @@ own_text = b"".join(each.read_bytes() for p in packages[rank::size] for k, each 
 text, held_out = (torch.frombuffer(bytearray(some), dtype=torch.uint8) for some in (own_text, held_out))
 
 model = GPT()
-optimizer = klatsch.optim.GossipAdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1, topology="ring")
+optimizer = klatsch.optim.GossipAdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.1)
 checkpointer = klatsch.Checkpointer(given.checkpoints, every=REPORT) if given.checkpoints else None
 done = checkpointer.resume(optimizer, model=model) if checkpointer else 0
 for step in range(done + 1, given.steps + 1):

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 4 examples/lenet.py
 
-Fashion-MNIST is downloaded if this machine does not have it; `--data FOLDER` names its folder. Compare
-`--optimizer DSGD`, `--optimizer DATD2`, `--order cta`, or the paper: `--optimizer DATSGD --lr 0.01`. With
-`--checkpoints DIR`, `torchrun --max-restarts 3` and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment
-(docs/cluster.md says why) the training survives kill -9.
+Fashion-MNIST is downloaded if this machine does not have it; `--data FOLDER` names its folder. GossipSGD and DSGD decay
+along a cosine; DATSGD and DATD2 do without, and are evaluated at x. Compare `--optimizer DATSGD`, `--topology ring`,
+`--order cta`, or the paper: `--optimizer paper`. With `--checkpoints DIR`, `torchrun --max-restarts 3` and
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment (docs/cluster.md says why) the training survives kill -9.
 """
 
 import argparse
@@ -19,13 +19,19 @@ import klatsch
 from klatsch.problems import dirichlet, fashion_mnist
 from klatsch.problems.sharded import check_alpha
 
-OPTIMIZERS = {
-    "GossipSGD": {},
-    "DATSGD": {"averaging": "fixed(0.9)", "momentum": 0.9},  # as the paper trains networks
-    "DSGD": {},
-    "D2": {},
-    "GradientTracking": {},
-    "DATD2": {"beta": 0.9},
+OPTIMIZERS = {  # by name: its learning rate, whether that decays, and options
+    "GossipSGD": (klatsch.optim.GossipSGD, 0.03, True, {}),
+    "DATSGD": (klatsch.optim.DATSGD, 0.3, False, {"beta": 0.9}),
+    "DSGD": (klatsch.optim.DSGD, 0.03, True, {"momentum": 0.9}),
+    "D2": (klatsch.optim.D2, 0.3, False, {}),
+    "GradientTracking": (klatsch.optim.GradientTracking, 0.3, False, {}),
+    "DATD2": (klatsch.optim.DATD2, 0.3, False, {"beta": 0.9}),
+    "paper": (
+        klatsch.optim.DATSGD,
+        0.01,
+        False,
+        {"averaging": "fixed(0.9)", "momentum": 0.9},
+    ),  # how it trains networks
 }
 
 
@@ -44,19 +50,17 @@ def main():
     parser.add_argument("--data", help="folder of Fashion-MNIST's four files")
     parser.add_argument("--optimizer", default="GossipSGD", choices=[*OPTIMIZERS])
     parser.add_argument("--order", default="atc", choices=["atc", "cta"])
-    parser.add_argument("--topology", default="ring")
-    parser.add_argument("--lr", type=float, default=0.3)
-    parser.add_argument("--momentum", type=float, default=0.0, help="of DSGD")
+    parser.add_argument("--topology", help="such as ring; by default what the optimizer takes")
+    parser.add_argument("--lr", type=float)
     parser.add_argument("--alpha", type=float, default=0.1, help="0.1: few classes per machine; 10: all alike")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--report", type=int, default=250, help="rounds between two reports")
     parser.add_argument("--checkpoints", help="folder for checkpoints, from which a restart resumes")
     given = parser.parse_args()
-    if given.order == "cta" and given.optimizer not in ("GossipSGD", "DATSGD"):
-        parser.error(f"--order cta is for GossipSGD and DATSGD, not {given.optimizer}")
-    if given.momentum and given.optimizer != "DSGD":
-        parser.error(f"--momentum is for DSGD, not {given.optimizer}")
+    make, lr, decays, options = OPTIMIZERS[given.optimizer]
+    if given.order == "cta" and "order" not in make.own_options:
+        parser.error(f"{given.optimizer} has no other order than atc")
     try:
         check_alpha(given.alpha)
         data = fashion_mnist.load(given.data)
@@ -77,16 +81,13 @@ def main():
 
     torch.manual_seed(0)
     model = lenet().to(device)
-    options = {
-        **OPTIMIZERS[given.optimizer],
-        **({"order": "cta"} if given.order == "cta" else {}),
-        **({"momentum": given.momentum} if given.momentum else {}),
-    }
-    make = getattr(klatsch.optim, given.optimizer)
-    optimizer = make(model.parameters(), given.lr, given.topology, **options)
+    options |= {"order": "cta"} if given.order == "cta" else {}
+    optimizer = make(model.parameters(), given.lr or lr, given.topology, **options)
+    schedule = klatsch.rules.Decay(1.0, "cosine" if decays else "constant", given.rounds)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: schedule(done + 1))
     torch.manual_seed(rank)  # from here on every machine draws its own batches
     checkpointer = klatsch.Checkpointer(given.checkpoints, every=100) if given.checkpoints else None
-    done = checkpointer.resume(optimizer, model=model) if checkpointer else 0
+    done = checkpointer.resume(optimizer, model=model, scheduler=scheduler) if checkpointer else 0
     if rank == 0 and done:
         print(f"resuming after round {done}" if done < given.rounds else f"round {done} is done already", flush=True)
 
@@ -95,6 +96,7 @@ def main():
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()
+        scheduler.step()
         if checkpointer:
             checkpointer.step()
         if t % given.report == 0 or t == given.rounds:

@@ -16,7 +16,7 @@ test_inputs, test_labels = inputs[6000:], labels[6000:]
 inputs, labels = inputs[rank:6000:size], labels[rank:6000:size]  # what this machine has
 
 model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
-optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=1.0, topology="ring")  # SGD's lr / (1 - momentum)
+optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=0.1, momentum=0.9)
 for _ in range(1500):
     batch = torch.randint(len(inputs), (64,))
     optimizer.zero_grad()
@@ -25,7 +25,6 @@ for _ in range(1500):
     optimizer.step()
 
 model.eval()
-optimizer.eval()  # the model now holds x, the point to evaluate and save
 accuracy = (model(test_inputs).argmax(1) == test_labels).float().mean()
 print(f"rank {rank} of {size}: test accuracy {accuracy:.3f}, distance from the others {optimizer.consensus():.1e}")
 dist.destroy_process_group()

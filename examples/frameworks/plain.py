@@ -12,7 +12,7 @@ dist.init_process_group("gloo")
 model = network()
 torch.manual_seed(dist.get_rank())  # every rank has its own data
 loader = DataLoader(spirals(), batch_size=64, shuffle=True)
-optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=1.0, topology="ring", order="cta")
+optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=0.1, order="cta")
 for epoch in range(5):
     for inputs, labels in loader:
         optimizer.zero_grad()
@@ -20,7 +20,7 @@ for epoch in range(5):
         loss.backward()
         optimizer.step()
     print(f"rank {dist.get_rank()}, epoch {epoch}: loss {loss:.3f}, consensus {optimizer.consensus():.2e}", flush=True)
-with klatsch.merged(model):  # the mean of all ranks' x, to evaluate or save
+with klatsch.merged(model):  # the mean of all ranks, to evaluate or save
     if dist.get_rank() == 0:
         torch.save(model.state_dict(), "model.pt")
 dist.destroy_process_group()

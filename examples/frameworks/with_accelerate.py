@@ -11,7 +11,7 @@ import klatsch
 
 accelerator = Accelerator(cpu=True)
 model = accelerator.prepare_model(network(), evaluation_mode=True)  # on its device, with autocast, without DDP
-optimizer = gossip = klatsch.optim.GossipSGD(model.parameters(), lr=1.0, topology="ring", order="cta")
+optimizer = gossip = klatsch.optim.GossipSGD(model.parameters(), lr=0.1, order="cta")
 torch.manual_seed(0)
 loader = DataLoader(spirals(8192), batch_size=64, shuffle=True)
 optimizer, loader = accelerator.prepare(optimizer, loader)  # every process gets its part of the data
@@ -22,6 +22,6 @@ for epoch in range(5):
         accelerator.backward(loss)
         optimizer.step()
     accelerator.print(f"epoch {epoch}: loss {loss:.3f}, consensus {gossip.consensus():.2e}")
-with klatsch.merged(model):  # the mean of all processes' x, to evaluate or save
+with klatsch.merged(model):  # the mean of all processes, to evaluate or save
     accelerator.save(model.state_dict(), "model.pt")
 dist.destroy_process_group()

@@ -18,7 +18,7 @@ for layer in [*model, model]:  # the blocks of a transformer, then the whole
     fully_shard(layer, mesh=mesh["gpu"])
 torch.manual_seed(dist.get_rank())
 loader = DataLoader(spirals(), batch_size=64, shuffle=True)
-optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=1.0, topology="ring", order="cta", mesh=mesh["host"])
+optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=0.1, order="cta", mesh=mesh["host"])
 for epoch in range(5):
     for inputs, labels in loader:
         optimizer.zero_grad()

@@ -28,7 +28,7 @@ class Classifier(lightning.LightningModule):
         self.print(f"epoch {self.current_epoch}: loss {self.trainer.callback_metrics['loss']:.3f}, {consensus=:.2e}")
 
     def configure_optimizers(self):
-        return klatsch.optim.GossipSGD(self.parameters(), lr=1.0, topology="ring", order="cta")
+        return klatsch.optim.DATSGD(self.parameters(), lr=1.0, beta=0.9, order="cta")  # without a schedule
 
 
 if __name__ == "__main__":

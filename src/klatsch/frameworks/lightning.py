@@ -56,8 +56,8 @@ class GossipStrategy(DDPStrategy):
             if isinstance(callback, AVERAGING):
                 raise ValueError(
                     f"{type(callback).__name__} averages the weights of one process, where GossipStrategy validates "
-                    "and keeps x; leave it out: GossipSGD and DATAdamW average by themselves, and klatsch.Gossip("
-                    "params, klatsch.rules.make('dsgd', lr=0.1, average='fixed(0.999)')) has an EMA for x"
+                    "and keeps x; leave it out: GossipSGD(params, lr, average='fixed(0.999)') keeps an EMA as x, and "
+                    "DATSGD with beta=0.9 and DATAdamW average by themselves"
                 )
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
