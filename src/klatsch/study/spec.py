@@ -417,6 +417,10 @@ def _explained(error: ErrorDetails) -> str:
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
     if error["type"] == "extra_forbidden":
         known = Screen if key.startswith("screen.") else Study
+        if key == "scales":
+            return (
+                "scales are for the studies that come with klatsch: klatsch reproduce NAME; give the keys of one scale"
+            )
         return f"unknown key {key!r}; {there_are(key, known.model_fields)}"
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
