@@ -73,7 +73,7 @@ def test_a_file_says_what_to_run(tmp_path):
 
 WRONG = {
     "unknown key": ("stpes = 3\n", "s.toml: unknown key 'stpes'; did you mean steps? There are nodes, rules"),
-    "scales": ("[scales.quick]\nsteps = 3\n", "s.toml: scales are for the studies that come with klatsch"),
+    "scales": ("[scales.quick]\nsteps = 3\n", "s.toml: scales are for studies that come with klatsch"),
     "unknown rule": ('rules = ["adam"]\n', "s.toml: rules[0]: unknown rule 'adam'"),
     "unknown option": (
         'rules = [{ name = "dat", speed = 3 }]\n',

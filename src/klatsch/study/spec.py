@@ -418,9 +418,7 @@ def _explained(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         known = Screen if key.startswith("screen.") else Study
         if key == "scales":
-            return (
-                "scales are for the studies that come with klatsch: klatsch reproduce NAME; give the keys of one scale"
-            )
+            return "scales are for studies that come with klatsch (klatsch reproduce NAME); give the keys of one scale"
         return f"unknown key {key!r}; {there_are(key, known.model_fields)}"
     if error["type"] == "missing":
         return f"{key} is missing; give it, as in the example of docs/studies.md"
