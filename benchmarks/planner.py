@@ -31,7 +31,7 @@ from klatsch.planning.ways import ALL_REDUCE, Way
 SEEDS = (11, 12, 13)
 FACTOR, SLOWER = 2.0, 1.3
 NEAR = 1.5  # times the best time by one seed: what runs with three
-ways.RULES["gt"] = {}
+ways.KINDS["gt"] = ways.Kind("gt", {}, {}, "dsgd")  # searched, and not planned
 
 
 class Combination(NamedTuple):
@@ -66,6 +66,11 @@ IMAGES = {
 GRAPHS = ("ring", "one_peer_exponential", "hypercube", "exponential")
 SEARCHED = {
     "dsgd": (*GRAPHS, ALL_REDUCE),
+    "momentum": (*GRAPHS, ALL_REDUCE),
+    "shared-momentum": (*GRAPHS, ALL_REDUCE),
+    "qg": GRAPHS,
+    "diloco": (ALL_REDUCE,),
+    "kgt": ("ring", "hypercube"),
     "dat": (*GRAPHS, ALL_REDUCE),
     "dat-d2": ("ring", "hypercube"),
     "gt": GRAPHS[:3],
@@ -73,6 +78,9 @@ SEARCHED = {
 SILENCES = (1, 2, 4, 8, 16, 32, 64)
 FEWER = {
     "dsgd": ("ring", "one_peer_exponential", ALL_REDUCE),
+    "momentum": (ALL_REDUCE,),
+    "shared-momentum": ("one_peer_exponential",),
+    "qg": ("ring", "one_peer_exponential"),
     "dat": ("ring", "one_peer_exponential", ALL_REDUCE),
     "dat-d2": ("ring", "hypercube"),
 }
@@ -86,16 +94,17 @@ def task_of(asked: Combination, device: str, seconds: float) -> Task:
 
 def all_ways(task: Task, images: bool) -> dict[Way, float]:
     """Every way, with the seconds of a round; late or rounded messages where they save time."""
-    found = {Way(1, rule): ways.round_seconds(task.clock, Way(1), task.params) for rule in ("dsgd", "dat")}
+    found = {Way(1, kind): ways.round_seconds(task.clock, Way(1), task.params) for kind in ("dsgd", "momentum", "dat")}
     for machines in [1 << k for k in range(1, task.machines.bit_length())]:
-        for rule, graphs in (FEWER if images else SEARCHED).items():
+        for kind, graphs in (FEWER if images else SEARCHED).items():
             for graph in graphs:
                 if machines < {"one_peer_exponential": 4, "hypercube": 8, "exponential": 8}.get(graph, 2):
                     continue
                 for every in (1, 4, 16) if images else SILENCES:
-                    way = Way(machines, rule, graph, every)
-                    small = way._replace(wire="bfloat16" if graph.startswith("one_peer") else "int8")
-                    some = [way] if way.reduces else [way, small, small._replace(late=every - 1)]
+                    way = Way(machines, kind, graph, every)
+                    small = way._replace(wire="int8")
+                    late = [one for one in [small._replace(late=every - 1)] if every > 1 and one.works]
+                    some = [way] if way.reduces else [way, small, *late]
                     each = {one: ways.round_seconds(task.clock, one, task.params) for one in some}
                     for k, one in enumerate(some):
                         if k == 0 or each[one] < 0.95 * min(each[other] for other in some[:k]):

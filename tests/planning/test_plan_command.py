@@ -12,7 +12,7 @@ from torch import nn
 from klatsch import rules, simulate, topology
 from klatsch.planning import race
 from klatsch.planning.race import Answer, Trial
-from klatsch.planning.ways import Way
+from klatsch.planning.ways import KINDS, Way
 from klatsch.problems import LeastSquares
 from tests.support.pictures import check_picture
 
@@ -73,6 +73,27 @@ def test_what_is_recommended_is_what_has_raced(problem, run_cli, tmp_path, monke
     assert float(simulate(made, rule, graph, math.ceil(best["rounds"])).metrics["distance"][-1]) == pytest.approx(
         again, rel=1e-6
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_named_so_that_it_runs(kind, run_cli):
+    """The command and the optimizer do what the way does."""
+    graph, every = next(iter(KINDS[kind].graphs)), KINDS[kind].least
+    way = Way(8, kind, graph, every, wire="float32" if graph == "complete" else "int8")
+    made = LeastSquares(8, dim=5, noise=1.0)
+    wanted = simulate(made, *way.made([0.01]), 20, progress=False, any_graph=True).metrics["distance"][-1]
+    words = ["run", "--problem", "least-squares", "--set", "dim=5", "--set", "noise=1.0", *way.flags(0.01, 20)]
+    code, out, err = run_cli(*words, "--seeds", "1", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["rows"][0]["error"] == pytest.approx(float(wanted), rel=1e-6)
+
+    def gossip(params, rule, graph, **channel):
+        return rule, topology.make(graph, 8, **channel)
+
+    recorded = SimpleNamespace(rules=rules, optim=SimpleNamespace(Gossip=gossip))
+    given = eval(way.python(0.01), {"klatsch": recorded, "model": nn.Linear(1, 1)})
+    again = simulate(made, *given, 20, progress=False, any_graph=True).metrics["distance"][-1]
+    assert float(again) == pytest.approx(float(wanted), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -165,7 +186,7 @@ def test_the_lines_of_an_answer(as_found):
 def test_json(as_found):
     found = json.loads(as_found(FOUND, "--json"))
     assert (found["metric"], found["target"], found["stopped"]) == ("distance", 0.01, False)
-    assert found["recommended"]["way"] == BEST.way._asdict() | {"options": {"beta": 0.9}}
+    assert found["recommended"]["way"] == BEST.way._asdict() | {"rule": "dat", "options": {"beta": 0.9}}
     assert found["recommended"]["seconds"] == pytest.approx(7.2)
     assert found["recommended"]["low"] <= found["recommended"]["rounds"] <= found["recommended"]["high"]
     assert found["one_machine"]["way"]["machines"] == 1

@@ -28,7 +28,7 @@ from klatsch.planning.race import (
     fitted,
     smoothed,
 )
-from klatsch.planning.ways import GRAPHS, Way
+from klatsch.planning.ways import KINDS, Way
 
 FAR = Links(1e7, 0.05)
 
@@ -128,16 +128,16 @@ def test_rates_around_the_best_stay_in_the_race(best):
 def test_ways_begin_with_the_rates_near_those_of_one_machine():
     asked = task(Clock(0.05, FAR), params=100_000)
     alone, problems_, most = race.starters(asked)
-    assert [r.way for r in alone] == [Way(1, "dsgd"), Way(1, "dat")]
+    assert [r.way for r in alone] == [Way(1, "dsgd"), Way(1, "momentum"), Way(1, "dat")]
     assert all(r.rates == LEARNING_RATES for r in alone)
     assert (sorted(problems_), most) == ([1, 2, 4], "")
-    alone[0].run(Known(5), FIRST)
-    alone[1].run(Known(8), FIRST)
+    known = {"dsgd": 5, "momentum": 3, "dat": 8}
+    for runner in alone:
+        runner.run(Known(known[runner.way.kind]), FIRST)
     entrants = race.entrants(asked, alone, problems_)
     assert {r.way.machines for r in entrants} == {2, 4}
     for runner in entrants:
-        best = 5 if runner.way.rule == "dsgd" else 8
-        assert set(around(best)) <= set(runner.rates) < set(LEARNING_RATES)
+        assert set(around(known[KINDS[runner.way.kind].rates])) <= set(runner.rates) < set(LEARNING_RATES)
         assert runner.problem is problems_[runner.way.machines]
 
 
@@ -356,11 +356,11 @@ def test_a_race_keeps_to_its_time_and_says_so(looked_at):
 
 def test_what_had_no_time_is_said(looked_at):
     """One machine has just done its first rounds, and the first way with two of them."""
-    asked, found = looked_at(84.0)
+    asked, found = looked_at(124.0)
     assert found.untried == (4,)
     first, *_, last = answers.lines(asked, found)
     assert first.startswith(("one machine, as far as was tried: ", "no: nothing reached"))
-    assert last == "  not sure: time was short, and 4 machines or more were not tried; give --minutes 7"
+    assert last == "  not sure: time was short, and 4 machines or more were not tried; give --minutes 11"
 
 
 @pytest.mark.slow
@@ -437,24 +437,27 @@ def test_all_sizes_and_rules_take_turns():
     alone, problems_, _ = race.starters(asked)
     for runner in alone:
         runner.run(Known(7), FIRST)
-    first = [r.way for r in race.entrants(asked, alone, problems_)][:9]
-    assert {(way.machines, way.rule) for way in first} == {(m, rule) for m in (2, 4, 8) for rule in GRAPHS}
+    ways = [r.way for r in race.entrants(asked, alone, problems_)]
+    expected = {(way.machines, way.kind) for way in ways}
+    assert {machines for machines, _ in expected} == {2, 4, 8}
+    assert {kind for _, kind in expected} == set(KINDS)
+    assert {(way.machines, way.kind) for way in ways[: len(expected)]} == expected
 
 
 def test_a_problem_that_is_too_slow_is_refused(looked_at):
     with pytest.raises(
-        ValueError, match=r"LeastSquares is too slow for a plan in 20 s here: .*give --minutes 4, or --dev"
+        ValueError, match=r"LeastSquares is too slow for a plan in 20 s here: .*give --minutes 6, or --dev"
     ):
         looked_at(20.0)
 
 
 @pytest.mark.slow
 def test_one_machine_is_shown_with_what_its_seeds_found(monkeypatch):
-    """Of its two rules one runs again; the other one's single seed was perhaps lucky."""
+    """Of its rules one runs again; the single seed of another one was perhaps lucky."""
     monkeypatch.setattr(race, "again", lambda asked, trial, *_: replace(trial, rounds=9 * trial.rounds, seeds=3))
     monkeypatch.setattr(race, "chosen", lambda trials: trials[:1])
     found = race.race(task(Clock(0.05, FAR), machines=1, target=0.05))
-    assert [t.seeds for t in found.trials] == [1, 3]
+    assert [t.seeds for t in found.trials] == [1, 1, 3]
     assert found.alone.seeds == 3
 
 
@@ -463,7 +466,7 @@ def test_one_machine_is_shown_with_what_its_seeds_found(monkeypatch):
 
 def test_every_way_has_a_line_in_the_picture():
     ways = [
-        Way(m, rule, graph, H) for rule, graphs in GRAPHS.items() for graph in graphs for m in (8, 16) for H in (1, 4)
+        Way(m, name, graph, H) for name, kind in KINDS.items() for graph in kind.graphs for m in (8, 16) for H in (1, 4)
     ]
     trials = [trial(ONE, 100.0), *(trial(way, 10.0 * way.every) for way in ways)]
     best = trials[1]

@@ -7,7 +7,7 @@ import pytest
 
 from klatsch import problems, simulate
 from klatsch.clock import Clock, Links
-from klatsch.planning.ways import ALL_REDUCE, BETWEEN, FASTER, GRAPHS, HARDLY, RULES, Way, round_seconds, ways_of
+from klatsch.planning.ways import ALL_REDUCE, BETWEEN, FASTER, HARDLY, KINDS, Way, round_seconds, ways_of
 
 FAR = Clock(0.05, Links(1e7, 0.05))
 NEAR = Clock(1.0, "100gbe")
@@ -24,7 +24,7 @@ def silences(found):
     """By rule and graph: the fastest round of each H."""
     by = {}
     for way, each in found.items():
-        mine = by.setdefault((way.rule, way.graph), {})
+        mine = by.setdefault((way.kind, way.graph), {})
         mine[way.every] = min(each, mine.get(way.every, math.inf))
     return by
 
@@ -38,6 +38,11 @@ def silences(found):
         (Way(1), "one machine, dsgd"),
         (Way(1, "dat"), "one machine, dat (beta=0.9)"),
         (Way(1024), "1,024 machines with an all-reduce, dsgd"),
+        (Way(2, "momentum"), "2 machines with an all-reduce, dsgd (momentum=0.9)"),
+        (
+            Way(4, "shared-momentum", "one_peer_exponential"),
+            "4 machines, dsgd (momentum=0.9, shared=True) on one_peer_exponential",
+        ),
         (Way(8, "dat", every=16), "8 machines with an all-reduce, dat (beta=0.9), in every 16th round"),
         (Way(4, "dat-d2", "ring", wire="int8"), "4 machines, dat-d2 (beta=0.9) on ring, as int8"),
         (Way(2, "dat", "ring", 4, 3), "2 machines, dat (beta=0.9) on ring, in every 4th round, late 3"),
@@ -111,8 +116,9 @@ def test_longer_silence_only_where_messages_cost_time():
     assert all(each <= HARDLY * alone for each in found.values())
     found, alone = found_by(FAR)
     assert max(way.every for way in found) > 1
-    for mine in silences(found).values():
-        assert sorted(mine) == [H for H in BETWEEN if max(mine) >= H]
+    for (kind, _), mine in silences(found).items():
+        assert min(mine) == KINDS[kind].least
+        assert sorted(mine) == [H for H in BETWEEN if min(mine) <= H <= max(mine)]
         assert all(mine[H] > HARDLY * alone for H in sorted(mine)[:-1])
 
 
@@ -121,7 +127,7 @@ def test_gossip_that_cannot_be_faster_is_left_out_but_an_all_reduce_is_not():
     found, alone = found_by(slow, params=1_000_000)
     assert {way.graph for way in found} == {ALL_REDUCE}
     assert all(each > 4 * alone for each in found.values())
-    assert {way.rule for way in found} == {rule for rule, graphs in GRAPHS.items() if ALL_REDUCE in graphs}
+    assert {way.kind for way in found} == {name for name, kind in KINDS.items() if ALL_REDUCE in kind.graphs}
     for clock in (FAR, NEAR):
         found, alone = found_by(clock)
         assert all(way.reduces or each < 4 * alone for way, each in found.items())
@@ -131,11 +137,13 @@ def test_gossip_that_cannot_be_faster_is_left_out_but_an_all_reduce_is_not():
 def test_graphs_that_differ_from_others(machines):
     found, _ = found_by(NEAR, machines)
     expected = {
-        (rule, graph) for rule, graphs in GRAPHS.items() for graph, fewest in graphs.items() if machines >= fewest
+        (name, graph)
+        for name, kind in KINDS.items()
+        for graph, fewest in kind.graphs.items()
+        if machines >= fewest and kind.least == 1  # messages cost no time
     }
-    assert {(way.rule, way.graph) for way in found} == expected
+    assert {(way.kind, way.graph) for way in found} == expected
     assert {way.machines for way in found} == {machines}
-    assert {way.rule for way in found} == set(RULES)
 
 
 @pytest.mark.slow

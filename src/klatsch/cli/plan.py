@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Again = Callable[[Trial], str]
 
-MACHINES, MINUTES = 64, 0.85  # by default
+MACHINES, MINUTES = 64, 1.15  # by default
 MEANINGS = {
     "sigma": "noise of a node's gradient, the largest on the way",
     "zeta": "how far nodes' gradients are apart, at the end",
@@ -192,7 +192,7 @@ def _plain(answer: Answer, again: Again) -> dict[str, object]:
     def plain(trial: Trial | None) -> dict[str, object] | None:
         if trial is None:
             return None
-        way = {**trial.way._asdict(), "options": trial.way.options}
+        way = {**trial.way._asdict(), "rule": trial.way.rule, "options": trial.way.options}
         numbers = asdict(trial) | {"way": way, "seconds": trial.seconds}
         if math.isfinite(trial.rounds):
             numbers |= {"command": again(trial), "python": trial.way.python(trial.lr)}

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 SLOW = 2.0  # a round that takes so many gradients is one of the network
 # Okabe and Ito's colours, which most colour-blind people can tell apart.
-COLOURS = {"dsgd": "#0072B2", "dat": "#D55E00", "dat-d2": "#009E73"}
+COLOURS = {"dsgd": "#0072B2", "momentum": "#E69F00", "shared-momentum": "#56B4E9", "qg": "#CC79A7", "diloco": "#000000"}
+COLOURS |= {"kgt": "#F0E442", "dat": "#D55E00", "dat-d2": "#009E73"}
 MARKERS = {"ring": "o", "one_peer_exponential": "s", "exponential": "v", "hypercube": "D", "complete": "^"}
 LINES = ("-", "--", "-.", ":")  # by how seldom nodes talk
 
@@ -111,13 +112,13 @@ def curves(answer: Answer) -> Figure:
     axis = figure.subplots()
     trials = sorted((t for t in answer.trials if math.isfinite(t.seconds) and t.way.machines > 1), key=lambda t: t.way)
     silence = sorted({t.way.every for t in trials})
-    for rule, graph, every in dict.fromkeys(t.way[1:4] for t in trials):
-        line = sorted((t for t in trials if t.way[1:4] == (rule, graph, every)), key=lambda t: -t.seconds)
+    for kind, graph, every in dict.fromkeys(t.way[1:4] for t in trials):
+        line = sorted((t for t in trials if t.way[1:4] == (kind, graph, every)), key=lambda t: -t.seconds)
         fastest = dict(sorted({t.way.machines: t.seconds for t in line}.items()))
-        label = f"{rule}, {'all-reduce' if line[0].way.reduces else graph}" + f"/{every}" * (every > 1)
+        label = f"{kind}, {'all-reduce' if line[0].way.reduces else graph}" + f"/{every}" * (every > 1)
         dashes = LINES[silence.index(every) % len(LINES)]
         (drawn,) = axis.plot([*fastest], [*fastest.values()], MARKERS[graph] + dashes, markersize=4, label=label)
-        drawn.set_color(COLOURS[rule])
+        drawn.set_color(COLOURS[kind])
     best, alone = answer.best, answer.alone
     if math.isfinite(alone.seconds):
         axis.axhline(alone.seconds, color="#999999", linestyle=":", linewidth=1.2, label="one machine")

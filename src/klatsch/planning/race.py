@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from klatsch.arguments import number, whole
 from klatsch.clock import Clock
 from klatsch.clock.network import NoLinkError
-from klatsch.planning.ways import MOST_MACHINES, Way, round_seconds, ways_of
+from klatsch.planning.ways import KINDS, MOST_MACHINES, Way, round_seconds, ways_of
 from klatsch.problems import Problem, checked
 from klatsch.problems.sharded import Sharded
 from klatsch.simulation import Result, simulate
@@ -75,7 +75,7 @@ class Task:
     machines: int = 64
     params: int | None = None
     seeds: int = SEEDS
-    seconds: float = 51.0
+    seconds: float = 69.0
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -263,7 +263,7 @@ def _race(task: Task, timer: Timer) -> Answer:
 
 
 def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
-    """One machine with each rule; the problem on 1, 2, 4, ... machines; and why there are not more."""
+    """One machine with the rules that differ there; the problem on 1, 2, 4, ... machines; and why not on more."""
     problems, most, machines, nodes = dict[int, Problem](), "", 1, task.clock.nodes or task.machines
     while machines <= task.machines and not most:
         try:
@@ -281,7 +281,8 @@ def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
             problems[machines] = problem
             machines *= 2
     each = round_seconds(task.clock, Way(1), task.params or problems[1].dim)
-    return [Runner(Way(1, rule), problems[1], each, LEARNING_RATES) for rule in ("dsgd", "dat")], problems, most
+    kinds = dict.fromkeys(kind.rates for kind in KINDS.values())
+    return [Runner(Way(1, kind), problems[1], each, LEARNING_RATES) for kind in kinds], problems, most
 
 
 def _target(task: Task, alone: Sequence[Runner], timer: Timer) -> float:
@@ -316,7 +317,7 @@ def _target(task: Task, alone: Sequence[Runner], timer: Timer) -> float:
 
 def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem]) -> list[Runner]:
     """All ways with several machines, at the learning rates around those of one machine."""
-    rates = {runner.way.rule: around(runner.best_after(FIRST), more=1) for runner in alone}
+    rates = {runner.way.kind: around(runner.best_after(FIRST), more=1) for runner in alone}
     groups, missing = defaultdict[tuple[int, str], list[Runner]](list), None
     for machines, problem in [*problems.items()][1:]:
         try:
@@ -325,8 +326,7 @@ def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem
             missing = missing or error
             continue
         for way, each in ways.items():
-            runner = Runner(way, problem, each, rates["dsgd" if way.rule == "dsgd" else "dat"])
-            groups[machines, way.rule].append(runner)
+            groups[machines, way.kind].append(Runner(way, problem, each, rates[KINDS[way.kind].rates]))
     if missing and not groups:
         raise missing
     # All sizes and rules take turns: the time may end.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -25,13 +25,32 @@ from klatsch.topology.channel import CHANNEL
 NODES, MOST_NODES = 16, 1 << 16  # of a problem, by default and at most
 ALL_REDUCE = "complete"
 MOST_MACHINES = 4096  # whose rounds a clock times in seconds
-# Options of rules that are not the defaults of `rules.make`; a plan names them, so that its advice is what has raced.
-RULES: dict[str, dict[str, Given]] = {"dsgd": {}, "dat": {"beta": 0.9}, "dat-d2": {"beta": 0.9}}
-# Graphs of a rule, with the fewest machines for which they differ from others. D2 needs one symmetric matrix.
-GRAPHS = {
-    "dsgd": {"ring": 2, ALL_REDUCE: 2},
-    "dat": {"ring": 2, "one_peer_exponential": 4, "exponential": 8, ALL_REDUCE: 2},
-    "dat-d2": {"ring": 2, "hypercube": 8},
+
+
+class Kind(NamedTuple):
+    """A rule that races, and where."""
+
+    rule: str
+    options: dict[str, Given]  # that are not defaults of `rules.make`; a plan names them
+    graphs: dict[str, int]  # with the fewest machines for which they differ from others
+    rates: str  # the kind whose learning rates with one machine it begins with
+    least: int = 1  # the smallest H
+
+
+MOMENTUM: dict[str, Given] = {"momentum": 0.9}
+AVERAGE: dict[str, Given] = {"beta": 0.9}
+# With an all-reduce in every round, momentum is that of the whole network without being sent. D2 needs one symmetric
+# matrix. `topk` does not race: int8 in every 64th round sends less than half of the bytes of topk(0.01) in every round,
+# and neighbours know all numbers sooner.
+KINDS = {
+    "dsgd": Kind("dsgd", {}, {"ring": 2, ALL_REDUCE: 2}, "dsgd"),
+    "momentum": Kind("dsgd", MOMENTUM, {ALL_REDUCE: 2}, "momentum"),
+    "shared-momentum": Kind("dsgd", MOMENTUM | {"shared": True}, {"one_peer_exponential": 4}, "momentum"),
+    "qg": Kind("qg", {}, {"one_peer_exponential": 4}, "momentum"),
+    "diloco": Kind("diloco", {}, {ALL_REDUCE: 2}, "momentum", 16),
+    "kgt": Kind("kgt", {}, {"hypercube": 8}, "dsgd", 4),
+    "dat": Kind("dat", AVERAGE, {"ring": 2, "one_peer_exponential": 4, "exponential": 8, ALL_REDUCE: 2}, "dat"),
+    "dat-d2": Kind("dat-d2", AVERAGE, {"ring": 2, "hypercube": 8}, "dat"),
 }
 BETWEEN = (1, 4, 16, 64)  # H, rounds between two with gossip
 STEADY = (128, 384)  # between these rounds of the clock a round takes as long as any
@@ -43,7 +62,7 @@ class Way(NamedTuple):
     """A way to train."""
 
     machines: int
-    rule: str = "dsgd"
+    kind: str = "dsgd"  # of `KINDS`
     graph: str = ALL_REDUCE
     every: int = 1
     late: int = 0
@@ -55,9 +74,23 @@ class Way(NamedTuple):
         return self.graph == ALL_REDUCE
 
     @property
+    def rule(self) -> str:
+        """Its name."""
+        return KINDS[self.kind].rule
+
+    @property
     def options(self) -> dict[str, Given]:
         """The rule's options that are not its defaults."""
-        return RULES[self.rule]
+        return KINDS[self.kind].options
+
+    @property
+    def works(self) -> bool:
+        """Whether the rule takes the graph and its channel."""
+        rule, graph = self.made([1.0])
+        with suppress(ValueError):
+            rule.check_graph(graph)
+            return True
+        return False
 
     @property
     def channel(self) -> dict[str, Given]:
@@ -101,7 +134,7 @@ class Way(NamedTuple):
 
 
 def _listed(options: dict[str, Given]) -> str:
-    return ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
+    return ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in options.items())
 
 
 def round_seconds(clock: Clock, way: Way, params: int) -> float:
@@ -120,10 +153,10 @@ def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way,
     machine, `alone`, has no chance. Graphs whose links the network does not have are left out.
     """
     seconds_of: dict[Way, float] = {}
-    for rule, graphs in GRAPHS.items():
+    for kind, (_, _, graphs, _, least) in KINDS.items():
         for graph in [name for name, fewest in graphs.items() if machines >= fewest]:
             for H in BETWEEN:
-                way = Way(machines, rule, graph, H)
+                way = Way(machines, kind, graph, H)
                 try:
                     seconds = round_seconds(clock, way, params)
                 except NoLinkError as error:
@@ -135,9 +168,10 @@ def ways_of(clock: Clock, machines: int, params: int, alone: float) -> dict[Way,
                     if (faster := round_seconds(clock, small, params)) < FASTER * seconds:
                         way, seconds, variants = small, faster, {small: faster}
                     hidden = way._replace(late=H - 1)
-                    if H > 1 and (faster := round_seconds(clock, hidden, params)) < FASTER * seconds:
+                    if H > 1 and hidden.works and (faster := round_seconds(clock, hidden, params)) < FASTER * seconds:
                         variants[hidden] = faster
-                seconds_of |= variants
+                if least <= H:
+                    seconds_of |= variants
                 if min(variants.values()) <= HARDLY * alone:
                     break
     if not seconds_of:
