@@ -128,4 +128,4 @@ def test_damaged_files_are_named_and_not_exported(trained, tmp_path, run_cli):
     shown = " ".join(out.split())
     assert "is damaged or not a checkpoint (it is cut off, or too long)" in shown
     assert "is a folder, a pipe or a device, and not a checkpoint" in shown
-    assert "6 dat ring 0" in shown
+    assert "6 dat base_graph(k=1) 0" in shown
