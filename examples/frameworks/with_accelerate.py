@@ -15,12 +15,14 @@ optimizer = gossip = klatsch.optim.GossipSGD(model.parameters(), lr=0.1, order="
 torch.manual_seed(0)
 loader = DataLoader(spirals(8192), batch_size=64, shuffle=True)
 optimizer, loader = accelerator.prepare(optimizer, loader)  # every process gets its part of the data
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(gossip, 5)
 for epoch in range(5):
     for inputs, labels in loader:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(inputs), labels)
         accelerator.backward(loss)
         optimizer.step()
+    scheduler.step()
     accelerator.print(f"epoch {epoch}: loss {loss:.3f}, consensus {gossip.consensus():.2e}")
 with klatsch.merged(model):  # the mean of all processes, to evaluate or save
     accelerator.save(model.state_dict(), "model.pt")

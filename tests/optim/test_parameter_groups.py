@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 import klatsch
-from klatsch.optim import DATSGD, DSGD, Gossip
+from klatsch.optim import DATSGD, DSGD, Gossip, GossipSGD
 from klatsch.ranks import node
 
 STEPS = 12
@@ -113,23 +113,23 @@ def test_a_rule_without_momentum_refuses_one():
         optimizer.step()
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_each_group_has_its_own_momentum(monkeypatch, momentum):
+@pytest.mark.parametrize("kind, momentum", [(DSGD, 0.0), (DSGD, 0.9), (GossipSGD, 0.9)])
+def test_each_group_has_its_own_momentum(monkeypatch, kind, momentum):
     monkeypatch.setitem(node.BLOCK, "cpu", 10)  # several slices, whose borders are not those of the groups
     model = make_model()
     other = copy.deepcopy(model)
-    train(model, DSGD(groups(model), lr=0.1, momentum=momentum))
+    train(model, kind(groups(model), lr=0.1, momentum=momentum))
     train(other, SGD(groups(other), lr=0.1, momentum=momentum))
     close(model, other)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.6])
+@pytest.mark.parametrize("ours, momentum", [(DSGD, 0.0), (DSGD, 0.6), (GossipSGD, 0.0), (GossipSGD, 0.6)])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_that_cycle_the_momentum(name, momentum):
+def test_schedulers_that_cycle_the_momentum(name, ours, momentum):
     """With their defaults, which set a momentum also where the optimizer was made without one."""
     model = make_model()
     other, still = copy.deepcopy(model), copy.deepcopy(model)
-    for net, kind in ((model, DSGD), (other, SGD)):
+    for net, kind in ((model, ours), (other, SGD)):
         optimizer = kind(net.parameters(), lr=0.1, momentum=momentum)
         train(net, optimizer, SCHEDULERS[name](optimizer))
         assert optimizer.param_groups[0]["momentum"] != momentum
