@@ -18,15 +18,13 @@ for layer in [*model, model]:  # the blocks of a transformer, then the whole
     fully_shard(layer, mesh=mesh["gpu"])
 torch.manual_seed(dist.get_rank())
 loader = DataLoader(spirals(), batch_size=64, shuffle=True)
-optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=0.1, order="cta", mesh=mesh["host"])
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=lambda t: 3 / (t + 30), order="cta", mesh=mesh["host"])
 for epoch in range(5):
     for inputs, labels in loader:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(inputs), labels)
         loss.backward()
         optimizer.step()
-    scheduler.step()
     print(f"rank {dist.get_rank()}, epoch {epoch}: loss {loss:.3f}, consensus {optimizer.consensus():.2e}", flush=True)
 with klatsch.merged(model):
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
