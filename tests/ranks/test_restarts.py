@@ -53,7 +53,7 @@ def test_kill_9_under_a_static_rendezvous_with_a_store_for_each_attempt(tmp_path
     (recipe,) = (some for some in re.findall(r"```py\n(.*?)```", DOCUMENT.read_text(), re.S) if "TCPStore" in some)
     plain = SCRIPT.read_text()
     assert plain.count('dist.init_process_group("gloo")\n') == 1
-    graph = 'topology="one_peer_exponential"'
+    graph = '"one_peer_exponential"'
     assert graph in plain
     plain = plain.replace(graph, f'{graph}, every=2, late=3, wire="int8"')
     script, without = tmp_path / "train.py", tmp_path / "calm.py"

@@ -120,7 +120,7 @@ class Adam(Direction):
     weight_decay: Given = 0.0
     shared: bool | str = False
     short: ClassVar[str] = "adam"
-    graph: ClassVar[str] = "ring"  # the more nodes are in what it normalises, the better
+    graph = "ring"  # the more nodes are in what it normalises, the better
     also = "v"  # what it can share instead of gradients
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ class Outer:
     nesterov: bool = True
     together: bool = field(default=False, kw_only=True)  # whether a mix makes all nodes equal, which `on` sets
     short: ClassVar[str] = "outer"
-    graph: ClassVar[str] = "ring"  # on which every momentum is stable
+    graph = "ring"  # on which every momentum is stable
 
     def __post_init__(self) -> None:
         columns.settle(
