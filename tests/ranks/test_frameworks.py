@@ -1,5 +1,6 @@
 """The recipes of docs/frameworks.md, and what Lightning and Hugging Face do with gossip; real processes."""
 
+import csv
 import json
 import os
 import re
@@ -116,6 +117,10 @@ def test_lightning_goes_on_from_a_checkpoint_and_leaves_the_merged_model(launch)
         assert "configure_optimizers() returns SGD, with which every process would train alone" in answer["alone"]
     assert answers[0]["merged"] == pytest.approx(answers[1]["merged"], abs=1e-6)
     assert answers[0]["x"][0] != answers[1]["x"][0]
+    rows = [*csv.DictReader(next(ranks.folder.rglob("metrics.csv")).read_text().splitlines())]
+    sent = [(int(row["step"]), float(row["gossip/bytes"])) for row in rows if row["gossip/bytes"]]
+    assert [step for step, _ in sent] == [5, 10, 15]
+    assert 0 < sent[0][1] < sent[1][1] < sent[2][1]
     assert "epoch=3.ckpt.rank1 is missing, the state of this process's optimizer; copy it" in answers[1]["missing"]
 
 
@@ -146,6 +151,8 @@ def test_hugging_face_goes_on_from_a_checkpoint_and_leaves_the_merged_model(laun
         assert answer["consensus"][-1] > 0
         assert answer["evaluated"][0] == pytest.approx(answer["evaluated"][1], rel=0.1)  # merged, or the mean of two x
         assert "the optimizer is SGD, with which every process would train alone" in answer["alone"]
+    assert len(answers[0]["logged"]) == 4
+    assert answers[0]["logged"] == sorted(set(answers[0]["logged"]))
     assert not answers[0]["thrifty"]  # consensus="off"
     assert answers[0]["own"] == answers[0]["own x"] != answers[1]["own x"]  # bits: a copy; merge=False
     for which in ("merged", "best"):

@@ -48,11 +48,14 @@ def test_a_static_rendezvous_without_restarts_works(tmp_path, train):
     assert done.returncode == 0, done.stderr
 
 
-def test_kill_9_under_a_static_rendezvous_with_a_store_for_each_attempt(tmp_path, train):
-    """As the document says, and with messages on their way when a rank dies."""
+@pytest.mark.parametrize("begins", ["a store for each attempt", "nothing"])
+def test_kill_9_under_a_static_rendezvous(tmp_path, train, begins):
+    """As the document says, or without init_process_group; with messages on their way when a rank dies."""
     (recipe,) = (some for some in re.findall(r"```py\n(.*?)```", DOCUMENT.read_text(), re.S) if "TCPStore" in some)
     plain = SCRIPT.read_text()
-    assert plain.count('dist.init_process_group("gloo")\n') == 1
+    assert plain.count('dist.init_process_group("gloo")\n') == plain.count("dist.get_rank()") == 1
+    if begins == "nothing":
+        recipe, plain = "", plain.replace("dist.get_rank()", 'int(os.environ["RANK"])')
     graph = '"one_peer_exponential"'
     assert graph in plain
     plain = plain.replace(graph, f'{graph}, every=2, late=3, wire="int8"')

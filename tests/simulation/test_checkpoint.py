@@ -270,8 +270,9 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "run.safetensors"
     header, _ = sealed.read(path, driver.FORMAT)
     fresh = rules.make("dat", 0.1).init(torch.zeros(5, 3, 4))
+    run = SimpleNamespace(now=SimpleNamespace(state=fresh), stand_after=lambda rounds: None)
     with pytest.raises(ValueError, match=r"damaged: the field w"):
-        driver.Saver(path, 0.0, header["run"]).restore(SimpleNamespace(now=SimpleNamespace(state=fresh)))
+        driver.Saver(path, 0.0, header["run"]).restore(run)
 
 
 def test_a_problem_that_cannot_be_told_apart_cannot_be_saved(tmp_path):

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from klatsch.ranks.agreement import everyone_of
+from klatsch.ranks.edges import Edges
 from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.node import Given, Node
 from klatsch.rules import Rule
@@ -67,7 +69,9 @@ def simulate_on_ranks(
     rates, size = parts.rates, dist.get_world_size(group)
     if topology.size != size:
         raise ValueError(f"{topology.name} has {topology.size} nodes but the group has {size} ranks; use one per node")
-    with closing(GlooLinks(group, topology, rates.device, TIMEOUT, "raise")) as links:
+    everyone = everyone_of(group, TIMEOUT)
+    edges = Edges(everyone.store, everyone.rank, TIMEOUT)
+    with closing(GlooLinks(edges, topology, rates.device, TIMEOUT, "raise")) as links:
         problem = parts.networks[0].problem
         node = Node(rates.placed(bare(parts.rule)), rates.start(problem).contiguous(), links)
         nodes = RankNodes(node, parts.networks, rates, group)

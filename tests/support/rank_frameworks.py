@@ -314,6 +314,7 @@ def lightning_goes_on(folder):
     """Four epochs at once, and two and two; what is saved is the merged model, what is validated is x."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
 
     from klatsch.frameworks.lightning import GossipStrategy
 
@@ -323,7 +324,8 @@ def lightning_goes_on(folder):
         os.environ.update(given)  # Lightning takes some away at the end
         saves = ModelCheckpoint(folder / name, filename="{epoch}", every_n_epochs=1, save_top_k=1, monitor="epoch",
                                 mode="max", enable_version_counter=False)  # fmt: skip
-        trainer = lightning.Trainer(strategy=GossipStrategy(), max_epochs=epochs, callbacks=[saves], **quiet())
+        logs = {"logger": CSVLogger(folder, "csv", "") if name == "whole" else False, "log_every_n_steps": 5}
+        trainer = lightning.Trainer(strategy=GossipStrategy(), max_epochs=epochs, callbacks=[saves], **quiet() | logs)
         module = lightning_module(make)
         rank = int(os.environ["RANK"])
         trainer.fit(module, loader(rank), loader(rank), weights_only=True, **options)
@@ -436,7 +438,7 @@ def trainer_goes_on(folder):
     from klatsch.frameworks.huggingface import GossipTrainer
 
     saving = {"save_strategy": "epoch", "eval_strategy": "epoch"}
-    whole = hugging_face(folder, GossipTrainer, 4, "whole", **saving)
+    whole = hugging_face(folder, GossipTrainer, 4, "whole", logging_steps=5, **saving)
     whole.train()
     first = hugging_face(folder, GossipTrainer, 4, "parts", **saving)
     first.add_callback(ends_after(2))
@@ -458,6 +460,7 @@ def trainer_goes_on(folder):
         "merged": flat(again.model).tolist(),
         "best": flat(best.model).tolist(),
         "consensus": [row["eval_consensus"] for row in again.state.log_history if "eval_consensus" in row],
+        "logged": [row["gossip_bytes"] for row in whole.state.log_history if "loss" in row],
         "thrifty": any("eval_consensus" in row for row in thrifty.state.log_history),
         "own": torch.cat([v.reshape(-1) for v in own.values()]).sort()[0].tolist(),
         "own x": torch.cat([v.reshape(-1) for v in thrifty.optimizer.optimizer.output()]).sort()[0].tolist(),

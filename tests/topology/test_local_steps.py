@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import time
 from dataclasses import replace
 from itertools import product as product_of
 
@@ -158,13 +157,14 @@ def test_gaps_in_closed_form():
 
 @pytest.mark.parametrize("name", ["ring/1000", "base_graph/1000", "directed_ring/1000"])
 def test_a_thousand_rounds_cost_as_little_as_one(name):
-    """Far below what a thousand checks, products or eigenvalues would take."""
-    began = time.process_time()
+    """Silent rounds share one matrix, and so one check, product and eigenvalue; also in another process."""
     graph = tp.make(name, 200)
-    summary = tp.summarize(pickle.loads(pickle.dumps(graph)))
+    copied = pickle.loads(pickle.dumps(graph))
+    for each in (graph, copied):
+        assert len({id(P) for P in each.matrices}) == len({id(P) for P in each.speaking}) + 1
+    summary = tp.summarize(copied)
     assert lag(graph) % 1000 == 0
     StackedMix(graph, dtype=torch.float64, device=torch.device("cpu"))
-    assert time.process_time() - began < 10
     assert summary.every == 1000
     assert summary.rho == pytest.approx(tp.spectral_gap(name, 200), rel=1e-6)
 

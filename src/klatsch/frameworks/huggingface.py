@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from klatsch.extras import need
+
+need("GossipTrainer", "transformers", "accelerate")
+
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
@@ -36,7 +41,7 @@ class GossipTrainer(Trainer):
         merge: save the merged model, which costs the same once more for each; else the first process's x.
     """
 
-    def __init__(self, *args: Any, consensus: str = "estimate", merge: bool = True, **options: Any) -> None:
+    def __init__(self, *args: object, consensus: str = "estimate", merge: bool = True, **options: object) -> None:
         self._trains, self._merges, self._estimates = False, merge, named("consensus", consensus, ESTIMATES)
         super().__init__(*args, **options)
 
@@ -45,12 +50,12 @@ class GossipTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
-    def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
+    def create_optimizer(self, *args: object) -> torch.optim.Optimizer:
         """Create the optimizer, which must gossip."""
         super().create_optimizer(*args)
         return self._gossip
 
-    def train(self, *args: Any, **options: Any) -> Any:
+    def train(self, *args: object, **options: object) -> Any:
         """Train, and leave the merged model with every process."""
         self._trains = True
         try:
@@ -62,14 +67,26 @@ class GossipTrainer(Trainer):
             average_(self.model, parameters=True)
         return result
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **options: Any) -> Any:
+    def training_step(self, *args: object, **options: object) -> Any:
+        """Have the loss in the optimizer's log, too, if it has one."""
+        loss = super().training_step(*args, **options)
+        self._gossip.log(loss=loss)
+        return loss
+
+    def log(self, logs: dict[str, float], *args: object, **options: object) -> None:
+        """Give all callbacks what can be seen of the gossip beside the loss."""
+        if self._trains and "loss" in logs:
+            logs |= {f"gossip_{name}": value for name, value in self._gossip.counts().items()}
+        super().log(logs, *args, **options)
+
+    def evaluation_loop(self, *args: object, metric_key_prefix: str = "eval", **options: object) -> Any:
         """Evaluate, which Trainer does at x, and measure how far the processes are from each other."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **options)
         if self._trains and self._estimates is not None:
             output.metrics[f"{metric_key_prefix}_consensus"] = self._gossip.consensus(estimate=self._estimates)
         return output
 
-    def save_model(self, *args: Any, **options: Any) -> None:
+    def save_model(self, *args: object, **options: object) -> None:
         """Save the merged model, or the first process's x; all processes ask together."""
         with ExitStack() as stack:
             if self._trains:

@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from klatsch.extras import need
+
+need("GossipStrategy", "lightning")
+
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy
@@ -40,7 +45,7 @@ class GossipStrategy(DDPStrategy):
     strategy_name = "gossip"
     optimizers: list[Gossip]
 
-    def __init__(self, *, merge: bool = True, **options: Any) -> None:
+    def __init__(self, *, merge: bool = True, **options: object) -> None:
         super().__init__(**options)
         self._merges = merge
         self._at_x = ExitStack()
@@ -83,6 +88,14 @@ class GossipStrategy(DDPStrategy):
         # It is a collective in every batch; without it a process that is told to end ends alone.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        """Give the loggers what can be seen of the gossip, as often as they get other numbers."""
+        trainer = self.lightning_module.trainer
+        if trainer.loggers and trainer.global_step and trainer.global_step % trainer.log_every_n_steps == 0:
+            seen = {f"gossip/{name}": v for optimizer in self.optimizers for name, v in optimizer.counts().items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(seen, step=trainer.global_step)
+
     def on_validation_start(self) -> None:
         """Put x into the model, which otherwise holds what it was given, such as the best one."""
         for optimizer in self.optimizers if self._fits else ():
@@ -113,7 +126,7 @@ class GossipStrategy(DDPStrategy):
             return {name: value.detach().clone() for name, value in super().lightning_module_state_dict().items()}
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object | None = None
     ) -> None:
         """Write the checkpoint, and beside it what is this process's own; all under the first one's name."""
         named = str(self.broadcast(str(filepath)))  # names may have the number of steps
@@ -123,7 +136,7 @@ class GossipStrategy(DDPStrategy):
             own = {name: checkpoint[name] for name in OWN}
             self.checkpoint_io.save_checkpoint(own, self._beside(named), storage_options)
 
-    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: object, **options: object) -> dict[str, Any]:
         """Read it, with what is this process's own."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
         if not self.is_global_zero and "optimizer_states" in checkpoint and self._fits:

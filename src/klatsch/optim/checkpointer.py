@@ -27,11 +27,11 @@ from klatsch.arguments import whole
 from klatsch.optim import groups
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.hosts import cut_along, piece
+from klatsch.optim.post import Post
 from klatsch.ranks import saved
-from klatsch.ranks.agreement import summed, told
+from klatsch.ranks.agreement import told
 from klatsch.ranks.failures import NonFiniteError, shown, warn
 from klatsch.ranks.message import is_sound
-from klatsch.ranks.node import PIECE
 from klatsch.ranks.saved import FORMAT, Round, SavedFile, Seen, Training
 from klatsch.sealed import REMEDY, CheckpointError
 from klatsch.wire.rehearsal import FEW, Rehearsal
@@ -72,6 +72,9 @@ class Checkpointer:
     many as before: those without a file begin from the mean of the others. What the ranks that are gone held of a
     rule's sums is written off, so that these stay zero over the network. Files of rounds are for `klatsch checkpoint`.
 
+    In a crew that changes (docs/crew.md), any number of members goes on from a folder: those for whom there are files
+    from these, and the others as newcomers. Who joins a crew that trains has its state, and only begins to save.
+
     Args:
         folder: where the files go; shared by all ranks, or one on each machine. It is made if it does not exist.
         every: rounds between two checkpoints.
@@ -93,6 +96,7 @@ class Checkpointer:
         self._training: Training = ()
         self._began = 0
         self._former: list[Path] = []  # files of the crew before, to be removed once they are not needed
+        self._epoch = 0  # of a crew that changes, in the last file
 
     def resume(self, optimizer: Gossip, **others: object) -> int:
         """Go on from the newest round that all ranks have; all ranks must call it together.
@@ -115,8 +119,9 @@ class Checkpointer:
         for path in self.folder.glob(f".{self._file(0).name.partition('-')[0]}-*.safetensors.*"):
             path.unlink(missing_ok=True)  # half written when it was killed
         files = {file.seen: file for file in saved.files(self.folder) if file.place == optimizer.host.place}
-        choice, read = self._opened(files)
-        drawn = str(self._told(secrets.token_hex(8))[0])
+        if optimizer.post is not None:
+            return self._resume_in_crew(optimizer.post, files)
+        choice, read, drawn = self._opened(files)
         if choice is None:
             self._training, self._began = (drawn,), 0
             self.save()
@@ -129,6 +134,44 @@ class Checkpointer:
             read = self._carried_over(choice, read)
         assert read is not None
         self._load(read, anew=not choice.unbroken)
+        self._put_in_order(files, choice.unbroken)
+        return began
+
+    def _resume_in_crew(self, post: Post, files: dict[Seen, SavedFile]) -> int:
+        """Go on from files if nobody has begun a round; else this member has what the others hold."""
+        optimizer, unbroken, drawn = self._trained, False, secrets.token_hex(8)
+        choice: Choice | None = None
+        while optimizer.rounds == 0 and not post.left:
+            try:
+                choice, read, drawn = self._opened(files)
+            except RuntimeError:
+                if not post.misses_some:
+                    raise
+                optimizer.go_on(None, 0, 0, 0, anew=True)  # and look again, without those who have died
+                continue
+            if choice is None:
+                break
+            post.training = (*choice.round.training, *(() if choice.unbroken else (drawn,)))
+            if read is None:
+                optimizer.go_on(None, 0, 0, 0, anew=True)
+                break
+            content = self._content(*read[1:])
+            self._load_others(read[0], content)  # with frozen parameters, which newcomers get
+            rounds, size = choice.round.rounds, choice.round.size if choice.unbroken else 0
+            anew = read[1]["topology"] != self._topology
+            unbroken = optimizer.go_on(content, rounds, read[1]["rank"], size, anew)
+            self._set_generators(read[0], content)
+            break
+        self._training, self._began = post.training or (drawn,), optimizer.rounds
+        post.training, self._epoch = self._training, post.epoch.number
+        self._put_in_order(files, unbroken)
+        if choice is None:
+            self.step()  # as the others do, who were here in the round before
+        return self._began
+
+    def _put_in_order(self, files: dict[Seen, SavedFile], unbroken: bool) -> None:
+        """Remove files of rounds that are trained again, and note those of the crew before."""
+        began, nodes = self._began, self._trained.topology.size
         own = {self._file(seen.rounds) for seen in files}
         for seen, file in files.items():
             if seen.rounds > began and file.path in own:  # these rounds are trained again
@@ -137,15 +180,15 @@ class Checkpointer:
         self._former = [
             file.path
             for seen, file in files.items()
-            if not choice.unbroken and seen.training[:1] == self._training[:1] and file.path not in own
+            if not unbroken and seen.training[:1] == self._training[:1] and file.path not in own
             # Ranks that were started may write their newer ones again.
-            if seen.rounds <= began or seen.rank >= len(choice.takes)
+            if seen.rounds <= began or seen.rank >= nodes
         ]
-        return began
 
     def step(self) -> None:
         """Save if it is time; call it after every step of the optimizer and the scheduler."""
-        if self._trained.rounds % self.every == 0:
+        post = self._trained.post
+        if self._trained.rounds % self.every == 0 and not (post and post.left):
             self.save()
 
     def save(self) -> Path:
@@ -155,6 +198,8 @@ class Checkpointer:
             NonFiniteError: the state is not finite. Nothing is written, and the older files stay.
         """
         optimizer, rounds = self._trained, self._trained.rounds
+        if optimizer.post is not None:
+            self._follow(optimizer.post)
         content = optimizer.content()
         if not _is_finite(v for fields in content["vectors"] for v in fields.values()):
             remedy = f"not saved; resume from the files of before in {self.folder}, with a smaller learning rate"
@@ -170,6 +215,7 @@ class Checkpointer:
         header |= {"place": optimizer.host.place, "places": optimizer.host.size}
         header |= {"run": self._identity(), "export": self._export(tensors)}
         sealed.write(path, header, tensors)
+        optimizer.tell("checkpoint", path=str(path))
         # A rank that has begun round r + 1 has saved round r.
         own = {int(match[3]): path for path, match in saved.named(self.folder) if path == self._file(int(match[3]))}
         had_by_all = [r for r in sorted(own) if r < rounds - optimizer.lag]
@@ -179,6 +225,15 @@ class Checkpointer:
         for old in obsolete:
             old.unlink(missing_ok=True)
         return path
+
+    def _follow(self, post: Post) -> None:
+        """Note files of the epoch before, where nodes had other numbers, if the crew has changed."""
+        if post.left:
+            raise ValueError("this member has left the crew, which saves without it; save before optimizer.leave()")
+        if post.epoch.number > self._epoch:
+            self._epoch, self._began = post.epoch.number, post.epoch.start - 1
+            earlier = [path for path, match in saved.named(self.folder) if int(match[3]) < self._began]
+            self._former = [*dict.fromkeys([*self._former, *earlier])]
 
     @property
     def _trained(self) -> Gossip:
@@ -236,10 +291,10 @@ class Checkpointer:
         """What all ranks have to tell, as plain data, host by host."""
         host = self._trained.host
         inside = told(host.group, value) if host.size > 1 else [value]
-        return [row for rows in told(self._trained.group, inside) for row in rows]
+        return [row for rows in self._trained.everyone.told(inside) for row in rows]
 
-    def _opened(self, files: dict[Seen, SavedFile]) -> tuple[Choice | None, Read | None]:
-        """Where to go on from, and the content of this rank's file there, once every rank has read a sound one."""
+    def _opened(self, files: dict[Seen, SavedFile]) -> tuple[Choice | None, Read | None, str]:
+        """Where to go on from, this rank's file there, once all have read a sound one, and a name for another crew."""
         optimizer, places = self._trained, self._trained.host.size
         for seen, file in files.items():
             if seen.trouble and seen.rank % optimizer.topology.size == optimizer.rank:
@@ -260,10 +315,12 @@ class Checkpointer:
                     warn(f"{error}")
                     files[seen._replace(trouble=error.trouble)], failed = files.pop(seen), True
             if not any(self._told(failed)):
-                return choice, read
+                return choice, read, str(self._told(secrets.token_hex(8))[0])
 
     def _choice(self, by_node: list[list[set[Seen]]]) -> Choice | None:
         """Where to go on from, by what the ranks of every node see; None if no rank has anything yet."""
+        crew = self._trained.post is not None
+        fresh = self.fresh or crew
         started, everything = len(by_node), {seen for ranks in by_node for rows in ranks for seen in rows}
         if not any(seen.rounds for seen in everything):  # none, or round 0 alone
             return None
@@ -275,10 +332,10 @@ class Checkpointer:
                 f"{self.folder} holds checkpoints of several trainings; move those of the others away, or choose "
                 "another folder"
             )
-        for each in [*enough, *(rounds if self.fresh else ())]:
+        for each in [*enough, *(rounds if fresh else ())]:
             takes = _takes(each, sees)
-            if sum(taken is not None for taken in takes) >= (1 if self.fresh else min(len(each.crew), started)):
-                return _chosen(each, takes, everything)
+            if sum(taken is not None for taken in takes) >= (1 if fresh else min(len(each.crew), started)):
+                return _chosen(each, takes, everything, crew)
         listed = saved.inventory(everything, range(started), rounds[0].training if rounds else ())
         raise ValueError(
             f"the ranks have no checkpoint in common in {self.folder}: {listed}; use a folder that outlives the "
@@ -324,21 +381,21 @@ class Checkpointer:
         lists = {name: [list(v.shape), str(v.dtype)] for name, v in tensors.items() if name.startswith(AVERAGED)}
         told = self._told(None if fresh else [header, lists])[optimizer.host.place :: optimizer.host.size]
         header, lists = next(each for each in told if each is not None) if fresh else (header, lists)
-        count = sum(taken is not None for taken in choice.takes)
+        complete = all(taken is not None for taken in choice.takes)
         sums = {entry.field for entry in Rehearsal(optimizer.rule, torch.zeros(FEW)).sums}
-        for name, (shape, dtype) in sorted(lists.items()):
-            is_sum = name.startswith("vectors.") and name.split(".", 2)[2] in sums
-            if count == len(choice.takes) and not is_sum:  # nobody needs the mean
-                continue
-            own = torch.zeros(shape, dtype=DTYPES[dtype]) if fresh else tensors[name]
-            # In pieces: a timeout is about silence.
-            pieces = [summed(optimizer.group, part.double()) for part in torch.split(own.reshape(-1), PIECE)]
-            mean = torch.cat(pieces).reshape(shape) / count
-            mean = mean if own.is_floating_point() else mean.round()
-            if fresh:
-                tensors[name] = own if is_sum else mean.to(own.dtype)
-            elif is_sum:
-                tensors[name] = (own - mean).to(own.dtype)
+        with optimizer.together("resume()") as mean_of:
+            have_files = mean_of(torch.tensor([float(not fresh)], dtype=torch.float64))
+            for name, (shape, dtype) in sorted(lists.items()):
+                is_sum = name.startswith("vectors.") and name.split(".", 2)[2] in sums
+                if complete and not is_sum:  # nobody needs the mean
+                    continue
+                own = torch.zeros(shape, dtype=DTYPES[dtype]) if fresh else tensors[name]
+                mean = (mean_of(own.reshape(-1).double()) / have_files).reshape(shape)
+                mean = mean if own.is_floating_point() else mean.round()
+                if fresh:
+                    tensors[name] = own if is_sum else mean.to(own.dtype)
+                elif is_sum:
+                    tensors[name] = (own - mean).to(own.dtype)
         if fresh:
             empty = {"memories": [{}] * len(optimizer.shares), "counted": [0, 0.0, 0, 0]}
             begins = empty | {"generators": get_generators(optimizer.device)}
@@ -353,6 +410,11 @@ class Checkpointer:
             optimizer.load_content(content, header["rounds"], anew or header["topology"] != self._topology)
         except ValueError as error:
             raise CheckpointError(f"{path} cannot be loaded ({_line(error)}); {REMEDY}") from None
+        self._load_others(path, content)
+        self._set_generators(path, content)
+
+    def _load_others(self, path: Path, content: dict[str, Any]) -> None:
+        optimizer = self._trained
         for name, state in content["others"].items():
             other = self._others[name]
             if isinstance(other, nn.Module) and (lacking := set(_state(name, other, optimizer)) ^ set(state)):
@@ -365,8 +427,10 @@ class Checkpointer:
             except Exception as error:  # it is the user's, and may do anything
                 what = f"{name} cannot load its state from {path}"
                 raise CheckpointError(f"{what} ({type(error).__name__}: {_line(error)}); {REMEDY}") from None
+
+    def _set_generators(self, path: Path, content: dict[str, Any]) -> None:
         try:
-            set_generators(content["generators"], optimizer.device)
+            set_generators(content["generators"], self._trained.device)
         except FORGED as error:
             raise CheckpointError(f"{path} holds no random generators ({_line(error)}); {REMEDY}") from None
 
@@ -388,18 +452,20 @@ def _takes(each: Round, sees: Sequence[set[Seen]]) -> list[int | None]:
     return takes
 
 
-def _chosen(each: Round, takes: list[int | None], everything: set[Seen]) -> Choice:
-    """The choice of a round, in words if it is not what was expected."""
+def _chosen(each: Round, takes: list[int | None], everything: set[Seen], crew: bool) -> Choice:
+    """The choice of a round, in words if it is not what was expected; in a crew, files say who is which node."""
     everyone = list(range(each.size))
+    in_order = sorted(takes, key=lambda taken: each.size if taken is None else taken) if crew else takes
     crews = [sorted(seen.crew) for seen in everything if (seen.training, seen.rounds) == each[:2]]
-    unbroken = takes == everyone and all(crew == everyone for crew in crews)
+    unbroken = in_order == everyone and all(crew == everyone for crew in crews)
     if not unbroken:
-        fresh = [rank for rank, taken in enumerate(takes) if taken is None]
+        fresh = [rank for rank, taken in enumerate(in_order) if taken is None]
         gone = sorted({*everyone} - {*takes})
         told = [f"what {shown(gone)} held is written off"] if gone else []
-        told += [f"rank {n} takes the file of rank {o}" for n, o in enumerate(takes) if o not in (n, None)]
+        told += [f"rank {n} takes the file of rank {o}" for n, o in enumerate(in_order) if o not in (n, None)]
         if fresh:
-            told.append(f"{shown(fresh)} start{'s' * (len(fresh) == 1)} from the mean of the others")
+            source = "a neighbour" if crew else "the mean of the others"
+            told.append(f"{shown(fresh)} start{'s' * (len(fresh) == 1)} from {source}")
         details = ", ".join(told) or "some of them had lost each other"
         warn(f"going on from round {each.rounds} with {len(takes)} ranks: {details}; channels begin anew")
     elif any(seen.trouble or seen.rounds > each.rounds for seen in everything):

@@ -7,30 +7,36 @@ tracked gradients) live in the optimizer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
+from functools import cached_property, partial
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.optim.optimizer import ParamsT, StateDict
 
 from klatsch.arguments import named
 from klatsch.optim import groups, hosts
 from klatsch.optim.groups import OnNonFinite
-from klatsch.optim.points import Points, Watch, model_of
+from klatsch.optim.points import Watch, model_of
+from klatsch.optim.post import Own, Post, crew_of, graphs_of, held_by, rescaled
 from klatsch.optim.share import Share
-from klatsch.ranks.agreement import agree, group_of, leave, members, summed
+from klatsch.optim.watched import MOST_SKIPPED, Watched
+from klatsch.ranks.agreement import everyone_of, group_of, ranks_of
 from klatsch.ranks.assembly import assembled
-from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError, reason, shown, warn
+from klatsch.ranks.edges import Edges
+from klatsch.ranks.failures import LinkError, NonFiniteError, reason, warn
 from klatsch.ranks.links import GlooLinks, OnFailure, backend, open_links
+from klatsch.ranks.mailbox import Memory
 from klatsch.rules import Rule, State
 from klatsch.rules.base import checked, rate
 from klatsch.topology import Topology
 from klatsch.version import VERSION
+from klatsch.watch.sinks import Given, sinks_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,7 +46,7 @@ WINDOW = 32  # rounds over which the gradients that a rank takes are counted
 LONGEST_STRETCH = 2.0  # of gradients, where others are missing
 
 
-class Gossip(Points, Joinable, JoinHook):
+class Gossip(Watched, Joinable, JoinHook):
     """An update rule on this rank's parameters, gossiped with its neighbours on a topology.
 
     Make it on every rank, with the same rule, topology and shapes. Ranks start from rank 0's parameters. A parameter
@@ -58,9 +64,11 @@ class Gossip(Points, Joinable, JoinHook):
         topology: a Topology with one node per rank, or the name of one; by default `rule.graph`: "base_graph", where a
             rank talks to one other per round and all agree after a few, or "ring" for rules that need a static graph or
             do better there.
-        group: the process group; all ranks by default.
+        group: the process group; all ranks by default, whether or not the script has called init_process_group.
         mesh: instead of a group, a DeviceMesh of (hosts, GPUs of a host), or its first dimension mesh["host"]: a node
             of the network is then a host, with DDP or FSDP2 inside; see docs/hosts.md.
+        crew: the registry of a crew that changes, HOST:PORT (several by commas), with the token in the file that
+            KLATSCH_CREW_TOKEN_FILE names; by default that of `klatsch crew join`; see docs/crew.md.
         every: gossip in every so many rounds only; the others send nothing.
         late: rounds that a message may travel while gradients are computed, at best every - 1; see `topology.channel`.
         wire: how numbers travel: "float32" (as they are), "bfloat16", "int8" (a quarter of the bytes), "topk(0.01)"
@@ -81,6 +89,9 @@ class Gossip(Points, Joinable, JoinHook):
         weight: how much this rank's gradients count beside the others', such as its number of samples; on all ranks, or
             on none, where all count alike. The network then minimises the weighted mean of the ranks' losses.
         any_graph: run even where the rule refuses the graph.
+        log: where events go, to watch the training: a folder, "terminal", "tensorboard:FOLDER", "wandb:PROJECT",
+            "trackio:PROJECT", "mlflow:EXPERIMENT", a function of an event, or a list of these; by default what the
+            environment has as KLATSCH_LOG; see docs/watching.md.
 
     Attributes:
         rank: which node of the topology this is.
@@ -105,6 +116,7 @@ class Gossip(Points, Joinable, JoinHook):
         group: dist.ProcessGroup | None = None,
         *,
         mesh: DeviceMesh | None = None,
+        crew: str | None = None,
         every: int = 1,
         late: int = 0,
         wire: str = "float32",
@@ -117,12 +129,14 @@ class Gossip(Points, Joinable, JoinHook):
         start_equal: bool = True,
         weight: float | None = None,
         any_graph: bool = False,
+        log: Given = None,
         **unknown: Never,
     ) -> None:
         groups.refuse(type(self), self.own_options, Gossip.__init__, unknown)
         rule = checked(rule)
-        defaults = groups.defaults_of(rule, weight_decay)
-        groups.check_options(rule, timeout, on_failure, quorum, on_nonfinite, weight)
+        defaults, sinks = groups.defaults_of(rule, weight_decay), sinks_of(log)
+        member = crew_of(crew, group is None and mesh is None)
+        groups.check_options(rule, timeout, on_failure if member is None else "continue", quorum, on_nonfinite, weight)
         model = model_of(params)
         super().__init__(params, defaults)
         Joinable.__init__(self)
@@ -137,7 +151,7 @@ class Gossip(Points, Joinable, JoinHook):
         self._frozen = [p for p in groups.parameters_of(self.param_groups) if not p.requires_grad]
 
         group, inside = hosts.groups_of(mesh, group)
-        ranks = members(group)
+        ranks = ranks_of(group) if member is None else [0]
         self.host = hosts.host_of(trained, ranks, inside, timeout)
         if rule.needs_shapes and self.host.size > 1:
             raise ValueError(
@@ -149,46 +163,81 @@ class Gossip(Points, Joinable, JoinHook):
         if model is not None:
             self.watch.take(model)
         graph = rule.graph if topology is None else topology
-        self.topology = groups.on_channel(graph, len(ranks), every, late, wire, catch_up)
-        self.catches_up = catch_up
-        if not any_graph:
-            rule.check_graph(self.topology)
+
+        def made(graph: Topology | str, size: int) -> Topology:
+            travels = groups.on_channel(graph, size, every, late, wire, catch_up)
+            if not any_graph:
+                rule.check_graph(travels)
+            return travels
+
+        self.catches_up, self.device = catch_up, trained[0].device
         self.given = rule  # the rule before it is put on the graph, on which a state does not depend
-        self.rule, self.device = rule.on(self.topology), trained[0].device
-        self.process_group, self.group = group, group_of(group, timeout)
-        self.rank = dist.get_rank(self.group)
-        agree(self.group, {"version of klatsch": VERSION, "rule": rule.name})
-        settings = {"on_failure": on_failure, "quorum": f"{quorum:g}", "start_equal": str(start_equal)}
-        settings |= {"weight": "left out" if weight is None else "given", "catch_up": str(catch_up)}
-        settings |= {"backend": backend(group, self.device)}
-        agree(self.group, groups.facts(self.rule, self.topology, self.param_groups) | settings)
+        basic = {"version of klatsch": VERSION, "rule": rule.name}
+        settings = {"on_failure": on_failure, "quorum": f"{quorum:g}", "start_equal": f"{start_equal}"}
+        settings |= {"weight": "left out" if weight is None else "given", "catch_up": f"{catch_up}"}
+        self.process_group, self.post = group, None  # post: in a crew that changes
+        if member is not None:
+            told = f"{graph}, every={every}, late={late}, wire={wire}"
+            told_by_all = basic | groups.facts(rule, told, self.param_groups) | settings
+            self.post = Post(member, graphs_of(graph, rule, made), told_by_all, float(timeout), quorum, weight)
+            weakref.finalize(self, self.post.close)
+            self._stand(self.post)
+        else:
+            self.topology, self.everyone = made(graph, len(ranks)), everyone_of(group, timeout)
+            self.rule, self.rank = rule.on(self.topology), self.everyone.rank
+            self.everyone.agree(basic)
+            settings |= {"backend": backend(group, self.device)}
+            told = f"{self.topology!r} {self.topology.fingerprint[:16]}"
+            self.everyone.agree(groups.facts(self.rule, told, self.param_groups) | settings)
         self._weight, self.stretch = 1.0, 1.0
-        if weight is not None:
-            total = summed(self.group, torch.tensor([float(weight)], dtype=torch.float64))
-            self._weight = float(weight) * len(ranks) / float(total)
-        self._taken = self._weight  # the mean weight of its gradients in the last rounds, 0 where it left one out
         names, dtypes = groups.names(self.param_groups), dict.fromkeys(p.dtype for p in trained)
         by_dtype = [[p for p in trained if p.dtype == dtype] for dtype in dtypes]
         shares = [Share(parameters, names, self.host, self.watch.reshard) for parameters in by_dtype]
-        starts = [*(share.values for share in shares), *(hosts.piece(p.data) for p in self._frozen)]
-        for tensor in starts:
+        self._starts = [*(share.values for share in shares), *(hosts.piece(p.data) for p in self._frozen)]
+        for tensor in self._starts:
             self.host.start(tensor)
-        # A group of their own: a collective that fails closes all connections of its group.
         choices = (self.topology, self.device, float(timeout), on_failure, quorum, catch_up)
-        self._new_links: Callable[[], GlooLinks] = lambda: open_links(group, group_of(group, timeout), *choices)
-        links = self._new_links()
-        if start_equal:
-            with assembled(links, 0, "start") as everyone:
-                for tensor in starts:
-                    flat_copy = tensor.detach().cpu().contiguous().reshape(-1)
-                    first = everyone.copy(flat_copy.view(torch.uint8))  # as bytes: gloo does not know every dtype
-                    tensor.copy_(first.view(flat_copy.dtype).reshape(tensor.shape))
-            links.bytes_sent = 0
+        stores, rank = map(PrefixStore, map("edges{}".format, count()), repeat(self.everyone.store)), self.rank
+        edges = (Edges(store, rank, timeout) for store in stores)
+        self._new_links: Callable[[], GlooLinks] = lambda: open_links(group, next(edges), *choices)
+        if (post := self.post) is not None:
+            self._new_links = partial(post.links, self.device, catch_up)
+        self._begin_alike = start_equal, weight
+        links = self._first_links()
+        self._taken = self._weight  # the mean weight of its gradients in the last rounds, 0 where it left one out
         for share in shares:
             share.mark_written()
-        self._train_over(links, shares)
-        weakref.finalize(self, leave, self.group, group)
+        if links is not None:
+            self._train_over(links, shares)
+        if post and links is None:
+            self._take_over(post, shares, None, [{} for _ in shares])
+        self._begin_diary([*(sinks if self.host.place == 0 else ()), *((post.report,) if post else ())])
+        if post:
+            self._begin_next(post)
         Gossip.living.add(self)
+
+    def _first_links(self) -> GlooLinks | None:
+        """Links of those who begin the training, all from the first one's parameters; None for a newcomer."""
+        start_equal, weight = self._begin_alike
+        while not (self.post and self.post.is_new):
+            links = self._new_links()
+            if not start_equal and weight is None:
+                return links
+            try:
+                with assembled(links, 0, "start") as assembly:
+                    self._weight = 1.0 if weight is None else assembly.share(float(weight))
+                    if start_equal:
+                        assembly.copy_first(self._starts)
+                links.bytes_sent = 0
+                return links
+            except RuntimeError as error:
+                if self.post is None:
+                    raise
+                warn(f"a member was lost while the crew began, and it begins again ({reason(error)})")
+                links.close()
+                self.post.begin_again()
+                self._stand(self.post)
+        return None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -198,11 +247,14 @@ class Gossip(Points, Joinable, JoinHook):
             LinkError: a neighbour is gone or late. Model and state are those of the round before, and can be saved.
             NonFiniteError: a gradient is not finite. Nothing was sent, and the state is that of the round before.
         """
+        if self.post and self.post.left:
+            raise ValueError("this member has left the crew and takes no more steps; make a new optimizer to join it")
         if self._finished:
             raise ValueError(f"rank {self.rank} has called finish() and takes no more steps; make a new optimizer")
         self._check_training()
         with torch.enable_grad():
             loss = closure() if closure is not None else None
+        self._hear(loss)
         self._check_gradients()
         if any(p.requires_grad for p in self._frozen):
             raise ValueError("a parameter was frozen when the optimizer was made and is not now; make a new optimizer")
@@ -292,6 +344,118 @@ class Gossip(Points, Joinable, JoinHook):
         for share in self.shares:
             share.advance()
         self._links.tell_pace(self.rounds, self._taken)
+        self._tell_round()
+        if self.post:
+            self._begin_next(self.post)
+
+    # --- a crew that changes ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def leave(self) -> int:
+        """Leave a crew that changes, after a few rounds without gradient, in which the others learn of it.
+
+        Returns:
+            The rounds without gradient.
+        """
+        if (post := self.post) is None:
+            raise ValueError("there is no crew to leave; end with finish(), or join one with klatsch crew join")
+        began = self.rounds
+        post.leave(self.main_hook)
+        return self.rounds - began
+
+    @torch.no_grad()
+    def go_on(self, content: dict[str, Any] | None, rounds: int, place: int, size: int, anew: bool) -> bool:
+        """In a crew that has not begun: go on from a content of some rounds, as others do; or without, as a newcomer.
+
+        Args:
+            content: see `content`; None without a checkpoint.
+            rounds: of the checkpoint; 0 without one.
+            place: the node that it is of.
+            size: how many nodes there were, if all are here again and heard each other; else 0.
+            anew: whether channels begin anew.
+
+        Returns:
+            Whether it goes on as if nothing had happened.
+        """
+        post = self.post
+        assert post is not None
+        before = post.epoch, post.topology, self._links
+        self._close()
+        epoch = post.resumed(rounds, place)
+        if post.crew.member not in epoch.members:
+            post.go()
+            return False
+        post.take(epoch)
+        self._stand(post)
+        unbroken = len(epoch.members) == size and not epoch.newcomers
+        if unbroken and content is not None:
+            self._train_over(self._new_links(), self.shares)
+            self.load_content(content, rounds, anew)
+        else:
+            if content is not None:
+                for group, saved in zip(self.param_groups, content["groups"], strict=True):
+                    group.update(saved)
+            states = rescaled(self.rule, content or self.content())
+            held = held_by(states, self._frozen, self.param_groups, post.training)
+            self._take_over(post, self.shares, None if post.is_new else (held, before), [{} for _ in states])
+            self._tell_epoch()
+        self._begin_next(post)
+        return unbroken
+
+    def _stand(self, post: Post) -> None:
+        """Be the node of the network that the crew says."""
+        self.topology, self.rank, self.everyone = post.topology, post.rank, post.everyone
+        self.rule = self.given.on(self.topology)
+
+    def _begin_next(self, post: Post) -> None:
+        """Begin the next round of a crew, in which it may change."""
+        while (epoch := post.next_epoch(self._links, self.rounds)) is not None:
+            held, old = held_by(self.vectors(), self._frozen, self.param_groups, post.training), self._links
+            before, memories = (post.epoch, post.topology, old), self.content()["memories"]
+            self._close()
+            if post.crew.member not in epoch.members:
+                return post.go()
+            post.take(epoch)
+            self._stand(post)
+            self._take_over(post, self.shares, None if post.is_new else (held, before), memories)
+            if post.left:
+                return
+            self._links.bytes_sent += old.bytes_sent
+            self._links.seconds_waited += old.seconds_waited
+            self._tell_epoch()
+
+    def _take_over(self, post: Post, shares: list[Share], own: Own | None, memories: list[Memory]) -> None:
+        """Go on in an epoch of the crew, from what this member holds or a neighbour hands over."""
+        while True:
+            if own is None and (first := self._first_links()) is not None:  # nobody is left who has a state
+                for share in shares:
+                    share.mark_written()
+                return self._train_over(first, shares)
+            links = self._new_links()
+            memories = post.kept_memories(own, links, memories)
+            if (held := post.handed_over(links, own)) is not None:
+                break
+            links.close()
+            post.begin_again()
+            self._stand(post)
+        (states, frozen, options, training), rounds = held, post.epoch.start - 1
+        self._lost_by_host = set()
+        self._train_over(links, shares)
+        settled, self._weight = post.settled(links, [share.node for share in shares], states, self._weight)
+        for share, state, memory in zip(shares, settled, memories, strict=True):
+            share.load(state, rounds, memory)
+        if own is None:
+            post.training = training
+            for parameter, values in zip(self._frozen, frozen, strict=True):
+                parameter.data.copy_(values)
+            for group, given in zip(self.param_groups, options, strict=True):
+                group.update(given)
+        links.tell_pace(rounds, self._taken)
+        self._met = rounds
+        if self._follow:
+            self._scheduled = self._follow[0]["lr"]
+        if self._finished:
+            links.membership.finish(rounds, leave=False)
 
     def _catch_up(self) -> None:
         """Catch up with the foremost neighbour, if it would have to wait for this rank during the next gradient.
@@ -360,6 +524,8 @@ class Gossip(Points, Joinable, JoinHook):
         for share in self.shares:
             share.take_in(self.param_groups, 0.0)
         self.skipped += 1
+        if self.skipped <= MOST_SKIPPED:
+            self.tell("skipped", round=self.rounds + 1, why=wrong)
         if self.skipped == 1:
             instead = "a round without gradient instead, and so from now on (optimizer.skipped counts them)"
             warn(f"rank {self.rank}, round {self.rounds + 1}: {wrong}; {instead}")
@@ -379,79 +545,10 @@ class Gossip(Points, Joinable, JoinHook):
             if (hook := reference()) is not None:
                 hook()
 
-    @property
+    @cached_property
     def join_process_group(self) -> dist.ProcessGroup:
         """The group in which Join counts ranks."""
-        return self.group
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent: to its neighbours, and for `consensus()`, `average_` and `merged`.
-
-        The copy of rank 0's parameters at the start is not counted.
-        """
-        return self._links.bytes_sent
-
-    @property
-    def seconds_waited(self) -> float:
-        """Seconds that this rank has waited for messages."""
-        return self._links.seconds_waited
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """Neighbours that this rank goes on without."""
-        return tuple(self._links.lost)
-
-    @property
-    def crew(self) -> list[int]:
-        """The nodes that this one still hears and is heard by, directly or through others, including itself."""
-        return self._links.membership.within_reach()
-
-    @property
-    def lag(self) -> int:
-        """Rounds that this rank may be ahead of the slowest of them."""
-        return self._links.membership.lag + (self.host.size > 1)  # ranks of a host wait for each other
-
-    def consensus(self, estimate: bool = False) -> float:
-        """Gamma, the mean over ranks of the squared distance of x from its network mean; all ranks must ask together.
-
-        x is the rule's output, whatever the model holds. Only ranks within reach count, and if others have left or are
-        lost, a warning names them. It costs about as much as a message of x to each neighbour: the mean of x goes up
-        and down a tree of the graph's links, in float32 unless the model is in float64.
-
-        Args:
-            estimate: estimate it on this rank alone, without a message, from what the neighbours sent in the last mix:
-                (M - 1)/(2 M) times their mean squared distance from this rank, of x if the rule sends it, else of what
-                it sends. Any rank may ask. If ranks differ at random, it is Gamma in expectation, on the complete graph
-                in the mean over ranks; if they differ along the graph, neighbours are alike and it is too small: Gamma
-                is at most about estimate / rho. It is nan before the first mix, and for push-sum.
-        """
-        if estimate:
-            size, heard = self.topology.size, [share.node.apart for share in self.shares]
-            apart = sum(torch.tensor(torch.nan) if one is None else one.double().cpu() for one in heard)
-            total = float(self.host.total(torch.as_tensor(apart, dtype=torch.float64).reshape(1)))
-            return (size - 1) / (2 * size) * total if size > 1 else 0.0
-        with self.together("consensus()") as mean:
-            distance = torch.zeros(1, dtype=torch.float64)
-            for share in self.shares:
-                x = share.output().detach().cpu().to(share.dtype)
-                distance += (x.double() - mean(x)).square().sum()
-            return float(self.host.total(mean(distance)))
-
-    @contextmanager
-    def together(self, what: str, of: str = "") -> Iterator[Callable[[Tensor], Tensor]]:
-        """A mean over all ranks, or those within reach, of something that they all describe alike."""
-        try:
-            with assembled(self._links, self.rounds, what + of) as everyone:
-                if len(everyone.ranks) < self.topology.size:
-                    some = f"{len(everyone.ranks)} of {self.topology.size} ranks ({shown(everyone.ranks)})"
-                    warn(f"{what} is that of {some}; the others are gone or out of reach")
-                yield everyone.mean
-        except QuorumError:
-            raise
-        except RuntimeError as error:
-            needed = f"{what} needs an answer from all ranks within reach, after the same round"
-            raise RuntimeError(f"{needed} ({reason(error)}); was it called on every rank?") from None
+        return group_of(self.process_group, self.everyone.timeout)
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in groups.options_of(self.rule).items())
@@ -553,13 +650,10 @@ class Gossip(Points, Joinable, JoinHook):
 
         Channels may begin anew: what was on its way is lost, the same at both ends.
         """
-        vectors, memories = content["vectors"], [{}] * len(self.shares) if anew else content["memories"]
+        vectors, memories = rescaled(self.rule, content), [{}] * len(self.shares) if anew else content["memories"]
         for group, other in zip(self.param_groups, content["groups"], strict=True):
             group.update(other)
-        for field, scale in self.rule.scales.items():
-            for fields in vectors:
-                fields[field] = fields[field] * (scale / content["scales"][field])
-        agree(self.group, {"round to go on from": str(rounds), "rounds done before": str(self.rounds)})
+        self.everyone.agree({"round to go on from": str(rounds), "rounds done before": str(self.rounds)})
         if self.rounds > 0:  # messages of the rounds before are on their way
             before, links = self._links, self._new_links()
             self._close()
@@ -571,9 +665,9 @@ class Gossip(Points, Joinable, JoinHook):
                 share.load(fields, rounds, memory)
         except ValueError as error:
             failure = error
-        if float(summed(self.group, torch.tensor([float(failure is not None)]))):  # nobody waits for one that fails
+        if any(self.everyone.told(failure is not None)):  # nobody waits for one that fails
             raise failure or ValueError("another rank cannot load its state, and says why")
-        differ = [share.node.meet(self.group) for share in self.shares]
+        differ = [share.node.meet(self.everyone) for share in self.shares]
         if any(differ) and self.rank == 0:
             warn(f"round {rounds}: ranks had lost each other when they were saved; their int8 copies begin anew")
         self._links.tell_pace(rounds, self._taken)
@@ -584,6 +678,7 @@ class Gossip(Points, Joinable, JoinHook):
         if "counted" in content:  # as before a restart
             links = self._links
             links.bytes_sent, links.seconds_waited, self.skipped, self.caught_up = content["counted"]
+        self._tell_epoch()
 
     def drain(self) -> None:
         """Wait until all that this rank has sent has left, at most for the timeout."""
@@ -597,12 +692,7 @@ class Gossip(Points, Joinable, JoinHook):
         self._links, self.shares = links, shares
         self._met = 0
         # Neighbours need the last messages: they leave before the optimizer or the process ends.
-        self._close = weakref.finalize(self, _end, links, self.process_group)
-
-
-def _end(links: GlooLinks, group: dist.ProcessGroup | None) -> None:
-    links.close()
-    leave(links.group, group)
+        self._close = weakref.finalize(self, links.close)
 
 
 def _without_parameters(param_groups: list[groups.Group]) -> list[groups.Group]:

@@ -164,13 +164,13 @@ def names(groups: Sequence[Group]) -> dict[int, object]:
     return {id(p): name for p, name in zip(parameters, given or range(len(parameters)), strict=True)}
 
 
-def facts(rule: Rule, topology: Topology, groups: Sequence[Group]) -> dict[str, str]:
+def facts(rule: Rule, topology: str, groups: Sequence[Group]) -> dict[str, str]:
     """What all ranks must agree on, as texts that are the same on every machine."""
     parameters = parameters_of(groups)
     trained, whole = [p for p in parameters if p.requires_grad], matrices(groups)
     numbers = dict.fromkeys(("lr", "weight_decay", *rule.settings))
     return {f"{name} of the rule": str(value) for name, value in settings_of(rule).items()} | {
-        "topology": f"{topology!r} {topology.fingerprint[:16]}",
+        "topology": topology,
         "number of parameters": f"{len(trained)} tensors, {sum(p.numel() for p in trained):,} numbers",
         "shapes": str([list(p.shape) for p in trained]),
         "pieces": str([list(piece(p).shape) for p in trained if piece(p) is not p]),

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from klatsch.optim.groups import parameters_of
 from klatsch.optim.hosts import piece
 from klatsch.optim.share import Point, Share
-from klatsch.ranks.agreement import Group, agree, members, summed
+from klatsch.ranks.agreement import Group, agree, members, summed, told
 from klatsch.ranks.failures import reason, warn
 
 if TYPE_CHECKING:
@@ -488,7 +489,7 @@ def _collective(group: Group, kinds: str) -> Iterator[Callable[[Tensor], Tensor]
     """A mean over all ranks of a group; says what is missing where it fails."""
     size = len(members(group))
     try:
-        agree(group, {"buffers of the model": kinds})
+        agree(partial(told, group), {"buffers of the model": kinds})
         yield lambda vector: summed(group, vector) / size
     except RuntimeError as error:
         needed = f"average_ needs an answer from all {size} ranks"

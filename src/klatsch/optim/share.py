@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from klatsch.columns import WeightMatrix
 from klatsch.optim.groups import Group, value
 from klatsch.optim.hosts import Host, like, piece
 from klatsch.ranks.links import GlooLinks
@@ -24,7 +25,6 @@ from klatsch.ranks.mailbox import Memory
 from klatsch.ranks.message import Block, is_sound
 from klatsch.ranks.node import Given, Node
 from klatsch.rules import Rule, State
-from klatsch.weights import WeightMatrix
 
 ALIGNED = 16  # bytes
 Point = Literal["query", "output", "merged"]  # merged: the mean of all ranks' outputs, which `average_` puts there

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from klatsch.ranks.failures import reason, shown, who
-from klatsch.ranks.links import MOST_PATIENCE, GlooLinks
+from klatsch.ranks.links import MOST_PATIENCE, OUT, GlooLinks
 from klatsch.ranks.waiting import Transfer
 
 PIECE = 1 << 18  # bytes
@@ -34,8 +34,11 @@ def assembled(links: GlooLinks, t: int, what: str, leavers: bool = False) -> Ite
     """All ranks within reach, for means over them; see `Assembly`."""
     if t in links.in_vain:  # what was sent then is still on its way
         raise links.in_vain[t]
-    with links.notes.excuse(t, every=min(links.timeout / 8, 1.0)):
-        yield Assembly(links, t, what, leavers)
+    try:
+        with links.notes.excuse(t, every=min(links.timeout / 8, 1.0)):
+            yield Assembly(links, t, what, leavers)
+    finally:
+        links.hang_up()
 
 
 class Assembly:
@@ -80,9 +83,16 @@ class Assembly:
         """
         return self._passed(vector, up=True)
 
-    def copy(self, vector: Tensor) -> Tensor:
-        """The first rank's vector, on each of them."""
-        return self._passed(vector, up=False)
+    def share(self, weight: float) -> float:
+        """A number over the mean of those of all of them."""
+        return weight / float(self.mean(torch.tensor([weight], dtype=torch.float64)))
+
+    def copy_first(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the first rank's tensors to each of them."""
+        for tensor in tensors:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            first = self._passed(flat.view(torch.uint8), up=False)  # as bytes: gloo does not know every dtype
+            tensor.copy_(first.view(flat.dtype).reshape(tensor.shape))
 
     def _passed(self, vector: Tensor, up: bool) -> Tensor:
         """A vector that goes up the tree as the mean of what is below, if it goes up, and down from the first rank."""
@@ -135,10 +145,13 @@ class Assembly:
         """Wait for transfers; returns the memory of those that have not failed."""
         memories = []
         for transfer in transfers:
-            began, seconds = time.monotonic(), min(LOOK, self._links.timeout / 8)
+            began, seconds = time.monotonic(), min(LOOK, self._links.step)
             while not transfer.ended(seconds):
+                if self._links.is_out(transfer.peer):
+                    transfer.error = RuntimeError(OUT)
+                    break
                 self._look(transfer.peer, time.monotonic() - began)
-                seconds = min(2 * seconds, self._links.timeout / 8)  # a store far away has other things to do
+                seconds = min(2 * seconds, self._links.step)  # a store far away has other things to do
             if transfer.error is None:
                 memories.append(transfer.memory)
                 continue

@@ -20,6 +20,7 @@ class LinkError(RuntimeError):
         self, rank: int, neighbor: int, t: int, reason: str | None, seconds: float = 0.0, incoming: bool = True
     ) -> None:
         self.rank, self.neighbor, self.round, self.seconds, self.gone = rank, neighbor, t, seconds, reason is not None
+        self.why = reason or f"nothing came for {seconds:.1f} s"
         what = f"is gone ({reason})" if self.gone else "is late: its connection is open, but nothing moves"
         edge = f"{neighbor} -> {rank}" if incoming else f"{rank} -> {neighbor}"
         super().__init__(f"rank {rank}, round {t}: neighbour {neighbor} {what}; waited {seconds:.1f} s on edge {edge}")

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
-from klatsch.ranks.agreement import Group, members
+from klatsch.ranks.agreement import Group, absent, members
+from klatsch.ranks.edges import Edges
 from klatsch.ranks.failures import LinkError, QuorumError, reason, shown, warn
 from klatsch.ranks.membership import Membership
 from klatsch.ranks.waiting import Landed, Notes, Pace, Stage, Stopwatch, Transfer, Waiter
@@ -24,38 +26,46 @@ OnFailure = Literal["raise", "continue"]
 PIECE = 1 << 23  # bytes of a message that move at a time; for a timeout, a neighbour is silent until one has moved
 MOST_PATIENCE = 4  # timeouts for a neighbour that says it is waiting, too
 PACE_TAG = (1 << 20) - 1  # above the tags of rounds, below those of assemblies
+CALL = "call"  # what a thread is for that waits for messages outside of rounds
+LOOK = 0.25  # seconds after which a rank that waits looks who is still in a crew that changes
+OUT = "it is out of the crew"
 WITHOUT = "it goes on without this rank"
 
 
 class GlooLinks:
-    """The links of one rank over a gloo group that nobody else uses, with one rank per node.
+    """The links of one rank over edges that nobody else uses; it opens them.
 
     A message is bytes (uint8), of which links understand only the tail. Messages with one tag between two ranks arrive
     in the order in which they were sent. Receives of a round are posted (`expect`) before anything of it is sent, and
     only `received` and `sent` block, so no order of ranks can lock up. A neighbour may keep this rank waiting for
     `timeout` seconds. With on_failure="continue" this rank goes on without failed neighbours while `quorum`, a share of
-    all ranks, is in reach.
+    all ranks, is in reach. `is_out` says whether a crew that changes goes on without a neighbour; `first` is the round
+    that these links begin with.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        edges: Edges,
         topology: Topology,
         device: torch.device,
         timeout: float,
         on_failure: OnFailure = "raise",
         quorum: float = 0.0,
         catch_up: bool = False,
+        is_out: Callable[[int], bool] = lambda peer: False,
+        first: int = 1,
     ) -> None:
-        self.group, self.topology, self.device, self.timeout = group, topology, device, timeout
-        self.survives, self.quorum = on_failure == "continue", quorum
-        self.rank, self._global = dist.get_rank(group), members(group)
+        self.edges, self.topology, self.device, self.timeout = edges, topology, device, timeout
+        self.survives, self.quorum, self.is_out = on_failure == "continue", quorum, is_out
+        self.rank, self.step = edges.rank, min(timeout / 8, LOOK if edges.optional else timeout)
         self.membership = Membership(topology, self.rank)
         self.tail = len(self.membership)  # bytes at the end of every message: what its sender knows of the network
         self.lost: dict[int, LinkError] = {}  # neighbours that this rank goes on without
+        self.unsure: set[int] = set()  # neighbours that may not have got the last messages, once they are closed
         self.in_vain: dict[int, Exception] = {}  # by round: why not all ranks came together after it
         self.bytes_sent, self.seconds_waited = 0, 0.0
-        self.notes = Notes(group)
+        self.waits: dict[int, float] = {}  # by neighbour: seconds until its messages came while this rank waited
+        self.notes = Notes(PrefixStore("notes", edges.store), self.rank)
         self._sources, self._targets = (
             lru_cache(1024)(partial(peers, self.rank)) for peers in (topology.neighbors, topology.receivers)
         )
@@ -65,11 +75,15 @@ class GlooLinks:
         self._leaving: dict[tuple[int, int], list[Transfer]] = {}
         self._landed: dict[int, Landed] = {}  # by neighbour: its message on the GPU
         self._heard: dict[int, int] = {}  # by neighbour: the last round from which a message came
-        self._loose: list[Transfer] = []  # outside of rounds, or with lost neighbours; gloo may still work on them
         self._waiters: dict[tuple[object, ...], Waiter] = {}
-        self._failure: LinkError | QuorumError | None = None
+        self._hung_up: list[Waiter] = []  # of calls that were in vain
+        self.failure: LinkError | QuorumError | None = None
         self._has_warned = False  # of a network in several pieces
         self._stage = Stage(device) if device.type != "cpu" else None
+        for peer, failure in edges.open(self.membership.beside(), is_out).items():
+            if not edges.optional:
+                raise absent(self.rank, topology.size, timeout, failure)
+            self.lose(LinkError(self.rank, peer, first, reason(failure)))
         self._pace: Pace | None = None
         if catch_up:
             tell = partial(self._transfer, tag=PACE_TAG)
@@ -155,8 +169,7 @@ class GlooLinks:
         return transfers
 
     def _transfer(self, incoming: bool, memory: Tensor, peer: int, tag: int) -> Transfer:
-        move = dist.irecv if incoming else dist.isend
-        return Transfer(peer, incoming, memory, partial(move, memory, self._global[peer], group=self.group, tag=tag))
+        return Transfer(peer, incoming, memory, partial(self.edges.post, incoming, memory, peer, tag))
 
     # --- messages outside of rounds -----------------------------------------------------------------------------
 
@@ -164,12 +177,29 @@ class GlooLinks:
         """Begin to receive from a neighbour, or to send to it, outside of rounds."""
         transfer = self._transfer(incoming, memory, peer, tag)
         transfer.start()
-        # Threads of their own: those of rounds may wait for messages of the next one already, and those of a call that
-        # was in vain wait for ever.
-        self._waiter(peer, incoming, len(self.in_vain)).take(transfer)
-        self._loose = [other for other in self._loose if not other.ended(0.0)] + [transfer]
+        self._waiter(peer, incoming, CALL).take(transfer)  # those of rounds may wait for the next one already
         self.bytes_sent += 0 if incoming else memory.nbytes
         return transfer
+
+    def pass_on(self, tag: int, t: int, memory: Tensor, peer: int, incoming: bool) -> None:
+        """Receive from a neighbour, or send to it, outside of rounds, and wait for it."""
+        self.settle(self.call(tag, memory, peer, incoming), t)
+
+    def settle(self, call: Transfer, t: int) -> None:
+        """Wait for a call."""
+        began = time.monotonic()
+        while not call.ended(LOOK) and time.monotonic() < began + self.timeout and not self.is_out(call.peer):
+            pass
+        if not call.ended(0.0) or call.error is not None:
+            why = None if call.error is None else reason(call.error)
+            why = OUT if self.is_out(call.peer) else why
+            raise LinkError(self.rank, call.peer, t, why, time.monotonic() - began, call.incoming)
+
+    def hang_up(self) -> None:
+        """End the threads of calls; those of one that was in vain end when its edge closes."""
+        for key in [key for key in self._waiters if CALL in key]:
+            self._waiters[key].end()
+            self._hung_up = [waiter for waiter in (*self._hung_up, self._waiters.pop(key)) if waiter.runs]
 
     def tell_pace(self, rounds: int, taken: float) -> None:
         """Tell the neighbours how many rounds this rank has done, and how much of its gradients it takes."""
@@ -201,25 +231,28 @@ class GlooLinks:
 
     def _wait(self, transfers: list[Transfer], t: int) -> None:
         """Wait for messages, and lose neighbours that fail or are late."""
-        if self._failure is not None:
-            raise self._failure  # again, for a caller that caught it: messages are missing now
+        if self.failure is not None:
+            raise self.failure  # again, for a caller that caught it: messages are missing now
         self.notes.go_on(t)
-        began, clock = time.monotonic(), Stopwatch(self.timeout / 8)
+        began, clock = time.monotonic(), Stopwatch(self.step)
         moved: dict[int, float] = {}  # by neighbour: when its last piece has come or gone
         self._take(transfers)
         for transfer in transfers:
             in_time = self._in_time(transfer, clock, moved.get(transfer.peer, 0.0))
             moved[transfer.peer] = clock.read()
-            if not in_time:
-                self._loose.append(transfer)
             if not in_time or transfer.error is not None:
                 self.fail(transfer, t, clock.read())
         self.seconds_waited += time.monotonic() - began
+        for peer, ended in {transfer.peer: transfer.ended_at for transfer in transfers}.items():  # its last piece
+            self.waits[peer] = self.waits.get(peer, 0.0) + max(0.0, ended - began)
 
     def _in_time(self, transfer: Transfer, clock: Stopwatch, began: float) -> bool:
         """Whether a message ends in time; a neighbour that is itself waiting for another gets more time."""
         deadline, last_call, peer = began + self.timeout, began + MOST_PATIENCE * self.timeout, transfer.peer
         while not transfer.ended(min(clock.step, deadline - clock.read())):
+            if self.is_out(peer):
+                transfer.error = RuntimeError(OUT)
+                return False
             self.notes.waiting(peer)
             if any(self.rank in note.without for note in (self.notes.of(peer) or {}).values()):
                 transfer.error = RuntimeError(WITHOUT)
@@ -249,16 +282,14 @@ class GlooLinks:
         if peer in self.lost:
             return
         if not self.survives:
-            self._failure = failure
+            self.failure = failure
             raise failure
         self.lost[peer] = failure
-        # Messages may still arrive in posted memory, so it is not reused.
-        self._memory.clear()
         for transfers in (*self._arriving.values(), *self._leaving.values()):
-            self._loose += [transfer for transfer in transfers if transfer.peer == peer]
             transfers[:] = [transfer for transfer in transfers if transfer.peer != peer]
         warn(f"{failure.args[0]}; going on without it: this rank takes over its weight")
         self.notes.goes_on_without(peer)
+        self.edges.close(peer)
         self.membership.lose(peer)
         self.take_stock(failure.round)
 
@@ -269,10 +300,10 @@ class GlooLinks:
         if self.membership.leaving:  # this rank is meant to go on without the others
             return
         near, size = self.membership.within_reach(), self.topology.size
-        if len(near) / size < self.quorum and self._failure is None:
-            self._failure = QuorumError(self.rank, t, near, size, self.quorum)
-        if self._failure is not None:
-            raise self._failure
+        if len(near) / size < self.quorum and self.failure is None:
+            self.failure = QuorumError(self.rank, t, near, size, self.quorum)
+        if self.failure is not None:
+            raise self.failure
         if (apart := self.membership.out_of_reach()) and not self._has_warned:
             self._has_warned = True
             left = f"{len(near)} of {size} ranks are left within reach ({shown(near)})"
@@ -290,25 +321,29 @@ class GlooLinks:
         deadline = time.monotonic() + self.timeout
         self._take(transfers)
         for transfer in transfers:  # one that does not end stays, and its memory is not reused
-            transfer.ended(deadline - time.monotonic())
+            while not self.is_out(transfer.peer) and (left := deadline - time.monotonic()) > 0:
+                if transfer.ended(min(left, LOOK)):
+                    break
+            if transfer.error is not None or not transfer.ended(0.0):
+                self.unsure.add(transfer.peer)
 
     def close(self) -> None:
         """Let the last messages leave, and those of the neighbours arrive, and end the threads."""
         # gloo does not tell the senders of early messages that a rank is gone, and they would wait for it up to the
         # timeout. What this rank has sent, its neighbours send, too. A thread that still waits for a late neighbour
-        # would crash the process at its end. It stops when its connection closes, as all do when a wait is too long.
-        if self._failure is None:  # otherwise, the sooner it ends the better
+        # would crash the process at its end; it stops when its edge closes.
+        if self.failure is None:  # otherwise, the sooner it ends the better
             sent = [self._arriving.get(key, []) for key in self._leaving]
             self._end([*chain(*self._leaving.values(), *sent)])
         if self._pace is not None:
             self._pace.end()
-        for transfer in (*self._loose, *chain(*self._leaving.values(), *self._arriving.values())):
-            transfer.give_up()
-        for waiter in self._waiters.values():
+        self.edges.close_all()
+        for waiter in (*self._waiters.values(), *self._hung_up):
             waiter.end()
+            waiter.join()
 
     def succeed(self, before: GlooLinks) -> None:
-        """Go on where other links over another group have ended: without those they lost, and with their counts."""
+        """Go on where other links have ended: without those they lost, and with their counts."""
         self.lost, self.bytes_sent, self.seconds_waited = before.lost, before.bytes_sent, before.seconds_waited
         for peer in self.lost:
             self.membership.lose(peer)
@@ -321,16 +356,14 @@ class NcclLinks(GlooLinks):
     are unknown. All other messages go over gloo.
     """
 
-    def __init__(
-        self, group: Group, own: dist.ProcessGroup, topology: Topology, device: torch.device, timeout: float
-    ) -> None:
+    def __init__(self, group: Group, edges: Edges, topology: Topology, device: torch.device, timeout: float) -> None:
         if torch.cuda.current_device() != (device.index or 0):
             raise ValueError(
                 f"the parameters are on {device} but the current device is cuda:{torch.cuda.current_device()}, which "
                 f"NCCL would use; call torch.cuda.set_device({device.index or 0}) first"
             )
-        super().__init__(own, topology, torch.device("cpu"), timeout)
-        self._nccl, self.device = group, device
+        super().__init__(edges, topology, torch.device("cpu"), timeout)
+        self._nccl, self._global, self.device = group, members(group), device
         self._running: dict[int, list[dist.Work]] = {}  # by tag
         # The first operation makes the communicator with all ranks; not all of them speak in every round.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -360,13 +393,15 @@ class NcclLinks(GlooLinks):
 
 def backend(group: Group, device: torch.device) -> str:
     """What carries messages of states on a device; over gloo, some ranks may have a GPU and others not."""
+    if not dist.is_initialized():
+        return "gloo"
     has_nccl = "cuda:nccl" in dist.get_backend_config(group) or dist.get_backend(group) == "nccl"
     return "nccl" if device.type == "cuda" and has_nccl else "gloo"
 
 
 def open_links(
     group: Group,
-    own: dist.ProcessGroup,
+    edges: Edges,
     topology: Topology,
     device: torch.device,
     timeout: float,
@@ -374,9 +409,9 @@ def open_links(
     quorum: float,
     catch_up: bool,
 ) -> GlooLinks:
-    """Links over NCCL between GPUs where the user's group has it, else over klatsch's own gloo group."""
+    """Links over NCCL between GPUs where the user's group has it, else over edges of gloo."""
     if backend(group, device) == "gloo":
-        return GlooLinks(own, topology, device, timeout, on_failure, quorum, catch_up)
+        return GlooLinks(edges, topology, device, timeout, on_failure, quorum, catch_up)
     refused = {
         "on_failure = 'continue'": "whose communicator ends with its first failure; use 'raise' with a Checkpointer",
         "catch_up = True": "where each exchange waits for both ends; leave it out",
@@ -384,4 +419,4 @@ def open_links(
     for (option, why), given in zip(refused.items(), (on_failure == "continue", catch_up), strict=True):
         if given:
             raise ValueError(f"{option} is not possible over NCCL, {why}, or use init_process_group('gloo')")
-    return NcclLinks(group, own, topology, device, timeout)
+    return NcclLinks(group, edges, topology, device, timeout)

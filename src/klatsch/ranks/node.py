@@ -13,12 +13,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from klatsch.columns import Number
 from klatsch.ranks import kernels
-from klatsch.ranks.agreement import Group, members, summed
+from klatsch.ranks.agreement import Everyone
 from klatsch.ranks.assembly import assembled
 from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.mailbox import Mailbox, Memory
@@ -26,11 +25,11 @@ from klatsch.ranks.membership import Membership
 from klatsch.ranks.message import Block
 from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import each
-from klatsch.topology import Topology
 from klatsch.wire.rehearsal import Place, Rehearsal, Sum
 
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 26}  # numbers per slice: a cache's worth, or enough to hide the launches
 PIECE = 1 << 20  # numbers of a sum that travel at a time
+LEDGER_TAG = (1 << 20) - 3  # above the tags of rounds
 
 
 class Given(NamedTuple):
@@ -76,25 +75,26 @@ class Ledger:
             whole = self.entries[node, entry.field]
             (whole if block is None else whole[block]).add_(share, alpha=entry.factor)
 
-    def make_up(self, state: State, topology: Topology, group: Group) -> None:
+    def make_up(self, state: State, links: GlooLinks, t: int) -> None:
         """Make entries for sums that came without, as if their flows had come along a tree; all ranks do it together.
 
         What a rank owes its parent is the sum of its branch, and so the entries of every rank add up to its own sums.
         """
         # Of the whole graph: all are there, and each may know of other links that were lost before.
-        (parents, children, _), ranks = Membership(topology, dist.get_rank(group)).tree(), members(group)
+        parents, children, _ = Membership(links.topology, links.rank).tree()
         for field in sorted({entry.field for entry in self.sums.values()}):
             branch = state[field].to("cpu", copy=True)
             for child in children:
                 below = torch.empty_like(branch)
                 for piece in torch.split(below, PIECE):  # a timeout is about silence
-                    dist.recv(piece, ranks[child], group=group)
+                    links.pass_on(LEDGER_TAG, t, piece, child, True)
                 self.entries[child, field] = below.neg().to(self._like)
                 branch += below
             for parent in parents:
                 for piece in torch.split(branch, PIECE):
-                    dist.send(piece, ranks[parent], group=group)
+                    links.pass_on(LEDGER_TAG, t, piece, parent, False)
                 self.entries[parent, field] = branch.to(self._like)
+        links.hang_up()
 
     def take_out(self, gone: Collection[int], state: State) -> None:
         """Take what these nodes have added out of a state."""
@@ -125,7 +125,7 @@ class Node:
 
     def __init__(self, rule: Rule, x: Tensor, links: GlooLinks, stream: int = 0, guarded: bool = False) -> None:
         self.rule, self.links, self.rounds, self._speaks = rule, links, 0, links.topology.speaks
-        rehearsal = self._rehearsal = Rehearsal(rule, x)
+        rehearsal = self.rehearsal = Rehearsal(rule, x)
         cuts = x.ndim == 1 and not rule.needs_shapes
         rehearsal.check(slices=cuts)  # a round may call it twice, and cuts plain vectors
         self._traffic = rehearsal.traffic
@@ -169,7 +169,7 @@ class Node:
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"what the channel held does not fit: {error}") from None
 
-    def meet(self, group: Group) -> bool:
+    def meet(self, everyone: Everyone) -> bool:
         """After `load`, on all ranks together: where the ends of a lost link differ, copies begin anew everywhere.
 
         What the two have added to each other's sums is taken out where only one of them had done so. If no rank has a
@@ -182,10 +182,10 @@ class Node:
         for node, t in last.items():
             entered[known.number(rank, node)] = t if rank < node else -t
         kept = torch.tensor([len(ledger.entries)])
-        sums = summed(group, torch.cat([entered, self._mail.checks(), kept]))
+        sums = everyone.summed(torch.cat([entered, self._mail.checks(), kept]))
         ledger.take_out([node for node in last if sums[known.number(rank, node)]], self._fields)
         if ledger.sums and not sums[-1]:
-            ledger.make_up(self._fields, self.links.topology, group)
+            ledger.make_up(self._fields, self.links, self.rounds)
         differ = bool(sums[known.links : -1].any())
         if differ:
             self._mail.load({})
@@ -210,7 +210,7 @@ class Node:
         """
         t = self.rounds + 1
         if self._balances and self.links.membership.heard_out(t):
-            for name in sorted({entry.field for entry in self._rehearsal.sums}):
+            for name in sorted({entry.field for entry in self.rehearsal.sums}):
                 with assembled(self.links, self.rounds, name, leavers=True) as everyone:
                     own = self._fields[name].cpu()
                     self._excess[name] = everyone.mean(own.reshape(-1)).view_as(own)

@@ -1,7 +1,7 @@
 """Messages on their way over gloo: threads that wait for them, and notes that tell other ranks about waiting.
 
 gloo can wait for a message, but cannot say whether one has arrived, and when a time limit passes it closes the
-connections to all ranks. So a thread per neighbour waits for gloo, and the rank waits for the thread.
+connection. So a thread per neighbour waits for gloo, and the rank waits for the thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -20,13 +19,12 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 Answer = TypeVar("Answer")
 Landed = tuple[Tensor, torch.cuda.Event]  # a copy of a message, and the event after which it is there
 FOREVER = timedelta(days=3650)
 ANSWER_WITHIN = 1.0  # seconds; a store on a stopped host never answers
-MADE: Counter[str] = Counter()  # notes by the name of their group
 END = -1  # instead of a number of rounds: this rank listens no more
 ROUND, WHOLE = 1 << 32, 1 << 16  # what a round and a gradient in every round are in the news of a pace
 LAST_WORDS = 1.0  # seconds for a neighbour to answer that it has heard this; its thread answers at once
@@ -43,6 +41,7 @@ class Transfer:
         self.memory = memory  # kept alive until the message has arrived or left
         self.waited_for, self._started, self._over = False, False, False  # waited_for: by a thread
         self.error: RuntimeError | None = None
+        self.ended_at = 0.0  # by the clock of this machine
         self.landed: Landed | None = None
         self.broken: Exception | None = None  # why it could not land
         self._work: dist.Work | None = None
@@ -73,6 +72,7 @@ class Transfer:
                     self.landed = None if self.land is None else self.land()
                 except Exception as error:  # of this rank's GPU, not of the neighbour
                     self.broken = error
+        self.ended_at = time.monotonic()
         self._running.release()
 
     def ended(self, seconds: float) -> bool:
@@ -80,13 +80,6 @@ class Transfer:
         if not self._over and self._running.acquire(timeout=max(seconds, 0.0)):
             self._work, self._over = None, True
         return self._over
-
-    def give_up(self) -> None:
-        """Close all connections if a thread waits for it in vain; it does not start any more."""
-        self._started = True
-        if (work := self._work) is not None and self.waited_for:
-            with suppress(RuntimeError):
-                work.wait(timedelta(milliseconds=1))
 
 
 def in_background(name: str, run: Callable[[], None]) -> threading.Thread:
@@ -114,9 +107,17 @@ class Waiter:
             self._transfers.put(transfer)
 
     def end(self) -> None:
-        """End the thread, unless it waits for a message that never comes."""
+        """End the thread after the last transfer."""
         self._transfers.put(None)
-        self._thread.join(1.0)
+
+    def join(self) -> None:
+        """Wait for its end, unless it waits for a message that never comes."""
+        self._thread.join(LAST_WORDS)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self._thread.is_alive()
 
 
 class Stopwatch:
@@ -187,7 +188,7 @@ class Pace:
         self.done = dict.fromkeys(peers, 0)  # by neighbour that is there: the rounds that it has done
         # By rank: its rounds, times ROUND, and how much of its gradients it takes, times WHOLE.
         self._known, self._rank, self._lock = torch.full((size,), WHOLE), rank, threading.Lock()
-        self._transfer, self._running = transfer, dict[tuple[int, bool], Transfer]()
+        self._transfer = transfer
         self._news = {peer: queue.SimpleQueue[int]() for peer in self.done}
         work = [partial(run, peer) for peer in self._news for run in (self._listen, self._tell)]
         self._threads = [in_background("pace", run) for run in work]
@@ -212,8 +213,6 @@ class Pace:
         deadline = time.monotonic() + LAST_WORDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        for transfer in self._running.values():
-            transfer.give_up()
 
     def _tell(self, peer: int) -> None:
         news, rounds = self._news[peer], 0
@@ -236,9 +235,7 @@ class Pace:
 
     def _passes(self, incoming: bool, memory: Tensor, peer: int) -> bool:
         """Whether a message arrives or leaves, however long it takes; not if the neighbour is gone."""
-        transfer = self._running[peer, incoming] = self._transfer(incoming, memory, peer)
-        transfer.waited_for = True
-        transfer.start()
+        transfer = self._transfer(incoming, memory, peer)
         transfer.finish()
         return transfer.ended(0.0) and transfer.error is None
 
@@ -256,19 +253,14 @@ class Note(NamedTuple):
 class Notes:
     """Who is waiting: a rank that waits long says so, and its neighbours do not blame it for being late.
 
-    Else all would run out of patience with each other when one rank stops. Notes go through the process group's store,
-    the only central thing, used only when something is wrong; if it does not answer, there are no notes.
+    Else all would run out of patience with each other when one rank stops. Notes go through the store of the edges, the
+    only central thing, used only when something is wrong; if it does not answer, there are no notes.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._rank, self._own, self._place = dist.get_rank(group), Note(), ("in", 0)
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank, self._own, self._place = store, rank, Note(), ("in", 0)
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: the number of its last note, and when that was new
-        self._store: Store | None = None
-        with suppress(AttributeError, RuntimeError, ValueError):
-            store, name = dist.distributed_c10d._get_default_store(), group.group_name
-            MADE[name] += 1  # a group may have the name of one that is gone
-            self._store = PrefixStore(f"klatsch/{name}/{MADE[name]}", store)
-            self._store.set(str(self._rank), json.dumps(self._own))
+        self.tell(str(rank), json.dumps(self._own))
 
     def waiting(self, peer: int | None = None) -> None:
         """Say that this rank is alive and waiting for another, or for all."""
@@ -334,28 +326,32 @@ class Notes:
     def read(self, keys: list[str]) -> dict[str, bytes] | None:
         """The last texts under some keys; None if the store does not answer."""
 
-        def looked_up(store: Store) -> dict[str, bytes]:
-            known = keys if store.check(keys) else [key for key in keys if store.check([key])]
-            with suppress(RuntimeError):  # not every store can
-                return dict(zip(known, store.multi_get(known), strict=True))
-            return {key: store.get(key) for key in known}
+        def known(store: Store) -> dict[str, bytes]:
+            return values(store, keys if store.check(keys) else [key for key in keys if store.check([key])])
 
-        return self._ask(looked_up)
+        return self._ask(known)
 
     def tell(self, key: str, text: str) -> None:
         """Leave a text under a key."""
         self._ask(lambda store: store.set(key, text))
 
     def _ask(self, question: Callable[[Store], Answer]) -> Answer | None:
-        if (store := self._store) is None:
-            return None
-        answer: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        answer: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
 
         def ask() -> None:
-            with suppress(RuntimeError, ValueError):
-                answer.put(question(store))
+            try:
+                answer.put(question(self._store))
+            except (RuntimeError, ValueError):  # such as that the registry of a crew is gone: nothing to wait for
+                answer.put(None)
 
         in_background("notes", ask)
         with suppress(queue.Empty):
             return answer.get(timeout=ANSWER_WITHIN)
         return None
+
+
+def values(store: Store, keys: list[str]) -> dict[str, bytes]:
+    """What a store has under some keys, which are all there."""
+    with suppress(RuntimeError):  # not every store can
+        return dict(zip(keys, store.multi_get(keys), strict=True))
+    return {key: store.get(key) for key in keys}

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from klatsch import columns
 from klatsch.arguments import number, whole
-from klatsch.columns import Given, Number
+from klatsch.columns import Given, Number, WeightMatrix
 from klatsch.rules.base import Flow, Graph, Rule, State, blend, checked, joined, of, share
-from klatsch.weights import WeightMatrix
 
 Rounds = int | Tensor  # the round t = 1, 2, 3, ..., or several
 LARGEST_DEGREE = 50  # alpha_t, which grows like t^p, stays finite for a million rounds
@@ -164,7 +163,7 @@ class Around(Rule):
 
     base: Rule
     averages = True
-    lr, push, met, parts = of("base.lr"), of("base.push"), of("base.met"), of("base.parts")
+    lr, met, parts, push, pushed = of("base.lr"), of("base.met"), of("base.parts"), of("base.push"), of("base.pushed")
     graph, decays, ignores_scale = of("base.graph"), of("base.decays"), of("base.ignores_scale")
     scales, settings, needs_shapes = of("base.scales"), of("base.settings"), of("base.needs_shapes")
     iterate, query = of("base.iterate"), of("base.query")
@@ -223,6 +222,10 @@ class Anytime(Around):
     @property
     def met(self) -> tuple[str, ...]:  # type: ignore[override]
         return (*self.base.met, "x") if self.base.met else ()
+
+    @property
+    def pushed(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self.base.pushed, "x") if self.base.pushed else ()
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from klatsch import columns
 from klatsch.arguments import kind_of, named, whole
-from klatsch.columns import Given, Number
+from klatsch.columns import Given, Number, WeightMatrix
 from klatsch.rules.names import NAMES
-from klatsch.weights import WeightMatrix
 
 State = dict[str, Tensor]
 LearningRate = Number | Callable[[int], Given]
@@ -117,6 +116,7 @@ class Rule:
     lr: Given  # a number, one per column, or a function of t; engines pass that of the round to `update`
     graph: str = "ring"  # the topology that optimizers take if they are given none
     push: bool = False  # whether it keeps sums, not averages: a node keeps what it cannot pass on
+    pushed: tuple[str, ...] = ()  # if so, the fields of the weight and of all that it divides
     short: ClassVar[str] = ""  # its name as a part, if not that of its class
     met: tuple[str, ...] = ()  # fields that two nodes may average at any time; none if it needs rounds
     averages: bool = False  # whether it returns an average already

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from klatsch import columns
-from klatsch.columns import Given, Number
+from klatsch.columns import Given, Number, WeightMatrix
 from klatsch.rules.base import Flow, State, blend, positive, share
-from klatsch.weights import WeightMatrix
 
 
 class Direction:

@@ -9,11 +9,10 @@ from typing import ClassVar, Self
 from torch import Tensor
 
 from klatsch import columns
-from klatsch.columns import Given, Number
+from klatsch.columns import Given, Number, WeightMatrix
 from klatsch.rules.base import Flow, Graph, Rule, State, Tensors, blend, descend, joined, learning_rate, of, share
 from klatsch.rules.directions import Direction, is_zero, sgd
 from klatsch.rules.outer import Outer
-from klatsch.weights import WeightMatrix
 
 MOST_DELAYED = 0.5  # of a momentum that carries flows on, where neighbours know numbers late: 0.8 diverged
 
@@ -367,6 +366,7 @@ class Push(Pattern):
 
     short: ClassVar[str] = "push"
     push = True
+    pushed = ("weight", "w")
 
     def __post_init__(self) -> None:
         super().__post_init__()

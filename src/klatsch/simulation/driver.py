@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -14,10 +15,15 @@ from torch import Tensor
 
 from klatsch import sealed
 from klatsch.arguments import number
+from klatsch.extras import need
 from klatsch.rules import State
 from klatsch.sealed import REMEDY, CheckpointError
 from klatsch.simulation.record import NODES, Facts, Result, Snapshot, measured
+from klatsch.simulation.roster import Roster
 from klatsch.simulation.stack import Stack
+from klatsch.version import VERSION
+from klatsch.watch.events import Log
+from klatsch.watch.sinks import Given, sinks_of
 
 PIECE_SECONDS = 0.2  # how often the bar moves and the clock for checkpoints is looked at
 FORMAT = "klatsch simulation 4"  # of checkpoints
@@ -32,9 +38,16 @@ class Run:
     """A run in progress: where it stands, and what was measured at which points."""
 
     def __init__(
-        self, nodes: Stack, points: list[int], steps: int, per_node: bool = False, watch: Watch | None = None
+        self,
+        nodes: Stack,
+        points: list[int],
+        steps: int,
+        per_node: bool = False,
+        watch: Watch | None = None,
+        roster: Roster | None = None,
     ) -> None:
         self.nodes, self.points, self.steps, self.per_node, self.watch = nodes, points, steps, per_node, watch
+        self.roster, self._shift = roster, 0  # if the crew changes: whose the nodes are
         self.now = Snapshot(nodes.start, torch.full((len(nodes.networks) * nodes.rates.columns, 2), -1))
         self.rows: list[dict[str, Tensor]] = []  # one number per column; `now.points` rows count
         self.size = 64  # rounds per piece, doubled until a piece takes PIECE_SECONDS
@@ -43,11 +56,26 @@ class Run:
         """Go on from a snapshot and its metrics, (points, columns) each."""
         self.now, self.rows = now, [{name: v[k] for name, v in metrics.items()} for k in range(now.points)]
 
+    def stand_after(self, rounds: int) -> None:
+        """Have the nodes that take part in the last of some rounds."""
+        if self.roster is not None and (number := self.roster.number(rounds)) != self._shift:
+            self.nodes, self._shift = self.roster.stack(number), number
+            self.now = self.now._replace(state=self.nodes.start)
+
+    def _present(self) -> Snapshot:
+        """Where the run stands, with the nodes that take part in the next round."""
+        now = self.now
+        if self.roster is not None and (number := self.roster.number(now.rounds + 1)) != self._shift:
+            self.nodes, state = self.roster.changed(number, now.state)
+            self._shift, now = number, now._replace(state=state)
+        return now
+
     def go_on(self, after: Result) -> None:
         """Go on from a result; refuse that of another run."""
-        origin = self.nodes.networks[0].origin
         if not isinstance(after, Result):
             raise ValueError(f"after is a {type(after).__name__}; give a result of simulate")
+        self.stand_after(after.rounds)
+        origin = self.nodes.networks[0].origin
         for name in {**after.origin, **origin}:
             if after.origin.get(name) != origin.get(name):
                 raise ValueError(f"after is a result of another {name}; give one of the same run")
@@ -70,9 +98,10 @@ class Run:
     @torch.no_grad()
     def drive(self, saver: Saver, tell: Advance) -> None:
         """Finish the run: in large pieces between points; in a single round at each, unless gradients do not matter."""
-        brief = self.nodes.brief
+        brief, changes = self.nodes.brief, [] if self.roster is None else self.roster.shifts[1:]
+        stops = sorted({*self.points, self.steps, *(shift.start - 1 for shift in changes)})
         try:
-            for point in [p for p in dict.fromkeys([*self.points, self.steps]) if p > self.now.rounds]:
+            for point in [p for p in stops if p > self.now.rounds]:
                 while (done := self.now.rounds) < point:
                     single = not brief and done == point - 1
                     new, grad = self._advanced(point if single or brief else point - 1, single)
@@ -94,7 +123,9 @@ class Run:
 
     def _advanced(self, until: int, single: bool) -> tuple[Snapshot, Tensor | None]:
         """The next snapshot, and the gradients of its round if it is a single one."""
-        nodes, now, grad, began = self.nodes, self.now, None, time.perf_counter()
+        began, grad = time.perf_counter(), None
+        now = self._present()
+        nodes = self.nodes
         goal = min(until, now.rounds + self.size)
         if single:
             state, grad = nodes.one(now.state, goal)
@@ -115,7 +146,10 @@ class Run:
             measured(network.problem, diverged, self.per_node, *(v[network.nodes] for v in points))
             for network, diverged in zip(networks, now.diverged.view(len(networks), -1), strict=True)
         ]
-        return {name: torch.cat([row[name] for row in each]) for name in each[0]}
+        joined = {name: torch.cat([row[name] for row in each]) for name in each[0]}
+        if self.roster is not None:
+            joined |= {name: self.roster.by_node(self._shift, v) for name, v in joined.items() if NODES in name}
+        return joined
 
     def results(self) -> list[Result]:
         """The result of each network; `seconds` is the time of all of them."""
@@ -128,7 +162,7 @@ class Run:
                 Result(
                     steps=self.points[: now.points],
                     metrics={name: v[:, own] for name, v in metrics.items() if NODES not in name},
-                    per_node={name: v[:, network.nodes] for name, v in by_node.items()},
+                    per_node={name: v if self.roster else v[:, network.nodes] for name, v in by_node.items()},
                     headline=network.problem.headline.metric,
                     large_is_good=network.problem.large_is_good,
                     output=output.masked_fill(now.diverged[own, None].to(output.device), torch.inf),
@@ -139,6 +173,7 @@ class Run:
                     state=network.part(now.state),
                     rounds=now.rounds,
                     origin=network.origin,
+                    members=network.members,
                 )
             )
         return results
@@ -192,6 +227,7 @@ class Saver:
                     f"{self.path} belongs to another run: {name} is {_short(saved.get(name))} there "
                     f"and {_short(wanted.get(name))} here; {REMEDY}"
                 )
+        run.stand_after(header["rounds"])
         for name, fresh in run.now.state.items():
             if f"state.{name}" not in tensors or fresh.shape != tensors[f"state.{name}"].shape:
                 raise CheckpointError(f"{self.path} is damaged: the field {name} of the state does not fit; {REMEDY}")
@@ -213,7 +249,8 @@ def progress_bar(wanted: bool | Advance | None, total: int, done: int, title: st
     if callable(wanted):
         wanted(done)
         yield wanted
-    elif wanted or (wanted is None and sys.stderr.isatty()):
+    elif wanted or (wanted is None and sys.stderr.isatty() and find_spec("rich")):
+        need("a progress bar", "rich")
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -229,3 +266,28 @@ def progress_bar(wanted: bool | Advance | None, total: int, done: int, title: st
             yield tell
     else:
         yield lambda rounds: None
+
+
+@contextmanager
+def logged(log: Given, run: Run) -> Iterator[None]:
+    """Tell a log, if one is given, of every step that is recorded inside; a column is a member."""
+    if log is None:
+        yield
+        return
+    story, nodes, watch = Log(sinks_of(log)), run.nodes, run.watch
+    columns = len(nodes.networks) * nodes.rates.columns
+    members = ["network"] if columns == 1 else [f"column {column}" for column in range(columns)]
+
+    def tell(t: int, state: State, metrics: dict[str, Tensor]) -> object:
+        for column, member in enumerate(members):
+            story.emit("round", member, round=t, **{name: float(v[column]) for name, v in metrics.items()})
+        return watch(t, state, metrics) if watch is not None else None
+
+    run.watch, graph = tell, nodes.topologies[0]
+    facts = {"rule": nodes.rule.name, "topology": graph.name, "size": graph.size, "version": VERSION}
+    for member in members:
+        story.emit("start", member, **facts, wire=graph.wire, every=graph.every, late=graph.late)
+    try:
+        yield
+    finally:
+        story.close(members[0], round=run.now.rounds)

@@ -29,6 +29,7 @@ class Network(NamedTuple):
     topology: Topology
     origin: Facts  # what tells it from others, whatever its length
     nodes: slice
+    members: tuple[int, ...]  # by row: which node of the problem it is
 
     def part(self, state: State) -> State:
         return each(lambda v: v[self.nodes], state)
@@ -75,6 +76,7 @@ class Result:
     per_node: dict[str, Tensor] = field(default_factory=dict, repr=False)  # by metric, (len(steps), M, C), if asked for
     headline: str = "distance"  # the metric by which columns are compared
     large_is_good: tuple[str, ...] = ()  # metrics
+    members: tuple[int, ...] = field(default=(), repr=False)  # by row of output and state: which node it is
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Result):

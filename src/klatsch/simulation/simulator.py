@@ -21,11 +21,13 @@ from klatsch.problems import checked as checked_problem
 from klatsch.rules import Rule
 from klatsch.rules.base import checked, each, rate
 from klatsch.sealed import digest
-from klatsch.simulation.driver import Advance, Run, Saver, Watch, progress_bar
+from klatsch.simulation.driver import Advance, Run, Saver, Watch, logged, progress_bar
 from klatsch.simulation.fused import FusedStack
 from klatsch.simulation.record import Facts, Network, Result, record_points
+from klatsch.simulation.roster import Event, Graphs, Roster
 from klatsch.simulation.stack import GraphStack, PairwiseStack, Prepared, Rates, Stack, StaleStack
 from klatsch.topology import Topology
+from klatsch.watch.sinks import Given
 from klatsch.wire.carried import carried
 from klatsch.wire.program import NotTraceableError
 from klatsch.wire.rehearsal import NotAlikeError, Rehearsal
@@ -37,10 +39,11 @@ ENGINES = ("auto", *(kind.name for kind in (Stack, FusedStack, GraphStack)))
 def simulate(
     problem: Problem,
     rule: Rule,
-    topology: Topology,
+    topology: Topology | Graphs,
     steps: int,
     record: int | Sequence[int] = 50,
     *,
+    crew: Sequence[Event] = (),
     dtype: torch.dtype = torch.float64,
     device: str | torch.device = "cpu",
     checkpoint: str | Path | None = None,
@@ -54,15 +57,20 @@ def simulate(
     params: int | None = None,
     per_node: bool = False,
     watch: Watch | None = None,
+    log: Given = None,
 ) -> Result:
     """Run an update rule on a problem over a topology, all nodes and columns at once.
 
     Args:
         problem: what the nodes minimise.
         rule: the update rule; lists of hyper-parameters make columns.
-        topology: who talks to whom; as many nodes as the problem has.
+        topology: who talks to whom; as many nodes as the problem has. If the crew changes, the name of one, such as
+            "ring/4", or a function of the number of nodes, since it is made anew for each.
         steps: total number of rounds T, including those done before (`after`, `checkpoint`).
         record: number of log-spaced steps at which metrics are taken, or the steps themselves.
+        crew: who comes and goes: (round, "join" or "leave", node), ... From its round on a node takes part, or does
+            not. A node whose first event is a join is not there at the start. Metrics are of those who are there;
+            `result.members` says whose the rows of the output and the state are.
         dtype: torch.float64, or torch.float32 (faster; mixing does not drift).
         device: "cpu", "cuda", "cuda:1"...
         checkpoint: a file where the run is saved; after a kill the same call continues from it.
@@ -80,6 +88,7 @@ def simulate(
         per_node: record metrics of every node, too: `result.per_node["distance"]` is (len(steps), M, C).
         watch: called after each step that is recorded with the round, the state and the metrics per column; if it
             returns something true, the run ends there, and the result has what was recorded.
+        log: where events of steps that are recorded go, as in `Gossip`: a folder, "tensorboard:FOLDER", ...
 
     Returns:
         Steps, metrics per step and column, and every node's final x.
@@ -88,7 +97,7 @@ def simulate(
         Lian et al., "Asynchronous decentralized parallel stochastic gradient descent", 2018, for pairwise gossip.
     """
     given: dict[str, Any] = {name: value for name, value in locals().items() if name not in PARTS}
-    return simulate_together([problem], rule, [topology], **given)[0]
+    return simulate_together([problem], rule, [topology], **given)[0]  # type: ignore[list-item]
 
 
 def simulate_together(
@@ -98,6 +107,7 @@ def simulate_together(
     steps: int,
     record: int | Sequence[int] = 50,
     *,
+    crew: Sequence[Event] = (),
     dtype: torch.dtype = torch.float64,
     device: str | torch.device = "cpu",
     checkpoint: str | Path | None = None,
@@ -112,24 +122,38 @@ def simulate_together(
     params: int | None = None,
     per_node: bool = False,
     watch: Watch | None = None,
+    log: Given = None,
 ) -> list[Result]:
     """Run one rule on several problems, each over its own topology, all in one stack.
 
     The problems are of one kind that can be joined (`LeastSquares`), with the same number of parameters and the same
     noise per column. The rule may also be a list with one for each problem, which differ only in numbers. Without
-    `checkpoint_at_end` a finished run is not saved. The other arguments are those of `simulate`; `after` is for a
-    single problem.
+    `checkpoint_at_end` a finished run is not saved. The other arguments are those of `simulate`; `after` and `crew`
+    are for a single problem.
 
     Returns:
         One result per problem; `seconds` is the time of all of them.
     """
-    parts = prepared(problems, rule, topologies, steps, record, dtype, device, any_graph, meets)
-    rates, origins, where = parts.rates, [own.origin for own in parts.networks], f"{len(problems)} networks"
+
+    def stack(some: Sequence[Problem], graphs: Sequence[Topology]) -> Stack:
+        return _fastest(engine, prepared(some, rule, graphs, steps, record, dtype, device, any_graph, meets))
+
+    roster = None
+    if crew:
+        if len(problems) > 1 or meets or clock is not None:
+            other = f"{len(problems)} problems" if len(problems) > 1 else "meets" if meets else "a clock"
+            raise ValueError(f"crew does not go together with {other}; leave one of them out")
+        roster = Roster(crew, problems[0], topologies[0], steps, stack)
+        for graph in () if any_graph else roster.graphs:  # before the run, which the last one would waste
+            checked(rule).check_graph(graph)
+    nodes = stack(problems, topologies) if roster is None else roster.stack(0)
+    parts, where = nodes.parts, f"{len(problems)} networks"
+    rates, origins = parts.rates, [own.origin for own in parts.networks]
     if len(problems) == 1:
-        where = f"{topologies[0].name}, {topologies[0].size} nodes"
+        where = f"{nodes.topologies[0].name}, {nodes.topologies[0].size} nodes"
     elif after is not None:
         raise ValueError(f"after continues one result, but there are {len(problems)} problems; give one problem")
-    run = Run(_fastest(engine, parts), parts.points, rates.steps, per_node, watch)
+    run = Run(nodes, parts.points, rates.steps, per_node, watch, roster)
     if after is not None:
         run.go_on(after)
     identity: Facts = origins[0] if len(origins) == 1 else {"networks": digest({}, {"each": origins})}
@@ -140,12 +164,16 @@ def simulate_together(
                 "fingerprint() that returns a text which differs where the gradients differ"
             )
         identity = identity | _length(run, rates) | ({"per node": True} if per_node else {})
+        identity |= {} if roster is None else roster.facts(len(crew))
+    if params is None and clock is not None:
+        params = clock.params
     sent = None if params is None else whole(params, "params", 1)
     # Before the run, which a clock that does not fit would waste.
     elapsed = [_seconds(clock, own, sent or own.problem.dim, run.points, parts.meets) for own in parts.networks]
     saver = Saver(checkpoint, checkpoint_every, identity, checkpoint_at_end)
     saver.restore(run)
-    with progress_bar(progress, rates.steps, run.now.rounds, f"{parts.rule.name} on {where}") as tell:
+    title = f"{parts.rule.name} on {where}"
+    with progress_bar(progress, rates.steps, run.now.rounds, title) as tell, logged(log, run):
         run.drive(saver, tell)
     results = zip(run.results(), elapsed, strict=True)
     return [replace(result, elapsed=seconds[: len(result.steps)]) for result, seconds in results]
@@ -199,7 +227,8 @@ def prepared(
     ]
     placed = [problem.to(dtype, where) for problem in problems]
     rows = [slice(*own) for own in pairwise(accumulate(nodes, initial=0))]
-    networks = [Network(*own) for own in zip(placed, given, topologies, origins, rows, strict=True)]
+    members = [tuple(range(M)) for M in nodes]
+    networks = [Network(*own) for own in zip(placed, given, topologies, origins, rows, members, strict=True)]
     together = placed[0]
     if len(problems) > 1:
         kinds = {type(problem) for problem in problems}
@@ -305,5 +334,5 @@ def _fastest(engine: str, parts: Prepared) -> Stack:
                 if engine == kind.name:
                     raise ValueError(f"engine = {engine!r} cannot run this: {reason}; use engine='auto'") from None
                 if isinstance(reason, NotAlikeError):  # others, such as push-sum, are no surprise
-                    warnings.warn(f"it runs with plain operations: {reason}", RuntimeWarning, stacklevel=4)
+                    warnings.warn(f"it runs with plain operations: {reason}", RuntimeWarning, stacklevel=5)
     return Stack(parts)

@@ -178,7 +178,7 @@ class Stack:
                 else:
                     low, done = middle, half
             first, finite = lost & self._lost(high), self.finite_steps(low, reached, high)
-            nodes = torch.cat([finite[network.nodes].argmin(0) for network in self.networks])
+            nodes = torch.cat([torch.tensor(own.members)[finite[own.nodes].argmin(0)] for own in self.networks])
             begun[first] = torch.stack([nodes, torch.full_like(nodes, reached)], -1)[first]
             lost, early = lost & ~first, (low, done)
         return begun

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from klatsch import pictures
+from klatsch.extras import need
 from klatsch.topology.graph import Topology, check_topology
 
 if TYPE_CHECKING:  # loaded only to draw
@@ -41,6 +42,7 @@ def draw(topology: Topology, path: str | Path) -> Path:
 
 def figure(topology: Topology) -> Figure:
     """The picture as a matplotlib figure."""
+    need("a figure", "matplotlib")
     from matplotlib.figure import Figure
 
     graphs = len(topology.speaking) if topology.shuffle is None else FEW_ROUNDS

@@ -233,7 +233,7 @@ class Topology:
 
     @cached_property
     def spectral_gap(self) -> float:
-        """The spectral gap rho = 1 - |lambda_2| (Definition 2.5); for a period tau of rounds (1 - |lambda_2|) / tau.
+        """The spectral gap `rho = 1 - |lambda_2|` (Definition 2.5); over a period of rounds `(1 - |lambda_2|) / tau`.
 
         There lambda_2 is that of the product P_tau ... P_1 (Koloskova et al. 2020, Assumption 4): a period that
         averages exactly has rho = 1 / tau, and gossip in every H-th round has 1 / H of the gap. Property 2.6 holds for

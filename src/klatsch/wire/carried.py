@@ -5,6 +5,7 @@ What is on its way, and what neighbours hold, are fields of the state, so they a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count
@@ -31,6 +32,19 @@ def carried(rule: Rule, topology: Topology, meets: str = "") -> Rule:
 def bare(rule: Rule) -> Rule:
     """The rule itself, for engines that have real channels."""
     return rule.rule if isinstance(rule, Carried) else rule
+
+
+def begun_anew(fresh: State, last: State, kept: Sequence[tuple[int, int, int]]) -> State:
+    """The channel's part of a fresh state after the crew has changed: nothing is on its way, and few copies stay.
+
+    Of those that stay, (audience, row of the speaker now, row before).
+    """
+    memory = {name: v for name, v in fresh.items() if "@" in name}
+    for name in [name for name in memory if name.startswith("held@") and name in last]:
+        audience = int(name.rpartition(".")[2])
+        now, before = ([place[k] for place in kept if place[0] == audience] for k in (1, 2))
+        memory[name] = memory[name].index_copy(0, memory[name].new_tensor(now).long(), last[name][before])
+    return memory
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,413 @@
+"""A member's post in a crew that changes while it trains: which node of which graph it is, and how it takes it up.
+
+A change comes between two rounds. Members open new edges, newcomers get the state of a neighbour, and all settle what
+must be kept over the crew (`wire.handover`). Messages that were on their way are dropped at both ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from klatsch.optim.groups import Group
+from klatsch.ranks.agreement import Everyone
+from klatsch.ranks.assembly import assembled
+from klatsch.ranks.crew import ADDRESSES, TOKEN_FILE, Crew, Dropped, from_environment
+from klatsch.ranks.edges import Edges
+from klatsch.ranks.failures import LinkError, reason, warn
+from klatsch.ranks.links import GlooLinks
+from klatsch.ranks.mailbox import Memory
+from klatsch.ranks.node import Node
+from klatsch.ranks.registry import Epoch, token_of
+from klatsch.ranks.saved import Training
+from klatsch.rules import Rule, State
+from klatsch.rules.base import each
+from klatsch.topology import Topology
+from klatsch.topology.families import family, make, split
+from klatsch.watch.events import Event
+from klatsch.wire.handover import Handover, kept_copies, sponsors
+
+TAG = (1 << 20) - 4  # of states that are handed over; above the tags of rounds
+PIECE = 1 << 22  # bytes that travel at a time
+LEAVING = 60.0  # seconds for the registry to let a member go
+QUORUM = 0.5  # by default
+NOBODY = Epoch(0, (), (), 0)
+PROBED = range(4, 10)  # sizes of which a graph has one
+ANSWER = timedelta(seconds=20)  # within which the registry answers
+PATIENCE = 15.0  # seconds for the registry to change a crew of which few are within reach; it drops some after ten
+UNREPORTED = ("event", "time", "member", "round", "lag")  # which the registry knows itself
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+# States by dtype, frozen parameters, groups' options, and the training that checkpoints are of.
+Held = tuple[list[State], list[Tensor], list[dict[str, float]], Training]
+Handler = signal.Handlers | Callable[[int, FrameType | None], object]
+Kind = tuple[list[int], str]  # the shape and dtype of a tensor
+
+
+def crew_of(address: str | None, alone: bool) -> Crew | None:
+    """The crew at an address, or that of the environment, if nothing else (`alone`) says who trains together."""
+    if address is None and (not alone or ADDRESSES not in os.environ):
+        return None
+    if not alone:
+        raise ValueError(f"crew = {address!r} and a group or mesh are given; give one of them")
+    return from_environment() if address is None else Crew(address, token_of(os.environ.get(TOKEN_FILE)))
+
+
+def graphs_of(given: str | Topology, rule: Rule, made: Callable[[str, int], Topology]) -> Callable[[int], Topology]:
+    """A graph for every number of members: by its name, or that of the rule where a size has no such graph."""
+    if not isinstance(given, str):
+        raise ValueError(f"topology is a graph of {given.size} nodes, and the crew changes; give its name, say 'ring'")
+    family(given)
+    other, told = f"{rule.graph}/{split(given)[1]}", set[int]()
+
+    def graph(size: int) -> Topology:
+        try:
+            make(given, size)
+        except ValueError as error:
+            if not told:
+                warn(f"{given} has no graph of {size} nodes ({error}); such crews train on {split(other)[0]} instead")
+            told.add(size)
+        return made(other if size in told else given, size)
+
+    for size in PROBED:  # before it joins: a rule that refuses the graph, or an option that does not fit
+        with suppress(ValueError):
+            make(given, size)
+            made(given, size)
+            break
+    else:
+        made(given, size)
+    return graph
+
+
+Before = tuple[Epoch, Topology, GlooLinks]  # the epoch before, its graph, and its links, which are closed
+
+Own = tuple[Held, Before]
+
+
+class Post:
+    """Membership of an optimizer in a crew; see `ranks.crew`."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        graphs: Callable[[int], Topology],
+        facts: Mapping[str, str],
+        timeout: float,
+        quorum: float,
+        weight: float | None,
+    ) -> None:
+        self.crew, self._graphs, self._facts, self._timeout = crew, graphs, facts, timeout
+        self.quorum = quorum or QUORUM
+        self.left, self.signal, self.weight, self._lost = False, 0, weight, list[str]()
+        self.training: Training = ()  # the identity in checkpoints
+        self.tell: Callable[..., object] = lambda kind, **facts: None  # of events
+        crew.store.set_timeout(ANSWER)
+        try:
+            self.take(crew.join(facts))
+        except BaseException:
+            crew.close()  # a notebook goes on, and must not seem to be a member
+            raise
+        self._usual: dict[int, Handler] = {}
+        self._process = os.getpid()
+        self._listen_to_signals()
+
+    def take(self, epoch: Epoch) -> None:
+        """Be a node of an epoch."""
+        self.epoch, self.topology = epoch, self._graphs(len(epoch.members))
+        self.rank, self._times = epoch.members.index(self.crew.member), count()
+        store = PrefixStore(f"epoch{epoch.number}", self.crew.store)
+        self.everyone = Everyone(store, self.rank, len(epoch.members), self._timeout, epoch.members)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has no state of its own yet."""
+        return self.crew.member in self.epoch.newcomers
+
+    @property
+    def misses_some(self) -> bool:
+        """Whether members of the epoch have died."""
+        return any(map(self.crew.is_out, self.epoch.members))
+
+    def links(self, device: torch.device, catch_up: bool) -> GlooLinks:
+        """New links to the neighbours of this epoch."""
+        crew, members = self.crew, self.epoch.members
+        store = PrefixStore(f"epoch{self.epoch.number}/links{next(self._times)}", crew.store)
+        edges = Edges(store, self.rank, self._timeout, crew.address, members, optional=True, guarded=True)
+        choices = {"on_failure": "continue", "catch_up": catch_up, "first": self.epoch.start}
+        is_out = partial(_is_out, crew, members)
+        return GlooLinks(edges, self.topology, device, self._timeout, is_out=is_out, **choices)  # type: ignore[arg-type]
+
+    def next_epoch(self, links: GlooLinks, rounds: int) -> Epoch | None:
+        """The epoch that starts with the next round, if one does; this member may be out of it."""
+        crew, near = self.crew, len(links.membership.within_reach())
+        gives_up = near < self.quorum * self.topology.size and not crew.expects_change(PATIENCE)
+        if gives_up:
+            few = f"{near} of {self.topology.size} members are within reach"
+            self.tell("dropped", why=few)
+            warn(f"round {rounds}: {few}; it waits for the others")
+        else:
+            try:
+                return crew.before(rounds + 1)
+            except Dropped as error:
+                self.tell("dropped", why=str(error))
+                if not (error.again or crew.leaving):
+                    raise
+                warn(str(error))
+        links.edges.close_all()  # nobody waits for it
+        return self.join_again(rounds)
+
+    def report(self, event: Event) -> None:
+        """A sink of events: tell the registry how this member is doing."""
+        match event:
+            case {"event": "epoch", "neighbours": near}:
+                self._lost = []
+                self.crew.report({"neighbours": near, "lost": []})
+            case {"event": "lost", "neighbour": neighbour}:
+                self._lost = [*self._lost, neighbour]
+                self.crew.report({"lost": self._lost})
+            case {"event": "round"}:
+                self.crew.report({name: v for name, v in event.items() if name not in UNREPORTED})
+
+    def leave(self, idle: Callable[[], None]) -> None:
+        """Ask to leave, and go on with rounds without gradient until the crew does without this member."""
+        deadline = time.monotonic() + LEAVING
+        self.crew.leave()
+        while not self.left:
+            if time.monotonic() > deadline:  # the registry does not answer
+                self.go()
+            else:
+                idle()
+
+    # --- going --------------------------------------------------------------------------------------------------
+
+    def go(self) -> None:
+        """Be out of the crew, and end the process if a signal has asked for it."""
+        self.left = True
+        self.tell("left", why="signal" if self.signal else "leave")
+        self.close()
+        if self.signal:
+            raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(0)
+
+    def close(self) -> None:
+        """Close the connection to the registry, and leave signals alone."""
+        self.crew.close()
+        if threading.current_thread() is threading.main_thread():
+            for number, usual in self._usual.items():
+                if signal.getsignal(number) == self._heard:  # and not a handler of the script's own, which came later
+                    signal.signal(number, usual)
+            self._usual.clear()
+
+    def _listen_to_signals(self) -> None:
+        """SIGTERM and Ctrl-C ask to leave, unless the script has handlers of its own; the second one ends at once."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+            if signal.getsignal(number) == usual:
+                self._usual[number] = usual
+                signal.signal(number, self._heard)
+
+    def _heard(self, number: int, _frame: object) -> None:
+        if os.getpid() != self._process:  # a child that was forked, such as a worker that loads data
+            if number == signal.SIGTERM:  # Ctrl-C is for all processes of a terminal, and the member decides
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        signal.signal(number, self._usual.pop(number))
+        self.signal = number
+        self.crew.leave()
+
+    # --- states -------------------------------------------------------------------------------------------------
+
+    def handed_over(self, links: GlooLinks, own: Own | None) -> Held | None:
+        """What this member goes on from: a newcomer asks its neighbours for it, which give theirs, if one is left."""
+        held, t = own and own[0], self.epoch.start
+        for newcomer, asked in sponsors(self.topology, len(self.epoch.newcomers)).items():
+            if newcomer == self.rank:
+                held = _asked_for(links, t, asked)
+            elif self.rank in asked and newcomer not in links.lost and held is not None:
+                _give(links, t, newcomer, held)
+        links.hang_up()
+        return held
+
+    def join_again(self, rounds: int) -> Epoch:
+        """Become a newcomer; one that wants to leave is out instead."""
+        try:
+            return NOBODY if self.crew.leaving else self.crew.join(self._facts, rounds)
+        except Dropped:
+            if self.crew.leaving:  # since it waits
+                return NOBODY
+            raise
+
+    def begin_again(self) -> None:
+        """Be a newcomer that holds nothing, unless a signal has asked it to leave."""
+        epoch = self.join_again(0)
+        if self.crew.member in epoch.members:
+            self.take(epoch)
+        else:
+            self.go()
+
+    def resumed(self, rounds: int, place: int) -> Epoch:
+        """The epoch that goes on from checkpoints."""
+        try:
+            return self.crew.resume(rounds, place)
+        except Dropped as error:
+            if not (error.again or self.crew.leaving):
+                raise
+            warn(str(error))
+            return self.join_again(0)
+
+    def kept_memories(self, own: Own | None, links: GlooLinks, memories: Sequence[Memory]) -> list[Memory]:
+        """What channels still hold, by dtype: copies of speakers that keep their hearers, and have lost none of them.
+
+        A newcomer, which has nothing before, only tells others so.
+        """
+        topology, members, t = self.topology, self.epoch.members, self.epoch.start
+        nothing: list[Memory] = [{} for _ in memories]
+        if not topology.encoding.remembers or topology.late:  # what is on its way is dropped
+            return nothing
+        apart = set[str]()
+        if own is not None:
+            epoch, graph, old = own[1]
+            apart = {epoch.members[peer] for peer in (*old.lost, *old.unsure)} & {*members}
+        # One end of a link may not know that the other has lost it, nor do others that hear it.
+        lost_by = _told(links, t, {peer: members[peer] in apart for peer in links.membership.beside()})
+        has_lost = bool(apart) or any(lost_by.values())
+        spoilt = _told(links, t, dict.fromkeys(lost_by, has_lost)) | {self.rank: has_lost}
+        if own is None:
+            return nothing
+        kept = kept_copies(graph, epoch.members, topology, members, self.epoch.newcomers)
+        return [_moved(memory, epoch.members, members, kept, spoilt) for memory in memories]
+
+    def settled(
+        self, links: GlooLinks, nodes: Sequence[Node], states: list[State], share: float
+    ) -> tuple[list[State], float]:
+        """States of which the crew's sums are what they must be, and this member's weight over the crew's mean."""
+        handovers = [Handover(node.rule, node.rehearsal) for node in nodes]
+        if self.is_new:
+            states = [one.begun(state) for one, state in zip(handovers, states, strict=True)]
+        if self.weight is None and not any(one.means for one in handovers):
+            return states, share
+        try:
+            with assembled(links, self.epoch.start - 1, f"epoch {self.epoch.number}") as everyone:
+                means = [
+                    {name: everyone.mean(state[name].cpu()).to(state[name]) for name in one.means}
+                    for one, state in zip(handovers, states, strict=True)
+                ]
+                share = share if self.weight is None else everyone.share(self.weight)
+        except (RuntimeError, ValueError) as error:  # a member died; the next epoch settles it
+            warn(f"epoch {self.epoch.number}: sums over the crew are settled with the next change ({reason(error)})")
+            return states, share
+        return [one.settled(state, mean) for one, state, mean in zip(handovers, states, means, strict=True)], share
+
+
+def held_by(states: Iterable[State], frozen: Iterable[Tensor], groups: Iterable[Group], training: Training) -> Held:
+    """What a member holds, as copies."""
+    options = [{name: v for name, v in group.items() if isinstance(v, bool | int | float)} for group in groups]
+    return [each(torch.clone, state) for state in states], [v.data for v in frozen], options, training
+
+
+def rescaled(rule: Rule, content: dict[str, Any]) -> list[State]:
+    """The vectors of a content, which a rule may scale by what its graph says."""
+    return [
+        fields | {name: fields[name] * (scale / content["scales"][name]) for name, scale in rule.scales.items()}
+        for fields in content["vectors"]
+    ]
+
+
+def _told(links: GlooLinks, t: int, tell: Mapping[int, bool]) -> dict[int, bool]:
+    """What some neighbours tell this node, which tells each of them something."""
+    boxes = {peer: torch.zeros(1, dtype=torch.bool) for peer in tell}
+    calls = [links.call(TAG, box, peer, True) for peer, box in boxes.items()]
+    calls += [links.call(TAG, torch.tensor([told]), peer, False) for peer, told in tell.items()]
+    for call in calls:
+        try:
+            links.settle(call, t)
+        except LinkError as error:
+            links.lose(error)
+    links.hang_up()
+    return {peer: bool(box) for peer, box in boxes.items()}
+
+
+def _moved(
+    memory: Memory, before: Sequence[str], now: Sequence[str], kept: Set[tuple[int, Hashable]], spoilt: dict[int, bool]
+) -> Memory:
+    """The memory of a channel with nodes that have other numbers, and fewer copies."""
+    held: dict[str, Tensor] = {}
+    for key, copy in memory.get("held", {}).items():  # type: ignore[attr-defined]
+        message, node, audience, part = map(int, key.split())
+        if node >= 0 and (audience, before[node]) in kept and not spoilt.get(place := now.index(before[node]), True):
+            held[f"{message} {place} {audience} {part}"] = copy
+    return {"held": held}
+
+
+def _is_out(crew: Crew, members: Sequence[str], peer: int) -> bool:
+    return crew.is_out(members[peer])
+
+
+def _asked_for(links: GlooLinks, t: int, neighbours: Sequence[int]) -> Held | None:
+    """The state of the first of some neighbours that gives it; the others are told that they need not."""
+    held: Held | None = None
+    for peer in neighbours:
+        if peer not in links.lost:
+            try:
+                links.pass_on(TAG, t, torch.tensor([held is None]), peer, False)
+                held = held or _received(links, t, peer)
+            except LinkError as error:
+                links.lose(error)
+    return held
+
+
+def _received(links: GlooLinks, t: int, peer: int) -> Held:
+    take = partial(_pass, links, t, peer, True)
+    (length,) = take([torch.empty(1, dtype=torch.int64)])
+    (text,) = take([torch.empty(int(length), dtype=torch.uint8)])
+    fields, frozen, options, training = json.loads(text.numpy().tobytes())
+    states = [dict(zip(some, take(map(_empty, some.values())), strict=True)) for some in fields]
+    return states, take(map(_empty, frozen)), options, tuple(training)
+
+
+def _give(links: GlooLinks, t: int, peer: int, held: Held) -> None:
+    """Give a newcomer what it goes on from, if it wants it."""
+    give = partial(_pass, links, t, peer, False)
+    states, frozen, options, training = held
+    fields = [{name: _kind(v) for name, v in state.items()} for state in states]
+    header = json.dumps([fields, [*map(_kind, frozen)], options, training]).encode()
+    try:
+        (wants,) = _pass(links, t, peer, True, [torch.tensor([False])])
+        if wants:
+            give([torch.tensor([len(header)]), torch.frombuffer(bytearray(header), dtype=torch.uint8)])
+            give([v for state in states for v in state.values()])
+            give(frozen)
+    except LinkError as error:
+        with suppress(LinkError):
+            links.lose(error)
+
+
+def _pass(links: GlooLinks, t: int, peer: int, incoming: bool, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Receive tensors, or send them."""
+    whole = [v.detach().cpu().contiguous() for v in tensors]
+    for v in whole:
+        for piece in torch.split(v.reshape(-1).view(torch.uint8), PIECE) if v.numel() else ():
+            links.pass_on(TAG, t, piece, peer, incoming)
+    return whole
+
+
+def _kind(v: Tensor) -> Kind:
+    return list(v.shape), str(v.dtype)
+
+
+def _empty(kind: Kind) -> Tensor:
+    return torch.empty(kind[0], dtype=DTYPES[kind[1]])

@@ -1,0 +1,145 @@
+"""Connections between neighbours: each is a gloo group of two ranks, made over a store, so that nobody opens a mesh.
+
+An edge takes one descriptor and no thread: those of gloo's groups are for collectives, and one thread per process moves
+the bytes of all edges. An edge that breaks, or that one end closes, takes no other with it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+CLOSING_TAG = (1 << 20) - 2  # of a message that never comes
+PASSWORD_TAG, PASSWORD = (1 << 20) - 5, 32  # bytes
+CONNECT = timedelta(seconds=10)  # once both ends are there
+AT_ONCE = timedelta(milliseconds=1)
+LOOK = 0.05  # seconds between two looks at whether the other end is still expected
+
+Pair = tuple[int, int]
+
+
+class Edges:
+    """The connections of node `rank` to its neighbours, over a store that knows all of them by the same names.
+
+    Args:
+        store: where the two ends of an edge find each other.
+        rank: the number of this node.
+        timeout: seconds to wait for the other end of an edge.
+        address: of this machine, on which it listens; by default what gloo finds, or GLOO_SOCKET_IFNAME.
+        names: of the nodes, in the store; by default their numbers.
+        optional: whether nodes go on without edges that cannot be made. These are made all at once, the others one
+            after another, since torch's stores let those who wait for different keys wait for each other.
+        guarded: whether both ends first prove over the edge that they read the store, which strangers cannot: gloo's
+            ports are open to everybody who reaches the machine.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        timeout: float,
+        address: str = "",
+        names: Sequence[str] = (),
+        optional: bool = False,
+        guarded: bool = False,
+    ) -> None:
+        self.store, self.rank, self.optional, self._guarded = store, rank, optional, guarded
+        self._timeout, self._address, self._names = timedelta(seconds=timeout), address, names
+        self._groups: dict[int, dist.ProcessGroup] = {}  # by neighbour
+
+    def open(self, peers: Iterable[int], is_out: Callable[[int], bool] = lambda peer: False) -> dict[int, Exception]:
+        """Connect to some neighbours, which do the same; returns why those failed that did.
+
+        Nobody waits for an optional one that is out.
+        """
+        # All nodes begin with the same edges, so the first that is not there yet is being made at both of its ends.
+        pairs = sorted((min(peer, self.rank), max(peer, self.rank)) for peer in peers)
+        made: dict[int, dist.ProcessGroup | Exception] = {}
+
+        def make(pair: Pair, peer: int) -> None:
+            try:
+                made[peer] = self._made(pair)
+            except Exception as error:
+                made[peer] = error
+
+        threads = {}
+        for pair in pairs:
+            peer = sum(pair) - self.rank
+            threads[peer] = thread = threading.Thread(target=make, args=(pair, peer), daemon=True)
+            thread.start()
+            if not self.optional:
+                thread.join()
+        failures, deadline = {}, time.monotonic() + self._timeout.total_seconds()
+        for peer, thread in threads.items():
+            while thread.is_alive() and not is_out(peer) and time.monotonic() < deadline:
+                thread.join(LOOK)  # gloo cannot be interrupted, but left alone
+            edge = made.get(peer, RuntimeError("it does not connect"))
+            if isinstance(edge, Exception):
+                failures[peer] = edge
+            else:
+                self._groups[peer] = edge
+        return failures
+
+    def _made(self, pair: Pair) -> dist.ProcessGroup:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._threads = _devices(self._address), 0
+        options._timeout = min(self._timeout, CONNECT) if self.optional else self._timeout
+        name = "edge/{}-{}".format(*(self._names[node] if self._names else node for node in pair))
+        store, end = PrefixStore(name, self.store), pair.index(self.rank)
+        password = secrets.token_bytes(PASSWORD)
+        store.set(f"end/{end}", password.hex())
+        store.wait([f"end/{1 - end}"], self._timeout)  # the other end may come late, but then it connects at once
+        group: dist.ProcessGroup = dist.ProcessGroupGloo(store, end, 2, options)  # type: ignore[assignment]
+        if self._guarded:
+            _recognise(group, 1 - end, password, bytes.fromhex(store.get(f"end/{1 - end}").decode()))
+        return group
+
+    def post(self, incoming: bool, memory: Tensor, peer: int, tag: int) -> dist.Work:
+        """Begin to receive from a neighbour, or to send to it; RuntimeError if the edge is closed."""
+        if (group := self._groups.get(peer)) is None:
+            raise RuntimeError("Connection closed by this rank")
+        move = group.recv if incoming else group.send
+        return move([memory], int(peer > self.rank), tag)
+
+    def close(self, peer: int) -> None:
+        """Close one edge: what is on its way over it fails at both ends, and memory for it is free again."""
+        if (group := self._groups.pop(peer, None)) is not None:
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], int(peer > self.rank), CLOSING_TAG).wait(AT_ONCE)
+
+    def close_all(self) -> None:
+        """Close every edge."""
+        for peer in [*self._groups]:
+            self.close(peer)
+
+
+def _recognise(group: dist.ProcessGroup, other: int, own: bytes, expected: bytes) -> None:
+    """Exchange passwords over an edge, and refuse another end than the one that the store knows."""
+    sent, heard = torch.frombuffer(bytearray(own), dtype=torch.uint8), torch.zeros(PASSWORD, dtype=torch.uint8)
+    works = group.send([sent], other, PASSWORD_TAG), group.recv([heard], other, PASSWORD_TAG)
+    for work in works:
+        work.wait()
+    if not hmac.compare_digest(heard.numpy().tobytes(), expected):
+        raise RuntimeError("a stranger has connected instead of the neighbour")
+
+
+@lru_cache(maxsize=8)
+def _devices(address: str) -> list[dist.ProcessGroupGloo.Device]:
+    """Where gloo listens, with one thread for all edges of this process."""
+    create = dist.ProcessGroupGloo.create_device
+    if address:
+        return [create(hostname=address)]
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [create(interface=name) for name in interfaces] or [dist.ProcessGroupGloo.create_default_device()]

@@ -1,0 +1,432 @@
+"""Crews that change while they train: real processes that join, leave, are killed and stopped."""
+
+import json
+import os
+import re
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import klatsch
+from klatsch.optim.post import Post, graphs_of
+from klatsch.ranks.registry import address_of, ask, token_of
+from tests.support.processes import say
+from tests.support.rank_changes import LR, problem
+from tests.support.table import RULES
+from tests.support.waiting import wait_until
+
+MODULE = "tests.support.rank_changes"
+
+
+class Crew:
+    """A registry, and members that train."""
+
+    def __init__(self, prepared, folder, **options):
+        self.prepared, self.folder, self.options, self.members = prepared, folder, options, []
+        self.token_file, self.port = folder / "token", prepared.free_port()
+
+    def serve(self, least, timeout=30):
+        words = ("--host", "127.0.0.1", "--port", self.port, "--token-file", self.token_file, "--least", least)
+        self.registry = self.prepared.klatsch("crew", "serve", *words, "--timeout", timeout)
+        wait_until(lambda: "klatsch crew join" in self.registry.stdout, self.registry)
+
+    def join(self, name=None, **options):
+        name = name or f"m{len(self.members)}"
+        environment = {"KLATSCH_CREW": f"127.0.0.1:{self.port}", "KLATSCH_CREW_TOKEN_FILE": str(self.token_file)}
+        words = ("-m", MODULE, self.folder, name, json.dumps(self.options | options))
+        process = self.prepared.python(*words, env=dict(os.environ) | environment, preload=(MODULE,))
+        self.members.append(member := Member(self.folder, name, process))
+        return member
+
+    def begin(self, size, timeout=30):
+        self.serve(size, timeout)
+        members = [self.join() for _ in range(size)]
+        for member in members:
+            member.trains(size)
+        return members
+
+    def end(self, stop=None):
+        """What those who are left have kept, by name; nobody passes the last round before all can know of it."""
+        living = [member.process for member in self.members if member.process.poll() is None]
+        for process in living if stop is None else ():
+            process.send_signal(signal.SIGSTOP)
+        say(self.folder, "stop", stop or max(member.at()[2] for member in self.members) + 20)
+        for process in living:
+            process.send_signal(signal.SIGCONT)
+        for member in self.members:
+            member.process.done()
+        return {m.name: torch.load(m.kept) for m in self.members if m.kept.exists()}
+
+    def begin_again(self, names, stop=None, **options):
+        """Other processes, one after the other, and another registry; they stop after a round, if it is given."""
+        self.registry.kill()
+        self.registry.done()
+        for path in (self.folder / "stop", *self.folder.glob("m*-*")):
+            path.unlink(missing_ok=True)
+        self.members = []
+        if stop is not None:
+            say(self.folder, "stop", stop)
+        self.serve(len(names))
+        for k, name in enumerate(names, 1):
+            self.join(name=name, **options.get(name, options))
+            wait_until(lambda k=k: self.registry.stdout.count(" joins") == k, self.registry)
+        return self.members
+
+
+class Member:
+    def __init__(self, folder, name, process):
+        self.folder, self.name, self.process = folder, name, process
+        self.kept = folder / f"{name}-kept"
+
+    def at(self):
+        """Its epoch, its members and its round."""
+        path = self.folder / f"{self.name}-at"
+        return [int(word) for word in path.read_text().split()] if path.exists() else [0, 0, 0]
+
+    def trains(self, size, rounds=5):
+        """Wait until it has done some rounds in an epoch of so many members."""
+        wait_until(lambda: self.at()[1] == size, self.process)
+        _, _, before = self.at()
+        wait_until(lambda: self.at()[2] >= before + rounds, self.process)
+
+
+@pytest.fixture
+def crew(prepared, tmp_path):
+    return lambda **options: Crew(prepared, tmp_path, **options)
+
+
+def simulated(kept, rule, graph, steps, **options):
+    """The same by simulation: the nodes' outputs after some rounds, by node."""
+    ids = {member: node for one in kept for member, node in one["ids"].items()}
+    epochs = {}
+    for one in kept:
+        epochs |= one["epochs"]
+    events, before = [], None
+    for _, (_, members, newcomers, start) in sorted(epochs.items()):
+        if before is not None and start <= steps:
+            events += [(start, "leave", ids[member]) for member in before if member not in members]
+            events += [(start, "join", ids[member]) for member in newcomers]
+        before = members
+    make = graph if not options else lambda n: klatsch.topology.make(graph, n, **options)
+    result = klatsch.simulate(problem(), RULES[rule](LR), make, steps, record=[steps], crew=events)
+    return dict(zip(result.members, result.output[:, 0], strict=True))
+
+
+JOURNEYS = [  # `test_table_of_changes.py` has every rule without a channel
+    ("dat, momentum", {}),
+    ("dsgd", {"wire": "int8"}),
+    ("d2", {"every": 2, "wire": "int8"}),
+    ("dat", {"every": 2, "late": 3, "wire": "bfloat16"}),
+    ("dsgd", {"late": 1}),
+]
+
+
+@pytest.mark.parametrize("rule, travel", JOURNEYS)
+def test_members_join_and_leave_as_in_simulation(crew, rule, travel):
+    some = crew(rule=rule, options=travel)
+    first = some.begin(3)
+    late = some.join(node=3)
+    for member in (*first, late):
+        member.trains(4)
+    first[1].process.send_signal(signal.SIGTERM)
+    assert first[1].process.done().returncode == 0, first[1].process.stderr
+    for member in (first[0], first[2], late):
+        member.trains(3)
+    kept = some.end()
+    for member in some.members:
+        assert member.process.returncode == 0, member.process.stderr
+        assert "RuntimeWarning" not in member.process.stderr
+    (steps,) = {max(kept[m.name]["path"]) for m in (first[0], first[2], late)}
+    expected = simulated([*kept.values()], rule, "ring", steps, **travel)
+    for one in (kept[m.name] for m in (first[0], first[2], late)):
+        torch.testing.assert_close(one["path"][steps], expected[one["node"]], rtol=1e-7, atol=1e-7)
+
+
+def assert_kept(kept, members, rule):
+    """In every round that all of them did in their last epoch: sums of flows are 0, push-sum's weights sum to n."""
+    ends = [kept[member.name] for member in members]
+    (last,) = {max(one["epochs"]) for one in ends}
+    start = ends[0]["epochs"][last][3]
+    rounds = set.intersection(*({t for t in one["state"] if t >= start} for one in ends))
+    assert len(rounds) >= 5
+    sums = {"d2": "y", "gt": "z", "sgp": "weight"}[rule]
+    for t in rounds:
+        total = torch.stack([one["state"][t][sums] for one in ends]).sum(0)
+        expected = torch.full_like(total, float(len(members)) if rule == "sgp" else 0.0)
+        torch.testing.assert_close(total, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("rule", ["d2", "gt", "sgp"])
+def test_two_are_killed_at_once_and_one_takes_their_place(crew, rule):
+    some = crew(rule=rule, graph="complete" if rule == "sgp" else "ring")
+    first = some.begin(4)
+    for member in first[1:3]:
+        member.process.kill()
+    late = some.join(node=1)
+    members = [first[0], first[3], late]
+    for member in members:
+        member.trains(3, rounds=20)
+    kept = some.end()
+    for member in members:
+        assert member.process.returncode == 0, member.process.stderr
+    assert_kept(kept, members, rule)
+
+
+def test_one_that_was_stopped_finds_itself_out_and_joins_as_a_newcomer(crew):
+    some = crew(rule="d2")
+    first = some.begin(3, timeout=5)
+    first[1].process.send_signal(signal.SIGSTOP)
+    for member in (first[0], first[2]):
+        member.trains(2)
+    before = first[1].at()[2]
+    first[1].process.send_signal(signal.SIGCONT)
+    for member in first:
+        member.trains(3)
+    kept = some.end()
+    for member in first:
+        assert member.process.returncode == 0, member.process.stderr
+    assert len(kept[first[1].name]["ids"]) == 2  # it came back as another one
+    assert first[1].at()[2] > before
+    assert "this member is out of the crew" in first[1].process.stderr
+    assert_kept(kept, first, "d2")
+
+
+def test_one_dies_while_the_first_ones_begin(crew):
+    some = crew(rule="d2")
+    some.serve(3)
+    dies, *rest = [some.join(dies_at="start" if k == 0 else "") for k in range(3)]
+    for member in rest:
+        member.trains(2)
+    kept = some.end()
+    assert dies.process.returncode == -signal.SIGKILL
+    assert_kept(kept, rest, "d2")
+
+
+def test_the_last_one_that_holds_anything_dies_while_it_hands_it_over(crew):
+    """Newcomers are then the first ones, and start from the same parameters."""
+    some = crew(rule="d2", apart=True)
+    some.serve(1)
+    last = some.join(dies_at="handover")
+    last.trains(1)
+    last.process.send_signal(signal.SIGSTOP)
+    rest = [some.join(node=node) for node in (1, 2)]
+    wait_until(lambda: some.registry.stdout.count(" joins") == 3, some.registry)
+    last.process.send_signal(signal.SIGCONT)
+    for member in rest:
+        member.trains(2)
+    one, two = (kept["path"][0] for kept in some.end().values())
+    assert torch.equal(one, two)  # bits: a copy
+
+
+def test_a_newcomer_whose_neighbours_are_gone_joins_once_more(crew):
+    some = crew(rule="d2")
+    first = some.begin(2)
+    late = some.join(node=2, asks_in_vain=True)
+    for member in (*first, late):
+        member.trains(3)
+    kept = some.end()
+    for member in (*first, late):
+        assert member.process.returncode == 0, member.process.stderr
+    assert some.registry.stdout.count(" joins") == 4
+    assert_kept(kept, [*first, late], "d2")
+
+
+@pytest.mark.parametrize("registry", ["is there", "is gone"])
+def test_one_that_is_told_to_leave_while_it_is_out_does_not_join_again(crew, registry):
+    some = crew(rule="d2")
+    first = some.begin(3, timeout=5)
+    first[1].process.send_signal(signal.SIGSTOP)
+    for member in (first[0], first[2]):
+        member.trains(2)
+    if registry == "is gone":
+        some.registry.kill()
+        some.registry.done()
+    first[1].process.send_signal(signal.SIGTERM)
+    first[1].process.send_signal(signal.SIGCONT)
+    assert first[1].process.done().returncode == 0, first[1].process.stderr
+    kept = some.end()
+    assert len(kept[first[1].name]["ids"]) == 1
+
+
+def test_training_goes_on_without_the_registry_and_changes_again_with_a_new_one(crew):
+    some = crew(rule="dsgd")
+    first = some.begin(2)
+    some.registry.kill()
+    some.registry.done()
+    for member in first:
+        member.trains(2, rounds=20)
+    some.serve(0)
+    late = some.join(node=2)
+    for member in (*first, late):
+        member.trains(3)
+    some.end()
+    for member in some.members:
+        assert member.process.returncode == 0, member.process.stderr
+
+
+def test_leaving_and_being_alone(crew):
+    """One leaves by itself; the one that is left trains alone, and another, with more data, takes over from it."""
+    some = crew(rule="dsgd", options={"weight": 1.0})
+    some.serve(2)
+    first = [some.join(), some.join(leave=30)]
+    first[0].trains(1)
+    assert first[1].process.done().returncode == 0, first[1].process.stderr
+    late = some.join(node=2, options={"weight": 3.0})
+    for member in (first[0], late):
+        member.trains(2)
+    first[0].process.send_signal(signal.SIGINT)
+    assert first[0].process.done().returncode != 0
+    assert "KeyboardInterrupt" in first[0].process.stderr
+    late.trains(1)
+    kept = some.end()
+    assert late.process.returncode == 0, late.process.stderr
+    weights = [[*dict.fromkeys(kept[member.name]["weight"].values())] for member in (first[0], late)]
+    assert weights == [[1.0, 0.5], [1.5, 1.0]]  # over the mean of those who are there
+
+
+def test_a_member_that_does_not_fit_is_refused_by_name(crew):
+    some = crew(rule="dsgd")
+    first = some.begin(2)
+    wrong = some.join(rule="dat", node=2)
+    assert wrong.process.done().returncode == 1
+    assert "ValueError: this member's rule is dat, the crew's dsgd; make them the same" in wrong.process.stderr
+    for member in first:
+        member.trains(2)
+        assert member.at()[0] == 1
+    asked = [address_of(f"127.0.0.1:{some.port}")], token_of(some.token_file), {"op": "status"}
+    wait_until(lambda: all("loss" in row for row in ask(*asked)["members"]), *(member.process for member in first))
+
+
+def test_one_that_is_refused_keeps_no_connection():
+    closed = []
+
+    def join(facts):
+        raise ValueError("make them the same")
+
+    refused = SimpleNamespace(store=torch.distributed.HashStore(), join=join, close=lambda: closed.append(True))
+    with pytest.raises(ValueError, match="make them the same"):
+        Post(refused, lambda size: None, {}, 30.0, 0.0, None)
+    assert closed
+
+
+SIGNALS = """
+import os, signal
+from types import SimpleNamespace
+from torch.distributed import HashStore
+from klatsch.optim.post import Post
+from klatsch.ranks.registry import Epoch
+
+asked = []
+member = {"join": lambda facts: Epoch(1, ("a",), (), 1), "leave": lambda: asked.append(True), "close": lambda: None}
+post = Post(SimpleNamespace(store=HashStore(), member="a", **member), lambda size: None, {}, 30.0, 0.0, None)
+if (child := os.fork()) == 0:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(asked))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.raise_signal(signal.SIGINT)
+post.close()
+print(post.signal, len(asked), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT).__name__)
+"""
+
+
+def test_signals_are_for_the_member_alone_and_the_scripts_own_handlers_stay(python):
+    """A worker that it has forked ends at SIGTERM, and leaves Ctrl-C to it."""
+    done = python("-c", SIGNALS).done()
+    assert done.stdout.splitlines() == [f"{-signal.SIGTERM} 0", "2 1 1 default_int_handler"], done.stderr
+
+
+def test_graphs_for_every_number(recwarn):
+    def made(name, size):
+        return klatsch.topology.make(name, size)
+
+    graph = graphs_of("hypercube/2", RULES["d2"](LR), made)
+    assert [graph(size).name for size in (4, 5, 6, 8)] == ["hypercube/2", "ring/2", "ring/2", "hypercube/2"]
+    (warning,) = recwarn
+    assert re.match(
+        r"hypercube/2 has no graph of 5 nodes \(.*\); such crews train on ring instead", str(warning.message)
+    )
+    with pytest.raises(ValueError, match="topology 'rng'"):
+        graphs_of("rng", RULES["d2"](LR), made)
+    with pytest.raises(ValueError, match="give its name, say 'ring'"):
+        graphs_of(klatsch.topology.ring(4), RULES["d2"](LR), made)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folders, travel", [("all", {"wire": "int8"}), ("own-{}", {"every": 2, "late": 3})])
+def test_killed_crews_resume_to_the_bit(crew, folders, travel):
+    """All are killed, and start again in another order, with a folder for all or for each."""
+    some = crew(rule="dat-d2", options=travel, checkpoints=folders)
+    first = some.begin(3)
+    for member in first:
+        wait_until(lambda member=member: member.at()[2] >= 25, member.process)
+    for member in first:
+        member.process.kill()
+        member.process.done()
+    again = some.begin_again(["m2", "m0", "m1"], stop=60)
+    kept = some.end(60)
+    some.begin_again(["m0", "m1", "m2"], stop=60, checkpoints="calm")
+    calm = some.end(60)
+    for member in again:
+        assert member.process.returncode == 0, member.process.stderr
+        assert min(kept[member.name]["path"]) in (20, 30, 40, 50)
+    for one in kept.values():
+        (other,) = (other for other in calm.values() if other["node"] == one["node"])
+        for t, w in one["path"].items():
+            assert torch.equal(w, other["path"][t])  # bits: same call
+
+
+def test_a_crew_stops_and_goes_on_with_another_number(crew):
+    """Three, then two, then four: the numbers are those of a crew of which one left, and then two came."""
+    some = crew(rule="d2", checkpoints="all")
+    some.begin(3)
+    events, kept = [], some.end()
+    for size, kind, nodes in ((2, "leave", [2]), (4, "join", [2, 3])):
+        (steps,) = {max(one["path"]) for one in kept.values()}
+        events += [(steps + 1, kind, node) for node in nodes]
+        members = some.begin_again([f"m{k}" for k in range(size)])
+        for member in members:
+            member.trains(size)
+        kept = some.end()
+        for member in members:
+            assert member.process.returncode == 0, member.process.stderr
+            assert (some.folder / f"{member.name}-resumed").read_text() == str(steps)
+        assert f"going on from round {steps} with {size} ranks" in members[0].process.stderr
+    (steps,) = {max(one["path"]) for one in kept.values()}
+    result = klatsch.simulate(problem(), RULES["d2"](LR), "ring", steps, record=[steps], crew=events)
+    expected = dict(zip(result.members, result.output[:, 0], strict=True))
+    for one in kept.values():
+        torch.testing.assert_close(one["path"][steps], expected[one["node"]], rtol=1e-7, atol=1e-7)
+
+
+def test_changes_between_two_checkpoints_and_a_death_before_one_is_read(crew, run_cli):
+    some = crew(rule="gt", checkpoints="all")
+    first = some.begin(3)
+    late = some.join(node=3)
+    for member in (*first, late):
+        member.trains(4, rounds=20)
+    first[1].process.kill()
+    rest = [first[0], first[2], late]
+    for member in rest:
+        member.trains(3, rounds=60)
+    kept = some.end()
+    (steps,) = {max(one["path"]) for one in kept.values()}
+    held = sorted({path.stem for path in (some.folder / "all").iterdir()})
+    assert {name.partition("-")[0] for name in held} == {"rank00000", "rank00001", "rank00002"}  # not of the four
+    assert len(held) <= 12  # of each the last one, two that all have, and one that some may not have yet
+    code, out, _ = run_cli("checkpoint", some.folder / "all", "--json")
+    assert code == 0
+    assert json.loads(out)["newest"] == steps
+    again = some.begin_again(["m0", "m1", "m2"], m2={"dies_first": True})[:2]
+    for member in again:
+        member.trains(2)
+    kept = some.end()
+    for member in again:
+        assert member.process.returncode == 0, member.process.stderr
+        assert (some.folder / f"{member.name}-resumed").read_text() == str(steps)
+    assert_kept(kept, again, "gt")

@@ -1,0 +1,90 @@
+"""A member of a crew that trains least squares: `python -m tests.support.rank_changes FOLDER NAME JSON`.
+
+It trains up to the round that FOLDER/stop names, or a signal ends it, and keeps what it held after every round.
+"""
+
+import itertools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import networkx as nx
+import torch
+from torch import nn
+
+import klatsch
+from klatsch import topology as tp
+from klatsch.optim import post
+from klatsch.ranks.assembly import Assembly
+from tests.support.processes import say
+from tests.support.table import RULES
+
+LR = 0.005
+NODES = 4
+
+
+def problem():
+    return klatsch.problems.LeastSquares(NODES, dim=5, heterogeneity=2.0, noise=0.5)
+
+
+def uneven(n):
+    """A directed ring with a shortcut, on which push-sum's weights differ."""
+    ring = [(k, (k + 1) % n) for k in range(n)]
+    return tp.from_networkx(nx.DiGraph([*ring, (0, n // 2)]), stochastic="columns")
+
+
+def main():
+    folder, name, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    task = problem()
+    x = nn.Parameter(task.start().clone())
+    rule = RULES[options["rule"]](LR)
+    for moment, place in {"start": (Assembly, "copy_first"), "handover": (post, "_give")}.items():
+        if options.get("dies_at") == moment:
+            setattr(*place, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    if options.get("asks_in_vain"):  # for a state, the first time
+        usual, tries = post.Post.handed_over, itertools.count()
+        post.Post.handed_over = lambda *words: usual(*words) if next(tries) else None
+    if options.get("apart"):
+        x.data += os.getpid()
+    optimizer = klatsch.Gossip([x], rule, options.get("graph", "ring"), **options.get("options", {}))
+    member, checkpointer = optimizer.post, None
+    if options.get("dies_first"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "checkpoints" in options:
+        checkpointer = klatsch.Checkpointer(folder / options["checkpoints"].format(name), every=10)
+        say(folder, f"{name}-resumed", checkpointer.resume(optimizer))
+    node = options.get("node", optimizer.rank) if member.is_new else optimizer.rank
+    kept = {"node": node, "ids": {}, "epochs": {}, "path": {}, "state": {}, "weight": {}}
+
+    def look():
+        kept["weight"][optimizer.rounds] = optimizer._weight
+        kept["ids"][member.crew.member] = node
+        kept["epochs"][member.epoch.number] = tuple(member.epoch)
+        kept["path"][optimizer.rounds] = optimizer.output()[0].clone()
+        kept["state"][optimizer.rounds] = {key: v.clone() for key, v in optimizer.vectors()[0].items()}
+        say(folder, f"{name}-at", f"{member.epoch.number} {len(member.epoch.members)} {optimizer.rounds}")
+
+    look()
+    try:
+        while not ((folder / "stop").exists() and optimizer.rounds >= int((folder / "stop").read_text())):
+            t = optimizer.rounds + 1
+            if t == options.get("leave"):
+                optimizer.leave()
+                break
+            x.grad = task.grad(x.detach()[None], t, [node])[0]
+            optimizer.log(loss=x.detach().square().sum())
+            optimizer.step()
+            if checkpointer:
+                checkpointer.step()
+            look()
+        if checkpointer:
+            checkpointer.save()
+    finally:
+        torch.save(kept, folder / f"{name}-keeps")
+        os.rename(folder / f"{name}-keeps", folder / f"{name}-kept")
+
+
+if __name__ == "__main__":
+    main()
