@@ -1,7 +1,8 @@
 """Hyper-parameters: a number, or one number per column of a stacked run.
 
 A column is one configuration of a rule (a learning rate, a momentum, a noise level...). A list of numbers becomes a
-tensor (C, 1), which broadcasts against state tensors (M, C, d).
+tensor (C, 1), which broadcasts against state tensors (M, C, d). In the last axis lie the parameters, and among them the
+weight matrices that some directions need whole.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -165,3 +166,22 @@ def _parts(thing: object) -> dict[str, object]:
             value = hyper(field.name, value, lambda v: v == v, "a finite number")
         parts[field.name] = value
     return parts
+
+
+class WeightMatrix(NamedTuple):
+    """A weight matrix among the parameters: row by row from `start` on."""
+
+    start: int
+    outputs: int  # its rows, as in nn.Linear; those of a convolution are its kernels
+    inputs: int
+    turned: bool = False  # whether it lies there column by column
+
+    @property
+    def end(self) -> int:
+        return self.start + self.outputs * self.inputs
+
+    def wide(self, vector: Tensor) -> Tensor:
+        """A view of its numbers in vectors, (..., d), as a matrix that is at least as wide as high."""
+        rows, columns = (self.inputs, self.outputs) if self.turned else (self.outputs, self.inputs)
+        matrix = vector[..., self.start : self.end].view(*vector.shape[:-1], rows, columns)
+        return matrix.mT if rows > columns else matrix

@@ -12,7 +12,7 @@ import torch
 
 import klatsch
 from klatsch import clock as clocks
-from klatsch.clock import Clock, Links, Sites, Table, Times, times
+from klatsch.clock import Clock, Deaths, Links, Sites, Table, Times, Uneven, times
 from klatsch.clock.rounds import messages_of
 
 FREE = Links(1e30, 0.0)  # messages take no time
@@ -165,6 +165,80 @@ def test_local_sgd_waits_in_every_fourth_round():
     assert found == pytest.approx([first, first + second])
 
 
+def reduced(network, nodes, params):
+    """Seconds of an all-reduce, of models, behind which nothing hides."""
+    one = Clock(1.0, network, handling=0.0, per_message=0.0)
+    graph = klatsch.topology.make("complete", nodes, every=2)
+    return one.seconds(rule(), graph, params, [2])[0] - 2.0
+
+
+@pytest.mark.parametrize("nodes", [2, 6, 16, 64])
+@pytest.mark.parametrize("params", [10, 25_000, 25_000_000])
+def test_an_all_reduce_is_the_faster_of_a_ring_and_of_halving_and_doubling(nodes, params):
+    rate, latency, vector = 1e8, 0.01, 4 * params / 1e8
+    ring = 2 * (nodes - 1) * (latency + vector / nodes)
+    power = 2 ** int(math.log2(nodes))
+    halves = 2 * (math.log2(power) * latency + (1 - 1 / power) * vector)
+    halves += 2 * (latency + vector) * (power < nodes)
+    assert reduced(Links(rate, latency), nodes, params) == pytest.approx(min(ring, halves), rel=1e-9)
+    assert (ring < halves) == ((nodes, params) == (6, 25_000_000))
+
+
+def test_the_largest_pieces_stay_inside_a_site():
+    far, near = Links(1e7, 0.05), Links(1e9, 0.001)
+    found = reduced(Sites(*vars(far).values(), sizes=2, inside=near), 16, 25_000_000)
+    inside, across = 3 * 0.001 + 7 / 8 * 0.1, 0.05 + 10 / 16  # 100 MB: halves, quarters, eighths, then sixteenths
+    assert found == pytest.approx(2 * (inside + across))
+
+
+@pytest.mark.parametrize("nodes", [3, 8])
+def test_a_ring_is_a_plain_reference(nodes):
+    """Links of a ring alone: piece after piece, each when its node has the one before and its link is free."""
+    numbers, params = np.random.default_rng(nodes), 25_000
+    rates, delays = np.zeros((nodes, nodes)), numbers.uniform(0, 0.05, (nodes, nodes))
+    for i in range(nodes):
+        rates[i, (i + 1) % nodes] = numbers.uniform(1e5, 1e7)
+    arrived = {(i, 0): 0.0 for i in range(nodes)}
+    left = dict.fromkeys(range(nodes), 0.0)
+    for k in range(1, 2 * (nodes - 1) + 1):
+        for i in range(nodes):
+            j = (i + 1) % nodes
+            left[i] = max(left[i], arrived[i, k - 1]) + 4 * params / nodes / rates[i, j]
+            arrived[j, k] = left[i] + delays[i, j]
+    last = max(arrived[i, 2 * (nodes - 1)] for i in range(nodes))
+    assert reduced(Table(1.0, 0.0, rates, delays), nodes, params) == pytest.approx(last)
+
+
+def test_one_long_link_of_a_ring_is_crossed_twice():
+    rates, delays = np.zeros((16, 16)), np.zeros((16, 16))
+    rates[np.arange(16), np.roll(np.arange(16), -1)] = 1e12
+    delays[3, 4] = 0.5
+    assert reduced(Table(1.0, 0.0, rates, delays), 16, 10) == pytest.approx(1.0)
+
+
+def test_deaths_take_as_long_as_if_they_were_drawn():
+    deaths, nodes, numbers = Deaths(8_000.0, restart=100.0, checkpoint=600.0, notice=40.0), 8, np.random.default_rng(0)
+    total, pieces = 0.0, 4_000
+    for _ in range(pieces):  # each from one checkpoint to the next
+        while (life := numbers.exponential(deaths.life / nodes)) < deaths.checkpoint:
+            total += life + deaths.restart
+            while (again := numbers.exponential(deaths.life / nodes)) < deaths.restart:
+                total += again  # another one dies in the restart, which begins anew
+        total += deaths.checkpoint
+    assert deaths.stretch(nodes, all_reduce=True) == pytest.approx(total / pieces / deaths.checkpoint, rel=0.05)
+    moments = np.cumsum(numbers.exponential(deaths.life / nodes, 100_000))
+    waits = np.minimum(np.diff(moments), deaths.notice).sum()  # until the last death is noticed
+    worked = moments[-1] - moments[0] - waits
+    assert deaths.stretch(nodes, all_reduce=False) == pytest.approx((worked + waits) / worked, rel=0.01)
+
+
+def test_a_clock_with_deaths_takes_longer():
+    deaths = Deaths(life=1000.0, restart=10.0, checkpoint=60.0, notice=5.0)
+    for graph, all_reduce in ((klatsch.topology.complete(4), True), (ring(4), False)):
+        plain, longer = (Clock(0.1, deaths=some).seconds(rule(), graph, 10, [100])[0] for some in (None, deaths))
+        assert longer == pytest.approx(plain * deaths.stretch(4, all_reduce))
+
+
 # --- a plain reference ----------------------------------------------------------------------------------------------
 
 
@@ -286,6 +360,34 @@ def test_sites_and_tables():
     assert Clock(0.01, alike).seconds(rule(), ring(4), 10**6, [10]) == pytest.approx([fast])
 
 
+def test_sites_share_any_number_of_nodes():
+    some = Sites(1e6, 0.05, sizes=2, inside=Links(1e9, 1e-4))
+    assert some.nodes is None
+    assert some.of(5) == replace(some, sizes=(3, 2))
+    assert some.of(5).of(5) == some.of(5)
+    two, halves = (Clock(0.01, each).seconds(rule(), ring(6), 10**6, [10]) for each in (some, some.of(6)))
+    assert two == halves
+
+
+def test_uneven_links_are_those_of_the_slower_node():
+    some, pairs = Uneven(1e6, 0.05, factor=4), np.array([*np.ndindex(64, 64)]).T
+    rates = some.between(*pairs)[0].reshape(64, 64)
+    own = np.diag(rates)
+    assert (rates == np.minimum.outer(own, own)).all()
+    assert 0.5e6 <= own.min() < 0.55e6 < 1.8e6 < own.max() <= 2e6
+    assert (some.between(np.arange(3), np.arange(3))[0] == own[:3]).all()  # as in any number of nodes
+    assert (Uneven(1e6, 0.05, factor=1).between(*pairs)[0] == 1e6).all()
+    assert (Uneven(1e6, 0.05, 4, seed=1).between(*pairs)[0] != rates.ravel()).any()
+
+
+def test_a_clock_times_a_model_of_its_own_size():
+    problem = klatsch.problems.LeastSquares(nodes=4, dim=5, seed=0)
+    larger = Clock(0.05, "wan", params=10**6)
+    timed = klatsch.simulate(problem, rule(), ring(4), 5, clock=larger, progress=False)
+    assert timed.elapsed == Clock(0.05, "wan").seconds(rule(), ring(4), 10**6, timed.steps)
+    assert klatsch.simulate(problem, rule(), ring(4), 5, clock=larger, params=5, progress=False).elapsed < timed.elapsed
+
+
 def test_the_clock_beside_a_simulation():
     problem = klatsch.problems.LeastSquares(nodes=8, dim=5, seed=0)
     grid = klatsch.rules.make("dat", lr=[0.01, 0.02, 0.03])
@@ -358,6 +460,11 @@ def test_links_that_do_not_fit(tmp_path, content, text):
             "the network is for 3 nodes, but there are 4",
         ),
         (lambda: clocks.links("links.csv", bandwidth=1.0), "leave bandwidth = 1 out"),
+        (lambda: Clock(0.1, params=0), "params = 0; give a whole number from 1 up"),
+        (lambda: Sites(1e6, 0, 0, Links(1e9, 0)), "sites = 0; give a whole number from 1"),
+        (lambda: Sites(1e6, 0, 2, Links(1e9, 0)).between(np.array([0]), np.array([1])), "2 sites of how many nodes"),
+        (lambda: Uneven(1e6, 0, factor=0.5), "factor = 0.5; give a factor from 1 up"),
+        (lambda: Deaths(0, 1, 1, 1), "life = 0; give a positive number of seconds"),
     ],
 )
 def test_bad_input(make, text):

@@ -114,7 +114,7 @@ def test_a_problem_of_ones_own(run_cli, tmp_path, monkeypatch):
     assert {trial["seeds"] for trial in json.loads(out)["trials"]} == {1}
     code, _, err = run_cli("plan", "mine.py:fixed")
     assert (code, err.count("\n")) == (2, 1)
-    assert "fixed takes no number of nodes, and has to run with 1, 2, 4, ...; let it take one" in err
+    assert "fixed gives a problem with nodes = 4, and not 1; let it take their number and use it" in err
 
 
 # --- what is printed ------------------------------------------------------------------------------------------------
@@ -212,6 +212,7 @@ def test_all_that_was_tried(as_found):
     "options, words",
     [
         (("lest-squares",), "unknown problem 'lest-squares'; did you mean least-squares?"),
+        (("mine.txt:task",), "language; your own is FILE.py:NAME"),
         ((), "Missing argument 'problem'. (see"),
         (
             ("least-squares", "--gradient", "exponential"),
@@ -332,4 +333,6 @@ def test_a_function_that_does_not_use_its_number_of_nodes(fixed, asked, run_cli,
     (tmp_path / "mine.py").write_text(OWN.format(change="pass", nodes=fixed))
     code, _, err = run_cli("plan", "mine.py:problem", "-n", 4)
     assert code == 2
-    assert err.endswith(f"problem({asked}) gives a problem with nodes = {fixed}; let it use the number it is given\n")
+    assert err.endswith(
+        f"problem gives a problem with nodes = {fixed}, and not {asked}; let it take their number and use it\n"
+    )

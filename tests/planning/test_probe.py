@@ -200,7 +200,7 @@ def test_problems_from_a_file(tmp_path):
     assert problem_of(f"{path}:small", text=3).dim == 3  # whatever its options are called
     assert problem_of(f"{path}:fixed").nodes == 5
     for text, message in (
-        (f"{path}:fixed", "takes no number of nodes; leave -n out"),
+        (f"{path}:fixed", "fixed gives a problem with nodes = 5, and not 4; let it take their number"),
         (f"{path}:wrong", "gives a int; give a problem"),
         (f"{path}:fails", r"own\.py, line \d+: RuntimeError: no data"),
         (f"{path}:leaves", "SystemExit: 3"),

@@ -109,6 +109,33 @@ def test_points_lie_at_what_they_cost_and_references_stand_in_every_panel():
         )
 
 
+def test_a_figure_has_its_values_in_numbers():
+    settings = [{"noise": noise, "heterogeneity": noise / 10} for noise in (1.0, 10.0)]
+    rows = [
+        row(rule, "ring", M, 1 / M, s) for s in settings for rule in ("dat", "d2", "dat (beta 0.9)") for M in (4, 9)
+    ]
+    told = figures.values_of(figures.plot(rows, "nodes"))
+    assert (told["x"], told["y"]) == ("machines M", "final error ‖x − x*‖², mean over nodes")
+    assert [panel["title"] for panel in told["panels"]] == ["σ = 1, ζ = 0.1, ring", "σ = 10, ζ = 1, ring"]
+    dat, d2, other = told["panels"][0]["lines"]
+    assert (dat["x"], dat["mean"], dat["low"], dat["high"]) == (
+        [4, 9],
+        [0.25, 0.111111],
+        [0.2475, 0.11],
+        [0.2525, 0.112222],
+    )
+    assert dat["notes"][0] == "dat, ring, M = 4: 0.25 (0.247 to 0.253), lr 0.1"
+    assert (dat["colour"], dat["dash"], other["dash"]) == (other["colour"], 0, 1)
+    assert d2["colour"] != dat["colour"]
+    assert told["within"] is None
+    courses = figures.values_of(figures.plot([replace(rows[0], largest=True)]))
+    (line,) = courses["panels"][0]["lines"]
+    assert (line["name"], line["more"], line["x"], line["notes"]) == ("dat", ", lr 0.1", [1, 100, 100_000], [])
+    assert courses["within"][0] >= 0  # of accuracies, as in the picture
+    assert courses["log"] == [True, False]
+    assert figures.values_of(StudyFigure(across="rules").draw(rows, "t", {})) is None
+
+
 def test_too_many_panels_are_refused():
     rows = [row("dat", "ring", M, 1.0) for M in range(2, 110)]
     with pytest.raises(ValueError, match="a figure of 108 panels; 100 are the most"):

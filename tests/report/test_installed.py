@@ -1,6 +1,7 @@
 """The studies that come with klatsch: their verdicts are those of the committed pages, and they are what they say."""
 
 import csv
+import lzma
 import re
 from functools import cache
 from pathlib import Path
@@ -83,7 +84,29 @@ def test_verdicts_of_the_committed_pages_follow_from_their_tables(name):
     rows, script = rows_of(name), Outline.of(thinned(name), list(cases_of(name).values()))
     verdicts = [verdict for sentence in script.sentences if is_known(sentence) for verdict in sentence.check(rows)]
     assert {v.claim: v.word for v in verdicts} == {v.claim: committed[v.claim] for v in verdicts}
-    assert len(verdicts) >= (0 if name == "stragglers" else 3)
+    assert len(verdicts) >= (0 if name in ("stragglers", "seconds") else 3)
+
+
+@pytest.mark.slow
+def test_the_page_of_seconds_follows_from_the_runs_of_bytes(tmp_path):
+    """Some lines of its table, and verdicts: the runs are there, and what the clock says of them is what is written."""
+    file = tmp_path / "runs.sqlite"
+    file.write_bytes(lzma.decompress((RESULTS / "bytes-runs.sqlite.xz").read_bytes()))
+    study, page = study_of("seconds", "paper"), (RESULTS / "seconds-paper.md").read_text()
+    cases = expand(study)[0]
+    with Store(file) as store:
+        runs = screened(study, cases, store)
+        assert not runs.missing(store)
+        rows = runs.rows(store)
+    script, name = Outline.of(study, cases), "25 M, internet, deaths"
+    (_, *lines) = script.races[0].lines(rows, {name: script.clocks[name]})
+    assert len(lines) == 4
+    for line in lines:
+        assert f"| {' | '.join(line)} |" in page
+    told = [verdict for s in script.sentences if s.at.clock == name for verdict in s.check(rows, script.clocks)]
+    assert {verdict.word for verdict in told} == {"holds", "does not hold"}
+    for verdict in told:
+        assert f"- **{verdict.word}**: {verdict.claim} (the study of seconds)\n  - {verdict.figures[0]}" in page
 
 
 def test_every_study_has_words_that_fit_it():

@@ -3,9 +3,10 @@
 import csv
 import json
 import re
-import shutil
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from klatsch import pictures
@@ -15,7 +16,9 @@ from klatsch.study import Store, execute, expand, parse, run_study, workers
 from klatsch.study.spec import PAPER_GRID
 from tests.report.test_installed import thinned
 from tests.report.test_sentences import row
+from tests.support.browser import BROWSER, FLAGS, needs_browser
 from tests.support.pictures import check_picture
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize("name, rows", [("table1", 3), ("table2", 11)])
@@ -169,35 +172,11 @@ def test_mistakes_are_one_line(arguments, words, run_cli, tmp_path):
 
 # --- the report -----------------------------------------------------------------------------------------------------
 
-PROBE = """
-<script>
-addEventListener("error", event => document.title += " ERROR " + event.message);
-addEventListener("load", () => {
-  const boxes = [...document.querySelectorAll("figure svg")].map(svg => svg.getBoundingClientRect());
-  document.body.setAttribute("data-probe", JSON.stringify({
-    figures: boxes.map(box => [Math.round(box.width), Math.round(box.height)]),
-    wide: document.documentElement.scrollWidth, window: innerWidth, title: document.title,
-    text: document.querySelector("main").innerText.length,
-    values: document.querySelectorAll("g.value > title").length,
-    twice: (ids => ids.filter((id, k) => ids.indexOf(id) !== k))([...document.querySelectorAll("[id]")].map(e => e.id)),
-  }));
-});
-</script>
-"""
-BROWSER = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
-
 
 @pytest.fixture
 def browse(prepared, tmp_path):
     """Open a page in Chromium."""
-    command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
-        f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0",
-    ]  # fmt: skip
+    command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--v=0"]
     return lambda page, *options: prepared.program(*command, *options, page.as_uri()).done()
 
 
@@ -212,25 +191,158 @@ def report(results, run_cli):
     return file
 
 
-@needs_browser
+WIDE = "document.documentElement.scrollWidth - innerWidth"
+TWICE = "(ids => ids.filter((id, k) => ids.indexOf(id) !== k))([...document.querySelectorAll('[id]')].map(e => e.id))"
+BOXES = """[...document.querySelectorAll('figure .picture')].map(
+    picture => (box => [box.width, box.height])(picture.firstChild.getBoundingClientRect()))"""
+
+
+@pytest.mark.parametrize("window", [{"width": 390}, {"width": 1280}, {"width": 1280, "dark": True}])
+def test_a_real_browser_shows_the_report(window, report, tab):
+    tab.open(report.as_uri(), **window)
+    tab.value("asked.forEach(figure => figure.panels.forEach(draw))")  # else those below, when they come into view
+    figures = [figure for name in DRAWN for figure in figures_of(name)]
+    lines = [figure for figure in figures if figure.get("across") not in ("rules", "best")]
+    assert tab.value("document.querySelectorAll('figure').length") == len(figures)
+    assert tab.value("document.querySelectorAll('figure.asked').length") == len(lines)
+    sizes = tab.value("[...document.querySelectorAll('.chart canvas')].map(e => [e.clientWidth, e.clientHeight])")
+    assert len(sizes) == tab.value("document.querySelectorAll('.panel').length") > len(lines)
+    assert all(width > 200 and height > 200 for width, height in sizes)
+    assert tab.value(WIDE) <= 0  # nothing sticks out: figures and tables scroll by themselves
+    assert tab.value(TWICE) == []
+    assert tab.violations() == []
+
+
 @pytest.mark.parametrize("width", [390, 1280])
-def test_a_real_browser_shows_the_report(width, report, browse, tmp_path):
+def test_without_scripts_the_report_has_pictures(width, report, tab):
+    tab.open(report.as_uri(), width=width, scripts=False)
+    boxes = tab.value(BOXES)
+    assert len(boxes) == sum(len(figures_of(name)) for name in DRAWN)
+    assert all(w > 250 and h > 150 for w, h in boxes)
+    assert tab.value(WIDE) <= 0
+    assert len(tab.text("main")) > 3000
+    assert tab.value("document.querySelectorAll('g.value > title').length") >= 3 * 4 * 2 * 2
     html = report.read_text()
-    (tmp_path / "probed.html").write_text(html.replace("</head>", PROBE + "</head>"))
-    shown = browse(tmp_path / "probed.html", "--dump-dom", f"--window-size={width},900")
-    assert "CONSOLE" not in shown.stderr, shown.stderr
-    found = json.loads(
-        re.search(r'data-probe="([^"]*)"', shown.stdout).group(1).replace("&quot;", '"').replace("&amp;", "&")
-    )
-    assert len(found["figures"]) == sum(len(figures_of(name)) for name in DRAWN)
-    assert all(w > 250 and h > 150 for w, h in found["figures"])
-    assert found["wide"] <= max(found["window"], 500)  # nothing sticks out: figures and tables scroll by themselves
-    assert found["text"] > 3000
-    assert found["values"] >= 3 * 4 * 2 * 2
-    assert found["twice"] == []
-    assert "ERROR" not in found["title"]
     for words in ("Verdicts", "All numbers", "Environment", "klatsch reproduce fig1", "torch"):
         assert words in html
+
+
+@pytest.fixture
+def asked(tmp_path, run_cli, monkeypatch):
+    """A report with a figure of these rows."""
+
+    def write(rows, across="nodes"):
+        content = {"steps": 5, "nodes": 4, "rules": ["dat"], "topologies": ["ring"], "lr": [0.01]}
+        with Store(tmp_path / "s.sqlite") as store:
+            run_study(parse(content), store, executor=workers.threads)
+        drawn = ("any", figures.plot(rows, across)), ("other", figures.plot(rows, "rounds"))
+        monkeypatch.setattr(
+            pages, "page_of", lambda *_, **__: pages.Page("any", "Any", (), drawn, ("a", "b"), (("=1", '"'),))
+        )
+        assert run_cli("report", tmp_path / "s.sqlite", "-o", tmp_path / "r.html")[0] == 0
+        return tmp_path / "r.html"
+
+    return write
+
+
+PANEL = "asked[0].panels[0]"
+ROWS = [
+    row(rule, "ring", nodes, nodes * error) for rule, error in (("dat", 1e-4), ("d2", 1e-2)) for nodes in (4, 9, 16)
+]
+
+
+def test_a_figure_is_asked(asked, tab):
+    tab.open(asked(ROWS).as_uri())
+    tab.until(f"Boolean({PANEL}.plot)")
+    told = json.loads(tab.value("document.querySelector('figure script').textContent"))
+    assert told["log"] == [True, True]
+    left, top = tab.value(f"(box => [box.x, box.y])({PANEL}.plot.over.getBoundingClientRect())")
+    x, y = (left + tab.value(f"{PANEL}.plot.valToPos(9, 'x')"), top + tab.value(f"{PANEL}.plot.valToPos(9e-4, 'y')"))
+    for beside in (30, 3):
+        tab.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x + beside, y=y - beside)
+    tab.until(f"!{PANEL}.tip.hidden")
+    assert tab.text(".tip") == "dat, ring, M = 9: 0.0009 (0.000891 to 0.000909), lr 0.1"
+    tab.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y + 400)
+    tab.until(f"{PANEL}.tip.hidden")
+
+
+def test_lines_and_axes_are_chosen_by_keys(asked, tab):
+    tab.open(asked(ROWS).as_uri())
+    tab.until(f"Boolean({PANEL}.plot)")
+
+    def key_on(label):
+        while tab.value("document.activeElement.parentNode.textContent") != label:
+            tab.press("Tab")
+        tab.press(" ")
+
+    key_on("log x")
+    key_on("log y")
+    scales = (
+        f"(p => ['x', 'y'].map(name => [p.scales[name].distr, p.scales[name].min, p.scales[name].max]))({PANEL}.plot)"
+    )
+    (x, *_), (y, low, high) = tab.value(scales)
+    assert (x, y) == (1, 1)
+    assert low < 0.0004 < 0.16 < high
+    key_on("dat")
+    assert 0.03 < tab.value(scales)[1][1] < 0.04
+    assert tab.value(f"{PANEL}.plot.bands.length") == 1
+    assert tab.value("asked[1].shown.size") == 2  # of the other figure
+    key_on("d2")
+    assert tab.value(f"{PANEL}.plot.bands.length") == 0  # empty, and no error
+    tab.value("[...document.querySelectorAll('button')].find(button => button.textContent === 'All').click()")
+    assert tab.value(f"{PANEL}.plot.bands.length") == 2
+
+
+def test_the_values_of_a_figure_are_downloaded_and_listed(asked, tab, tmp_path):
+    tab.open(asked(ROWS).as_uri())
+    tab.ask("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    buttons = "[...document.querySelectorAll('button')].filter(button => button.textContent.endsWith('CSV'))"
+    tab.value(f"{buttons}.forEach(button => button.click())")
+    for name in ("any", "any-2", "any-table"):
+        wait_until((tmp_path / f"{name}.csv").exists, tab.process)
+    with (tmp_path / "any.csv").open() as file:
+        head, *lines = csv.reader(file)
+    assert head[:6] == ["panel", "line", "machines M", "mean", "from", "to"]
+    assert [(name, *map(float, numbers)) for _, name, *numbers, _ in lines] == [
+        (each.rule, each.nodes, *map(pytest.approx, (each.value, each.low, each.high))) for each in ROWS
+    ]
+    assert lines[0][-1] == "dat, ring, M = 4: 0.0004 (0.000396 to 0.000404), lr 0.1"
+    assert (tmp_path / "any-table.csv").read_text() == 'a,b\n\'=1,""""\n'  # no formula for a spreadsheet
+    tab.value("document.querySelector('.ask details').open = true")
+    tab.until("document.querySelectorAll('.ask td').length")
+    assert (
+        tab.value(
+            "[...document.querySelectorAll('.ask tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+        )
+        == lines
+    )
+
+
+def test_what_a_store_says_is_never_markup(asked, tab):
+    evil = "</script><img src=x><!--<script>"
+    page = asked([replace(each, rule=f"{each.rule}{evil}", topology=evil) for each in ROWS])
+    html = page.read_text()
+    page.write_text(html.replace("</head>", "<script>document.title = 'forged'</script></head>"))
+    tab.open(page.as_uri())
+    tab.until(f"Boolean({PANEL}.plot)")
+    assert tab.value("document.querySelectorAll('img').length") == 0
+    assert tab.text(".names label").strip() == f"dat{evil}"
+    assert tab.value("document.title") == "klatsch: s.sqlite"  # the page runs its own script and no other
+    (refused,) = tab.errors
+    assert "Content Security Policy" in refused
+    tab.errors.clear()
+
+
+def test_what_diverged_leaves_a_figure_that_can_be_asked(asked, tab):
+    diverged = [replace(each, rule="gt", curves=np.full_like(each.curves, np.inf)) for each in ROWS[:3]]
+    tab.open(asked([*ROWS[:3], *diverged]).as_uri())
+    tab.until(f"Boolean({PANEL}.plot)")
+    assert (
+        tab.value("[...document.querySelectorAll('.names')].map(e => e.innerText.match(/dat|gt/g).join())")
+        == ["dat,gt"] * 2
+    )
+    tab.value("document.querySelector('.names input').click()")
+    assert tab.value(f"{PANEL}.plot.data[0].length") == 0
 
 
 @needs_browser

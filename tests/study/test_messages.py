@@ -120,12 +120,12 @@ def test_seconds_are_those_of_the_clock():
 
 
 def test_seconds_of_an_all_reduce():
-    tree = 2 * 4 * (0.02 + 1e-3 + 4 * LENET / 1e7)  # faster than a ring of 30 messages
-    each = 0.01 + tree + 4 * LENET * 1e-9
+    halving = 2 * (4 * (0.02 + 1e-3) + 15 / 16 * 4 * LENET / 1e7)  # and doubling: faster than a ring of 30 messages
+    each = 0.01 + halving + 4 * LENET * 1e-9
     assert seconds_per_round("dsgd", name="complete") == pytest.approx(each)
     assert seconds_per_round("dat", name="complete") == pytest.approx(each)  # of the gradient
     assert seconds_per_round("dsgd", name="complete", every=8) == pytest.approx(0.01 + (each - 0.01) * EIGHTH)
-    both = 2 * 4 * (0.02 + 1e-3 + 2 * 4 * LENET / 1e7) + 2 * 4 * LENET * 1e-9  # vectors at once
+    both = 2 * (4 * (0.02 + 1e-3) + 15 / 16 * 8 * LENET / 1e7) + 8 * LENET * 1e-9  # vectors at once
     assert seconds_per_round("dat", name="complete", every=8) == pytest.approx(0.01 + both * EIGHTH)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Again = Callable[[Trial], str]
 
-MACHINES, MINUTES = 64, 1.15  # by default
+MACHINES, MINUTES, GRADIENT = 64, 1.15, "0.1"  # by default
 MEANINGS = {
     "sigma": "noise of a node's gradient, the largest on the way",
     "zeta": "how far nodes' gradients are apart, at the end",
@@ -42,27 +42,34 @@ class Machines:
     network: Annotated[str, text(f"One of {', '.join(catalogue.NETWORKS)}, or a CSV file of links.")] = "10gbe"
     bandwidth: Annotated[float | None, option("Bytes per second of a machine's link.", parser=number)] = None
     latency: Annotated[float | None, option("Seconds until a message arrives.", parser=number)] = None
-    gradient: Annotated[str, text("Seconds per gradient: 0.05, or 'lognormal(0.05, 0.5)'.", metavar="X")] = "0.1"
+    gradient: Annotated[
+        str | None, text(f"Seconds per gradient ({GRADIENT}): 0.05, or 'lognormal(0.05, 0.5)'.", metavar="X")
+    ] = None
     gpus: Annotated[int, option("GPUs per machine, which average their gradients first.")] = 1
 
-    def clock(self) -> Clock:
-        """Its clock."""
+    def clock(self, measured: float | None = None) -> Clock:
+        """Its clock; a gradient may have been measured."""
         from klatsch.clock import Clock, links
 
-        return Clock(self.gradient, links(self.network, self.bandwidth, self.latency), gpus=self.gpus)
+        if measured is not None and self.gradient is not None:
+            raise ValueError(f"--measure and --gradient {self.gradient} both say how long a gradient takes; give one")
+        gradient = self.gradient or GRADIENT if measured is None else measured
+        return Clock(gradient, links(self.network, self.bandwidth, self.latency), gpus=self.gpus)
 
 
 @command(
     "plan least-squares --set noise=10 --network wan --gradient 0.05",
     "plan mine.py:problem --target 0.01 --network wan --gradient 0.05",
+    "plan train.py:task --network wan --measure --minutes 5",
 )
 def plan(
-    problem: Annotated[str, typer.Argument(help="A problem's name, or FILE.py:FUNCTION.")],
+    problem: Annotated[str, typer.Argument(help="A problem's name, or FILE.py:FUNCTION, also of (model, loss, data).")],
     hardware: Machines,
     target: Annotated[float | None, option("Value of the problem's metric to reach.", parser=number)] = None,
     machines: Annotated[int, option("Most machines to consider.", "-n", "--machines")] = MACHINES,
     settings: Annotated[Settings, setting("An option of the problem")] = None,
     params: Annotated[int | None, option("Parameters of the model (the problem's).")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure how long a gradient takes here.")] = False,
     minutes: Annotated[float, option("How long planning may take.", parser=number)] = MINUTES,
     device: Annotated[str, text("Where to simulate: cpu, cuda, cuda:1...")] = "cpu",
     everything: Annotated[bool, typer.Option("--all", help="Show everything that was tried.")] = False,
@@ -75,14 +82,15 @@ def plan(
     Runs the problem itself with 1, 2, 4, ... simulated machines, beside a clock.
     """
     from klatsch import arguments
-    from klatsch.planning import answers, of_any_size, race
+    from klatsch.planning import answers, gradient_seconds, of_any_size, race
 
     if plot is not None:
         pictures.check_path(plot)
     arguments.number("--minutes", minutes, lambda v: v > 0, "a positive number of minutes")
     use_folder(folder)
-    options, clock = chosen(settings, "problem", problem), hardware.clock()
+    options = chosen(settings, "problem", problem)
     make, seeded = of_any_size(problem, machines, **options)
+    clock = hardware.clock(gradient_seconds(make(1, 0)) if measure else None)
     task = race.Task(make, clock, target, machines, params, race.SEEDS if seeded else 1, 60 * minutes, device)
     with terminal.bar() as told:
         answer = race.race(task, told)

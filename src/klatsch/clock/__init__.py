@@ -1,6 +1,19 @@
 """When: how long the rounds of a network take, computed beside a run, whose numbers do not depend on it."""
 
-from klatsch.clock.network import NETWORKS, Links, Random, Sites, Table, Times, Trace, links, times
-from klatsch.clock.rounds import Clock
+from klatsch.clock.network import NETWORKS, Links, Random, Sites, Table, Times, Trace, Uneven, links, times
+from klatsch.clock.rounds import Clock, Deaths
 
-__all__ = ["NETWORKS", "Clock", "Links", "Random", "Sites", "Table", "Times", "Trace", "links", "times"]
+__all__ = [
+    "NETWORKS",
+    "Clock",
+    "Deaths",
+    "Links",
+    "Random",
+    "Sites",
+    "Table",
+    "Times",
+    "Trace",
+    "Uneven",
+    "links",
+    "times",
+]

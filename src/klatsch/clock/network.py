@@ -224,6 +224,10 @@ class Links:
         """The links between the first nodes."""
         return self
 
+    def of(self, nodes: int) -> Links:
+        """The links as they are between so many nodes."""
+        return self
+
     def between(self, sender: Nodes, receiver: Nodes) -> tuple[Array, Array]:
         """Bytes per second and latency from some nodes to others; 0 bytes where there is no link."""
         return np.full(sender.shape, self.bandwidth), np.full(sender.shape, self.latency)
@@ -234,28 +238,65 @@ class Sites(Links):
     """Nodes at several sites, in order: links of one kind inside a site, and of another one between them.
 
     Args:
-        sizes: how many nodes each site has.
+        sizes: how many nodes each site has; or how many sites share the nodes, whatever their number.
         inside: the links of a site.
         bandwidth: bytes per second between sites.
         latency: seconds between sites.
     """
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] | int
     inside: Links
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.sizes, int):
+            whole(self.sizes, "sites", 1, MOST_NODES)
 
     @property
     def nodes(self) -> int | None:  # type: ignore[override]
-        return sum(self.sizes)
+        return None if isinstance(self.sizes, int) else sum(self.sizes)
+
+    def of(self, nodes: int) -> Sites:
+        if not isinstance(self.sizes, int):
+            return self
+        return replace(self, sizes=tuple(len(some) for some in np.array_split(np.arange(nodes), self.sizes)))
 
     def of_first(self, nodes: int) -> Sites:
+        if isinstance(self.sizes, int):
+            return self
         sizes = np.diff(np.minimum(np.cumsum((0, *self.sizes)), nodes))
         return replace(self, sizes=tuple(int(size) for size in sizes))
 
     def between(self, sender: Nodes, receiver: Nodes) -> tuple[Array, Array]:
+        if isinstance(self.sizes, int):
+            raise ValueError(f"{self.sizes} sites of how many nodes? Ask for links.of(nodes)")
         site = np.repeat(np.arange(len(self.sizes)), self.sizes)
         same = site[sender] == site[receiver]
         near, far = self.inside.between(sender, receiver), super().between(sender, receiver)
         return np.where(same, near[0], far[0]), np.where(same, near[1], far[1])
+
+
+@dataclass(frozen=True)
+class Uneven(Links):
+    """Nodes whose links differ: a pair has the bandwidth of the slower one.
+
+    Args:
+        factor: between the fastest and the slowest that there may be, around `bandwidth`.
+        seed: of the node's bandwidths, whose logarithms are spread evenly; that of a node is the same in any number.
+    """
+
+    factor: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number("factor", self.factor, lambda v: v >= 1, "a factor from 1 up, such as 4")
+        whole(self.seed, "seed", 0)
+
+    def between(self, sender: Nodes, receiver: Nodes) -> tuple[Array, Array]:
+        drawn = np.random.default_rng(self.seed).random(1 + max((*sender, *receiver), default=0))
+        rates = self.bandwidth * self.factor ** (drawn - 0.5)
+        return np.minimum(rates[sender], rates[receiver]), np.full(sender.shape, self.latency)
 
 
 @dataclass(frozen=True, eq=False)

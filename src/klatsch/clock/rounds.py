@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -75,6 +76,41 @@ class Hearing(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Deaths:
+    """Machines that die, at any moment, and are replaced; expected times, in seconds.
+
+    With an all-reduce all machines then start again from the last checkpoint, which takes no time to write. With gossip
+    the others wait until they notice, and go on; the replacement takes over at once, so accuracy stays as it was.
+
+    Args:
+        life: of one machine, in the mean.
+        restart: from the death until all machines work again.
+        checkpoint: of work between two checkpoints.
+        notice: from the death until neighbours go on.
+    """
+
+    life: float
+    restart: float
+    checkpoint: float
+    notice: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            number(name, value, lambda v: v > 0, "a positive number of seconds, such as 36_000")
+
+    def stretch(self, nodes: int, all_reduce: bool) -> float:
+        """How many times as long work takes, in expectation.
+
+        Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006. Waits that overlap
+        are one, which makes theirs exponential as well.
+        """
+        each = self.life / nodes  # between two deaths
+        if not all_reduce:
+            return float(np.exp(self.notice / each))
+        return float(np.exp(self.restart / each) * np.expm1(self.checkpoint / each) / (self.checkpoint / each))
+
+
+@dataclass(frozen=True)
 class Clock:
     """How long gradients and messages take.
 
@@ -86,6 +122,8 @@ class Clock:
         gpus: GPUs of a node, if nodes are hosts: they average their gradients, and put their slices together, inside.
         bus: bytes per second between them.
         seed: of what is drawn.
+        deaths: machines that die and are replaced, which `seconds` counts.
+        params: of the model that is timed beside runs, if not of the problem's own.
     """
 
     gradient: Times | float | str | Sequence[float] = field(compare=False)
@@ -95,6 +133,8 @@ class Clock:
     gpus: int = 1
     bus: float = 2e10
     seed: int = 0
+    deaths: Deaths | None = None
+    params: int | None = None
     times: Times = field(init=False, repr=False)  # of gradients
     links: Links = field(init=False, repr=False)  # of the network
 
@@ -104,6 +144,8 @@ class Clock:
         number("bus", self.bus, lambda v: v > 0, "a positive number of bytes per second, such as 2e10")
         whole(self.gpus, "gpus", 1)
         whole(self.seed, "seed", 0)
+        if self.params is not None:
+            whole(self.params, "params", 1)
         object.__setattr__(self, "times", times_of(self.gradient))
         object.__setattr__(self, "links", links_of(self.network))
 
@@ -130,7 +172,8 @@ class Clock:
             done = self.all_reduce(talk.nodes, params, steps, talk.every, vectors)
         else:
             done = self._at(talk.nodes, steps, (one.done for one in self._gossip(talk, params)))
-        return [float(seconds) for seconds in done.max(1)]
+        stretch = 1.0 if self.deaths is None else self.deaths.stretch(talk.nodes, talk.all_reduce)
+        return [float(seconds) * stretch for seconds in done.max(1)]
 
     def gossip(self, rule: Rule, topology: Topology, params: int, steps: Sequence[int]) -> Array:
         """When each node has done so many rounds of gossip, in seconds, (len(steps), M)."""
@@ -192,7 +235,7 @@ class Clock:
     def all_reduce(self, nodes: int, params: int, steps: Sequence[int], every: int = 1, vectors: int = 1) -> Array:
         """When each node has done so many rounds with an all-reduce of some vectors in every H-th, (len(steps), M).
 
-        They go along a ring in pieces, in the order of the nodes, or along a tree and back, whichever is faster. In
+        They go along a ring in pieces, in the order of the nodes, or by halving and doubling, whichever is faster. In
         every round it is an all-reduce of gradients, in buckets, which travel as soon as they are finished.
         """
 
@@ -217,7 +260,7 @@ class Clock:
         asks, answers = np.nonzero(weights)
         takes = np.zeros(weights.shape)
         for way in ((asks, answers), (answers, asks)):  # there and back
-            rate, latency = self._between(*way, topology.name)
+            rate, latency = self._between(*way, topology.name, topology.size)
             takes[asks, answers] += latency + size / rate + self.per_message
         return Pairwise(self.gradients(topology.size, params), weights, takes, size * self.handling, self.seed)
 
@@ -255,7 +298,7 @@ class Clock:
     def _hearing(self, links: tuple[Nodes, Nodes], talk: Talk, size: float) -> Hearing:
         """Who hears whom in a round, and how long a message of a size takes."""
         (sender, receiver), nodes = links, talk.nodes
-        rate, latency = self._between(sender, receiver, talk.name)
+        rate, latency = self._between(sender, receiver, talk.name, nodes)
         takes = size / rate + self.per_message
         sending, hearing = (np.bincount(who, takes, nodes).astype(float) for who in (sender, receiver))
         delay = latency + np.maximum(sending[sender], hearing[receiver])
@@ -268,9 +311,9 @@ class Clock:
         delays[place, receiver[order]] = delay[order]
         return Hearing(sources, delays, sending)
 
-    def _between(self, sender: Nodes, receiver: Nodes, name: str) -> tuple[Array, Array]:
+    def _between(self, sender: Nodes, receiver: Nodes, name: str, nodes: int) -> tuple[Array, Array]:
         """Bytes per second and latency of the links of a graph."""
-        rate, latency = self.links.between(sender, receiver)
+        rate, latency = self.links.of(nodes).between(sender, receiver)
         if (rate <= 0).any():
             k = int(np.argmax(rate <= 0))
             raise NoLinkError(
@@ -283,13 +326,38 @@ class Clock:
         """Seconds that an all-reduce adds to a round; buckets may hide behind the gradient."""
         if nodes == 1:
             return 0.0
-        ring_order = np.arange(nodes)
-        rate, latency = self._between(ring_order, np.roll(ring_order, -1), "an all-reduce along a ring")
-        ring = 2 * (nodes - 1) * float((latency + self.per_message + size / nodes / rate).max())
-        tree = 2 * np.ceil(np.log2(nodes)) * float((latency + self.per_message + size / rate).max())
-        travel = min(ring, float(tree))
+        travel = self._along_a_ring(nodes, size)
+        with suppress(NoLinkError):  # a ring is enough
+            travel = min(travel, self._by_halves(nodes, size))
         hidden = min(HIDDEN * self.times.mean, travel * (1 - min(1.0, BUCKET / size)))
         return travel - hidden * hides
+
+    def _along_a_ring(self, nodes: int, size: float) -> float:
+        """Seconds of an all-reduce in pieces: each piece goes around twice, and a slow link delays those behind it."""
+        everyone = np.arange(nodes)
+        rate, latency = self._between(everyone, np.roll(everyone, -1), "an all-reduce along a ring", nodes)
+        busy = self.per_message + size / nodes / rate
+        here, free = np.zeros(nodes), np.zeros(nodes)  # when a node has its next piece, and its link is free
+        for _ in range(2 * (nodes - 1)):
+            free = np.maximum(here, free) + busy
+            here = np.roll(free + latency, 1)
+        return float(here.max())
+
+    def _by_halves(self, nodes: int, size: float) -> float:
+        """Seconds of an all-reduce by halving and doubling: partners twice as far in every step, for half the bytes.
+
+        Of more nodes than a power of two, those beyond give their vector to another one, and get the result.
+        """
+        power = 1 << (nodes.bit_length() - 1)
+        first, extra = np.arange(power), np.arange(power, nodes)
+        steps = [(first, first ^ (1 << k), size / (2 << k)) for k in range(power.bit_length() - 1)]
+        steps += [(extra, extra - power, size)] if len(extra) else []
+        seconds = 0.0
+        for one, other, each in steps:
+            for sender, receiver in ((one, other), (other, one)):  # halving and doubling, or there and back
+                rate, latency = self._between(sender, receiver, "an all-reduce by halves", nodes)
+                seconds += float((latency + self.per_message + each / rate).max())
+        return seconds
 
 
 def check_meets(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from klatsch.extras import need
 from klatsch.planning.race import ENOUGH, Answer, Task, Trial
 from klatsch.units import duration
 
@@ -105,6 +106,7 @@ def _why_not(best: Trial, other: Trial) -> str:
 
 def curves(answer: Answer) -> Figure:
     """The measured time against M: a line for each rule, graph and H, over its fastest channels."""
+    need("a figure", "matplotlib")
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogFormatter
 

@@ -138,6 +138,11 @@ class _Gradients:
         return statistics.median(after - before for before, after in pairwise(times))
 
 
+def gradient_seconds(problem: Problem) -> float:
+    """Of one node's gradient, on this machine."""
+    return _Gradients(problem).seconds(torch.as_tensor(problem.start()).reshape(-1))
+
+
 def _spreads(ask: _Gradients, point: Tensor, samples: int) -> tuple[Estimate, Estimate]:
     """sigma and zeta at a point, from gradients of all nodes in several rounds.
 

@@ -185,21 +185,19 @@ def problem_of(text: str, nodes: int | None = None, /, **options: Any) -> Proble
         whole(nodes, "nodes", 1, MOST_NODES)
     if ".py" not in text:
         return problems.make(text, NODES if nodes is None else nodes, **options)
-    make, function = own.load("problem", text), own.part_of(text)
+    make, function = problems.of_any(own.load("problem", text)), own.part_of(text)
     takes = list(inspect.signature(make).parameters)
     check_options(function, options, takes[1:])
-    if nodes is not None and not takes:
-        raise ValueError(f"{function} takes no number of nodes; leave -n out, or let it take one")
     with own.explained(text):
-        problem = problems.checked(make(*[nodes or NODES] * bool(takes), **options), f"{text} gives")
+        problem = problems.checked(make(nodes or NODES, **options), f"{text} gives")
         shapes = problems.shapes(problem, torch.as_tensor(problem.start()).reshape(-1))
     for asked, (shape, wanted) in shapes.items():
         if math.prod(shape) != math.prod(wanted):
             sizes = f"{problem.nodes} nodes and {problem.dim} parameters"
             raise ValueError(f"{text}: {asked} of {type(problem).__name__} does not fit {sizes}; see problems.Problem")
     if nodes not in (None, problem.nodes):
-        made = f"{function}({nodes}) gives a problem with nodes = {problem.nodes}"
-        raise ValueError(f"{made}; let it use the number it is given")
+        made = f"{function} gives a problem with nodes = {problem.nodes}, and not {nodes}"
+        raise ValueError(f"{made}; let it take their number and use it")
     return problem
 
 
@@ -211,7 +209,7 @@ def of_any_size(text: str, machines: int, /, **options: Any) -> tuple[Callable[[
     """
     whole(machines, "machines", 1, MOST_MACHINES)
     if ".py" in text:
-        takes = inspect.signature(own.load("problem", text)).parameters
+        takes = inspect.signature(problems.of_any(own.load("problem", text))).parameters
         if not set(takes) - {"seed"}:
             name = own.part_of(text)
             raise ValueError(f"{name} takes no number of nodes, and has to run with 1, 2, 4, ...; let it take one")

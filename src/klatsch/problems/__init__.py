@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from klatsch.arguments import check_options, named
+from klatsch.columns import WeightMatrix
 from klatsch.own import explained, is_own, label
 from klatsch.problems.base import Headline, Problem, Quadratic, checked, shapes
 from klatsch.problems.classification import FashionMNIST, ImageClassification
@@ -20,11 +21,20 @@ from klatsch.problems.logistic import LogisticRegression
 from klatsch.problems.prediction import Language
 from klatsch.problems.sharded import dirichlet
 from klatsch.problems.stacks import lenet
-from klatsch.weights import WeightMatrix
+from klatsch.problems.supervised import Supervised, of_any
 
 __all__ = ["PROBLEMS", "FashionMNIST", "Headline", "ImageClassification", "Images", "Language", "LeastSquares"]
-__all__ += ["LogisticRegression", "Problem", "Quadratic", "WeightMatrix", "check", "check_headline", "checked"]
-__all__ += ["declared", "dirichlet", "kind", "lenet", "make", "options", "shapes"]
+__all__ += [
+    "LogisticRegression",
+    "Problem",
+    "Quadratic",
+    "Supervised",
+    "WeightMatrix",
+    "check",
+    "check_headline",
+    "checked",
+]
+__all__ += ["declared", "dirichlet", "kind", "lenet", "make", "of_any", "options", "shapes"]
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {
     "least-squares": LeastSquares,
@@ -46,7 +56,7 @@ def make(name: str, nodes: int, **choices: Any) -> Problem:
 
 def kind(name: str) -> Callable[..., Problem]:
     """The class or function that makes a problem."""
-    return named("problem", name, PROBLEMS)
+    return of_any(named("problem", name, PROBLEMS))
 
 
 def declared(name: str) -> type[Problem]:

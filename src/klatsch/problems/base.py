@@ -15,8 +15,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from klatsch.arguments import kind_of, whole
-from klatsch.columns import replaced
-from klatsch.weights import WeightMatrix
+from klatsch.columns import WeightMatrix, replaced
 
 Shape = tuple[int, ...]
 
@@ -88,6 +87,17 @@ class Problem(ABC):
     @abstractmethod
     def metrics(self, x: Tensor) -> dict[str, Tensor]:
         """How good the points x, (M, C, d), are: one number per column, or one per node and column, (M, C), by name."""
+
+    def among(self, nodes: Sequence[int]) -> Problem:
+        """The same problem where only some nodes take part; override it if metrics depend on who does."""
+        if self.draws_ahead:
+            kind = type(self).__name__
+            raise ValueError(f"{kind} does not say what some of its nodes draw; give it a method among(self, nodes)")
+
+        def grad(x: Tensor, t: int, some: Sequence[int] | None = None) -> Tensor:
+            return self.grad(x, t, [nodes[k] for k in (range(len(nodes)) if some is None else some)])
+
+        return replaced(self, nodes=len(nodes), grad=grad)
 
     def grad_with_autograd(self, x: Tensor, t: int, *nodes: Sequence[int]) -> Tensor:
         """What `grad` returns, which may use autograd, wherever it is called."""
@@ -175,6 +185,10 @@ class Drawing(Problem):
         """With the headline alone, unless a class of one's own measures something else."""
         is_own = not type(self).metrics.__module__.startswith("klatsch.") or self.headline.metric not in self.alone
         return self if is_own else replaced(self, brief=True)
+
+    def among(self, nodes: Sequence[int]) -> Self:
+        """The same problem where only some nodes take part: what is minimised and measured is theirs."""
+        return self.part(nodes)
 
     def part(self, nodes: Sequence[int]) -> Self:
         """The same problem as some nodes see it."""

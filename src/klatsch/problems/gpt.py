@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from klatsch.columns import WeightMatrix
 from klatsch.problems import draws
-from klatsch.weights import WeightMatrix
 
 BYTES = 256  # values of a byte: what is read and predicted
 SPREAD = 0.02  # of the weights at the start, as in GPT-2

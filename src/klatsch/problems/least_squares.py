@@ -96,9 +96,18 @@ class LeastSquares(core.Convex):
         self._H, self._rows, self._scale = H, rows, scale.expand(C, -1).contiguous()
         self._noise = self.sigma / self.dim**0.5
         self._offset = self._scale @ rows  # (M, C, d): the gradients at 0
-        self._mean_H: Tensor = H.mean(0)
-        self.optimum = -torch.linalg.lstsq(self._mean_H, self._offset.mean(0).mT, driver="gelsd").solution.mT
+        self._solve()
         self.sha256 = core.digest(H, rows, self._scale, self._noise, seed)
+
+    def _solve(self) -> None:
+        """Find the optimum of the mean over nodes."""
+        self._mean_H: Tensor = self._H.mean(0)
+        self.optimum = -torch.linalg.lstsq(self._mean_H, self._offset.mean(0).mT, driver="gelsd").solution.mT
+
+    def among(self, nodes: Sequence[int]) -> LeastSquares:
+        some = cols.replaced(self.part(nodes), _rows=self._rows[[*nodes]])
+        some._solve()
+        return some
 
     def on_fewer(self, nodes: int, seed: int) -> LeastSquares:
         """The same mean of all f_i on so many nodes, each with the mean of several, and noise of another seed."""

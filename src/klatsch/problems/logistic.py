@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
@@ -106,6 +108,11 @@ class LogisticRegression(core.Convex):
         self.labels, self.numbers = labels[shards], torch.arange(self.nodes)
         self.optimum = self._newton()
         self.sha256 = core.digest(self._signed, self.batch, torch.tensor(self.l2, dtype=torch.float64), seed)
+
+    def among(self, nodes: Sequence[int]) -> LogisticRegression:
+        some = self.part(nodes)
+        some.samples, some.optimum = some.labels.numel(), some._newton()
+        return some
 
     def on_fewer(self, nodes: int, seed: int) -> LogisticRegression:
         """The same data on so many nodes, each with those of several, and mini-batches of another seed."""

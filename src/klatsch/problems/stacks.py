@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from klatsch.weights import WeightMatrix
+from klatsch.columns import WeightMatrix
 
 ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Identity)
 POOLS = (nn.MaxPool2d, nn.AvgPool2d)
@@ -118,7 +118,7 @@ class Stacked:
         """The logits (S, B, classes) of models x, (S, d), on images (S, B, channels, height, width)."""
         pixels = (images.to(x.dtype) - self.shift) * self.factor
         if self.layers is None:
-            return self._one_by_one(x, pixels)
+            return self.apart(x, pixels)
         parts = torch.split(x, self.sizes, dim=1)  # one operation: its gradient is one concatenation
         run = rows if x.is_cuda else grouped
         return run(self.layers, dict(zip(self.shapes, parts, strict=True)), pixels)
@@ -145,13 +145,15 @@ class Stacked:
             _compiled[key] = torch.compile(functions[name], dynamic=False)
         return _compiled[key]
 
-    def _one_by_one(self, x: Tensor, pixels: Tensor) -> Tensor:
+    def apart(self, x: Tensor, inputs: Tensor) -> Tensor:
+        """The outputs of models x, (S, d), of any kind on inputs of any kind, (S, B, ...)."""
+
         def logits(vector: Tensor, batch: Tensor) -> Any:
             pieces = torch.split(vector, self.sizes)
             values = {n: piece.view(s) for (n, s), piece in zip(self.shapes.items(), pieces, strict=True)}
             return torch.func.functional_call(self.module, values, (batch,))
 
-        return torch.func.vmap(logits)(x, pixels)  # type: ignore[no-any-return]
+        return torch.func.vmap(logits)(x, inputs)  # type: ignore[no-any-return]
 
 
 _lock = threading.Lock()

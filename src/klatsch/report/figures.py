@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,6 +43,29 @@ ERROR = r"error  $\frac{1}{M}\sum_i \|x_%s^i - x^*\|^2$"
 SYMBOLS = {"noise": r"$\sigma$ = %g", "heterogeneity": r"$\zeta$ = %g", "alpha": "alpha = %g", "nodes": "%d machines"}
 UNITS = {"nodes": "machines M", "rounds": "rounds t", "seconds": "seconds", "bytes": "MB sent per node"}
 PARTS = ("rule", "options", "topology", "graph")  # by which a panel has no references of its own
+PLAIN = {  # what stands in HTML for what only matplotlib can set
+    r"\$\\frac.*\$": "‖x − x*‖², mean over nodes",
+    r"\$\\sigma\$": "σ",
+    r"\$\\zeta\$": "ζ",
+    r"\\\$": "$",
+    " +": " ",
+}
+
+
+@dataclass(frozen=True)
+class Course:
+    """A line of a figure in numbers."""
+
+    name: str
+    more: str  # what else stands beside its name
+    x: NDArray[np.float64]
+    spread: NDArray[np.float64]  # the mean of the seeds, the lowest and the highest
+    style: Options
+    notes: list[str] = field(default_factory=list)  # on some of its points
+
+
+# What axes show, which matplotlib knows only as strokes and areas.
+DRAWN: WeakKeyDictionary[Axes, list[Course]] = WeakKeyDictionary()
 
 
 class StudyFigure(selection.Words):
@@ -55,7 +81,7 @@ class StudyFigure(selection.Words):
         lines: options that differ between lines: the first decides the colour, the others the kind of line.
         marker: an option that decides the marker.
         reference: rows that stand in every panel, in black, such as those with an all-reduce.
-        clock: the name of a clock of the study, for seconds; "all" for panels with each.
+        clock: the name of a clock of the study, for seconds; names, or "all", for panels with each.
         first_done: whether learning rates are chosen for when the first run of a panel is done.
         wide: panels side by side; by default those of the last option of `panels`.
         below: what lies further below the best accuracy is not shown.
@@ -69,7 +95,7 @@ class StudyFigure(selection.Words):
     lines: tuple[str, ...] = ()
     marker: str = ""
     reference: Selections = ()
-    clock: str = ""
+    clock: str | tuple[str, ...] = ""
     first_done: bool = False
     wide: Annotated[int | None, Field(ge=1, le=MOST_PANELS)] = None
     below: float = 1.0
@@ -81,20 +107,27 @@ class StudyFigure(selection.Words):
         if not self.clock and (self.across == "seconds" or self.first_done):
             raise ValueError(f"{place}: seconds need a clock; give clock = 'all', or the name of one of the study's")
         if self.clock not in ("", "all"):
-            selection.check_names(place, [self.clock], clocks, "clock")
+            selection.check_names(place, self.clocks, clocks, "clock")
 
-    def draw(self, rows: Sequence[Row], title: str, clocks: Mapping[str, Clock]) -> Figure:
+    @property
+    def clocks(self) -> tuple[str, ...]:
+        """Their names, if it says any."""
+        return (self.clock,) if isinstance(self.clock, str) else self.clock
+
+    def draw(
+        self, rows: Sequence[Row], title: str, clocks: Mapping[str, Clock], style: str | Path | None = None
+    ) -> Figure:
         """The figure; of all rows where it selects none, as in a study that is not finished."""
         rows = selected(rows, self.where) or list(rows)
         if self.clock:
-            chosen = clocks if self.clock == "all" else {self.clock: clocks[self.clock]}
+            chosen = clocks if self.clock == "all" else {name: clocks[name] for name in self.clocks}
             rows = [row for name, clock in chosen.items() for row in selection.timed(rows, name, clock)]
         if self.first_done:
             panels = grouped(rows, lambda row: row.setting_text).values()
             rows = [selection.chosen_for(row, selection.first_done(panel))[0] for panel in panels for row in panel]
         if self.across in ("rules", "best"):
             return (_dots if self.across == "rules" else _cells)(rows, title)
-        return plot(rows, self.across, title, words=self)
+        return plot(rows, self.across, title, words=self, style=style)
 
 
 def plot(
@@ -260,7 +293,7 @@ def _draw_courses(axis: Axes, rows: Sequence[Row], across: str, look: Look, rate
     for row in rows:
         x, _ = _course(row, across)
         spread = np.stack((row.curve.mean(0), row.curve.min(0), row.curve.max(0)))
-        _band(axis, f"{look.label(row)}{f', lr {row.lr:g}' * rates}", x, spread, look.style(row) | {"marker": ""})
+        _band(axis, look.label(row), x, spread, look.style(row) | {"marker": ""}, f", lr {row.lr:g}" * rates)
         for k in range(len(row.steps) - 1, -1, -3 if unit == "epochs" else -6):  # points with a tooltip
             after = f"{row.steps[k]:,} rounds" if unit == UNITS["rounds"] else f"{x[k]:.3g} {unit}"
             _tooltip(axis, row, x[k], row.curve[:, k], f" after {after}")
@@ -400,12 +433,14 @@ def _quantity(row: Row, when: str) -> str:
     return f"bits per byte{comma}{which}" if metric == "bits" else literal(row.title)
 
 
-def _band(axis: Axes, label: str, x: ArrayLike, spread: NDArray[np.float64], style: Options) -> None:
+def _band(axis: Axes, name: str, x: ArrayLike, spread: NDArray[np.float64], style: Options, more: str = "") -> None:
     """A line for the mean of the seeds, and a band from the lowest to the highest; `spread` holds these three."""
     shown = np.isfinite(spread[0])  # diverged values are not drawn
-    x, (mean, low, high) = np.asarray(x, dtype=float)[shown], spread[:, shown]
-    axis.plot(x, mean, markersize=4, linewidth=1.4, label=literal(label), **style)
-    axis.fill_between(x, low, high, color=style["color"], alpha=0.18, linewidth=0)
+    course = Course(name, more, np.asarray(x, dtype=float)[shown], spread[:, shown], style)
+    mean, low, high = course.spread
+    axis.plot(course.x, mean, markersize=4, linewidth=1.4, label=literal(name + more), **style)
+    axis.fill_between(course.x, low, high, color=style["color"], alpha=0.18, linewidth=0)
+    DRAWN.setdefault(axis, []).append(course)
 
 
 def _tooltip(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: str = "", at: float = np.nan) -> None:
@@ -414,6 +449,8 @@ def _tooltip(axis: Axes, row: Row, x: float, values: NDArray[np.float64], when: 
         spread = f"{mean:.3g} ({values.min():.3g} to {values.max():.3g})"
         text = f"{row.rule}, {row.topology}, M = {row.nodes}{when}: {spread}, lr {row.lr:g}"
         axis.plot([x], [mean if np.isnan(at) else at], "o", markersize=9, alpha=0, gid=f"{VALUE}{text}")
+        if axis in DRAWN:
+            DRAWN[axis][-1].notes.append(text)
 
 
 def _legend(figure: Figure) -> None:
@@ -422,3 +459,35 @@ def _legend(figure: Figure) -> None:
     columns = max(1, min(len(lines), int(figure.get_figwidth() / (0.55 + 0.085 * max(map(len, lines))))))
     figure.set_figheight(figure.get_figheight() + 0.21 * max(0, -(-len(lines) // columns) - 3))
     figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=columns, frameon=False)
+
+
+def values_of(figure: Figure) -> Options | None:
+    """What lines of a figure show, for a page on which one can ask them; None of a figure that has none."""
+    from matplotlib.colors import to_hex
+
+    def plain(text: str) -> str:
+        for formula, words in PLAIN.items():
+            text = re.sub(formula, words, text)
+        return text.strip()
+
+    def line(course: Course) -> Options:
+        x, mean, low, high = ([float(f"{v:.6g}") for v in values] for values in (course.x, *course.spread))
+        notes = course.notes if len(course.notes) == len(x) else []
+        look = {"colour": to_hex(course.style["color"]), "dash": DASHES.index(course.style["linestyle"])}
+        return {"name": course.name, "more": course.more, "notes": notes, **look} | {
+            "x": x,
+            "mean": mean,
+            "low": low,
+            "high": high,
+        }
+
+    axes = [axis for axis in figure.axes if axis in DRAWN]
+    if not axes:
+        return None
+    return {
+        "x": axes[0].get_xlabel(),
+        "y": plain(axes[0].get_ylabel()),
+        "log": [axes[0].get_xscale() == "log", axes[0].get_yscale() == "log"],
+        "within": None if axes[0].get_autoscaley_on() else axes[0].get_ylim(),  # as high and low as is shown at most
+        "panels": [{"title": plain(axis.get_title()), "lines": [*map(line, DRAWN[axis])]} for axis in axes],
+    }

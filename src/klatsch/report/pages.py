@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +17,7 @@ from klatsch import files, pictures
 from klatsch.clock import Clock
 from klatsch.report import figures
 from klatsch.report.selection import clock_of, options_of
-from klatsch.report.sentences import Sentence, Verdict
+from klatsch.report.sentences import Race, Sentence, Verdict
 from klatsch.study.cases import Case
 from klatsch.study.choices import BESIDE, Row, screened, timed
 from klatsch.study.export import save_csv
@@ -25,6 +28,8 @@ from klatsch.version import VERSION
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Lines = Sequence[tuple[str, ...]]
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -39,6 +44,7 @@ class Page:
     figures: tuple[tuple[str, Figure], ...] = ()  # with the names of their files
     header: tuple[str, ...] = ()
     table: tuple[tuple[str, ...], ...] = ()
+    races: tuple[tuple[str, Lines], ...] = ()  # titles, and tables with their header
     verdicts: tuple[Verdict, ...] = ()
     notes: tuple[str, ...] = ()
     command: str = ""
@@ -69,8 +75,9 @@ def as_markdown(page: Page) -> str:
         parts += ["## Verdicts", "\n".join(lines)]
     if page.notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in page.notes)]
-    header, *rows = ("| " + " | ".join(row) + " |" for row in (page.header, *page.table))
-    parts += ["## Numbers", "\n".join([header, "|---" * len(page.header) + "|", *rows])]
+    for title, table in (*page.races, ("Numbers", (page.header, *page.table))):
+        header, *rows = ("| " + " | ".join(row) + " |" for row in table)
+        parts += [f"## {title}", "\n".join([header, "|---" * len(table[0]) + "|", *rows])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -79,11 +86,12 @@ def as_markdown(page: Page) -> str:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a study says about its page, checked: clocks, figures and sentences."""
+    """What a study says about its page, checked: clocks, figures, tables and sentences."""
 
     clocks: dict[str, Clock]
     figures: list[figures.StudyFigure]
     sentences: list[Sentence]
+    races: list[Race]
 
     @classmethod
     def of(cls, study: Study, cases: Sequence[Case]) -> Outline:
@@ -94,21 +102,24 @@ class Outline:
             known.setdefault(name, {})[str(value)] = value
         drawings = figures.StudyFigure.read(study.figures, "figures")
         sentences = Sentence.read(study.sentences, "sentences")
-        for place, words in (drawings | sentences).items():
+        races = Race.read(study.tables, "tables")
+        for place, words in (drawings | sentences | races).items():
             words.check_names(place, known, clocks)
-        return cls(clocks, list(drawings.values()), list(sentences.values()))
+        return cls(clocks, list(drawings.values()), list(sentences.values()), list(races.values()))
 
     def verdicts(self, rows: Sequence[Row]) -> list[Verdict]:
         return [verdict for sentence in self.sentences for verdict in sentence.check(rows, self.clocks)]
 
-    def drawn(self, rows: Sequence[Row], name: str, title: str) -> list[tuple[str, Figure]]:
+    def drawn(
+        self, rows: Sequence[Row], name: str, title: str, style: str | Path | None = None
+    ) -> list[tuple[str, Figure]]:
         """The figures, with the names of their files; those of any study, if it does not say."""
         largest = max(row.nodes for row in rows)  # all sizes would need too many panels
         usual = [figures.StudyFigure(name="rounds", where=({"nodes": largest},))]
         if len({row.nodes for row in rows}) > 1:
             usual.insert(0, figures.StudyFigure(name="nodes", across="nodes"))
         return [
-            (f"{name}{f'-{each.name}' * bool(each.name)}", each.draw(rows, title, self.clocks))
+            (f"{name}{f'-{each.name}' * bool(each.name)}", each.draw(rows, title, self.clocks, style))
             for each in self.figures or usual
         ]
 
@@ -141,7 +152,9 @@ def page_of(
     reasons = dict.fromkeys(item.reason.partition(";")[0] for item in remembered.left_out)  # without the remedy
     notes = (*edge_note(rows), *study.notes, *(f"Left out: {reason}" for reason in reasons))
     header, table = table_of(rows)
-    return replace(page, figures=tuple(drawn), header=header, table=table, verdicts=tuple(verdicts), notes=notes)
+    races = tuple((race.title, race.lines(rows, outline.clocks)) for race in outline.races)
+    numbers = replace(page, header=header, table=table, races=races)
+    return replace(numbers, figures=tuple(drawn), verdicts=tuple(verdicts), notes=notes)
 
 
 def _facts(remembered: Remembered, showing: str | None, cases: Sequence[Case], store: Store) -> tuple[str, ...]:
@@ -240,12 +253,17 @@ def report(
         "last": _minute(times[-1]) if times else "",
         "engines": sorted({f"{run.engine} on {run.device}" for run in runs.values()}),
     }
+    licence = f"/*\n{_text('watch/page/uPlot.LICENSE')}\n*/"
+    script = "\n".join([licence, _text("watch/page/uPlot.iife.min.js"), _text("report/templates/report.js")])
     loader = PackageLoader("klatsch.report")
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     html = templates.get_template("report.html").render(
         title=title or f"klatsch: {Path(store.path).name}",
         pages=pages,
-        pictures={page.name: svgs for page, svgs in drawn},
+        figures={page.name: shown for page, shown in drawn},
+        script=script,
+        seal=b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        styles=_text("watch/page/uPlot.min.css") + _text("report/templates/report.css"),
         environments=list({str(run.environment): run.environment for run in runs.values()}.values()),
         summary=summary,
         version=VERSION,
@@ -254,13 +272,21 @@ def report(
     return pages
 
 
-def _drawn(remembered: Remembered, store: Store, clock: Clock | None, across: str) -> tuple[Page, list[str]]:
-    """The page of a study with its figures; only a line where a store says of it what does not fit its runs."""
+def _text(file: str) -> str:
+    return resources.files("klatsch").joinpath(file).read_text()
+
+
+def _drawn(
+    remembered: Remembered, store: Store, clock: Clock | None, across: str
+) -> tuple[Page, list[tuple[str, Options | None]]]:
+    """The page of a study, its figures as pictures and in numbers; only a line where a store does not fit its runs."""
     name, title = remembered.study.name, remembered.study.title or remembered.study.name
     try:
         page = page_of(remembered, store, clock=clock, across=across)
-        svgs = [(drawn, pictures.render(figure, ".svg").decode()) for drawn, figure in page.figures]
-        return page, [inline_svg(svg, f"{name}-{drawn}") for drawn, svg in svgs]
+        return page, [
+            (inline_svg(pictures.render(figure, ".svg").decode(), f"{name}-{drawn}"), figures.values_of(figure))
+            for drawn, figure in page.figures
+        ]
     except ValueError as error:
         flaw = f"{name}: {error}"
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from klatsch import own, rules
 from klatsch.arguments import shown, there_are
-from klatsch.clock import Clock, Links
+from klatsch.clock import Clock, Deaths, Links, Sites, Uneven
 from klatsch.study.cases import Case
 from klatsch.study.choices import Row
 from klatsch.study.spec import Options
@@ -176,14 +178,23 @@ def best_of(rows: Iterable[Row]) -> Row:
 
 
 def clock_of(options: Options) -> Clock:
-    """A clock of a study: options of `Clock`; `network` may be a table with `bandwidth` and `latency`."""
+    """A clock of a study: options of `Clock`; `network` and `deaths` may be tables, see docs/clock.md."""
     if any(str(value).lower().endswith(".csv") for value in options.values()):
         raise ValueError(f"clocks: {shown(options)} names a file, which a store would not hold; give numbers")
-    network = options.get("network", "10gbe")
     try:
-        return Clock(**{**options, "network": Links(**network) if isinstance(network, Mapping) else network})
-    except (AttributeError, TypeError) as error:
+        network, deaths = options.get("network", "10gbe"), options.get("deaths")
+        made = {"network": _network({**network}) if isinstance(network, Mapping) else network}
+        return Clock(**{**options, **made, "deaths": None if deaths is None else Deaths(**deaths)})
+    except (AttributeError, LookupError, TypeError) as error:
         raise ValueError(f"clocks: {shown(options)} is no clock ({error}); give gradient and network") from None
+
+
+def _network(table: Options) -> Links:
+    """Links from a table: all alike, of several sites (`sites` and `inside`), or with a `factor` between them."""
+    if "sites" in table:
+        others = {name: value for name, value in table.items() if name not in ("sites", "inside")}
+        return Sites(**others, sizes=table["sites"], inside=_network(table["inside"]))
+    return Uneven(**table) if "factor" in table else Links(**table)
 
 
 def timed(rows: Iterable[Row], name: str, clock: Clock) -> list[Row]:
@@ -197,6 +208,37 @@ def timed(rows: Iterable[Row], name: str, clock: Clock) -> list[Row]:
             seconds = elapsed(row.case, row.exchange, clock, row.steps)
             placed += [replace(row, setting={**row.setting, "clock": name}, elapsed=seconds)] if seconds else []
     return placed
+
+
+@dataclass(frozen=True)
+class Reached(Row):
+    """A row that shows the seconds until each seed has an accuracy (inf: it never has), and their mean has it."""
+
+    after: float = math.inf  # the mean
+
+    @property
+    def value(self) -> float:
+        return self.after
+
+
+def reaching(rows: Iterable[Row], share: float) -> list[Row]:
+    """Rows that show the seconds until, at a recorded round, they first have this share of the best accuracy.
+
+    The best is that of any row at the end, among those with as many nodes. (Of errors: the smallest over the share.)
+    """
+    found = list[Row]()
+    for same in grouped(rows, lambda row: (row.nodes, row.setting_text)).values():
+        best = best_of(same)
+        target = best.value * share if best.largest else best.value / share
+        for row in same:
+            courses = np.vstack((row.curve, row.curve.mean(0)))
+            there = courses >= target if row.largest else courses <= target
+            first = np.where(there.any(1), np.array(row.elapsed)[there.argmax(1)], np.inf)
+            known = vars(row.stopped(1)) | {"metric": "seconds", "largest": False, "merged": None, "worst": None}
+            curves = first[:-1, None, None]
+            known |= {"steps": row.steps[-1:], "elapsed": None, "curves": curves, "consensus": curves}
+            found.append(Reached(**known, after=float(first[-1])))
+    return found
 
 
 def first_done(rows: Iterable[Row]) -> float:

@@ -12,7 +12,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from statistics import mean, median
 from typing import Annotated, Literal, NamedTuple
 
@@ -24,6 +24,7 @@ from klatsch.report import selection
 from klatsch.report.selection import Selection, Selections, best_of, distinct, grouped, in_words, options_of, selected
 from klatsch.study.choices import BESIDE, Row
 from klatsch.study.spec import Options
+from klatsch.units import duration
 
 CHANGE = 1.25  # what a trend changes an error by, at least
 EARLY = 0.1  # of the rounds
@@ -101,12 +102,20 @@ class Moment(selection.Words):
             what it had by then), or rows whose bytes are the budgets (a run that sends more does not count).
         seconds: the name of a clock of the study; budgets are doubled.
         first_done: the name of a clock: when the first run is done, at the learning rates that are best for then.
+        reach: with `seconds`, no moment: compared are the seconds until runs have this share of the best accuracy.
     """
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     bytes: Literal["doubled"] | Selection | None = None
     seconds: str = ""
     first_done: str = ""
+    reach: Annotated[float, Field(gt=0, le=1)] | None = None
+
+    @model_validator(mode="after")
+    def _has_a_clock(self) -> Moment:
+        if self.reach is not None and not self.seconds:
+            raise ValueError(f"reach = {self.reach:g} needs a clock; give seconds = the name of one of the study's")
+        return self
 
     @property
     def clock(self) -> str:
@@ -115,7 +124,9 @@ class Moment(selection.Words):
     def moments(self, rows: Sequence[Row], clock: Clock | None) -> Iterator[tuple[str, list[Row]]]:
         """Each moment in words, with the rows as they are then."""
         rows = selection.timed(rows, self.clock, clock) if clock is not None else list(rows)
-        if isinstance(self.bytes, dict):
+        if self.reach is not None:
+            yield f"to {self.reach:.0%}", selection.reaching(rows, self.reach)
+        elif isinstance(self.bytes, dict):
             for budget in sorted({row.megabytes for row in selected(rows, self.bytes)}):
                 yield f"{budget:,.0f} MB", [row for row in rows if row.megabytes <= budget]
         elif self.first_done and rows:
@@ -280,7 +291,7 @@ class Sentence(selection.Words):
             pairs = list(self._pairs(known))
             if (
                 not pairs
-                and (at.bytes == "doubled" or at.seconds)
+                and (at.bytes == "doubled" or (at.seconds and at.reach is None))
                 and selected(rows, self.ours)
                 and self._rivals(known)
             ):
@@ -369,7 +380,15 @@ def told(row: Row) -> str:
     beside = {name: row.beside(name) for name in BESIDE if row.largest}
     more = [*seeds, *(f"{name} {value:{form}}" for name, value in beside.items() if not math.isnan(value))]
     value = f"{row.value:{form}}" + (f" ({', '.join(more)})" if more else "")
+    if row.metric == "seconds":
+        return f"{row.rule} on {row.topology} {spread(row)}"
     return f"{row.rule} on {row.topology} {'diverged' if row.diverged else value}"
+
+
+def spread(row: Row) -> str:
+    """Seconds in words, with those of the seeds where they differ."""
+    low, value, high = ("never" if math.isinf(one) else duration(one) for one in (row.low, row.value, row.high))
+    return f"{value} ({low} to {high})" if row.low < row.high else value
 
 
 def factor(times: float) -> str:
@@ -377,6 +396,55 @@ def factor(times: float) -> str:
     if times < 100:
         return f"{times:.3g}"
     return f"{times:,.0f}" if times < 1e6 else f"{times:.2g}"
+
+
+# --- seconds to an accuracy ------------------------------------------------------------------------------------------
+
+
+class Race(selection.Words):
+    """A table of a study: the seconds until the first run of each family has a share of the best accuracy.
+
+    Args:
+        title: above it.
+        to: shares of the best accuracy of any run, among those with as many machines.
+        families: selections of rows, by name.
+        ours: names of families: the last column has the seconds of the first of the others over those of the first of
+            these.
+        of: the "mean" of nodes, the "merged" model or the "worst" node.
+    """
+
+    title: str
+    to: tuple[Annotated[float, Field(gt=0, le=1)], ...]
+    families: dict[str, Selections]
+    ours: tuple[str, ...]
+    of: Literal["mean", "merged", "worst"] = "mean"
+
+    def check_names(self, place: str, known: Mapping[str, Options], clocks: Mapping[str, Clock]) -> None:
+        """Refuse options that no run has, values that none can have, and a study without clocks."""
+        selection.check_tables(place, (each for family in self.families.values() for each in family), known)
+        for name in self.ours:
+            named("family", name, self.families)
+        if not clocks:
+            raise ValueError(f"{place}: seconds need a clock; give the study [clocks]")
+
+    def lines(self, rows: Sequence[Row], clocks: Mapping[str, Clock]) -> list[tuple[str, ...]]:
+        """The table: its header, and a line for each clock, number of machines and share."""
+        table = [("clock", "M", "of the best", *self.families, "others / ours")]
+        rows = [row if self.of == "mean" else row.showing(self.of) for row in rows]
+        for name, clock in clocks.items():
+            timed = selection.timed(rows, name, clock)
+            for M, share in product(sorted({row.nodes for row in timed}), self.to):
+                there = selected(selection.reaching(timed, share), {"nodes": M})
+                first = {of: best_of(members) for of, family in self.families.items()
+                         if (members := [row for row in selected(there, family) if not row.diverged])}  # fmt: skip
+                cells = [
+                    f"{spread(first[of])}, {first[of].topology}" if of in first else "never" for of in self.families
+                ]
+                ours = min((row.value for of, row in first.items() if of in self.ours), default=math.inf)
+                others = min((row.value for of, row in first.items() if of not in self.ours), default=math.inf)
+                times = factor(others / ours) if max(ours, others) < math.inf else "-"
+                table.append((name, str(M), f"{share:.0%}", *cells, times))
+        return table
 
 
 # --- trends over the number of machines -----------------------------------------------------------------------------

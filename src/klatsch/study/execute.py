@@ -8,10 +8,10 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
@@ -25,6 +25,8 @@ from klatsch.study.choices import Row, screened
 from klatsch.study.spec import Study
 from klatsch.study.store import Remembered, Store
 from klatsch.study.workers import MOST_LOSSES, Open, Workers, keep_dying
+from klatsch.watch.events import Log
+from klatsch.watch.sinks import Given, sinks_of
 
 BEAT = 5.0  # seconds between two signs of life
 STALE = 7 * 86400.0  # seconds before an unfinished checkpoint counts as abandoned
@@ -47,6 +49,7 @@ class Progress:
     work_done: int = 0
     best: tuple[float, Case] | None = None
     first: tuple[float, int] | None = None  # when the first batch came back, and its work
+    newest: list[tuple[Case, Outcome]] = field(default_factory=list)  # the runs of the last batch
 
     def expect(self, missing: Sequence[Batch]) -> None:
         """Set the totals to what is done plus what is missing."""
@@ -56,6 +59,7 @@ class Progress:
 
     def count(self, batch: Batch, outcomes: Sequence[Outcome], new: int) -> None:
         """Add a finished batch; `new` is the number of its runs that no other process stored first."""
+        self.newest = [*zip(batch.cases, outcomes, strict=True)]
         self.batches_done += 1
         self.runs_done += new
         self.work_done += batch.work
@@ -190,6 +194,7 @@ def run_study(
     told: Told | None = None,
     expanded: tuple[list[Case], list[LeftOut]] | None = None,
     command: str = "",
+    log: Given = None,
 ) -> StudyResult:
     """Run what is missing of a study, and choose the learning rates.
 
@@ -200,22 +205,52 @@ def run_study(
         told: see `execute`.
         expanded: the result of `expand(study)`, if you have it.
         command: that runs it, kept in the store for reports.
+        log: where events of runs that are done go, as in `Gossip`: a folder, or a function of an event.
     """
     if not isinstance(study, Study):
         raise ValueError(f"study is a {type(study).__name__}; make one with study.parse({{...}}) or study.load(file)")
     if not isinstance(store, Store):
         with Store(store) as opened:
-            return run_study(study, opened, executor=executor, told=told, expanded=expanded, command=command)
+            return run_study(study, opened, executor=executor, told=told, expanded=expanded, command=command, log=log)
     cases, left_out = expanded or expand(study)
     if executor is None:  # other executors have their own device and data
         check_ready(study, cases, store)
     remembered = store.remember(study, command, (cases, left_out))
     runs = screened(study, cases, store)
-    run = partial(execute, store=store, device=study.device, executor=executor, told=told)
-    progress = run(runs.short) if runs.short else None
-    runs = screened(study, cases, store)
-    progress = run(runs.full, earlier=progress)
+    with _logged(log, study, store, told) as tell:
+        run = partial(execute, store=store, device=study.device, executor=executor, told=tell)
+        progress = run(runs.short) if runs.short else None
+        runs = screened(study, cases, store)
+        progress = run(runs.full, earlier=progress)
     return StudyResult(runs.rows(store), left_out, progress, remembered)
+
+
+@contextmanager
+def _logged(log: Given, study: Study, store: Store, told: Told | None) -> Iterator[Told | None]:
+    """A function to call with the progress, which also tells a log, if one is given."""
+    if log is None:
+        yield told
+        return
+    story, path, done = Log(sinks_of(log)), str(store.path), 0
+
+    def tell(progress: Progress) -> None:
+        nonlocal done
+        if done == 0 and not progress.newest:
+            story.emit("study", name=study.name, path=path, rows=progress.runs)
+        for case, outcome in progress.newest:
+            done += 1
+            facts = {"study": study.name, "key": case.key, "label": case.label, "seed": case.seed, "nodes": case.nodes}
+            facts |= {"state": "failed" if outcome.diverged else "done", "seconds": outcome.seconds}
+            metrics = {name: float(values[-1]) for name, values in outcome.metrics.items()}
+            story.emit("run", None, **facts, done=done, of=max(progress.runs, done), metrics=metrics)
+        progress.newest.clear()
+        if told is not None:
+            told(progress)
+
+    try:
+        yield tell
+    finally:
+        story.close()
 
 
 def is_unfinished(study: Study, cases: Sequence[Case], store: Store) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from klatsch import files
 from klatsch.clock import Clock
+from klatsch.extras import need
 from klatsch.study.cases import Case
 from klatsch.study.choices import names_of
 from klatsch.study.spec import Options
@@ -107,11 +108,10 @@ def _quoted(cell: object) -> object:
 
 def to_parquet(records: Sequence[Options], path: Path) -> None:
     """Write records as Parquet, with types."""
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ModuleNotFoundError:
-        raise ValueError("--parquet needs pyarrow: pip install 'klatsch[parquet]'") from None
+    need("--parquet", "pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     data = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist(list(records)), data)
     files.save(path, data.getvalue().to_pybytes(), "Parquet")

@@ -50,7 +50,7 @@ WANTED = {  # what to give, for errors
     "device": '"cpu" or "cuda"',
     "title": "a text",
     "notes": "a list of texts",
-    **dict.fromkeys(("clocks", "figures", "sentences"), "tables, as in docs/studies.md"),
+    **dict.fromkeys(("clocks", "figures", "tables", "sentences"), "tables, as in docs/studies.md"),
 }
 
 Options = dict[str, Any]
@@ -254,7 +254,7 @@ class Screen(BaseModel):
 class Study(BaseModel):
     """A grid of runs: every rule on every topology at every size, with all combinations of their options.
 
-    docs/studies.md says what the keys mean, what they default to, and what `figures` and `sentences` hold.
+    docs/studies.md says what the keys mean, what they default to, and what `figures`, `tables` and `sentences` hold.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -278,6 +278,7 @@ class Study(BaseModel):
     notes: tuple[str, ...] = ()
     clocks: dict[str, Options] = Field(default_factory=dict)
     figures: tuple[Options, ...] = ()
+    tables: tuple[Options, ...] = ()
     sentences: tuple[Options, ...] = ()
 
     @model_validator(mode="before")

@@ -28,6 +28,7 @@ from pydantic import ValidationError
 
 from klatsch import own
 from klatsch.arguments import printable
+from klatsch.extras import need
 from klatsch.files import json_of
 from klatsch.study import spec
 from klatsch.study.batches import Batch, Outcome
@@ -247,12 +248,11 @@ class Store(AbstractContextManager["Store"]):
 
     def frame(self, curves: bool = False, clock: Clock | None = None) -> DataFrame:
         """All runs for pandas, with options as columns: one line per run, or with `curves` per recorded round."""
+        need("a frame", "pandas")
+        import pandas as pd
+
         from klatsch.study import export
 
-        try:
-            import pandas as pd
-        except ModuleNotFoundError:
-            raise ValueError("a frame needs pandas: pip install 'klatsch[pandas]'") from None
         return pd.DataFrame(export.records(self, self.runs(), curves, clock, options=True))
 
     @contextmanager

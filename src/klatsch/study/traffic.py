@@ -133,7 +133,7 @@ def elapsed(case: Case, exchange: Exchange | None, clock: Clock, steps: Sequence
         return tuple(own_clock[step] for step in steps) if own_clock.keys() >= set(steps) else None
     if not exchange.messages or not exchange.links or case.nodes > MOST_NODES or max(steps) > MOST_ROUNDS:
         return None
-    if own.is_own(case.channel.wire) and exchange.encoded is None:
+    if own.is_own(case.channel.wire) and (exchange.encoded is None or clock.params is not None):
         return None
     return _elapsed(exchange, case.graph_label, case.nodes, case.channel, clock, tuple(steps))
 
@@ -154,7 +154,7 @@ def _elapsed(
     links = () if exchange.all_reduce else _pairs(exchange.links, nodes)
     talk = Talk(name, nodes, *channel[:3], exchange.all_reduce, exchange.messages, links, exchange.shuffle)
     talk = talk._replace(encoded=exchange.encoded)
-    return tuple(clock.seconds_of(talk, exchange.numbers, steps))
+    return tuple(clock.seconds_of(talk, clock.params or exchange.numbers, steps))
 
 
 def _pairs(text: str, nodes: int) -> list[tuple[Nodes, Nodes]]:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from klatsch.extras import need
 from klatsch.native import cores, quiet_threads
 from klatsch.study.batches import Batch, Outcome, run_batch
 
@@ -90,11 +91,10 @@ def threads(count: int | None = None) -> Iterator[Workers]:
 @contextmanager
 def dask(address: str) -> Iterator[Workers]:
     """The workers of a Dask cluster, which repeats a lost worker's batch on another one."""
-    try:
-        from distributed import Client
-        from distributed.scheduler import KilledWorker
-    except ModuleNotFoundError:
-        raise ValueError("--dask needs Dask: pip install 'klatsch[dask]'") from None
+    need("--dask", "distributed")
+    from distributed import Client
+    from distributed.scheduler import KilledWorker
+
     with _quiet_logs("distributed", "tornado", "concurrent"):  # which run its callbacks
         try:
             client: Any = Client(address, timeout=10, set_as_default=False)  # type: ignore[no-untyped-call]
