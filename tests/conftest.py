@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread for every process: t
 
 import pytest
 
+from tests.support.browser import BROWSER, Tab
 from tests.support.prepared import DIE_WITH_PARENT, Prepared, end_children, forked_workers, no_workers, prctl
 from tests.support.processes import Ranks
 
@@ -25,7 +26,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "prepared" in item.fixturenames:
             item.add_marker("processes")
-        if "browse" in item.fixturenames:
+        if {"browse", "tab"} & {*item.fixturenames}:
             item.add_marker("browser")
 
 
@@ -97,6 +98,17 @@ def start(prepared):
 def torchrun(prepared):
     """Run `torchrun --nproc-per-node SIZE WORDS...` to its end."""
     return lambda *words, **options: prepared.torchrun(*words, **options).done()
+
+
+@pytest.fixture
+def tab(tmp_path):
+    """A page in a real browser: see `tests.support.browser.Tab`."""
+    if BROWSER is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    opened = Tab(tmp_path / "profile")
+    yield opened
+    opened.close()
+    assert opened.errors == []
 
 
 @pytest.fixture

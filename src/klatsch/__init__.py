@@ -10,6 +10,7 @@ from klatsch.version import VERSION
 if TYPE_CHECKING:
     from klatsch import clock, columns, optim, planning, problems, rules, simulation, theory, topology
     from klatsch.optim import Checkpointer, Gossip, average_, merged, recalibrate
+    from klatsch.optim.sampler import ElasticSampler
     from klatsch.ranks.failures import LinkError, NonFiniteError, QuorumError
     from klatsch.rules import anytime as averaging
     from klatsch.simulation import Result, simulate
@@ -19,12 +20,13 @@ __version__ = VERSION
 
 __all__ = ["Checkpointer", "Gossip", "LinkError", "NonFiniteError", "QuorumError", "Result", "Topology", "__version__"]
 __all__ += ["average_", "averaging", "clock", "columns", "merged", "optim", "planning", "problems", "recalibrate"]
-__all__ += ["rules", "simulate", "simulation", "theory", "topology"]
+__all__ += ["ElasticSampler", "rules", "simulate", "simulation", "theory", "topology"]
 
 _OWNERS = {
     **dict.fromkeys(("Result", "simulate"), "simulation"),
     **dict.fromkeys(("Checkpointer", "Gossip", "LinkError", "NonFiniteError", "QuorumError"), "optim"),
     **dict.fromkeys(("average_", "merged", "recalibrate"), "optim"),
+    "ElasticSampler": "optim.sampler",
     "Topology": "topology",
     "averaging": "rules",
 }

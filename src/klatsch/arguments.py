@@ -38,7 +38,8 @@ def named(kind: str, name: object, table: Mapping[str, Thing]) -> Thing:
     if own.is_own(name) and kind in OWN:
         return own.load(kind, str(name))  # type: ignore[no-any-return]
     if not isinstance(name, str) or name not in table:
-        raise ValueError(f"unknown {kind} {name!r}; {there_are(str(name).lower(), table, cutoff=0.4)}")
+        yours = "; your own is FILE.py:NAME" if kind in OWN and ":" in str(name) else ""
+        raise ValueError(f"unknown {kind} {name!r}; {there_are(str(name).lower(), table, cutoff=0.4)}{yours}")
     return table[name]
 
 

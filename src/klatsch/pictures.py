@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klatsch import files
+from klatsch.extras import need
 
 if TYPE_CHECKING:  # drawing libraries are loaded only to draw
     import numpy as np
@@ -47,6 +48,7 @@ def render(figure: Figure, kind: str, **style: Any) -> bytes:
 
 def spread(steps: Sequence[int], values: ArrayLike, label: str = "") -> Figure:
     """How a metric differs between nodes: the median, the middle half and all of them, of values (len(steps), M)."""
+    need("a figure", "matplotlib")
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -66,6 +68,7 @@ def spread(steps: Sequence[int], values: ArrayLike, label: str = "") -> Figure:
 
 def classes_of_nodes(counts: NDArray[np.int64], classes: Sequence[str], title: str) -> Figure:
     """A bar per node, made of its classes; counts are (nodes, classes)."""
+    need("a figure", "matplotlib")
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

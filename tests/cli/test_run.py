@@ -157,6 +157,20 @@ def test_run_draws(suffix, nodes, run_cli, tmp_path):
     check_picture(path)
 
 
+def test_a_study_is_drawn_as_it_says(run_cli, tmp_path):
+    figures = '[[figures]]\nacross = "bytes"\n\n[[figures]]\nname = "all"\nacross = "rules"\n'
+    study = (
+        'problem = "least-squares"\ntopologies = "ring"\nrules = ["dat", "dsgd"]\nlr = 0.01\nnodes = 4\nsteps = 20\n'
+    )
+    (tmp_path / "study.toml").write_text(f"{study}seeds = 1\n{figures}")
+    code, _, err = run_cli("run", tmp_path / "study.toml", "--plot", tmp_path / "a.svg")
+    assert (code, [line for line in err.splitlines() if "drawn" in line]) == (
+        0,
+        [f"drawn to {tmp_path / name}" for name in ("a.svg", "a-all.svg")],
+    )
+    assert "MB sent per node" in (tmp_path / "a.svg").read_text()
+
+
 BAD = {
     "unknown rule": (("--rules", "adam"), "unknown rule 'adam'"),
     "misspelt rule": (("--rules", "dta"), "did you mean dat"),

@@ -16,8 +16,9 @@ from klatsch.study.spec import PAPER_GRID
 
 HEAVY = {"torch", "numpy", "scipy", "networkx", "matplotlib", "jinja2", "safetensors", "sqlite3"}
 COMMANDS = (
-    *("checkpoint", "data", "data fetch", "data show", "demo", "list", "plan", "probe"),
-    *("report", "reproduce", "results", "run", "topology"),
+    *("checkpoint", "crew", "crew drop", "crew join", "crew serve", "crew status"),
+    *("data", "data fetch", "data show", "demo", "list", "log", "plan", "probe"),
+    *("report", "reproduce", "results", "run", "topology", "watch"),
 )
 
 

@@ -3,8 +3,12 @@
 A command loads what it works with when it is called, so that help and the version do not wait for torch.
 """
 
+from klatsch.extras import need
+
+need("the command klatsch", "typer", "rich")
+
 # Importing a file adds its commands.
-from klatsch.cli import checkpoints, data, plan, results, run, topology
+from klatsch.cli import checkpoints, crews, data, plan, results, run, topology, watching
 from klatsch.cli.app import main
 
-__all__ = ["checkpoints", "data", "main", "plan", "results", "run", "topology"]
+__all__ = ["checkpoints", "crews", "data", "main", "plan", "results", "run", "topology", "watching"]

@@ -26,6 +26,7 @@ from klatsch.version import VERSION
 
 if TYPE_CHECKING:
     from klatsch.clock import Clock
+    from klatsch.report.pages import Outline
     from klatsch.study.choices import Row
 
 Call = TypeVar("Call", bound=Callable[..., None])
@@ -143,14 +144,20 @@ class Plotting(Timing):
         elif self.style is not None:
             raise ValueError("--style is for a figure; give --plot FILE as well")
 
-    def draw(self, rows: Sequence[Row], title: str, across: str = "") -> None:
-        """Draw the curves, if a file is given; stdout may be a table for programs."""
+    def draw(self, rows: Sequence[Row], title: str, across: str = "", outline: Outline | None = None) -> None:
+        """Draw the curves, or the figures of a study that names some, if a file is given; stdout may be a table."""
         from klatsch.report import figures
 
-        if self.plot is not None:
-            figure = figures.plot(rows, across or self.against, title, style=self.style)
-            pictures.save(figure, self.plot, dpi=160)
-            print(f"drawn to {self.plot}", file=sys.stderr)
+        if self.plot is None:
+            return
+        if outline is not None and outline.figures and self.against == "rounds":
+            drawn = outline.drawn(rows, self.plot.stem, title, self.style)
+        else:
+            drawn = [(self.plot.stem, figures.plot(rows, across or self.against, title, style=self.style))]
+        for name, figure in drawn:
+            path = self.plot.with_name(name + self.plot.suffix)
+            pictures.save(figure, path, dpi=160)
+            print(f"drawn to {path}", file=sys.stderr)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

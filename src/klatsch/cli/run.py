@@ -101,7 +101,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Crew:
+class Workplace:
     """Where runs are computed and kept."""
 
     device: Annotated[str | None, text("cpu or cuda.")] = None
@@ -109,6 +109,7 @@ class Crew:
     processes: Annotated[int | None, option("Worker processes (one per core).", "--workers")] = None
     dask: Annotated[str | None, text("Run on the Dask cluster at ADDRESS.", metavar="ADDRESS")] = None
     data: Data = None
+    log: Annotated[str | None, text("Folder for events, for klatsch log and watch.", metavar="FOLDER")] = None
 
     @contextmanager
     def finished(
@@ -135,7 +136,9 @@ class Crew:
         with Store(":memory:" if place is None else place) as store:
             command = shlex.join(["klatsch", *sys.argv[1:]])
             with narrated(store) as told:
-                done = run_study(study, store, executor=executor, told=told, expanded=expanded, command=command)
+                done = run_study(
+                    study, store, executor=executor, told=told, expanded=expanded, command=command, log=self.log
+                )
             yield done, store
 
     def _executor(self, device: str, in_memory: bool) -> workers.Open | None:
@@ -211,7 +214,7 @@ def _facts(progress: Progress) -> str:
 )
 def run(
     comparison: Comparison,
-    crew: Crew,
+    workplace: Workplace,
     figure: Plotting,
     file: Annotated[Path | None, typer.Argument(help="A study file; without one, options say what to run.")] = None,
     as_json: AsJson = False,
@@ -222,19 +225,19 @@ def run(
     from klatsch.study.cases import expand
     from klatsch.study.choices import timed
 
-    use_folder(crew.data)
+    use_folder(workplace.data)
     clock = figure.clock()
     if file is not None and file.exists():  # load names one that does not
         comparison.refuse_beside_a_file()
     study = comparison.study() if file is None else spec.load(file)
-    study = study if crew.device is None else study.model_copy(update={"device": crew.device})
+    study = study if workplace.device is None else study.model_copy(update={"device": workplace.device})
     try:
         expanded = expand(study)
         outline = Outline.of(study, expanded[0])
     except ValueError as refusal:
         raise ValueError(f"{file}: {refusal}" if file is not None else str(refusal)) from None
-    place = crew.store if crew.store is not None or file is None else file.with_suffix(".sqlite")
-    with crew.finished(study, expanded, place) as (done, _):
+    place = workplace.store if workplace.store is not None or file is None else file.with_suffix(".sqlite")
+    with workplace.finished(study, expanded, place) as (done, _):
         rows = timed(done.rows, clock)
     if as_json:
         content: dict[str, object] = {"rows": list(map(plain, rows)), "left_out": [i._asdict() for i in done.left_out]}
@@ -252,7 +255,8 @@ def run(
             damaged = done.progress.damaged
             again = f" ({damaged:,} {'was' if damaged == 1 else 'were'} damaged)" if damaged else ""
             print(f"{counted(done.progress.runs_done, 'run')} new{again}, results in {place}")
-    figure.draw(rows, title_of(study), "nodes" if len(study.nodes) > 1 and figure.against == "rounds" else "")
+    across = "nodes" if len(study.nodes) > 1 and figure.against == "rounds" else ""
+    figure.draw(rows, title_of(study), across, outline)
 
 
 @command("demo", "demo --full", "demo --steps 2000")
@@ -275,7 +279,7 @@ def demo(
         pictures.check_path(file)
     expanded = expand(study)
     outline = Outline.of(study, expanded[0])
-    with Crew().finished(study, expanded, None) as (done, _):
+    with Workplace().finished(study, expanded, None) as (done, _):
         # The remedies that follow a reason are options of klatsch run, which the demo does not have.
         left_out = [item._replace(reason=item.reason.partition(";")[0]) for item in done.left_out]
     print_rows(done.rows, left_out, title_of(study))
@@ -310,7 +314,7 @@ def title_of(study: Study) -> str:
 )
 def reproduce(
     target: Annotated[str, typer.Argument(help="What to reproduce.")],
-    crew: Crew,
+    workplace: Workplace,
     scale: Annotated[str, text("quick: minutes on two cores; paper: all sizes and rounds, 3 seeds.")] = "quick",
     out: Annotated[Path, text("Folder for figures and tables.", metavar="FOLDER")] = Path("klatsch-paper"),
     dtype: Annotated[str | None, text("float32 (the default on a CPU) or float64 (on a GPU).")] = None,
@@ -330,19 +334,19 @@ def reproduce(
     named("--of", of, dict.fromkeys(("mean", *BESIDE)))
     named("scale", scale, dict.fromkeys(("quick", "paper")))
     parts = GROUPS.get(target, (target,))
-    if target in TABLES and (epochs is not None or crew.data is not None or of != "mean"):
+    if target in TABLES and (epochs is not None or workplace.data is not None or of != "mean"):
         raise ValueError(f"{target} trains nothing; leave --epochs, --data and --of out")
     if len(parts) > 1 and (epochs is not None or dtype is not None):
         raise ValueError(f"{target} is {', '.join(parts)}; leave --epochs and --dtype out, or give one of these")
-    use_folder(crew.data)
+    use_folder(workplace.data)
     made: list[tuple[Page, float]] = []
     if target in TABLES:
         make_folder(out)
         made.append((TABLES[target](), 0.0))
     else:
-        for study in [study_of(part, scale, crew.device or "cpu", dtype, epochs) for part in parts]:
-            place = out / "results.sqlite" if crew.store is None else crew.store
-            with crew.finished(study, expand(study), place, out) as (done, store):
+        for study in [study_of(part, scale, workplace.device or "cpu", dtype, epochs) for part in parts]:
+            place = out / "results.sqlite" if workplace.store is None else workplace.store
+            with workplace.finished(study, expand(study), place, out) as (done, store):
                 page = pages.page_of(done.remembered, store, None if of == "mean" else of)
             made.append((page, done.progress.seconds))
     written = [(page, seconds, pages.write(page, out)) for page, seconds in made]
