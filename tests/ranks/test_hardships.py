@@ -636,10 +636,12 @@ def test_a_slow_rank_catches_up_and_the_numbers_are_those_of_the_simulation(behi
     found = ends(folder)
     assert min(len(end["taken"]) for rank, end in enumerate(found) if rank != 1) > 30  # finish() may run ahead
     assert len(found[1]["taken"]) <= 40 // 3
-    for end in found:  # one rank of five takes about a quarter of its gradients, counted over some 30 rounds
+    # One rank of five takes about a quarter of its gradients, counted over 32 rounds; others may leave some out, too.
+    shares = sum(1 - (40 - len(end["taken"])) / 32 for rank, end in enumerate(found) if rank != 1)
+    for end in found:
         stretch = [*end["taken"].values()]
         assert stretch[0] == 1.0
-        assert 1.07 < stretch[-1] < 1.25
+        assert 1.07 < stretch[-1] < SIZE / shares
     last = found[0]["rounds"]
     options = {name: case[name] for name in ("graph", "rule", "travel")}
     wanted = expected(last, lambda node, t: found[node]["taken"].get(t, 0.0), **options)
