@@ -9,6 +9,7 @@ import subprocess
 from itertools import combinations, product
 
 import networkx as nx
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -337,6 +338,28 @@ def test_random_pairs_go_on_until_all_know_that_all_have_finished(late):
         assert len(set(ends)) == 1  # the same for all, and no round too many
 
 
+@pytest.mark.parametrize("size", [5, 8])
+def test_a_directed_graph_without_a_rank_or_a_link_keeps_the_mean_of_those_who_remain(size):
+    graph = klatsch.topology.exponential(size)
+    one = Membership(graph, 1)
+    assert one.rebalanced(1) is None  # nothing is lost
+    one.finish(3, leave=True)
+    last = one.last_round()
+    assert one.rebalanced(last) is None  # until then it still sends
+    left, others = one.rebalanced(last + 1).toarray(), [rank for rank in range(size) if rank != 1]
+    assert not left[1, others].any()
+    assert not left[others, 1].any()
+    np.testing.assert_allclose([left.sum(0), left.sum(1)], 1, atol=1e-12)
+    assert left.min() >= 0
+    assert ((left > 0) <= (graph.matrix(1).toarray() > 0)).all()  # no link is new
+    assert np.linalg.matrix_rank(np.eye(size) - left) == size - 2  # the others still agree
+
+    one = Membership(graph, 1)
+    one.lose(0)
+    assert one.rebalanced(1).toarray()[0, 1] == one.rebalanced(1).toarray()[1, 0] == 0
+    np.testing.assert_allclose([one.rebalanced(1).sum(0), one.rebalanced(1).sum(1)], 1, atol=1e-12)
+
+
 def test_on_a_directed_ring_nobody_hears_of_everybody_once_one_is_lost():
     third = Membership(klatsch.topology.directed_ring(4), 2)
     third.lose(1)
@@ -475,7 +498,7 @@ def check_those_who_remain(folder, size, case, label, gone=None):
     """Their sums of flows are zero, and their mean is the optimum, for each group that still hears each other."""
     gone = case["gone"] if gone is None else gone
     rule = klatsch.rules.make(case["rule"], **case["options"])
-    graph = nx.from_scipy_sparse_array(klatsch.topology.make(case["graph"], size).matrix(1))
+    graph = nx.from_scipy_sparse_array(klatsch.topology.make(case["graph"], size).union)  # of all rounds
     graph.remove_nodes_from(gone)
     for group in nx.connected_components(graph):
         kept = [torch.load(folder / f"kept-{rank}", weights_only=True)[label] for rank in group]
@@ -497,6 +520,8 @@ def test_a_rank_that_leaves_does_not_take_the_balance_of_the_others_with_it(tmp_
     cases = {rule: parting(rule) for rule in rules}
     if rules is SOME:
         cases |= {f"{rule} one way": parting(rule, "exponential", [1]) for rule in ("dsgd", "gt")}
+        changing = {"base_graph": ("dsgd", "gt", "dat-gt"), "random_matching": ("gt", "kgt")}
+        cases |= {f"{rule} on {graph}": parting(rule, graph) for graph in changing for rule in changing[graph]}
     launch(4, "rank_hardships.departures", cases=cases, rounds=70).succeed()
     for label, case in cases.items():
         check_those_who_remain(tmp_path, 4, case, label)
