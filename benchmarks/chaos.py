@@ -35,8 +35,8 @@ import torch
 from torch import nn
 
 from klatsch import ElasticSampler, Gossip, rules
+from klatsch.files import token_of
 from klatsch.problems import fashion_mnist
-from klatsch.ranks.registry import token_of
 from klatsch.wire.handover import Handover
 from klatsch.wire.rehearsal import Rehearsal
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 1 << 20  # bytes of a text written by hand
+LEAST_TOKEN = 16  # characters
 HEAD = 4096  # bytes of a file that tell its kind
 KINDS = {
     "SQLite": rb"SQLite format 3\0",
@@ -94,6 +95,26 @@ def text_of(path: Path) -> str:
     if len(data) > LARGEST:
         raise ValueError(f"{path} is larger than {LARGEST >> 20} MiB; give a smaller file")
     return data.decode()
+
+
+def token_of(path: str | Path | None, make: bool = False) -> bytes:
+    """The token in a file, which may be made; empty without one."""
+    if path is None:
+        return b""
+    path = Path(path)
+    if make and not path.exists():
+        try:
+            end = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise ValueError(f"cannot make the token file {path}: {error.strerror}; choose another folder") from None
+        with os.fdopen(end, "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
+    if not path.is_file():
+        raise ValueError(f"there is no token file {path}; copy the one of klatsch crew serve --token-file here")
+    token = text_of(path).strip().encode()
+    if len(token) < LEAST_TOKEN:
+        raise ValueError(f"the token in {path} has {len(token)} characters; give it at least {LEAST_TOKEN}")
+    return token
 
 
 def json_of(text: str | bytes) -> Any:

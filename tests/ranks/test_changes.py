@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import klatsch
+from klatsch.files import token_of
 from klatsch.optim.post import Post, graphs_of
-from klatsch.ranks.registry import address_of, ask, token_of
+from klatsch.ranks.registry import address_of, ask
 from tests.support.processes import say
 from tests.support.rank_changes import LR, problem
 from tests.support.table import RULES
@@ -172,6 +173,35 @@ def test_two_are_killed_at_once_and_one_takes_their_place(crew, rule):
     for member in members:
         assert member.process.returncode == 0, member.process.stderr
     assert_kept(kept, members, rule)
+
+
+CUTS = {
+    "one edge of two": (2, {0: [1]}),
+    "one edge of four": (4, {1: [2]}),
+    "two and two": (4, {1: [2], 0: [3]}),
+    "one of three": (3, {1: [0, 2]}),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_edges_that_break_between_living_members_are_made_anew(crew, cut):
+    """All of them go on with what they hold, in an epoch of the same members."""
+    size, cuts = CUTS[cut]
+    some = crew(rule="d2")
+    some.serve(size)
+    for _ in range(size):
+        some.join(cuts={node: [40, *peers] for node, peers in cuts.items()})
+    for member in some.members:
+        wait_until(lambda member=member: member.at()[0] == 2, member.process)
+        member.trains(size)
+    kept = some.end()
+    for member in some.members:
+        assert member.process.returncode == 0, member.process.stderr
+        assert len(kept[member.name]["ids"]) == 1  # none of them is a newcomer
+        epochs = kept[member.name]["epochs"]
+        assert [*epochs] == [1, 2]
+        assert epochs[1][1] == epochs[2][1]
+    assert_kept(kept, some.members, "d2")
 
 
 def test_one_that_was_stopped_finds_itself_out_and_joins_as_a_newcomer(crew):

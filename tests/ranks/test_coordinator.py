@@ -134,6 +134,14 @@ class World:
             node.wire.down.clear()
             self.wires.append(node.wire)
 
+    def part(self, node):
+        """An edge breaks, and both ends live."""
+        other = next((one for one in self.living() if one is not node), node)
+        for one, two in ((node, other), (other, node)):
+            if one.calendar.epoch and not one.wire.closed:
+                report = {"epoch": one.calendar.epoch.number, "lost": [two.name]}
+                one.wire.up.append({"op": "beat", "round": one.calendar.begun, "report": report})
+
     def stop(self, node):
         node.stopped = True
 
@@ -221,6 +229,7 @@ EVENTS = {  # and how often each happens
     "wake": 6,
     "cut": 3,
     "lose": 3,
+    "part": 3,
     "pass_time": 12,
 }
 seeds = st.integers(0, 1 << 32)
@@ -420,6 +429,67 @@ def test_others_learn_of_one_that_is_cut_off_in_its_last_rounds():
     registry.lost(leaver.wire, world.now + registry.timeout)
     for node in others:
         assert {"op": "gone", "gone": [leaver.name]} in node.wire.down
+
+
+def test_edges_between_living_members_are_made_anew_ever_more_rarely():
+    """Where they cannot be made, the crew must not change all the time; whole for long, it forgets that."""
+    world = crew_of(3)
+    registry, (one, two, three), told = world.registry, world.nodes, []
+    registry.tell = told.append
+
+    def report(node, *lost):
+        report = {"epoch": node.calendar.epoch.number, "lost": [other.name for other in lost]}
+        registry.hear(node.wire, {"op": "beat", "round": node.calendar.begun, "report": report}, world.now)
+
+    def pass_time(seconds):
+        for _ in range(int(seconds / 0.7)):
+            world.pass_time(None)
+            for node in world.nodes:
+                while node.wire.down:
+                    node.hear(node.wire.down.popleft())
+                while node.wire.up:
+                    world.carry(node.wire)
+                node.train()
+
+    def breaks(seconds):
+        """How long the crew took to begin other epochs, with an edge that cannot be made."""
+        before, number, times, began = registry.epoch.members, registry.epoch.number, [], world.now
+        while world.now < began + seconds:
+            pass_time(0.7)
+            if registry.epoch.number > number:
+                number = registry.epoch.number
+                times.append(world.now)
+            for node, other in ((one, two), (two, one)):
+                report(node, other)
+        assert registry.epoch.members == before
+        return [later - earlier for earlier, later in zip([began, *times], times, strict=False)]
+
+    report(one, two)  # the other end may hang
+    report(three, one)
+    pass_time(100)
+    assert (registry.epoch.number, registry.waits_for, told) == (1, "", [])
+    report(two, one)
+    assert told == [registry.waits_for] == ["n0 and n1 have lost each other, and connect anew in 2 s"]
+    pass_time(10)
+    assert registry.epoch.number == 2
+    assert (told[1:], registry.waits_for) == ([f"epoch 2 from round {registry.epoch.start}: 3 members (new edges)"], "")
+    assert all(node.calendar.epoch == registry.epoch for node in world.nodes)
+    pass_time(100)  # what was said of the epoch before does not count
+    assert registry.epoch.number == 2
+    first, *more = breaks(3600)
+    assert 8 < first < 12
+    assert 32 < more[0] < 36
+    assert 128 < more[1] < 132
+    assert all(600 < seconds < 605 for seconds in more[3:])
+    assert len(more) > 6
+    for node in world.nodes:
+        report(node)
+    pass_time(700)
+    assert breaks(5)[0] < 5
+    registry.hear(
+        one.wire, {"op": "beat", "round": 9, "report": {"epoch": registry.epoch.number, "lost": 7}}, world.now
+    )  # nonsense
+    registry.step(world.now)
 
 
 def test_members_go_on_from_what_they_have_read_in_the_order_of_their_files():

@@ -18,9 +18,10 @@ import psutil
 import pytest
 from torch.distributed import PrefixStore
 
+from klatsch.files import token_of
 from klatsch.ranks import registry
 from klatsch.ranks.crew import Crew, Dropped
-from klatsch.ranks.registry import Coordinator, Line, Registry, address_of, ask, framed, proof, token_of
+from klatsch.ranks.registry import Coordinator, Line, Registry, address_of, ask, framed, proof
 from tests.support.waiting import HANG, wait_until
 
 MODULE = "tests.support.rank_crews"

@@ -50,6 +50,7 @@ def main():
         x.data += os.getpid()
     optimizer = klatsch.Gossip([x], rule, options.get("graph", "ring"), **options.get("options", {}))
     member, checkpointer = optimizer.post, None
+    cut_at, *cut = options.get("cuts", {}).get(str(optimizer.rank), [0])  # the round in which its edges to some break
     if options.get("dies_first"):
         os.kill(os.getpid(), signal.SIGKILL)
     if "checkpoints" in options:
@@ -74,6 +75,9 @@ def main():
                 optimizer.leave()
                 break
             x.grad = task.grad(x.detach()[None], t, [node])[0]
+            if t == cut_at:
+                for peer in cut:
+                    optimizer._links.edges.close(peer)
             optimizer.log(loss=x.detach().square().sum())
             optimizer.step()
             if checkpointer:

@@ -17,6 +17,7 @@ import typer
 from klatsch.cli import terminal
 from klatsch.cli.app import Group, app, command, examples, show_help
 from klatsch.cli.terminal import AsJson, number, option, print_json, text, words
+from klatsch.files import token_of
 from klatsch.units import size
 
 crew = typer.Typer(
@@ -43,7 +44,7 @@ def serve(
     quorum: Annotated[float, option("Share of an epoch that the next one must keep.", parser=number)] = 0.5,
 ) -> None:
     """Run the registry of a crew; no training stops if it ends, and a new one takes over."""
-    from klatsch.ranks.registry import Coordinator, Registry, token_of
+    from klatsch.ranks.registry import Coordinator, Registry
 
     for flag, value, holds, wanted in (
         ("port", port, 0 <= port < 1 << 16, "a port from 1 to 65535, or 0 for any"),
@@ -86,7 +87,7 @@ def join(
     token_file: Token = None,
 ) -> None:
     """Run a training script as a member of a crew, at any time."""
-    from klatsch.ranks.registry import address_of, token_of
+    from klatsch.ranks.registry import address_of
 
     for one in words(address):
         address_of(one)
@@ -109,7 +110,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show who is in a crew, in which round, and how they are doing."""
-    from klatsch.ranks.registry import address_of, ask, token_of
+    from klatsch.ranks.registry import address_of, ask
 
     addresses, token = [address_of(one) for one in words(address)], token_of(token_file)
     while True:
@@ -134,7 +135,7 @@ def drop(
     token_file: Token = None,
 ) -> None:
     """Go on without a member, at once; it does not come back by itself."""
-    from klatsch.ranks.registry import address_of, ask, token_of
+    from klatsch.ranks.registry import address_of, ask
 
     ask([address_of(one) for one in words(address)], token_of(token_file), {"op": "drop", "member": member})
     print(f"{member} was dropped")

@@ -135,7 +135,8 @@ def watch(
 
 def source_of(target: str, token_file: Path | None) -> Callable[[], Sequence[Event]]:
     """A function that tells the events that are new since its last call."""
-    from klatsch.ranks.registry import address_of, token_of
+    from klatsch.files import token_of
+    from klatsch.ranks.registry import address_of
 
     path = Path(target)
     if path.is_dir():

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from klatsch.files import token_of
 from klatsch.optim.groups import Group
 from klatsch.ranks.agreement import Everyone
 from klatsch.ranks.assembly import assembled
@@ -32,7 +33,7 @@ from klatsch.ranks.failures import LinkError, reason, warn
 from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.mailbox import Memory
 from klatsch.ranks.node import Node
-from klatsch.ranks.registry import Epoch, token_of
+from klatsch.ranks.registry import Epoch
 from klatsch.ranks.saved import Training
 from klatsch.rules import Rule, State
 from klatsch.rules.base import each
@@ -152,10 +153,11 @@ class Post:
 
     def next_epoch(self, links: GlooLinks, rounds: int) -> Epoch | None:
         """The epoch that starts with the next round, if one does; this member may be out of it."""
-        crew, near = self.crew, len(links.membership.within_reach())
-        gives_up = near < self.quorum * self.topology.size and not crew.expects_change(PATIENCE)
-        if gives_up:
-            few = f"{near} of {self.topology.size} members are within reach"
+        crew, near = self.crew, links.membership.within_reach()
+        asked = self.quorum * self.topology.size  # with exactly so many, those go on who have the first member
+        few_left = len(near) < asked or (len(near) == asked and 0 not in near)
+        if few_left and not crew.expects_change(PATIENCE):
+            few = f"{len(near)} of {self.topology.size} members are within reach"
             self.tell("dropped", why=few)
             warn(f"round {rounds}: {few}; it waits for the others")
         else:
@@ -172,9 +174,9 @@ class Post:
     def report(self, event: Event) -> None:
         """A sink of events: tell the registry how this member is doing."""
         match event:
-            case {"event": "epoch", "neighbours": near}:
+            case {"event": "epoch", "epoch": number, "neighbours": near}:
                 self._lost = []
-                self.crew.report({"neighbours": near, "lost": []})
+                self.crew.report({"epoch": number, "neighbours": near, "lost": []})
             case {"event": "lost", "neighbour": neighbour}:
                 self._lost = [*self._lost, neighbour]
                 self.crew.report({"lost": self._lost})

@@ -16,16 +16,14 @@ import hmac
 import ipaddress
 import json
 import math
-import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from klatsch import files
+from klatsch.files import json_of
 
 Message: TypeAlias = "dict[str, Any]"
 PROTOCOL = 1
@@ -37,8 +35,8 @@ PATIENCE = 5.0  # seconds for a stranger to prove itself
 AHEAD = 2  # rounds that a member may begin after its answer
 GRACE = 1.0  # seconds in which a member whose connection broke may return
 TICK = 0.25  # seconds between two looks at the clock
-LEAST_TOKEN = 16  # characters
 SHOWN = 140  # characters of a fact; of a longer one, its hash is compared
+MEND, MOST = 2.0, 600.0  # seconds until edges that broke are made anew: the first time, and at most
 
 
 class Epoch(NamedTuple):
@@ -69,7 +67,7 @@ def framed(message: Mapping[str, object]) -> bytes:
 
 def read(body: bytes) -> Message:
     """A message that has arrived."""
-    message = files.json_of(body)
+    message = json_of(body)
     if not isinstance(message, dict):
         raise ValueError("a message must be an object")
     return message
@@ -90,26 +88,6 @@ def proof(token: bytes, who: str, nonces: Sequence[str]) -> str:
 def proves(given: object, token: bytes, who: str, nonces: Sequence[str]) -> bool:
     """Whether the other end does; compared in constant time."""
     return hmac.compare_digest(str(given).encode(errors="replace"), proof(token, who, nonces).encode())
-
-
-def token_of(path: str | Path | None, make: bool = False) -> bytes:
-    """The token in a file, which may be made; empty without one."""
-    if path is None:
-        return b""
-    path = Path(path)
-    if make and not path.exists():
-        try:
-            end = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise ValueError(f"cannot make the token file {path}: {error.strerror}; choose another folder") from None
-        with os.fdopen(end, "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
-    if not path.is_file():
-        raise ValueError(f"there is no token file {path}; copy the one of klatsch crew serve --token-file here")
-    token = files.text_of(path).strip().encode()
-    if len(token) < LEAST_TOKEN:
-        raise ValueError(f"the token in {path} has {len(token)} characters; give it at least {LEAST_TOKEN}")
-    return token
 
 
 def address_of(text: str) -> tuple[str, int]:
@@ -266,6 +244,8 @@ class Coordinator:
         self._out: set[str] = set()  # of whom members know that they are out, so they cannot return
         self._ballot, self._proposing = 0, False
         self._since = 0.0  # when the first of those who wait has come
+        self._broken = ""  # which members that are there have lost each other, and what will happen
+        self._patience, self._mend_at, self._broken_at = MEND, 0.0, -math.inf  # when edges were broken last
         self._stepped = self.resumed = 0.0  # when it last looked at the clock, and when it could again after a pause
 
     def hear(self, line: Speaker, message: Message, now: float) -> None:
@@ -415,8 +395,9 @@ class Coordinator:
         counted = [m for m in crew if not m.leaving and (not m.ended or m.id in back)]
         ready = [m for m in present if m.resumes]
         at_hand = [bool(m.line) or m.id in back for m in counted]
-        if not away and len(staying) == len(crew) and not waiting and not ready:
-            self.waits_for = ""
+        mends = self._mends(present, now)
+        if not away and len(staying) == len(crew) and not waiting and not ready and not mends:
+            self.waits_for = self._broken
         elif not all(self._is_out(m, now) for m in away):
             self.waits_for = f"{', '.join(m.id for m in away)} may return"
         elif not self._is_quorum(at_hand):
@@ -451,6 +432,23 @@ class Coordinator:
             self._proposing = False
             self._tell_all({"op": "cancel", "ballot": self._ballot}, present)
 
+    def _mends(self, present: Sequence[Member], now: float) -> bool:
+        """Whether two that are there have lost each other for long enough: a new epoch gives all of them new edges."""
+        told = {m.id: m.report.get("lost") for m in present if m.report.get("epoch") == self.epoch.number}
+        lost = {name: {*map(str, others)} for name, others in told.items() if others and isinstance(others, list)}
+        pairs = [(one, two) for one in lost for two in lost if one < two and two in lost[one] and one in lost[two]]
+        if not pairs:
+            self._broken = ""
+            return False
+        if not self._broken:
+            if now > self._broken_at + MOST:
+                self._patience = MEND
+            self._mend_at = now + self._patience
+            self._broken = f"{' and '.join(pairs[0])} have lost each other, and connect anew in {self._patience:g} s"
+            self.tell(self._broken)
+        self._broken_at = now
+        return now >= self._mend_at
+
     def _is_quorum(self, at_hand: Sequence[bool]) -> bool:
         asked = self.quorum * len(at_hand)
         return not at_hand or sum(at_hand) > asked or (sum(at_hand) == asked and at_hand[0])
@@ -464,13 +462,15 @@ class Coordinator:
         come = [name for name in members if name not in before.members]
         away = [name for name in gone if not self.members[name].line]  # others train until the epoch starts
         self._proposing, self.waits_for = False, ""
+        if self._broken and not gone and not come:  # it may break again, or still be broken: not all the time
+            self._broken, self._patience = "", min(4 * self._patience, MOST)
         self._parting += [m.line for m in everyone if m.line and m.id in gone]
         for member in chosen:
             if member.resumes or member.id in come:
                 member.round, member.resumes = start - 1, False
         self._tell_all({"op": "epoch", "epoch": self.epoch, "gone": away}, everyone)
         self.members = {m.id: m for m in chosen}
-        changes = [*(f"-{name}" for name in gone), *(f"+{name}" for name in come)]
+        changes = [*(f"-{name}" for name in gone), *(f"+{name}" for name in come)] or ["new edges"]
         self.tell(f"epoch {self.epoch.number} from round {start}: {_counted(members)} ({', '.join(changes)})")
 
     def _tell_all(self, message: Mapping[str, object], members: Sequence[Member]) -> None:
