@@ -375,6 +375,33 @@ def test_who_was_told_to_be_out_cannot_return_unless_the_registry_was_cut_off(ot
     assert world.registry.epoch.number == 1
 
 
+@pytest.mark.parametrize("heard", ["beats", "nothing"])
+def test_a_registry_that_was_paused_gives_those_who_had_to_leave_it_time_to_return(heard):
+    """What they sent before they closed their connections waits in buffers: they have not ended."""
+    world = crew_of(3)
+    registry, here = world.registry, world.nodes[0]
+    world.now += 60
+    for node in world.nodes:
+        if heard == "beats":
+            node.wire.heard = world.now
+            if node is not here:
+                registry.hear(node.wire, {"op": "beat", "round": node.calendar.begun, "report": {}}, world.now)
+        registry.lost(node.wire, world.now)
+    here.reconnect()
+    world.carry(here.wire)
+    world.now += 1.2
+    registry.step(world.now)
+    for node in world.nodes[1:]:
+        node.reconnect()
+        world.carry(node.wire)
+    world.settle(4)
+    assert registry.epoch.number == 1
+    assert not any(node.dropped for node in world.nodes)
+    world.kill(here)  # long after the pause: it has ended
+    world.settle(4)
+    assert registry.epoch.number == 2
+
+
 def test_an_answer_that_comes_after_its_sender_has_come_back_does_not_count():
     """It was on its way over the connection that broke; the promise in it was given up when the member was welcome."""
     world = crew_of(2)
@@ -408,7 +435,8 @@ def test_one_that_leaves_learns_of_deaths_until_it_goes():
         registry.hear(node.wire, {"op": "begun", "ballot": registry._ballot, "round": 5}, world.now)
     assert leaver.name not in registry.epoch.members
     registry.lost(dead.wire, world.now)
-    registry.step(world.now + 1.5)
+    for seconds in (0.75, 1.5):
+        registry.step(world.now + seconds)
     for node in (leaver, other):
         assert {"op": "gone", "gone": [dead.name]} in node.wire.down
     other.wire.down.clear()

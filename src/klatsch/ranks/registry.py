@@ -246,7 +246,8 @@ class Coordinator:
         self._since = 0.0  # when the first of those who wait has come
         self._broken = ""  # which members that are there have lost each other, and what will happen
         self._patience, self._mend_at, self._broken_at = MEND, 0.0, -math.inf  # when edges were broken last
-        self._stepped = self.resumed = 0.0  # when it last looked at the clock, and when it could again after a pause
+        self._looked, self._woken = math.inf, -math.inf  # at the clock, and when it could again after a pause
+        self.resumed = 0.0  # when members could reach it again, or it them
 
     def hear(self, line: Speaker, message: Message, now: float) -> None:
         """A message from a member, or from one that wants to become one."""
@@ -280,8 +281,10 @@ class Coordinator:
 
     def lost(self, line: Speaker, now: float) -> None:
         """A connection is gone."""
-        # One that closes a connection on which it has not spoken for long was cut off, and may live.
-        has_ended, parting = now - line.heard < self.timeout / 2, self._parting
+        self._look(now)
+        # One that closes a connection on which it has not spoken for long was cut off, and may live. After a pause of
+        # the registry, what it has sent before comes first.
+        has_ended, parting = now - line.heard < self.timeout / 2 <= now - self._woken, self._parting
         self._parting = [other for other in parting if other is not line]
         if len(self._parting) < len(parting) and not has_ended:  # others wait for its last rounds, and no step sees it
             for other in (*self._parting, *(member.line for member in self.members.values() if member.line)):
@@ -375,11 +378,15 @@ class Coordinator:
             return now >= member.heard + GRACE
         return now >= max(member.heard, self.resumed) + self.timeout
 
+    def _look(self, now: float) -> None:
+        """See whether it was stopped itself: those who wrote meanwhile are not late."""
+        if now - self._looked > self.timeout / 4:
+            self.resumed = self._woken = now
+        self._looked = now
+
     def step(self, now: float) -> None:
         """Begin a change where one is due, and end it once all have answered."""
-        if now - self._stepped > self.timeout / 4:  # it was stopped itself: those who wrote meanwhile are not late
-            self.resumed = now
-        self._stepped = now
+        self._look(now)
         crew = [self.members[name] for name in self.epoch.members]
         present, away = [m for m in crew if m.line], [m for m in crew if not m.line]
         waiting = self._waiting()
