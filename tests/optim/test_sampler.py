@@ -1,8 +1,8 @@
 """A data set split over a crew: in every epoch of the data each sample comes once, whoever comes, leaves or dies."""
 
+import itertools
 import json
 import random
-from collections import Counter
 
 import pytest
 import torch
@@ -57,8 +57,8 @@ def test_alone_every_epoch_is_the_whole_data_set_in_another_order():
 @pytest.mark.parametrize("seed", range(8))
 def test_crews_that_change_at_random_leave_nothing_out_and_take_nothing_twice(seed):
     chance = random.Random(seed)
-    crew, done, end, killed = [Member(1) for _ in range(chance.randint(1, 4))], [], 150, []
-    start, lost = 1, Counter()
+    crew, end, start = [Member(1) for _ in range(chance.randint(1, 4))], 150, 1
+    taken = []  # all samples in order; None for those that nobody takes
     while start <= end:
         following = start + chance.randint(1, 40)
         for k, member in enumerate(crew):
@@ -72,19 +72,18 @@ def test_crews_that_change_at_random_leave_nothing_out_and_take_nothing_twice(se
                 late.remove(member)
                 continue
             member.step()
-        if dead is not None:
-            left_out = [dead.sampler.share(t, *dead.place) for t in range(last + 1, following)]
-            lost.update(sample for share in left_out for sample in share)
-            killed.append(dead)
+        for t, (k, member) in itertools.product(range(start, following), enumerate(crew)):
+            size = BATCH * (k + 1) // len(crew) - BATCH * k // len(crew)
+            taken += [None] * size if member is dead and t > last else member.taken.pop(t)
+        assert not any(member.taken for member in crew)
         leavers = chance.sample(crew, chance.randint(0, len(crew) - 1))
-        done += [member for member in crew if member is dead or member in leavers]
-        crew = [member for member in crew if member not in done] or [Member(following)]
+        crew = [member for member in crew if member is not dead and member not in leavers] or [Member(following)]
         crew += [Member(following) for _ in range(chance.randint(0, 3))]
         start = following
-    everyone = [*done, *crew]
-    taken = Counter(sample for member in everyone for batch in member.taken.values() for sample in batch)
-    assert taken + lost == Counter(sequence(start - 1))
-    assert sum(lost.values()) or not killed or all(len(member.taken) for member in killed)
+    for first in range(0, len(taken), SAMPLES):  # in every epoch of the data
+        epoch = sequence(start - 1)[first : first + SAMPLES]
+        assert len({*epoch}) == len(epoch)
+        assert all(sample in (None, due) for sample, due in zip(taken[first : first + SAMPLES], epoch, strict=True))
 
 
 def test_a_newcomer_goes_on_where_the_others_are():
@@ -169,5 +168,15 @@ def test_what_makes_no_sense_is_refused():
         ElasticSampler([], batch=1)
     with pytest.raises(ValueError, match="batch = 6; give a whole number from 1 to 5"):
         ElasticSampler(5, batch=6)
-    with pytest.raises(ValueError, match="batch = 2 for 3 members; give at least one sample for each of them"):
-        next(iter(ElasticSampler(5, lambda: (1, 0, 3), batch=2)))
+
+
+def test_one_member_more_than_samples_ends_no_training():
+    """Each of them has a sample in every round, and none is left out."""
+    sampler = ElasticSampler(SAMPLES, batch=4)
+    assert [len(sampler.share(1, k, 4)) for k in range(4)] == [1] * 4
+    with pytest.warns(RuntimeWarning, match="batch = 4 for 5 members: some take the same samples; give a larger batch"):
+        sampler.share(1, 0, 5)
+    for members in (5, 7, 8, 9):  # it has warned
+        taken = [sampler.share(2, k, members) for k in range(members)]
+        assert all(len(share) == 1 for share in taken)
+        assert [*dict.fromkeys(itertools.chain(*taken))] == sampler.share(2, 0, 1)

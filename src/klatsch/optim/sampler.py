@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 
 from klatsch.arguments import kind_of, whole
 from klatsch.problems import draws
+from klatsch.ranks.failures import warn
 
 if TYPE_CHECKING:
     from klatsch.optim.gossip import Gossip
@@ -43,7 +44,8 @@ class ElasticSampler(Sampler[list[int]]):
         dataset: the data set, or its length; the same on all members.
         crew: the optimizer; or a function that returns the next round, from 1, which member this is, from 0, and how
             many there are; by default there is only this one.
-        batch: samples per round of the whole crew. A member's share is within one of batch / members.
+        batch: samples per round of the whole crew. A member's share is within one of batch / members. Where there are
+            more members than that, each takes one sample, which it may share with another; a warning says so once.
         seed: of the random orders, on all members the same.
         shuffle: whether orders are random.
     """
@@ -63,6 +65,7 @@ class ElasticSampler(Sampler[list[int]]):
         self.batch, self.seed = whole(batch, "batch", 1, self.samples), whole(seed, "seed", 0)
         self._order = lru_cache(maxsize=2)(self._drawn if shuffle else lambda epoch: torch.arange(self.samples))
         self._crew, self._last = crew, 0  # the last round of which a batch was taken
+        self._has_warned = False  # of more members than samples
         self._facts = {"samples": self.samples, "batch": self.batch, "seed": self.seed, "shuffle": bool(shuffle)}
 
     @property
@@ -86,10 +89,11 @@ class ElasticSampler(Sampler[list[int]]):
 
     def share(self, t: int, member: int, members: int) -> list[int]:
         """The samples of a member in round t."""
-        if members > self.batch:
-            raise ValueError(f"batch = {self.batch} for {members} members; give at least one sample for each of them")
-        first = (t - 1) * self.batch
-        places = range(first + self.batch * member // members, first + self.batch * (member + 1) // members)
+        first, last = (self.batch * k // members for k in (member, member + 1))
+        if members > self.batch and not self._has_warned:  # a newcomer must not end the training of the others
+            self._has_warned = True
+            warn(f"batch = {self.batch} for {members} members: some take the same samples; give a larger batch")
+        places = range((t - 1) * self.batch + first, (t - 1) * self.batch + max(last, first + 1))
         return [int(self._order(k // self.samples)[k % self.samples]) for k in places]
 
     def state_dict(self) -> dict[str, int]:
