@@ -12,7 +12,7 @@ import torch
 import klatsch
 from klatsch.files import token_of
 from klatsch.optim.post import Post, graphs_of
-from klatsch.ranks.registry import address_of, ask
+from klatsch.ranks.registry import Epoch, address_of, ask
 from tests.support.processes import say
 from tests.support.rank_changes import LR, problem
 from tests.support.table import RULES
@@ -337,8 +337,45 @@ def test_one_that_is_refused_keeps_no_connection():
 
     refused = SimpleNamespace(store=torch.distributed.HashStore(), join=join, close=lambda: closed.append(True))
     with pytest.raises(ValueError, match="make them the same"):
-        Post(refused, lambda size: None, {}, 30.0, 0.0, None)
+        Post(refused, lambda size: None, {}, 30.0, None)
     assert closed
+
+
+@pytest.mark.parametrize("other", ["group", "mesh"])
+def test_a_crew_and_a_group_are_not_both_taken(other, monkeypatch):
+    parameters, options = torch.nn.Linear(1, 1).parameters(), {other: object()}
+    with pytest.raises(ValueError, match="crew = 'a:1' and a group or mesh are given; give one of them"):
+        klatsch.Gossip(parameters, RULES["dsgd"](LR), crew="a:1", **options)
+    monkeypatch.setenv("KLATSCH_CREW", "b:1")
+    with pytest.raises(ValueError, match="KLATSCH_CREW = 'b:1' says to join a crew, but a group or mesh is given"):
+        klatsch.Gossip(parameters, RULES["dsgd"](LR), **options)
+
+
+@pytest.mark.parametrize(
+    "quorum, near, size, waits",
+    [
+        (0.5, [0], 2, False),
+        (0.5, [1], 2, True),  # exactly half, and the other half has the first one
+        (0.5, [0, 3], 4, False),
+        (0.5, [1, 2], 4, True),
+        (0.5, [2, 3, 4], 5, False),
+        (0.0, [4], 9, False),
+        (0.75, [0, 1, 2], 4, False),
+        (0.75, [1, 2, 3], 4, True),
+        (0.8, [0, 1, 2], 4, True),
+    ],
+)
+def test_members_count_a_quorum_as_their_registry_does(quorum, near, size, waits):
+    waited = []
+    facts = {"member": "a", "quorum": quorum, "join": lambda facts: Epoch(1, ("a",), (), 1), "close": lambda: None}
+    member = SimpleNamespace(store=torch.distributed.HashStore(), **facts)
+    member.expects_change = lambda seconds: waited.append(seconds) or True
+    member.before = lambda t: f"round {t}"
+    post = Post(member, lambda _: SimpleNamespace(size=size), {}, 30.0, None)
+    links = SimpleNamespace(membership=SimpleNamespace(within_reach=lambda: near))
+    assert post.next_epoch(links, 7) == "round 8"
+    assert bool(waited) == waits
+    post.close()
 
 
 SIGNALS = """
@@ -350,7 +387,7 @@ from klatsch.ranks.registry import Epoch
 
 asked = []
 member = {"join": lambda facts: Epoch(1, ("a",), (), 1), "leave": lambda: asked.append(True), "close": lambda: None}
-post = Post(SimpleNamespace(store=HashStore(), member="a", **member), lambda size: None, {}, 30.0, 0.0, None)
+post = Post(SimpleNamespace(store=HashStore(), member="a", **member), lambda size: None, {}, 30.0, None)
 if (child := os.fork()) == 0:
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGTERM)

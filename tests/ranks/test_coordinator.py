@@ -426,6 +426,19 @@ def test_an_answer_that_comes_after_its_sender_has_come_back_does_not_count():
     assert registry.epoch.start > slow.calendar.begun
 
 
+@pytest.mark.parametrize(
+    "address, near", [("::1", True), ("::ffff:127.0.0.1", True), ("::ffff:10.0.0.1", False), ("fe80::1%eth0", False)]
+)
+def test_members_of_this_machine_alone_are_not_mixed_with_others(address, near):
+    """A registry that listens on :: sees addresses of the older kind in another form."""
+    registry, wires = Coordinator(), [Wire(None), Wire(None)]
+    wires[1].address = address
+    for k, wire in enumerate(wires):
+        registry.hear(wire, {"op": "join", "member": f"m{k}", "host": "h", "facts": FACTS, "rounds": 0}, 1.0)
+    assert [*registry.members] == ["m0", "m1"][: 1 + near]
+    assert near or f"members at {address} cannot reach one at 127.0.0.1" in wires[1].down[0]["why"]
+
+
 def test_one_that_leaves_learns_of_deaths_until_it_goes():
     world = crew_of(3)
     leaver, dead, other = world.nodes

@@ -239,7 +239,7 @@ def test_a_registry_that_dies_while_a_change_is_agreed_on(monkeypatch):
 
                 end.sendall(framed({"crew": 1, "nonce": "n"}))
                 nonces = "n", message()["nonce"]
-                end.sendall(framed({"proof": proof(b"", "registry", nonces), "timeout": 60.0}))
+                end.sendall(framed({"proof": proof(b"", "registry", nonces), "timeout": 60.0, "quorum": 0.5}))
                 while (told := message())["op"] != "join":
                     pass
                 end.sendall(framed({"op": "epoch", "epoch": (1, (told["member"],), (), 1)}))
@@ -499,6 +499,18 @@ def test_what_was_proved_once_proves_nothing_again(town):
         assert b"proof" in first.recv(1 << 12)
         second.sendall(framed(answer))
         assert b"refused" in second.recv(1 << 12)
+
+
+def test_members_take_the_quorum_of_their_registry(town):
+    town.serve("--least", 1, "--quorum", 0)
+    crew = Crew(town.where, town.token)
+    crew.join({"rule": "dsgd"})
+    assert crew.quorum == 0.0
+    town.registry.kill()
+    town.registry.done()
+    town.serve("--quorum", 0.7)
+    wait_until(lambda: crew.quorum == 0.7)
+    crew.close()
 
 
 def test_a_false_registry_is_not_believed(town):

@@ -82,7 +82,7 @@ class Gossip(Watched, Joinable, JoinHook):
         on_failure: "raise" LinkError when a neighbour is gone or late, or "continue" without it: its weight in the
             gossip matrix becomes part of this rank's own.
         quorum: with on_failure="continue", the share of all ranks that must stay within reach, such as 0.5; with fewer,
-            training stops with QuorumError.
+            training stops with QuorumError. A crew that changes has that of its registry instead.
         on_nonfinite: "raise" NonFiniteError when a gradient is not finite, before anything is sent; or "skip", a round
             without gradient, which `skipped` counts.
         start_equal: start from rank 0's parameters; else every rank starts from its own.
@@ -179,7 +179,7 @@ class Gossip(Watched, Joinable, JoinHook):
         if member is not None:
             told = f"{graph}, every={every}, late={late}, wire={wire}"
             told_by_all = basic | groups.facts(rule, told, self.param_groups) | settings
-            self.post = Post(member, graphs_of(graph, rule, made), told_by_all, float(timeout), quorum, weight)
+            self.post = Post(member, graphs_of(graph, rule, made), told_by_all, float(timeout), weight)
             weakref.finalize(self, self.post.close)
             self._stand(self.post)
         else:

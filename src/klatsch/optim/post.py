@@ -45,7 +45,6 @@ from klatsch.wire.handover import Handover, kept_copies, sponsors
 TAG = (1 << 20) - 4  # of states that are handed over; above the tags of rounds
 PIECE = 1 << 22  # bytes that travel at a time
 LEAVING = 60.0  # seconds for the registry to let a member go
-QUORUM = 0.5  # by default
 NOBODY = Epoch(0, (), (), 0)
 PROBED = range(4, 10)  # sizes of which a graph has one
 ANSWER = timedelta(seconds=20)  # within which the registry answers
@@ -60,10 +59,11 @@ Kind = tuple[list[int], str]  # the shape and dtype of a tensor
 
 def crew_of(address: str | None, alone: bool) -> Crew | None:
     """The crew at an address, or that of the environment, if nothing else (`alone`) says who trains together."""
-    if address is None and (not alone or ADDRESSES not in os.environ):
-        return None
-    if not alone:
+    if not alone and address is not None:
         raise ValueError(f"crew = {address!r} and a group or mesh are given; give one of them")
+    if not alone and (told := os.environ.get(ADDRESSES)):
+        remedy = f"leave it out, or unset {ADDRESSES}, which klatsch crew join sets"
+        raise ValueError(f"{ADDRESSES} = {told!r} says to join a crew, but a group or mesh is given; {remedy}")
     return from_environment() if address is None else Crew(address, token_of(os.environ.get(TOKEN_FILE)))
 
 
@@ -107,11 +107,9 @@ class Post:
         graphs: Callable[[int], Topology],
         facts: Mapping[str, str],
         timeout: float,
-        quorum: float,
         weight: float | None,
     ) -> None:
         self.crew, self._graphs, self._facts, self._timeout = crew, graphs, facts, timeout
-        self.quorum = quorum or QUORUM
         self.left, self.signal, self.weight, self._lost = False, 0, weight, list[str]()
         self.training: Training = ()  # the identity in checkpoints
         self.tell: Callable[..., object] = lambda kind, **facts: None  # of events
@@ -154,7 +152,7 @@ class Post:
     def next_epoch(self, links: GlooLinks, rounds: int) -> Epoch | None:
         """The epoch that starts with the next round, if one does; this member may be out of it."""
         crew, near = self.crew, links.membership.within_reach()
-        asked = self.quorum * self.topology.size  # with exactly so many, those go on who have the first member
+        asked = crew.quorum * self.topology.size  # with exactly so many, those go on who have the first member
         few_left = len(near) < asked or (len(near) == asked and 0 not in near)
         if few_left and not crew.expects_change(PATIENCE):
             few = f"{len(near)} of {self.topology.size} members are within reach"

@@ -112,8 +112,9 @@ class Crew:
         token: what all members know.
 
     `member` is its id (another one for every time it joins), `address` the IP address of this machine from which it
-    reaches the registry, `store` a torch Store over the registry, through which members tell each other where they
-    listen. Waiting for a key ends with an error as soon as a member whose id is part of the key is out.
+    reaches the registry, `quorum` what that asks for, `store` a torch Store over the registry, through which members
+    tell each other where they listen. Waiting for a key ends with an error as soon as a member whose id is part of the
+    key is out.
     """
 
     def __init__(self, addresses: str, token: str | bytes = b"") -> None:
@@ -138,6 +139,7 @@ class Crew:
         self._resuming: Message | None = None  # what it has read from a checkpoint, until the crew goes on from there
         self._line: Line | None = self._first_line()
         self.address: str = self._line.socket.getsockname()[0]
+        self.quorum = self._line.quorum
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
         self._wake.setblocking(False)
@@ -315,7 +317,7 @@ class Crew:
         while not self._closed:
             with suppress(OSError, ValueError):
                 line = connect(self._addresses, self._token, PATIENCE / 2)
-                self._alone = False
+                self._alone, self.quorum = False, line.quorum
                 with self._news:
                     self._forget_questions()
                     if self._calendar.newest is not None:
@@ -324,9 +326,9 @@ class Crew:
                         self._ask_to_join()
                 return line
             # A change that was proposed may have been agreed on: a new registry would know.
-            if not promised or time.monotonic() > lost + 2 * PATIENCE:
-                self._calendar.bound = math.inf
             with self._news:
+                if not promised or time.monotonic() > lost + 2 * PATIENCE:
+                    self._calendar.bound = math.inf
                 self._alone = True
                 self._news.notify_all()
             self._pause()

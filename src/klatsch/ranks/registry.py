@@ -120,7 +120,7 @@ class Line:
             answer = self.receive()
             if "refused" in answer or not proves(answer.get("proof"), token, "registry", nonces):
                 raise TokenError("its token is another one")
-            self.timeout = float(answer["timeout"])
+            self.timeout, self.quorum = float(answer["timeout"]), float(answer["quorum"])
         except BaseException:
             self.socket.close()
             raise
@@ -508,7 +508,9 @@ def _counted(members: Sequence[object]) -> str:
 
 
 def _is_local(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    ip = (isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped) or ip  # where the registry listens on ::
+    return ip.is_loopback
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -653,7 +655,8 @@ class Registry:
                 self._complained = line.heard
                 self.coordinator.tell(f"{line.address} was refused: its token is another one")
             return False
-        line.send({"proof": proof(self.token, "registry", nonces), "timeout": self.coordinator.timeout})
+        choices = {"timeout": self.coordinator.timeout, "quorum": self.coordinator.quorum}
+        line.send({"proof": proof(self.token, "registry", nonces), **choices})
         return True
 
     async def _listen(self, reader: asyncio.StreamReader, line: _Connection) -> None:
