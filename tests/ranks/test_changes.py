@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from tests.support.table import RULES
 from tests.support.waiting import wait_until
 
 MODULE = "tests.support.rank_changes"
+UNEVEN = "tests/support/graphs.py:uneven"  # where push-sum's weights differ
 
 
 class Crew:
@@ -27,6 +29,7 @@ class Crew:
     def __init__(self, prepared, folder, **options):
         self.prepared, self.folder, self.options, self.members = prepared, folder, options, []
         self.token_file, self.port = folder / "token", prepared.free_port()
+        self.where = f"127.0.0.1:{self.port}"
 
     def serve(self, least, timeout=30):
         words = ("--host", "127.0.0.1", "--port", self.port, "--token-file", self.token_file, "--least", least)
@@ -35,7 +38,9 @@ class Crew:
 
     def join(self, name=None, **options):
         name = name or f"m{len(self.members)}"
-        environment = {"KLATSCH_CREW": f"127.0.0.1:{self.port}", "KLATSCH_CREW_TOKEN_FILE": str(self.token_file)}
+        environment = {"KLATSCH_CREW_TOKEN_FILE": str(self.token_file)}
+        if "crew" not in options.get("options", {}):
+            environment |= {"KLATSCH_CREW": self.where}
         words = ("-m", MODULE, self.folder, name, json.dumps(self.options | options))
         process = self.prepared.python(*words, env=dict(os.environ) | environment, preload=(MODULE,))
         self.members.append(member := Member(self.folder, name, process))
@@ -82,14 +87,14 @@ class Member:
         self.kept = folder / f"{name}-kept"
 
     def at(self):
-        """Its epoch, its members and its round."""
+        """Its epoch, its members, its round, and which node it is."""
         path = self.folder / f"{self.name}-at"
-        return [int(word) for word in path.read_text().split()] if path.exists() else [0, 0, 0]
+        return [int(word) for word in path.read_text().split()] if path.exists() else [0, 0, 0, 0]
 
     def trains(self, size, rounds=5):
         """Wait until it has done some rounds in an epoch of so many members."""
         wait_until(lambda: self.at()[1] == size, self.process)
-        _, _, before = self.at()
+        before = self.at()[2]
         wait_until(lambda: self.at()[2] >= before + rounds, self.process)
 
 
@@ -110,23 +115,24 @@ def simulated(kept, rule, graph, steps, **options):
             events += [(start, "leave", ids[member]) for member in before if member not in members]
             events += [(start, "join", ids[member]) for member in newcomers]
         before = members
-    make = graph if not options else lambda n: klatsch.topology.make(graph, n, **options)
+    make = partial(klatsch.topology.make, graph, **options)
     result = klatsch.simulate(problem(), RULES[rule](LR), make, steps, record=[steps], crew=events)
     return dict(zip(result.members, result.output[:, 0], strict=True))
 
 
 JOURNEYS = [  # `test_table_of_changes.py` has every rule without a channel
-    ("dat, momentum", {}),
-    ("dsgd", {"wire": "int8"}),
-    ("d2", {"every": 2, "wire": "int8"}),
-    ("dat", {"every": 2, "late": 3, "wire": "bfloat16"}),
-    ("dsgd", {"late": 1}),
+    ("dat, momentum", "ring", {}),
+    ("sgp", UNEVEN, {}),
+    ("dsgd", "ring", {"wire": "int8"}),
+    ("d2", "ring", {"every": 2, "wire": "int8"}),
+    ("dat", "ring", {"every": 2, "late": 3, "wire": "bfloat16"}),
+    ("dsgd", "ring", {"late": 1}),
 ]
 
 
-@pytest.mark.parametrize("rule, travel", JOURNEYS)
-def test_members_join_and_leave_as_in_simulation(crew, rule, travel):
-    some = crew(rule=rule, options=travel)
+@pytest.mark.parametrize("rule, graph, travel", JOURNEYS)
+def test_members_join_and_leave_as_in_simulation(crew, rule, graph, travel):
+    some = crew(rule=rule, graph=graph, options=travel)
     first = some.begin(3)
     late = some.join(node=3)
     for member in (*first, late):
@@ -140,7 +146,7 @@ def test_members_join_and_leave_as_in_simulation(crew, rule, travel):
         assert member.process.returncode == 0, member.process.stderr
         assert "RuntimeWarning" not in member.process.stderr
     (steps,) = {max(kept[m.name]["path"]) for m in (first[0], first[2], late)}
-    expected = simulated([*kept.values()], rule, "ring", steps, **travel)
+    expected = simulated([*kept.values()], rule, graph, steps, **travel)
     for one in (kept[m.name] for m in (first[0], first[2], late)):
         torch.testing.assert_close(one["path"][steps], expected[one["node"]], rtol=1e-7, atol=1e-7)
 
@@ -152,6 +158,7 @@ def assert_kept(kept, members, rule):
     start = ends[0]["epochs"][last][3]
     rounds = set.intersection(*({t for t in one["state"] if t >= start} for one in ends))
     assert len(rounds) >= 5
+    assert rule != "sgp" or any(abs(one["state"][t]["weight"] - 1.0).max() > 0.1 for one in ends for t in rounds)
     sums = {"d2": "y", "gt": "z", "sgp": "weight"}[rule]
     for t in rounds:
         total = torch.stack([one["state"][t][sums] for one in ends]).sum(0)
@@ -159,16 +166,17 @@ def assert_kept(kept, members, rule):
         torch.testing.assert_close(total, expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("rule", ["d2", "gt", "sgp"])
-def test_two_are_killed_at_once_and_one_takes_their_place(crew, rule):
-    some = crew(rule=rule, graph="complete" if rule == "sgp" else "ring")
-    first = some.begin(4)
-    for member in first[1:3]:
-        member.process.kill()
-    late = some.join(node=1)
-    members = [first[0], first[3], late]
+@pytest.mark.parametrize("rule, graph, dead", [("d2", "ring", (0, 1)), ("gt", "ring", (1, 2)), ("sgp", UNEVEN, (0, 2))])
+def test_two_are_killed_at_once_and_two_take_their_places(crew, rule, graph, dead):
+    """Node 0 is nothing special."""
+    some = crew(rule=rule, graph=graph)
+    first = sorted(some.begin(4), key=lambda member: member.at()[3])
+    assert [member.at()[3] for member in first] == [0, 1, 2, 3]
+    for node in dead:
+        first[node].process.kill()
+    members = [*(some.join(node=node) for node in dead), *(first[node] for node in {*range(4)} - {*dead})]
     for member in members:
-        member.trains(3, rounds=20)
+        member.trains(4, rounds=20)
     kept = some.end()
     for member in members:
         assert member.process.returncode == 0, member.process.stderr
@@ -303,7 +311,7 @@ def test_leaving_and_being_alone(crew):
     first = [some.join(), some.join(leave=30)]
     first[0].trains(1)
     assert first[1].process.done().returncode == 0, first[1].process.stderr
-    late = some.join(node=2, options={"weight": 3.0})
+    late = some.join(node=2, options={"weight": 3.0, "crew": some.where})
     for member in (first[0], late):
         member.trains(2)
     first[0].process.send_signal(signal.SIGINT)
@@ -316,16 +324,24 @@ def test_leaving_and_being_alone(crew):
     assert weights == [[1.0, 0.5], [1.5, 1.0]]  # over the mean of those who are there
 
 
-def test_a_member_that_does_not_fit_is_refused_by_name(crew):
+def test_members_that_do_not_fit_are_refused_by_name(crew):
     some = crew(rule="dsgd")
     first = some.begin(2)
-    wrong = some.join(rule="dat", node=2)
-    assert wrong.process.done().returncode == 1
-    assert "ValueError: this member's rule is dat, the crew's dsgd; make them the same" in wrong.process.stderr
+    wrong = {
+        "rule is dat, the crew's dsgd": {"rule": "dat"},
+        "wire=int8": {"options": {"wire": "int8"}},
+        "shapes is [[1, 5]], the crew's [[5]]": {"wrong": "shape"},
+        "dtypes is ['torch.float32']": {"wrong": "dtype"},
+        f"version of klatsch is 0.1.0, the crew's {klatsch.__version__}": {"wrong": "version"},
+    }
+    for member, name in [(some.join(node=2, **options), name) for name, options in wrong.items()]:
+        assert member.process.done().returncode == 1
+        (error,) = re.findall("ValueError: this member's (.*); make them the same", member.process.stderr)
+        assert name in error
     for member in first:
         member.trains(2)
         assert member.at()[0] == 1
-    asked = [address_of(f"127.0.0.1:{some.port}")], token_of(some.token_file), {"op": "status"}
+    asked = [address_of(some.where)], token_of(some.token_file), {"op": "status"}
     wait_until(lambda: all("loss" in row for row in ask(*asked)["members"]), *(member.process for member in first))
 
 

@@ -1,6 +1,5 @@
 """A crew that changes while it trains: who takes part, what a change does to the state, and that rules stay exact."""
 
-import networkx as nx
 import numpy as np
 import pytest
 import torch
@@ -12,6 +11,7 @@ from klatsch.rules.base import each
 from klatsch.simulation.roster import Roster, shifts
 from klatsch.simulation.simulator import _fastest, prepared
 from klatsch.wire.handover import Handover, kept_copies, sponsors
+from tests.support.graphs import uneven
 from tests.support.machine import KERNEL
 from tests.support.table import RULES, ZeroGradients, sampled
 
@@ -26,12 +26,6 @@ def assert_close(some, others, tolerance):
 
 def problem(nodes=7, **options):
     return problems.LeastSquares(nodes, **{"dim": 5, "heterogeneity": 2.0, "noise": 0.5} | options)
-
-
-def uneven(n):
-    """A directed ring with a shortcut, on which push-sum's weights differ."""
-    ring = [(k, (k + 1) % n) for k in range(n)]
-    return tp.from_networkx(nx.DiGraph([*ring, (0, n // 2)]), stochastic="columns")
 
 
 def graph_of(name):

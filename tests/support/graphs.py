@@ -2,6 +2,7 @@
 
 import functools
 
+import networkx as nx
 import numpy as np
 
 from klatsch import topology as tp
@@ -30,6 +31,12 @@ def all_topologies(n):
     graphs = [graph for name in REPEATING if (graph := build_or_skip(name, n)) is not None]
     graphs += [tp.base_graph(n, 3), tp.erdos_renyi(n, p=0.7, seed=5), tp.lazy(tp.ring(n))]
     return graphs + ([tp.random_regular(n, degree=2, seed=1)] if n > 3 else [])
+
+
+def uneven(n):
+    """A directed ring with a shortcut, on which push-sum's weights differ where there are four nodes or more."""
+    ring = [(k, (k + 1) % n) for k in range(n)]
+    return tp.from_networkx(nx.DiGraph([*ring, (0, n // 2)]), stochastic="columns")
 
 
 def product(graph):

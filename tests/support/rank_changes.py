@@ -10,13 +10,11 @@ import signal
 import sys
 from pathlib import Path
 
-import networkx as nx
 import torch
 from torch import nn
 
 import klatsch
-from klatsch import topology as tp
-from klatsch.optim import post
+from klatsch.optim import gossip, post
 from klatsch.ranks.assembly import Assembly
 from tests.support.processes import say
 from tests.support.table import RULES
@@ -29,16 +27,17 @@ def problem():
     return klatsch.problems.LeastSquares(NODES, dim=5, heterogeneity=2.0, noise=0.5)
 
 
-def uneven(n):
-    """A directed ring with a shortcut, on which push-sum's weights differ."""
-    ring = [(k, (k + 1) % n) for k in range(n)]
-    return tp.from_networkx(nx.DiGraph([*ring, (0, n // 2)]), stochastic="columns")
-
-
 def main():
     folder, name, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     task = problem()
     x = nn.Parameter(task.start().clone())
+    match options.get("wrong"):
+        case "shape":
+            x = nn.Parameter(x.detach()[None])
+        case "dtype":
+            x = nn.Parameter(x.detach().float())
+        case "version":
+            gossip.VERSION = "0.1.0"
     rule = RULES[options["rule"]](LR)
     for moment, place in {"start": (Assembly, "copy_first"), "handover": (post, "_give")}.items():
         if options.get("dies_at") == moment:
@@ -65,7 +64,8 @@ def main():
         kept["epochs"][member.epoch.number] = tuple(member.epoch)
         kept["path"][optimizer.rounds] = optimizer.output()[0].clone()
         kept["state"][optimizer.rounds] = {key: v.clone() for key, v in optimizer.vectors()[0].items()}
-        say(folder, f"{name}-at", f"{member.epoch.number} {len(member.epoch.members)} {optimizer.rounds}")
+        at = member.epoch.number, len(member.epoch.members), optimizer.rounds, optimizer.rank
+        say(folder, f"{name}-at", " ".join(map(str, at)))
 
     look()
     try:
