@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 
-import psutil
 import pytest
 from torch.distributed import PrefixStore
 
@@ -171,7 +170,7 @@ def test_two_die_at_once_and_one_joins(town):
 
 
 def test_one_that_was_stopped_finds_itself_out_and_joins_again(town):
-    members = town.crew(3, timeout=5)
+    members = town.crew(3, timeout=20)
     before = members[1].id
     os.kill(members[1].pid, signal.SIGSTOP)
     members[0].sees(2)
@@ -305,7 +304,7 @@ def test_who_asks_two_registries_to_join_again_has_given_up_its_place(town):
 
 
 def test_quorum_decides_who_goes_on(town):
-    members = town.crew(5, timeout=5)
+    members = town.crew(5, timeout=20)
     for member in members[:3]:
         os.kill(member.pid, signal.SIGSTOP)
     wait_until(lambda: "quorum = 0.5 asks for more" in town.status()["waits_for"])
@@ -448,25 +447,6 @@ def test_strangers_do_not_disturb_a_crew(town):
             assert member.sees(3) == epoch
     assert town.registry.poll() is None
     assert town.registry.stderr == ""
-
-
-def test_garbage_on_the_ports_of_edges_does_not_disturb_them(town):
-    members = town.crew(2, edges=True)
-    draw = random.Random(1)
-    with ExitStack() as silent:
-        for member in members:
-            for port in {c.laddr.port for c in psutil.Process(member.pid).net_connections() if c.status == "LISTEN"}:
-                for k in range(60):
-                    end = silent.enter_context(socket.create_connection(("127.0.0.1", port)))
-                    with suppress(ConnectionError):
-                        end.sendall(draw.randbytes(draw.choice((1, 8, 500))))
-                    if k % 2:
-                        end.close()
-        members.append(town.member(edges=True))  # all make new edges
-        for member in members:
-            member.sees(3)
-            member.trains_on()
-    consistent(members)
 
 
 def test_strangers_that_wait_are_few(monkeypatch):

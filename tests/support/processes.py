@@ -38,8 +38,7 @@ class Ranks:
 
     def has_stopped(self, rank):
         """Wait until a rank has stopped itself."""
-        state = Path(f"/proc/{self.pids[rank]}/stat")
-        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", self)
+        wait_until_stopped(self.processes[rank])
 
     def kill(self, rank):
         self.processes[rank].kill()
@@ -73,6 +72,12 @@ class Ranks:
     def succeed(self):
         codes = self.codes()
         assert codes == [0] * self.size, "\n".join(self.errors(rank) for rank in range(self.size))
+
+
+def wait_until_stopped(process):
+    """Wait until a process has stopped itself."""
+    state = Path(f"/proc/{process.pid}/stat")
+    wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", process)
 
 
 def say(folder, name, text=""):

@@ -15,9 +15,11 @@ from torch import nn
 
 import klatsch
 from klatsch.optim import gossip, post
+from klatsch.ranks import crew
 from klatsch.ranks.assembly import Assembly
 from tests.support.processes import say
 from tests.support.table import RULES
+from tests.support.waiting import HANG
 
 LR = 0.005
 NODES = 4
@@ -30,6 +32,7 @@ def problem():
 def main():
     folder, name, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     task = problem()
+    crew.SILENCE = HANG  # it warns of nothing that is only slow
     x = nn.Parameter(task.start().clone())
     match options.get("wrong"):
         case "shape":
@@ -75,6 +78,8 @@ def main():
                 optimizer.leave()
                 break
             x.grad = task.grad(x.detach()[None], t, [node])[0]
+            if t == options.get("stops_at"):
+                os.kill(os.getpid(), signal.SIGSTOP)
             if t == cut_at:
                 for peer in cut:
                     optimizer._links.edges.close(peer)
