@@ -15,19 +15,21 @@ from tests.support.waiting import wait_until
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "crew.md").read_text()
 SCRIPT = re.search(r"```py\n(import torch\n.*?)```", GUIDE, re.S)[1]
-SWITCH, NETWORK, REGISTRY = "klatsch-sw", "10.78.0", "10.78.0.1:4711"
+MINE = f"k{os.getpid()}"  # names of this run: others may run beside it, or have left some behind
+SWITCH, NETWORK, REGISTRY = f"{MINE}-sw", "10.78.0", "10.78.0.1:4711"
+FORBIDDEN = "not permitted|not supported|Unknown device type"  # what ip says where there are no such machines
 
 pytestmark = pytest.mark.soak
 
 
 def ip(words, check=True):
-    return subprocess.run(["ip", *words.split()], check=check, capture_output=True).returncode == 0
+    return subprocess.run(["ip", *words.split()], check=check, capture_output=True, text=True)
 
 
 class Machine:
     def __init__(self, number, prepared, folder):
         self.number, self.prepared, self.folder = number, prepared, folder / str(number)
-        self.name, self.member = f"klatsch-m{number}", None
+        self.name, self.member = f"{MINE}-m{number}", None
         self.folder.mkdir()
         (self.folder / "train.py").write_text(SCRIPT)
 
@@ -74,8 +76,10 @@ class Machine:
 def machines(prepared, tmp_path):
     if os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("machines need root and ip")
-    if not ip(f"link add {SWITCH} type bridge", check=False):
-        pytest.skip("no network namespaces here")
+    switch = ip(f"link add {SWITCH} type bridge", check=False)
+    if re.search(FORBIDDEN, switch.stderr):
+        pytest.skip(f"no network namespaces here: {switch.stderr}")
+    switch.check_returncode()
     some = [Machine(k, prepared, tmp_path) for k in (1, 2, 3)]
     try:
         ip(f"link set {SWITCH} up")
