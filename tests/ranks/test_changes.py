@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import socket
+import warnings
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import SimpleNamespace
@@ -428,6 +429,22 @@ def test_members_count_a_quorum_as_their_registry_does(quorum, near, size, waits
     links = SimpleNamespace(membership=SimpleNamespace(within_reach=lambda: near))
     assert post.next_epoch(links, 7) == "round 8"
     assert bool(waited) == waits
+    post.close()
+
+
+def test_a_newcomer_that_reaches_no_neighbour_joins_ever_more_rarely():
+    waited, newcomer = [], Epoch(2, ("b", "a"), ("a",), 9)
+    member = SimpleNamespace(store=torch.distributed.HashStore(), member="a", leaving=False, close=lambda: None)
+    member.join, member.expects_change = lambda facts, rounds=0: newcomer, waited.append
+    links = SimpleNamespace(lost={0: None}, hang_up=lambda: None)
+    post = Post(member, klatsch.topology.ring, {}, 30.0, None)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(7):
+            assert post.handed_over(links, None) is None
+            post.begin_again()
+    assert waited == [4, 8, 16, 32, 64, 64]
+    assert "no neighbour could be asked for its state; joining again in 4 s; members must reach" in str(told[0].message)
     post.close()
 
 

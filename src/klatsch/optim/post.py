@@ -49,6 +49,7 @@ NOBODY = Epoch(0, (), (), 0)
 PROBED = range(4, 10)  # sizes of which a graph has one
 ANSWER = timedelta(seconds=20)  # within which the registry answers
 PATIENCE = 15.0  # seconds for the registry to change a crew of which few are within reach; it drops some after ten
+REST = 64.0  # seconds at most between two times that a member joins of which no neighbour is within reach
 UNREPORTED = ("event", "time", "member", "round", "lag")  # which the registry knows itself
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 # States by dtype, frozen parameters, groups' options, and the training that checkpoints are of.
@@ -111,6 +112,7 @@ class Post:
     ) -> None:
         self.crew, self._graphs, self._facts, self._timeout = crew, graphs, facts, timeout
         self.left, self.signal, self.weight, self._lost = False, 0, weight, list[str]()
+        self._in_vain = 0  # how many times in a row it has asked its neighbours for their state
         self.training: Training = ()  # the identity in checkpoints
         self.tell: Callable[..., object] = lambda kind, **facts: None  # of events
         crew.store.set_timeout(ANSWER)
@@ -240,6 +242,7 @@ class Post:
             elif self.rank in asked and newcomer not in links.lost and held is not None:
                 _give(links, t, newcomer, held)
         links.hang_up()
+        self._in_vain = 0 if held is not None else self._in_vain + 1
         return held
 
     def join_again(self, rounds: int) -> Epoch:
@@ -253,6 +256,11 @@ class Post:
 
     def begin_again(self) -> None:
         """Be a newcomer that holds nothing, unless a signal has asked it to leave."""
+        if self._in_vain > 1:  # others must not begin an epoch for it all the time
+            seconds = min(2.0**self._in_vain, REST)
+            remedy = "members must reach each other's ports, and not the registry alone"
+            warn(f"no neighbour could be asked for its state; joining again in {seconds:g} s; {remedy}")
+            self.crew.expects_change(seconds)
         epoch = self.join_again(0)
         if self.crew.member in epoch.members:
             self.take(epoch)
