@@ -27,7 +27,7 @@ from klatsch.watch.events import Log, Sink
 from klatsch.watch.sinks import ABOUT, ROW
 
 MOST_SKIPPED = 100  # events of rounds without gradient; rounds tell how many there were
-# What users do not give as numbers.
+# Reserved names, which numbers of users do not have.
 OWN = {*ABOUT, *ROW, "bytes", "waited", "waits", "lag", "seconds", "lr", "skipped", "members", "neighbours", "metrics"}
 
 
@@ -133,7 +133,7 @@ class Watched(Points):
     def tell(self, kind: str, **facts: object) -> None:
         """Emit an event of this rank, if there is a log."""
         if self._diary is not None:
-            self._diary.tell(kind, **{"round": self.rounds} | facts)
+            self._diary.tell(kind, **facts)
 
     def _hear(self, loss: object) -> None:
         """Take the value of a closure for the loss, if it is a number."""

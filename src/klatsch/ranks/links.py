@@ -37,10 +37,10 @@ class GlooLinks:
 
     A message is bytes (uint8), of which links understand only the tail. Messages with one tag between two ranks arrive
     in the order in which they were sent. Receives of a round are posted (`expect`) before anything of it is sent, and
-    only `received` and `sent` block, so no order of ranks can lock up. A neighbour may keep this rank waiting for
-    `timeout` seconds. With on_failure="continue" this rank goes on without failed neighbours while `quorum`, a share of
-    all ranks, is in reach. `is_out` says whether a crew that changes goes on without a neighbour; `first` is the round
-    that these links begin with.
+    in a round only `received` and `sent` block, so no order of ranks can lock up; outside of rounds, `pass_on` and
+    `settle` block, too. A neighbour may keep this rank waiting for `timeout` seconds. With on_failure="continue" this
+    rank goes on without failed neighbours while `quorum`, a share of all ranks, is in reach. `is_out` says whether a
+    crew that changes goes on without a neighbour; `first` is the round that these links begin with.
     """
 
     def __init__(

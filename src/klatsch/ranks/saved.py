@@ -122,7 +122,7 @@ def _file(path: Path, rank: int, place: int, rounds: int) -> SavedFile:
 
 
 def _check(path: Path, header: dict[str, Any], named: dict[str, int]) -> None:
-    """Refuse a header that lacks something, or that another name fits."""
+    """Refuse a header that lacks something, or that says other numbers than the name of its file."""
     kinds = {"training": list, "crew": list, "size": int, "places": int, "run": dict, "topology": str}
     for key, kind in (kinds | dict.fromkeys(named, int)).items():
         if type(header.get(key)) is not kind:

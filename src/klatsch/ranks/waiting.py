@@ -241,7 +241,7 @@ class Pace:
 
 
 class Note(NamedTuple):
-    """What a rank says while something is wrong."""
+    """What a rank says of itself: at the start, while it waits, and when it goes on without another."""
 
     number: int = 0  # how often it has said that it waits
     how: str = "in"  # "in" a round, or "after" one, when it asks all ranks for something
@@ -254,7 +254,8 @@ class Notes:
     """Who is waiting: a rank that waits long says so, and its neighbours do not blame it for being late.
 
     Else all would run out of patience with each other when one rank stops. Notes go through the store of the edges, the
-    only central thing, used only when something is wrong; if it does not answer, there are no notes.
+    only central thing: one when a rank starts, and then one after every step of a long wait. If the store does not
+    answer, there are no notes.
     """
 
     def __init__(self, store: Store, rank: int) -> None:

@@ -1,8 +1,9 @@
 """One stream of events: everything that one can watch, as plain dictionaries that go to sinks.
 
-An event has `event` (its kind), `time` (Unix seconds) and, but in a study, `member` (who it is about), and the facts of
-its kind; docs/watching.md lists them. A sink is a function of an event. All sinks of a process run in one thread: no
-training waits for a disk or a server, and none ends because of them. The last event is `end`, at which sinks close.
+An event has `event` (its kind), `time` (Unix seconds) and, except in a study, `member` (who it is about), and the
+facts of its kind; docs/watching.md lists them. A sink is a function of an event. All sinks of a process run in one
+thread: no training waits for a disk or a server, and none ends because of them. The last event is `end`, at which sinks
+close.
 
     log = Log([Lines("runs/a")])
     log.emit("round", "0", round=1, loss=0.5)

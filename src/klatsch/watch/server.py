@@ -113,7 +113,7 @@ class Feed:
             return self._count, [text for _, text in sorted(kept, key=lambda entry: entry[0])]
 
     def after(self, seen: int, trouble: str) -> tuple[int, list[str]] | None:
-        """Wait for events after the first `seen`, or for other trouble; None if the page has missed some."""
+        """Wait for events after the first `seen`, or until trouble changes; None if the page has missed some."""
         with self._news:
             self._news.wait_for(lambda: self._count > seen or self.trouble != trouble or not self.open, SIGN)
             new = self._count - seen
