@@ -1,11 +1,13 @@
-"""Files that are whole or absent, and never replace a file of another kind."""
+"""Files that are whole or absent, and never replace a file of another kind; the folders they go to, and their JSON."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,17 @@ def write_atomically(path: Path, data: bytes, mode: int | None = None) -> None:
         os.close(folder)
 
 
+def folder_for(what: str, folder: str | Path, remedy: str = "choose another folder") -> Path:
+    """A folder to write to, which is made if there is none."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(0, "it is not writable")
+    except OSError as error:
+        raise ValueError(f"cannot use {folder} for {what}: {error.strerror}; {remedy}") from None
+    return Path(folder)
+
+
 def text_of(path: Path) -> str:
     """The text of a small file; not of a device or a pipe, which may have no end."""
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -123,6 +136,15 @@ def json_of(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
+
+
+def finite(content: object) -> object:
+    """A content for JSON, which has no infinity: numbers that are not finite are null."""
+    if isinstance(content, Mapping):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def _same(path: Path, other: Path) -> bool:

@@ -279,8 +279,8 @@ def test_a_place_that_cannot_be_written_is_one_line(study_file, tmp_path, run_cl
     refused(run_cli("run", study_file, "--store", tmp_path / "nowhere" / "s.sqlite"), "there is no folder")
     refused(run_cli("run", study_file, "--store", tmp_path), "is a folder")
     refused(run_cli("run", study_file, "--store", "/proc/s.sqlite"), "/proc/s.sqlite", "writable")
-    refused(run_cli("reproduce", "table1", "--out", tmp_path / "file" / "results"), "cannot make the folder", "--out")
-    refused(run_cli("reproduce", "table1", "--out", "/proc/results"), "cannot make the folder")
+    refused(run_cli("reproduce", "table1", "--out", tmp_path / "file" / "results"), "for results", "--out")
+    refused(run_cli("reproduce", "table1", "--out", "/proc/results"), "cannot use /proc/results")
 
 
 @pytest.mark.slow

@@ -237,10 +237,10 @@ def test_training_outlives_a_full_disk(tmp_path):
 @pytest.mark.parametrize(
     "log, why",
     [
-        ("{file}/log", "cannot write a log to .*: Not a directory; choose another folder"),
-        ("tensorboard:{file}/log", "cannot write a log to .*: Not a directory"),
+        ("{file}/log", "cannot use .* for a log: Not a directory; choose another folder"),
+        ("tensorboard:{file}/log", "cannot use .* for a log: Not a directory"),
         (3, "log = 3; give a folder"),
-        (["{file}/log"], "cannot write a log"),
+        (["{file}/log"], "cannot use .* for a log"),
         ("", "log = ''; give a folder"),
         ("tensorbord:runs", "log = 'tensorbord:runs': there is no tensorbord; give one of .*, or a folder as ./tens"),
     ],

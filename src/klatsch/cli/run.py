@@ -21,6 +21,7 @@ from klatsch.cli.app import Plotting, Settings, assigned, command, parameters_of
 from klatsch.cli.data import use_folder
 from klatsch.cli.results import plain, print_rows, print_verdicts
 from klatsch.cli.terminal import AsJson, Data, option, print_json, text, words
+from klatsch.files import folder_for
 from klatsch.units import counted, duration
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 GRID = "0.0001,0.0005,0.001,0.005,0.01,0.05,0.1"  # the paper's
 LONG = 60.0  # seconds from which a study is worth a line in a log
 TENTHS = 10  # lines in the log of a long study
+ELSEWHERE = "choose another with --out"
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Workplace:
                 with workers.dask(self.dask):
                     pass
         if folder is not None:
-            make_folder(folder)
+            folder_for("results", folder, ELSEWHERE)
         with Store(":memory:" if place is None else place) as store:
             command = shlex.join(["klatsch", *sys.argv[1:]])
             with narrated(store) as told:
@@ -341,7 +343,7 @@ def reproduce(
     use_folder(workplace.data)
     made: list[tuple[Page, float]] = []
     if target in TABLES:
-        make_folder(out)
+        folder_for("results", out, ELSEWHERE)
         made.append((TABLES[target](), 0.0))
     else:
         for study in [study_of(part, scale, workplace.device or "cpu", dtype, epochs) for part in parts]:
@@ -360,14 +362,6 @@ def reproduce(
         return print_json(contents[0] if len(contents) == 1 else {"pages": contents})
     for page, seconds, paths in written:
         _print(page, paths, seconds, with_table=target in TABLES)  # those of studies are long
-
-
-def make_folder(folder: Path) -> None:
-    """Make a folder for results."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot make the folder {folder}: {error.strerror}; choose another with --out") from None
 
 
 def _print(page: Page, paths: list[Path], seconds: float, with_table: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,8 @@ from rich.console import Console, JustifyMethod
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
+
+from klatsch.files import finite
 
 # Headings of words; all others are of numbers.
 LEFT = ("topology", "rule", "engine", "property", "meaning", "term", "paper", "klatsch.theory")
@@ -95,15 +96,7 @@ def for_programs() -> Iterator[None]:
 
 def print_json(content: Mapping[str, object]) -> None:
     """Print JSON, in which null is what diverged: it has no infinity."""
-    print(json.dumps(_finite(content), indent=2, allow_nan=False), file=_stdout[-1])
-
-
-def _finite(content: object) -> object:
-    if isinstance(content, Mapping):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
+    print(json.dumps(finite(content), indent=2, allow_nan=False), file=_stdout[-1])
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from klatsch import sealed
 from klatsch.arguments import whole
+from klatsch.files import folder_for
 from klatsch.optim import groups
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.hosts import cut_along, piece
@@ -85,12 +86,8 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | Path, every: int = 100, keep: int = 2, fresh: bool = False) -> None:
-        self.folder, self.every, self.keep = Path(folder), whole(every, "every", 1), whole(keep, "keep", 2)
-        self.fresh = fresh
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"cannot use {folder} for checkpoints: {error.strerror}; choose another folder") from None
+        self.every, self.keep, self.fresh = whole(every, "every", 1), whole(keep, "keep", 2), fresh
+        self.folder = folder_for("checkpoints", folder)
         self._optimizer: Gossip | None = None
         self._others: dict[str, Any] = {}
         self._training: Training = ()

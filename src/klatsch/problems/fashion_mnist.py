@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from klatsch.arguments import kind_of
-from klatsch.files import save
+from klatsch.files import folder_for, save
 
 VARIABLE = "KLATSCH_DATA"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -172,10 +172,7 @@ def _verified(data: bytes, name: str, source: str) -> bytes:
 
 
 def _download(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot make the folder {folder}: {error.strerror}; {remedy()}") from None
+    folder_for("Fashion-MNIST", folder, remedy())
     for name in _missing(folder):
         save(folder / f"{name}.gz", gzip.compress(_fetched(name), compresslevel=1, mtime=0), "gzip")
     return folder

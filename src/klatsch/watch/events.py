@@ -30,6 +30,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from klatsch.files import finite, folder_for
+
 Event = dict[str, Any]
 Sink = Callable[[Event], object]
 
@@ -109,7 +111,7 @@ class Lines:
     """
 
     def __init__(self, folder: str | Path, largest: int = LARGEST) -> None:
-        self.folder, self.largest = made(folder), largest
+        self.folder, self.largest = folder_for("a log", folder), largest
         self._files: dict[str, tuple[int, int]] = {}  # by member: the file, and its size
         self._synced = time.monotonic()
 
@@ -122,7 +124,7 @@ class Lines:
         if stem not in self._files:
             self._files[stem] = self._opened(stem)
         file, size = self._files[stem]
-        line = json.dumps(_finite(event), default=str).encode() + b"\n"
+        line = json.dumps(finite(event), default=str).encode() + b"\n"
         if size and size + len(line) > self.largest:
             file, size = self._rotated(stem)
         written = os.write(file, line)
@@ -155,17 +157,6 @@ class Lines:
             path.unlink(missing_ok=True)
         self._files[stem] = self._opened(stem)
         return self._files[stem]
-
-
-def made(folder: str | Path) -> Path:
-    """A folder for a log, which is made if there is none."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(0, "it is not writable")
-    except OSError as error:
-        raise ValueError(f"cannot write a log to {folder}: {error.strerror}; choose another folder") from None
-    return Path(folder)
 
 
 class Folder:
@@ -255,9 +246,3 @@ def _number(path: Path) -> float:
     """Of a rotated file; the one that is written is the last."""
     number = path.name.removesuffix(ENDING).partition(".")[2]
     return int(number) if number.isdecimal() else math.inf
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _finite(v) for name, v in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from klatsch.extras import need
+from klatsch.files import folder_for
 from klatsch.units import size
-from klatsch.watch.events import Event, Folder, Lines, Sink, is_number, made
+from klatsch.watch.events import Event, Folder, Lines, Sink, is_number
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -247,7 +248,7 @@ def tensorboard(folder: str) -> Sink:
     need("log = 'tensorboard:FOLDER'", "tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
-    place = made(folder or "runs")
+    place = folder_for("a log", folder or "runs")
 
     def tell(writer: Run, event: Event) -> None:
         step, when = event.get("round", 0), event["time"]
