@@ -14,6 +14,7 @@ import pytest
 from tests.support.browser import BROWSER, Tab
 from tests.support.prepared import DIE_WITH_PARENT, Prepared, end_children, forked_workers, no_workers, prctl
 from tests.support.processes import Ranks
+from tests.support.waiting import LONGEST
 
 
 def pytest_configure(config):
@@ -53,6 +54,22 @@ def pytest_xdist_make_scheduler(config, log):
             return file if shares_fixtures(file) else nodeid
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """End a test that hangs in this process, such as one that waits for a thread of its own."""
+
+    def hangs(*_):
+        pytest.fail(f"it has not ended in {LONGEST} s")
+
+    usual = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(LONGEST)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, usual)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import base64
 import importlib
 import json
 import os
+import select
 import shlex
 import shutil
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG, wait_until
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -57,6 +58,7 @@ class Tab:
         while True:
             message, end, rest = self._arrived.partition(b"\0")
             if not end:
+                assert select.select([self._down], [], [], HANG)[0], f"{method}: no answer in {HANG} s"
                 chunk = os.read(self._down, 1 << 20)
                 assert chunk, "the browser has ended"
                 self._arrived += chunk

@@ -102,6 +102,7 @@ class Process:
         self.wait(timeout)
         for reader in self._readers:
             reader.join(timeout)
+            assert not reader.is_alive(), f"{self.args} has ended, but not all that may print there"
         return self.stdout, self.stderr
 
     def done(self):
@@ -128,6 +129,7 @@ class Prepared:
 
     def __init__(self, fork=False):
         self.asks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.asks.settimeout(HANG)
         self.reserved = []  # sockets that keep ports from others
         self.started = []  # since the last time that all were ended
         worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
@@ -218,7 +220,7 @@ class Prepared:
     def close(self):
         for end in (self.asks, *self.reserved):
             end.close()
-        self.server.wait()
+        self.server.wait(HANG)
 
     def _ask(self, request, ends):
         content = json.dumps(request).encode()
@@ -269,7 +271,7 @@ def end_children():
                 child = psutil.Process(pid)
                 for process in [child, *child.children(recursive=True)]:
                     process.kill()
-                child.wait()
+                child.wait(HANG)
 
 
 # --- the prepared process -------------------------------------------------------------------------------------------

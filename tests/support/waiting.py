@@ -2,7 +2,8 @@
 
 import time
 
-HANG = 1800  # seconds after which something is taken to hang: far beyond what a slow or busy machine needs
+HANG = 600  # seconds after which one step is taken to hang: ten times the longest one on a busy machine
+LONGEST = 1500  # seconds after which a whole test is, whatever it waits for: half an hour of CI is too much
 
 
 def wait_until(happened, *processes):
