@@ -2,12 +2,10 @@
 
 import os
 import signal
-import time
 
 import pytest
 
 from klatsch.files import write_atomically
-from tests.support.waiting import wait_until
 
 
 def test_replaces_the_whole_content(tmp_path):
@@ -31,20 +29,24 @@ def test_a_failed_write_keeps_the_old_content(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_killed_in_the_middle_leaves_a_whole_file(tmp_path, python):
-    """A process that writes two contents in turns is killed with -9 again and again."""
-    path = tmp_path / "a.bin"
+MOMENTS = {  # of a second write, at which the process is killed; and what is there then
+    "in the middle of the write": ("resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))", b"a"),
+    "before it is on the disk": ("os.fsync = die", b"a"),
+    "before it has its name": ("Path.replace = die", b"a"),
+    "before the folder is on the disk": ("Path.unlink = die", b"b"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_any_moment_leaves_a_whole_file(tmp_path, python, moment):
+    path, (deadly, byte) = tmp_path / "a.bin", MOMENTS[moment]
     program = (
-        "import sys; from pathlib import Path; from klatsch.files import write_atomically\n"
-        "while True:\n"
-        "    for byte in (b'a', b'b'): write_atomically(Path(sys.argv[1]), byte * 3_000_000)\n"
+        "import os, resource, signal, sys; from pathlib import Path; from klatsch.files import write_atomically\n"
+        "def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"
+        "write_atomically(Path(sys.argv[1]), b'a' * 3_000_000)\n"
+        f"{deadly}\n"
+        "write_atomically(Path(sys.argv[1]), b'b' * 3_000_000)\n"
     )
-    for k in range(5):
-        writer = python("-c", program, path)
-        wait_until(path.exists, writer)
-        time.sleep(0.05 + 0.013 * k)  # some moment or other
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        content = path.read_bytes()
-        assert len(content) == 3_000_000
-        assert content in (b"a" * 3_000_000, b"b" * 3_000_000)
+    assert python("-c", program, path).done().returncode in (-signal.SIGKILL, -signal.SIGXFSZ)
+    assert path.read_bytes() == byte * 3_000_000
