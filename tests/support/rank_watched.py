@@ -11,13 +11,13 @@ import klatsch
 from klatsch.ranks.waiting import Transfer
 from klatsch.watch import events
 from tests.support.rank_hardships import begin, gradient
-from tests.support.waiting import HANG
+from tests.support.waiting import HANG, wait_until
 
 ROUNDS, POISONED, KILLED = 24, 3, 11
 
 
 def story(folder):
-    """Rank 2 skips a gradient, all save, and rank 3 is killed; the rest goes on.
+    """Rank 2 skips a gradient, all save, and rank 3 is killed once it has told of its last round; the rest goes on.
 
     Rank 0 has a closure, and the environment says where its events go; the others say so themselves. Every round is
     told, whatever the time.
@@ -25,7 +25,7 @@ def story(folder):
     events.Log.is_due = lambda log: True
     rank = int(os.environ["RANK"])
     log = [folder / "log", f"tensorboard:{folder / 'board'}"] if rank else None
-    options = {"on_failure": "continue", "on_nonfinite": "skip", "timeout": 60, "dtype": torch.float32}
+    options = {"on_failure": "continue", "on_nonfinite": "skip", "timeout": HANG, "dtype": torch.float32}
     optimizer, x, problem = begin(**options, log=log)
     checkpointer = klatsch.Checkpointer(folder / "checkpoints", every=10)
     checkpointer.resume(optimizer)
@@ -36,8 +36,13 @@ def story(folder):
             x.grad[1] = torch.nan
         return x.detach().square().sum()
 
+    def has_told():
+        last = {"event": "round", "member": "3", "round": KILLED - 1}
+        return any(last.items() <= event.items() for event in events.Folder(folder / "log").new())
+
     while optimizer.rounds < ROUNDS:
         if rank == 3 and optimizer.rounds == KILLED - 1:
+            wait_until(has_told)
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
             optimizer.step(loss)
@@ -66,7 +71,7 @@ def slow_down(rank, seconds):
 def slow_link(folder):
     """Every message over one link of a ring takes long. All stop after 20 rounds; when they wake, they train on."""
     rank = int(os.environ["RANK"])
-    slow_down(rank, 0.1)
+    slow_down(rank, 1.0)  # seconds: far more than what a busy machine does to the other links
     optimizer, x, problem = begin(on_failure="continue", timeout=HANG, log=folder / "log")
     while True:
         gradient(x, problem, rank, optimizer.rounds + 1)

@@ -3,13 +3,14 @@
 import json
 import math
 import re
+import signal
 
 import pytest
 
 from klatsch.cli.watching import StudyEvents
 from klatsch.study import Store, execute, expand, parse, run_study, workers
 from tests.ranks.test_crew import Town
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG, wait_until
 
 ROWS = """Object.fromEntries([...document.querySelectorAll('#rows tr:not([hidden])')].map(
     row => [row.querySelector('button').textContent, [...row.querySelectorAll('td')].map(cell => cell.innerText)]))"""
@@ -128,9 +129,10 @@ def test_a_recorded_run_is_replayed_by_keys(watch, tab, tmp_path):
     tab.value("document.getElementById('when').dispatchEvent(new Event('input'))")
     tab.until(f"{ROWS}[0]?.[1] === '30'")
     assert tab.value(f"{ROWS}[6][0]") == "training"  # it dies later
-    tab.value("document.getElementById('speed').value = '64'; document.getElementById('play').focus()")
+    tab.value("document.getElementById('speed').value = '1'; document.getElementById('play').focus()")
     tab.press("Enter")
-    tab.until("document.getElementById('status').textContent === 'replaying'")
+    tab.until("document.getElementById('status').textContent === 'replaying'")  # for 14 s, if nobody hurries it
+    tab.value("document.getElementById('speed').value = '64'")
     tab.until("document.getElementById('status').textContent === 'paused'")  # at the end
     assert tab.value(f"{ROWS}[6][0]") == "lost"
     assert tab.value(WORST) == "2 – 3"
@@ -210,15 +212,17 @@ def test_a_slow_link_is_the_worst_within_20_rounds_and_a_killed_rank_is_seen(wat
 
 def test_a_crew_is_shown_by_its_registry(watch, tab, prepared, tmp_path):
     town = Town(prepared, tmp_path)
-    members = town.crew(3)
+    members = town.crew(3, timeout=HANG)
     ids = {member.id for member in members}
     watch(town.where, "--token-file", town.token_file)
     assert {*tab.until(f"(rows => Object.values(rows).every(row => Number(row[1]) > 5) && rows)({ROWS})")} == ids
     assert "of 3 training" in tab.text("#tile-members")
     assert tab.value(f"{ROWS}['{members[0].id}'][5]").endswith("B")
+    members[0].process.send_signal(signal.SIGSTOP)  # without its answer the crew does not change
     members[1].process.kill()
     events = "document.getElementById('events').innerText"
     tab.until(f"{events}.includes('{members[1].id}: is away')")
+    members[0].process.send_signal(signal.SIGCONT)
     tab.until(f"{events}.includes('2 members; {members[1].id} left')")
     newcomer = town.member().id
     tab.until(f"{events}.includes('3 members; {newcomer} joined')")
