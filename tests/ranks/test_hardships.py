@@ -99,12 +99,17 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_warned_of_once(tmp
 def test_a_receiver_refuses_what_is_not_finite_and_names_the_sender(tmp_path, launch):
     ranks = launch(SIZE, "rank_hardships.nonsense", on_failure="raise")
     assert 1 in ranks.codes()
-    for rank in (1, 3):
-        assert re.search(
+    refused = [
+        re.search(
             rf"MessageError: rank {rank}, round 10: neighbour 2 has sent numbers that are not finite; check what it "
             "computes, resume from a Checkpointer, or go on without it",
             ranks.errors(rank),
         )
+        for rank in (1, 3)
+    ]
+    assert any(refused)
+    for rank, has_refused in zip((1, 3), refused, strict=True):  # one may hear first that the ring broke elsewhere
+        assert has_refused or "LinkError" in ranks.errors(rank)
     for rank in (0, 1, 3, 4):
         assert bool(torch.isfinite(ends(tmp_path)[rank]["x"]).all())
 

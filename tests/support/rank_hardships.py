@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join
 
 import klatsch
 from klatsch.ranks.assembly import Assembly
+from klatsch.ranks.waiting import Transfer
 from tests.support.processes import say
 from tests.support.rank_scenarios import problem_of
 from tests.support.waiting import HANG, wait_until
@@ -52,7 +53,7 @@ def one_after_the_other(folder, of, cases):
 
 def poison(folder, harm, on_nonfinite="raise", every=None, at=(10,), rounds=30):
     """Rank 2 has a gradient that is not finite in some rounds."""
-    optimizer, x, problem = begin(on_nonfinite=on_nonfinite, dtype=torch.float32, timeout=60)
+    optimizer, x, problem = begin(on_nonfinite=on_nonfinite, dtype=torch.float32, timeout=HANG)
     checkpointer = None if every is None else klatsch.Checkpointer(folder / "checkpoints", every=every)
     resumed = 0 if checkpointer is None else checkpointer.resume(optimizer)
     say(folder, f"resumed-{optimizer.rank}", resumed)
@@ -73,7 +74,7 @@ def poison(folder, harm, on_nonfinite="raise", every=None, at=(10,), rounds=30):
 
 def nonsense(folder, on_failure):
     """Rank 2 sends what it must not in round 10."""
-    optimizer, x, problem = begin(on_failure=on_failure, timeout=10)
+    optimizer, x, problem = begin(on_failure=on_failure, timeout=HANG)
     send = optimizer._links.send
 
     def spoilt(tag, t, message):
@@ -92,7 +93,7 @@ def nonsense(folder, on_failure):
 
 def apart(folder, victims, quorum=0.0):
     """Some ranks die after ten rounds, and cut the others off from each other."""
-    optimizer, x, problem = begin(on_failure="continue", quorum=quorum, timeout=20)
+    optimizer, x, problem = begin(on_failure="continue", quorum=quorum, timeout=HANG)
     model = nn.Module()
     model.x = x
     model.register_buffer("number", torch.tensor([float(optimizer.rank)]))
@@ -112,7 +113,7 @@ def apart(folder, victims, quorum=0.0):
 
 def interrupted(folder, victim):
     """A rank dies in the middle of a sum over all of them."""
-    optimizer, x, _ = begin(on_failure="continue", start_equal=False, timeout=20)
+    optimizer, x, _ = begin(on_failure="continue", start_equal=False, timeout=HANG)
     model = nn.Module()
     model.x = x
     with torch.no_grad():
@@ -180,7 +181,7 @@ def one_batch_less(folder):
 
 def hub_leaves(folder, quorum):
     """The centre of a star goes, and the others hear nothing of each other any more."""
-    optimizer, x, problem = begin("star", on_failure="continue", quorum=quorum, timeout=20)
+    optimizer, x, problem = begin("star", on_failure="continue", quorum=quorum, timeout=HANG)
     for t in range(1, 6 if optimizer.rank == 0 else 31):
         gradient(x, problem, optimizer.rank, t)
         optimizer.step()
@@ -191,7 +192,7 @@ def uneven(
     folder, steps, graph="ring", rule="dat", join=False, leave=(), every=None, deaths=(), travel=None, **options
 ):
     """Every rank has its own number of batches."""
-    optimizer, x, problem = begin(graph, rule, timeout=60, **options, **travel or {})
+    optimizer, x, problem = begin(graph, rule, timeout=HANG, **options, **travel or {})
     checkpointer = None if every is None else klatsch.Checkpointer(folder / "checkpoints", every=every)
     done = 0 if checkpointer is None else checkpointer.resume(optimizer)
     say(folder, f"resumed-{optimizer.rank}-{done}")
@@ -264,24 +265,30 @@ def rounds_of_a_crew(
 
 
 def ends_first(folder):
-    """Messages of cta leave at the end of a round. The last one of rank 0 leaves late, when rank 1 is at its end."""
+    """Messages of cta leave at the end of a round. The last one of rank 0 leaves late, when rank 1 is at its end.
+
+    Only once rank 1 waits for it, or is gone.
+    """
     optimizer, x, problem = begin(order="cta", timeout=HANG)
     rank, links = optimizer.rank, optimizer._links
-    usual = links.send
+    send, ended = links.send, Transfer.ended
 
     def hesitant(tag, t, message):
         if t == 4 and rank == 0:
-            wait_until((folder / "done").exists)
-            time.sleep(0.5)  # in which rank 1 would end, if it did not wait
+            wait_until(lambda: (folder / "waits").exists() or (folder / "gone-1").exists())
             say(folder, "last")
-        usual(tag, t, message)
+        send(tag, t, message)
+
+    def waits(transfer, seconds):
+        if transfer.incoming and rank == 1 and seconds > 0 and not ended(transfer, 0.0):
+            say(folder, "waits")
+        return ended(transfer, seconds)
 
     links.send = hesitant
     for t in range(1, 4):
         gradient(x, problem, rank, t)
-        if t == 3 and rank == 1:
-            say(folder, "done")
         optimizer.step()
+    Transfer.ended = waits
     optimizer = None
     gc.collect()
     say(folder, f"gone-{rank}", (folder / "last").exists())
@@ -337,7 +344,7 @@ def departures(folder, cases, rounds, killed=False, every=None):
 
 def behind(folder, slow, rounds, travel, rule="dat", graph="ring", every=None, death=None, **options):
     """The neighbours of slow ranks do four rounds in the time of one gradient there; all others are about as fast."""
-    optimizer, x, problem = begin(graph, rule, timeout=60, catch_up=True, **travel, **options)
+    optimizer, x, problem = begin(graph, rule, timeout=HANG, catch_up=True, **travel, **options)
     checkpointer = None if every is None else klatsch.Checkpointer(folder / "checkpoints", every=every)
     resumed = 0 if checkpointer is None else checkpointer.resume(optimizer)
     before = optimizer.caught_up
@@ -348,11 +355,16 @@ def behind(folder, slow, rounds, travel, rule="dat", graph="ring", every=None, d
     def all_have(needed):
         return all(done.get(peer, needed) >= needed for peer in others)
 
+    def news_have_come():
+        return all(optimizer._links._pace.taken()[slow] < 0.5)
+
     while (t := optimizer.rounds + 1) <= rounds:
         gradient(x, problem, optimizer.rank, t)
         ahead = min(max(done.values(), default=rounds) + 4, t + travel["late"] - 1, rounds)  # as far as they can go
         if optimizer.rank not in slow or taken:  # what was on its way is sent again with the first round
             wait_until(partial(all_have, ahead if optimizer.rank in slow else t - 2))
+        if t > rounds - 8 and resumed == 0:  # so that the last gradients make up for those that slow ranks left out
+            wait_until(news_have_come)
         if death == [optimizer.rank, len(taken)] and resumed == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         taken[t] = optimizer.stretch
