@@ -217,23 +217,31 @@ def test_one_long_link_of_a_ring_is_crossed_twice():
 
 
 def test_deaths_take_as_long_as_if_they_were_drawn():
-    deaths, nodes, numbers = Deaths(8_000.0, restart=100.0, checkpoint=600.0, notice=40.0), 8, np.random.default_rng(0)
-    total, pieces = 0.0, 4_000
-    for _ in range(pieces):  # each from one checkpoint to the next
-        while (life := numbers.exponential(deaths.life / nodes)) < deaths.checkpoint:
+    deaths, nodes, numbers = Deaths(8_000.0, restart=100.0, write=45.0, notice=40.0), 8, np.random.default_rng(0)
+    total, pieces, work = 0.0, 4_000, deaths.interval(nodes)
+    for _ in range(pieces):  # each from one checkpoint to the next, which is lost if a machine dies while it is written
+        while (life := numbers.exponential(deaths.life / nodes)) < work + deaths.write:
             total += life + deaths.restart
             while (again := numbers.exponential(deaths.life / nodes)) < deaths.restart:
                 total += again  # another one dies in the restart, which begins anew
-        total += deaths.checkpoint
-    assert deaths.stretch(nodes, all_reduce=True) == pytest.approx(total / pieces / deaths.checkpoint, rel=0.05)
+        total += work + deaths.write
+    assert deaths.stretch(nodes, all_reduce=True) == pytest.approx(total / pieces / work, rel=0.05)
     moments = np.cumsum(numbers.exponential(deaths.life / nodes, 100_000))
     waits = np.minimum(np.diff(moments), deaths.notice).sum()  # until the last death is noticed
     worked = moments[-1] - moments[0] - waits
     assert deaths.stretch(nodes, all_reduce=False) == pytest.approx((worked + waits) / worked, rel=0.01)
 
 
+@pytest.mark.parametrize("write", (0.4, 4.0, 40.0))
+def test_checkpoints_are_as_frequent_as_pays_off(write):
+    deaths, nodes = Deaths(86_400.0, restart=30.0, write=write, notice=10.0), 64
+    each, any_interval = deaths.life / nodes, np.geomspace(1.0, 1350.0, 1000)
+    least = (np.exp(deaths.restart / each) * np.expm1((any_interval + write) / each) / (any_interval / each)).min()
+    assert least <= deaths.stretch(nodes, all_reduce=True) <= 1.01 * least
+
+
 def test_a_clock_with_deaths_takes_longer():
-    deaths = Deaths(life=1000.0, restart=10.0, checkpoint=60.0, notice=5.0)
+    deaths = Deaths(life=1000.0, restart=10.0, write=1.0, notice=5.0)
     for graph, all_reduce in ((klatsch.topology.complete(4), True), (ring(4), False)):
         plain, longer = (Clock(0.1, deaths=some).seconds(rule(), graph, 10, [100])[0] for some in (None, deaths))
         assert longer == pytest.approx(plain * deaths.stretch(4, all_reduce))

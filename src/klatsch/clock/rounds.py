@@ -79,19 +79,20 @@ class Hearing(NamedTuple):
 class Deaths:
     """Machines that die, at any moment, and are replaced; expected times, in seconds.
 
-    With an all-reduce all machines then start again from the last checkpoint, which takes no time to write. With gossip
-    the others wait until they notice, and go on; the replacement takes over at once, so accuracy stays as it was.
+    With an all-reduce all machines then start again from the last checkpoint, and there are as many of them as pays
+    off. With gossip the others wait until they notice, and go on; the replacement takes over at once, so accuracy stays
+    as it was.
 
     Args:
         life: of one machine, in the mean.
         restart: from the death until all machines work again.
-        checkpoint: of work between two checkpoints.
+        write: of a checkpoint, while all machines wait.
         notice: from the death until neighbours go on.
     """
 
     life: float
     restart: float
-    checkpoint: float
+    write: float
     notice: float
 
     def __post_init__(self) -> None:
@@ -107,7 +108,12 @@ class Deaths:
         each = self.life / nodes  # between two deaths
         if not all_reduce:
             return float(np.exp(self.notice / each))
-        return float(np.exp(self.restart / each) * np.expm1(self.checkpoint / each) / (self.checkpoint / each))
+        work = self.interval(nodes)
+        return float(np.exp(self.restart / each) * np.expm1((work + self.write) / each) / (work / each))
+
+    def interval(self, nodes: int) -> float:
+        """Seconds of work between two checkpoints: Young's first approximation to the optimum, 1974."""
+        return float(np.sqrt(2 * self.write * self.life / nodes))
 
 
 @dataclass(frozen=True)
