@@ -12,6 +12,7 @@ import pytest
 from klatsch import catalogue, problems, rules
 from klatsch.report.installed import GROUPS, content_of, study_of
 from klatsch.report.pages import Outline
+from klatsch.report.sentences import STANDING
 from klatsch.study import Row, Store, expand, parse
 from klatsch.study.batches import most_numbers, pack
 from klatsch.study.choices import BESIDE, place, screened
@@ -89,7 +90,7 @@ def test_verdicts_of_the_committed_pages_follow_from_their_tables(name):
 
 @pytest.mark.slow
 def test_the_page_of_seconds_follows_from_the_runs_of_bytes(tmp_path):
-    """Some lines of its table, and verdicts: the runs are there, and what the clock says of them is what is written."""
+    """Its table, the same as CSV, and verdicts: the runs are there, and what is written is what clocks say of them."""
     file = tmp_path / "runs.sqlite"
     file.write_bytes(lzma.decompress((RESULTS / "bytes-runs.sqlite.xz").read_bytes()))
     study, page = study_of("seconds", "paper"), (RESULTS / "seconds-paper.md").read_text()
@@ -99,10 +100,16 @@ def test_the_page_of_seconds_follows_from_the_runs_of_bytes(tmp_path):
         assert not runs.missing(store)
         rows = runs.rows(store)
     script, name = Outline.of(study, cases), "25 M, internet, deaths"
-    (_, *lines) = script.races[0].lines(rows, {name: script.clocks[name]})
-    assert len(lines) == 4
-    for line in lines:
+    (race,) = script.races
+    standings = race.run(rows, script.clocks)
+    assert len(standings) == 60
+    for line in race.lines(standings):
         assert f"| {' | '.join(line)} |" in page
+    with (RESULTS / "seconds-paper-race.csv").open() as text:
+        assert [tuple(line) for line in csv.reader(text)] == [
+            STANDING,
+            *(n for each in standings for n in each.numbers),
+        ]
     told = [verdict for s in script.sentences if s.at.clock == name for verdict in s.check(rows, script.clocks)]
     assert {verdict.word for verdict in told} == {"holds", "does not hold"}
     for verdict in told:

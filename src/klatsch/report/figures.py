@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,10 +21,11 @@ from klatsch.arguments import named, there_are
 from klatsch.clock import Clock
 from klatsch.report import selection
 from klatsch.report.selection import Selections, best_of, distinct, grouped, in_words, options_of, selected
-from klatsch.report.sentences import factor, is_behind
+from klatsch.report.sentences import Race, factor, is_behind, spread
 from klatsch.study.choices import Row
 from klatsch.study.spec import Options
 from klatsch.study.traffic import sent_by
+from klatsch.units import duration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,6 +45,7 @@ ERROR = r"error  $\frac{1}{M}\sum_i \|x_%s^i - x^*\|^2$"
 SYMBOLS = {"noise": r"$\sigma$ = %g", "heterogeneity": r"$\zeta$ = %g", "alpha": "alpha = %g", "nodes": "%d machines"}
 UNITS = {"nodes": "machines M", "rounds": "rounds t", "seconds": "seconds", "bytes": "MB sent per node"}
 PARTS = ("rule", "options", "topology", "graph")  # by which a panel has no references of its own
+TICKS = {1: "1 s", 10: "10 s", 60: "1 min", 600: "10 min", 3600: "1 h", 36_000: "10 h", 360_000: "100 h"}  # of races
 PLAIN = {  # what stands in HTML for what only matplotlib can set
     r"\$\\frac.*\$": "‖x − x*‖², mean over nodes",
     r"\$\\sigma\$": "σ",
@@ -85,6 +88,8 @@ class StudyFigure(selection.Words):
         first_done: whether learning rates are chosen for when the first run of a panel is done.
         wide: panels side by side; by default those of the last option of `panels`.
         below: what lies further below the best accuracy is not shown.
+        race: shown in place of all that: the seconds of the first of each family to shares of the best accuracy, by
+            each clock; see `sentences.Race`. Its own are coloured.
     """
 
     name: str = ""
@@ -99,12 +104,15 @@ class StudyFigure(selection.Words):
     first_done: bool = False
     wide: Annotated[int | None, Field(ge=1, le=MOST_PANELS)] = None
     below: float = 1.0
+    race: Race | None = None
 
     def check_names(self, place: str, known: Mapping[str, Options], clocks: Mapping[str, Clock]) -> None:
         """Refuse options that no run has, values that none can have, and a clock that the study does not have."""
         selection.check_tables(place, (*self.where, *self.reference), known)
+        if self.race is not None:
+            self.race.check_names(f"{place}.race", known, clocks)
         selection.check_names(place, {*(self.panels or ()), *self.lines, self.marker} - {""}, known)
-        if not self.clock and (self.across == "seconds" or self.first_done):
+        if not self.clock and (self.across == "seconds" or self.first_done or self.race is not None):
             raise ValueError(f"{place}: seconds need a clock; give clock = 'all', or the name of one of the study's")
         if self.clock not in ("", "all"):
             selection.check_names(place, self.clocks, clocks, "clock")
@@ -119,8 +127,10 @@ class StudyFigure(selection.Words):
     ) -> Figure:
         """The figure; of all rows where it selects none, as in a study that is not finished."""
         rows = selected(rows, self.where) or list(rows)
+        chosen = clocks if self.clock == "all" else {name: clocks[name] for name in self.clocks if name}
+        if self.race is not None:
+            return _raced(rows, self.race, chosen)
         if self.clock:
-            chosen = clocks if self.clock == "all" else {name: clocks[name] for name in self.clocks}
             rows = [row for name, clock in chosen.items() for row in selection.timed(rows, name, clock)]
         if self.first_done:
             panels = grouped(rows, lambda row: row.setting_text).values()
@@ -342,6 +352,49 @@ def _dots(rows: Sequence[Row], title: str) -> Figure:
         axis.set_yticks(range(len(order)), map(literal, order), fontsize=7)
         axis.margins(y=0.6 / len(order))
     _legend(figure)
+    return figure
+
+
+def _raced(rows: Sequence[Row], race: Race, clocks: Mapping[str, Clock]) -> Figure:
+    """Seconds to shares of the best accuracy: a dot when all seeds are there, after a line from the first of them."""
+    from matplotlib import figure as figures
+
+    standings = race.run(rows, clocks)
+    names, sizes, families = list(clocks), sorted({each.nodes for each in standings}), list(race.families)
+    step = len(families) + 2  # lines of a clock: its name, its families and a gap
+    lines = [step * k + 1 + line for k in range(len(names)) for line in range(len(families))]
+    ends = [row.value for each in standings for row in each.first.values() if not row.diverged] or [1.0]
+    least, most = 0.5 * min(ends), 5 * max(ends)
+    ticks = [tick for tick in TICKS if least < tick < most]
+    size = 1.2 + 3.7 * len(sizes), 0.5 + len(race.to) * (0.4 + 0.14 * step * len(names))
+    figure = figures.Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(race.to), len(sizes), sharex=True, sharey=True, squeeze=False)
+    for clock, M, share, first in standings:
+        axis, top = axes[race.to.index(share), sizes.index(M)], step * names.index(clock)
+        apart = [word for word in clock.split(", ") if not all(word in name.split(", ") for name in names)]
+        told = {"va": "center", "fontsize": 8.5, "transform": axis.get_yaxis_transform()}
+        axis.text(0, top, literal(", ".join(apart)), weight="bold", **told)
+        for of, row in first.items():
+            y, colour = top + 1 + families.index(of), OKABE_ITO[0] if of in race.ours else "#6e6e6e"
+            name = f"{VALUE}{row.rule}, {row.topology}, M = {M}, {clock}, {share:.0%}: {spread(row)}"
+            axis.plot([row.low, min(row.value, most)], [y, y], color=colour, alpha=0.45, linewidth=2.2)
+            if row.diverged:
+                axis.text(1, y, "never", color=colour, ha="right", bbox={"color": "white", "pad": 1}, **told)
+            else:
+                axis.plot([row.value], [y], "o", color=colour, markersize=5.5, gid=name)
+                axis.text(
+                    row.value, y, f"   {duration(row.value)}", color=colour, **told | {"transform": axis.transData}
+                )
+    for axis, (share, M) in zip(axes.flat, product(race.to, sizes), strict=True):
+        axis.set_title(f"{share:.0%} of the best accuracy, {SYMBOLS['nodes'] % M}", fontsize=10, loc="left")
+        axis.set(xscale="log", xlim=(least, most), ylim=(step * len(names) - 1.2, -0.8))
+        axis.set_xticks(ticks, [TICKS[tick] for tick in ticks], fontsize=8)
+        axis.set_yticks(lines, families * len(names), fontsize=8.5)
+        axis.minorticks_off()
+        axis.tick_params(length=0)
+        axis.grid(axis="x", alpha=0.3, linewidth=0.6)
+        axis.spines[:].set_visible(False)
+    figure.suptitle(literal(race.title), fontsize=10.5)
     return figure
 
 

@@ -17,7 +17,7 @@ from klatsch import files, pictures
 from klatsch.clock import Clock
 from klatsch.report import figures
 from klatsch.report.selection import clock_of, options_of
-from klatsch.report.sentences import Race, Sentence, Verdict
+from klatsch.report.sentences import STANDING, Race, Sentence, Verdict
 from klatsch.study.cases import Case
 from klatsch.study.choices import BESIDE, Row, screened, timed
 from klatsch.study.export import save_csv
@@ -45,6 +45,7 @@ class Page:
     header: tuple[str, ...] = ()
     table: tuple[tuple[str, ...], ...] = ()
     races: tuple[tuple[str, Lines], ...] = ()  # titles, and tables with their header
+    standings: Lines = ()  # the same in numbers, with their header
     verdicts: tuple[Verdict, ...] = ()
     notes: tuple[str, ...] = ()
     command: str = ""
@@ -52,14 +53,20 @@ class Page:
 
 
 def write(page: Page, folder: Path) -> list[Path]:
-    """Write a page into a folder: every figure as PNG, SVG and PDF, its numbers as CSV, and all of it as Markdown."""
+    """Write a page into a folder: every figure as PNG, SVG and PDF, its numbers as CSV, and all of it as Markdown.
+
+    Who is first in its races is a CSV file of its own, NAME-race.csv.
+    """
     drawn = {folder / f"{name}{suffix}": figure for name, figure in page.figures for suffix in FORMATS}
     for file, figure in drawn.items():
         pictures.save(figure, file, dpi=160)
     numbers, text = folder / f"{page.name}.csv", folder / f"{page.name}.md"
     save_csv((page.header, *page.table), numbers)
     files.save(text, as_markdown(page).encode(), "Markdown")
-    return [*drawn, numbers, text]
+    if not page.standings:
+        return [*drawn, numbers, text]
+    save_csv(page.standings, race := folder / f"{page.name}-race.csv")
+    return [*drawn, numbers, race, text]
 
 
 def as_markdown(page: Page) -> str:
@@ -152,8 +159,10 @@ def page_of(
     reasons = dict.fromkeys(item.reason.partition(";")[0] for item in remembered.left_out)  # without the remedy
     notes = (*edge_note(rows), *study.notes, *(f"Left out: {reason}" for reason in reasons))
     header, table = table_of(rows)
-    races = tuple((race.title, race.lines(rows, outline.clocks)) for race in outline.races)
-    numbers = replace(page, header=header, table=table, races=races)
+    run = [(race, race.run(rows, outline.clocks)) for race in outline.races]
+    races = tuple((race.title, race.lines(standings)) for race, standings in run)
+    lines = [line for _, standings in run for standing in standings for line in standing.numbers]
+    numbers = replace(page, header=header, table=table, races=races, standings=(STANDING, *lines) if run else ())
     return replace(numbers, figures=tuple(drawn), verdicts=tuple(verdicts), notes=notes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -170,8 +169,8 @@ def in_bits(row: Row) -> bool:
 
 
 def best_of(rows: Iterable[Row]) -> Row:
-    """The row with the best value."""
-    return min(rows, key=lambda row: -row.value if row.largest else row.value)
+    """The row with the best value; of equals the one whose best seed is better."""
+    return min(rows, key=lambda row: (-row.value, -row.high) if row.largest else (row.value, row.low))
 
 
 # --- time -----------------------------------------------------------------------------------------------------------
@@ -212,13 +211,12 @@ def timed(rows: Iterable[Row], name: str, clock: Clock) -> list[Row]:
 
 @dataclass(frozen=True)
 class Reached(Row):
-    """A row that shows the seconds until each seed has an accuracy (inf: it never has), and their mean has it."""
-
-    after: float = math.inf  # the mean
+    """A row that shows the seconds until each seed has an accuracy; inf if it never has."""
 
     @property
     def value(self) -> float:
-        return self.after
+        """Until all seeds have it: a mean says nothing where one never does."""
+        return self.high
 
 
 def reaching(rows: Iterable[Row], share: float) -> list[Row]:
@@ -231,13 +229,11 @@ def reaching(rows: Iterable[Row], share: float) -> list[Row]:
         best = best_of(same)
         target = best.value * share if best.largest else best.value / share
         for row in same:
-            courses = np.vstack((row.curve, row.curve.mean(0)))
-            there = courses >= target if row.largest else courses <= target
-            first = np.where(there.any(1), np.array(row.elapsed)[there.argmax(1)], np.inf)
+            there = row.curve >= target if row.largest else row.curve <= target
+            first = np.where(there.any(1), np.array(row.elapsed)[there.argmax(1)], np.inf)[:, None, None]
             known = vars(row.stopped(1)) | {"metric": "seconds", "largest": False, "merged": None, "worst": None}
-            curves = first[:-1, None, None]
-            known |= {"steps": row.steps[-1:], "elapsed": None, "curves": curves, "consensus": curves}
-            found.append(Reached(**known, after=float(first[-1])))
+            known |= {"steps": row.steps[-1:], "elapsed": None, "curves": first, "consensus": first}
+            found.append(Reached(**known))
     return found
 
 

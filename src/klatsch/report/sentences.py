@@ -311,7 +311,8 @@ class Sentence(selection.Words):
         if tolerance is None or not met:
             return None, "was not run"
         if not gaps:
-            return (all(met) if self.over == "all" else None), "all diverged"
+            text = "; ".join(texts) if at.reach else "all diverged"
+            return (all(met) if self.over == "all" else None), text
         middle, low, high = (tolerance.told(gap) for gap in (median(gaps), min(gaps), max(gaps)))
         summary = f"{middle} in the median, {tolerance.told(mean(gaps))} in the mean, from {low} to {high}"
         if self.over == "all":
@@ -334,13 +335,13 @@ class Sentence(selection.Words):
                 yield words, [row for row in group if not row.diverged] or group, best_of(against)
 
     def _rivals(self, rows: Sequence[Row]) -> list[Row]:
-        """Theirs that did not diverge, each showing what its selection asks for."""
+        """Theirs that did not diverge (who never has an accuracy is late), each showing what its selection asks for."""
         rivals = []
         for table in self.theirs:
             of = table.get("of", "mean")
             chosen = selected(rows, {name: value for name, value in table.items() if name != "of"})
             rivals += chosen if of == "mean" else [row.showing(of) for row in chosen if vars(row)[of] is not None]
-        return [row for row in rivals if not row.diverged]
+        return [row for row in rivals if self.at.reach or not row.diverged]
 
     def _course(self, points: Points, rows: Sequence[Row]) -> Answer:
         """Whether one rule on one graph has the trend; `rows` are all of the panel."""
@@ -386,9 +387,9 @@ def told(row: Row) -> str:
 
 
 def spread(row: Row) -> str:
-    """Seconds in words, with those of the seeds where they differ."""
-    low, value, high = ("never" if math.isinf(one) else duration(one) for one in (row.low, row.value, row.high))
-    return f"{value} ({low} to {high})" if row.low < row.high else value
+    """Seconds until all seeds are there in words, with those of the first seed if it is earlier."""
+    first, last = ("never" if math.isinf(one) else duration(one) for one in (row.low, row.value))
+    return f"{last} (from {first})" if row.low < row.value else last
 
 
 def factor(times: float) -> str:
@@ -401,8 +402,29 @@ def factor(times: float) -> str:
 # --- seconds to an accuracy ------------------------------------------------------------------------------------------
 
 
+class Standing(NamedTuple):
+    """Who has a share of the best accuracy first."""
+
+    clock: str
+    nodes: int
+    share: float
+    first: dict[str, Row]  # of each family that has runs
+
+    @property
+    def numbers(self) -> list[tuple[str, ...]]:
+        """A line for each family, as in STANDING."""
+        head = self.clock, str(self.nodes), f"{self.share:g}"
+        return [
+            (*head, of, row.rule, row.topology, f"{row.lr:g}", f"{row.value:.4g}", f"{row.low:.4g}")
+            for of, row in self.first.items()
+        ]
+
+
+STANDING = ("clock", "M", "share", "family", "rule", "topology", "lr", "seconds of all seeds", "of the first seed")
+
+
 class Race(selection.Words):
-    """A table of a study: the seconds until the first run of each family has a share of the best accuracy.
+    """A table of a study: the seconds until all seeds of a way have a share of the best accuracy, first of its family.
 
     Args:
         title: above it.
@@ -416,7 +438,7 @@ class Race(selection.Words):
     title: str
     to: tuple[Annotated[float, Field(gt=0, le=1)], ...]
     families: dict[str, Selections]
-    ours: tuple[str, ...]
+    ours: tuple[str, ...] = ()
     of: Literal["mean", "merged", "worst"] = "mean"
 
     def check_names(self, place: str, known: Mapping[str, Options], clocks: Mapping[str, Clock]) -> None:
@@ -427,24 +449,38 @@ class Race(selection.Words):
         if not clocks:
             raise ValueError(f"{place}: seconds need a clock; give the study [clocks]")
 
-    def lines(self, rows: Sequence[Row], clocks: Mapping[str, Clock]) -> list[tuple[str, ...]]:
-        """The table: its header, and a line for each clock, number of machines and share."""
-        table = [("clock", "M", "of the best", *self.families, "others / ours")]
+    def run(self, rows: Sequence[Row], clocks: Mapping[str, Clock]) -> list[Standing]:
+        """Who is first, for each clock, number of machines and share."""
+        standings = []
         rows = [row if self.of == "mean" else row.showing(self.of) for row in rows]
         for name, clock in clocks.items():
             timed = selection.timed(rows, name, clock)
             for M, share in product(sorted({row.nodes for row in timed}), self.to):
                 there = selected(selection.reaching(timed, share), {"nodes": M})
-                first = {of: best_of(members) for of, family in self.families.items()
-                         if (members := [row for row in selected(there, family) if not row.diverged])}  # fmt: skip
-                cells = [
-                    f"{spread(first[of])}, {first[of].topology}" if of in first else "never" for of in self.families
-                ]
-                ours = min((row.value for of, row in first.items() if of in self.ours), default=math.inf)
-                others = min((row.value for of, row in first.items() if of not in self.ours), default=math.inf)
-                times = factor(others / ours) if max(ours, others) < math.inf else "-"
-                table.append((name, str(M), f"{share:.0%}", *cells, times))
+                members = {of: selected(there, family) for of, family in self.families.items()}
+                first = {of: best_of(some) for of, some in members.items() if some}
+                standings.append(Standing(name, M, share, first))
+        return standings
+
+    def lines(self, standings: Sequence[Standing]) -> list[tuple[str, ...]]:
+        """The table: its header, and a line for each standing; "-" where a family has no runs."""
+        table = [("clock", "M", "of the best", *self.families, "others / ours")]
+        for name, M, share, first in standings:
+            cells = [self._cell(first.get(of)) for of in self.families]
+            others, ours = (
+                min((row.value for of, row in first.items() if (of in self.ours) is wanted), default=math.inf)
+                for wanted in (False, True)
+            )
+            alone = {(False, True): "only others", (True, False): "only ours", (True, True): "-"}
+            times = alone.get((math.isinf(others), math.isinf(ours))) or factor(others / ours)
+            table.append((name, str(M), f"{share:.0%}", *cells, times))
         return table
+
+    @staticmethod
+    def _cell(row: Row | None) -> str:
+        if row is None:
+            return "-"
+        return spread(row) if math.isinf(row.low) else f"{spread(row)}, {row.topology}"
 
 
 # --- trends over the number of machines -----------------------------------------------------------------------------
