@@ -102,7 +102,7 @@ class Moment(selection.Words):
             what it had by then), or rows whose bytes are the budgets (a run that sends more does not count).
         seconds: the name of a clock of the study; budgets are doubled.
         first_done: the name of a clock: when the first run is done, at the learning rates that are best for then.
-        reach: with `seconds`, no moment: compared are the seconds until runs have this share of the best accuracy.
+        reach: with `seconds`, no moment: compared are the seconds until all seeds have this share of the best accuracy.
     """
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
