@@ -232,7 +232,7 @@ def test_deaths_take_as_long_as_if_they_were_drawn():
     assert deaths.stretch(nodes, all_reduce=False) == pytest.approx((worked + waits) / worked, rel=0.01)
 
 
-@pytest.mark.parametrize("write", (0.4, 4.0, 40.0))
+@pytest.mark.parametrize("write", [0.4, 4.0, 40.0])
 def test_checkpoints_are_as_frequent_as_pays_off(write):
     deaths, nodes = Deaths(86_400.0, restart=30.0, write=write, notice=10.0), 64
     each, any_interval = deaths.life / nodes, np.geomspace(1.0, 1350.0, 1000)
