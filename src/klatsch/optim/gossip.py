@@ -61,9 +61,9 @@ class Gossip(Watched, Joinable, JoinHook):
         params: parameters, or groups of them with their own "lr", "weight_decay" and, if the rule has them, "momentum",
             "betas" and "eps"; for Muon, "matrices": False gives a group, such as embeddings, to AdamW.
         rule: the update rule, such as rules.make("dat", lr=0.1); its lr is the default of the groups.
-        topology: a Topology with one node per rank, or the name of one; by default `rule.graph`: "base_graph", where a
-            rank talks to one other per round and all agree after a few, or "ring" for rules that need a static graph or
-            do better there.
+        topology: a Topology with one node per rank, or the name of one; by default `rule.graph`: "base_graph" (for
+            Muon "one_peer_exponential"), where a rank talks to one other per round and all agree after a few, or "ring"
+            for rules that need a static graph or do better there.
         group: the process group; all ranks by default, whether or not the script has called init_process_group.
         mesh: instead of a group, a DeviceMesh of (hosts, GPUs of a host), or its first dimension mesh["host"]: a node
             of the network is then a host, with DDP or FSDP2 inside; see docs/hosts.md.

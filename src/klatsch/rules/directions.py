@@ -198,6 +198,7 @@ class Muon(Adam):
     adjust_lr: str = "match_rms_adamw"
     adam_lr: Given = 1.0
     short: ClassVar[str] = "muon"
+    graph = "one_peer_exponential"  # on which it was measured, beside an all-reduce
     also = "momentum"
     needs_shapes = True
 
