@@ -3,6 +3,7 @@
 import csv
 import lzma
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from klatsch import catalogue, problems, rules
 from klatsch.report.installed import GROUPS, content_of, study_of
 from klatsch.report.pages import Outline
+from klatsch.report.selection import selected
 from klatsch.report.sentences import STANDING
 from klatsch.study import Row, Store, expand, parse
 from klatsch.study.batches import most_numbers, pack
@@ -66,6 +68,17 @@ def rows_of(name):
     return rows
 
 
+def rows_of_runs(name, folder):
+    """The rows of a study whose runs are committed: as they are, where a table has four digits."""
+    file = folder / "runs.sqlite"
+    file.write_bytes(lzma.decompress((RESULTS / "bytes-runs.sqlite.xz").read_bytes()))
+    study = study_of(name, "paper")
+    with Store(file) as store:
+        runs = screened(study, expand(study)[0], store)
+        assert not runs.missing(store)
+        return runs.rows(store)
+
+
 def by_name(options):
     """Those options of a problem that differ between the rows of a page, as a table shows them."""
     return tuple("" if options.get(name) is None else f"{float(options[name]):g}" for name in OPTIONS)
@@ -79,10 +92,11 @@ def is_known(sentence):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
-def test_verdicts_of_the_committed_pages_follow_from_their_tables(name):
+def test_verdicts_of_the_committed_pages_follow_from_their_tables_or_runs(name, tmp_path):
     text = (RESULTS / f"{name}-paper.md").read_text()
     committed = {line.rpartition(" (")[0]: word for word, line in re.findall(r"^- \*\*(.*?)\*\*: (.*)$", text, re.M)}
-    rows, script = rows_of(name), Outline.of(thinned(name), list(cases_of(name).values()))
+    rows = rows_of_runs(name, tmp_path) if name in ("bytes", "bytes-alike") else rows_of(name)
+    script = Outline.of(thinned(name), list(cases_of(name).values()))
     verdicts = [verdict for sentence in script.sentences if is_known(sentence) for verdict in sentence.check(rows)]
     assert {v.claim: v.word for v in verdicts} == {v.claim: committed[v.claim] for v in verdicts}
     assert len(verdicts) >= (0 if name in ("stragglers", "seconds") else 3)
@@ -91,15 +105,9 @@ def test_verdicts_of_the_committed_pages_follow_from_their_tables(name):
 @pytest.mark.slow
 def test_the_page_of_seconds_follows_from_the_runs_of_bytes(tmp_path):
     """Its table, the same as CSV, and verdicts: the runs are there, and what is written is what clocks say of them."""
-    file = tmp_path / "runs.sqlite"
-    file.write_bytes(lzma.decompress((RESULTS / "bytes-runs.sqlite.xz").read_bytes()))
-    study, page = study_of("seconds", "paper"), (RESULTS / "seconds-paper.md").read_text()
-    cases = expand(study)[0]
-    with Store(file) as store:
-        runs = screened(study, cases, store)
-        assert not runs.missing(store)
-        rows = runs.rows(store)
-    script, name = Outline.of(study, cases), "25 M, internet, deaths"
+    page, rows = (RESULTS / "seconds-paper.md").read_text(), rows_of_runs("seconds", tmp_path)
+    study = study_of("seconds", "paper")
+    script, name = Outline.of(study, expand(study)[0]), "25 M, internet, deaths"
     (race,) = script.races
     standings = race.run(rows, script.clocks)
     assert len(standings) == 60
@@ -114,6 +122,56 @@ def test_the_page_of_seconds_follows_from_the_runs_of_bytes(tmp_path):
     assert {verdict.word for verdict in told} == {"holds", "does not hold"}
     for verdict in told:
         assert f"- **{verdict.word}**: {verdict.claim} (the study of seconds)\n  - {verdict.figures[0]}" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("claim", ["level with DiLoCo", "ahead of an all-reduce in float32"])
+def test_at_equal_bytes_gossip_sends_no_more_than_what_it_is_compared_with(claim):
+    """A run that sends a hundredth more does not count, and where none is left the sentence does not hold."""
+    rows = [row for row in rows_of("bytes") if row.nodes == 64]
+    outline = Outline.of(thinned("bytes"), list(cases_of("bytes").values()))
+    (sentence,) = [sentence for sentence in outline.sentences if claim in sentence.claim]
+    theirs = selected(rows, sentence.theirs)
+    budgets = {row.megabytes for row in theirs}
+    perfect = replace(selected(rows, sentence.ours)[0], curves=np.ones((3, 1, 1)))
+
+    def verdict(share):
+        sent = [replace(perfect, sent=1e6 * share * budget) for budget in budgets]
+        (told,) = sentence.check([*theirs, *sent])
+        return told.holds, told.figures[0].count("none of ours")
+
+    assert verdict(1.0) == (True, 0)
+    assert verdict(1.01) == (False, 1)  # at the smallest; elsewhere what the one below sends is enough
+
+
+def lines_of(name):
+    with (RESULTS / f"{name}-paper.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def assert_tells(cell, lines):
+    """A cell such as "**89.9** (89.7 to 90.0) of something" tells the best of these lines of a committed table."""
+    best = max(lines, key=lambda line: float(line["accuracy"]))
+    told = re.match(r"\*{0,2}([\d.]+)\*{0,2} \(([\d.]+) to ([\d.]+)\)", cell)
+    known = [100 * float(best[key]) for key in ("accuracy", "from", "to")]
+    assert np.abs(np.subtract([float(number) for number in told.groups()], known)).max() < 0.056, (cell, best)
+
+
+def test_the_table_at_equal_bytes_tells_the_best_that_sends_no_more():
+    page, lines = (RESULTS.parent / "slow-networks.md").read_text(), lines_of("bytes")
+    told = re.findall(r"^\| every (?:(\d+)\w\w )?round \(.*?\) \|(.*)\|$", page, re.M)
+    assert len(told) == 7
+    for every, cells in told:
+        for nodes, cells_of in zip(("16", "64"), np.array_split(cells.split(" | "), 2), strict=True):
+            mine = [line for line in lines if line["M"] == nodes]
+            graph = f"complete/{every}" if every else "complete"
+            (budget,) = {float(line["MB sent"]) for line in mine if line["topology"] == graph}
+            within = [line for line in mine if float(line["MB sent"]) <= budget]
+            reduced = [line for line in within if line["topology"].startswith("complete")]
+            local = [line for line in reduced if line["rule"].startswith("dsgd")]
+            gossip = [line for line in within if "int8" in line["topology"]]
+            for cell, those in zip(cells_of, (local, [x for x in reduced if x not in local], gossip), strict=True):
+                assert_tells(cell.strip(), those)
 
 
 def test_every_study_has_words_that_fit_it():

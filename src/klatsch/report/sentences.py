@@ -99,7 +99,8 @@ class Moment(selection.Words):
     Args:
         share: of the rounds.
         bytes: "doubled" (what the cheapest run sends, then twice as much, and so on; a run that sends more counts with
-            what it had by then), or rows whose bytes are the budgets (a run that sends more does not count).
+            what it had by then), or rows whose bytes are the budgets (a run that sends more does not count; where none
+            of ours sends so little, they have lost).
         seconds: the name of a clock of the study; budgets are doubled.
         first_done: the name of a clock: when the first run is done, at the learning rates that are best for then.
         reach: with `seconds`, no moment: compared are the seconds until all seeds have this share of the best accuracy.
@@ -291,7 +292,7 @@ class Sentence(selection.Words):
             pairs = list(self._pairs(known))
             if (
                 not pairs
-                and (at.bytes == "doubled" or (at.seconds and at.reach is None))
+                and (at.bytes or (at.seconds and at.reach is None))
                 and selected(rows, self.ours)
                 and self._rivals(known)
             ):
