@@ -174,6 +174,21 @@ def test_the_table_at_equal_bytes_tells_the_best_that_sends_no_more():
                 assert_tells(cell.strip(), those)
 
 
+def test_the_table_of_the_readme_tells_what_the_committed_table_says():
+    page = (RESULTS.parents[1] / "README.md").read_text()
+    lines = [line for line in lines_of("bytes") if line["M"] == "16"]
+    told = dict(re.findall(r"^\| (.+?) \| (\d.+?) \|", page[page.index("LeNet, 16 machines") :], re.M))
+    rows = {
+        "all-reduce": ("complete", "dsgd (momentum 0.9"),
+        "plain gossip, momentum or AdamW of its own": ("one_peer_exponential", "dsgd (momentum 0.9"),
+        "`GossipSGD`, `GossipAdamW`": ("one_peer_exponential", "dsgd (shared True"),
+        "`qg` with int8: an eighth of `GossipSGD`'s bytes": ("one_peer_exponential (wire int8)", "qg (cosine"),
+    }
+    assert told.keys() == rows.keys()
+    for name, (graph, rule) in rows.items():
+        assert_tells(told[name], [x for x in lines if x["topology"] == graph and x["rule"].startswith(rule)])
+
+
 def test_every_study_has_words_that_fit_it():
     for name in (*catalogue.STUDIES, "demo"):
         study = thinned(name, "quick")
