@@ -28,7 +28,7 @@ from klatsch.files import folder_for
 from klatsch.optim import groups
 from klatsch.optim.gossip import Gossip
 from klatsch.optim.hosts import cut_along, piece
-from klatsch.optim.post import Post
+from klatsch.optim.post import DTYPES, Post
 from klatsch.ranks import saved
 from klatsch.ranks.agreement import told
 from klatsch.ranks.failures import NonFiniteError, shown, warn
@@ -40,7 +40,6 @@ from klatsch.wire.rehearsal import FEW, Rehearsal
 FORGED = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
 CONTENT = ("vectors", "groups", "scales", "memories", "counted", "others", "generators")
 AVERAGED = ("vectors.", "groups.", "others.")  # tensors that a fresh rank gets the means of
-DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 Read = tuple[Path, dict[str, Any], dict[str, Tensor]]  # a file, its header and its tensors
 OUT_OF_SIGHT = 1 << 40  # what it costs to give a rank a file that it does not see: more than all other choices together
 

@@ -148,7 +148,10 @@ class Post:
         store = PrefixStore(f"epoch{self.epoch.number}/links{next(self._times)}", crew.store)
         edges = Edges(store, self.rank, self._timeout, crew.address, members, optional=True, guarded=True)
         choices = {"on_failure": "continue", "catch_up": catch_up, "first": self.epoch.start}
-        is_out = partial(_is_out, crew, members)
+
+        def is_out(peer: int) -> bool:
+            return crew.is_out(members[peer])
+
         return GlooLinks(edges, self.topology, device, self._timeout, is_out=is_out, **choices)  # type: ignore[arg-type]
 
     def next_epoch(self, links: GlooLinks, rounds: int) -> Epoch | None:
@@ -359,10 +362,6 @@ def _moved(
         if node >= 0 and (audience, before[node]) in kept and not spoilt.get(place := now.index(before[node]), True):
             held[f"{message} {place} {audience} {part}"] = copy
     return {"held": held}
-
-
-def _is_out(crew: Crew, members: Sequence[str], peer: int) -> bool:
-    return crew.is_out(members[peer])
 
 
 def _asked_for(links: GlooLinks, t: int, neighbours: Sequence[int]) -> Held | None:

@@ -32,8 +32,9 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from klatsch.files import token_of
+from klatsch.ranks.agreement import SHOWN
 from klatsch.ranks.failures import warn
-from klatsch.ranks.registry import AHEAD, PATIENCE, SHOWN, TICK, Epoch, Line, Message, address_of, connect
+from klatsch.ranks.registry import AHEAD, PATIENCE, TICK, Epoch, Line, Message, address_of, connect
 
 ADDRESSES, TOKEN_FILE = "KLATSCH_CREW", "KLATSCH_CREW_TOKEN_FILE"  # in the environment
 RETRY = 0.3  # seconds between two attempts to find a registry

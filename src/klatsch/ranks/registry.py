@@ -35,7 +35,6 @@ PATIENCE = 5.0  # seconds for a stranger to prove itself
 AHEAD = 2  # rounds that a member may begin after its answer
 GRACE = 1.0  # seconds in which a member whose connection broke may return
 TICK = 0.25  # seconds between two looks at the clock
-SHOWN = 140  # characters of a fact; of a longer one, its hash is compared
 MEND, MOST = 2.0, 600.0  # seconds until edges that broke are made anew: the first time, and at most
 
 
