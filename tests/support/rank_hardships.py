@@ -371,6 +371,7 @@ def behind(folder, slow, rounds, travel, rule="dat", graph="ring", every=None, d
         optimizer.step()
         if checkpointer is not None:
             checkpointer.step()
-    assert optimizer.caught_up - before == optimizer.rounds - resumed - len(taken)
+    left_out = optimizer.caught_up - before
+    assert left_out == optimizer.rounds - resumed - len(taken)
     optimizer.finish()
-    keep(folder, optimizer, x, taken=taken, resumed=resumed, lost=optimizer.lost)
+    keep(folder, optimizer, x, taken=taken, left_out=left_out, resumed=resumed, lost=optimizer.lost)
