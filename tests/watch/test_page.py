@@ -186,6 +186,18 @@ def test_what_comes_is_shown_and_a_page_outlives_its_server(watch, tab, tmp_path
     tab.errors.clear()  # the browser tells of the connection
 
 
+def test_a_link_on_another_site_opens_a_page_that_needs_its_token(watch, tab, tmp_path):
+    url = watch(recorded(tmp_path / "log", size=3, count=5, slow=(0, 1)), "--host", "0.0.0.0")
+    tab.ask("Network.enable")
+    tab.ask("Network.clearBrowserCookies")
+    tab.open(f"data:text/html,<a href={url}>the training</a>")
+    tab.value("document.querySelector('a').click()")
+    tab.until("location.protocol === 'http:' && document.readyState === 'complete'")
+    assert tab.value("location.search") == ""  # the token is in the cookie
+    assert "with its token" not in tab.text("body")
+    tab.until(WORST)
+
+
 # --- ranks and crews ------------------------------------------------------------------------------------------------
 
 

@@ -215,8 +215,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(403, "open the page by the address that klatsch watch has printed")
         if self.server.token and not self._has_token(parse_qs(asked.query).get("token", [""])[0]):
             return self._refuse(403, "open the page by the address that klatsch watch has printed, with its token")
-        if self.server.token and "token=" in asked.query:  # into a cookie, and out of the address
-            cookie = f"{self._cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+        if self.server.token and "token=" in asked.query:
+            # Into a cookie, and out of the address; Lax, so that a link in a chat opens the page.
+            cookie = f"{self._cookie}={self.server.token}; HttpOnly; SameSite=Lax; Path=/"
             self._begin(303, "text/plain", **{"Location": "/", "Set-Cookie": cookie})
         elif self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and asked.path != "/":
             self._refuse(403, "another site asks for it")
