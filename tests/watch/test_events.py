@@ -167,6 +167,19 @@ def test_waiting_is_told_of_members_that_are_there():
     diary.close()
 
 
+def test_two_optimizers_with_one_log_are_two_members(tmp_path):
+    first, second = (one_node(tmp_path / "log", steps=steps) for steps in (1, 2))
+    apart = one_node(tmp_path / "other")
+    del first
+    third = one_node(tmp_path / "log", steps=3)
+    del second, third, apart
+    told = [*read(tmp_path / "log")]
+    assert [event["round"] for event in of(told, "end", "0-2")] == [2]
+    assert [event["round"] for event in of(told, "end", "0")] == [1, 3]  # the third has the name of the first
+    assert {(event["member"], *event["members"]) for event in of(told, "epoch")} == {("0", "0"), ("0-2", "0-2")}
+    assert os.listdir(tmp_path / "other") == ["0.jsonl"]
+
+
 @pytest.mark.parametrize("value", [None, "text", (torch.ones(1), 2), torch.ones(3), torch.tensor(1j)])
 def test_a_closure_may_return_anything(value):
     events = []

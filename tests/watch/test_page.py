@@ -58,7 +58,8 @@ def recorded(folder, size=8, count=100, slow=(2, 3), killed=None, name=str):
         for k in ((killed - 1) % size, (killed + 1) % size):
             tell(k, "lost", 0.1 * count + 0.1, round=count // 2, neighbour=name(killed), why="connection reset")
     for k, own in lines.items():
-        (folder / f"{k}.jsonl").write_text("".join(own))
+        stem = re.sub(r"[^\w-]", "-", name(k))
+        (folder / f"{stem}.jsonl").write_text("".join(own))
     return folder
 
 
@@ -151,6 +152,16 @@ def test_members_are_sorted_and_chosen(watch, tab, tmp_path):
     tab.press(" ")
     tab.until("document.querySelector('#graph .chosen title')?.textContent.startsWith('7:')")
     tab.until(f"{first}.getAttribute('aria-pressed') === 'true'")
+
+
+def test_two_optimizers_of_the_same_ranks_are_two_graphs(watch, tab, tmp_path):
+    recorded(tmp_path / "log", size=3, slow=(0, 1))
+    watch(recorded(tmp_path / "log", size=3, count=20, slow=(1, 2), name="{}-2".format))
+    tab.until(f"{ROWS}['2-2']?.[1] === '20'")
+    assert [*tab.value(LINKS)] == ["0 1", "1 0", "1-2 2-2", "2-2 1-2"]
+    rows = tab.value(ROWS)
+    assert [*rows] == ["0", "1", "2", "0-2", "1-2", "2-2"]
+    assert {row[2] for row in rows.values()} == {"–"}  # nobody is behind the other one's rounds
 
 
 def test_what_events_say_is_never_markup(watch, tab, tmp_path):

@@ -8,7 +8,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import SupportsFloat
+from itertools import count
+from typing import ClassVar, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -34,8 +35,14 @@ OWN = {*ABOUT, *ROW, "bytes", "waited", "waits", "lag", "seconds", "lr", "skippe
 class Diary:
     """The events of one optimizer; it outlives the optimizer, to tell of its end."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    _open: ClassVar[weakref.WeakSet[Diary]] = weakref.WeakSet()  # of this process
+
+    def __init__(self, sinks: Sequence[Sink], rank: int = 0) -> None:
         self.log = Log(sinks, warn)
+        self._places = {(rank, str(sink)) for sink in sinks}
+        taken = {other.number for other in Diary._open if other._places & self._places}
+        self.number = next(number for number in count(1) if number not in taken)  # of the optimizers with one log
+        Diary._open.add(self)
         self.member, self.members, self.rounds = "", list[str](), 0
         self.given: dict[str, SupportsFloat] = {}  # numbers of the user for the next event of a round
         self._lost = set[str]()
@@ -91,6 +98,7 @@ class Diary:
 
     def close(self) -> None:
         """Tell of the last round, and of the end."""
+        Diary._open.discard(self)
         self.look(self.rounds)
         if self.given or self.rounds != self._told:
             self.tell_round()
@@ -151,7 +159,7 @@ class Watched(Points):
 
     def _begin_diary(self, sinks: Sequence[Sink]) -> None:
         if sinks:
-            self._diary = Diary(sinks)
+            self._diary = Diary(sinks, self.rank)
             weakref.finalize(self, self._diary.close)
             if self.post is not None:
                 self.post.tell = self._diary.tell
@@ -161,8 +169,9 @@ class Watched(Points):
         """Tell where this rank stands now, in a crew that changes or for good."""
         if (diary := self._diary) is None:
             return
-        members: Sequence[str] = [*map(str, range(self.topology.size))]
-        member, epoch = str(self.rank), 1
+        suffix = f"-{diary.number}" if diary.number > 1 else ""
+        members: Sequence[str] = [f"{rank}{suffix}" for rank in range(self.topology.size)]
+        member, epoch = members[self.rank], 1
         if self.post is not None:
             members, member, epoch = self.post.epoch.members, self.post.crew.member, self.post.epoch.number
         if member != diary.member:

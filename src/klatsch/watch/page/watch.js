@@ -55,7 +55,7 @@ class Member {
   constructor(id) { this.id = id; this.row = null; this.forget(); }
   forget() {
     this.known = false; this.state = "training"; this.since = 0; this.last = 0; this.host = "";
-    this.round = 0; this.told = NaN; this.lag = 0; this.now = {}; this.neighbours = []; this.off = new Set();
+    this.round = 0; this.told = NaN; this.lag = 0; this.now = {}; this.neighbours = []; this.crew = []; this.off = new Set();
     this.series = Object.fromEntries(METRICS.map(name => [name, []]));  // [time, round, value]
     this.recent = [];  // [time, waits, waited, bytes, round], over the window
     this.waits = {}; this.changed = true;
@@ -92,6 +92,7 @@ class Member {
 
 const members = new Map(), studies = new Map();
 let order = [], epoch = 0, facts = {}, log = [], front = 0;
+const fronts = new Map();  // rounds of the foremost member of each crew, by its first member
 
 function member(id) {
   id = String(id);
@@ -104,7 +105,7 @@ function member(id) {
 function reset() {
   for (const known of members.values()) known.forget();
   for (const study of studies.values()) study.forget();
-  order = []; epoch = 0; facts = {}; log = []; front = 0; marked = 0;
+  order = []; epoch = 0; facts = {}; log = []; front = 0; fronts.clear(); marked = 0;
 }
 
 let marked = 0;  // entries of the log that the page has, from the first
@@ -121,6 +122,7 @@ function fold(event) {
   if (kind === "round") {
     one.hear(event);
     front = Math.max(front, one.round);
+    fronts.set(one.crew[0], Math.max(fronts.get(one.crew[0]) ?? 0, one.round));
   } else if (kind === "start") {
     one.host = String(event.host ?? "");
     one.off.clear();
@@ -153,6 +155,10 @@ function fold(event) {
 function foldEpoch(event) {
   if (!Array.isArray(event.members) || number(event.epoch) < epoch) return;
   const now = event.members.map(String), before = order;
+  member(event.member).crew = now;
+  // A second optimizer of the same processes has members of its own, beside which those of the first one stay.
+  const isApart = ({crew}) => crew.length && !crew.some(id => now.includes(id));
+  const apart = number(event.epoch) > epoch ? [] : before.filter(id => isApart(members.get(id)));
   for (const id of now) members.get(id)?.off.forEach(gone => { if (!now.includes(gone)) members.get(id).off.delete(gone); });
   if (number(event.epoch) > epoch) {
     const first = epoch === 0;
@@ -163,7 +169,7 @@ function foldEpoch(event) {
       (come.length ? `; ${come.join(", ")} joined` : "") + (gone.length ? `; ${gone.join(", ")} left` : ""));
     for (const id of gone) { const one = members.get(id); if (one && !one.isOff) one.state = "left"; }
   }
-  order = now;
+  order = now[0] < apart[0] ? [...now, ...apart] : [...apart, ...now];
   for (const id of now) { member(id); if (members.get(id).state === "left") members.get(id).state = "training"; }
 }
 
@@ -214,7 +220,7 @@ function place() {  // anew, where members or links have changed
 function lagOf(one) {
   // Rounds are told some times a second: what others have done since then does not count.
   const speed = one.recent.length > 1 ? one.over(entry => entry[4]) : 0;
-  const seen = one.isOff || !one.recent.length ? 0 : Math.floor(front - one.round - Math.max(speed, 0.5));
+  const seen = one.isOff || !one.recent.length ? 0 : Math.floor((fronts.get(one.crew[0]) ?? 0) - one.round - Math.max(speed, 0.5));
   return Math.max(0, Number.isFinite(one.told) ? one.told : 0, seen);
 }
 
