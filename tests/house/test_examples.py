@@ -27,11 +27,14 @@ def printed(prepared):
     return run
 
 
-def test_the_readme_shows_the_difference_between_the_two_scripts():
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_page_shows_the_difference_between_the_two_scripts(page):
     pair = [(EXAMPLES / name).read_text().splitlines() for name in ("single.py", "quickstart.py")]
     difference = list(difflib.unified_diff(*pair, "single.py", "quickstart.py", n=0, lineterm=""))
-    (shown,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    first = (ROOT / page).read_text()
+    (shown,) = re.findall(r"```diff\n(.*?)```", first, re.S)
     assert shown.splitlines() == difference
+    assert "torchrun --nproc-per-node 4 examples/quickstart.py" in first
     added = [line for line in difference[2:] if line.startswith("+") and line != "+" and '"""' not in line]
     assert len(added) <= 10
 
@@ -40,6 +43,22 @@ def test_the_page_on_language_shows_the_difference_between_the_two_gpts():
     pair = [(EXAMPLES / name).read_text().splitlines() for name in ("gpt_single.py", "gpt.py")]
     (shown,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "language.md").read_text(), re.S)
     assert shown.splitlines() == list(difflib.unified_diff(*pair, "gpt_single.py", "gpt.py", n=0, lineterm=""))
+
+
+def test_the_script_for_several_machines_gives_each_its_own_data_and_tensorboard_shows_all(prepared, tmp_path):
+    pytest.importorskip("tensorboard")
+    script = re.search(r"```py\n(.*?)```", (ROOT / "docs" / "ranks.md").read_text(), re.S)[1]
+    same = script.replace("sampler=sampler", "shuffle=True")
+    assert same != script
+    for name, text in (("own", script), ("same", same)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(text)
+        ranks = prepared.ranks(4, "train.py", cwd=tmp_path / name, preload=("torch.utils.tensorboard",))
+        assert [rank.done().returncode for rank in ranks] == [0] * 4, ranks[0].stderr
+        lines = [re.fullmatch(r"rank (\d): loss (.+), distance from the others (.+)\n", rank.stdout) for rank in ranks]
+        assert all((float(line[3]) > 0) == (name == "own") for line in lines)
+        assert (len({line[2] for line in lines}) > 1) == (name == "own")
+        assert {path.parent.name for path in (tmp_path / name / "runs").rglob("events.*")} == {*"0123"}
 
 
 @pytest.mark.parametrize("afresh", [False, pytest.param(True, marks=pytest.mark.soak)])  # as a user does
