@@ -667,7 +667,7 @@ def test_a_race_in_a_figure():
     dots = [line.get_xdata()[0] for line in half.lines if line.get_marker() == "o"]
     assert sorted(dots) == pytest.approx(ends)
     shown = [text.get_text().strip() for text in half.texts]
-    assert sorted(shown) == sorted(["fast", "slow", *map(duration, ends)])
+    assert sorted(shown) == sorted(["fast", "slow", "not run", "not run", *map(duration, ends)])
     assert [text.get_text() for text in whole.texts].count("never") == 4
     assert not [line for line in whole.lines if line.get_marker() == "o"]
 

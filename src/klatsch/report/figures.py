@@ -374,8 +374,11 @@ def _raced(rows: Sequence[Row], race: Race, clocks: Mapping[str, Clock]) -> Figu
         apart = [word for word in clock.split(", ") if not all(word in name.split(", ") for name in names)]
         told = {"va": "center", "fontsize": 8.5, "transform": axis.get_yaxis_transform()}
         axis.text(0, top, literal(", ".join(apart)), weight="bold", **told)
-        for of, row in first.items():
-            y, colour = top + 1 + families.index(of), OKABE_ITO[0] if of in race.ours else "#6e6e6e"
+        for y, of in enumerate(families, top + 1):
+            colour = OKABE_ITO[0] if of in race.ours else "#6e6e6e"
+            if (row := first.get(of)) is None:
+                axis.text(1, y, "not run", color=colour, ha="right", **told)
+                continue
             name = f"{VALUE}{row.rule}, {row.topology}, M = {M}, {clock}, {share:.0%}: {spread(row)}"
             axis.plot([row.low, min(row.value, most)], [y, y], color=colour, alpha=0.45, linewidth=2.2)
             if row.diverged:
