@@ -4,6 +4,7 @@ import json
 import math
 import re
 import signal
+from time import time as now
 
 import pytest
 
@@ -34,14 +35,14 @@ def watch(start, tab):
     return show
 
 
-def recorded(folder, size=8, count=100, slow=(2, 3), killed=None, name=str):
+def recorded(folder, size=8, count=100, slow=(2, 3), killed=None, name=str, began=1e9):
     """A log of ranks on a ring, of 0.2 s a round: one link takes long, and one rank dies in the middle."""
     folder.mkdir(exist_ok=True)
     lines = {k: [] for k in range(size)}
     waits = {k: {name((k - 1) % size): 0.0, name((k + 1) % size): 0.0} for k in range(size)}
 
     def tell(k, kind, time, **facts):
-        lines[k].append(json.dumps({"event": kind, "time": 1e9 + time, "member": name(k), **facts}) + "\n")
+        lines[k].append(json.dumps({"event": kind, "time": began + time, "member": name(k), **facts}) + "\n")
 
     for k in range(size):
         tell(k, "start", 0, host=f"host{k}", rule="dat", topology="ring", wire="float32", size=size, parameters=1000)
@@ -75,12 +76,17 @@ def test_a_log_is_shown(watch, tab, tmp_path):
     assert [*rows] == [str(k) for k in range(8)]
     state, rounds, behind, loss, consensus, sent, waited = rows["0"]
     assert (rounds, behind, loss, consensus, sent, waited) == ("100", "–", "0.1353", "0.01000", "100 kB", "1.2 s")
-    assert state.startswith("silent for")
+    assert state == tab.text("#status") == "stopped"  # it is a record
+    assert tab.text("#tile-members") == "7of 8 stopped"
+    assert not tab.value("document.querySelector('#rows .bad')?.textContent === 'stopped'")
     assert (rows["6"][0], rows["4"][2]) == ("lost", "7")
     assert tab.value("document.querySelectorAll('#graph circle.node.lag2').length") == 1
     assert "−7" in tab.text("#graph")
     assert "5: lost 6 in round 50: connection reset" in tab.text("#events")
     assert tab.text("#facts") == "dat · ring · float32 · 1,000 parameters"
+    links = tab.value("[...document.querySelectorAll('#links tr')].map(row => row.children[1].innerText)")
+    assert len(links) == 8
+    assert links[-2:] == ["lost", "lost"]  # whatever was waited for them
     tab.value("document.getElementById('members').scrollIntoView()")  # what cannot be seen is not drawn
     tab.until("document.querySelectorAll('#rows path[d]').length === 32")
     tab.until("document.querySelectorAll('#chart canvas').length === 1")
@@ -152,6 +158,22 @@ def test_members_are_sorted_and_chosen(watch, tab, tmp_path):
     tab.press(" ")
     tab.until("document.querySelector('#graph .chosen title')?.textContent.startsWith('7:')")
     tab.until(f"{first}.getAttribute('aria-pressed') === 'true'")
+
+
+def test_who_has_said_nothing_for_an_hour_is_silent(watch, tab, tmp_path):
+    watch(recorded(tmp_path / "log", size=2, count=5, slow=(0, 1), began=now() - 3600))
+    tab.until(WORST)
+    assert re.fullmatch(r"silent for \d+ min", tab.value(ROWS)["0"][0])
+    assert tab.value("document.querySelectorAll('#rows .bad').length") == 2
+
+
+@pytest.mark.parametrize("size", [20, 64])
+def test_the_share_of_a_slow_link_does_not_cover_it(size, watch, tab, tmp_path):
+    watch(recorded(tmp_path / "log", size=size, count=5, slow=(size // 4, size // 4 + 1)))
+    shown = "[...document.querySelectorAll('#graph .half.wait3, #graph .share')].map(e => e.getBoundingClientRect())"
+    tab.until(f"{shown}.length === 3")
+    *halves, (left, right, top, bottom) = tab.value(f"{shown}.map(box => [box.left, box.right, box.top, box.bottom])")
+    assert not any(left < r and a < right and top < b and t < bottom for a, r, t, b in halves)
 
 
 def test_two_optimizers_of_the_same_ranks_are_two_graphs(watch, tab, tmp_path):

@@ -8,6 +8,7 @@ const METRICS = ["loss", "consensus", "bytes", "waited"];
 const PAUSE = 250, SLOWER = 1000;  // milliseconds between two drawings, and between two of the chart
 const KEPT = 500;  // points of a sparkline
 const WINDOW = 12;  // seconds over which waiting is measured
+const DAY = 86_400;  // seconds after which a run that says nothing is one that was recorded
 const LATEST = 8.64e12;  // seconds; there are no later dates
 const MOST = 250_000;  // events that are kept for a replay
 const SHOWN = 200;  // events in the list
@@ -175,6 +176,7 @@ function foldEpoch(event) {
 
 // --- the graph ---------------------------------------------------------------------------------------------------------
 
+const narrow = matchMedia("(max-width: 34rem)");  // as in watch.css
 const graph = {nodes: new Map(), halves: new Map(), shares: new Map(), shape: ""};
 graph.base = make("path", $("graph"), {class: "base"});
 graph.lines = make("g", $("graph")); graph.dots = make("g", $("graph")); graph.words = make("g", $("graph"));
@@ -189,10 +191,10 @@ function links() {  // [a, b] of all links, each once
 }
 
 function place() {  // anew, where members or links have changed
-  const pairs = links(), shape = JSON.stringify([order, pairs]);
+  const pairs = links(), shape = JSON.stringify([order, pairs, narrow.matches]);
   if (shape === graph.shape) return;
   graph.shape = shape; graph.pairs = pairs;
-  const n = order.length, radius = n > 1 ? 158 : 0, dot = Math.max(4.5, Math.min(13, 300 / n));
+  const n = order.length, radius = n < 2 ? 0 : narrow.matches ? 145 : 158, dot = Math.max(4.5, Math.min(13, 300 / n));
   graph.where = new Map(order.map((id, k) => [id, [radius * Math.sin(2 * Math.PI * k / n), -radius * Math.cos(2 * Math.PI * k / n)]]));
   set($("graph"), "class", n > 24 ? "many" : "");
   set(graph.base, "d", pairs.map(([a, b]) => `M${graph.where.get(a)}L${graph.where.get(b)}`).join(""));
@@ -245,12 +247,13 @@ function drawGraph() {
     });
   }
   for (const [key, half] of graph.halves) if (!shown.has(key)) { half.remove(); graph.halves.delete(key); }
-  ranked.sort((p, q) => q.sum - p.sum);
+  ranked.sort((p, q) => p.lost - q.lost || q.sum - p.sum);
   const named = ranked.filter(link => !link.lost && link.sum >= 0.2).slice(0, order.length > 24 ? 1 : 3), texts = [...graph.words.children];
   for (const [k, link] of named.entries()) {
     const text = texts[k] ?? make("text", graph.words, {class: "share"});
     const [[x, y], [u, v]] = [graph.where.get(link.a), graph.where.get(link.b)], far = Math.hypot(x + u, y + v) / 2;
-    const out = far > 20 && far < 156 ? 1 + 20 / far : 1;  // beside it
+    // Beside the link: outside, but not where there are so many members that their names are there.
+    const aside = (order.length > 24 ? -1 : 1) * (14 + 14 * Math.abs(x + u) / (2 * far)), out = far > 30 ? 1 + aside / far : 1;
     set(text, "x", String(out * (x + u) / 2)); set(text, "y", String(out * (y + v) / 2));
     put(text, percent(Math.max(...link.shares)));
   }
@@ -267,7 +270,7 @@ function drawGraph() {
   const gone = order.filter(id => members.get(id).isBroken).length;
   set($("graph"), "aria-label", `The graph of the crew: ${count(order.length, "member")}, ${count(graph.pairs.length, "link")}` +
     (gone ? `, ${gone} not training` : "") + (worst ? `. The slowest link is ${worst.a} to ${worst.b}` : "") + ". The tables tell the same.");
-  drawLinks(ranked.filter(link => link.total > 0 || link.lost).slice(0, 6));
+  drawLinks([...ranked.filter(link => !link.lost && link.total > 0).slice(0, 6), ...ranked.filter(link => link.lost).slice(0, 3)]);
 }
 
 function drawLinks(ranked) {
@@ -299,10 +302,10 @@ const watcher = new IntersectionObserver(entries => {
 }, {rootMargin: "100px"});
 
 function stateOf(one) {
-  const quiet = mode.now() - one.last;
+  const quiet = (hasStopped() ? last : mode.now()) - one.last;
   if (one.isOff || !one.recent.length) return one.isOff ? one.state : "waiting to begin";
   const usual = one.recent.length > 1 ? (one.recent.at(-1)[0] - one.recent[0][0]) / (one.recent.length - 1) : 1;
-  return quiet > Math.max(5, 10 * usual) ? `silent for ${seconds(quiet)}` : "training";
+  return quiet > Math.max(5, 10 * usual) ? `silent for ${seconds(quiet)}` : hasStopped() ? "stopped" : "training";
 }
 
 function rowOf(one) {
@@ -448,13 +451,13 @@ function drawTiles() {
   const ended = on.filter(one => one.isOff).length;
   const of = name => mean(on.map(one => number(one.now[name])).filter(Number.isFinite)), last = on.length ? Math.min(...on.map(one => one.round)) : front;
   const over = ended && ended === on.length;
-  tile("members", `${over ? ended : on.length - ended}`, `of ${all.length} ${over ? "ended" : "training"}${epoch > 1 ? `, epoch ${epoch}` : ""}`);
+  tile("members", `${over ? ended : on.length - ended}`, `of ${all.length} ${over ? "ended" : hasStopped() ? "stopped" : "training"}${epoch > 1 ? `, epoch ${epoch}` : ""}`);
   tile("round", whole(front), last < front - 1 ? `last ${whole(last)}` : "");
   const told = value => Number.isFinite(value) ? short(value) : "–";
   tile("loss", told(of("loss")), "mean");
   tile("consensus", told(of("consensus")), "");
   const sent = [...members.values()].reduce((sum, one) => sum + (number(one.now.bytes) || 0), 0), speed = on.reduce((sum, one) => sum + (one.over(entry => entry[3]) || 0), 0);
-  tile("bytes", bytes(sent), speed && !over ? `${bytes(speed)}/s` : "");
+  tile("bytes", bytes(sent), speed && !over && !hasStopped() ? `${bytes(speed)}/s` : "");
   tile("waited", on.length ? percent(Math.min(1, mean(on.map(one => one.over(entry => entry[2]) || 0)))) : "–", "of the time");
   const {rule, topology, wire, every, late, parameters} = facts;
   put($("facts"), [rule, topology, every > 1 ? `every ${every} rounds` : "", late ? `late ${late}` : "", wire, parameters ? `${whole(parameters)} parameters` : ""].filter(Boolean).join(" · "));
@@ -532,6 +535,8 @@ const mode = {
   now() { return this.live ? Math.max(last, Date.now() / 1000 + this.skew) : this.at; },
 };
 
+function hasStopped() { return mode.now() - last > DAY; }
+
 function arrive(events) {
   for (const event of events) {
     if (typeof event.time !== "number" || Math.abs(event.time) > LATEST) continue;
@@ -583,7 +588,7 @@ function drawReplay() {
   set($("when"), "aria-valuetext", `${text}${front ? `, round ${front}` : ""}`);
   const quiet = mode.now() - last, over = order.length > 0 && order.every(id => members.get(id).isOff);
   const done = studies.size > 0 && [...studies.values()].every(study => study.done >= study.of);
-  const words = !connected ? "no connection" : !mode.live ? (mode.playing ? "replaying" : "paused") : !all.length ? "waiting" : over || done ? "ended" : quiet > 15 ? `quiet for ${seconds(quiet)}` : "live";
+  const words = !connected ? "no connection" : !mode.live ? (mode.playing ? "replaying" : "paused") : !all.length ? "waiting" : over || done ? "ended" : hasStopped() ? "stopped" : quiet > 15 ? `quiet for ${seconds(quiet)}` : "live";
   put($("status"), words);
   set($("status"), "class", words === "live" ? "pill live" : "pill");
 }
