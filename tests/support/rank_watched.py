@@ -53,6 +53,25 @@ def story(folder):
     dist.destroy_process_group()
 
 
+def one_is_late(folder):
+    """Rank 1 begins its third round once rank 0 has told that it is late."""
+    optimizer, x, problem = begin(timeout=HANG, log=folder / "log")
+    if optimizer.rank == 0:
+        optimizer._links.step = optimizer._links.long = 0.01  # seconds
+
+    def has_told():
+        last = {"event": "late", "member": "0", "neighbour": "1", "round": 3}
+        return any(last.items() <= event.items() for event in heard.new())
+
+    heard = events.Folder(folder / "log")
+    while optimizer.rounds < 4:
+        if (optimizer.rank, optimizer.rounds) == (1, 2):
+            wait_until(has_told)
+        gradient(x, problem, optimizer.rank, optimizer.rounds + 1)
+        optimizer.step()
+    dist.destroy_process_group()
+
+
 SLOW = {2, 3}  # the ends of a link
 
 
@@ -82,10 +101,13 @@ def slow_link(folder):
 
 
 def spirals(folder, rounds=150, killed=6):
-    """All learn to tell two spirals apart. One link is slow, and after two thirds of the rounds a rank is killed."""
+    """All learn to tell two spirals apart. One link is slow, and after two thirds of the rounds a rank is killed.
+
+    The ends of the slow link compute faster than the others, and so wait longest.
+    """
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    slow_down(rank, 0.1)
+    slow_down(rank, 0.25)
     torch.manual_seed(0)
     labels, angle = torch.randint(2, (4000,)), torch.rand(4000) * 9
     inputs = torch.stack([angle * torch.cos(angle + 3.14 * labels), angle * torch.sin(angle + 3.14 * labels)], 1) / 3
@@ -100,7 +122,7 @@ def spirals(folder, rounds=150, killed=6):
         batch = torch.randint(len(inputs), (64,))
         loss = torch.nn.functional.cross_entropy(model(inputs[batch]), labels[batch])
         loss.backward()
-        time.sleep(0.15)  # as a larger model would take
+        time.sleep(0.15 if rank in SLOW else 0.3)  # as a larger model would take
         optimizer.log(loss=loss)
         optimizer.step()
     dist.destroy_process_group()

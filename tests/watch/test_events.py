@@ -85,6 +85,14 @@ def test_ranks_tell_what_happens_to_them(launch, tmp_path, monkeypatch, run_cli)
     assert lines[0].startswith("event,time,member,round")
 
 
+def test_a_rank_tells_for_whom_it_waits_long_once_a_round(launch, tmp_path):
+    ranks = launch(2, "rank_watched.one_is_late")
+    assert ranks.codes() == [0, 0], [ranks.errors(rank) for rank in range(2)]
+    late = of(read(tmp_path / "log"), "late")
+    assert {(event["member"], event["neighbour"]) for event in late} == {("0", "1")}
+    assert [event["round"] for event in late].count(3) == 1
+
+
 def test_members_of_a_crew_tell_who_comes_and_goes(prepared, tmp_path):
     crew = Crew(prepared, tmp_path, rule="dsgd", node=0, options={"log": str(tmp_path / "log")})
     first = crew.begin(4)

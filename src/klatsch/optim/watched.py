@@ -41,7 +41,7 @@ class Diary:
         self.log = Log(sinks, warn)
         self._places = {(rank, str(sink)) for sink in sinks}
         taken = {other.number for other in Diary._open if other._places & self._places}
-        self.number = next(number for number in count(1) if number not in taken)  # of the optimizers with one log
+        self.number: int = next(k for k in count(1) if k not in taken)  # among the optimizers with one log
         Diary._open.add(self)
         self.member, self.members, self.rounds = "", list[str](), 0
         self.given: dict[str, SupportsFloat] = {}  # numbers of the user for the next event of a round
@@ -59,6 +59,7 @@ class Diary:
         if links is not self._links:  # of those who are gone for good nobody asks: they would become ever more
             self._waits = {name: seconds for name, seconds in self.waits().items() if name in members}
         self.member, self.members, self._links = member, [*members], links
+        links.is_late = lambda peer, t: self.tell("late", round=t, neighbour=members[peer])
         near = [self.members[peer] for peer in links.membership.beside()]
         facts = {"epoch": epoch, "round": self.rounds + 1, "members": self.members, "neighbours": near}
         self.tell("epoch", **facts)
@@ -103,6 +104,7 @@ class Diary:
         if self.given or self.rounds != self._told:
             self.tell_round()
         self.log.close(self.member, round=self.rounds)
+        self._links = None  # which know this diary: both are freed at once
 
 
 class Watched(Points):

@@ -64,6 +64,9 @@ class GlooLinks:
         self.unsure: set[int] = set()  # neighbours that may not have got the last messages, once they are closed
         self.in_vain: dict[int, Exception] = {}  # by round: why not all ranks came together after it
         self.bytes_sent, self.seconds_waited = 0, 0.0
+        self.long = timeout / 8  # seconds of waiting after which `is_late` is told of a neighbour and the round
+        self.is_late: Callable[[int, int], object] = lambda peer, t: None
+        self._told_late: dict[int, int] = {}  # by neighbour: the last round of which that was told
         self.waits: dict[int, float] = {}  # by neighbour: seconds until its messages came while this rank waited
         self.notes = Notes(PrefixStore("notes", edges.store), self.rank)
         self._sources, self._targets = (
@@ -238,7 +241,7 @@ class GlooLinks:
         moved: dict[int, float] = {}  # by neighbour: when its last piece has come or gone
         self._take(transfers)
         for transfer in transfers:
-            in_time = self._in_time(transfer, clock, moved.get(transfer.peer, 0.0))
+            in_time = self._in_time(transfer, t, clock, moved.get(transfer.peer, 0.0))
             moved[transfer.peer] = clock.read()
             if not in_time or transfer.error is not None:
                 self.fail(transfer, t, clock.read())
@@ -246,7 +249,7 @@ class GlooLinks:
         for peer, ended in {transfer.peer: transfer.ended_at for transfer in transfers}.items():  # its last piece
             self.waits[peer] = self.waits.get(peer, 0.0) + max(0.0, ended - began)
 
-    def _in_time(self, transfer: Transfer, clock: Stopwatch, began: float) -> bool:
+    def _in_time(self, transfer: Transfer, t: int, clock: Stopwatch, began: float) -> bool:
         """Whether a message ends in time; a neighbour that is itself waiting for another gets more time."""
         deadline, last_call, peer = began + self.timeout, began + MOST_PATIENCE * self.timeout, transfer.peer
         while not transfer.ended(min(clock.step, deadline - clock.read())):
@@ -254,6 +257,9 @@ class GlooLinks:
                 transfer.error = RuntimeError(OUT)
                 return False
             self.notes.waiting(peer)
+            if self._told_late.get(peer) != t and clock.read() - began >= self.long:
+                self._told_late[peer] = t
+                self.is_late(peer, t)
             if any(self.rank in note.without for note in (self.notes.of(peer) or {}).values()):
                 transfer.error = RuntimeError(WITHOUT)
                 return False

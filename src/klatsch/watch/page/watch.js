@@ -147,7 +147,7 @@ function fold(event) {
     if (!one.isOff) { one.state = "ended"; one.since = event.time; }
     note(event, one.id, `ended${at}`);
   } else {
-    const words = {late: `used a late message of ${event.neighbour}`, skipped: "skipped its gradient", checkpoint: "wrote a checkpoint"};
+    const words = {late: `waits for ${event.neighbour}, which is late,`, skipped: "skipped its gradient", checkpoint: "wrote a checkpoint"};
     const more = event.why ?? event.path;
     note(event, one.id, `${words[kind] ?? kind}${at}${more ? `: ${more}` : ""}`);
   }
