@@ -183,7 +183,10 @@ def test_the_table_of_the_readme_tells_what_the_committed_table_says():
         "plain gossip, momentum or AdamW of its own": ("one_peer_exponential", "dsgd (momentum 0.9"),
         "`GossipSGD`, `GossipAdamW`": ("base_graph", "dsgd (shared True"),
         "the same with int8: a quarter of the bytes": ("base_graph (wire int8)", "dsgd (shared True"),
-        "`GossipSGD` with int8 as recommended above": ("one_peer_exponential (wire int8)", "dsgd (shared first"),
+        '`GossipSGD` with int8, one-peer exponential, `shared="first"`': (
+            "one_peer_exponential (wire int8)",
+            "dsgd (shared first",
+        ),
         "`qg` with int8: an eighth of `GossipSGD`'s bytes": ("one_peer_exponential (wire int8)", "qg (cosine"),
     }
     assert told.keys() == rows.keys()
