@@ -13,8 +13,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import sparse
 from scipy.sparse import csr_array, diags_array
-from scipy.sparse.csgraph import breadth_first_order, connected_components, shortest_path
 from torch import Tensor
 
 from klatsch.topology import Topology
@@ -119,7 +119,7 @@ class Membership:
     def tree(self, t: int | None = None) -> tuple[list[int], list[int], int]:
         """The parent of this rank (none at the root), its children and depth in one tree of all within reach."""
         nodes, depth = self.within_reach(t), 0
-        parents: list[int] = breadth_first_order(self._graph(t), nodes[0], directed=False)[1].tolist()
+        parents: list[int] = sparse.csgraph.breadth_first_order(self._graph(t), nodes[0], directed=False)[1].tolist()
         above = self.rank
         while above != nodes[0]:
             above, depth = parents[above], depth + 1
@@ -156,7 +156,7 @@ class Membership:
 
     def _groups(self, t: int | None = None) -> list[list[int]]:
         """The ranks in groups that reach each other over links that hold."""
-        number, groups = connected_components(self._graph(t), connection="strong")
+        number, groups = sparse.csgraph.connected_components(self._graph(t), connection="strong")
         return [np.flatnonzero(groups == k).tolist() for k in range(number)]
 
     def _end(self, nodes: list[int]) -> int:
@@ -182,7 +182,7 @@ def _balanced(topology: Topology, ways: tuple[tuple[int, int], ...]) -> Matrix:
     """
     P, ends = topology.speaking[0], np.array(ways, dtype=int).reshape(-1, 2).T[::-1]
     held = csr_array((np.ones(len(ways)), tuple(ends)), shape=P.shape)
-    groups = connected_components(held, connection="strong")[1]
+    groups = sparse.csgraph.connected_components(held, connection="strong")[1]
     held.data = held.data * (groups[held.nonzero()[0]] == groups[held.nonzero()[1]])
     left = csr_array(P.multiply(held))
     left = csr_array(left + diags_array(1.0 - left.sum(axis=1)))
@@ -227,7 +227,7 @@ def lag(topology: Topology) -> int:
     It is also how many rounds news takes to reach everybody, from any round.
     """
     if not topology.changes:
-        hops = shortest_path(topology.speaking[0], unweighted=True)
+        hops = sparse.csgraph.shortest_path(topology.speaking[0], unweighted=True)
         return int(hops[np.isfinite(hops)].max()) * (topology.every + topology.late)
     if topology.shuffle is not None:
         return _longest(topology)

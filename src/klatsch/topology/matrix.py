@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 from scipy.sparse import csr_array, diags_array, issparse
-from scipy.sparse.csgraph import breadth_first_order, connected_components, shortest_path
 
 if TYPE_CHECKING:
     import torch  # which graphs do not need
@@ -233,9 +233,9 @@ def _settles(matrices: Sequence[Matrix]) -> bool:
         targets.append(row + np.int64((phase + 1) % period * size))
     source, target = np.concatenate(sources), np.concatenate(targets)
     graph = csr_array((np.ones(len(source)), (source, target)), shape=(size * period, size * period))
-    if connected_components(graph, connection="strong")[0] > 1:
+    if sparse.csgraph.connected_components(graph, connection="strong")[0] > 1:
         return False
-    level = shortest_path(graph, unweighted=True, indices=0).astype(np.int64)
+    level = sparse.csgraph.shortest_path(graph, unweighted=True, indices=0).astype(np.int64)
     return int(np.gcd.reduce(level[source] + 1 - level[target])) == period
 
 
@@ -267,7 +267,7 @@ def check_connected(name: str, matrices: Sequence[Matrix], label: Callable[[int]
     hears = sum(matrices[1:], start=matrices[0])
     size = int(hears.shape[0])
     for pattern, heard_first in ((hears.T, False), (hears, True)):
-        reached = breadth_first_order(csr_array(pattern), 0, return_predecessors=False)
+        reached = sparse.csgraph.breadth_first_order(csr_array(pattern), 0, return_predecessors=False)
         if len(reached) < size:
             lost = int(np.setdiff1d(np.arange(size), reached)[0])
             start, end = (lost, 0) if heard_first else (0, lost)

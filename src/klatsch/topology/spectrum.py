@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse  # whose linalg and csgraph load when asked for: a sixth of what importing us adds to torch
 from scipy.sparse import csr_array
-from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs, eigsh
 
 from klatsch.topology.matrix import Matrix, is_averaging
 
@@ -56,15 +56,17 @@ def smallest_eigenvalue(P: Matrix, *, rough: bool = False) -> float:
         return float(np.linalg.eigvalsh(P.toarray())[0])
     start = random_normal(size)
     # 1 - lambda is in [0, 2] and largest at the wanted end, where relative tolerances make sense.
-    upside_down = LinearOperator((size, size), matvec=lambda v: v - P @ v, dtype=np.float64)
+    upside_down = sparse.linalg.LinearOperator((size, size), matvec=lambda v: v - P @ v, dtype=np.float64)
     if not rough:
-        with suppress(ArpackNoConvergence):
+        with suppress(sparse.linalg.ArpackNoConvergence):
             return 1 - largest(upside_down, "LA", start)
     estimate = 1 - largest(upside_down, "LA", start, tol=1e-3, maxiter=10**5)
     if rough:
         return estimate
     below = estimate - 3e-3
-    values = eigsh(P, k=1, sigma=below, v0=start, tol=1e-8, ncv=60, maxiter=10**4, return_eigenvectors=False)
+    values = sparse.linalg.eigsh(
+        P, k=1, sigma=below, v0=start, tol=1e-8, ncv=60, maxiter=10**4, return_eigenvectors=False
+    )
     return float(values[0])
 
 
@@ -83,20 +85,26 @@ def dense(matrices: Sequence[Matrix]) -> Vector:
     return walk(matrices)(np.eye(matrices[0].shape[0]))
 
 
-def without_mean(apply: Callable[[Vector], Vector], size: int) -> LinearOperator:
+def without_mean(apply: Callable[[Vector], Vector], size: int) -> sparse.linalg.LinearOperator:
     """The operator v -> P v - mean(v), whose eigenvalues are P's with the 1 replaced by 0."""
-    return LinearOperator((size, size), matvec=lambda v: apply(v) - v.mean(), dtype=np.float64)
+    return sparse.linalg.LinearOperator((size, size), matvec=lambda v: apply(v) - v.mean(), dtype=np.float64)
 
 
 def largest(
-    operator: LinearOperator, which: Literal["LA", "LM"], start: Vector, tol: float = 1e-12, maxiter: int = 30
+    operator: sparse.linalg.LinearOperator,
+    which: Literal["LA", "LM"],
+    start: Vector,
+    tol: float = 1e-12,
+    maxiter: int = 30,
 ) -> float:
     """The eigenvalue of a symmetric operator that is largest ("LA"), or largest in modulus ("LM"), by Lanczos."""
-    values = eigsh(operator, k=1, which=which, v0=start, tol=tol, ncv=40, maxiter=maxiter, return_eigenvectors=False)
+    values = sparse.linalg.eigsh(
+        operator, k=1, which=which, v0=start, tol=tol, ncv=40, maxiter=maxiter, return_eigenvectors=False
+    )
     return float(values[0])
 
 
-def vanishes(operator: LinearOperator, start: Vector) -> bool:
+def vanishes(operator: sparse.linalg.LinearOperator, start: Vector) -> bool:
     """Whether the operator is zero, tried on a random vector; ARPACK fails on it."""
     return bool(np.linalg.norm(operator.matvec(start)) <= ZERO * np.linalg.norm(start))
 
@@ -113,9 +121,9 @@ def _symmetric_second(P: Matrix, *, positive: bool = False) -> float:
         return 0.0  # the averaging matrix itself
     try:
         return abs(largest(operator, "LM", start))
-    except ArpackNoConvergence:
+    except sparse.linalg.ArpackNoConvergence:
         # Slow mixing: the eigenvalues crowd next to 1, where (P - sigma I)^-1 tells them apart.
-        second = float(min(eigsh(P, k=2, sigma=1 + 1e-6, v0=start, tol=1e-10, return_eigenvectors=False)))
+        second = float(min(sparse.linalg.eigsh(P, k=2, sigma=1 + 1e-6, v0=start, tol=1e-10, return_eigenvectors=False)))
     if positive or -smallest_eigenvalue(P, rough=True) < second - 1e-2:
         return second
     return max(second, -smallest_eigenvalue(P))
@@ -140,9 +148,9 @@ def _directed_second(matrices: Sequence[Matrix]) -> float:
         if normal:
             return math.sqrt(abs(largest(without_mean(lambda v: back(forth(v)), size), "LA", start, maxiter=100)))
         ncv = min(100, size - 1)
-        values = eigs(operator, k=6, v0=start, tol=1e-10, ncv=ncv, maxiter=100, return_eigenvectors=False)
+        values = sparse.linalg.eigs(operator, k=6, v0=start, tol=1e-10, ncv=ncv, maxiter=100, return_eigenvectors=False)
         return float(np.abs(values).max())
-    except ArpackNoConvergence:
+    except sparse.linalg.ArpackNoConvergence:
         product = matrices[0]
         for P in matrices[1:]:
             product = csr_array(P @ product) if product.nnz <= 100 * size else product
