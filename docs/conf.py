@@ -140,8 +140,15 @@ def is_python(part):
     return True
 
 
+def say_levels(app, page, template, context, doctree):
+    """The captions of the bar at the side are headings for screen readers, which Sphinx gives no level."""
+    tree = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+
+
 def setup(app):
     """Called by Sphinx."""
+    app.connect("html-page-context", say_levels, priority=900)  # after furo
     app.connect("source-read", write)
     app.connect("autodoc-process-docstring", mark_up, priority=100)  # before napoleon
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -20,8 +20,10 @@ def test_examples_in_docstrings_print_what_is_shown(path):
     assert not result.failed
 
 
-def test_dead_links_and_pictures_without_a_description_are_found(tmp_path):
-    (tmp_path / "b.html").write_text('<h1 id="here">B</h1><img src="b.html">')
+def test_dead_links_pictures_without_a_description_and_headings_without_a_level_are_found(tmp_path):
+    (tmp_path / "b.html").write_text(
+        '<h1 id="here">B</h1><img src="b.html"><p role="heading"><p role="heading" aria-level="2">'
+    )
     (tmp_path / "a.html").write_text(
         '<a href="b.html#here">1</a> <a href="b.html#gone">2</a> <a href="c.html">3</a> <a href="#top">4</a>'
         '<a href="https://example.org/x">5</a> <img src="d.png" alt="D"> <p id="top">'
@@ -31,4 +33,5 @@ def test_dead_links_and_pictures_without_a_description_are_found(tmp_path):
         "a.html: there is no c.html",
         "a.html: there is no d.png",
         "b.html: b.html has no description",
+        "b.html: a heading in <p> has no aria-level",
     ]

@@ -1,7 +1,7 @@
 """Dead links in the built site: `python -m tests.tools.site build/site`; `make docs` runs it.
 
 Every link and picture that stays on the site leads to a file, and where it names one, to a place in it. Every picture
-has a description.
+has a description, and every heading that is none by its tag has a level.
 """
 
 import sys
@@ -24,15 +24,17 @@ class Page(HTMLParser):
         self.places |= {known[name] for name in ("id", "name") if known.get(name)}
         self.links += [known[name] for name in ("href", "src") if known.get(name)]
         if tag == "img" and not known.get("alt"):
-            self.bare.append(known.get("src"))
+            self.bare.append(f"{known.get('src')} has no description")
+        if known.get("role") == "heading" and not known.get("aria-level"):
+            self.bare.append(f"a heading in <{tag}> has no aria-level")
 
 
 def dead(folder):
-    """One line for each link that leads nowhere, and each picture without a description."""
+    """One line for each link that leads nowhere, and each picture or heading that says too little."""
     page = cache(Page)
     for path in sorted(folder.rglob("*.html")):
         name = path.relative_to(folder)
-        yield from (f"{name}: {picture} has no description" for picture in page(path).bare)
+        yield from (f"{name}: {what}" for what in page(path).bare)
         for link in page(path).links:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
