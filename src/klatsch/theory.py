@@ -223,6 +223,10 @@ def parallelism_bound(rule: str, N: float, rho: float, *, heterogeneous: bool = 
     """The order of M up to which a rule keeps the rate O(1 / sqrt(N)) for N = M T samples (Table 1, all constants 1).
 
     minibatch sqrt(N); dat rho sqrt(N); dsgd and gt rho^(1/2) N^(1/4), and dsgd rho N^(1/4) on heterogeneous data.
+
+        >>> from klatsch import theory
+        >>> [round(theory.parallelism_bound(rule, N=1e8, rho=0.1), 1) for rule in ("minibatch", "dat", "dsgd")]
+        [10000.0, 1000.0, 31.6]
     """
     on_gap, on_samples = _powers(rule, heterogeneous)
     number("N", N, lambda v: v >= 1, "a number of samples from 1 up")
@@ -234,6 +238,10 @@ def parallelism_exponent(rule: str, gap_exponent: int, *, heterogeneous: bool = 
     """The power of N in Table 1 for a family with 1 / rho = O(M^gap_exponent): 2 for the ring, 1 for the torus.
 
     M <= rho^a N^b and rho = M^-g give M <= N^(b / (1 + a g)).
+
+        >>> from klatsch import theory
+        >>> [str(theory.parallelism_exponent(rule, 2)) for rule in ("dat", "dsgd")]  # on a ring
+        ['1/6', '1/8']
     """
     on_gap, on_samples = _powers(rule, heterogeneous)
     number("gap_exponent", gap_exponent, lambda v: v >= 0, "a power from 0 up, such as 2 for the ring")

@@ -168,6 +168,14 @@ class Clock:
         """When all nodes have done so many rounds, in seconds.
 
         A graph that says so, as the complete one, is an all-reduce.
+
+            >>> from klatsch import clock, rules, topology
+            >>> wan, rule = clock.Clock(0.05, "wan"), rules.make("dsgd", lr=0.1)
+            >>> for graph in (topology.ring(8), topology.complete(8)):
+            ...     (seconds,) = wan.seconds(rule, graph, params=1_000_000, steps=[100])
+            ...     print(f"{graph.name}: {seconds:.0f} s")
+            ring: 78 s
+            complete: 95 s
         """
         return self.seconds_of(talk_of(rule, topology, params), params, steps)
 

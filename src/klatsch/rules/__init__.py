@@ -126,5 +126,10 @@ def make(name: str, lr: Given = None, **choices: Given) -> Rule:
 
 
 def options(name: str) -> tuple[str, ...]:
-    """The options that `make(name, ...)` takes."""
+    """The options that `make(name, ...)` takes.
+
+    >>> from klatsch import rules
+    >>> rules.options("dsgd")
+    ('lr', 'order', 'momentum', 'shared', 'average')
+    """
     return tuple(inspect.signature(kind(name)).parameters)

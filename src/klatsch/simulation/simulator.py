@@ -61,6 +61,12 @@ def simulate(
 ) -> Result:
     """Run an update rule on a problem over a topology, all nodes and columns at once.
 
+        >>> from klatsch import problems, rules, simulate, topology
+        >>> rule = rules.make("dat", lr=[1e-3, 1e-2])  # two columns
+        >>> result = simulate(problems.LeastSquares(8), rule, topology.ring(8), steps=200)
+        >>> [f"{distance:.4f}" for distance in result.metrics["distance"][-1]]
+        ['0.0064', '0.0011']
+
     Args:
         problem: what the nodes minimise.
         rule: the update rule; lists of hyper-parameters make columns.

@@ -395,6 +395,11 @@ def make(name: str, n: int | None = None, **choices: object) -> Topology:
     """A topology by name: `make("ring", 16)`, `make("base_graph/8", 16, k=2)`, `make("torus", rows=3, cols=4, late=1)`.
 
     "ring/8" says every = 8, gossip in every 8th round only; see `channel`, whose options all topologies take.
+
+        >>> from klatsch import topology
+        >>> graph = topology.make("base_graph", 16)
+        >>> graph.period, graph.exact_after
+        (4, 4)
     """
     own, travel = _parted(name, choices)
     graph = family(name).build(n, **own)
@@ -410,7 +415,12 @@ def options(name: str) -> tuple[str, ...]:
 
 
 def spectral_gap(name: str, n: int, **choices: object) -> float:
-    """The spectral gap rho of `make(name, n, ...)`, in closed form where one is known: there n may be a million."""
+    """The spectral gap rho of `make(name, n, ...)`, in closed form where one is known: there n may be a million.
+
+    >>> from klatsch import topology
+    >>> [f"{topology.spectral_gap('torus', n):.1e}" for n in (100, 10_000, 1_000_000)]
+    ['7.6e-02', '7.9e-04', '7.9e-06']
+    """
     (own, travel), known = _parted(name, choices), family(name)
     changed = travel.get("late", 0) >= travel["every"] or travel.get("loss") or damps(travel.get("wire", AS_THEY_ARE))
     if known.gap is None or changed:  # the weights are
