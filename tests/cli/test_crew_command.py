@@ -33,7 +33,7 @@ def town(prepared, tmp_path):
         ("join a:1 --token-file none -- true", "there is no token file none; copy the one of klatsch crew serve"),
         ("join a:1 -- no-such-program", "cannot run 'no-such-program': No such file or directory"),
         ("join a:1", "Missing argument '-- COMMAND'"),
-        ("status 127.0.0.1:1", "no registry answers (127.0.0.1:1: Connection refused); start one with"),
+        ("status 127.0.0.1:1", "no registry answers (127.0.0.1:1: Connection refused); check the address"),
         ("drop m1 127.0.0.1:1,127.0.0.1:2", "no registry answers (127.0.0.1:1: Connection refused; 127.0.0.1:2: "),
     ],
 )

@@ -201,7 +201,7 @@ def test_whatever_events_hold_pages_can_read_it():
         ("nowhere", "there is no folder or store nowhere; give one, or the HOST:PORT of a crew's registry"),
         ("none.sqlite", "there is no store none.sqlite"),
         ("text.txt", "file is not a database"),
-        ("127.0.0.1:1", "no registry answers (127.0.0.1:1: Connection refused); start one with"),
+        ("127.0.0.1:1", "no registry answers (127.0.0.1:1: Connection refused); check the address"),
         ("here:port", "there is no folder or store here:port"),
         ("127.0.0.1:1 --token-file none", "there is no token file none"),
         (". --port 70000", "--port 70000: give a port from 1 to 65535, or 0 for any"),
