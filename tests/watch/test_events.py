@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import sys
 import time
 from functools import partial
 from itertools import pairwise
@@ -283,6 +284,81 @@ def test_a_tool_that_is_missing_is_named_with_the_command_that_installs_it(monke
             sinks_of(name)
 
 
+class FakeTracker:
+    """W&B and trackio: `init` begins a run, which has `log` and `finish`."""
+
+    def __init__(self):
+        self.told = []
+
+    def init(self, *, project, name, config, **options):
+        self.told.append(("init", project, name, config["host"], options))
+        say = partial(self._say, name)
+        return SimpleNamespace(log=partial(say, "log"), finish=partial(say, "finish"))
+
+    def _say(self, name, what, *words, **more):
+        self.told.append((name, what, *words, *more.items()))
+
+
+class FakeMlflow:
+    """Runs are known to the client by their ids, which are the only thing it is given."""
+
+    def __init__(self):
+        self.told = []
+
+    def set_experiment(self, name):
+        return SimpleNamespace(experiment_id=f"id of {name}")
+
+    def MlflowClient(self):
+        return self
+
+    def create_run(self, experiment, run_name):
+        self.told.append(("create", experiment, run_name))
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"run {run_name}"))
+
+    def log_metric(self, run, name, value, timestamp, step):
+        self.told.append((run, name, value, timestamp, step))
+
+    def set_terminated(self, run):
+        self.told.append((run, "end"))
+
+
+def tell_of_two_members(sink):
+    for time_, member in enumerate("ab"):
+        sink({"event": "start", "time": time_, "member": member, "host": "north", "rule": "dat"})
+        facts = {"loss": 0.5, "waits": {"c": 2.0}, "why": "text"}
+        sink({"event": "round", "time": time_ + 0.25, "member": member, "round": 7, **facts})
+    sink({"event": "lost", "time": 2, "member": "a", "round": 8, "neighbour": "c"})
+    sink({"event": "end", "time": 3, "member": "a", "round": 8})
+
+
+@pytest.mark.parametrize("library, options", [("wandb", {"reinit": "create_new"}), ("trackio", {})])
+def test_trackers_get_a_run_for_every_member(library, options, monkeypatch):
+    fake = FakeTracker()
+    monkeypatch.setattr("klatsch.extras.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, library, fake)
+    (sink,) = sinks_of(f"{library}:project")
+    tell_of_two_members(sink)
+    told = [("log", {"loss": 0.5, "waits/c": 2.0}, ("step", 7)), ("finish",)]
+    for name in "ab":
+        begun = ("init", "project", name, "north", options)
+        assert [words for words in fake.told if name in words] == [begun, *((name, *words) for words in told)]
+    assert len(fake.told) == 6
+
+
+def test_mlflow_gets_a_run_for_every_member(monkeypatch):
+    fake = FakeMlflow()
+    monkeypatch.setattr("klatsch.extras.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    (sink,) = sinks_of("mlflow")
+    tell_of_two_members(sink)
+    for name, when in (("a", 250), ("b", 1250)):
+        run = f"run {name}"
+        assert ("create", "id of klatsch", name) in fake.told
+        told = [(run, "loss", 0.5, when, 7), (run, "waits/c", 2.0, when, 7), (run, "end")]
+        assert [words for words in fake.told if words[0] == run] == told
+    assert len(fake.told) == 8
+
+
 # --- the terminal ---------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +389,17 @@ def test_a_member_shows_all_and_another_one_after_it(terminals, tmp_path, capsys
     tell(1, "end", round=9)
     assert re.search(r"a +here +ended +7 *\nb +here +ended +9", capsys.readouterr().err)
     assert not [*tmp_path.glob("klatsch-*")]
+
+
+def test_other_processes_of_a_machine_are_quiet(terminals, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    (quiet,) = sinks_of("terminal")
+    quiet({"event": "start", "member": "c", "time": time.time(), "host": "here"})
+    quiet({"event": "round", "member": "c", "time": time.time(), "round": 3})
+    terminals[0]({"event": "end", "member": "a", "time": time.time(), "round": 5})
+    assert re.search(r"^ *c +here +trains +3", capsys.readouterr().err, re.M)  # the first one shows it
+    quiet({"event": "end", "member": "c", "time": time.time(), "round": 3})  # though nobody else does any more
+    assert capsys.readouterr().err == ""
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

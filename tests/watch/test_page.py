@@ -160,6 +160,26 @@ def test_members_are_sorted_and_chosen(watch, tab, tmp_path):
     tab.until(f"{first}.getAttribute('aria-pressed') === 'true'")
 
 
+def test_skipped_gradients_and_checkpoints_are_among_the_events(watch, tab, tmp_path):
+    log = recorded(tmp_path / "log", size=2, count=5, slow=(0, 1))
+    told = [
+        {"event": "skipped", "round": 3, "why": "a gradient is nan"},
+        {"event": "late", "round": 4, "neighbour": "1"},
+        {"event": "checkpoint", "round": 5, "path": "runs/a"},
+    ]
+    with (log / "0.jsonl").open("a") as file:
+        for k, event in enumerate(told):
+            file.write(json.dumps({"time": 1e9 + 2 + k, "member": "0", **event}) + "\n")
+    watch(log)
+    rows = "[...document.querySelectorAll('#events li')].map(row => [row.className, row.lastChild.textContent])"
+    tab.until(f"{rows}.length === 4")
+    assert tab.value(rows)[:3] == [
+        ["", "0: wrote a checkpoint in round 5: runs/a"],
+        ["", "0: waits for 1, which is late, in round 4"],
+        ["alarm", "0: skipped its gradient in round 3: a gradient is nan"],
+    ]
+
+
 def test_who_has_said_nothing_for_an_hour_is_silent(watch, tab, tmp_path):
     watch(recorded(tmp_path / "log", size=2, count=5, slow=(0, 1), began=now() - 3600))
     tab.until(WORST)
