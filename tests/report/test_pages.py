@@ -5,6 +5,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -264,6 +265,26 @@ def test_a_figure_is_asked(asked, tab):
     assert tab.text(".tip") == "dat, ring, M = 9: 0.0009 (0.000891 to 0.000909), lr 0.1"
     tab.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y + 400)
     tab.until(f"{PANEL}.tip.hidden")
+
+
+def test_the_value_of_a_point_hides_no_line(asked, tab):
+    tab.open(asked(ROWS).as_uri(), width=390)
+    tab.until(f"Boolean({PANEL}.plot)")
+    tab.value(f"{PANEL}.plot.over.scrollIntoView({{block: 'center'}})")
+
+    def seen(nodes, error):
+        place = f"[{PANEL}.plot.valToPos({nodes}, 'x'), {PANEL}.plot.valToPos({nodes * error}, 'y')]"
+        box = f"(box => [box.x, box.y])({PANEL}.plot.over.getBoundingClientRect())"
+        return np.add(tab.value(place), tab.value(box))
+
+    x, y = seen(16, 1e-2)
+    for beside in (20, 3):
+        tab.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x - beside, y=y)
+    tab.until(f"!{PANEL}.tip.hidden")
+    tip = tab.value(f"(b => [b.left, b.right, b.top, b.bottom])({PANEL}.tip.getBoundingClientRect())")
+    for nodes, error in product(np.geomspace(4, 16, 40), (1e-4, 1e-2)):  # the lines are straight on log axes
+        u, v = seen(nodes, error)
+        assert not (tip[0] < u < tip[1] and tip[2] + 2 < v < tip[3] - 2)  # it may touch one
 
 
 def test_lines_and_axes_are_chosen_by_keys(asked, tab):

@@ -217,11 +217,23 @@ function ask(plot, panel, lines) {  // tell of the point that is nearest to the 
   panel.asked = best;
   panel.dot.hidden = panel.tip.hidden = !best;
   if (!best) return;
-  const {line, k, x, y} = best, {figure} = panel, width = plot.over.clientWidth;
+  const {line, k, x, y} = best, {figure} = panel;
   panel.tip.textContent = line.notes[k] ?? `${line.name}${line.more}, at ${short(line.x[k])} ${figure.x}: ${short(line.mean[k])} (${short(line.low[k])} to ${short(line.high[k])})`;
   Object.assign(panel.dot.style, {left: `${x}px`, top: `${y}px`, background: seen(line.colour)});
-  const tip = panel.tip.getBoundingClientRect(), below = y < plot.over.clientHeight / 2;
-  Object.assign(panel.tip.style, {left: `${Math.max(-50, Math.min(width - tip.width, x - tip.width / 2))}px`, top: `${below ? y + 12 : y - tip.height - 12}px`});
+  const [at, above] = beside(plot, lines, x, y, panel.tip.getBoundingClientRect());
+  Object.assign(panel.tip.style, {left: `${at}px`, top: `${above}px`});
+}
+
+function beside(plot, lines, x, y, {width, height}) {  // where a box near a point hides the least of the lines
+  const way = lines.flatMap(line => {
+    const points = line.x.map((v, k) => [plot.valToPos(v, "x"), plot.valToPos(line.mean[k], "y")]);
+    return points.slice(1).flatMap(([u, v], k) => [0.2, 0.4, 0.6, 0.8, 1].map(s => [s * u + (1 - s) * points[k][0], s * v + (1 - s) * points[k][1]]));
+  });
+  const far = 14;
+  const places = [x - width / 2, x + far, x - width - far].flatMap(left => [y - height - far, y + far, y - height / 2].map(top => [left, top]));
+  const boxes = places.map(([left, top]) => [Math.max(0, Math.min(left, plot.over.clientWidth - width)), Math.max(-30, Math.min(top, plot.over.clientHeight - height))]);
+  const hidden = ([left, top]) => way.concat([[x, y]]).filter(([u, v]) => u > left - 4 && u < left + width + 4 && v > top - 4 && v < top + height + 4).length;
+  return boxes.reduce((best, box) => hidden(box) < hidden(best) ? box : best);
 }
 
 // --- the page ----------------------------------------------------------------------------------------------------------
