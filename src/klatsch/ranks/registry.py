@@ -163,7 +163,7 @@ def connect(addresses: Sequence[tuple[str, int]], token: bytes, seconds: float =
             raise ValueError(f"the registry at {where} is not ours: {error}; give its token file") from None
         except (OSError, KeyError, TypeError, ValueError) as error:
             errors.append(f"{where}: {(isinstance(error, OSError) and error.strerror) or error}")
-    raise ConnectionError(f"no registry answers ({'; '.join(errors)}); check the address, or start one: klatsch crew serve")
+    raise ConnectionError(f"no registry answers ({'; '.join(errors)}); check the address, or run klatsch crew serve")
 
 
 def ask(addresses: Sequence[tuple[str, int]], token: bytes, message: Mapping[str, object]) -> Message:
