@@ -16,6 +16,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from tests.tools.smoke import SCRIPT
+
 ROOT = Path(__file__).parents[2]
 DIST = ROOT / "dist"
 
@@ -55,8 +57,8 @@ def build(number: str) -> Path:
     return wheel
 
 
-def install(wheel: Path, python: str, torch: str, also: list[str]) -> None:
-    """In an empty environment: the core trains, and with [cli] the command works."""
+def install(wheel: Path, python: str, torch: str, also: list[str], typed: bool) -> None:
+    """In an empty environment: the core trains, with [cli] the command works, and a script of a user passes mypy."""
     with tempfile.TemporaryDirectory() as folder:
         run(python, "-m", "venv", folder)
         installed = Path(folder) / "bin" / "python"
@@ -68,6 +70,10 @@ def install(wheel: Path, python: str, torch: str, also: list[str]) -> None:
             libraries = [path for path in Path(folder).glob("lib/python*/site-packages/*") if "torch" not in path.name]
             files = (file for path in libraries for file in (path, *path.rglob("*")) if file.is_file())
             print(f"klatsch{extra} and its libraries but torch: {sum(f.stat().st_size for f in files) / 1e6:.0f} MB")
+        if typed:
+            run(*pip, "mypy", cwd=Path(folder))
+            (script := Path(folder) / "script.py").write_text(SCRIPT)
+            run(installed, "-m", "mypy", "--strict", script, cwd=Path(folder))
 
 
 def main() -> None:
@@ -79,7 +85,8 @@ def main() -> None:
     parser.add_argument("--also", nargs="*", default=[], help="other requirements, such as numpy==1.26.4")
     parser.add_argument("--wheel", type=Path, help="a wheel to install, instead of building one")
     asked = parser.parse_args()
-    install(asked.wheel or build(version()), asked.python, asked.torch, asked.also)
+    typed = asked.torch == pinned  # older ones have fewer types
+    install(asked.wheel or build(version()), asked.python, asked.torch, asked.also, typed)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,53 @@ result = simulate(problems.LeastSquares(4), rules.make("dat", lr=0.01), topology
 assert result.rounds == 100
 """
 
+# What mypy --strict is to pass, in the clone and where the wheel is installed.
+SCRIPT = '''
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import klatsch
+from klatsch.columns import Number
+from klatsch.rules import Flow, Rule, State
+
+
+@dataclass(frozen=True)
+class Mine(Rule):
+    """Plain gossip."""
+
+    lr: float
+
+    def init(self, x: Tensor) -> State:
+        return {"w": x}
+
+    def update(self, s: State, grad: Tensor, flow: Flow, t: int, lr: Number) -> State:
+        (pull,) = flow(s["w"])
+        return {"w": s["w"] + pull - lr * grad}
+
+
+def train(model: torch.nn.Module, batches: list[Tensor]) -> float:
+    optimizer = klatsch.optim.GossipSGD(model.parameters(), lr=0.1, momentum=0.9, wire="int8")
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
+    checkpointer = klatsch.Checkpointer("checkpoints", every=100)
+    for batch in batches[checkpointer.resume(optimizer, model=model, scheduler=scheduler) :]:
+        optimizer.zero_grad()
+        torch.autograd.backward(model(batch).square().mean())  # torch has no types for Tensor.backward
+        optimizer.step()
+        scheduler.step()
+        checkpointer.step()
+    with klatsch.merged(model):
+        torch.save(model.state_dict(), "model.pt")
+    return optimizer.consensus()
+
+
+problem = klatsch.problems.LeastSquares(8)
+graph = klatsch.topology.make("ring", 8, every=2)
+result = klatsch.simulate(problem, Mine(lr=0.01), graph, 100)
+final: Tensor = result.metrics["distance"][-1]
+'''
+
 
 def python(*words: str, ok: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
