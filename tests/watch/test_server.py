@@ -204,6 +204,7 @@ def test_whatever_events_hold_pages_can_read_it():
         ("127.0.0.1:1", "no registry answers (127.0.0.1:1: Connection refused); check the address"),
         ("here:port", "there is no folder or store here:port"),
         ("127.0.0.1:1 --token-file none", "there is no token file none"),
+        ("runs", "runs is no log, but holds some; give one of runs/a, runs/b"),
         (". --port 70000", "--port 70000: give a port from 1 to 65535, or 0 for any"),
         (". --host 192.0.2.1", "cannot listen on 192.0.2.1:4712: "),
     ],
@@ -211,6 +212,9 @@ def test_whatever_events_hold_pages_can_read_it():
 def test_what_is_refused(words, message, run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("abc\n")
+    for log in ("a", "b"):
+        (tmp_path / "runs" / log).mkdir(parents=True)
+        (tmp_path / "runs" / log / "0.jsonl").touch()
     code, out, err = run_cli("watch", "--no-open", *words.split())
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
