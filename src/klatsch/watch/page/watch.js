@@ -92,7 +92,7 @@ class Member {
 }
 
 const members = new Map(), studies = new Map();
-let order = [], epoch = 0, facts = {}, log = [], front = 0;
+let order = [], crew = [], epoch = 0, facts = {}, log = [], front = 0;
 const fronts = new Map();  // rounds of the foremost member of each crew, by its first member
 
 function member(id) {
@@ -106,7 +106,7 @@ function member(id) {
 function reset() {
   for (const known of members.values()) known.forget();
   for (const study of studies.values()) study.forget();
-  order = []; epoch = 0; facts = {}; log = []; front = 0; fronts.clear(); marked = 0;
+  order = []; crew = []; epoch = 0; facts = {}; log = []; front = 0; fronts.clear(); marked = 0;
 }
 
 let marked = 0;  // entries of the log that the page has, from the first
@@ -164,7 +164,8 @@ function foldEpoch(event) {
   if (number(event.epoch) > epoch) {
     const first = epoch === 0;
     epoch = number(event.epoch);
-    const come = now.filter(id => !before.includes(id)), gone = before.filter(id => !now.includes(id));
+    const come = now.filter(id => !crew.includes(id)), gone = crew.filter(id => !now.includes(id));
+    crew = now;  // not those who have only spoken
     if (first) note(event, "crew", `epoch ${epoch}: ${count(now.length, "member")}`);
     else note(event, "crew", `epoch ${epoch} from round ${whole(number(event.round))}: ${count(now.length, "member")}` +
       (come.length ? `; ${come.join(", ")} joined` : "") + (gone.length ? `; ${gone.join(", ")} left` : ""));
