@@ -105,7 +105,7 @@ def ways(given: argparse.Namespace) -> dict[str, Callable[[], None]]:
 
     one, stack = step_of(GPT(**size).to(device), windows.flatten(0, 1), given.autocast), stack_of(problem)
     print(f"{problem.dim:,} parameters each, batch {given.batch}, context {given.context}\n")
-    if device.type == "cuda":
+    if device.type == "cuda" and not given.launched:
         one, stack = captured(one), captured(stack)
     return {LIMIT: one, LOOP: loop, STACK: stack}
 
@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="in a turn")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--autocast", action="store_true", help="products in bfloat16")
+    parser.add_argument("--launched", action="store_true", help="without CUDA graphs: large models need none")
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)

@@ -30,6 +30,7 @@ OUTLIERS, OUTLYING, TIMES = 8, 32, 3
 EVEN = 95  # in a block with outliers: the last code that stands for as many steps; 128, 192, 256, 384, ... follow
 STEEP = torch.tensor([*range(EVEN + 1), *((2 + code % 2) << (6 + (code - EVEN - 1) // 2) for code in range(96, 129))])
 FEW = 8  # numbers of a block that a GPU finds sooner one after the other
+MOST_AT_ONCE = 1 << 28  # numbers
 KINDS = (torch.float32, torch.float64)  # what the kernel is for
 
 
@@ -67,6 +68,8 @@ class Encoding:
 
     def arrives(self, v: Tensor) -> Tensor:
         """What arrives of v."""
+        if v.ndim > 1 and v.numel() > MOST_AT_ONCE and len(v) > 1:  # encoding takes several times its memory
+            return torch.cat([self.arrives(part) for part in v.chunk(2)])
         numbers = v.shape[-1]
         streams = zip(self.encode(v), self.streams(numbers), strict=True)
         return self.decode([stream.to(dtype) for stream, (dtype, _) in streams], numbers, v.dtype)

@@ -132,9 +132,10 @@ def test_a_brief_look_is_at_some_windows_from_everywhere(small, monkeypatch):
 def test_portions_do_not_matter(small, monkeypatch):
     problem = small(5)
     x = points(problem, columns=3)
-    slope, measured = problem.grad(x, 2), problem.metrics(x)
-    monkeypatch.setitem(prediction.BYTES_AT_ONCE, "cpu", 80)
+    slope, measured, alone = problem.grad(x, 2), problem.metrics(x), problem.portions(x[:, 0], problem.batch)
+    monkeypatch.setattr(prediction, "KEPT_AT_ONCE", 80 * problem.gpt.depth * problem.gpt.width)
     monkeypatch.setattr(prediction, "EVALUATED_AT_ONCE", 7)
+    assert len(problem.portions(x[:, 0], problem.batch)) > len(alone)
     assert_same_to_rounding(problem.grad(x, 2), slope)
     for name, value in problem.metrics(x).items():
         assert_same_to_rounding(value, measured[name])
@@ -211,6 +212,13 @@ def test_rounds_are_captured_on_a_gpu(small, autocast):
     choices = {"record": [1, 70], "dtype": torch.float32, "device": "cuda"}
     fast, slow = (klatsch.simulate(problem, rule, graph, 70, engine=e, **choices) for e in ("cuda graph", "torch"))
     torch.testing.assert_close(fast.metrics["bits"], slow.metrics["bits"], rtol=0.02 if autocast else 1e-3, atol=0)
+
+
+def test_all_installed_packages_are_one_folder(folder, monkeypatch):
+    monkeypatch.setattr(text.sysconfig, "get_paths", lambda: {"purelib": folder})
+    text._read.cache_clear()
+    assert Language.content("site-packages", "*.txt") == Language.content(folder, "*.txt")
+    text._read.cache_clear()
 
 
 @pytest.mark.slow

@@ -171,7 +171,8 @@ WIRES = [*encodings.BUILT_IN, "topk(0.001)", "topk(0.5)", signs.WIRE]
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=own.label)
-def test_both_ends_hold_the_same_of_what_is_sent(wire):
+def test_both_ends_hold_the_same_of_what_is_sent(wire, monkeypatch):
+    """Also where so much is said at once that it is encoded in parts."""
     encoding = encodings.of(wire)
     for shape in SHAPES:
         v = spread(shape, torch.float32)
@@ -182,6 +183,9 @@ def test_both_ends_hold_the_same_of_what_is_sent(wire):
         sent = [torch.frombuffer(bytearray(s.contiguous().view(torch.uint8).numpy()), dtype=s.dtype) for s in streams]
         there = encoding.decode([s.view(stream.shape) for s, stream in zip(sent, streams, strict=True)], *like(v))
         assert torch.equal(there, encoding.arrives(v))  # bits: a copy
+        with monkeypatch.context() as patched:
+            patched.setattr(encodings, "MOST_AT_ONCE", 1)
+            assert torch.equal(there, encoding.arrives(v))  # bits: every row by itself
         assert not encoding.arrives(0 * v).any()
         for wrong in (torch.nan, torch.inf):
             assert not encoding.arrives(v.index_fill(-1, torch.tensor([0]), wrong)).isfinite().all()

@@ -16,7 +16,9 @@ from klatsch.problems.gpt import StackedGPT
 from klatsch.problems.sharded import Sharded, check_split, equal_parts, evenly
 from klatsch.problems.text import Windows
 
-BYTES_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 18}  # in all models together: what is kept for the gradient fits memory
+# Bytes in all models together, and these times the width of all blocks: what is kept for the gradient fits memory.
+BYTES_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 18}
+KEPT_AT_ONCE = 1 << 28
 EVALUATED_AT_ONCE = 16  # models
 BRIEF = 50  # windows of held-out text for a brief look, at most
 
@@ -37,7 +39,8 @@ class Language(Sharded):
         width: numbers per byte in the model.
         depth: blocks of attention and MLP.
         heads: attention heads, which divide the width.
-        folder: of your own text; the standard library by default, without its tests.
+        folder: of your own text, or "site-packages" for all packages that are installed; the standard library by
+            default, without its tests.
         pattern: names of the files in it.
         test: the most windows of held-out text on which bits per byte are measured.
         autocast: compute products in bfloat16, as torch.autocast does.
@@ -132,7 +135,8 @@ class Language(Sharded):
 
     def _at_once(self, models: Tensor) -> int:
         """Windows, of all models together."""
-        return BYTES_AT_ONCE[models.device.type] // self.gpt.context
+        most = min(BYTES_AT_ONCE[models.device.type], KEPT_AT_ONCE // (self.gpt.depth * self.gpt.width))
+        return most // self.gpt.context
 
     def _losses(self, models: Tensor, windows: Tensor) -> Tensor:
         # A cache of rounded matrices would not survive the capture of a CUDA graph.

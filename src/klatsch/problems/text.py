@@ -19,6 +19,7 @@ from torch import Tensor
 # Of the standard library. Tests are more than half of it, would make half of the nodes alike, and are not installed
 # everywhere; the last two differ between two builds of one version.
 LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "config-*", "_sysconfigdata*")
+INSTALLED = "site-packages"  # as a folder: where the packages beside klatsch are installed, a few hundred MB
 HELD_OUT = 0.1  # of the text of every package
 
 
@@ -105,7 +106,7 @@ def _grouped(files: Iterable[File], name: Callable[[File], str]) -> list[tuple[s
 
 @lru_cache(maxsize=4)
 def _read(folder: str | Path | None, pattern: str) -> tuple[File, ...]:
-    root = library() if folder is None else Path(folder).expanduser()
+    root = _root(folder)
     if not root.is_dir():
         raise ValueError(f"{_place(folder)} is not a folder; give one with text, or none for Python's own source")
     left_out = LEFT_OUT if folder is None else ()
@@ -122,6 +123,12 @@ def _read(folder: str | Path | None, pattern: str) -> tuple[File, ...]:
     if not any(file.content for file in files):
         raise ValueError(f"{_place(folder)} has no text in files named {pattern}; give another pattern or folder")
     return tuple(file for file in files if file.content)
+
+
+def _root(folder: str | Path | None) -> Path:
+    if folder == INSTALLED:
+        return Path(sysconfig.get_paths()["purelib"])
+    return library() if folder is None else Path(folder).expanduser()
 
 
 def _place(folder: str | Path | None) -> str:

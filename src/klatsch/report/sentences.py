@@ -164,7 +164,8 @@ class Needs(selection.Words):
         epochs, seeds = min(row.epochs or 0 for row in rows), min(len(row.curves) for row in rows)
         rounds, nodes = min(row.steps[-1] for row in rows), {row.nodes for row in rows}
         if epochs < self.epochs or seeds < self.seeds:
-            return [f"needs {self.epochs} epochs and {self.seeds} seeds, these are {epochs} and {seeds}"]
+            needed, there = (f"{n} epochs and " if self.epochs else "" for n in (self.epochs, epochs))
+            return [f"needs {needed}{self.seeds} seeds, these are {there}{seeds}"]
         if rounds < self.rounds:
             return [f"needs {self.rounds:,} rounds, these are {rounds:,}"]
         return [f"needs M = {M}, which was not run" for M in self.nodes if M not in nodes]

@@ -24,11 +24,13 @@ from klatsch.rules import Flow, Rule, State
 from klatsch.rules.base import LearningRate, Tensors, each, rate
 from klatsch.simulation.mixing import StackedMix
 from klatsch.simulation.record import Network, Snapshot
+from klatsch.units import size as told
 from klatsch.wire.carried import bare
 from klatsch.wire.rehearsal import Rehearsal
 
 MOST_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 24}  # drawn at once: a cache's worth, or enough to hide the launches
 ROUNDS, MOST_ROUNDS = 32, 512  # per CUDA graph, rounded up to whole periods: capturing takes memory and time
+COPIES = 16  # of a state that has to fit a GPU for a graph; launches hardly count in rounds of a larger one
 ASKED, LAST = "asked@", "last@"  # fields: where a node's gradient is being taken, and its last gradient
 
 
@@ -225,6 +227,9 @@ class GraphStack(Stack):
         if not self.gradients.draws_ahead:
             raise ValueError("the problem has no draw(t) and gradient(x, drawn)")
         parts.rehearsal.check(slices=False)
+        state = sum(v.nbytes for v in self.start.values())
+        if COPIES * state > torch.cuda.get_device_properties(self.device).total_memory:
+            raise ValueError(f"a state of {told(state)} would not fit several times")
         period = self.mix.period
         if any(topology.loss for topology in self.topologies):
             raise ValueError("other messages are lost in every round")

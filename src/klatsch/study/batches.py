@@ -36,6 +36,7 @@ MOST_COLUMNS = 256  # per batch: a larger one only loses more when it is killed
 MOST_ROUNDS = 512  # of the common period of networks in one stack, all of which are captured
 GPU_SHARE = 16  # a stack's vectors get one such share of a GPU's memory: activations need more
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
+MOST_SAVED = 1 << 29  # numbers in a vector of all nodes: a checkpoint has several, and is hashed
 VECTORS = 12  # a run holds about this many vectors of the size of its state
 # What even a slow machine does in a few seconds: batches to build, rounds to run, numbers to multiply.
 QUICK_BATCHES, QUICK_ROUNDS, QUICK_NUMBERS = 64, 20_000, 1 << 30
@@ -141,8 +142,9 @@ def run_batch(
 ) -> list[Outcome]:
     """Run a batch, from its checkpoint if there is one; what each of its runs found."""
     instances, rule, graphs, steps, choices = simulation_arguments(batch)
-    if any(problem.fingerprint() is None for problem in instances):
-        checkpoint = None  # nothing would tell it from another problem's
+    held = sum(problem.nodes * problem.dim for problem in instances) * len(batch.networks[0])
+    if held > MOST_SAVED or any(problem.fingerprint() is None for problem in instances):
+        checkpoint = None  # it would take longer than a kill costs; or nothing tells it from another problem's
     choices |= {"device": batch.device, "checkpoint": checkpoint, "checkpoint_every": CHECKPOINT_EVERY}
     choices |= {"checkpoint_at_end": False, "meets": batch.cases[0].meets}  # the store keeps what is finished
     run = partial(simulate_together, instances, rule, graphs, steps, progress=progress or False, **choices)
