@@ -6,7 +6,7 @@ A small LeNet learns Fashion-MNIST. As root, every member has a network namespac
 a switch, so that it can lose its power (nothing says goodbye), its link or a part of the network; without, all are on
 the loopback interface. What happened goes to the log, one JSON object per line. Then the same number of rounds runs
 undisturbed. The exit code is 1 if something hung, ended with a wrong exit code, broke an invariant of the rule, or if
-the loss is more than 2 % above that of the undisturbed run.
+the loss is more than 2 % above that of the undisturbed run, or models end more than 1.5 times as far apart as there.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ BATCH = 128  # samples per round, of the whole crew
 LONG = 2.0  # seconds of a round that the log tells of
 LAST = 100  # rounds after the last event
 TOLERANCE, TESTS = 0.02, 2000  # of the loss, on so many images
+APART = 1.5  # times the distance of members' models from their mean that the undisturbed run ends with, at most
 # Columns of the board, by slot: of a member, of its epoch; when all shall end (in row 0); how slow it shall be.
 ROUND, WHEN, EPOCH, SIZE, END, SLOW = COLUMNS = range(6)
 
@@ -518,9 +519,10 @@ def main() -> None:
                 sys.exit(f"{error}; see {given.log}")
             chaos.tell(result=name, **results[-1])
             print(name, json.dumps(results[-1]))
-        worse = results[0]["loss"] / results[1]["loss"] - 1
-        print(f"loss {100 * worse:+.2f} % beside the undisturbed run")
-        sys.exit(worse > TOLERANCE)
+        disturbed, calm = results
+        worse, apart = disturbed["loss"] / calm["loss"] - 1, disturbed["apart"] / calm["apart"]
+        print(f"loss {100 * worse:+.2f} % beside the undisturbed run; models {apart:.2f} times as far apart")
+        sys.exit(worse > TOLERANCE or apart > APART)
 
 
 if __name__ == "__main__":

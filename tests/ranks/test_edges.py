@@ -2,8 +2,11 @@
 
 import queue
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -23,6 +26,27 @@ def test_guarded_ends_recognise_each_other():
     for work in works:
         work.wait()
     assert torch.equal(sent, heard)  # bits: a copy
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are counted in /proc")
+def test_an_edge_takes_one_descriptor_at_each_end_and_no_thread():
+    """Whatever number of nodes there is: a mesh would take one for each of them."""
+
+    def ring(size: int) -> list[Edges]:
+        ends = [Edges(store := dist.HashStore(), 0, HANG, "127.0.0.1")]
+        ends += [Edges(store, rank, HANG, "127.0.0.1") for rank in range(1, size)]
+        with ThreadPoolExecutor(size) as threads:
+            failed = threads.map(lambda end: end.open({(end.rank + 1) % size, (end.rank - 1) % size}), ends)
+            assert list(failed) == [{}] * size
+        return ends
+
+    counts, made = [], [ring(2)]  # with the thread of all edges
+    for size in (3, 8):
+        counts.append([len([*Path("/proc/self", kind).iterdir()]) for kind in ("fd", "task")])
+        made.append(ring(size))
+    counts.append([len([*Path("/proc/self", kind).iterdir()]) for kind in ("fd", "task")])
+    assert [after[0] - before[0] for before, after in pairwise(counts)] == [2 * 3, 2 * 8]
+    assert counts[0][1] == counts[2][1]
 
 
 def test_nobody_waits_for_an_edge_to_one_that_is_out():
