@@ -17,10 +17,11 @@ import torch
 
 import klatsch
 from klatsch.files import token_of
+from klatsch.optim.hosts import Host
 from klatsch.optim.post import Post, graphs_of
 from klatsch.ranks.registry import Epoch, address_of, ask
 from tests.support.processes import say, wait_until_stopped
-from tests.support.rank_changes import LR, problem
+from tests.support.rank_changes import LR, problem, rate
 from tests.support.table import RULES
 from tests.support.waiting import wait_until
 
@@ -47,8 +48,14 @@ class Crew:
         if "crew" not in options.get("options", {}):
             environment |= {"KLATSCH_CREW": self.where}
         words = ("-m", MODULE, self.folder, name, json.dumps(self.options | options))
-        process = self.prepared.python(*words, env=dict(os.environ) | environment, preload=(MODULE,))
-        self.members.append(member := Member(self.folder, name, process))
+        ranks, processes = self.options.get("ranks", 1), []
+        if ranks > 1:
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.prepared.free_port())}
+        for rank in range(ranks):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+            everything = dict(os.environ) | environment | place
+            processes.append(self.prepared.python(*words, env=everything, preload=(MODULE,)))
+        self.members.append(member := Member(self.folder, name, *processes))
         return member
 
     def begin(self, size, timeout=30):
@@ -67,7 +74,8 @@ class Crew:
         for process in living:
             process.send_signal(signal.SIGCONT)
         for member in self.members:
-            member.process.done()
+            for process in (member.process, *member.beside):
+                process.done()
         return {m.name: torch.load(m.kept) for m in self.members if m.kept.exists()}
 
     def begin_again(self, names, stop=None, **options):
@@ -87,8 +95,8 @@ class Crew:
 
 
 class Member:
-    def __init__(self, folder, name, process):
-        self.folder, self.name, self.process = folder, name, process
+    def __init__(self, folder, name, process, *beside):
+        self.folder, self.name, self.process, self.beside = folder, name, process, beside
         self.kept = folder / f"{name}-kept"
 
     def at(self):
@@ -108,7 +116,7 @@ def crew(prepared, tmp_path):
     return lambda **options: Crew(prepared, tmp_path, **options)
 
 
-def simulated(kept, rule, graph, steps, **options):
+def simulated(kept, rule, graph, steps, dim=5, **options):
     """The same by simulation: the nodes' outputs after some rounds, by node."""
     ids = {member: node for one in kept for member, node in one["ids"].items()}
     epochs = {}
@@ -121,7 +129,7 @@ def simulated(kept, rule, graph, steps, **options):
             events += [(start, "join", ids[member]) for member in newcomers]
         before = members
     make = partial(klatsch.topology.make, graph, **options)
-    result = klatsch.simulate(problem(), RULES[rule](LR), make, steps, record=[steps], crew=events)
+    result = klatsch.simulate(problem(dim), RULES[rule](rate(dim)), make, steps, record=[steps], crew=events)
     return dict(zip(result.members, result.output[:, 0], strict=True))
 
 
@@ -153,6 +161,43 @@ def test_members_join_and_leave_as_in_simulation(crew, rule, graph, travel):
     (steps,) = {max(kept[m.name]["path"]) for m in (first[0], first[2], late)}
     expected = simulated([*kept.values()], rule, graph, steps, **travel)
     for one in (kept[m.name] for m in (first[0], first[2], late)):
+        torch.testing.assert_close(one["path"][steps], expected[one["node"]], rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("rule, travel", [("d2", {"every": 2}), ("dsgd", {"wire": "int8"})])
+def test_hosts_join_die_and_leave_whole(crew, rule, travel):
+    """A member is a host of two ranks, each with a slice of the model: the numbers are those of one rank per member."""
+    dim = 300  # the second slice begins at 256
+    some = crew(rule=rule, options=travel, ranks=2, dim=dim)
+    first = some.begin(3)
+    late = some.join(node=3)
+    for member in (*first, late):
+        member.trains(4)
+    for process in (first[1].process, *first[1].beside):  # as torchrun does
+        process.send_signal(signal.SIGTERM)
+    for process in (first[1].process, *first[1].beside):
+        assert process.done().returncode == 0, process.stderr
+    for member in (first[0], first[2], late):
+        member.trains(3)
+    first[2].beside[0].kill()  # the other one ends, too
+    assert first[2].process.done().returncode == 1
+    assert "a rank of this host is gone" in first[2].process.stderr
+    for member in (first[0], late):
+        member.trains(2)
+    kept = some.end()
+    ends = [kept[member.name] for member in (first[0], late)]
+    for member, end in zip((first[0], late), ends, strict=True):
+        assert member.process.returncode == 0, member.process.stderr
+        beside = torch.load(some.folder / f"{member.name}.1-kept")
+        assert beside["path"].keys() == end["path"].keys()
+        for t, x in end["path"].items():
+            assert torch.equal(x, beside["path"][t])  # bits: put together from the same slices
+    if rule == "d2":
+        assert_kept(kept, (first[0], late), "d2")
+    whole = [kept[member.name] for member in (first[0], first[2], late)]
+    steps = max(whole[1]["path"])  # before it died
+    expected = simulated([*kept.values()], rule, "ring", steps, dim, **travel)
+    for one in whole:
         torch.testing.assert_close(one["path"][steps], expected[one["node"]], rtol=1e-7, atol=1e-7)
 
 
@@ -389,19 +434,21 @@ def test_one_that_is_refused_keeps_no_connection():
     def join(facts):
         raise ValueError("make them the same")
 
-    refused = SimpleNamespace(store=torch.distributed.HashStore(), join=join, close=lambda: closed.append(True))
+    store = torch.distributed.HashStore()
+    refused = SimpleNamespace(store=store, join=join, leaving=False, close=lambda: closed.append(True))
     with pytest.raises(ValueError, match="make them the same"):
-        Post(refused, lambda size: None, {}, 30.0, None)
+        Post(refused, lambda size: None, {}, 30.0, None, Host())
     assert closed
 
 
-@pytest.mark.parametrize("other", ["group", "mesh"])
-def test_a_crew_and_a_group_are_not_both_taken(other, monkeypatch):
-    parameters, options = torch.nn.Linear(1, 1).parameters(), {other: object()}
-    with pytest.raises(ValueError, match="crew = 'a:1' and a group or mesh are given; give one of them"):
+def test_a_crew_and_a_group_are_not_both_taken(monkeypatch):
+    parameters, options = torch.nn.Linear(1, 1).parameters(), {"group": object()}
+    with pytest.raises(ValueError, match="crew = 'a:1' and a group are given; give one of them"):
         klatsch.Gossip(parameters, RULES["dsgd"](LR), crew="a:1", **options)
+    with pytest.raises(ValueError, match="mesh is a object; give a DeviceMesh"):
+        klatsch.Gossip(parameters, RULES["dsgd"](LR), crew="a:1", mesh=object())
     monkeypatch.setenv("KLATSCH_CREW", "b:1")
-    with pytest.raises(ValueError, match="KLATSCH_CREW = 'b:1' says to join a crew, but a group or mesh is given"):
+    with pytest.raises(ValueError, match="KLATSCH_CREW = 'b:1' says to join a crew, but a group is given"):
         klatsch.Gossip(parameters, RULES["dsgd"](LR), **options)
 
 
@@ -519,9 +566,10 @@ def test_killed_crews_resume_to_the_bit(crew, folders, travel):
             assert torch.equal(w, other["path"][t])  # bits: same call
 
 
-def test_a_crew_stops_and_goes_on_with_another_number(crew):
+@pytest.mark.parametrize("ranks, dim", [(1, 5), (2, 300)], ids=["ranks", "hosts"])
+def test_a_crew_stops_and_goes_on_with_another_number(crew, ranks, dim):
     """Three, then two, then four: the numbers are those of a crew of which one left, and then two came."""
-    some = crew(rule="d2", checkpoints="all")
+    some = crew(rule="d2", checkpoints="all", ranks=ranks, dim=dim)
     some.begin(3)
     events, kept = [], some.end()
     for size, kind, nodes in ((2, "leave", [2]), (4, "join", [2, 3])):
@@ -536,7 +584,7 @@ def test_a_crew_stops_and_goes_on_with_another_number(crew):
             assert (some.folder / f"{member.name}-resumed").read_text() == str(steps)
         assert f"going on from round {steps} with {size} ranks" in members[0].process.stderr
     (steps,) = {max(one["path"]) for one in kept.values()}
-    result = klatsch.simulate(problem(), RULES["d2"](LR), "ring", steps, record=[steps], crew=events)
+    result = klatsch.simulate(problem(dim), RULES["d2"](rate(dim)), "ring", steps, record=[steps], crew=events)
     expected = dict(zip(result.members, result.output[:, 0], strict=True))
     for one in kept.values():
         torch.testing.assert_close(one["path"][steps], expected[one["node"]], rtol=1e-7, atol=1e-7)

@@ -1,6 +1,7 @@
 """A member of a crew that trains least squares: `python -m tests.support.rank_changes FOLDER NAME JSON`.
 
-It trains up to the round that FOLDER/stop names, or a signal ends it, and keeps what it held after every round.
+It trains up to the round that FOLDER/stop names, or a signal ends it, and keeps what it held after every round. A
+member may be a host of several ranks, each a process, which have the same gradients.
 """
 
 import itertools
@@ -11,7 +12,9 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import klatsch
 from klatsch.optim import gossip, post
@@ -25,13 +28,18 @@ LR = 0.005
 NODES = 4
 
 
-def problem():
-    return klatsch.problems.LeastSquares(NODES, dim=5, heterogeneity=2.0, noise=0.5)
+def problem(dim=5):
+    return klatsch.problems.LeastSquares(NODES, dim=dim, heterogeneity=2.0, noise=0.5)
+
+
+def rate(dim):
+    """A learning rate that is small enough."""
+    return LR * 5 / dim
 
 
 def main():
     folder, name, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    task = problem()
+    task = problem(options.get("dim", 5))
     crew.SILENCE = HANG  # it warns of nothing that is only slow
     x = nn.Parameter(task.start().clone())
     match options.get("wrong"):
@@ -41,7 +49,7 @@ def main():
             x = nn.Parameter(x.detach().float())
         case "version":
             gossip.VERSION = "0.1.0"
-    rule = RULES[options["rule"]](LR)
+    rule = RULES[options["rule"]](rate(x.numel()))
     for moment, place in {"start": (Assembly, "copy_first"), "handover": (post, "_give")}.items():
         if options.get("dies_at") == moment:
             setattr(*place, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -50,6 +58,10 @@ def main():
         post.Post.handed_over = lambda *words: usual(*words) if next(tries) else None
     if options.get("apart"):
         x.data += os.getpid()
+    if options.get("ranks", 1) > 1:
+        options["options"] = options.get("options", {}) | {"mesh": init_device_mesh("cpu", (options["ranks"],))}
+        if place := dist.get_rank():
+            name = f"{name}.{place}"
     optimizer = klatsch.Gossip([x], rule, options.get("graph", "ring"), **options.get("options", {}))
     member, checkpointer = optimizer.post, None
     cut_at, *cut = options.get("cuts", {}).get(str(optimizer.rank), [0])  # the round in which its edges to some break

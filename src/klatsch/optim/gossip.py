@@ -135,7 +135,7 @@ class Gossip(Watched, Joinable, JoinHook):
         groups.refuse(type(self), self.own_options, Gossip.__init__, unknown)
         rule = checked(rule)
         defaults, sinks = groups.defaults_of(rule, weight_decay), sinks_of(log)
-        member = crew_of(crew, group is None and mesh is None)
+        member, inside = crew_of(crew, group, mesh)
         groups.check_options(rule, timeout, on_failure if member is None else "continue", quorum, on_nonfinite, weight)
         model = model_of(params)
         super().__init__(params, defaults)
@@ -150,7 +150,7 @@ class Gossip(Watched, Joinable, JoinHook):
         trained = groups.trainable(self.param_groups)
         self._frozen = [p for p in groups.parameters_of(self.param_groups) if not p.requires_grad]
 
-        group, inside = hosts.groups_of(mesh, group)
+        group, inside = (None, inside) if member else hosts.groups_of(mesh, group)
         ranks = ranks_of(group) if member is None else [0]
         self.host = hosts.host_of(trained, ranks, inside, timeout)
         if rule.needs_shapes and self.host.size > 1:
@@ -172,14 +172,14 @@ class Gossip(Watched, Joinable, JoinHook):
 
         self.catches_up, self.device = catch_up, trained[0].device
         self.given = rule  # the rule before it is put on the graph, on which a state does not depend
-        basic = {"version of klatsch": VERSION, "rule": rule.name}
+        basic = {"version of klatsch": VERSION, "rule": rule.name, "ranks of a host": str(self.host)}
         settings = {"on_failure": on_failure, "quorum": f"{quorum:g}", "start_equal": f"{start_equal}"}
         settings |= {"weight": "left out" if weight is None else "given", "catch_up": f"{catch_up}"}
         self.process_group, self.post = group, None  # post: in a crew that changes
         if member is not None:
             told = f"{graph}, every={every}, late={late}, wire={wire}"
             told_by_all = basic | groups.facts(rule, told, self.param_groups) | settings
-            self.post = Post(member, graphs_of(graph, rule, made), told_by_all, float(timeout), weight)
+            self.post = Post(member, graphs_of(graph, rule, made), told_by_all, float(timeout), weight, self.host)
             weakref.finalize(self, self.post.close)
             self._stand(self.post)
         else:
@@ -211,7 +211,7 @@ class Gossip(Watched, Joinable, JoinHook):
             self._train_over(links, shares)
         if post and links is None:
             self._take_over(post, shares, None, [{} for _ in shares])
-        self._begin_diary([*(sinks if self.host.place == 0 else ()), *((post.report,) if post else ())])
+        self._begin_diary([*sinks, *((post.report,) if post else ())] if self.host.place == 0 else [])
         if post:
             self._begin_next(post)
         Gossip.living.add(self)
@@ -220,7 +220,7 @@ class Gossip(Watched, Joinable, JoinHook):
         """Links of those who begin the training, all from the first one's parameters; None for a newcomer."""
         start_equal, weight = self._begin_alike
         while not (self.post and self.post.is_new):
-            links = self._new_links()
+            links, failure = self._new_links(), ""
             if not start_equal and weight is None:
                 return links
             try:
@@ -229,14 +229,16 @@ class Gossip(Watched, Joinable, JoinHook):
                     if start_equal:
                         assembly.copy_first(self._starts)
                 links.bytes_sent = 0
-                return links
             except RuntimeError as error:
                 if self.post is None:
                     raise
-                warn(f"a member was lost while the crew began, and it begins again ({reason(error)})")
-                links.close()
-                self.post.begin_again()
-                self._stand(self.post)
+                failure = reason(error) or "it is gone"
+            if self.post is None or self.host.all(not failure):
+                return links
+            warn(f"a member was lost while the crew began, and it begins again ({failure or 'seen by another rank'})")
+            links.close()
+            self.post.begin_again()
+            self._stand(self.post)
         return None
 
     @torch.no_grad()
@@ -691,8 +693,7 @@ class Gossip(Watched, Joinable, JoinHook):
             share.train_over(links, self.rule.shaped([*share.matrices(matrices)]), k)
         self._links, self.shares = links, shares
         self._met = 0
-        # Neighbours need the last messages: they leave before the optimizer or the process ends.
-        self._close = weakref.finalize(self, links.close)
+        self._close = weakref.finalize(self, links.close)  # not before neighbours have the last messages
 
 
 def _without_parameters(param_groups: list[groups.Group]) -> list[groups.Group]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from klatsch.ranks.agreement import Group, broadcast, gathered, group_of, summed
+from klatsch.ranks.agreement import Group, broadcast, gathered, group_of, summed, told
 from klatsch.ranks.failures import reason
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ BLOCK = 256  # slices are multiples of it, so that int8 scales the same blocks a
 RECIPE = "see docs/hosts.md"
 SAME = f"put DDP around the model, over the ranks of a host, and call that ({RECIPE})"
 PATIENCE = 5  # timeouts that a rank waits for others of its host, which wait for their neighbours
+DAY = 86400.0  # seconds that it waits for the first one, which may wait for a crew; if that dies, it knows at once
 
 
 class Host:
@@ -38,6 +40,9 @@ class Host:
         self.slices = self.size > 1 and not sharded  # whether vectors are cut into slices
         # For small messages on the CPU.
         self._control = group_of(group, PATIENCE * timeout) if self.size > 1 else None
+
+    def __str__(self) -> str:
+        return f"{self.size}, each with its {'pieces' if self.sharded else 'slice'}" if self.size > 1 else "1"
 
     def together(self, t: int, work: Callable[[], Sequence[float]], width: int) -> list[list[float]]:
         """Do something that may fail, and gather the numbers it returns; if one rank of the host fails, all do."""
@@ -60,6 +65,35 @@ class Host:
             raise failure
         return [row[1:].tolist() for row in rows]
 
+    @cached_property
+    def _first(self) -> Group:
+        """For what the first rank finds."""
+        return group_of(self.group, DAY)
+
+    def led(self, find: Callable[[], Any], note: object = None) -> tuple[Any, list[Any]]:
+        """What the first rank of the host finds, as JSON, and the notes of all; if that fails, it fails on all."""
+        if self.size == 1:
+            return find(), [note]
+        found, failure = None, None
+        if self.place == 0:
+            try:
+                found = find()
+            except Exception as error:
+                failure = error
+        try:
+            rows = told(self._first, [note, found, failure and reason(failure)])
+        except RuntimeError as error:
+            raise failure or _without(error) from None
+        if failure is not None:
+            raise failure
+        if rows[0][2] is not None:
+            raise RuntimeError(f"the first rank of this host has stopped: {rows[0][2]}")
+        return rows[0][1], [row[0] for row in rows]
+
+    def all(self, holds: bool) -> bool:
+        """Whether something holds on all ranks of the host."""
+        return not float(self.total(torch.tensor([float(not holds)])))
+
     def cut(self, length: int) -> tuple[int, slice]:
         """The length of a vector whose slices are equally long, with padding, and the slice that this rank trains."""
         if not self.slices:
@@ -72,7 +106,10 @@ class Host:
         if self.slices:
             part = len(padded) // self.size
             own = padded[self.place * part : (self.place + 1) * part].clone()
-            dist.all_gather([*torch.split(padded, part)], own, group=self.group)
+            try:
+                dist.all_gather([*torch.split(padded, part)], own, group=self.group)
+            except RuntimeError as error:
+                raise _without(error) from None
 
     def start(self, tensor: Tensor) -> None:
         """Copy the first rank's tensor to all, if all have everything."""
@@ -81,7 +118,14 @@ class Host:
 
     def total(self, numbers: Tensor) -> Tensor:
         """The sum of numbers over the ranks of the host."""
-        return summed(self._control, numbers) if self.size > 1 else numbers
+        try:
+            return summed(self._control, numbers) if self.size > 1 else numbers
+        except RuntimeError as error:
+            raise _without(error) from None
+
+
+def _without(error: RuntimeError) -> RuntimeError:
+    return RuntimeError(f"a rank of this host is gone ({reason(error)}); see what ended it")
 
 
 def groups_of(mesh: DeviceMesh | None, group: Group) -> tuple[Group, Group]:
@@ -109,6 +153,16 @@ def groups_of(mesh: DeviceMesh | None, group: Group) -> tuple[Group, Group]:
         return mesh.get_group(), None
     inside = [name for name in whole.mesh_dim_names or () if name not in (mesh.mesh_dim_names or ())]
     return mesh.get_group(), whole.get_group(inside[0])
+
+
+def inside_of(mesh: DeviceMesh | None) -> Group:
+    """The ranks of this host, where nodes of the network are the members of a crew."""
+    if mesh is None:
+        return None
+    group, inside = groups_of(mesh, None)
+    if inside is not None:
+        raise ValueError(f"mesh has hosts, and a crew knows its own; give the mesh of this host's ranks ({RECIPE})")
+    return group
 
 
 def host_of(parameters: Sequence[Tensor], ranks: Sequence[int], inside: Group, timeout: float) -> Host:

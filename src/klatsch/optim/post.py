@@ -17,17 +17,20 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from klatsch.files import token_of
 from klatsch.optim.groups import Group
+from klatsch.optim.hosts import Host, inside_of
 from klatsch.ranks.agreement import Everyone
+from klatsch.ranks.agreement import Group as Ranks
 from klatsch.ranks.assembly import assembled
-from klatsch.ranks.crew import ADDRESSES, TOKEN_FILE, Crew, Dropped, from_environment
+from klatsch.ranks.crew import Crew, Dropped
 from klatsch.ranks.edges import Edges
 from klatsch.ranks.failures import LinkError, reason, warn
 from klatsch.ranks.links import GlooLinks
@@ -42,6 +45,10 @@ from klatsch.topology.families import family, make, split
 from klatsch.watch.events import Event
 from klatsch.wire.handover import Handover, kept_copies, sponsors
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ADDRESSES, TOKEN_FILE = "KLATSCH_CREW", "KLATSCH_CREW_TOKEN_FILE"  # in the environment, by klatsch crew join
 TAG = (1 << 20) - 4  # of states that are handed over; above the tags of rounds
 PIECE = 1 << 22  # bytes that travel at a time
 LEAVING = 60.0  # seconds for the registry to let a member go
@@ -58,14 +65,19 @@ Handler = signal.Handlers | Callable[[int, FrameType | None], object]
 Kind = tuple[list[int], str]  # the shape and dtype of a tensor
 
 
-def crew_of(address: str | None, alone: bool) -> Crew | None:
-    """The crew at an address, or that of the environment, if nothing else (`alone`) says who trains together."""
-    if not alone and address is not None:
-        raise ValueError(f"crew = {address!r} and a group or mesh are given; give one of them")
-    if not alone and (told := os.environ.get(ADDRESSES)):
+def crew_of(given: str | None, group: Ranks, mesh: DeviceMesh | None) -> tuple[Crew | None, Ranks]:
+    """The crew at an address, or that of the environment, if there is one, and the ranks of this host in it."""
+    address = os.environ.get(ADDRESSES) if given is None else given
+    if not address:
+        return None, None
+    if group is not None and given is not None:
+        raise ValueError(f"crew = {given!r} and a group are given; give one of them")
+    if group is not None:
         remedy = f"leave it out, or unset {ADDRESSES}, which klatsch crew join sets"
-        raise ValueError(f"{ADDRESSES} = {told!r} says to join a crew, but a group or mesh is given; {remedy}")
-    return from_environment() if address is None else Crew(address, token_of(os.environ.get(TOKEN_FILE)))
+        raise ValueError(f"{ADDRESSES} = {address!r} says to join a crew, but a group is given; {remedy}")
+    inside = inside_of(mesh)
+    leads = inside is None or dist.get_rank(inside) == 0
+    return Crew(address, token_of(os.environ.get(TOKEN_FILE)), leads), inside
 
 
 def graphs_of(given: str | Topology, rule: Rule, made: Callable[[str, int], Topology]) -> Callable[[int], Topology]:
@@ -109,15 +121,16 @@ class Post:
         facts: Mapping[str, str],
         timeout: float,
         weight: float | None,
+        host: Host,
     ) -> None:
-        self.crew, self._graphs, self._facts, self._timeout = crew, graphs, facts, timeout
+        self.crew, self._graphs, self._facts, self._timeout, self._host = crew, graphs, facts, timeout, host
         self.left, self.signal, self.weight, self._lost = False, 0, weight, list[str]()
         self._in_vain = 0  # how many times in a row it has asked its neighbours for their state
         self.training: Training = ()  # the identity in checkpoints
         self.tell: Callable[..., object] = lambda kind, **facts: None  # of events
         crew.store.set_timeout(ANSWER)
         try:
-            self.take(crew.join(facts))
+            self.take(self._agreed(lambda: crew.join(facts)) or NOBODY)
         except BaseException:
             crew.close()  # a notebook goes on, and must not seem to be a member
             raise
@@ -129,7 +142,7 @@ class Post:
         """Be a node of an epoch."""
         self.epoch, self.topology = epoch, self._graphs(len(epoch.members))
         self.rank, self._times = epoch.members.index(self.crew.member), count()
-        store = PrefixStore(f"epoch{epoch.number}", self.crew.store)
+        store = PrefixStore(f"epoch{epoch.number}/{self._host.place}", self.crew.store)
         self.everyone = Everyone(store, self.rank, len(epoch.members), self._timeout, epoch.members)
 
     @property
@@ -145,7 +158,7 @@ class Post:
     def links(self, device: torch.device, catch_up: bool) -> GlooLinks:
         """New links to the neighbours of this epoch."""
         crew, members = self.crew, self.epoch.members
-        store = PrefixStore(f"epoch{self.epoch.number}/links{next(self._times)}", crew.store)
+        store = PrefixStore(f"epoch{self.epoch.number}/{self._host.place}/links{next(self._times)}", crew.store)
         edges = Edges(store, self.rank, self._timeout, crew.address, members, optional=True, guarded=True)
         choices = {"on_failure": "continue", "catch_up": catch_up, "first": self.epoch.start}
 
@@ -156,6 +169,21 @@ class Post:
 
     def next_epoch(self, links: GlooLinks, rounds: int) -> Epoch | None:
         """The epoch that starts with the next round, if one does; this member may be out of it."""
+        epoch = self._agreed(lambda: self._next_epoch(links, rounds))
+        if epoch is not None and self.crew.member not in self.epoch.members:
+            links.edges.close_all()
+        return epoch
+
+    def _agreed(self, find: Callable[[], Epoch | None]) -> Epoch | None:
+        """An epoch that the first rank of the host finds, on all of its ranks, and who they are in it."""
+        crew = self.crew
+        found, signals = self._host.led(lambda: (find(), crew.member), [self.signal, crew.leaving])
+        (epoch, crew.member), self.signal = found, self.signal or max(number for number, _ in signals)
+        if any(leaving for _, leaving in signals) and not crew.leaving:
+            crew.leave()
+        return None if epoch is None else Epoch.read(epoch)
+
+    def _next_epoch(self, links: GlooLinks, rounds: int) -> Epoch | None:
         crew, near = self.crew, links.membership.within_reach()
         asked = crew.quorum * self.topology.size  # with exactly so many, those go on who have the first member
         few_left = len(near) < asked or (len(near) == asked and 0 not in near)
@@ -191,7 +219,7 @@ class Post:
         deadline = time.monotonic() + LEAVING
         self.crew.leave()
         while not self.left:
-            if time.monotonic() > deadline:  # the registry does not answer
+            if self._host.led(lambda: time.monotonic() > deadline)[0]:  # the registry does not answer
                 self.go()
             else:
                 idle()
@@ -245,6 +273,7 @@ class Post:
             elif self.rank in asked and newcomer not in links.lost and held is not None:
                 _give(links, t, newcomer, held)
         links.hang_up()
+        held = held if self._host.all(held is not None) else None
         self._in_vain = 0 if held is not None else self._in_vain + 1
         return held
 
@@ -259,26 +288,33 @@ class Post:
 
     def begin_again(self) -> None:
         """Be a newcomer that holds nothing, unless a signal has asked it to leave."""
+        epoch = self._agreed(self._anew)
+        if epoch is not None and self.crew.member in epoch.members:
+            self.take(epoch)
+        else:
+            self.go()
+
+    def _anew(self) -> Epoch:
         if self._in_vain > 1:  # others must not begin an epoch for it all the time
             seconds = min(2.0**self._in_vain, REST)
             remedy = "members must reach each other's ports, and not the registry alone"
             warn(f"no neighbour could be asked for its state; joining again in {seconds:g} s; {remedy}")
             self.crew.expects_change(seconds)
-        epoch = self.join_again(0)
-        if self.crew.member in epoch.members:
-            self.take(epoch)
-        else:
-            self.go()
+        return self.join_again(0)
 
     def resumed(self, rounds: int, place: int) -> Epoch:
         """The epoch that goes on from checkpoints."""
-        try:
-            return self.crew.resume(rounds, place)
-        except Dropped as error:
-            if not (error.again or self.crew.leaving):
-                raise
-            warn(str(error))
-            return self.join_again(0)
+
+        def find() -> Epoch:
+            try:
+                return self.crew.resume(rounds, place)
+            except Dropped as error:
+                if not (error.again or self.crew.leaving):
+                    raise
+                warn(str(error))
+                return self.join_again(0)
+
+        return self._agreed(find) or NOBODY
 
     def kept_memories(self, own: Own | None, links: GlooLinks, memories: Sequence[Memory]) -> list[Memory]:
         """What channels still hold, by dtype: copies of speakers that keep their hearers, and have lost none of them.
@@ -317,11 +353,13 @@ class Post:
                     {name: everyone.mean(state[name].cpu()).to(state[name]) for name in one.means}
                     for one, state in zip(handovers, states, strict=True)
                 ]
-                share = share if self.weight is None else everyone.share(self.weight)
+                settled: float | None = share if self.weight is None else everyone.share(self.weight)
+            states = [one.settled(state, mean) for one, state, mean in zip(handovers, states, means, strict=True)]
         except (RuntimeError, ValueError) as error:  # a member died; the next epoch settles it
             warn(f"epoch {self.epoch.number}: sums over the crew are settled with the next change ({reason(error)})")
-            return states, share
-        return [one.settled(state, mean) for one, state, mean in zip(handovers, states, means, strict=True)], share
+            settled = None
+        agreed = self._host.all(settled is not None)
+        return states, settled if agreed and settled is not None else share
 
 
 def held_by(states: Iterable[State], frozen: Iterable[Tensor], groups: Iterable[Group], training: Training) -> Held:

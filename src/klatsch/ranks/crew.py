@@ -31,12 +31,10 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from klatsch.files import token_of
 from klatsch.ranks.agreement import SHOWN
 from klatsch.ranks.failures import warn
 from klatsch.ranks.registry import AHEAD, PATIENCE, TICK, Epoch, Line, Message, address_of, connect
 
-ADDRESSES, TOKEN_FILE = "KLATSCH_CREW", "KLATSCH_CREW_TOKEN_FILE"  # in the environment
 RETRY = 0.3  # seconds between two attempts to find a registry
 FIRST = 30.0  # seconds for the registry to start
 SILENCE = 20.0  # seconds after which a member that waits says so
@@ -111,6 +109,8 @@ class Crew:
     Args:
         addresses: of the registry, HOST:PORT, and of others that may take its place, separated by commas.
         token: what all members know.
+        leads: whether this process speaks for a member. Others of a host only use the store and hear who is out; what
+            the member does, they learn from the one that leads.
 
     `member` is its id (another one for every time it joins), `address` the IP address of this machine from which it
     reaches the registry, `quorum` what that asks for, `store` a torch Store over the registry, through which members
@@ -118,7 +118,8 @@ class Crew:
     key is out.
     """
 
-    def __init__(self, addresses: str, token: str | bytes = b"") -> None:
+    def __init__(self, addresses: str, token: str | bytes = b"", leads: bool = True) -> None:
+        self.leads = leads
         self._addresses = [address_of(text) for text in addresses.split(",")]
         self._token = token.encode() if isinstance(token, str) else token
         self.member, self._facts, self._rounds = "", dict[str, str](), 0
@@ -145,6 +146,7 @@ class Crew:
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         _crews.add(self)
+        self._listen()
         self._thread = threading.Thread(target=self._run, name="klatsch-crew", daemon=True)
         self._thread.start()
 
@@ -248,7 +250,8 @@ class Crew:
         Without a registry that is the next round, and the others take it for a death.
         """
         self.leaving = True
-        self._send({"op": "leave"})
+        if self.leads:
+            self._send({"op": "leave"})
 
     def report(self, report: Mapping[str, object]) -> None:
         """How it is doing, for `klatsch crew status`."""
@@ -321,6 +324,7 @@ class Crew:
                 self._alone, self.quorum = False, line.quorum
                 with self._news:
                     self._forget_questions()
+                    self._listen()
                     if self._calendar.newest is not None:
                         self._return(line)
                     elif self._wants_in and self._error is None:
@@ -352,6 +356,10 @@ class Crew:
         with suppress(BlockingIOError):
             while self._woken.recv(1 << 12):
                 pass
+
+    def _listen(self) -> None:
+        if not self.leads:
+            self._send({"op": "listen"})
 
     def _ask_to_join(self) -> None:
         self._formers += [self.member] * bool(self.member)
@@ -426,12 +434,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def from_environment() -> Crew | None:
-    """The crew that `klatsch crew join` has told of, if there is one."""
-    addresses = os.environ.get(ADDRESSES)
-    return Crew(addresses, token_of(os.environ.get(TOKEN_FILE))) if addresses else None
 
 
 class CrewStore(Store):

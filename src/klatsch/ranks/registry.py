@@ -240,6 +240,7 @@ class Coordinator:
         self.facts: dict[str, str] = {}
         self.waits_for = ""  # why there is no change, though one is due
         self._parting: list[Speaker] = []  # lines of those who train until an epoch starts that they are not in
+        self._listeners: list[Speaker] = []  # lines of ranks beside the one that speaks for a host
         self._out: set[str] = set()  # of whom members know that they are out, so they cannot return
         self._ballot, self._proposing = 0, False
         self._since = 0.0  # when the first of those who wait has come
@@ -271,6 +272,8 @@ class Coordinator:
                     self._forget(member)
                 elif member:
                     member.leaving = True
+            case {"op": "listen"}:
+                self._listeners.append(line)
             case {"op": "beat", "round": int(begun), "report": dict(report)}:
                 if member:
                     member.round, member.report = begun, {**member.report, **report}
@@ -281,6 +284,7 @@ class Coordinator:
     def lost(self, line: Speaker, now: float) -> None:
         """A connection is gone."""
         self._look(now)
+        self._listeners = [other for other in self._listeners if other is not line]
         # One that closes a connection on which it has not spoken for long was cut off, and may live. After a pause of
         # the registry, what it has sent before comes first.
         has_ended, parting = now - line.heard < self.timeout / 2 <= now - self._woken, self._parting
@@ -392,7 +396,7 @@ class Coordinator:
         if present and (out := [m.id for m in away if m.id not in self._out and self._is_out(m, now)]):
             self._out.update(out)
             self._tell_all({"op": "gone", "gone": out}, present)  # nobody waits for them
-            for line in self._parting:
+            for line in (*self._parting, *self._listeners):
                 line.send({"op": "gone", "gone": out})
         # The last ones to leave first hand over what they hold.
         staying = [m for m in present if not m.leaving] or (present if waiting else [])
@@ -475,6 +479,8 @@ class Coordinator:
             if member.resumes or member.id in come:
                 member.round, member.resumes = start - 1, False
         self._tell_all({"op": "epoch", "epoch": self.epoch, "gone": away}, everyone)
+        for line in self._listeners:
+            line.send({"op": "gone", "gone": away})
         self.members = {m.id: m for m in chosen}
         changes = [*(f"-{name}" for name in gone), *(f"+{name}" for name in come)] or ["new edges"]
         self.tell(f"epoch {self.epoch.number} from round {start}: {_counted(members)} ({', '.join(changes)})")
