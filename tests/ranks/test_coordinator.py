@@ -289,6 +289,20 @@ def test_a_new_registry_adopts_the_crew(seed):
     check_end(world)
 
 
+def test_ranks_beside_the_one_that_speaks_for_a_host_hear_who_is_out():
+    world, beside = crew_of(4), Wire(None)
+    world.registry.hear(beside, {"op": "listen"}, world.now)
+    for dead in world.nodes[:2]:
+        world.kill(dead)
+        world.settle()
+        assert dead.name in {name for message in beside.down for name in message["gone"]}
+        beside.down.clear()
+    world.registry.lost(beside, world.now)
+    world.kill(world.nodes[0])
+    world.settle()
+    assert not beside.down
+
+
 @pytest.mark.parametrize("bound, welcome", [(8, True), (9, True), (10, False)])
 def test_one_that_missed_an_epoch_gets_it_unless_it_may_have_begun_it(bound, welcome):
     registry = Coordinator()

@@ -66,7 +66,7 @@ class Gossip(Watched, Joinable, JoinHook):
             for rules that need a static graph or do better there.
         group: the process group; all ranks by default, whether or not the script has called init_process_group.
         mesh: instead of a group, a DeviceMesh of (hosts, GPUs of a host), or its first dimension mesh["host"]: a node
-            of the network is then a host, with DDP or FSDP2 inside; see docs/hosts.md.
+            of the network is then a host, with DDP or FSDP2 inside; in a crew, that of this host. See docs/hosts.md.
         crew: the registry of a crew that changes, HOST:PORT (several by commas), with the token in the file that
             KLATSCH_CREW_TOKEN_FILE names; by default that of `klatsch crew join`; see docs/crew.md.
         every: gossip in every so many rounds only; the others send nothing.
