@@ -468,11 +468,17 @@ def test_a_crew_and_a_group_are_not_both_taken(monkeypatch):
 )
 def test_members_count_a_quorum_as_their_registry_does(quorum, near, size, waits):
     waited = []
-    facts = {"member": "a", "quorum": quorum, "join": lambda facts: Epoch(1, ("a",), (), 1), "close": lambda: None}
+    facts = {
+        "member": "a",
+        "leaving": False,
+        "quorum": quorum,
+        "join": lambda facts: Epoch(1, ("a",), (), 1),
+        "close": lambda: None,
+    }
     member = SimpleNamespace(store=torch.distributed.HashStore(), **facts)
     member.expects_change = lambda seconds: waited.append(seconds) or True
     member.before = lambda t: f"round {t}"
-    post = Post(member, lambda _: SimpleNamespace(size=size), {}, 30.0, None)
+    post = Post(member, lambda _: SimpleNamespace(size=size), {}, 30.0, None, Host())
     links = SimpleNamespace(membership=SimpleNamespace(within_reach=lambda: near))
     assert post.next_epoch(links, 7) == "round 8"
     assert bool(waited) == waits
@@ -484,7 +490,7 @@ def test_a_newcomer_that_reaches_no_neighbour_joins_ever_more_rarely():
     member = SimpleNamespace(store=torch.distributed.HashStore(), member="a", leaving=False, close=lambda: None)
     member.join, member.expects_change = lambda facts, rounds=0: newcomer, waited.append
     links = SimpleNamespace(lost={0: None}, hang_up=lambda: None)
-    post = Post(member, klatsch.topology.ring, {}, 30.0, None)
+    post = Post(member, klatsch.topology.ring, {}, 30.0, None, Host())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(7):
@@ -499,12 +505,14 @@ SIGNALS = """
 import os, signal
 from types import SimpleNamespace
 from torch.distributed import HashStore
+from klatsch.optim.hosts import Host
 from klatsch.optim.post import Post
 from klatsch.ranks.registry import Epoch
 
 asked = []
 member = {"join": lambda facts: Epoch(1, ("a",), (), 1), "leave": lambda: asked.append(True), "close": lambda: None}
-post = Post(SimpleNamespace(store=HashStore(), member="a", **member), lambda size: None, {}, 30.0, None)
+fake = SimpleNamespace(store=HashStore(), member="a", leaving=False, **member)
+post = Post(fake, lambda size: None, {}, 30.0, None, Host())
 if (child := os.fork()) == 0:
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGTERM)

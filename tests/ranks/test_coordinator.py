@@ -289,18 +289,41 @@ def test_a_new_registry_adopts_the_crew(seed):
     check_end(world)
 
 
+def told(wire):
+    """Who is out, by what a connection was told."""
+    gone = set()
+    while wire.down:
+        message = wire.down.popleft()
+        gone = (gone - {*message.get("epoch", ((), ()))[1]}) | {*message["gone"]}
+    return gone
+
+
 def test_ranks_beside_the_one_that_speaks_for_a_host_hear_who_is_out():
-    world, beside = crew_of(4), Wire(None)
+    world, beside, late = crew_of(4), Wire(None), Wire(None)
     world.registry.hear(beside, {"op": "listen"}, world.now)
     for dead in world.nodes[:2]:
         world.kill(dead)
         world.settle()
-        assert dead.name in {name for message in beside.down for name in message["gone"]}
-        beside.down.clear()
+        assert dead.name in told(beside)
+    assert not beside.down
+    world.lose(world.nodes[0])
+    for _ in range(20):
+        world.upwards(world.nodes[0])
+        world.pass_time(world.nodes[0])
+    world.registry.hear(late, {"op": "listen"}, world.now)  # or come back, after it was told
+    assert world.nodes[0].name in told(beside) & told(late)
     world.registry.lost(beside, world.now)
-    world.kill(world.nodes[0])
+    world.kill(world.nodes[1])
     world.settle()
     assert not beside.down
+
+
+def test_ranks_beside_it_hear_of_those_whom_another_registry_takes_back():
+    registry, beside, epoch = Coordinator(), Wire(None), Epoch(4, ("a", "b"), (), 1)
+    registry.hear(beside, {"op": "listen"}, 1.0)
+    known = {"op": "return", "member": "a", "host": "h", "facts": FACTS, "epoch": [*epoch], "bound": 9}
+    registry.hear(Wire(None), known, 1.0)
+    assert [message["epoch"][1] for message in beside.down if "epoch" in message] == [["a", "b"]]
 
 
 @pytest.mark.parametrize("bound, welcome", [(8, True), (9, True), (10, False)])

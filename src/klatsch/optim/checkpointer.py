@@ -141,7 +141,7 @@ class Checkpointer:
             try:
                 choice, read, drawn = self._opened(files)
             except RuntimeError:
-                if not post.misses_some:
+                if not optimizer.host.all(post.misses_some):
                     raise
                 optimizer.go_on(None, 0, 0, 0, anew=True)  # and look again, without those who have died
                 continue
@@ -285,9 +285,15 @@ class Checkpointer:
 
     def _told(self, value: object) -> list[Any]:
         """What all ranks have to tell, as plain data, host by host."""
-        host = self._trained.host
+        host, rows, failure = self._trained.host, [], None
         inside = told(host.group, value) if host.size > 1 else [value]
-        return [row for rows in self._trained.everyone.told(inside) for row in rows]
+        try:
+            rows = self._trained.everyone.told(inside)
+        except RuntimeError as error:
+            failure = error
+        if failure is not None or not host.all(failure is None):
+            raise failure or RuntimeError("another rank of this host has not heard all others")
+        return [row for each in rows for row in each]
 
     def _opened(self, files: dict[Seen, SavedFile]) -> tuple[Choice | None, Read | None, str]:
         """Where to go on from, this rank's file there, once all have read a sound one, and a name for another crew."""

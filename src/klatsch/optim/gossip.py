@@ -151,7 +151,7 @@ class Gossip(Watched, Joinable, JoinHook):
         self._frozen = [p for p in groups.parameters_of(self.param_groups) if not p.requires_grad]
 
         group, inside = (None, inside) if member else hosts.groups_of(mesh, group)
-        ranks = ranks_of(group) if member is None else [0]
+        ranks = ranks_of(group) if member is None else hosts.members_here(inside)
         self.host = hosts.host_of(trained, ranks, inside, timeout)
         if rule.needs_shapes and self.host.size > 1:
             raise ValueError(
@@ -312,7 +312,7 @@ class Gossip(Watched, Joinable, JoinHook):
     def _idle(self) -> int:
         """Rounds without gradient until all know that all have finished; how many they were."""
         began, known = self.rounds, self._links.membership
-        while (last := known.last_round()) is None or self.rounds < last:
+        while not self.host.all((last := known.last_round()) is not None and self.rounds >= last):
             self.main_hook()
         return self.rounds - began
 
@@ -441,7 +441,6 @@ class Gossip(Watched, Joinable, JoinHook):
             post.begin_again()
             self._stand(post)
         (states, frozen, options, training), rounds = held, post.epoch.start - 1
-        self._lost_by_host = set()
         self._train_over(links, shares)
         settled, self._weight = post.settled(links, [share.node for share in shares], states, self._weight)
         for share, state, memory in zip(shares, settled, memories, strict=True):
@@ -449,7 +448,7 @@ class Gossip(Watched, Joinable, JoinHook):
         if own is None:
             post.training = training
             for parameter, values in zip(self._frozen, frozen, strict=True):
-                parameter.data.copy_(values)
+                hosts.piece(parameter.data).copy_(values)
             for group, given in zip(self.param_groups, options, strict=True):
                 group.update(given)
         links.tell_pace(rounds, self._taken)
@@ -691,8 +690,7 @@ class Gossip(Watched, Joinable, JoinHook):
         matrices = groups.matrices(self.param_groups)
         for k, share in enumerate(shares):
             share.train_over(links, self.rule.shaped([*share.matrices(matrices)]), k)
-        self._links, self.shares = links, shares
-        self._met = 0
+        self._links, self.shares, self._met, self._lost_by_host = links, shares, 0, set()
         self._close = weakref.finalize(self, links.close)  # not before neighbours have the last messages
 
 

@@ -70,18 +70,18 @@ class Host:
         """For what the first rank finds."""
         return group_of(self.group, DAY)
 
-    def led(self, find: Callable[[], Any], note: object = None) -> tuple[Any, list[Any]]:
-        """What the first rank of the host finds, as JSON, and the notes of all; if that fails, it fails on all."""
+    def led(self, find: Callable[[], Any], note: Callable[[], Any] = lambda: None) -> tuple[Any, list[Any]]:
+        """What the first rank of the host finds, as JSON, and everybody's note; if that fails, it fails on all."""
         if self.size == 1:
-            return find(), [note]
-        found, failure = None, None
+            return find(), [note()]
+        group, found, failure = self._first, None, None  # they meet before the first one waits
         if self.place == 0:
             try:
                 found = find()
             except Exception as error:
                 failure = error
         try:
-            rows = told(self._first, [note, found, failure and reason(failure)])
+            rows = told(group, [note(), found, failure and reason(failure)])
         except RuntimeError as error:
             raise failure or _without(error) from None
         if failure is not None:
@@ -165,6 +165,13 @@ def inside_of(mesh: DeviceMesh | None) -> Group:
     return group
 
 
+def members_here(inside: Group) -> list[int]:
+    """In a crew, the ranks that were started together and are members: without a host, each for itself."""
+    if not dist.is_initialized():
+        return [0]
+    return [*range(dist.get_world_size())] if inside is None else [dist.get_rank()]
+
+
 def host_of(parameters: Sequence[Tensor], ranks: Sequence[int], inside: Group, timeout: float) -> Host:
     """The host of this rank, whose parameters are gossiped with these ranks; refuse shards that cannot be."""
     pieces = [sharded for p in parameters if (sharded := _sharded(p)) is not None]
@@ -183,7 +190,8 @@ def host_of(parameters: Sequence[Tensor], ranks: Sequence[int], inside: Group, t
     if len(set(ranks).intersection(dist.get_process_group_ranks(group))) > 1:
         raise ValueError(
             "fully_shard (FSDP2) has cut the model into pieces over ranks that gossip, and averages their gradients; "
-            f"shard it over the GPUs of a host, and gossip between hosts: mesh=mesh['host'] ({RECIPE})"
+            "shard it over the GPUs of a host, and gossip between hosts: mesh=mesh['host'], in a crew the mesh of this "
+            f"host ({RECIPE})"
         )
     return Host(group, timeout, sharded=True)
 

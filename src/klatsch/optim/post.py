@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from klatsch.files import token_of
 from klatsch.optim.groups import Group
-from klatsch.optim.hosts import Host, inside_of
+from klatsch.optim.hosts import Host, inside_of, piece
 from klatsch.ranks.agreement import Everyone
 from klatsch.ranks.agreement import Group as Ranks
 from klatsch.ranks.assembly import assembled
@@ -130,6 +130,8 @@ class Post:
         self.tell: Callable[..., object] = lambda kind, **facts: None  # of events
         crew.store.set_timeout(ANSWER)
         try:
+            if len({*map(str, host.led(lambda: None, lambda: [*facts.items()])[1])}) > 1:
+                raise ValueError("the ranks of this host have optimizers with different options; make them the same")
             self.take(self._agreed(lambda: crew.join(facts)) or NOBODY)
         except BaseException:
             crew.close()  # a notebook goes on, and must not seem to be a member
@@ -170,18 +172,22 @@ class Post:
     def next_epoch(self, links: GlooLinks, rounds: int) -> Epoch | None:
         """The epoch that starts with the next round, if one does; this member may be out of it."""
         epoch = self._agreed(lambda: self._next_epoch(links, rounds))
-        if epoch is not None and self.crew.member not in self.epoch.members:
-            links.edges.close_all()
+        is_out = epoch is not None and (not epoch.members or self.crew.member not in self.epoch.members)
+        if self._host.place and is_out:
+            links.edges.close_all()  # as the first rank has done
         return epoch
 
     def _agreed(self, find: Callable[[], Epoch | None]) -> Epoch | None:
         """An epoch that the first rank of the host finds, on all of its ranks, and who they are in it."""
         crew = self.crew
-        found, signals = self._host.led(lambda: (find(), crew.member), [self.signal, crew.leaving])
-        (epoch, crew.member), self.signal = found, self.signal or max(number for number, _ in signals)
+        (epoch, crew.member), signals = self._host.led(
+            lambda: (find(), crew.member), lambda: [self.signal, crew.leaving]
+        )
+        if number := max(number for number, _ in signals):  # a handler may set it at any moment
+            self.signal = number
         if any(leaving for _, leaving in signals) and not crew.leaving:
             crew.leave()
-        return None if epoch is None else Epoch.read(epoch)
+        return Epoch.read(epoch) if isinstance(epoch, list) else epoch  # as JSON, or as it was found
 
     def _next_epoch(self, links: GlooLinks, rounds: int) -> Epoch | None:
         crew, near = self.crew, links.membership.within_reach()
@@ -365,7 +371,7 @@ class Post:
 def held_by(states: Iterable[State], frozen: Iterable[Tensor], groups: Iterable[Group], training: Training) -> Held:
     """What a member holds, as copies."""
     options = [{name: v for name, v in group.items() if isinstance(v, bool | int | float)} for group in groups]
-    return [each(torch.clone, state) for state in states], [v.data for v in frozen], options, training
+    return [each(torch.clone, state) for state in states], [piece(v.data) for v in frozen], options, training
 
 
 def rescaled(rule: Rule, content: dict[str, Any]) -> list[State]:
@@ -445,8 +451,8 @@ def _pass(links: GlooLinks, t: int, peer: int, incoming: bool, tensors: Iterable
     """Receive tensors, or send them."""
     whole = [v.detach().cpu().contiguous() for v in tensors]
     for v in whole:
-        for piece in torch.split(v.reshape(-1).view(torch.uint8), PIECE) if v.numel() else ():
-            links.pass_on(TAG, t, piece, peer, incoming)
+        for some in torch.split(v.reshape(-1).view(torch.uint8), PIECE) if v.numel() else ():
+            links.pass_on(TAG, t, some, peer, incoming)
     return whole
 
 

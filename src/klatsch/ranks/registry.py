@@ -21,6 +21,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from klatsch.files import json_of
@@ -274,6 +275,7 @@ class Coordinator:
                     member.leaving = True
             case {"op": "listen"}:
                 self._listeners.append(line)
+                line.send({"op": "gone", "gone": [*self._out]})
             case {"op": "beat", "round": int(begun), "report": dict(report)}:
                 if member:
                     member.round, member.report = begun, {**member.report, **report}
@@ -290,8 +292,8 @@ class Coordinator:
         has_ended, parting = now - line.heard < self.timeout / 2 <= now - self._woken, self._parting
         self._parting = [other for other in parting if other is not line]
         if len(self._parting) < len(parting) and not has_ended:  # others wait for its last rounds, and no step sees it
-            for other in (*self._parting, *(member.line for member in self.members.values() if member.line)):
-                other.send({"op": "gone", "gone": [line.member]})
+            gone = {"op": "gone", "gone": [line.member]}
+            self._tell_all(gone, [*self.members.values()], self._parting, self._listeners)
         member = self.members.get(line.member)
         if member is None or member.line is not line:
             return
@@ -360,6 +362,7 @@ class Coordinator:
             for given_up in {name for m in waiting for name in m.formers} & {*known.members}:
                 self._forget(self.members[given_up])
             self.tell(f"epoch {known.number} from round {known.start} is adopted: {_counted(known.members)}")
+            self._tell_all({"op": "news", "epoch": known, "gone": []}, (), self._listeners)
         missed = known.number == self.epoch.number - 1 and message["bound"] < self.epoch.start
         member = self.members.get(name)
         if member is None or name not in {*self.epoch.members} - self._out or (known != self.epoch and not missed):
@@ -395,9 +398,8 @@ class Coordinator:
         waiting = self._waiting()
         if present and (out := [m.id for m in away if m.id not in self._out and self._is_out(m, now)]):
             self._out.update(out)
-            self._tell_all({"op": "gone", "gone": out}, present)  # nobody waits for them
-            for line in (*self._parting, *self._listeners):
-                line.send({"op": "gone", "gone": out})
+            # Nobody waits for them.
+            self._tell_all({"op": "gone", "gone": out}, present, self._parting, self._listeners)
         # The last ones to leave first hand over what they hold.
         staying = [m for m in present if not m.leaving] or (present if waiting else [])
         again = {name for m in waiting for name in m.formers} & {*self.epoch.members}
@@ -479,16 +481,14 @@ class Coordinator:
             if member.resumes or member.id in come:
                 member.round, member.resumes = start - 1, False
         self._tell_all({"op": "epoch", "epoch": self.epoch, "gone": away}, everyone)
-        for line in self._listeners:
-            line.send({"op": "gone", "gone": away})
+        self._tell_all({"op": "news", "epoch": self.epoch, "gone": away}, (), self._listeners)
         self.members = {m.id: m for m in chosen}
         changes = [*(f"-{name}" for name in gone), *(f"+{name}" for name in come)] or ["new edges"]
         self.tell(f"epoch {self.epoch.number} from round {start}: {_counted(members)} ({', '.join(changes)})")
 
-    def _tell_all(self, message: Mapping[str, object], members: Sequence[Member]) -> None:
-        for member in members:
-            if member.line:
-                member.line.send(message)
+    def _tell_all(self, message: Mapping[str, object], members: Sequence[Member], *others: Sequence[Speaker]) -> None:
+        for line in (*(member.line for member in members if member.line), *chain(*others)):
+            line.send(message)
 
     def status(self) -> Message:
         """What there is to see."""
