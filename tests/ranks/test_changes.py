@@ -47,14 +47,15 @@ class Crew:
         environment = {"KLATSCH_CREW_TOKEN_FILE": str(self.token_file)}
         if "crew" not in options.get("options", {}):
             environment |= {"KLATSCH_CREW": self.where}
-        words = ("-m", MODULE, self.folder, name, json.dumps(self.options | options))
+        module = self.options.get("module", MODULE)
+        words = ("-m", module, self.folder, name, json.dumps(self.options | options))
         ranks, processes = self.options.get("ranks", 1), []
         if ranks > 1:
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.prepared.free_port())}
         for rank in range(ranks):
             place = {"RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
             everything = dict(os.environ) | environment | place
-            processes.append(self.prepared.python(*words, env=everything, preload=(MODULE,)))
+            processes.append(self.prepared.python(*words, env=everything, preload=(module,)))
         self.members.append(member := Member(self.folder, name, *processes))
         return member
 
@@ -199,6 +200,26 @@ def test_hosts_join_die_and_leave_whole(crew, rule, travel):
     expected = simulated([*kept.values()], rule, "ring", steps, dim, **travel)
     for one in whole:
         torch.testing.assert_close(one["path"][steps], expected[one["node"]], rtol=1e-7, atol=1e-7)
+
+
+def test_hosts_that_shard_the_model_join_and_leave_whole(crew):
+    """FSDP2 inside: a newcomer takes over the pieces of its twins, also of what is frozen."""
+    some = crew(rule="dsgd", ranks=2, module="tests.support.rank_hosted")
+    first = some.begin(2)
+    late = some.join()
+    for member in (*first, late):
+        member.trains(3)
+    first[0].beside[0].kill()
+    for member in (first[1], late):
+        member.trains(2, rounds=40)
+    kept = some.end()
+    for member in (first[1], late):
+        assert member.process.returncode == 0, member.process.stderr
+    ends = [kept[member.name] for member in (first[1], late)]
+    frozen = 1
+    assert torch.equal(ends[0][frozen], ends[1][frozen])  # bits: a copy
+    for one, two in zip(*ends, strict=True):  # two that meet in every round agree after it, to rounding
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
 
 
 def assert_kept(kept, members, rule):
