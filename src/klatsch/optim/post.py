@@ -29,7 +29,7 @@ from klatsch.optim.groups import Group
 from klatsch.optim.hosts import Host, inside_of, piece
 from klatsch.ranks.agreement import Everyone
 from klatsch.ranks.agreement import Group as Ranks
-from klatsch.ranks.assembly import assembled
+from klatsch.ranks.assembly import abandon, assembled
 from klatsch.ranks.crew import Crew, Dropped
 from klatsch.ranks.edges import Edges
 from klatsch.ranks.failures import LinkError, reason, warn
@@ -361,6 +361,7 @@ class Post:
             states = [one.settled(state, mean) for one, state, mean in zip(handovers, states, means, strict=True)]
         except (RuntimeError, ValueError) as error:  # a member died; the next epoch settles it
             warn(f"epoch {self.epoch.number}: sums over the crew are settled with the next change ({reason(error)})")
+            abandon(links, self.epoch.start - 1, reason(error))  # those who have not noticed need not wait
             settled = None
         agreed = self._host.all(settled is not None)
         return states, settled if agreed and settled is not None else share

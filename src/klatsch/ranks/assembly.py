@@ -26,6 +26,7 @@ LOOK = 0.5  # seconds after which a rank that waits looks where the others are
 FIRST_TAG, LAST_TAG = 1 << 20, 1 << 31  # above the tags of rounds, and new in every round
 NEWS, UP, DOWN = range(3)
 VERDICT = "verdict"  # the note that says why ranks that have come after some rounds do so in vain
+LOST = "lost"  # the kind of a verdict after which all go on
 REMEDY = "ranks with fewer batches than others end with optimizer.finish(), on all ranks, before they ask for this"
 
 
@@ -195,8 +196,14 @@ class Assembly:
         """An error for this rank, and for all others that have come after one of these rounds."""
         self._links.notes.tell(VERDICT, json.dumps([kind, sorted(rounds), text]))
         error = self._links.in_vain[self._round] = ValueError(text) if kind == "rounds" else RuntimeError(text)
-        time.sleep(2 * LOOK)  # others read it before this rank ends, and perhaps the store with it
+        if kind != LOST:
+            time.sleep(2 * LOOK)  # others read it before this rank ends, and perhaps the store with it
         return error
+
+
+def abandon(links: GlooLinks, t: int, text: str) -> None:
+    """Tell others that wait for this rank after round t that it goes on without them, and why."""
+    links.notes.tell(VERDICT, json.dumps([LOST, [t], text]))
 
 
 def _merged(piece: Tensor, others: Sequence[Tensor]) -> Tensor:
