@@ -192,7 +192,7 @@ def test_hosts_join_die_and_leave_whole(crew, rule, travel):
         beside = torch.load(some.folder / f"{member.name}.1-kept")
         assert beside["path"].keys() == end["path"].keys()
         for t, x in end["path"].items():
-            assert torch.equal(x, beside["path"][t])  # bits: put together from the same slices
+            assert torch.equal(x, beside["path"][t])  # bits: a copy
     if rule == "d2":
         assert_kept(kept, (first[0], late), "d2")
     whole = [kept[member.name] for member in (first[0], first[2], late)]

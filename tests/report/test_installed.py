@@ -50,7 +50,7 @@ def rows_of(name):
     for line in lines:
         case = known[line["topology"], int(line["M"]), line["rule"], by_name({k: line.get(k) for k in OPTIONS})]
         mean, low, high = (float(line[key]) for key in (title, "from", "to"))
-        seeds = [low, 3 * mean - low - high, high] if len(study.seeds) == 3 else [mean]
+        seeds = {3: [low, 3 * mean - low - high, high], 2: [low, high]}.get(len(study.seeds), [mean])
         beside = {of: np.full((len(seeds), 1, 1), float(line[of])) for of in BESIDE if line.get(of, "-") != "-"}
         curves = np.clip(seeds, low, high)[:, None, None]
         rows.append(
@@ -99,7 +99,7 @@ def test_verdicts_of_the_committed_pages_follow_from_their_tables_or_runs(name, 
     script = Outline.of(thinned(name), list(cases_of(name).values()))
     verdicts = [verdict for sentence in script.sentences if is_known(sentence) for verdict in sentence.check(rows)]
     assert {v.claim: v.word for v in verdicts} == {v.claim: committed[v.claim] for v in verdicts}
-    assert len(verdicts) >= (0 if name in ("stragglers", "seconds") else 3)
+    assert len(verdicts) >= {"stragglers": 0, "seconds": 0, "language-large": 2}.get(name, 3)
 
 
 @pytest.mark.slow

@@ -170,8 +170,7 @@ class Post:
     def next_epoch(self, links: GlooLinks, rounds: int) -> Epoch | None:
         """The epoch that starts with the next round, if one does; this member may be out of it."""
         epoch = self._agreed(lambda: self._next_epoch(links, rounds))
-        is_out = epoch is not None and (not epoch.members or self.crew.member not in self.epoch.members)
-        if self._host.place and is_out:
+        if self._host.place and epoch and (not epoch.members or self.crew.member not in self.epoch.members):
             links.edges.close_all()  # as the first rank has done
         return epoch
 

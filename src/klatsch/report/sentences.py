@@ -164,7 +164,7 @@ class Needs(selection.Words):
         epochs, seeds = min(row.epochs or 0 for row in rows), min(len(row.curves) for row in rows)
         rounds, nodes = min(row.steps[-1] for row in rows), {row.nodes for row in rows}
         if epochs < self.epochs or seeds < self.seeds:
-            needed, there = (f"{n} epochs and " if self.epochs else "" for n in (self.epochs, epochs))
+            needed, there = (f"{self.epochs} epochs and ", f"{epochs} and ") if self.epochs else ("", "")
             return [f"needs {needed}{self.seeds} seeds, these are {there}{seeds}"]
         if rounds < self.rounds:
             return [f"needs {self.rounds:,} rounds, these are {rounds:,}"]
