@@ -5,6 +5,7 @@
 
 The second command takes the optimizer that the first one recommends, and trains until the mean test loss of all ranks
 is at the target. A gradient takes as long as it is told, since ranks that share a machine's cores are not machines.
+If the planner says that its time was short, give it the minutes that it asks for: on two x86 cores five were too few.
 """
 
 import argparse
