@@ -26,6 +26,7 @@ from tests.support.table import RULES
 from tests.support.waiting import wait_until
 
 MODULE = "tests.support.rank_changes"
+MEMBERS = pytest.mark.parametrize("ranks, dim", [(1, 5), (2, 300)], ids=["ranks", "hosts"])
 UNEVEN = "tests/support/graphs.py:uneven"  # where push-sum's weights differ
 
 
@@ -335,8 +336,9 @@ def test_garbage_on_the_ports_of_edges_disturbs_nobody(crew):
     assert_kept(kept, [*first, late], "d2")
 
 
-def test_one_dies_while_the_first_ones_begin(crew):
-    some = crew(rule="d2")
+@MEMBERS
+def test_one_dies_while_the_first_ones_begin(crew, ranks, dim):
+    some = crew(rule="d2", ranks=ranks, dim=dim)
     some.serve(3)
     dies, *rest = [some.join(dies_at="start" if k == 0 else "") for k in range(3)]
     for member in rest:
@@ -346,9 +348,10 @@ def test_one_dies_while_the_first_ones_begin(crew):
     assert_kept(kept, rest, "d2")
 
 
-def test_the_last_one_that_holds_anything_dies_while_it_hands_it_over(crew):
+@MEMBERS
+def test_the_last_one_that_holds_anything_dies_while_it_hands_it_over(crew, ranks, dim):
     """Newcomers are then the first ones, and start from the same parameters."""
-    some = crew(rule="d2", apart=True)
+    some = crew(rule="d2", apart=True, ranks=ranks, dim=dim)
     some.serve(1)
     last = some.join(dies_at="handover")
     last.trains(1)
@@ -392,8 +395,9 @@ def test_one_that_is_told_to_leave_while_it_is_out_does_not_join_again(crew, reg
     assert len(kept[first[1].name]["ids"]) == 1
 
 
-def test_training_goes_on_without_the_registry_and_changes_again_with_a_new_one(crew):
-    some = crew(rule="dsgd")
+@MEMBERS
+def test_training_goes_on_without_the_registry_and_changes_again_with_a_new_one(crew, ranks, dim):
+    some = crew(rule="dsgd", ranks=ranks, dim=dim)
     first = some.begin(2)
     some.registry.kill()
     some.registry.done()
@@ -408,9 +412,10 @@ def test_training_goes_on_without_the_registry_and_changes_again_with_a_new_one(
         assert member.process.returncode == 0, member.process.stderr
 
 
-def test_leaving_and_being_alone(crew):
+@MEMBERS
+def test_leaving_and_being_alone(crew, ranks, dim):
     """One leaves by itself; the one that is left trains alone, and another, with more data, takes over from it."""
-    some = crew(rule="dsgd", options={"weight": 1.0})
+    some = crew(rule="dsgd", options={"weight": 1.0}, ranks=ranks, dim=dim)
     some.serve(2)
     first = [some.join(), some.join(leave=30)]
     first[0].trains(1)
@@ -447,6 +452,21 @@ def test_members_that_do_not_fit_are_refused_by_name(crew):
         assert member.at()[0] == 1
     asked = [address_of(some.where)], token_of(some.token_file), {"op": "status"}
     wait_until(lambda: all("loss" in row for row in ask(*asked)["members"]), *(member.process for member in first))
+
+
+def test_hosts_that_do_not_fit_are_refused_whole(crew):
+    some = crew(rule="dsgd", ranks=2, dim=300)
+    (first,) = some.begin(1)
+    for options, errors in (
+        ({"rule": "dat"}, ["ValueError: this member's rule is dat, the crew's dsgd", "the first rank of this host has"]),
+        ({"second": {"rule": "dat"}}, ["do not agree on the rule: rank 0 has dsgd; rank 1 has dat; make them the same"] * 2),
+    ):
+        wrong = some.join(**options)
+        for process, error in zip((wrong.process, *wrong.beside), errors, strict=True):
+            assert process.done().returncode == 1
+            assert error in process.stderr
+    first.trains(1)
+    assert first.at()[0] == 1
 
 
 def test_one_that_is_refused_keeps_no_connection():
@@ -595,7 +615,7 @@ def test_killed_crews_resume_to_the_bit(crew, folders, travel):
             assert torch.equal(w, other["path"][t])  # bits: same call
 
 
-@pytest.mark.parametrize("ranks, dim", [(1, 5), (2, 300)], ids=["ranks", "hosts"])
+@MEMBERS
 def test_a_crew_stops_and_goes_on_with_another_number(crew, ranks, dim):
     """Three, then two, then four: the numbers are those of a crew of which one left, and then two came."""
     some = crew(rule="d2", checkpoints="all", ranks=ranks, dim=dim)

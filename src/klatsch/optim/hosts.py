@@ -8,15 +8,15 @@ pieces of the parameters anyway, and talks for these.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from klatsch.ranks.agreement import Group, broadcast, gathered, group_of, summed, told
+from klatsch.ranks.agreement import Group, agree, broadcast, gathered, group_of, summed, told
 from klatsch.ranks.failures import reason
 
 if TYPE_CHECKING:
@@ -89,6 +89,11 @@ class Host:
         if rows[0][2] is not None:
             raise RuntimeError(f"the first rank of this host has stopped: {rows[0][2]}")
         return rows[0][1], [row[0] for row in rows]
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Check that all ranks of the host say the same, except about their pieces."""
+        if self.size > 1:
+            agree(partial(told, self._control), {name: text for name, text in facts.items() if name != "pieces"})
 
     def all(self, holds: bool) -> bool:
         """Whether something holds on all ranks of the host."""

@@ -130,6 +130,7 @@ class Post:
         self.tell: Callable[..., object] = lambda kind, **facts: None  # of events
         crew.store.set_timeout(ANSWER)
         try:
+            host.agree(facts)
             self.take(self._agreed(lambda: crew.join(facts)) or NOBODY)
         except BaseException:
             crew.close()  # a notebook goes on, and must not seem to be a member
