@@ -18,10 +18,13 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from klatsch.files import write_atomically
 
@@ -33,10 +36,43 @@ NUMBERS = "rounds nodes columns dim rank registers buffers scratch_rows operatio
 POINTERS = "H rows mult noise sigma coef op first neighbour weight buffer_of turn buffer"
 
 
+LARGE = 1 << 22  # bytes of a tensor
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # options of mallopt, in malloc.h
+KEEPING = {MMAP_MAX: 0, TRIM_THRESHOLD: -1}
+USUAL = {MMAP_MAX: 1 << 16, TRIM_THRESHOLD: 1 << 26}  # the second follows the largest block freed, up to this
+
+
 class Job(ctypes.Structure):
     """The struct `job` of rounds.c."""
 
     _fields_ = [(name, COUNT) for name in f"{NUMBERS} first_phase".split()] + [(p, ADDRESS) for p in POINTERS.split()]
+
+
+@functools.cache
+def allocator() -> ctypes.CDLL | None:
+    """The C library, if it is glibc, whose malloc can be told what to keep."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    return libc if hasattr(libc, "mallopt") else None
+
+
+@contextmanager
+def kept_memory(tensor: Tensor) -> Iterator[None]:
+    """Have malloc keep what is freed: for large tensors on the CPU, which come and go in every round.
+
+    Otherwise each of more than 32 MB is made of new pages, which the system fills with zeros first.
+    """
+    libc = None if tensor.is_cuda or tensor.nbytes < LARGE else allocator()
+    if libc is None:
+        yield
+        return
+    try:
+        for option, value in KEEPING.items():
+            libc.mallopt(option, value)
+        yield
+    finally:
+        for option, value in USUAL.items():
+            libc.mallopt(option, value)
+        libc.malloc_trim(0)
 
 
 def library() -> ctypes.CDLL:

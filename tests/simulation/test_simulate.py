@@ -2,10 +2,12 @@
 
 import io
 import math
+import resource
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import networkx as nx
 import numpy as np
@@ -665,3 +667,25 @@ def test_a_clock_may_send_another_model_than_the_problem_has():
     assert large == clock.seconds(rules.make("dsgd", 1e-3), tp.ring(5), 10_000_000, [5])[0] > 10 * small
     with pytest.raises(ValueError, match="params = 0"):
         klatsch.simulate(problem, rules.make("dsgd", 1e-3), tp.ring(5), 5, clock=clock, params=0)
+
+
+@pytest.mark.skipif(native.allocator() is None, reason="another malloc than glibc's")
+def test_what_is_freed_is_kept_for_large_tensors_alone():
+    def freed(megabytes=64):
+        """How much of a tensor that is gone the process still holds."""
+        before = resident()
+        torch.ones(megabytes << 18)
+        return (resident() - before) / (megabytes << 20)
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    freed()  # what comes with the first one
+    assert freed() < 0.1
+    with native.kept_memory(torch.ones(10)):
+        assert freed() < 0.1
+    with native.kept_memory(torch.ones(native.LARGE // 4)):
+        assert freed() > 0.9
+        held = resident()
+    assert resident() < held - (60 << 20)
+    assert freed() < 0.1

@@ -2,7 +2,8 @@
 
 One machine runs first, at all learning rates. Then all ways run some rounds, at learning rates near the best so far;
 those that have not reached the target run four times as many, unless they are hopeless: their clock has passed the time
-of the best one, or their errors are heading for a time far behind it. What wins runs again with other seeds.
+of the best one, or their errors are heading for a time far behind it. What wins runs again with other seeds. If there
+is no time for all, the most promising have come first, and only what was tried runs on.
 """
 
 from __future__ import annotations
@@ -35,18 +36,20 @@ Tick = bool | Callable[[int], object]  # hears of the rounds that a simulation h
 FIRST, LONGER = 64, 4  # rounds that all ways run, and by what factor the next stretch is longer
 SEEDS = 3
 LEARNING_RATES = [10.0 ** (k / 2) for k in range(-12, 3)]
-BELOW, ABOVE = 3, 1  # learning rates that stay in the race, on both sides of the best one so far
+BELOW, ABOVE, FEW = 3, 1, 1  # rates that stay in the race, on both sides of the best so far; below, of large problems
 FINER = (10**-0.25, 1.0, 10**0.25)  # times the chosen learning rate, for the winners
 POINTS = 1.25  # at which rounds errors are taken: each so many times the one before
 FEWEST, OVERTIME = 5, 1.1  # winners that run again beyond the time, and when these, too, are given up
 NEAR, WINNERS = 2.0, 16  # times the best time, and how many of these run again: one seed alone does not decide
 AGAIN = (2, 8)  # times as many rounds as the first seed needed, for the others; more where some are not there
+CHEAP = 1.25  # times a gradient: what rounds take whose messages are cheap
 HOPELESS = 4.0  # times the best way's time
 ENOUGH = 1.05  # fewer machines are taken where they are at most this much slower
 LEAST_SHARE = 0.1  # of a machine's worth that each one must bring
 LATE = 0.7  # of the rounds of one machine; what it has after these is the target, if none is given
 ALONE = 0.5  # of the time, in which one machine must have done its first rounds
-RACING = 0.8  # of the time; the rest is for the winners
+TRYING, RACING = 0.5, 0.8  # of the time: all ways have run their first rounds, and only winners run
+LARGE = 1 << 17  # parameters from which several threads share a product, instead of waiting for each other
 PATIENCE, MOST = 4_000, 60_000  # rounds after which something must be heading for the target, and all end
 AROUND = 1  # points on each side with which an error is averaged: a dip by chance is not there to stay
 ROUNDING = 1e-6  # by which an error may be below 0
@@ -168,12 +171,13 @@ class Runner:
     problem: Problem
     each: float  # seconds of a round
     rates: list[float]
+    below: int = BELOW
     steps: list[int] = field(default_factory=list)
     errors: Array = field(default_factory=lambda: np.empty((0, 0)))  # (len(steps), len(rates))
 
     def run(self, task: Task, rounds: int, tick: Tick = False) -> None:
         """So many rounds from the start, at the learning rates around the best of those before."""
-        rates = around(self.best_after(rounds)) if self.steps else self.rates
+        rates = around(self.best_after(rounds), self.below) if self.steps else self.rates
         exact = self.way._replace(wire="float32")  # faster to simulate, and nearly the same; winners run as they are
         self.steps, self.errors = task.run(exact, self.problem, rounds, rates, tick)
         self.rates = rates
@@ -204,10 +208,10 @@ class Runner:
         return Trial(self.way, lr, fastest, self.each, error, fastest, fastest, tried=tried)
 
 
-def around(best: float, more: int = 0) -> list[float]:
+def around(best: float, below: int, more: int = 0) -> list[float]:
     """The learning rates around one of them, and some more above."""
     k = LEARNING_RATES.index(best)
-    return LEARNING_RATES[max(0, k - BELOW) : k + ABOVE + 1 + more]
+    return LEARNING_RATES[max(0, k - below) : k + ABOVE + 1 + more]
 
 
 @dataclass(frozen=True)
@@ -229,16 +233,16 @@ class Answer:
 
 def race(task: Task, told: Told | None = None) -> Answer:
     """Find out how many machines pay, and which way to train."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small products: more of them wait for each other where cores are busy
+    timer, threads = Timer(task.seconds, told), torch.get_num_threads()
+    started = starters(task)
+    torch.set_num_threads(threads if started[1][1].dim >= LARGE else 1)
     try:
-        return _race(task, Timer(task.seconds, told))
+        return _race(task, timer, *started)
     finally:
         torch.set_num_threads(threads)
 
 
-def _race(task: Task, timer: Timer) -> Answer:
-    alone, problems, most = starters(task)
+def _race(task: Task, timer: Timer, alone: list[Runner], problems: dict[int, Problem], most: str) -> Answer:
     target, headline = _target(task, alone, timer), alone[0].problem.headline
     runners = [*alone, *entrants(task, alone, problems)]
     sizes = {runner.way.machines for runner in runners}
@@ -282,7 +286,8 @@ def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
             machines *= 2
     each = round_seconds(task.clock, Way(1), task.params or problems[1].dim)
     kinds = dict.fromkeys(kind.rates for kind in KINDS.values())
-    return [Runner(Way(1, kind), problems[1], each, LEARNING_RATES) for kind in kinds], problems, most
+    below = FEW if problems[1].dim >= LARGE else BELOW
+    return [Runner(Way(1, kind), problems[1], each, LEARNING_RATES, below) for kind in kinds], problems, most
 
 
 def _target(task: Task, alone: Sequence[Runner], timer: Timer) -> float:
@@ -317,7 +322,8 @@ def _target(task: Task, alone: Sequence[Runner], timer: Timer) -> float:
 
 def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem]) -> list[Runner]:
     """All ways with several machines, at the learning rates around those of one machine."""
-    rates = {runner.way.kind: around(runner.best_after(FIRST), more=1) for runner in alone}
+    below = alone[0].below
+    rates = {runner.way.kind: around(runner.best_after(FIRST), below, more=1) for runner in alone}
     groups, missing = defaultdict[tuple[int, str], list[Runner]](list), None
     for machines, problem in [*problems.items()][1:]:
         try:
@@ -325,32 +331,47 @@ def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem
         except NoLinkError as error:
             missing = missing or error
             continue
-        for way, each in ways.items():
-            groups[machines, way.kind].append(Runner(way, problem, each, rates[KINDS[way.kind].rates]))
+        for way, each in promising_first(ways, alone[0].each).items():
+            groups[machines, way.kind].append(Runner(way, problem, each, rates[KINDS[way.kind].rates], below))
     if missing and not groups:
         raise missing
-    # All sizes and rules take turns: the time may end.
-    return [runner for turn in zip_longest(*groups.values()) for runner in turn if runner is not None]
+    # All sizes and rules take turns, what one machine did best with first: the time may end.
+    errors = {runner.way.kind: np.nanmin(runner.errors) for runner in alone}
+    first = sorted(groups, key=lambda group: errors[KINDS[group[1]].rates])
+    return [runner for turn in zip_longest(*(groups[each] for each in first)) for runner in turn if runner is not None]
+
+
+def promising_first(ways: Mapping[Way, float], alone: float) -> dict[Way, float]:
+    """First, for every rule and graph, the way that talks as often as is cheap, or the fastest; then the others."""
+    first, others = dict[tuple[str, str], Way](), dict(ways)
+    for way in sorted(ways, key=lambda way: (max(CHEAP * alone, ways[way]), way.every, ways[way])):
+        first.setdefault((way.kind, way.graph), way)
+    return {way: others.pop(way) for way in first.values()} | others
 
 
 def _run_on(task: Task, runners: Sequence[Runner], target: float, timer: Timer) -> bool:
     """Run all until they are there or hopeless; returns whether there was time for it."""
-    rounds, racing = FIRST, list(runners)
+    rounds, racing, in_time = FIRST, list(runners), True
     best = min(r.seconds(target) for r in runners if r.steps)
-    with suppress(TimeUpError):
-        while racing:
+    while racing:
+        try:
             for runner in [r for r in racing if not r.steps or r.steps[-1] < rounds]:
                 limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
                 if not runner.steps or limit > runner.steps[-1]:
-                    timer.turn_to(f"{len(racing)} ways, {rounds:,} rounds", RACING)
+                    timer.turn_to(f"{len(racing)} ways, {rounds:,} rounds", TRYING if rounds == FIRST else RACING)
                     runner.run(task, max(2, math.ceil(min(rounds, limit))), timer.tick)
                 best = min(best, runner.seconds(target))
-            racing, rounds = still_racing(racing, runners, target, rounds), rounds * LONGER
-        return True
-    return False
+        except TimeUpError:
+            in_time = False
+            if rounds > FIRST:
+                break
+        racing, rounds = still_racing(racing, runners, target, rounds, not in_time), rounds * LONGER
+    return in_time
 
 
-def still_racing(racing: Sequence[Runner], runners: Sequence[Runner], target: float, rounds: int) -> list[Runner]:
+def still_racing(
+    racing: Sequence[Runner], runners: Sequence[Runner], target: float, rounds: int, hurried: bool = False
+) -> list[Runner]:
     """Those that have not arrived and may be first, and to compare one machine and an all-reduce; none if hopeless."""
     seconds = {r.way: r.seconds(target) for r in runners if r.steps}
     going = [r for r in racing if r.steps and seconds[r.way] == math.inf]
@@ -358,14 +379,15 @@ def still_racing(racing: Sequence[Runner], runners: Sequence[Runner], target: fl
     limit = HOPELESS * min(best, *hoped.values(), math.inf)
     if rounds >= MOST or (limit == math.inf and rounds >= PATIENCE):
         return []
-    early = rounds == FIRST  # too early to say where errors are heading
+    early = rounds == FIRST and not hurried  # too early to say where errors are heading
     kept = {r.way for r in going if rounds * r.each < best and (early or hoped[r.way] <= limit)}
     for several in (False, True):
         kind = [r for r in runners if r.steps and r.way.reduces and (r.way.machines > 1) is several]
         left = [r for r in kind if r.way in hoped]
         if left and all(seconds[r.way] == math.inf for r in kind):
             kept.add(min(left, key=lambda r: (hoped[r.way], np.nanmin(r.errors) * r.each)).way)
-    return sorted((r for r in going if r.way in kept), key=lambda r: hoped[r.way])  # the time may end
+    # The time may end: first one machine, with which all others are compared.
+    return sorted((r for r in going if r.way in kept), key=lambda r: (r.way.machines > 1, hoped[r.way]))
 
 
 def in_order(trials: Iterable[Trial]) -> list[Trial]:
@@ -402,8 +424,9 @@ def _again(
 
 
 def again(task: Task, trial: Trial, problem: Problem, target: float, tick: Tick = False) -> Trial:
-    """The same way with other seeds, at its learning rate and the two beside it."""
-    rates, tried, by_seed = [trial.lr * factor for factor in FINER], 0, list[list[float]]()
+    """The same way with other seeds, at its learning rate, and the two beside it unless that takes long."""
+    finer = FINER if problem.dim < LARGE else (1.0,)
+    rates, tried, by_seed = [trial.lr * factor for factor in finer], 0, list[list[float]]()
     instances = [problem, *(task.problem(trial.way.machines, seed) for seed in range(1, task.seeds))]
     for longer in AGAIN:
         rounds, crossings = max(2, math.ceil(longer * trial.rounds)), list[list[float]]()
@@ -420,7 +443,8 @@ def again(task: Task, trial: Trial, problem: Problem, target: float, tick: Tick 
         raise TimeUpError
     middle, columns = len(by_seed) // 2, [sorted(column) for column in zip(*by_seed, strict=True)]
     # Where most do not get there: with which rate some do, in the middle first.
-    best = min((1, 0, 2), key=lambda c: (columns[c][middle], sum(map(math.isinf, columns[c])), columns[c][0]))
+    centre_first = sorted(range(len(rates)), key=lambda c: abs(c - len(rates) // 2))
+    best = min(centre_first, key=lambda c: (columns[c][middle], sum(map(math.isinf, columns[c])), columns[c][0]))
     low, high, column = columns[best][0], columns[best][-1], columns[best]
     return replace(trial, lr=rates[best], rounds=column[middle], low=low, high=high, seeds=len(column), tried=tried)
 

@@ -17,7 +17,7 @@ from klatsch.problems import base as core
 from klatsch.problems.sharded import Sharded, check_split, equal_parts, evenly
 from klatsch.problems.stacks import Stacked, architecture, made
 
-NUMBERS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 30}  # parameters of models that train together
+NUMBERS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 30}  # parameters of models that train together
 TESTED_AT_ONCE = 500  # samples
 HELD_OUT = 10  # one in so many samples, where no test data are given
 BRIEF = 1_000  # test samples for a brief look, at most

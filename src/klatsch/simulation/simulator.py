@@ -16,6 +16,7 @@ import klatsch.columns as cols
 from klatsch.arguments import whole
 from klatsch.clock import Clock
 from klatsch.clock.rounds import check_meets, scheduled
+from klatsch.native import kept_memory
 from klatsch.problems import Problem
 from klatsch.problems import checked as checked_problem
 from klatsch.rules import Rule
@@ -179,7 +180,8 @@ def simulate_together(
     saver = Saver(checkpoint, checkpoint_every, identity, checkpoint_at_end)
     saver.restore(run)
     title = f"{parts.rule.name} on {where}"
-    with progress_bar(progress, rates.steps, run.now.rounds, title) as tell, logged(log, run):
+    state = next(iter(run.now.state.values()))
+    with progress_bar(progress, rates.steps, run.now.rounds, title) as tell, logged(log, run), kept_memory(state):
         run.drive(saver, tell)
     results = zip(run.results(), elapsed, strict=True)
     return [replace(result, elapsed=seconds[: len(result.steps)]) for result, seconds in results]
