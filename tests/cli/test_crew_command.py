@@ -2,12 +2,17 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import sys
 
+import numpy as np
 import pytest
 
+from klatsch.cli.plan import Machines
+from klatsch.ranks.edges import DESCRIPTORS
+from tests.ranks.test_changes import Crew
 from tests.ranks.test_crew import Town
 from tests.support.waiting import wait_until
 
@@ -107,6 +112,51 @@ def test_status_shows_the_members(town, run_cli):
     for row in told["members"]:
         assert row["state"] == "trains"
         assert {"host", "address", "round", "lag", "loss", "bytes", "neighbours"} <= row.keys()
+
+
+@pytest.mark.skipif(not DESCRIPTORS.is_dir(), reason="links are seen on Linux alone")
+def test_a_crew_knows_how_fast_its_links_are(prepared, tmp_path, run_cli):
+    """On a ring of four each sees those to two others; a plan knows them all."""
+    crew = Crew(prepared, tmp_path, rule="dsgd", dim=300)
+    crew.begin(4)
+    given = ("--token-file", crew.token_file)
+
+    def links():
+        rows = json.loads(run_cli("crew", "status", crew.where, *given, "--json")[1])["members"]
+        seen = {(row["member"], other): link for row in rows for other, link in row.get("links", {}).items()}
+        return seen if len(seen) == 8 and all(rate > 0 for _, rate in seen.values()) else None
+
+    seen = wait_until(links)
+    _, out, _ = run_cli("crew", "status", crew.where, *given, "--links")
+    assert all(re.search(rf" {one} +{other} +[\d.]+ \w+ +[\d.]+ .?B", out) for one, other in seen)
+    known = Machines(network=crew.where, token_file=crew.token_file).links()
+    pairs = np.array([(i, j) for i in range(4) for j in range(4) if i != j]).T
+    rates, delays = known.between(*pairs)
+    assert known.nodes == 4
+    assert (min(rates) > 0, min(delays) > 0, max(delays) <= sum(trip for trip, _ in seen.values())) == (True,) * 3
+    crew.end()
+
+
+def test_a_crew_may_know_no_links(town, run_cli):
+    """Its members have not trained for long, or are not on Linux."""
+    town.crew(2)
+    code, out, _ = run_cli("crew", "status", town.where, "--token-file", town.token_file, "--links")
+    assert (code, out.splitlines()[-1]) == (0, "no links are known")
+    for words, message in [
+        (
+            ("--network", town.where, "--token-file", town.token_file),
+            f"the crew at {town.where} knows no links: members",
+        ),
+        (
+            ("--network", town.where, "--latency", 0.1),
+            f"the crew at {town.where} knows its links; leave --latency 0.1 out",
+        ),
+        (("--network", "wan", "--token-file", town.token_file), "is for a crew; give --network HOST:PORT, too"),
+        (("--network", "127.0.0.1:1"), "no registry answers (127.0.0.1:1: Connection refused); check the address"),
+    ]:
+        code, out, err = run_cli("plan", "least-squares", *words)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err
 
 
 def test_watch_shows_it_again(town):

@@ -478,3 +478,14 @@ def test_links_that_do_not_fit(tmp_path, content, text):
 def test_bad_input(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+def test_links_that_nobody_has_seen_are_as_good_as_the_way_over_others():
+    """Nodes 0 and 1 are near, so are 2 and 3, and 1 and 2 are far apart; node 4 talks to nobody."""
+    rates, delays = np.zeros((2, 5, 5))
+    for one, other, rate, delay in [(0, 1, 1e9, 1e-3), (1, 2, 1e6, 0.05), (2, 3, 1e9, 1e-3), (0, 2, 1e5, 0.2)]:
+        rates[[one, other], [other, one]], delays[[one, other], [other, one]] = rate, delay
+    links = Table.completed(rates, delays, "the crew")
+    found = links.between(np.array([0, 0, 3, 0, 1, 0]), np.array([1, 2, 0, 3, 3, 4]))
+    assert found[0] == pytest.approx([1e9, 1e5, 1e6, 1e6, 1e6, 0.0])  # what is known stays, slow as it may be
+    assert found[1][:5] == pytest.approx([1e-3, 0.2, 0.052, 0.052, 0.051])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from klatsch.ranks import waiting
-from klatsch.ranks.edges import PASSWORD, PASSWORD_TAG, Edges, _devices
+from klatsch.ranks.edges import PASSWORD, PASSWORD_TAG, TELLING, Edges, Traffic, _devices, rates
 from tests.support.waiting import HANG
 
 
@@ -107,3 +107,13 @@ def test_nobody_waits_for_a_store_that_has_failed(monkeypatch):
     monkeypatch.setattr(waiting, "ANSWER_WITHIN", HANG)
     assert waiting.Notes(Gone(), 0).of(1) is None
     assert heard == [None, None]
+
+
+@pytest.mark.parametrize(
+    "together, expected", [(True, {1: 20e6, 2: 4e6, 3: 0.0}), (False, {1: 10e6, 2: 10e6 / 3, 3: 0.0})]
+)
+def test_links_that_are_used_together_share_the_way_out(together, expected):
+    """In the first second two messages leave, in the other two seconds one alone; the third has hardly begun."""
+    seen = {2: Traffic(0.1, 10_000_000, 3.0), 1: Traffic(0.1, 10_000_000, 1.0), 3: Traffic(0.1, TELLING - 1, 0.0)}
+    found = rates(seen, together)
+    assert [found[peer] for peer in (1, 2, 3)] == pytest.approx(expected)

@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +18,10 @@ from klatsch.cli import terminal
 from klatsch.cli.app import Group, app, command, examples, show_help
 from klatsch.cli.terminal import AsJson, number, option, print_json, text, words
 from klatsch.files import token_of
-from klatsch.units import size
+from klatsch.units import duration, size
+
+if TYPE_CHECKING:
+    from klatsch.clock.network import Table
 
 crew = typer.Typer(
     cls=Group,
@@ -102,10 +105,11 @@ def join(
         raise ValueError(f"cannot run {program[0]!r}: {error.strerror}; give a command after --") from None
 
 
-@command("crew status 10.0.0.1:4711 --token-file token", "crew status localhost:4711 --watch", to=crew)
+@command("crew status 10.0.0.1:4711 --token-file token", "crew status localhost:4711 --links --watch", to=crew)
 def status(
     address: Where,
     token_file: Token = None,
+    links: Annotated[bool, typer.Option("--links", help="Show how fast its links are.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -122,6 +126,8 @@ def status(
             print_json(content)
         else:
             _show(content)
+            if links:
+                _show_links(content["members"])
         if not watch:
             return
         sys.stdout.flush()
@@ -139,6 +145,32 @@ def drop(
 
     ask([address_of(one) for one in words(address)], token_of(token_file), {"op": "drop", "member": member})
     print(f"{member} was dropped")
+
+
+def links_of(address: str, token_file: Path | None) -> Table:
+    """The links between those who train in a crew, as fast as they are seen to be."""
+    import numpy as np
+
+    from klatsch.clock.network import Table
+    from klatsch.ranks.registry import address_of, ask
+
+    told = ask([address_of(one) for one in words(address)], token_of(token_file), {"op": "status"})
+    rows = [row for row in told["members"] if row["state"] == "trains"]
+    place = {row["member"]: k for k, row in enumerate(rows)}
+    rates, delays = np.zeros((2, len(rows), len(rows)))
+    for row in rows:
+        for other, (trip, rate) in row.get("links", {}).items():
+            if other in place:
+                pair = place[row["member"]], place[other]
+                rates[pair], delays[pair] = rate, trip / 2
+    # One that only hears the other does not know how fast the link is.
+    rates, delays = np.where(rates > 0, rates, rates.T), np.where(rates > 0, delays, delays.T)
+    if not rates.any():
+        raise ValueError(
+            f"the crew at {address} knows no links: members on Linux see them when {size(1 << 18)} have gone over one; "
+            f"wait for some rounds, or give a CSV file of links"
+        )
+    return Table.completed(rates, delays, f"the crew at {address}")
 
 
 def _show(content: dict[str, Any]) -> None:
@@ -166,6 +198,18 @@ def _show(content: dict[str, Any]) -> None:
         print("nobody is in the crew")
     if content["waits_for"]:
         terminal.note(f"no change yet: {content['waits_for']}", "yellow")
+
+
+def _show_links(members: list[dict[str, Any]]) -> None:
+    lines = [
+        {"from": row["member"], "to": other, "there and back": duration(trip), "per second": size(rate) if rate else ""}
+        for row in members
+        for other, (trip, rate) in row.get("links", {}).items()
+    ]
+    if lines:
+        terminal.print_table("links", lines)
+    else:
+        print("no links are known")
 
 
 def _shown(value: object) -> str:

@@ -21,7 +21,7 @@ from klatsch.own import label
 from klatsch.units import duration
 
 if TYPE_CHECKING:
-    from klatsch.clock import Clock
+    from klatsch.clock import Clock, Links
     from klatsch.planning.race import Answer, Task, Trial
 
     Again = Callable[[Trial], str]
@@ -39,7 +39,10 @@ MEANINGS = {
 class Machines:
     """The network, and the work of a machine in a round."""
 
-    network: Annotated[str, text(f"One of {', '.join(catalogue.NETWORKS)}, or a CSV file of links.")] = "10gbe"
+    network: Annotated[
+        str, text(f"One of {', '.join(catalogue.NETWORKS)}, a CSV file of links, or HOST:PORT of a crew.")
+    ] = "10gbe"
+    token_file: Annotated[Path | None, text("File with the crew's token.", "--token-file", metavar="FILE")] = None
     bandwidth: Annotated[float | None, option("Bytes per second of a machine's link.", parser=number)] = None
     latency: Annotated[float | None, option("Seconds until a message arrives.", parser=number)] = None
     gradient: Annotated[
@@ -47,20 +50,35 @@ class Machines:
     ] = None
     gpus: Annotated[int, option("GPUs per machine, which average their gradients first.")] = 1
 
-    def clock(self, measured: float | None = None) -> Clock:
+    def links(self) -> Links:
+        """The links of its network."""
+        from klatsch.cli.crews import links_of
+        from klatsch.clock import links
+
+        if ":" in self.network and not self.network.lower().endswith(".csv"):
+            for name, given in (("bandwidth", self.bandwidth), ("latency", self.latency)):
+                if given is not None:
+                    raise ValueError(f"the crew at {self.network} knows its links; leave --{name} {given:g} out")
+            return links_of(self.network, self.token_file)
+        if self.token_file is not None:
+            raise ValueError(f"--token-file {self.token_file} is for a crew; give --network HOST:PORT, too")
+        return links(self.network, self.bandwidth, self.latency)
+
+    def clock(self, links: Links, measured: float | None = None) -> Clock:
         """Its clock; a gradient may have been measured."""
-        from klatsch.clock import Clock, links
+        from klatsch.clock import Clock
 
         if measured is not None and self.gradient is not None:
             raise ValueError(f"--measure and --gradient {self.gradient} both say how long a gradient takes; give one")
         gradient = self.gradient or GRADIENT if measured is None else measured
-        return Clock(gradient, links(self.network, self.bandwidth, self.latency), gpus=self.gpus)
+        return Clock(gradient, links, gpus=self.gpus)
 
 
 @command(
     "plan least-squares --set noise=10 --network wan --gradient 0.05",
     "plan mine.py:problem --target 0.01 --network wan --gradient 0.05",
     "plan train.py:task --network wan --measure --minutes 5",
+    "plan train.py:task --network 10.0.0.1:4711 --token-file token --measure",
 )
 def plan(
     problem: Annotated[str, typer.Argument(help="A problem's name, or FILE.py:FUNCTION, also of (model, loss, data).")],
@@ -89,8 +107,10 @@ def plan(
     arguments.number("--minutes", minutes, lambda v: v > 0, "a positive number of minutes")
     use_folder(folder)
     options = chosen(settings, "problem", problem)
+    links = hardware.links()
+    machines = min(machines, links.nodes or machines)
     make, seeded = of_any_size(problem, machines, **options)
-    clock = hardware.clock(gradient_seconds(make(1, 0)) if measure else None)
+    clock = hardware.clock(links, gradient_seconds(make(1, 0)) if measure else None)
     task = race.Task(make, clock, target, machines, params, race.SEEDS if seeded else 1, 60 * minutes, device)
     with terminal.bar() as told:
         answer = race.race(task, told)

@@ -319,6 +319,17 @@ class Table(ByContent, Links):
             return cls(1.0, float(latency), table(Path(rates)), None, str(rates))
         return cls(1.0, 0.0, table(Path(rates)), table(Path(latency)), str(rates))
 
+    @classmethod
+    def completed(cls, rates: Array, delays: Array, name: str) -> Table:
+        """From links of which some are known; the others, of 0 bytes per second, are as good as the way over these."""
+        over, trips = rates, np.where(rates > 0, delays, np.inf)
+        for k in range(len(rates)):
+            over = np.maximum(over, np.minimum(over[:, k, None], over[k]))
+            trips = np.minimum(trips, trips[:, k, None] + trips[k])
+        over, known = np.where(rates > 0, rates, over), (rates > 0) | ~np.isfinite(trips)
+        np.fill_diagonal(over, 0.0)
+        return cls(1.0, 0.0, over, np.where(known, delays, trips), name)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for values, unit in ((self.rates, "bytes per second"), (self.delays, "seconds")):

@@ -31,7 +31,7 @@ from klatsch.ranks.agreement import Everyone
 from klatsch.ranks.agreement import Group as Ranks
 from klatsch.ranks.assembly import abandon, assembled
 from klatsch.ranks.crew import Crew, Dropped
-from klatsch.ranks.edges import Edges
+from klatsch.ranks.edges import Edges, rates
 from klatsch.ranks.failures import LinkError, reason, warn
 from klatsch.ranks.links import GlooLinks
 from klatsch.ranks.mailbox import Memory
@@ -126,6 +126,7 @@ class Post:
         self.crew, self._graphs, self._facts, self._timeout, self._host = crew, graphs, facts, timeout, host
         self.left, self.signal, self.weight, self._lost = False, 0, weight, list[str]()
         self._in_vain = 0  # how many times in a row it has asked its neighbours for their state
+        self._speeds = dict[str, tuple[float, float]]()  # of links, as `status` tells them
         self.training: Training = ()  # the identity in checkpoints
         self.tell: Callable[..., object] = lambda kind, **facts: None  # of events
         crew.store.set_timeout(ANSWER)
@@ -162,6 +163,7 @@ class Post:
         store = PrefixStore(f"epoch{self.epoch.number}/{self._host.place}/links{next(self._times)}", crew.store)
         edges = Edges(store, self.rank, self._timeout, crew.address, members, optional=True, guarded=True)
         choices = {"on_failure": "continue", "catch_up": catch_up, "first": self.epoch.start}
+        self._near = edges, members, self.topology.degree > 1
 
         def is_out(peer: int) -> bool:
             return crew.is_out(members[peer])
@@ -216,7 +218,19 @@ class Post:
                 self._lost = [*self._lost, neighbour]
                 self.crew.report({"lost": self._lost})
             case {"event": "round"}:
-                self.crew.report({name: v for name, v in event.items() if name not in UNREPORTED})
+                told = {name: v for name, v in event.items() if name not in UNREPORTED}
+                self.crew.report(told | {"links": self._look_at_links()})
+
+    def _look_at_links(self) -> dict[str, tuple[float, float]]:
+        """Seconds there and back and bytes per second, 0 if unknown, by member that is or was a neighbour."""
+        edges, members, together = self._near
+        traffic = edges.traffic()
+        known = self._speeds.copy()
+        for peer, rate in rates(traffic, together).items():
+            before = known.get(members[peer], (0.0, 0.0))[1]
+            known[members[peer]] = round(traffic[peer].trip, 6), float(f"{rate or before:.3g}")
+        self._speeds = {name: speed for name, speed in known.items() if name in members}
+        return self._speeds
 
     def leave(self, idle: Callable[[], None]) -> None:
         """Ask to leave, and go on with rounds without gradient until the crew does without this member."""

@@ -2,6 +2,8 @@
 
 An edge takes one descriptor and no thread: those of gloo's groups are for collectives, and one thread per process moves
 the bytes of all edges. An edge that breaks, or that one end closes, takes no other with it.
+
+On Linux the system knows how long bytes travel and how fast they were taken; `Edges.traffic` asks it.
 """
 
 from __future__ import annotations
@@ -9,12 +11,18 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
+from hashlib import blake2b
+from itertools import starmap
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,11 +31,43 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 CLOSING_TAG = (1 << 20) - 2  # of a message that never comes
 PASSWORD_TAG, PASSWORD = (1 << 20) - 5, 32  # bytes
+NAMES_TAG, NAME, NAMES = (1 << 20) - 6, 8, 256  # bytes of a connection's name, and how many a neighbour is told
+# Bytes acknowledged, and microseconds: of the fastest trip, those busy, and those of them that the reader was slow.
+TCP_INFO, FIELDS = 11, struct.Struct("=120xQ20xI16xQQ")
+TELLING = 1 << 18  # bytes that say how fast a link is
+DESCRIPTORS = Path("/proc/self/fd")
 CONNECT = timedelta(seconds=10)  # once both ends are there
 AT_ONCE = timedelta(milliseconds=1)
 LOOK = 0.05  # seconds between two looks at whether the other end is still expected
 
 Pair = tuple[int, int]
+
+
+class Traffic(NamedTuple):
+    """What has gone over a connection so far, in this direction."""
+
+    trip: float  # seconds there and back, of the fastest packet of the last minutes
+    taken: int  # bytes that the other end has acknowledged
+    busy: float  # seconds in which some were on the way, and the other end had room for more
+
+
+def rates(traffic: Mapping[int, Traffic], together: bool) -> dict[int, float]:
+    """Bytes per second of each link as if it was used alone; 0 for one that has carried too little to say.
+
+    Args:
+        traffic: by neighbour.
+        together: whether they get their messages at the same time. They then share this machine's way out, each until
+            its message is there.
+    """
+    found, shared, before = dict[int, float](), 0.0, 0.0
+    for left, (peer, one) in zip(
+        range(len(traffic), 0, -1), sorted(traffic.items(), key=lambda t: t[1].busy), strict=True
+    ):
+        shared += (one.busy - before) / left
+        before = one.busy
+        alone = shared if together else one.busy
+        found[peer] = one.taken / alone if one.taken >= TELLING and alone > 0 else 0.0
+    return found
 
 
 class Edges:
@@ -58,6 +98,7 @@ class Edges:
         self.store, self.rank, self.optional, self._guarded = store, rank, optional, guarded
         self._timeout, self._address, self._names = timedelta(seconds=timeout), address, names
         self._groups: dict[int, dist.ProcessGroup] = {}  # by neighbour
+        self._connections: dict[int, dict[bytes, int]] = {}  # by neighbour: descriptors by name
 
     def open(self, peers: Iterable[int], is_out: Callable[[int], bool] = lambda peer: False) -> dict[int, Exception]:
         """Connect to some neighbours, which do the same; returns why those failed that did.
@@ -104,7 +145,18 @@ class Edges:
         group: dist.ProcessGroup = dist.ProcessGroupGloo(store, end, 2, options)  # type: ignore[assignment]
         if self._guarded:
             _recognise(group, 1 - end, password, bytes.fromhex(store.get(f"end/{1 - end}").decode()))
+            self._connections[sum(pair) - self.rank] = _shared(group, 1 - end)
         return group
+
+    def traffic(self) -> dict[int, Traffic]:
+        """What the system knows of guarded edges, by neighbour; nothing where addresses are translated on the way."""
+        asked = {peer: [*starmap(_asked, found.items())] for peer, found in self._connections.copy().items()}
+        told = {peer: [one for one in answers if one is not None] for peer, answers in asked.items()}
+        return {
+            peer: Traffic(min(one.trip for one in some), sum(one.taken for one in some), sum(one.busy for one in some))
+            for peer, some in told.items()
+            if some
+        }
 
     def post(self, incoming: bool, memory: Tensor, peer: int, tag: int) -> dist.Work:
         """Begin to receive from a neighbour, or to send to it; RuntimeError if the edge is closed."""
@@ -127,12 +179,72 @@ class Edges:
 
 def _recognise(group: dist.ProcessGroup, other: int, own: bytes, expected: bytes) -> None:
     """Exchange passwords over an edge, and refuse another end than the one that the store knows."""
-    sent, heard = torch.frombuffer(bytearray(own), dtype=torch.uint8), torch.zeros(PASSWORD, dtype=torch.uint8)
-    works = group.send([sent], other, PASSWORD_TAG), group.recv([heard], other, PASSWORD_TAG)
+    if not hmac.compare_digest(_exchanged(group, other, own, PASSWORD_TAG), expected):
+        raise RuntimeError("a stranger has connected instead of the neighbour")
+
+
+def _exchanged(group: dist.ProcessGroup, other: int, own: bytes, tag: int) -> bytes:
+    """What the other end of an edge gives for as many bytes of this one."""
+    sent = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    heard = torch.zeros_like(sent)
+    works = group.send([sent], other, tag), group.recv([heard], other, tag)
     for work in works:
         work.wait()
-    if not hmac.compare_digest(heard.numpy().tobytes(), expected):
-        raise RuntimeError("a stranger has connected instead of the neighbour")
+    return heard.numpy().tobytes()
+
+
+# --- what the system knows --------------------------------------------------------------------------------------------
+
+
+def _shared(group: dist.ProcessGroup, other: int) -> dict[bytes, int]:
+    """The connections of this process that are also the neighbour's, by name."""
+    own = _connections()
+    told = _exchanged(group, other, b"".join([*own][-NAMES:]).ljust(NAME * NAMES, b"\0"), NAMES_TAG)
+    theirs = {told[k : k + NAME] for k in range(0, len(told), NAME)}
+    return {name: descriptor for name, descriptor in own.items() if name in theirs}
+
+
+def _connections() -> dict[bytes, int]:
+    """The descriptors of all connections of this process, by name; none where the system does not list them."""
+    found = {}
+    for descriptor in map(int, os.listdir(DESCRIPTORS)) if DESCRIPTORS.is_dir() else ():
+        with suppress(OSError, ValueError), _opened(descriptor) as one:
+            found[_name(one)] = descriptor
+    return found
+
+
+@contextmanager
+def _opened(descriptor: int) -> Iterator[socket.socket]:
+    """A socket of somebody else, which stays open at its end; OSError if it is none."""
+    own = os.dup(descriptor)
+    try:
+        one = socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
+    with one:
+        yield one
+
+
+def _name(one: socket.socket) -> bytes:
+    """What both ends of a connection call it; ValueError if it is none between addresses."""
+    if one.family not in (socket.AF_INET, socket.AF_INET6):
+        raise ValueError("not a connection of a network")
+    ends = [
+        (host.partition("%")[0].removeprefix("::ffff:"), port)
+        for host, port, *_ in (one.getsockname(), one.getpeername())
+    ]
+    return blake2b(repr(sorted(ends)).encode(), digest_size=NAME).digest()
+
+
+def _asked(name: bytes, descriptor: int) -> Traffic | None:
+    """What a connection has carried, unless its descriptor is another one's by now."""
+    with suppress(OSError, ValueError), _opened(descriptor) as one:
+        told = one.getsockopt(socket.IPPROTO_TCP, TCP_INFO, FIELDS.size)
+        if _name(one) == name and len(told) == FIELDS.size:
+            taken, trip, busy, held = FIELDS.unpack(told)
+            return Traffic(trip * 1e-6, taken, (busy - held) * 1e-6)
+    return None
 
 
 @lru_cache(maxsize=8)
