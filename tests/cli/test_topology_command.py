@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from klatsch import __version__
+from klatsch import __version__, rules
 from klatsch import topology as tp
+from klatsch.cli.topology import VECTORS
+from klatsch.wire.rehearsal import vectors
 
 
 def cells_of(table):
@@ -34,6 +36,21 @@ def test_one_table(run_cli):
     sent = graph.messages * 44_426 * 4 / 1000
     assert cells["bytes, D-SGD"] == f"{sent:.3g} kB"
     assert cells["bytes, DAT-SGD"] == f"{2 * sent:.3g} kB"
+
+
+@pytest.mark.parametrize("words", ["ring -n 16", "--compare -n 6 --set k=2"], ids=["one", "all"])
+def test_graphs_need_no_torch(words, prepared):
+    """It takes two thirds of the time of a program that imports it."""
+    words = ("-X", "importtime", "-m", "klatsch", "topology", *words.split())
+    done = prepared.program(sys.executable, *words).done()
+    assert done.returncode == 0, done.stderr
+    names = {line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "klatsch.topology.comparison" in names
+    assert "torch" not in names
+
+
+def test_bytes_are_those_of_rules_that_send_so_many_vectors():
+    assert {rule: sum(vectors(rules.make(rule, lr=1.0))) for rule in VECTORS} == VECTORS
 
 
 def test_a_channel_shows_what_it_costs(run_cli):

@@ -208,18 +208,23 @@ def chosen(given: Settings, kind: str, name: str) -> dict[str, Any]:
 
 def parameters_of(kind: str, name: str) -> Parameters:
     """The options of a rule, topology or problem, by its name; topologies also take those of a channel."""
+    if kind == "topology":  # which need no torch
+        from klatsch.topology.channel import CHANNEL
+        from klatsch.topology.families import family
+        from klatsch.topology.graph import channel
+
+        travel = {k: v for k, v in inspect.signature(channel).parameters.items() if k in CHANNEL}
+        return _after_nodes(family(name).build) | travel
     from klatsch import problems, rules
-    from klatsch.topology.channel import CHANNEL
-    from klatsch.topology.families import family
-    from klatsch.topology.graph import channel
 
     if kind == "rule":
         return {k: v for k, v in inspect.signature(rules.kind(name)).parameters.items() if k != "lr"}
-    make = problems.kind(name) if kind == "problem" else family(name).build
-    own_options = list(inspect.signature(make).parameters.items())[1:]  # the first one is the number of nodes
-    if kind == "problem":
-        return {k: v for k, v in own_options if k != "seed"}
-    return dict(own_options) | {k: v for k, v in inspect.signature(channel).parameters.items() if k in CHANNEL}
+    return {k: v for k, v in _after_nodes(problems.kind(name)).items() if k != "seed"}
+
+
+def _after_nodes(make: Callable[..., object]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function but for the first one, the number of nodes."""
+    return dict(list(inspect.signature(make).parameters.items())[1:])
 
 
 def _values(text: str, default: object) -> object:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 LONGEST = 10**6  # rounds of a period, whose matrices are listed one by one
 LATEST = 10**4  # rounds that a message may travel
-AS_THEY_ARE = "float32"  # how numbers travel if nothing is said
+AS_THEY_ARE, FLOAT32 = "float32", 4  # how numbers travel if nothing is said, and the bytes of one
 # The options of a channel, with their defaults; `topology.channel` says what they do.
 CHANNEL = {"every": 1, "late": 0, "wire": AS_THEY_ARE, "loss": 0.0, "one_way": False}
 
@@ -76,7 +76,7 @@ def check_channel(
 
 def encoded_bytes(wire: str, numbers: int) -> int:
     """The bytes of a vector as it travels."""
-    return encoding(wire).bytes(numbers)
+    return FLOAT32 * numbers if wire == AS_THEY_ARE else encoding(wire).bytes(numbers)
 
 
 def damps(wire: object) -> bool:
