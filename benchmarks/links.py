@@ -65,7 +65,7 @@ def seen(rate: float, graph: str, folder: Path) -> list[float]:
 
 def tell(token: str) -> None:
     """Print what the crew's members see, from inside its network."""
-    rows = ask([("10.77.0.1", PORT)], token_of(token), {"op": "status"})["members"]
+    rows = ask([("10.77.0.1", PORT)], token_of(token), {"op": "status", "links": True})["members"]
     print(*(rate for row in rows for _, rate in row.get("links", {}).values()))
 
 

@@ -37,9 +37,10 @@ POINTERS = "H rows mult noise sigma coef op first neighbour weight buffer_of tur
 
 
 LARGE = 1 << 22  # bytes of a tensor
-TRIM_THRESHOLD, MMAP_MAX = -1, -4  # options of mallopt, in malloc.h
+# Options of mallopt, in malloc.h. What is usual follows the largest block freed; once set, it no longer does.
+TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
 KEEPING = {MMAP_MAX: 0, TRIM_THRESHOLD: -1}
-USUAL = {MMAP_MAX: 1 << 16, TRIM_THRESHOLD: 1 << 26}  # the second follows the largest block freed, up to this
+USUAL = {MMAP_MAX: 1 << 16, MMAP_THRESHOLD: 1 << 25, TRIM_THRESHOLD: 1 << 26}  # as after large ones
 
 
 class Job(ctypes.Structure):

@@ -143,14 +143,9 @@ def test_a_crew_may_know_no_links(town, run_cli):
     code, out, _ = run_cli("crew", "status", town.where, "--token-file", town.token_file, "--links")
     assert (code, out.splitlines()[-1]) == (0, "no links are known")
     for words, message in [
-        (
-            ("--network", town.where, "--token-file", town.token_file),
-            f"the crew at {town.where} knows no links: members",
-        ),
-        (
-            ("--network", town.where, "--latency", 0.1),
-            f"the crew at {town.where} knows its links; leave --latency 0.1 out",
-        ),
+        (("--network", town.where, "--token-file", town.token_file), f"{town.where} knows no links: members on Linux"),
+        (("--network", town.where, "--latency", 0.1), f"{town.where} knows its links; leave --latency 0.1 out"),
+        (("--network", "10.0.0.1"), "--network '10.0.0.1': a crew is HOST:PORT; give 10.0.0.1:4711"),
         (("--network", "wan", "--token-file", town.token_file), "is for a crew; give --network HOST:PORT, too"),
         (("--network", "127.0.0.1:1"), "no registry answers (127.0.0.1:1: Connection refused); check the address"),
     ]:

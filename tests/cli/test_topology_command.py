@@ -40,7 +40,7 @@ def test_one_table(run_cli):
 
 @pytest.mark.parametrize("words", ["ring -n 16", "--compare -n 6 --set k=2"], ids=["one", "all"])
 def test_graphs_need_no_torch(words, prepared):
-    """It takes two thirds of the time of a program that imports it."""
+    """Importing it takes longer than all the rest."""
     words = ("-X", "importtime", "-m", "klatsch", "topology", *words.split())
     done = prepared.program(sys.executable, *words).done()
     assert done.returncode == 0, done.stderr

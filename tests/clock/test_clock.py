@@ -489,3 +489,12 @@ def test_links_that_nobody_has_seen_are_as_good_as_the_way_over_others():
     found = links.between(np.array([0, 0, 3, 0, 1, 0]), np.array([1, 2, 0, 3, 3, 4]))
     assert found[0] == pytest.approx([1e9, 1e5, 1e6, 1e6, 1e6, 0.0])  # what is known stays, slow as it may be
     assert found[1][:5] == pytest.approx([1e-3, 0.2, 0.052, 0.052, 0.051])
+
+
+def test_a_link_that_nobody_has_seen_is_one_way_over_others():
+    """There is a wide way with long trips and a narrow one with short trips: not the best of both."""
+    rates, delays = np.zeros((2, 4, 4))
+    for one, other, rate, delay in [(0, 1, 1e9, 0.05), (1, 2, 1e9, 0.05), (0, 3, 1e6, 1e-3), (3, 2, 1e6, 1e-3)]:
+        rates[[one, other], [other, one]], delays[[one, other], [other, one]] = rate, delay
+    rate, delay = Table.completed(rates, delays, "the crew").between(np.array([0]), np.array([2]))
+    assert (*rate, *delay) == pytest.approx((1e9, 0.1))

@@ -1,19 +1,33 @@
 """Edges between neighbours, both ends in this process: each waits for the other in a thread."""
 
+import os
 import queue
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from klatsch.ranks import waiting
-from klatsch.ranks.edges import PASSWORD, PASSWORD_TAG, TELLING, Edges, Traffic, _devices, rates
+from klatsch.ranks.edges import (
+    DESCRIPTORS,
+    PASSWORD,
+    PASSWORD_TAG,
+    TELLING,
+    Edges,
+    Flown,
+    _connections,
+    _devices,
+    links_of,
+    rates,
+)
 from tests.support.waiting import HANG
 
 
@@ -109,11 +123,52 @@ def test_nobody_waits_for_a_store_that_has_failed(monkeypatch):
     assert heard == [None, None]
 
 
-@pytest.mark.parametrize(
-    "together, expected", [(True, {1: 20e6, 2: 4e6, 3: 0.0}), (False, {1: 10e6, 2: 10e6 / 3, 3: 0.0})]
-)
+@pytest.mark.parametrize("together, expected", [(True, [20e6, 4e6, 0.0]), (False, [10e6, 10e6 / 3, 0.0])])
 def test_links_that_are_used_together_share_the_way_out(together, expected):
     """In the first second two messages leave, in the other two seconds one alone; the third has hardly begun."""
-    seen = {2: Traffic(0.1, 10_000_000, 3.0), 1: Traffic(0.1, 10_000_000, 1.0), 3: Traffic(0.1, TELLING - 1, 0.0)}
-    found = rates(seen, together)
+    seen = {2: Flown(0.0, 10_000_000, 3.0), 1: Flown(0.0, 10_000_000, 1.0), 3: Flown(0.0, TELLING - 1, 0.0)}
+    found = rates(seen, {}, together)
     assert [found[peer] for peer in (1, 2, 3)] == pytest.approx(expected)
+
+
+def test_a_link_is_not_slow_because_its_trips_are_long():
+    """After its last byte a message takes a trip to be known to be there; many on the way at once take fewer."""
+    seen = {1: Flown(0.05, 10_000_000, 3.0), 2: Flown(0.05, 10_000_000, 3.0)}
+    assert rates(seen, {1: 20, 2: 1000}, together=False) == pytest.approx({1: 10e6 / 2, 2: 10e6 / 1.5})
+
+
+def row(member, state="trains", **links):
+    return {"member": member, "state": state, "links": links}
+
+
+def test_links_between_those_who_train():
+    """a sends to b, b to both, c only hears, and d does not train yet."""
+    rows = [row("a", b=(0.02, 5e6)), row("b", a=(0.02, 0.0), c=(0.1, 1e6)), row("d", "waits", a=(0.1, 1e3)), row("c")]
+    links = links_of(rows, "the crew")
+    found = links.between(np.array([0, 1, 1, 2, 0]), np.array([1, 0, 2, 1, 2]))  # of a, b and c
+    assert (links.nodes, *found[0]) == (3, 5e6, 5e6, 1e6, 1e6, 1e6)
+    assert found[1] == pytest.approx([0.01, 0.01, 0.05, 0.05, 0.06])
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([row("a"), row("b", "waits")], "the crew has 1 that train; links are between two or more"),
+        ([row("a", b=(0.1, 0.0)), row("b")], "the crew knows no links: members on Linux see one when 262 kB have gone"),
+    ],
+)
+def test_a_crew_may_know_no_links(rows, message):
+    with pytest.raises(ValueError, match=message):
+        links_of(rows, "the crew")
+
+
+def test_a_look_at_sockets_leaves_them_as_they_are():
+    """Also where a script has given sockets a default timeout, which would set them to answer at once."""
+    before = socket.getdefaulttimeout()
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        socket.setdefaulttimeout(30.0)
+        try:
+            found = _connections()
+        finally:
+            socket.setdefaulttimeout(before)
+        assert (one.fileno() in found.values(), os.get_blocking(one.fileno())) == (DESCRIPTORS.is_dir(), True)

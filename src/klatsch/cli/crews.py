@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,9 +19,6 @@ from klatsch.cli.app import Group, app, command, examples, show_help
 from klatsch.cli.terminal import AsJson, number, option, print_json, text, words
 from klatsch.files import token_of
 from klatsch.units import duration, size
-
-if TYPE_CHECKING:
-    from klatsch.clock.network import Table
 
 crew = typer.Typer(
     cls=Group,
@@ -118,7 +115,7 @@ def status(
 
     addresses, token = [address_of(one) for one in words(address)], token_of(token_file)
     while True:
-        told = ask(addresses, token, {"op": "status"})
+        told = ask(addresses, token, {"op": "status"} | ({"links": True} if links or as_json else {}))
         if watch and sys.stdout.isatty():
             terminal.console().clear()
         content = {name: told[name] for name in ("epoch", "start", "waits_for", "members", "facts")}
@@ -145,32 +142,6 @@ def drop(
 
     ask([address_of(one) for one in words(address)], token_of(token_file), {"op": "drop", "member": member})
     print(f"{member} was dropped")
-
-
-def links_of(address: str, token_file: Path | None) -> Table:
-    """The links between those who train in a crew, as fast as they are seen to be."""
-    import numpy as np
-
-    from klatsch.clock.network import Table
-    from klatsch.ranks.registry import address_of, ask
-
-    told = ask([address_of(one) for one in words(address)], token_of(token_file), {"op": "status"})
-    rows = [row for row in told["members"] if row["state"] == "trains"]
-    place = {row["member"]: k for k, row in enumerate(rows)}
-    rates, delays = np.zeros((2, len(rows), len(rows)))
-    for row in rows:
-        for other, (trip, rate) in row.get("links", {}).items():
-            if other in place:
-                pair = place[row["member"]], place[other]
-                rates[pair], delays[pair] = rate, trip / 2
-    # One that only hears the other does not know how fast the link is.
-    rates, delays = np.where(rates > 0, rates, rates.T), np.where(rates > 0, delays, delays.T)
-    if not rates.any():
-        raise ValueError(
-            f"the crew at {address} knows no links: members on Linux see them when {size(1 << 18)} have gone over one; "
-            f"wait for some rounds, or give a CSV file of links"
-        )
-    return Table.completed(rates, delays, f"the crew at {address}")
 
 
 def _show(content: dict[str, Any]) -> None:

@@ -16,7 +16,8 @@ from klatsch import catalogue, files, pictures
 from klatsch.cli import terminal
 from klatsch.cli.app import Settings, chosen, command, setting
 from klatsch.cli.data import use_folder
-from klatsch.cli.terminal import AsJson, Data, Plot, number, option, print_json, text
+from klatsch.cli.terminal import AsJson, Data, Plot, number, option, print_json, text, words
+from klatsch.files import token_of
 from klatsch.own import label
 from klatsch.units import duration
 
@@ -52,17 +53,23 @@ class Machines:
 
     def links(self) -> Links:
         """The links of its network."""
-        from klatsch.cli.crews import links_of
         from klatsch.clock import links
+        from klatsch.ranks.edges import links_of
+        from klatsch.ranks.registry import address_of, ask
 
-        if ":" in self.network and not self.network.lower().endswith(".csv"):
-            for name, given in (("bandwidth", self.bandwidth), ("latency", self.latency)):
-                if given is not None:
-                    raise ValueError(f"the crew at {self.network} knows its links; leave --{name} {given:g} out")
-            return links_of(self.network, self.token_file)
-        if self.token_file is not None:
-            raise ValueError(f"--token-file {self.token_file} is for a crew; give --network HOST:PORT, too")
-        return links(self.network, self.bandwidth, self.latency)
+        file, crew = self.network.lower().endswith(".csv"), ":" in self.network
+        if file or not crew:
+            if self.token_file is not None:
+                raise ValueError(f"--token-file {self.token_file} is for a crew; give --network HOST:PORT, too")
+            if not file and "." in self.network:
+                raise ValueError(f"--network {self.network!r}: a crew is HOST:PORT; give {self.network}:4711")
+            return links(self.network, self.bandwidth, self.latency)
+        for name, given in (("bandwidth", self.bandwidth), ("latency", self.latency)):
+            if given is not None:
+                raise ValueError(f"the crew at {self.network} knows its links; leave --{name} {given:g} out")
+        addresses = [address_of(one) for one in words(self.network)]
+        told = ask(addresses, token_of(self.token_file), {"op": "status", "links": True})
+        return links_of(told["members"], f"the crew at {self.network}")
 
     def clock(self, links: Links, measured: float | None = None) -> Clock:
         """Its clock; a gradient may have been measured."""
@@ -108,7 +115,6 @@ def plan(
     use_folder(folder)
     options = chosen(settings, "problem", problem)
     links = hardware.links()
-    machines = min(machines, links.nodes or machines)
     make, seeded = of_any_size(problem, machines, **options)
     clock = hardware.clock(links, gradient_seconds(make(1, 0)) if measure else None)
     task = race.Task(make, clock, target, machines, params, race.SEEDS if seeded else 1, 60 * minutes, device)

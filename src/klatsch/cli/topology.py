@@ -23,7 +23,7 @@ COMPARED = (
     *("topology", "edges", "degree", "period", "symmetric", "doubly stochastic", "rho", "rounds to halve"),
     *("exact after", "messages", "bytes, DAT-SGD"),
 )
-VECTORS = {"dsgd": 1, "dat": 2}  # that a rule sends; known without torch, which is two thirds of the time
+VECTORS = {"dsgd": 1, "dat": 2}  # that a rule sends; importing torch to ask takes longer than the rest
 EXPENDABLE = ("doubly stochastic", "symmetric", "edges", "messages", "period", "exact after", "degree")
 
 

@@ -321,14 +321,15 @@ class Table(ByContent, Links):
 
     @classmethod
     def completed(cls, rates: Array, delays: Array, name: str) -> Table:
-        """From links of which some are known; the others, of 0 bytes per second, are as good as the way over these."""
+        """From links of which some are known; one of 0 bytes per second is as good as the widest way over others."""
         over, trips = rates, np.where(rates > 0, delays, np.inf)
         for k in range(len(rates)):
-            over = np.maximum(over, np.minimum(over[:, k, None], over[k]))
-            trips = np.minimum(trips, trips[:, k, None] + trips[k])
-        over, known = np.where(rates > 0, rates, over), (rates > 0) | ~np.isfinite(trips)
+            rate, trip = np.minimum(over[:, k, None], over[k]), trips[:, k, None] + trips[k]
+            better = (rate > over) | ((rate == over) & (trip < trips))
+            over, trips = np.where(better, rate, over), np.where(better, trip, trips)
+        over, trips = np.where(rates > 0, rates, over), np.where((delays > 0) | (over == 0), delays, trips)
         np.fill_diagonal(over, 0.0)
-        return cls(1.0, 0.0, over, np.where(known, delays, trips), name)
+        return cls(1.0, 0.0, over, trips, name)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -93,7 +93,11 @@ class Host:
     def agree(self, facts: Mapping[str, str]) -> None:
         """Check that all ranks of the host say the same, except about their pieces."""
         if self.size > 1:
-            agree(partial(told, self._control), {name: text for name, text in facts.items() if name != "pieces"})
+            ask = partial(told, self._control)
+            try:
+                agree(ask, {name: text for name, text in facts.items() if name != "pieces"})
+            except RuntimeError as error:
+                raise _without(error) from None
 
     def all(self, holds: bool) -> bool:
         """Whether something holds on all ranks of the host."""

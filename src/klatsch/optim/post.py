@@ -163,12 +163,13 @@ class Post:
         store = PrefixStore(f"epoch{self.epoch.number}/{self._host.place}/links{next(self._times)}", crew.store)
         edges = Edges(store, self.rank, self._timeout, crew.address, members, optional=True, guarded=True)
         choices = {"on_failure": "continue", "catch_up": catch_up, "first": self.epoch.start}
-        self._near = edges, members, self.topology.degree > 1
 
         def is_out(peer: int) -> bool:
             return crew.is_out(members[peer])
 
-        return GlooLinks(edges, self.topology, device, self._timeout, is_out=is_out, **choices)  # type: ignore[arg-type]
+        links = GlooLinks(edges, self.topology, device, self._timeout, is_out=is_out, **choices)  # type: ignore[arg-type]
+        self._near = links, members
+        return links
 
     def next_epoch(self, links: GlooLinks, rounds: int) -> Epoch | None:
         """The epoch that starts with the next round, if one does; this member may be out of it."""
@@ -223,12 +224,12 @@ class Post:
 
     def _look_at_links(self) -> dict[str, tuple[float, float]]:
         """Seconds there and back and bytes per second, 0 if unknown, by member that is or was a neighbour."""
-        edges, members, together = self._near
-        traffic = edges.traffic()
-        known = self._speeds.copy()
-        for peer, rate in rates(traffic, together).items():
-            before = known.get(members[peer], (0.0, 0.0))[1]
-            known[members[peer]] = round(traffic[peer].trip, 6), float(f"{rate or before:.3g}")
+        links, members = self._near
+        flown, known = links.edges.flown(), self._speeds.copy()
+        for peer, rate in rates(flown, links.messages, together=links.topology.degree > 1).items():
+            _, before = known.get(members[peer], (0.0, 0.0))
+            # All ranks of a host send their slices at the same time.
+            known[members[peer]] = round(flown[peer].trip, 6), float(f"{self._host.size * rate or before:.3g}")
         self._speeds = {name: speed for name, speed in known.items() if name in members}
         return self._speeds
 

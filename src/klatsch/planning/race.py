@@ -36,8 +36,10 @@ Tick = bool | Callable[[int], object]  # hears of the rounds that a simulation h
 FIRST, LONGER = 64, 4  # rounds that all ways run, and by what factor the next stretch is longer
 SEEDS = 3
 LEARNING_RATES = [10.0 ** (k / 2) for k in range(-12, 3)]
-BELOW, ABOVE, FEW = 3, 1, 1  # rates that stay in the race, on both sides of the best so far; below, of large problems
-FINER = (10**-0.25, 1.0, 10**0.25)  # times the chosen learning rate, for the winners
+BELOW, ABOVE = 3, 1  # learning rates that stay in the race, on both sides of the best one so far
+FINER = (1.0, 10**-0.25, 10**0.25)  # times the chosen learning rate, for the winners
+HEAVY = 1 << 17  # parameters from which fewer rates are tried, and several threads pay: they share each product
+BELOW_HEAVY = 1
 POINTS = 1.25  # at which rounds errors are taken: each so many times the one before
 FEWEST, OVERTIME = 5, 1.1  # winners that run again beyond the time, and when these, too, are given up
 NEAR, WINNERS = 2.0, 16  # times the best time, and how many of these run again: one seed alone does not decide
@@ -48,8 +50,7 @@ ENOUGH = 1.05  # fewer machines are taken where they are at most this much slowe
 LEAST_SHARE = 0.1  # of a machine's worth that each one must bring
 LATE = 0.7  # of the rounds of one machine; what it has after these is the target, if none is given
 ALONE = 0.5  # of the time, in which one machine must have done its first rounds
-TRYING, RACING = 0.5, 0.8  # of the time: all ways have run their first rounds, and only winners run
-LARGE = 1 << 17  # parameters from which several threads share a product, instead of waiting for each other
+RACING = 0.8  # of the time; the rest is for the winners
 PATIENCE, MOST = 4_000, 60_000  # rounds after which something must be heading for the target, and all end
 AROUND = 1  # points on each side with which an error is averaged: a dip by chance is not there to stay
 ROUNDING = 1e-6  # by which an error may be below 0
@@ -171,13 +172,12 @@ class Runner:
     problem: Problem
     each: float  # seconds of a round
     rates: list[float]
-    below: int = BELOW
     steps: list[int] = field(default_factory=list)
     errors: Array = field(default_factory=lambda: np.empty((0, 0)))  # (len(steps), len(rates))
 
     def run(self, task: Task, rounds: int, tick: Tick = False) -> None:
         """So many rounds from the start, at the learning rates around the best of those before."""
-        rates = around(self.best_after(rounds), self.below) if self.steps else self.rates
+        rates = around(self.best_after(rounds), self.problem.dim) if self.steps else self.rates
         exact = self.way._replace(wire="float32")  # faster to simulate, and nearly the same; winners run as they are
         self.steps, self.errors = task.run(exact, self.problem, rounds, rates, tick)
         self.rates = rates
@@ -208,9 +208,9 @@ class Runner:
         return Trial(self.way, lr, fastest, self.each, error, fastest, fastest, tried=tried)
 
 
-def around(best: float, below: int, more: int = 0) -> list[float]:
+def around(best: float, dim: int, more: int = 0) -> list[float]:
     """The learning rates around one of them, and some more above."""
-    k = LEARNING_RATES.index(best)
+    k, below = LEARNING_RATES.index(best), BELOW if dim < HEAVY else BELOW_HEAVY
     return LEARNING_RATES[max(0, k - below) : k + ABOVE + 1 + more]
 
 
@@ -234,10 +234,10 @@ class Answer:
 def race(task: Task, told: Told | None = None) -> Answer:
     """Find out how many machines pay, and which way to train."""
     timer, threads = Timer(task.seconds, told), torch.get_num_threads()
-    started = starters(task)
-    torch.set_num_threads(threads if started[1][1].dim >= LARGE else 1)
+    alone, problems, most = starters(task)
+    torch.set_num_threads(1 if problems[1].dim < HEAVY else threads)  # for small products they wait for each other
     try:
-        return _race(task, timer, *started)
+        return _race(task, timer, alone, problems, most)
     finally:
         torch.set_num_threads(threads)
 
@@ -286,8 +286,7 @@ def starters(task: Task) -> tuple[list[Runner], dict[int, Problem], str]:
             machines *= 2
     each = round_seconds(task.clock, Way(1), task.params or problems[1].dim)
     kinds = dict.fromkeys(kind.rates for kind in KINDS.values())
-    below = FEW if problems[1].dim >= LARGE else BELOW
-    return [Runner(Way(1, kind), problems[1], each, LEARNING_RATES, below) for kind in kinds], problems, most
+    return [Runner(Way(1, kind), problems[1], each, LEARNING_RATES) for kind in kinds], problems, most
 
 
 def _target(task: Task, alone: Sequence[Runner], timer: Timer) -> float:
@@ -322,8 +321,7 @@ def _target(task: Task, alone: Sequence[Runner], timer: Timer) -> float:
 
 def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem]) -> list[Runner]:
     """All ways with several machines, at the learning rates around those of one machine."""
-    below = alone[0].below
-    rates = {runner.way.kind: around(runner.best_after(FIRST), below, more=1) for runner in alone}
+    rates = {r.way.kind: around(r.best_after(FIRST), r.problem.dim, more=1) for r in alone}
     groups, missing = defaultdict[tuple[int, str], list[Runner]](list), None
     for machines, problem in [*problems.items()][1:]:
         try:
@@ -332,7 +330,7 @@ def entrants(task: Task, alone: Sequence[Runner], problems: Mapping[int, Problem
             missing = missing or error
             continue
         for way, each in promising_first(ways, alone[0].each).items():
-            groups[machines, way.kind].append(Runner(way, problem, each, rates[KINDS[way.kind].rates], below))
+            groups[machines, way.kind].append(Runner(way, problem, each, rates[KINDS[way.kind].rates]))
     if missing and not groups:
         raise missing
     # All sizes and rules take turns, what one machine did best with first: the time may end.
@@ -352,13 +350,14 @@ def promising_first(ways: Mapping[Way, float], alone: float) -> dict[Way, float]
 def _run_on(task: Task, runners: Sequence[Runner], target: float, timer: Timer) -> bool:
     """Run all until they are there or hopeless; returns whether there was time for it."""
     rounds, racing, in_time = FIRST, list(runners), True
+    trying = (timer.share + RACING) / 2  # what has not begun by then is left out
     best = min(r.seconds(target) for r in runners if r.steps)
     while racing:
         try:
             for runner in [r for r in racing if not r.steps or r.steps[-1] < rounds]:
                 limit = math.inf if runner.way.reduces else NEAR * best / runner.each  # later ones do not count
                 if not runner.steps or limit > runner.steps[-1]:
-                    timer.turn_to(f"{len(racing)} ways, {rounds:,} rounds", TRYING if rounds == FIRST else RACING)
+                    timer.turn_to(f"{len(racing)} ways, {rounds:,} rounds", trying if rounds == FIRST else RACING)
                     runner.run(task, max(2, math.ceil(min(rounds, limit))), timer.tick)
                 best = min(best, runner.seconds(target))
         except TimeUpError:
@@ -425,7 +424,7 @@ def _again(
 
 def again(task: Task, trial: Trial, problem: Problem, target: float, tick: Tick = False) -> Trial:
     """The same way with other seeds, at its learning rate, and the two beside it unless that takes long."""
-    finer = FINER if problem.dim < LARGE else (1.0,)
+    finer = FINER if problem.dim < HEAVY else FINER[:1]
     rates, tried, by_seed = [trial.lr * factor for factor in finer], 0, list[list[float]]()
     instances = [problem, *(task.problem(trial.way.machines, seed) for seed in range(1, task.seeds))]
     for longer in AGAIN:
@@ -442,9 +441,8 @@ def again(task: Task, trial: Trial, problem: Problem, target: float, tick: Tick 
     if not by_seed:
         raise TimeUpError
     middle, columns = len(by_seed) // 2, [sorted(column) for column in zip(*by_seed, strict=True)]
-    # Where most do not get there: with which rate some do, in the middle first.
-    centre_first = sorted(range(len(rates)), key=lambda c: abs(c - len(rates) // 2))
-    best = min(centre_first, key=lambda c: (columns[c][middle], sum(map(math.isinf, columns[c])), columns[c][0]))
+    # Where most do not get there: with which rate some do.
+    best = min(range(len(rates)), key=lambda c: (columns[c][middle], sum(map(math.isinf, columns[c])), columns[c][0]))
     low, high, column = columns[best][0], columns[best][-1], columns[best]
     return replace(trial, lr=rates[best], rounds=column[middle], low=low, high=high, seeds=len(column), tried=tried)
 

@@ -3,7 +3,7 @@
 An edge takes one descriptor and no thread: those of gloo's groups are for collectives, and one thread per process moves
 the bytes of all edges. An edge that breaks, or that one end closes, takes no other with it.
 
-On Linux the system knows how long bytes travel and how fast they were taken; `Edges.traffic` asks it.
+On Linux the system knows how long bytes travel and how fast they were taken; `Edges.flown` asks it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import starmap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from klatsch.clock.network import Table
+from klatsch.units import size
 
 CLOSING_TAG = (1 << 20) - 2  # of a message that never comes
 PASSWORD_TAG, PASSWORD = (1 << 20) - 5, 32  # bytes
@@ -43,7 +47,7 @@ LOOK = 0.05  # seconds between two looks at whether the other end is still expec
 Pair = tuple[int, int]
 
 
-class Traffic(NamedTuple):
+class Flown(NamedTuple):
     """What has gone over a connection so far, in this direction."""
 
     trip: float  # seconds there and back, of the fastest packet of the last minutes
@@ -51,23 +55,49 @@ class Traffic(NamedTuple):
     busy: float  # seconds in which some were on the way, and the other end had room for more
 
 
-def rates(traffic: Mapping[int, Traffic], together: bool) -> dict[int, float]:
+def rates(flown: Mapping[int, Flown], messages: Mapping[int, int], together: bool) -> dict[int, float]:
     """Bytes per second of each link as if it was used alone; 0 for one that has carried too little to say.
 
     Args:
-        traffic: by neighbour.
-        together: whether they get their messages at the same time. They then share this machine's way out, each until
-            its message is there.
+        flown: by neighbour.
+        messages: how many they were. After the last byte of each, a connection is busy until it hears that it is there.
+        together: whether neighbours get theirs at the same time. They then share this machine's way out, each until its
+            message is there.
     """
+    busy = {peer: one.busy - min(messages.get(peer, 0) * one.trip, one.busy / 2) for peer, one in flown.items()}
     found, shared, before = dict[int, float](), 0.0, 0.0
-    for left, (peer, one) in zip(
-        range(len(traffic), 0, -1), sorted(traffic.items(), key=lambda t: t[1].busy), strict=True
-    ):
-        shared += (one.busy - before) / left
-        before = one.busy
-        alone = shared if together else one.busy
-        found[peer] = one.taken / alone if one.taken >= TELLING and alone > 0 else 0.0
+    for k, peer in enumerate(sorted(flown, key=lambda peer: busy[peer])):
+        shared += (busy[peer] - before) / (len(flown) - k)
+        before, taken = busy[peer], flown[peer].taken
+        alone = shared if together else busy[peer]
+        found[peer] = taken / alone if taken >= TELLING and alone > 0 else 0.0
     return found
+
+
+def links_of(members: Sequence[Mapping[str, Any]], name: str) -> Table:
+    """The links between the members of a crew that train, as fast as they see them to be.
+
+    Args:
+        members: the rows of the registry's status, with links.
+        name: of the crew, in errors.
+    """
+    places = {row["member"]: k for k, row in enumerate(row for row in members if row["state"] == "trains")}
+    if len(places) < 2:
+        raise ValueError(f"{name} has {len(places)} that train; links are between two or more")
+    speeds, delays = np.zeros((2, len(places), len(places)))
+    for row in (row for row in members if row["member"] in places):
+        for other, (trip, speed) in row.get("links", {}).items():
+            if other in places:
+                pair = places[row["member"]], places[other]
+                speeds[pair], delays[pair] = speed, trip / 2
+    # Who only hears another one does not know how fast that link is.
+    speeds, delays = (np.where(one > 0, one, one.T) for one in (speeds, delays))
+    if not speeds.any():
+        raise ValueError(
+            f"{name} knows no links: members on Linux see one when {size(TELLING)} have gone over it; wait for some "
+            f"rounds, or give a CSV file of links"
+        )
+    return Table.completed(speeds, delays, name)
 
 
 class Edges:
@@ -148,12 +178,12 @@ class Edges:
             self._connections[sum(pair) - self.rank] = _shared(group, 1 - end)
         return group
 
-    def traffic(self) -> dict[int, Traffic]:
+    def flown(self) -> dict[int, Flown]:
         """What the system knows of guarded edges, by neighbour; nothing where addresses are translated on the way."""
         asked = {peer: [*starmap(_asked, found.items())] for peer, found in self._connections.copy().items()}
         told = {peer: [one for one in answers if one is not None] for peer, answers in asked.items()}
         return {
-            peer: Traffic(min(one.trip for one in some), sum(one.taken for one in some), sum(one.busy for one in some))
+            peer: Flown(min(one.trip for one in some), sum(one.taken for one in some), sum(one.busy for one in some))
             for peer, some in told.items()
             if some
         }
@@ -207,23 +237,22 @@ def _shared(group: dist.ProcessGroup, other: int) -> dict[bytes, int]:
 def _connections() -> dict[bytes, int]:
     """The descriptors of all connections of this process, by name; none where the system does not list them."""
     found = {}
-    for descriptor in map(int, os.listdir(DESCRIPTORS)) if DESCRIPTORS.is_dir() else ():
-        with suppress(OSError, ValueError), _opened(descriptor) as one:
-            found[_name(one)] = descriptor
+    with suppress(OSError):
+        for descriptor in map(int, os.listdir(DESCRIPTORS)):
+            with suppress(OSError, ValueError), _looked_at(descriptor) as one:
+                found[_name(one)] = descriptor
     return found
 
 
 @contextmanager
-def _opened(descriptor: int) -> Iterator[socket.socket]:
-    """A socket of somebody else, which stays open at its end; OSError if it is none."""
-    own = os.dup(descriptor)
+def _looked_at(descriptor: int) -> Iterator[socket.socket]:
+    """A socket of somebody else, which it stays; OSError if it is none."""
+    # Without the flag, a default timeout of sockets would be set on it: reads would no longer block.
+    one = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=descriptor)
     try:
-        one = socket.socket(fileno=own)
-    except OSError:
-        os.close(own)
-        raise
-    with one:
         yield one
+    finally:
+        one.detach()
 
 
 def _name(one: socket.socket) -> bytes:
@@ -237,13 +266,13 @@ def _name(one: socket.socket) -> bytes:
     return blake2b(repr(sorted(ends)).encode(), digest_size=NAME).digest()
 
 
-def _asked(name: bytes, descriptor: int) -> Traffic | None:
+def _asked(name: bytes, descriptor: int) -> Flown | None:
     """What a connection has carried, unless its descriptor is another one's by now."""
-    with suppress(OSError, ValueError), _opened(descriptor) as one:
+    with suppress(OSError, ValueError), _looked_at(descriptor) as one:
         told = one.getsockopt(socket.IPPROTO_TCP, TCP_INFO, FIELDS.size)
         if _name(one) == name and len(told) == FIELDS.size:
             taken, trip, busy, held = FIELDS.unpack(told)
-            return Traffic(trip * 1e-6, taken, (busy - held) * 1e-6)
+            return Flown(trip * 1e-6, taken, (busy - held) * 1e-6)
     return None
 
 

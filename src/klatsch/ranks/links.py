@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import chain
@@ -64,6 +65,7 @@ class GlooLinks:
         self.unsure: set[int] = set()  # neighbours that may not have got the last messages, once they are closed
         self.in_vain: dict[int, Exception] = {}  # by round: why not all ranks came together after it
         self.bytes_sent, self.seconds_waited = 0, 0.0
+        self.messages = Counter[int]()  # of rounds, by neighbour
         self.long = timeout / 8  # seconds of waiting after which `is_late` is told of a neighbour and the round
         self.is_late: Callable[[int, int], object] = lambda peer, t: None
         self._told_late: dict[int, int] = {}  # by neighbour: the last round of which that was told
@@ -117,6 +119,7 @@ class GlooLinks:
         if copied is not None:
             self._take(leaving)  # their threads start them
         self.bytes_sent += len(targets) * message.nbytes
+        self.messages.update(targets)
 
     def sent(self, tag: int, t: int) -> None:
         """Wait until the message of round t under a tag has left, so that its memory can be reused."""

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from klatsch.files import json_of
 
 Message: TypeAlias = "dict[str, Any]"
-PROTOCOL = 1
-PORT = 4711
+PROTOCOL, PORT = 1, 4711
 LARGEST = 1 << 20  # bytes of a message
 GREETING = 1 << 9  # bytes of a message from a stranger
 STRANGERS = 100  # at a time; one more, and the first is shut out
@@ -490,11 +489,11 @@ class Coordinator:
         for line in (*(member.line for member in members if member.line), *chain(*others)):
             line.send(message)
 
-    def status(self) -> Message:
-        """What there is to see."""
+    def status(self, links: bool = False) -> Message:
+        """What there is to see; links, of which there may be many, only where they are asked for."""
         ahead = max((m.round for m in self.members.values()), default=0)
         rows = [
-            m.report
+            {name: value for name, value in m.report.items() if links or name != "links"}
             | {"member": m.id, "host": m.host, "address": m.address, "state": self._state(m)}
             | {"round": m.round, "lag": ahead - m.round}
             for m in self.members.values()
@@ -683,7 +682,9 @@ class Registry:
             case "keys":
                 self._keys.do(line, message, self.coordinator.epoch.number, now)
             case "status":
-                line.send({"op": "answer", "id": message["id"], **self.coordinator.status()})
+                line.send(
+                    {"op": "answer", "id": message["id"], **self.coordinator.status(message.get("links") is True)}
+                )
             case "drop":
                 try:
                     self.coordinator.drop(str(message["member"]), now)
