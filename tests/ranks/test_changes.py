@@ -255,6 +255,27 @@ def test_two_are_killed_at_once_and_two_take_their_places(crew, rule, graph, dea
     assert_kept(kept, members, rule)
 
 
+@pytest.mark.parametrize("rule, field", [("d2", "y"), ("gt", "z")])
+def test_one_dies_and_no_epoch_settles_its_sums(crew, rule, field):
+    """Its neighbours know what it held when the crew changed, and what it has added since: the others do not drift."""
+    some = crew(rule=rule)
+    first = some.begin(4)
+    for member in (*first, some.join(node=2)):
+        member.trains(5, rounds=20)
+    some.registry.kill()
+    some.registry.done()
+    first[1].process.kill()
+    left = [first[0], *first[2:], some.members[-1]]
+    for member in left:
+        member.trains(5, rounds=30)
+    kept = some.end()
+    states = [kept[member.name]["state"] for member in left]
+    t = min(max(each) for each in states)
+    sums = torch.stack([each[t][field] for each in states])
+    assert sums.abs().max() > 1e-3
+    assert sums.sum(0).abs().max() < 1e-9 * sums.abs().max() * t
+
+
 CUTS = {
     "one edge of two": (2, {0: [1]}),
     "one edge of four": (4, {1: [2]}),

@@ -442,9 +442,9 @@ class Gossip(Watched, Joinable, JoinHook):
             self._stand(post)
         (states, frozen, options, training), rounds = held, post.epoch.start - 1
         self._train_over(links, shares)
-        settled, self._weight = post.settled(links, [share.node for share in shares], states, self._weight)
-        for share, state, memory in zip(shares, settled, memories, strict=True):
-            share.load(state, rounds, memory)
+        settled, ledgers, self._weight = post.settled(links, [share.node for share in shares], states, self._weight)
+        for share, state, memory, ledger in zip(shares, settled, memories, ledgers, strict=True):
+            share.load(state, rounds, memory | ledger)
         if own is None:
             post.training = training
             for parameter, values in zip(self._frozen, frozen, strict=True):

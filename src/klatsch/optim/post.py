@@ -359,27 +359,34 @@ class Post:
 
     def settled(
         self, links: GlooLinks, nodes: Sequence[Node], states: list[State], share: float
-    ) -> tuple[list[State], float]:
-        """States of which the crew's sums are what they must be, and this member's weight over the crew's mean."""
-        handovers = [Handover(node.rule, node.rehearsal) for node in nodes]
+    ) -> tuple[list[State], list[Memory], float]:
+        """States of which the crew's sums are what they must be, ledgers of them, and this member's weight.
+
+        Weights are over the crew's mean.
+        """
+        handovers, t = [Handover(node.rule, node.rehearsal) for node in nodes], self.epoch.start - 1
         if self.is_new:
             states = [one.begun(state) for one, state in zip(handovers, states, strict=True)]
+        ledgers: list[Memory] = [{} for _ in nodes]
         if self.weight is None and not any(one.means for one in handovers):
-            return states, share
+            return states, ledgers, share
         try:
-            with assembled(links, self.epoch.start - 1, f"epoch {self.epoch.number}") as everyone:
-                means = [
-                    {name: everyone.mean(state[name].cpu()).to(state[name]) for name in one.means}
+            with assembled(links, t, f"epoch {self.epoch.number}") as everyone:
+                found = [
+                    {name: everyone.mean_and_debts(state[name].cpu()) for name in one.means}
                     for one, state in zip(handovers, states, strict=True)
                 ]
                 settled: float | None = share if self.weight is None else everyone.share(self.weight)
-            states = [one.settled(state, mean) for one, state, mean in zip(handovers, states, means, strict=True)]
-        except (RuntimeError, ValueError) as error:  # a member died; the next epoch settles it
-            warn(f"epoch {self.epoch.number}: sums over the crew are settled with the next change ({reason(error)})")
-            abandon(links, self.epoch.start - 1, reason(error))  # those who have not noticed need not wait
-            settled = None
+            for k, (node, one, state, told) in enumerate(zip(nodes, handovers, states, found, strict=True)):
+                states[k] = one.settled(state, {name: mean.to(state[name]) for name, (mean, _) in told.items()})
+                owed = {(peer, name): v for name in told if name in node.owes for peer, v in told[name][1].items()}
+                ledgers[k] = {"ledger": {f"{peer} {name}": v.to(state[name]) for (peer, name), v in owed.items()}}
+        except (RuntimeError, ValueError) as error:  # a member died
+            warn(f"epoch {self.epoch.number}: sums over the crew begin anew ({reason(error)})")
+            abandon(links, t, reason(error))  # those who have not noticed need not wait
+            states, settled = [one.zeroed(state) for one, state in zip(handovers, states, strict=True)], None
         agreed = self._host.all(settled is not None)
-        return states, settled if agreed and settled is not None else share
+        return states, ledgers, settled if agreed and settled is not None else share
 
 
 def held_by(states: Iterable[State], frozen: Iterable[Tensor], groups: Iterable[Group], training: Training) -> Held:

@@ -10,8 +10,9 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ FIRST_TAG, LAST_TAG = 1 << 20, 1 << 31  # above the tags of rounds, and new in e
 NEWS, UP, DOWN = range(3)
 VERDICT = "verdict"  # the note that says why ranks that have come after some rounds do so in vain
 LOST = "lost"  # the kind of a verdict after which all go on
+NONE: Mapping[int, list[Tensor]] = MappingProxyType({})
 REMEDY = "ranks with fewer batches than others end with optimizer.finish(), on all ranks, before they ask for this"
 
 
@@ -84,6 +86,19 @@ class Assembly:
         """
         return self._passed(vector, up=True)
 
+    def mean_and_debts(self, vector: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+        """The mean, and by neighbour what this rank owes it if vectors less their mean have come along the tree.
+
+        That is their sum over all ranks on this side of the link; the other end has it with the other sign. All that a
+        rank owes is its own vector less the mean.
+        """
+        branches: dict[int, list[Tensor]] = {peer: [] for peer in (*self._parents, *self._children)}
+        mean, debts = self._passed(vector, True, branches), dict[int, Tensor]()
+        for peer, parts in branches.items():
+            sign, own = 1.0 if peer in self._parents else -1.0, torch.split(mean, len(parts[0]) - 1)
+            debts[peer] = torch.cat([sign * part[-1] * (part[:-1] - m) for part, m in zip(parts, own, strict=True)])
+        return mean, debts
+
     def share(self, weight: float) -> float:
         """A number over the mean of those of all of them."""
         return weight / float(self.mean(torch.tensor([weight], dtype=torch.float64)))
@@ -95,8 +110,12 @@ class Assembly:
             first = self._passed(flat.view(torch.uint8), up=False)  # as bytes: gloo does not know every dtype
             tensor.copy_(first.view(flat.dtype).reshape(tensor.shape))
 
-    def _passed(self, vector: Tensor, up: bool) -> Tensor:
-        """A vector that goes up the tree as the mean of what is below, if it goes up, and down from the first rank."""
+    def _passed(self, vector: Tensor, up: bool, branches: Mapping[int, list[Tensor]] = NONE) -> Tensor:
+        """A vector that goes up the tree as the mean of what is below, if it goes up, and down from the first rank.
+
+        Means of what is beyond links, or of what is on this side of that to the parent, are added to `branches`, piece
+        by piece, each with its number of ranks.
+        """
         result = vector.clone()
         pieces = torch.split(result, max(PIECE // result.element_size(), 1))
         rising = self._stream(UP, pieces, self._children if up else [])
@@ -109,7 +128,10 @@ class Assembly:
             merged: Tensor | None = None
             leaving.append([])
             if k < len(pieces) and (up or not self._parents):
-                merged = _merged(pieces[k], next(rising))
+                below = next(rising)
+                merged = _merged(pieces[k], below)
+                for peer, part in (*zip(self._parents, [merged]), *zip(self._children, below)):  # noqa: B905
+                    branches.get(peer, []).append(part)
                 leaving[-1] += [self._call(UP, merged, parent, False) for parent in self._parents]
             if k >= ahead:
                 if self._parents:

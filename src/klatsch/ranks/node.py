@@ -8,7 +8,7 @@ those of the round are written while the state advances, and once is enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -168,6 +168,11 @@ class Node:
                 self.links.membership.number(self.links.rank, node)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"what the channel held does not fit: {error}") from None
+
+    @property
+    def owes(self) -> Set[str]:
+        """The sums of which it knows what it owes to which neighbour."""
+        return {entry.field for entry in self._ledger.sums.values()}
 
     def meet(self, everyone: Everyone) -> bool:
         """After `load`, on all ranks together: where the ends of a lost link differ, copies begin anew everywhere.

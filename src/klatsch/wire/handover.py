@@ -39,7 +39,11 @@ class Handover:
     def begun(self, sponsor: State) -> State:
         """The state of a newcomer, from that of its sponsor."""
         divided = {name: sponsor[name] / sponsor[self.pushed[0]] for name in self.pushed}
-        return sponsor | {name: torch.zeros_like(sponsor[name]) for name in self.sums} | divided
+        return self.zeroed(sponsor) | divided
+
+    def zeroed(self, state: State) -> State:
+        """The state of a member that does not know the means: it adds nothing to the sums."""
+        return state | {name: torch.zeros_like(state[name]) for name in self.sums}
 
     def settled(self, state: State, means: State) -> State:
         """The state of a member of the new crew, newcomer or not, from the means over all of them."""
