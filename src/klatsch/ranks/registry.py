@@ -33,7 +33,7 @@ GREETING = 1 << 9  # bytes of a message from a stranger
 STRANGERS = 100  # at a time; one more, and the first is shut out
 PATIENCE = 5.0  # seconds for a stranger to prove itself
 AHEAD = 2  # rounds that a member may begin after its answer
-GRACE = 1.0  # seconds in which a member whose connection broke may return
+GRACE = 0.7  # seconds in which a member whose connection broke may return
 TICK = 0.25  # seconds between two looks at the clock
 MEND, MOST = 2.0, 600.0  # seconds until edges that broke are made anew: the first time, and at most
 
